@@ -1,0 +1,72 @@
+"""Checks before any work starts: do the options, the data and the checkpoint fit together?"""
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.config import SMoETransformerConfig
+from smoe_fairseq.modules.smoe import check_options
+from smoe_fairseq.modules.strata import Strata
+
+
+def check_config(config: SMoETransformerConfig, task) -> None:
+    """Raise ValueError with one sentence that names the flag and what would be accepted."""
+    for side in ("encoder", "decoder"):
+        freq = config.moe_freq_of(side)
+        layers = getattr(config, f"{side}_layers")
+        if freq < 0 or freq > layers:
+            raise ValueError(
+                f"--moe-freq {freq} for the {side}: expected 0 (dense) to its {layers} layers"
+            )
+        if freq > 0 and not getattr(config, f"{side}_normalize_before"):
+            raise ValueError(
+                f"--no-{side}-normalize-before: a stratified MoE brings its own layer norms and needs "
+                f"pre-norm layers; leave the flag out, or make the {side} dense with "
+                f"--{side}-moe-freq 0"
+            )
+        dim, heads = (getattr(config, f"{side}_{name}") for name in ("embed_dim", "attention_heads"))
+        if dim % heads:
+            raise ValueError(
+                f"--{side}-embed-dim {dim}: expected a multiple of --{side}-attention-heads {heads}"
+            )
+    strata = Strata.parse(config.smoe_strata, config.moe_stacked)
+    if config.moe_freq_of("encoder") or config.moe_freq_of("decoder"):
+        check_options(
+            strata, config.moe_top_k, config.moe_capacity_factor, config.moe_eval_capacity_factor
+        )
+    if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
+        raise ValueError(
+            "--share-all-embeddings: source and target dictionary differ; preprocess with "
+            "--joined-dictionary, or train with --no-share-all-embeddings"
+        )
+
+
+def check_checkpoint(model, state_dict) -> None:
+    """Raise UsageError with one sentence where ``state_dict`` is of another architecture."""
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    loaded = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    if own == loaded:
+        return
+    wanted, found = _strata_of(own), _strata_of(loaded)
+    if wanted != found:
+        raise UsageError(
+            f"the checkpoint was trained with {found} and this model has {wanted}; pass the "
+            "checkpoint's flags, or another --save-dir or --restore-file"
+        )
+    name = next(n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n))
+    raise UsageError(
+        f"the checkpoint is of another architecture: {name} is {loaded.get(name, 'missing')} in it "
+        f"and {own.get(name, 'missing')} in this model; pass the checkpoint's flags, or another "
+        "--save-dir or --restore-file"
+    )
+
+
+def _strata_of(shapes: dict[str, tuple]) -> str:
+    """The flags behind a state dict, read from its gates: gate I sees ``shape[0]`` experts."""
+    block = next((n.split("gates.")[0] for n in sorted(shapes) if ".moe.gates." in n), None)
+    if block is None:
+        return "--moe-freq 0"
+    visible = []
+    while (gate := f"{block}gates.{len(visible)}.weight") in shapes:
+        visible.append(shapes[gate][0])
+    if len(visible) > 1 and f"{block}layer_norms.1.weight" not in shapes:
+        return f"--moe-stacked --smoe-strata {Strata(tuple(visible))}"
+    sizes = (here - later for here, later in zip(visible, [*visible[1:], 0], strict=True))
+    return f"--smoe-strata {Strata(tuple(sizes))}"

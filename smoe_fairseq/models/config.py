@@ -1,0 +1,124 @@
+"""Options of the SMoE transformer, on the command line and in hydra configs."""
+
+from argparse import Namespace
+from dataclasses import dataclass, field, fields
+
+from fairseq import utils
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models.transformer import TransformerConfig
+
+from smoe_fairseq.modules.gate import GATE_NORMALIZATIONS, SECOND_EXPERT_POLICIES
+
+
+def option(default, help: str, **metadata):
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass
+class SMoETransformerConfig(FairseqDataclass):
+    """Flat, as fairseq's flags are; the defaults are those of ``smoe_transformer_base``."""
+
+    # The transformer
+    encoder_embed_dim: int = option(512, "encoder embedding dimension")
+    encoder_ffn_embed_dim: int = option(2048, "encoder FFN (and expert) dimension")
+    encoder_layers: int = option(6, "number of encoder layers")
+    encoder_attention_heads: int = option(8, "number of encoder attention heads")
+    encoder_normalize_before: bool = option(
+        False, "pre-norm encoder layers (the default of every smoe architecture)"
+    )
+    encoder_learned_pos: bool = option(False, "learned positional embeddings in the encoder")
+    encoder_layerdrop: float = option(0.0, "LayerDrop probability of the encoder")
+    decoder_embed_dim: int = option(512, "decoder embedding dimension")
+    decoder_ffn_embed_dim: int = option(2048, "decoder FFN (and expert) dimension")
+    decoder_layers: int = option(6, "number of decoder layers")
+    decoder_attention_heads: int = option(8, "number of decoder attention heads")
+    decoder_normalize_before: bool = option(
+        False, "pre-norm decoder layers (the default of every smoe architecture)"
+    )
+    decoder_learned_pos: bool = option(False, "learned positional embeddings in the decoder")
+    decoder_layerdrop: float = option(0.0, "LayerDrop probability of the decoder")
+    share_all_embeddings: bool = option(
+        False, "share encoder, decoder and output embeddings (the default of every smoe architecture)"
+    )
+    share_decoder_input_output_embed: bool = option(
+        False, "share decoder input and output embeddings"
+    )
+    activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = option(
+        "relu", "activation function of FFN and experts"
+    )
+    dropout: float = option(0.1, "dropout probability")
+    attention_dropout: float = option(0.0, "dropout probability for attention weights")
+    activation_dropout: float = option(
+        0.0, "dropout probability after the activation in FFN and experts", argparse_alias="--relu-dropout"
+    )
+    layernorm_embedding: bool = option(False, "add layer norm to embeddings")
+    no_scale_embedding: bool = option(False, "do not scale embeddings")
+    no_token_positional_embeddings: bool = option(False, "no positional embeddings")
+    max_source_positions: int = option(1024, "maximum number of source tokens")
+    max_target_positions: int = option(1024, "maximum number of target tokens")
+    checkpoint_activations: bool = option(
+        False, "recompute activations in the backward pass: less memory, more time"
+    )
+    offload_activations: bool = option(
+        False, "checkpoint activations and keep them in CPU memory"
+    )
+    min_params_to_wrap: int = option(
+        int(1e8), "smallest layer to wrap with --ddp-backend fully_sharded"
+    )
+
+    # The mixture of experts
+    smoe_strata: str = option(
+        "4-4",
+        "experts per stratum in the paper's notation: 16 is a vanilla MoE, 4-12 has two strata",
+    )
+    moe_freq: int = option(2, "every N-th layer is a MoE layer; 0: a dense model")
+    encoder_moe_freq: int = option(-1, "--moe-freq of the encoder; -1: as --moe-freq")
+    decoder_moe_freq: int = option(-1, "--moe-freq of the decoder; -1: as --moe-freq")
+    moe_top_k: int = option(2, "experts per token and stratum, 1 or 2")
+    moe_stacked: bool = option(
+        False, "naive stacking: a chain of MoE layers without inner layer norms and residuals"
+    )
+    moe_capacity_factor: float = option(
+        2.0, "in training an expert takes ceil(factor * tokens / experts) tokens; 0: no limit"
+    )
+    moe_eval_capacity_factor: float = option(
+        0.0, "the same in evaluation; 0: no limit, so no translation depends on its batch"
+    )
+    moe_second_expert_policy: ChoiceEnum(SECOND_EXPERT_POLICIES) = option(
+        "sampling", "second expert in training: drawn, the second best, or the latter at random"
+    )
+    moe_gate_normalization: ChoiceEnum(GATE_NORMALIZATIONS) = option(
+        "after-drop", "weights of the two experts are divided by their sum after or before dropping"
+    )
+
+    def moe_freq_of(self, side: str) -> int:
+        """``side`` is "encoder" or "decoder"."""
+        freq = getattr(self, f"{side}_moe_freq")
+        return self.moe_freq if freq == -1 else freq
+
+    def transformer(self) -> TransformerConfig:
+        """The part that fairseq's own transformer code reads, nested as it wants it."""
+        return TransformerConfig.from_namespace(Namespace(**vars(self)))
+
+    def moe_options(self) -> dict:
+        """Arguments of `StratifiedMoE`."""
+        return {
+            "strata": self.smoe_strata,
+            "stacked": self.moe_stacked,
+            "top_k": self.moe_top_k,
+            "capacity_factor": self.moe_capacity_factor,
+            "eval_capacity_factor": self.moe_eval_capacity_factor,
+            "second_expert_policy": str(self.moe_second_expert_policy),
+            "gate_normalization": str(self.moe_gate_normalization),
+            "activation_fn": str(self.activation_fn),
+            "dropout": self.dropout,
+            "activation_dropout": self.activation_dropout,
+        }
+
+
+ARCHITECTURE_SWITCHES = (
+    "encoder_normalize_before",
+    "decoder_normalize_before",
+    "share_all_embeddings",
+)
+FIELDS = tuple(f.name for f in fields(SMoETransformerConfig) if not f.name.startswith("_"))

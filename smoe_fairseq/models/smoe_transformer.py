@@ -1,0 +1,257 @@
+"""``--arch smoe_transformer``: fairseq's transformer with stratified MoE layers (paper, section 3)."""
+
+from argparse import Namespace
+
+import torch
+from fairseq import utils
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.distributed import fsdp_wrap
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import (
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+    TransformerModelBase,
+)
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.check import check_checkpoint, check_config
+from smoe_fairseq.models.config import ARCHITECTURE_SWITCHES, FIELDS, SMoETransformerConfig
+from smoe_fairseq.modules import RoutingStats
+from smoe_fairseq.modules.transformer_layer import (
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+)
+
+
+@register_model("smoe_transformer", dataclass=SMoETransformerConfig)
+class SMoETransformerModel(TransformerModelBase):
+    """Encoder-decoder whose every ``--moe-freq``-th layer is a stratified mixture of experts.
+
+    The decoder's extra output has, under "moe_stats", the `RoutingStats` of all MoE layers, encoder first.
+    """
+
+    @classmethod
+    def add_args(cls, parser):
+        # Without defaults, so that the architecture's apply where a flag is not given.
+        gen_parser_from_dataclass(parser, SMoETransformerConfig(), delete_default=True)
+        for name in ARCHITECTURE_SWITCHES:
+            parser.add_argument(
+                f"--no-{name.replace('_', '-')}",
+                dest=name,
+                action="store_false",
+                help=f"switch --{name.replace('_', '-')} off",
+            )
+
+    @classmethod
+    def build_model(cls, cfg, task):
+        values = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else vars(cfg)
+        config = SMoETransformerConfig(**{k: values[k] for k in FIELDS if k in values})
+        try:
+            check_config(config, task)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        transformer = config.transformer()
+        transformer.moe_options = config.moe_options()
+        transformer.encoder.moe_freq = config.moe_freq_of("encoder")
+        transformer.decoder.moe_freq = config.moe_freq_of("decoder")
+        return super().build_model(transformer, task)
+
+    @classmethod
+    def build_encoder(cls, cfg, src_dict, embed_tokens):
+        return SMoETransformerEncoder(cfg, src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, cfg, tgt_dict, embed_tokens):
+        return SMoETransformerDecoder(cfg, tgt_dict, embed_tokens)
+
+    def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
+        """As fairseq does; one sentence where the checkpoint is of another architecture."""
+        self.upgrade_state_dict(state_dict)
+        if strict:
+            check_checkpoint(self, state_dict)
+        return super().load_state_dict(state_dict, strict, model_cfg, args)
+
+
+class _Layers:
+    """How encoder and decoder build their layers; every ``moe_freq``-th one is a MoE layer."""
+
+    def build_layer(self, layer_class, cfg, side):
+        self.layers_built = getattr(self, "layers_built", 0) + 1
+        is_moe = side.moe_freq > 0 and self.layers_built % side.moe_freq == 0
+        layer = layer_class(cfg, side, moe_options=cfg.moe_options if is_moe else None)
+        if cfg.checkpoint_activations:
+            layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+        min_params = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+        return fsdp_wrap(layer, min_num_params=min_params)
+
+
+class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
+    def build_encoder_layer(self, cfg):
+        return self.build_layer(TransformerEncoderLayer, cfg, cfg.encoder)
+
+    def forward(self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None):
+        """fairseq's encoder output for ``src_tokens (B, S)``, with "moe_stats" beside it."""
+        padding_mask = src_tokens.eq(self.padding_idx)
+        has_padding = bool(padding_mask.any())
+        x, embedding = self.forward_embedding(src_tokens, token_embeddings)
+        if has_padding:
+            x = x.masked_fill(padding_mask.unsqueeze(-1), 0)
+        x = x.transpose(0, 1)  # (S, B, D)
+
+        hidden_states = [x]
+        moe_stats = []
+        for layer in self.layers:
+            x, *stats = layer(x, padding_mask if has_padding else None)
+            hidden_states.append(x)
+            if stats:
+                moe_stats.append(RoutingStats(*stats))
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+
+        lengths = src_tokens.ne(self.padding_idx).sum(dim=1, dtype=torch.int32).reshape(-1, 1)
+        return {
+            "encoder_out": [x],
+            "encoder_padding_mask": [padding_mask],
+            "encoder_embedding": [embedding],
+            "encoder_states": hidden_states if return_all_hiddens else [],
+            "fc_results": [],
+            "src_tokens": [],
+            "src_lengths": [lengths],
+            "moe_stats": moe_stats,
+        }
+
+
+class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
+    def build_decoder_layer(self, cfg, no_encoder_attn=False):
+        return self.build_layer(TransformerDecoderLayer, cfg, cfg.decoder)
+
+    def extract_features(
+        self,
+        prev_output_tokens,
+        encoder_out=None,
+        incremental_state=None,
+        full_context_alignment=False,
+        alignment_layer=None,
+        alignment_heads=None,
+    ):
+        """Features ``(B, S, D)`` and fairseq's extra outputs, with "moe_stats" among them."""
+        attention_layer = self.num_layers - 1 if alignment_layer is None else alignment_layer
+        needs_attention = alignment_layer is not None or not self.training
+        padding_mask = prev_output_tokens.eq(self.padding_idx)
+        x = self.embed(prev_output_tokens, incremental_state)
+        if incremental_state is not None:
+            padding_mask = padding_mask[:, -1:]
+        padding_mask = padding_mask if padding_mask.any() else None
+        future_mask = None
+        if incremental_state is None and not full_context_alignment:
+            future_mask = self.buffered_future_mask(x)
+
+        attention = None
+        hidden_states = [x]
+        moe_stats = list(encoder_out.get("moe_stats", []))
+        for i, layer in enumerate(self.layers):
+            x, layer_attention, *stats = layer(
+                x,
+                encoder_out["encoder_out"][0],
+                _first(encoder_out["encoder_padding_mask"]),
+                incremental_state,
+                self_attn_mask=future_mask,
+                self_attn_padding_mask=padding_mask,
+                need_attn=needs_attention and i == attention_layer,
+            )
+            hidden_states.append(x)
+            if stats:
+                moe_stats.append(RoutingStats(*stats))
+            if layer_attention is not None:
+                attention = layer_attention.float().to(x)
+        if attention is not None:
+            attention = attention[:alignment_heads].mean(dim=0)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        extra = {"attn": [attention], "inner_states": hidden_states, "moe_stats": moe_stats}
+        return x.transpose(0, 1), extra
+
+    def embed(self, prev_output_tokens, incremental_state) -> Tensor:
+        """Embeddings with positions, ``(S, B, D)``; of the last token alone when decoding step by step."""
+        positions = None
+        if self.embed_positions is not None:
+            positions = self.embed_positions(
+                prev_output_tokens, incremental_state=incremental_state
+            )
+        if incremental_state is not None:
+            prev_output_tokens = prev_output_tokens[:, -1:]
+            positions = None if positions is None else positions[:, -1:]
+        x = self.embed_scale * self.embed_tokens(prev_output_tokens.contiguous())
+        if positions is not None:
+            x = x + positions
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        return self.dropout_module(x).transpose(0, 1)
+
+    def buffered_future_mask(self, tensor):
+        """True where a position may not look; a bool like the padding mask, or torch warns of the mix."""
+        size = tensor.size(0)
+        mask = self._future_mask
+        if mask.size(0) < size or mask.device != tensor.device:
+            mask = torch.ones(size, size, dtype=torch.bool, device=tensor.device).triu(1)
+            self._future_mask = mask
+        return mask[:size, :size]
+
+
+def _first(items: list):
+    return items[0] if items else None
+
+
+def _defaults(args: Namespace, **values) -> None:
+    """Fill in what no flag gave."""
+    for name, value in values.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+
+
+@register_model_architecture("smoe_transformer", "smoe_transformer_base")
+def smoe_transformer_base(args):
+    """512/2048/8 heads, 6 + 6 layers: the paper's M4 model."""
+    _defaults(
+        args,
+        encoder_embed_dim=512,
+        encoder_ffn_embed_dim=2048,
+        encoder_attention_heads=8,
+        encoder_layers=6,
+        decoder_layers=6,
+        encoder_normalize_before=True,
+        decoder_normalize_before=True,
+        share_all_embeddings=True,
+    )
+    _defaults(
+        args,
+        decoder_embed_dim=args.encoder_embed_dim,
+        decoder_ffn_embed_dim=args.encoder_ffn_embed_dim,
+        decoder_attention_heads=args.encoder_attention_heads,
+    )
+
+
+@register_model_architecture("smoe_transformer", "smoe_transformer_big")
+def smoe_transformer_big(args):
+    """1024/4096/16 heads, 6 + 6 layers: the paper's M15 and OPUS-100 model."""
+    _defaults(
+        args, encoder_embed_dim=1024, encoder_ffn_embed_dim=4096, encoder_attention_heads=16
+    )
+    smoe_transformer_base(args)
+
+
+@register_model_architecture("smoe_transformer", "smoe_transformer_tiny")
+def smoe_transformer_tiny(args):
+    """128/256/4 heads, 2 + 2 layers: for a laptop and for tests."""
+    _defaults(
+        args,
+        encoder_embed_dim=128,
+        encoder_ffn_embed_dim=256,
+        encoder_attention_heads=4,
+        encoder_layers=2,
+        decoder_layers=2,
+    )
+    smoe_transformer_base(args)

@@ -1,0 +1,6 @@
+"""The building blocks: strata, gate, dispatcher, experts, and the block that composes them."""
+
+from smoe_fairseq.modules.smoe import RoutingStats, StratifiedMoE
+from smoe_fairseq.modules.strata import Strata
+
+__all__ = ["RoutingStats", "StratifiedMoE", "Strata"]

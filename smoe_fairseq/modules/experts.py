@@ -1,0 +1,95 @@
+"""The experts of one block: feed-forward networks with stacked weights.
+
+Shapes: N copies sorted by expert, D embedding, F feed-forward, E experts.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+
+class Experts(nn.Module):
+    """``FFN_e(x) = w2_e activation(w1_e x + b1_e) + b2_e`` for E experts, initialised as ``nn.Linear``."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        embed_dim: int,
+        ffn_embed_dim: int,
+        activation_fn: str = "relu",
+        activation_dropout: float = 0.0,
+    ):
+        from fairseq.utils import get_activation_fn  # here, so that the modules import without fairseq
+
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(num_experts, ffn_embed_dim, embed_dim))
+        self.b1 = nn.Parameter(torch.empty(num_experts, ffn_embed_dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, embed_dim, ffn_embed_dim))
+        self.b2 = nn.Parameter(torch.empty(num_experts, embed_dim))
+        self.activation_fn = get_activation_fn(activation_fn)
+        self.activation_dropout = activation_dropout
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
+            bound = 1 / math.sqrt(weight.shape[2])
+            nn.init.uniform_(weight, -bound, bound)
+            nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, x_ND: Tensor, ends_E: Tensor, grouped: bool = False) -> Tensor:
+        """Each expert's network on its rows.
+
+        Args:
+            x_ND: rows sorted by expert.
+            ends_E: where each expert's rows end.
+            grouped: one grouped product for all experts, with the ends left on the device. Otherwise,
+                and for dtypes and sizes that a grouped product cannot take, one product per expert,
+                which measures faster on CPU but needs the ends on the host.
+
+        Returns:
+            ``(N, D)``; rows past the last end are 0.
+        """
+        if grouped and self.can_group(x_ND):
+            return self.forward_grouped(x_ND, ends_E)
+        return self.forward_loop(x_ND, ends_E)
+
+    def can_group(self, x_ND: Tensor) -> bool:
+        """Whether `torch.nn.functional.grouped_mm` takes these products: rows of a multiple of 16 bytes."""
+        per_16_bytes = 16 // x_ND.element_size()
+        sizes_fit = all(size % per_16_bytes == 0 for size in self.w1.shape[1:])
+        return sizes_fit and x_ND.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+    def forward_loop(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        sizes = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).tolist()
+        rest = x_ND.shape[0] - sum(sizes)
+        # Unbinding once gives one stacked gradient; indexing would give a full-size one per expert.
+        weights = zip(*(p.unbind() for p in (self.w1, self.b1, self.w2, self.b2)), strict=True)
+        outputs = [
+            F.linear(self.hidden(F.linear(x, w1, b1)), w2, b2)
+            for x, (w1, b1, w2, b2) in zip(x_ND.split([*sizes, rest]), weights, strict=False)
+        ]
+        return F.pad(torch.cat(outputs), (0, 0, 0, rest))
+
+    def forward_grouped(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        row_N1 = torch.arange(x_ND.shape[0], device=x_ND.device).unsqueeze(1)
+        routed_N1 = row_N1 < ends_E[-1]
+        expert_N = torch.searchsorted(ends_E, row_N1.squeeze(1), right=True)
+        expert_N = expert_N.clamp(max=ends_E.shape[0] - 1)
+        ends_E = ends_E.int()
+        dtype = x_ND.dtype
+        if torch.is_autocast_enabled(x_ND.device.type):
+            dtype = torch.get_autocast_dtype(x_ND.device.type)
+        w1, b1, w2, b2 = (p.to(dtype) for p in (self.w1, self.b1, self.w2, self.b2))
+        # Rows that are no expert's come back uninitialised, in the gradient too, and NaN times 0
+        # is NaN: `where` keeps them out in both directions.
+        x_ND = torch.where(routed_N1, x_ND.to(dtype), 0)
+        h_NF = F.grouped_mm(x_ND, w1.transpose(1, 2), offs=ends_E)
+        h_NF = self.hidden(torch.where(routed_N1, h_NF + b1[expert_N], 0))
+        y_ND = F.grouped_mm(h_NF, w2.transpose(1, 2), offs=ends_E)
+        return torch.where(routed_N1, y_ND + b2[expert_N], 0)
+
+    def hidden(self, h_NF: Tensor) -> Tensor:
+        return F.dropout(self.activation_fn(h_NF), self.activation_dropout, self.training)

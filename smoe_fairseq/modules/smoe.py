@@ -1,0 +1,207 @@
+"""The stratified mixture-of-experts block: strata, gates, dispatcher and experts composed.
+
+Shapes: T tokens, D embedding, F feed-forward, E experts, K choices per token, L strata.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smoe_fairseq.modules.dispatch import LocalDispatcher
+from smoe_fairseq.modules.experts import Experts
+from smoe_fairseq.modules.gate import (
+    GATE_NORMALIZATIONS,
+    SECOND_EXPERT_POLICIES,
+    Gate,
+    Routing,
+)
+from smoe_fairseq.modules.strata import Strata
+from smoe_fairseq.modules.tokens import IndexedTokens, MaskedTokens
+
+
+class RoutingStats(NamedTuple):
+    """What one pass through a block did; real tokens only, padding counts nowhere.
+
+    Tensors only, so that activation checkpointing carries them, gradient of the loss included.
+    """
+
+    balance_loss: Tensor  # scalar, mean over the gates, without alpha
+    requested_capacity: Tensor  # x.shape[:-1], strata that the token stopped at, 0 at padding
+    first_choices: Tensor  # (L, E): tokens of stratum i whose first choice is expert e
+    unused: Tensor  # (L,): experts seen by gate i that are no token's first choice
+    chosen: Tensor  # (L, K): copies chosen at stratum i
+    dropped: Tensor  # (L, K): of those, copies beyond their expert's capacity
+
+
+class StratifiedMoE(nn.Module):
+    """Stratified mixture of experts, its layer norms and residuals inside (paper, section 3).
+
+    One stratum is a pre-norm MoE sublayer (GShard with top-2, Switch with top-1).
+
+    Args:
+        embed_dim: D.
+        ffn_embed_dim: F, the width of each expert.
+        strata: sizes of the strata in the paper's notation: "16" is vanilla, "4-12" has two.
+        stacked: naive stacking, the paper's baseline: the strata are ordinary MoE layers in a row, with
+            one layer norm before the first and one residual around all.
+        top_k, capacity_factor, eval_capacity_factor, gate_normalization, second_expert_policy: see `Gate`.
+        activation_fn: fairseq's name of the experts' activation.
+        dropout: of each stratum's output, before its residual.
+        activation_dropout: after the activation in the experts.
+
+    Raises:
+        ValueError: a value that the block cannot take; the sentence names the fairseq flag.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        ffn_embed_dim: int,
+        strata: str = "2-2-2-2",
+        top_k: int = 2,
+        capacity_factor: float = 2.0,
+        eval_capacity_factor: float = 0.0,
+        gate_normalization: str = "after-drop",
+        second_expert_policy: str = "sampling",
+        stacked: bool = False,
+        activation_fn: str = "relu",
+        dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.strata = Strata.parse(strata, stacked)
+        check_options(self.strata, top_k, capacity_factor, eval_capacity_factor)
+        check_choice("--moe-gate-normalization", gate_normalization, GATE_NORMALIZATIONS)
+        check_choice("--moe-second-expert-policy", second_expert_policy, SECOND_EXPERT_POLICIES)
+        self.dropout = dropout
+        self.layer_norms = nn.ModuleList(
+            nn.LayerNorm(embed_dim) for _ in range(1 if stacked else len(self.strata))
+        )
+        self.gates = nn.ModuleList(
+            Gate(
+                embed_dim,
+                num_visible,
+                top_k=top_k,
+                capacity_factor=capacity_factor,
+                eval_capacity_factor=eval_capacity_factor,
+                normalization=gate_normalization,
+                second_expert_policy=second_expert_policy,
+            )
+            for num_visible in self.strata.visible
+        )
+        self.experts = Experts(
+            self.strata.num_experts, embed_dim, ffn_embed_dim, activation_fn, activation_dropout
+        )
+        self.dispatcher = LocalDispatcher(self.strata.num_experts)
+        self.register_buffer(
+            "stratum_of_expert", torch.tensor(self.strata.stratum_of_expert), persistent=False
+        )
+        # None: shapes that depend on the routing on CPU, where they save work, and shapes that do
+        # not elsewhere, where reading them would wait for the device.
+        self.static_shapes: bool | None = None
+
+    def forward(
+        self, x: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, RoutingStats]:
+        """``x`` of shape ``(..., D)``, ``padding_mask`` of ``x.shape[:-1]`` (True: padding).
+
+        Returns:
+            ``y`` that takes the place of ``x`` (residual included; padding passes unchanged), and the
+            statistics.
+        """
+        x_TD = x.reshape(-1, x.shape[-1])
+        select = MaskedTokens if self._static_shapes(x) else IndexedTokens
+        position_T = torch.zeros(x_TD.shape[0], dtype=torch.long, device=x.device)
+        if padding_mask is not None:  # padding has left the block before the first stratum
+            position_T = position_T.masked_fill(padding_mask.reshape(-1), len(self.strata))
+        requested_T = torch.zeros_like(position_T)
+        y_TD = self.layer_norms[0](x_TD) if self.strata.stacked else x_TD
+        routings = []
+
+        for i, gate in enumerate(self.gates):
+            here_T = position_T == i
+            tokens = select(here_T)
+            h_TD = tokens.take(y_TD)
+            if not self.strata.stacked:
+                h_TD = self.layer_norms[i](h_TD)
+            routing = gate(h_TD, tokens.active_T)
+            out_TD = self._mix_experts(i, h_TD, routing, static_shapes=select is MaskedTokens)
+            if self.strata.stacked:
+                y_TD = tokens.replace(y_TD, out_TD)
+            else:
+                y_TD = tokens.add(y_TD, F.dropout(out_TD, self.dropout, self.training))
+            position_T = tokens.replace(position_T, self._next_stratum(i, routing))
+            requested_T = requested_T + here_T
+            routings.append(routing)
+
+        if self.strata.stacked:  # every real token was in the last stratum
+            out_TD = F.dropout(tokens.take(y_TD), self.dropout, self.training)
+            y_TD = tokens.add(x_TD, out_TD)
+        return y_TD.view_as(x), self._stats(routings, requested_T.view(x.shape[:-1]))
+
+    def _static_shapes(self, x: Tensor) -> bool:
+        if self.static_shapes is not None:
+            return self.static_shapes
+        return x.device.type != "cpu" or torch.compiler.is_compiling()
+
+    def _mix_experts(
+        self, i: int, h_TD: Tensor, routing: Routing, static_shapes: bool
+    ) -> Tensor:
+        """``sum_e G_e FFN_e(h)`` over the kept experts of stratum ``i``'s gate."""
+        no_expert_TK = routing.expert_TK == self.gates[i].num_experts
+        expert_TK = routing.expert_TK + self.strata.first_experts[i]
+        expert_TK = expert_TK.masked_fill(no_expert_TK, self.strata.num_experts)
+        h_ND, ends_E, plan = self.dispatcher.dispatch(h_TD, expert_TK, static_shapes)
+        h_ND = self.experts(h_ND, ends_E, grouped=static_shapes)
+        return self.dispatcher.combine(h_ND, routing.weight_TK, plan)
+
+    def _next_stratum(self, i: int, routing: Routing) -> Tensor:
+        """A token goes on behind the stratum of its first choice, dropped there or not."""
+        if self.strata.stacked:
+            return torch.full_like(routing.first_choice_T, i + 1)
+        return self.stratum_of_expert[routing.first_choice_T + self.strata.first_experts[i]] + 1
+
+    def _stats(self, routings: list[Routing], requested_capacity: Tensor) -> RoutingStats:
+        def on_all_experts(i, first_choices_E):
+            first = self.strata.first_experts[i]
+            behind = self.strata.num_experts - first - len(first_choices_E)
+            return F.pad(first_choices_E, (first, behind))
+
+        return RoutingStats(
+            balance_loss=torch.stack([r.balance_loss for r in routings]).mean(),
+            requested_capacity=requested_capacity,
+            first_choices=torch.stack(
+                [on_all_experts(i, r.first_choices_E) for i, r in enumerate(routings)]
+            ),
+            unused=torch.stack([(r.first_choices_E == 0).sum() for r in routings]),
+            chosen=torch.stack([r.chosen_K for r in routings]),
+            dropped=torch.stack([r.dropped_K for r in routings]),
+        )
+
+
+def check_options(
+    strata: Strata, top_k: int, capacity_factor: float, eval_capacity_factor: float
+) -> None:
+    """Raise ValueError, with a sentence that names the flag, for numbers that make no block."""
+    if top_k not in (1, 2):
+        raise ValueError(f"--moe-top-k {top_k}: expected 1 or 2")
+    fewest = min(strata.visible)
+    if top_k > fewest:
+        raise ValueError(
+            f"--moe-top-k {top_k}: a gate of --smoe-strata {strata} sees {fewest} expert, so top-k "
+            f"can be at most {fewest}; or give every gate at least {top_k} experts"
+        )
+    for flag, factor in (
+        ("--moe-capacity-factor", capacity_factor),
+        ("--moe-eval-capacity-factor", eval_capacity_factor),
+    ):
+        if not (factor >= 0 and math.isfinite(factor)):
+            raise ValueError(f"{flag} {factor}: expected 0 (no limit) or a positive number")
+
+
+def check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{flag} {value!r}: expected one of {', '.join(choices)}")

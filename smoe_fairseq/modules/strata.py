@@ -1,0 +1,70 @@
+"""How the experts of one block are arranged: "4-12" is 4 experts in the first stratum, 12 in the second."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Strata:
+    """Sizes of the strata of one block, first stratum first (paper, section 3).
+
+    Experts are numbered from the first stratum on. The gate of stratum ``i`` sees the experts of
+    stratum ``i`` and of all later strata; under naive stacking (``stacked``) only those of stratum ``i``.
+    """
+
+    sizes: tuple[int, ...]
+    stacked: bool = False
+
+    @classmethod
+    def parse(cls, text: str, stacked: bool = False, name: str = "--smoe-strata") -> "Strata":
+        """Read the paper's notation.
+
+        Raises:
+            ValueError: a stratum is empty, not a number, zero or negative; the sentence starts with ``name``.
+        """
+        sizes = str(text).split("-")
+        if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
+            raise ValueError(
+                f"{name} {text!r}: expected positive numbers of experts joined by '-', "
+                "such as 16, 4-12 or 2-2-2-2"
+            )
+        return cls(tuple(map(int, sizes)), stacked)
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self.sizes))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_experts(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def first_experts(self) -> list[int]:
+        """Number of the first expert of each stratum."""
+        return [0, *accumulate(self.sizes)][:-1]
+
+    @property
+    def visible(self) -> list[int]:
+        """``E_i``: how many experts the gate of each stratum chooses from."""
+        if self.stacked:
+            return list(self.sizes)
+        return [self.num_experts - first for first in self.first_experts]
+
+    @property
+    def stratum_of_expert(self) -> list[int]:
+        return [i for i, size in enumerate(self.sizes) for _ in range(size)]
+
+    def expected_requested_capacity(self) -> float:
+        """Mean number of strata that a token stops at when every gate chooses uniformly.
+
+        ``N_L = 1``, ``N_i = 1 + sum_{j=i..L-1} size_j / E_i * N_{j+1}`` (paper, section 3.3).
+        """
+        if self.stacked:
+            return float(len(self))
+        stops = [0.0] * (len(self) + 1)
+        for i in reversed(range(len(self))):
+            onward = sum(size * stops[j + 1] for j, size in enumerate(self.sizes) if j >= i)
+            stops[i] = 1 + onward / self.visible[i]
+        return stops[0]

@@ -1,0 +1,41 @@
+"""The tokens that stand in one stratum, out of all T tokens of a block."""
+
+import torch
+from torch import Tensor
+
+
+class IndexedTokens:
+    """Just those tokens, gathered: least work, but their number has to be known on the host."""
+
+    active_T = None  # all that `take` returns
+
+    def __init__(self, here_T: Tensor):
+        self.index = here_T.nonzero().squeeze(1)
+
+    def take(self, x_T: Tensor) -> Tensor:
+        return x_T.index_select(0, self.index)
+
+    def add(self, x_T: Tensor, y: Tensor) -> Tensor:
+        return x_T.index_add(0, self.index, y.to(x_T.dtype))
+
+    def replace(self, x_T: Tensor, y: Tensor) -> Tensor:
+        return x_T.index_copy(0, self.index, y.to(x_T.dtype))
+
+
+class MaskedTokens:
+    """All T rows with a mask of those that count: no shape depends on the routing."""
+
+    def __init__(self, here_T: Tensor):
+        self.active_T = here_T
+
+    def take(self, x_T: Tensor) -> Tensor:
+        return x_T
+
+    def add(self, x_T: Tensor, y: Tensor) -> Tensor:
+        return x_T + torch.where(self._rows(x_T), y.to(x_T.dtype), 0)
+
+    def replace(self, x_T: Tensor, y: Tensor) -> Tensor:
+        return torch.where(self._rows(x_T), y.to(x_T.dtype), x_T)
+
+    def _rows(self, x_T: Tensor) -> Tensor:
+        return self.active_T.view(-1, *[1] * (x_T.dim() - 1))
