@@ -1,10 +1,11 @@
 """Options of the SMoE transformer, on the command line and in hydra configs."""
 
-from argparse import Namespace
+from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from dataclasses import dataclass, field, fields
 
 from fairseq import utils
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models.transformer import TransformerConfig
 
 from smoe_fairseq.modules.gate import GATE_NORMALIZATIONS, SECOND_EXPERT_POLICIES
@@ -23,23 +24,17 @@ class SMoETransformerConfig(FairseqDataclass):
     encoder_ffn_embed_dim: int = option(2048, "encoder FFN (and expert) dimension")
     encoder_layers: int = option(6, "number of encoder layers")
     encoder_attention_heads: int = option(8, "number of encoder attention heads")
-    encoder_normalize_before: bool = option(
-        False, "pre-norm encoder layers (the default of every smoe architecture)"
-    )
+    encoder_normalize_before: bool = option(True, "pre-norm encoder layers")
     encoder_learned_pos: bool = option(False, "learned positional embeddings in the encoder")
     encoder_layerdrop: float = option(0.0, "LayerDrop probability of the encoder")
     decoder_embed_dim: int = option(512, "decoder embedding dimension")
     decoder_ffn_embed_dim: int = option(2048, "decoder FFN (and expert) dimension")
     decoder_layers: int = option(6, "number of decoder layers")
     decoder_attention_heads: int = option(8, "number of decoder attention heads")
-    decoder_normalize_before: bool = option(
-        False, "pre-norm decoder layers (the default of every smoe architecture)"
-    )
+    decoder_normalize_before: bool = option(True, "pre-norm decoder layers")
     decoder_learned_pos: bool = option(False, "learned positional embeddings in the decoder")
     decoder_layerdrop: float = option(0.0, "LayerDrop probability of the decoder")
-    share_all_embeddings: bool = option(
-        False, "share encoder, decoder and output embeddings (the default of every smoe architecture)"
-    )
+    share_all_embeddings: bool = option(True, "share encoder, decoder and output embeddings")
     share_decoder_input_output_embed: bool = option(
         False, "share decoder input and output embeddings"
     )
@@ -91,6 +86,23 @@ class SMoETransformerConfig(FairseqDataclass):
         "after-drop", "weights of the two experts are divided by their sum after or before dropping"
     )
 
+    @classmethod
+    def add_args(cls, parser) -> None:
+        """All options as flags, without defaults: those of the architecture apply where none is given.
+
+        fairseq would turn ``--encoder-normalize-before`` into the switch that turns it off, since it is
+        on by default; here it keeps its meaning, and ``--no-encoder-normalize-before`` turns it off.
+        """
+        for f in fields(cls):
+            if f.default is True:
+                parser.add_argument(
+                    f"--{f.name.replace('_', '-')}",
+                    action=BooleanOptionalAction,
+                    default=SUPPRESS,
+                    help=f.metadata["help"],
+                )
+        gen_parser_from_dataclass(parser, cls(), delete_default=True)
+
     def moe_freq_of(self, side: str) -> int:
         """``side`` is "encoder" or "decoder"."""
         freq = getattr(self, f"{side}_moe_freq")
@@ -98,7 +110,10 @@ class SMoETransformerConfig(FairseqDataclass):
 
     def transformer(self) -> TransformerConfig:
         """The part that fairseq's own transformer code reads, nested as it wants it."""
-        return TransformerConfig.from_namespace(Namespace(**vars(self)))
+        dim = self.decoder_embed_dim
+        return TransformerConfig.from_namespace(
+            Namespace(**vars(self), decoder_input_dim=dim, decoder_output_dim=dim)
+        )
 
     def moe_options(self) -> dict:
         """Arguments of `StratifiedMoE`."""
@@ -116,9 +131,4 @@ class SMoETransformerConfig(FairseqDataclass):
         }
 
 
-ARCHITECTURE_SWITCHES = (
-    "encoder_normalize_before",
-    "decoder_normalize_before",
-    "share_all_embeddings",
-)
 FIELDS = tuple(f.name for f in fields(SMoETransformerConfig) if not f.name.startswith("_"))

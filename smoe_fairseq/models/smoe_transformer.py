@@ -4,9 +4,8 @@ from argparse import Namespace
 
 import torch
 from fairseq import utils
-from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import fsdp_wrap
-from fairseq.models import register_model, register_model_architecture
+from fairseq.models import ARCH_CONFIG_REGISTRY, register_model, register_model_architecture
 from fairseq.models.transformer import (
     TransformerDecoderBase,
     TransformerEncoderBase,
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.check import check_checkpoint, check_config
-from smoe_fairseq.models.config import ARCHITECTURE_SWITCHES, FIELDS, SMoETransformerConfig
+from smoe_fairseq.models.config import FIELDS, SMoETransformerConfig
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.transformer_layer import (
     TransformerDecoderLayer,
@@ -35,15 +34,7 @@ class SMoETransformerModel(TransformerModelBase):
 
     @classmethod
     def add_args(cls, parser):
-        # Without defaults, so that the architecture's apply where a flag is not given.
-        gen_parser_from_dataclass(parser, SMoETransformerConfig(), delete_default=True)
-        for name in ARCHITECTURE_SWITCHES:
-            parser.add_argument(
-                f"--no-{name.replace('_', '-')}",
-                dest=name,
-                action="store_false",
-                help=f"switch --{name.replace('_', '-')} off",
-            )
+        SMoETransformerConfig.add_args(parser)
 
     @classmethod
     def build_model(cls, cfg, task):
@@ -222,9 +213,6 @@ def smoe_transformer_base(args):
         encoder_attention_heads=8,
         encoder_layers=6,
         decoder_layers=6,
-        encoder_normalize_before=True,
-        decoder_normalize_before=True,
-        share_all_embeddings=True,
     )
     _defaults(
         args,
@@ -232,6 +220,10 @@ def smoe_transformer_base(args):
         decoder_ffn_embed_dim=args.encoder_ffn_embed_dim,
         decoder_attention_heads=args.encoder_attention_heads,
     )
+
+
+# fairseq registers a model's own name as an architecture that sets nothing.
+ARCH_CONFIG_REGISTRY["smoe_transformer"] = smoe_transformer_base
 
 
 @register_model_architecture("smoe_transformer", "smoe_transformer_big")

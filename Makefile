@@ -1,0 +1,48 @@
+# make demo   train and evaluate an SMoE on the built-in corpus
+# make test   run the tests
+# make lint   check format and style
+# make setup  make the environment in .venv; the others do so themselves
+# Variables: PYTHON (interpreter for .venv, 3.11 or later), JOBS (test processes).
+
+SHELL := /bin/bash -o pipefail
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+DONE := $(VENV)/setup-done
+RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+
+# pip's progress, a word per package; its errors come through stderr untouched.
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --progress-bar off
+BRIEFLY := | sed -nE 's/^(Collecting [^ ;]+|Building wheel.*|Successfully installed).*/    \1/p'
+
+.PHONY: demo test lint setup
+demo: $(DONE)
+	@$(RUN) bash scripts/demo.sh
+
+test: $(DONE)
+	@$(RUN) python -m pytest -n $(JOBS) --dist loadfile
+
+lint: $(DONE)
+	@$(RUN) ruff format --check .
+	@$(RUN) ruff check .
+
+setup: $(DONE)
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || \
+	    { echo "error: $(PYTHON) is not Python 3.11 or later; name one that is: make PYTHON=/path/to/python3.11"; \
+	      exit 1; }
+	@echo "[1/3] A Python environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || \
+	    { echo "error: $(PYTHON) cannot make a virtual environment: install its venv package (Debian: apt install python3-venv)"; \
+	      exit 1; }
+
+# fairseq comes alone (--no-deps), for the reason in setup.py; it holds C++ code, compiled here.
+$(DONE): setup.py pyproject.toml constraints.txt | $(VENV)/bin/pip
+	@echo "[2/3] torch and the other packages, with smoe_fairseq"
+	@$(PIP) -c constraints.txt -e '.[dev,analysis]' $(BRIEFLY)
+	@echo "[3/3] fairseq 0.12.2, compiled in about half a minute"
+	@$(PIP) --no-deps fairseq==0.12.2 $(BRIEFLY) || \
+	    { echo "error: fairseq 0.12.2 was not built; it needs a C++ compiler and Python's headers (Debian: apt install build-essential python3-dev)"; \
+	      exit 1; }
+	@touch $@

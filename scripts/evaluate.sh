@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# Translates the test sets and scores them: scripts/evaluate.sh DATASET METHOD [flags of fairseq-generate]
+# DRY_RUN=1 prints the commands only. Folders: DATA_DIR (data), RUN_DIR (runs), CONFIG_DIR (configs).
+exec "$(dirname "${BASH_SOURCE[0]}")/recipe" evaluate "$@"

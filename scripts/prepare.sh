@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# Fetches (or takes from RAW=folder), segments and binarises a data set: scripts/prepare.sh DATASET
+# DRY_RUN=1 prints the commands only. Folders: DATA_DIR (data), RUN_DIR (runs), CONFIG_DIR (configs).
+exec "$(dirname "${BASH_SOURCE[0]}")/recipe" prepare "$@"

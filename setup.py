@@ -1,0 +1,115 @@
+"""Packaging; see CONTRIBUTING.md for how the start-up hook gets into site-packages."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
+
+ROOT = Path(__file__).parent
+PACKAGE = ROOT / "smoe_fairseq"
+HOOK_MODULE = "_smoe_fairseq_startup"
+
+# What the start-up hook adds to the root of the wheel, and so to site-packages. The `.pth` line
+# runs whenever Python starts; the module it imports is a copy, so that it is there in an editable
+# installation too, even when the checkout has been moved.
+STARTUP_FILES = {
+    "smoe_fairseq.pth": f"import {HOOK_MODULE}\n",
+    f"{HOOK_MODULE}.py": (PACKAGE / "compat" / "startup.py").read_text(encoding="utf-8"),
+}
+
+
+class BuildWithHook(build_py):
+    """Copies the start-up files to the root of an ordinary wheel."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            for name in STARTUP_FILES:
+                self._target(name).write_text(STARTUP_FILES[name], encoding="utf-8")
+
+    def _target(self, name):
+        return Path(self.build_lib, name)
+
+    def get_outputs(self, include_bytecode=1):
+        return super().get_outputs(include_bytecode) + [
+            str(self._target(name)) for name in STARTUP_FILES
+        ]
+
+
+class EditableWheelWithHook(editable_wheel):
+    """Adds the start-up files to an editable wheel, whatever way it links the package."""
+
+    def _select_strategy(self, name, tag, build_lib):
+        return StrategyWithHook(super()._select_strategy(name, tag, build_lib))
+
+
+class StrategyWithHook:
+    """setuptools' own strategy for an editable installation, and the start-up files."""
+
+    def __init__(self, strategy):
+        self.strategy = strategy
+
+    def __enter__(self):
+        self.strategy.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self.strategy.__exit__(*error)
+
+    def __call__(self, wheel, files, mapping):
+        self.strategy(wheel, files, mapping)
+        for name, text in STARTUP_FILES.items():
+            wheel.writestr(name, text)
+
+
+def version():
+    source = (PACKAGE / "__init__.py").read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)[1]
+
+
+readme = ROOT / "README.md"
+
+setup(
+    name="smoe-fairseq",
+    version=version(),
+    description="Stratified mixture of experts for multilingual translation, as a fairseq plugin",
+    long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+    long_description_content_type="text/markdown",
+    author="The smoe-fairseq authors",
+    license="MIT",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["smoe_fairseq", "smoe_fairseq.*"]),
+    package_dir={"": "."},
+    entry_points={"console_scripts": ["smoe = smoe_fairseq.cli:main"]},
+    # fairseq 0.12.2 itself is missing here because its own requirements (hydra-core<1.1,
+    # omegaconf<2.1) cannot be installed by current pip. `pip install --no-deps fairseq==0.12.2`
+    # leaves them out; `make setup` does so.
+    install_requires=[
+        "torch==2.13.0",  # an open range may draw another torch with gigabytes of CUDA packages
+        "hydra-core>=1.3.2,<1.4",
+        "omegaconf>=2.3,<2.4",
+        "numpy>=2,<3",
+        "bitarray>=2",
+        "cffi>=1.15",
+        "pyyaml>=6",
+        "regex",
+        "sacrebleu>=2.3",
+        "sentencepiece>=0.2",
+        "tqdm>=4.60",
+    ],
+    extras_require={
+        "analysis": ["matplotlib>=3.8"],
+        "dev": [
+            "hypothesis>=6",
+            "pytest>=8",
+            "pytest-xdist>=3",
+            "ruff",
+            "setuptools>=70",
+            "tensorboard>=2.14",
+        ],
+    },
+    cmdclass={"build_py": BuildWithHook, "editable_wheel": EditableWheelWithHook},
+)

@@ -1,0 +1,31 @@
+"""The ``smoe`` command: a table of subcommands, each loaded when it is called."""
+
+import argparse
+import importlib
+import sys
+
+# name: (module, one line of help). The module has `add_arguments(parser)` and `run(args)`, which
+# returns None or an exit status.
+COMMANDS = {
+    "path": ("smoe_fairseq.path", "print the package's path, for fairseq's --user-dir"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one subcommand and returns its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="smoe", description="Tools of smoe_fairseq.")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    named = argv[0] if argv else None
+    for name, (module, summary) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name == named:
+            command = importlib.import_module(module)
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
+    args = parser.parse_args(argv)
+    return args.run(args) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""fairseq 0.12.2, unmodified, on current Python, torch and numpy: every repair in one place.
+
+A patch is one function in a file of its own, which says what it mends and why. It is called with
+the module it mends as soon as that has been imported, so nothing heavy is loaded on its behalf.
+
+The start-up hook loads this package without its parent. Write ``from .file import name`` in it, since
+``from . import file`` would import the parent.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+from .bf16_device import keep_bf16_off_tpu
+from .cached_dataset import read_past_cache
+from .dataclass_hash import hash_dataclasses
+from .encoder_fast_path import avoid_fast_path
+from .hydra_warnings import quiet_hydra
+from .imports import Action, when_imported
+from .safe_globals import allow_checkpoint_types
+from .version import problem, require_fairseq
+
+__all__ = ["PATCHES", "install", "require_fairseq", "when_imported"]
+
+PATCHES = (
+    ("dataclasses", hash_dataclasses),
+    ("torch.serialization", allow_checkpoint_types),
+    ("fairseq.dataclass.utils", quiet_hydra),
+    ("fairseq.data.indexed_dataset", read_past_cache),
+    ("fairseq.modules.transformer_layer", avoid_fast_path),
+    ("fairseq.options", keep_bf16_off_tpu),
+)
+
+_installed = False
+
+
+def install(patches: Sequence[tuple[str, Action]] = PATCHES) -> None:
+    """Installs the patches, once; where fairseq has another version, warns and leaves it alone."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    if sentence := problem():
+        warnings.warn(sentence, stacklevel=2)
+        return
+    for module, patch in patches:
+        when_imported(module, patch)

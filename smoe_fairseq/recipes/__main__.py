@@ -1,0 +1,103 @@
+"""``python -m smoe_fairseq.recipes``: what ``scripts/`` and the commands they print call."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from smoe_fairseq.recipes import table
+from smoe_fairseq.recipes.config import load_dataset
+
+
+def main() -> int:
+    """Runs one recipe or one step of it."""
+    given = _parser().parse_args()
+    try:
+        given.run(given)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _prepare(given) -> None:
+    from smoe_fairseq.recipes.prepare import prepare
+
+    prepare(load_dataset(given.dataset))
+
+
+def _train(given) -> None:
+    from smoe_fairseq.recipes.train import train
+
+    train(load_dataset(given.dataset), given.method, given.flags)
+
+
+def _evaluate(given) -> None:
+    from smoe_fairseq.recipes.evaluate import evaluate
+
+    evaluate(load_dataset(given.dataset), given.method, given.flags)
+
+
+def _demo(given) -> None:
+    from smoe_fairseq.recipes.demo import show
+
+    show(load_dataset(given.dataset), given.method)
+
+
+def _fetch(given) -> None:
+    from smoe_fairseq.recipes.download import fetch
+
+    fetch(load_dataset(given.dataset), given.folder)
+
+
+def _collect(given) -> None:
+    from smoe_fairseq.recipes.raw import collect
+
+    collect(load_dataset(given.dataset), given.source, given.target)
+
+
+def _learn(given) -> None:
+    from smoe_fairseq.recipes.subwords import learn
+
+    options = {name: getattr(given, name) for name in ("vocab_size", "character_coverage")}
+    learn(given.raw, given.output, options | {"model_type": given.model_type})
+
+
+def _encode(given) -> None:
+    from smoe_fairseq.recipes.subwords import encode
+
+    encode(given.model, given.raw, given.output)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="smoe_fairseq.recipes", description=__doc__)
+    recipes = parser.add_subparsers(required=True, metavar="RECIPE")
+
+    def add(name: str, run, text: str, *names: str, paths: tuple[str, ...] = ()):
+        recipe = recipes.add_parser(name, help=text, description=text)
+        recipe.set_defaults(run=run)
+        for operand in names:
+            recipe.add_argument(operand, metavar=operand.upper())
+        for operand in paths:
+            recipe.add_argument(operand, metavar=operand.upper(), type=Path)
+        return recipe
+
+    add("prepare", _prepare, "fetch, segment and binarise a data set", "dataset")
+    for name, run, text in (
+        ("train", _train, "train a method; FLAGS go to fairseq-train"),
+        ("evaluate", _evaluate, "translate and score; FLAGS go to fairseq-generate"),
+    ):
+        recipe = add(name, run, text, "dataset", "method")
+        recipe.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER)
+    table.add_arguments(add("table", table.run, "print the scores of all methods"))
+    add("demo", _demo, "print what a trained and evaluated method does", "dataset", "method")
+    add("fetch", _fetch, "step: download the raw files", "dataset", paths=("folder",))
+    add("collect", _collect, "step: one text layout", "dataset", paths=("source", "target"))
+    learn = add("learn", _learn, "step: sentencepiece model", paths=("raw", "output"))
+    learn.add_argument("--vocab-size", type=int, required=True)
+    learn.add_argument("--character-coverage", type=float, default=0.9995)
+    learn.add_argument("--model-type", default="unigram", choices=("unigram", "bpe"))
+    add("encode", _encode, "step: text to subwords", paths=("model", "raw", "output"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

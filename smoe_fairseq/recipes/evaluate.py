@@ -1,0 +1,73 @@
+"""``scripts/evaluate.sh``: translate the test sets and score them with sacreBLEU."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes import scores
+from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
+from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.raw import check
+from smoe_fairseq.recipes.shell import command, dry_run, pipe, report, run
+from smoe_fairseq.recipes.train import data_arguments
+
+
+def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
+    """Scores every direction that has test data and writes ``scores.json`` when all are done.
+
+    Translations are scored against the raw references, not against what binarisation left of them.
+    ``extra`` flags go to ``fairseq-generate``.
+    """
+    method_flags(method, dataset)  # An unknown method is named as such.
+    folders = Folders(dataset.name)
+    folder = folders.run(method)
+    checkpoint = folder / f"checkpoint_{dataset.checkpoint}.pt"
+    directions = dataset.directions
+    if not dry_run() and not checkpoint.exists():
+        raise UsageError(
+            f"{checkpoint} is missing: run scripts/train.sh {dataset.name} {method} first"
+        )
+    if folders.raw.exists():
+        tested = check(dataset, folders.raw)
+        directions = tuple(d for d in dataset.directions if dataset.pair_of(d) in tested)
+        for direction in sorted(set(dataset.directions) - set(directions)):
+            report(f"{direction} has no test data in {folders.raw} and is left out")
+    elif not dry_run():
+        raise UsageError(f"{folders.raw} is missing: run scripts/prepare.sh {dataset.name} first")
+    if not directions:
+        raise UsageError(f"{folders.raw} has no test data (test.eng-xxx.eng and so on)")
+
+    partial = Path(f"{folder / 'test'}.partial")
+    run([command("rm", "-rf", partial), command("mkdir", "-p", partial)])
+    for direction in directions:
+        run(_commands(dataset, direction, checkpoint, partial, extra))
+        if not dry_run():
+            print(f"# {direction}: BLEU {scores.read_score(partial, direction).bleu:.2f}")
+    run([command("rm", "-rf", folder / "test"), command("mv", partial, folder / "test")])
+    if not dry_run():
+        settings = [*arguments(dataset.generate), *extra]
+        scores.write(folder, checkpoint, settings, directions)
+
+
+def _commands(
+    dataset: Dataset, direction: str, checkpoint: Path, folder: Path, extra: Sequence[str]
+) -> Iterator[str]:
+    source, target = direction.split("-")
+    reference = Folders(dataset.name).raw / f"test.{dataset.pair_of(direction)}.{target}"
+    generated, translation = folder / direction, folder / f"{direction}.txt"
+    yield f"# {dataset.name} {direction}: translate and score"
+    yield command(
+        *("fairseq-generate", *data_arguments(dataset)),
+        *("--source-lang", source, "--target-lang", target, "--gen-subset", "test"),
+        *("--path", checkpoint, *arguments(dataset.generate)),
+        *("--results-path", generated, *extra),
+    )
+    yield pipe(
+        command("grep", "^D-", generated / "generate-test.txt"),
+        command("sort", "-t-", "-k2,2n"),
+        command("cut", "-f3-", output=translation),
+    )
+    yield command(
+        *("sacrebleu", reference, "-i", translation, *arguments(dataset.sacrebleu)),
+        output=folder / f"{direction}.json",
+    )

@@ -1,0 +1,48 @@
+"""Where a recipe keeps its files: ``DATA_DIR`` and ``RUN_DIR``."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import smoe_fairseq
+
+
+@dataclass(frozen=True)
+class Folders:
+    """The folders of one data set: below ``DATA_DIR`` (data/) and ``RUN_DIR`` (runs/)."""
+
+    dataset: str
+
+    @property
+    def data(self) -> Path:
+        return Path(os.environ.get("DATA_DIR") or "data") / self.dataset
+
+    @property
+    def download(self) -> Path:
+        """Files as their publisher has them."""
+        return self.data / "download"
+
+    @property
+    def raw(self) -> Path:
+        """Plain text, ``{split}.{pair}.{language}``: what is trained on and scored against."""
+        return self.data / "raw"
+
+    @property
+    def binary(self) -> Path:
+        """Sentencepiece model, dictionary and binarised text; there only when complete."""
+        return self.data / "bin"
+
+    @property
+    def runs(self) -> Path:
+        return Path(os.environ.get("RUN_DIR") or "runs") / self.dataset
+
+    def run(self, method: str) -> Path:
+        """Checkpoints, log, translations and scores of one method."""
+        return self.runs / method
+
+
+def user_dir() -> str:
+    """The plugin's path for ``--user-dir``, relative where that is possible."""
+    path = Path(smoe_fairseq.__file__).parent
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,0 +1,61 @@
+"""Scores of one run: ``scores.json`` beside its checkpoints."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from smoe_fairseq.errors import UsageError
+
+FILE = "scores.json"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One direction: BLEU in points (0 to 100) and how sacreBLEU computed it."""
+
+    bleu: float
+    signature: str
+    sentences: int
+
+
+def read_score(folder: Path, direction: str) -> Score:
+    """What sacreBLEU wrote for a direction, with the number of sentences translated."""
+    result = json.loads((folder / f"{direction}.json").read_text("utf-8"))
+    sentences = (folder / f"{direction}.txt").read_text("utf-8").count("\n")
+    return Score(result["score"], result["signature"], sentences)
+
+
+def write(
+    folder: Path, checkpoint: Path, settings: Sequence[str], directions: Sequence[str]
+) -> None:
+    """Gathers the scores of ``folder/test`` into ``folder/scores.json``.
+
+    ``settings`` are the flags of the search that made the translations, kept beside their scores.
+    """
+    scores = {d: asdict(read_score(folder / "test", d)) for d in directions}
+    content = {
+        "checkpoint": checkpoint.name,
+        "generate": " ".join(settings),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "scores": scores,
+    }
+    partial = folder / f"{FILE}.partial"
+    partial.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    os.replace(partial, folder / FILE)
+
+
+def read(folder: Path) -> dict[str, Score]:
+    """Scores by direction; empty where the run has not been evaluated yet."""
+    path = folder / FILE
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        return {direction: Score(**score) for direction, score in content["scores"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(
+            f"{path} is not a file of scores: delete it and run scripts/evaluate.sh again"
+        ) from None

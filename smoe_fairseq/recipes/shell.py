@@ -1,0 +1,54 @@
+"""Shell commands, printed as they are run, so that what a user copies is what was done."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+
+from smoe_fairseq.errors import UsageError
+
+
+def command(*words: object, output: object = None) -> str:
+    """One quoted line; ``output`` is the file that its standard output goes to."""
+    line = shlex.join(str(word) for word in words)
+    return line if output is None else f"{line} > {shlex.quote(str(output))}"
+
+
+def pipe(*commands: str) -> str:
+    """Commands that feed one another."""
+    return " | ".join(commands)
+
+
+def dry_run() -> bool:
+    """Whether ``DRY_RUN`` asks to print commands only."""
+    return os.environ.get("DRY_RUN", "0") not in ("", "0")
+
+
+def run(lines: Iterable[str]) -> None:
+    """Prints each line and, unless ``DRY_RUN`` is set, runs it; comments are printed only.
+
+    The programs of this Python's environment come first on the path. The first command that fails
+    ends the recipe, with its own words and exit status. Python's warnings are off, since fairseq,
+    older than its libraries, draws dozens of them in each command; ``PYTHONWARNINGS=default`` shows
+    them.
+    """
+    scripts = sysconfig.get_path("scripts")
+    path = f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"
+    environment = {"PYTHONWARNINGS": "ignore"} | os.environ | {"PATH": path}
+    for line in lines:
+        print(line, flush=True)
+        if dry_run() or line.startswith("#"):
+            continue
+        status = subprocess.run(["bash", "-o", "pipefail", "-c", line], env=environment).returncode
+        if status < 0:
+            raise UsageError(f"{line.split()[0]} was stopped by {signal.Signals(-status).name}")
+        if status:
+            raise SystemExit(status)
+
+
+def report(message: str) -> None:
+    """Tells the user, loudly and apart from the commands, what a recipe leaves out."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,63 @@
+"""One sentencepiece model and one dictionary for all languages of a data set."""
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+from smoe_fairseq.errors import UsageError
+
+_SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq's dictionary adds by itself
+_BATCH_CHARACTERS = 1_000_000
+
+
+def learn(raw: Path, output: Path, options: dict[str, Any]) -> None:
+    """Trains on ``train.*`` of ``raw``; writes ``output/spm.model`` and ``output/dict.txt``.
+
+    ``options`` are sentencepiece's own training options. A text too small for the vocabulary size
+    asked for gives a smaller one.
+    """
+    files = sorted(raw.glob("train.*"))
+    if not files:
+        raise UsageError(f"{raw} has no training text (train.eng-xxx.eng and so on)")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            input=[str(file) for file in files],
+            model_writer=model,
+            hard_vocab_limit=False,
+            minloglevel=1,
+            **options,
+        )
+    except RuntimeError as error:
+        raise UsageError(f"sentencepiece cannot learn from {raw}: {error}") from None
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+    # fairseq's format is a piece and its count on each line; the counts matter only for sorting.
+    dictionary = "".join(f"{piece} 1\n" for piece in pieces[_SPECIAL_PIECES:])
+    output.mkdir(parents=True, exist_ok=True)
+    _write(output / "dict.txt", dictionary.encode())
+    _write(output / "spm.model", model.getvalue())
+    print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
+
+
+def encode(model: Path, raw: Path, output: Path) -> None:
+    """Writes every file of ``raw`` to ``output`` as pieces, separated by spaces."""
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    output.mkdir(parents=True, exist_ok=True)
+    for file in sorted(raw.glob("*.*-*.*")):
+        with (
+            open(file, encoding="utf-8", newline="\n") as lines,
+            open(output / file.name, "w", encoding="utf-8") as encoded,
+        ):
+            while batch := lines.readlines(_BATCH_CHARACTERS):
+                for pieces in processor.encode([line.rstrip("\n") for line in batch], out_type=str):
+                    encoded.write(" ".join(pieces) + "\n")
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)

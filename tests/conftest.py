@@ -1,0 +1,27 @@
+"""Fixtures that several test files share."""
+
+import random
+from pathlib import Path
+
+import pytest
+from commands import preprocess
+
+
+@pytest.fixture(scope="session")
+def raw_corpus(tmp_path_factory) -> Path:
+    """A folder with {train,valid,test}.{src,tgt}; the target is the source in upper case."""
+    folder = tmp_path_factory.mktemp("raw")
+    generator = random.Random(1)
+    for split, size in (("train", 160), ("valid", 16), ("test", 16)):
+        lines = [" ".join(generator.choices("abcdefghijkl", k=k % 7 + 2)) for k in range(size)]
+        (folder / f"{split}.src").write_text("\n".join(lines) + "\n")
+        (folder / f"{split}.tgt").write_text("\n".join(lines).upper() + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(raw_corpus, tmp_path_factory) -> Path:
+    """The tiny corpus as ``fairseq-preprocess`` makes it: the folder that fairseq-train takes."""
+    folder = tmp_path_factory.mktemp("data-bin")
+    preprocess(raw_corpus, folder)
+    return folder

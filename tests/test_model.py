@@ -1,0 +1,209 @@
+"""The registered model, built as fairseq builds it from flags."""
+
+import pytest
+import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import build_model
+
+import smoe_fairseq.models  # noqa: F401  (as --user-dir does)
+
+PAD = 1
+
+
+def make_task(vocabulary=96):
+    class Task:
+        source_dictionary = target_dictionary = Dictionary()
+
+    for i in range(vocabulary - len(Task.source_dictionary)):
+        Task.source_dictionary.add_symbol(f"w{i}")
+    return Task
+
+
+def make_model(*flags, vocabulary=96):
+    parser = options.get_training_parser()
+    args = options.parse_args_and_arch(parser, ["data", *flags])
+    torch.manual_seed(0)
+    return build_model(convert_namespace_to_omegaconf(args).model, make_task(vocabulary))
+
+
+def tiny(*flags):
+    return make_model("--arch", "smoe_transformer_tiny", "--dropout", "0", *flags)
+
+
+def make_batch(vocabulary=96):
+    generator = torch.Generator().manual_seed(5)
+    src = torch.randint(4, vocabulary, (3, 7), generator=generator)
+    tgt = torch.randint(4, vocabulary, (3, 6), generator=generator)
+    src[1, :3] = PAD  # left-padded source, right-padded target: fairseq's defaults
+    tgt[2, 4:] = PAD
+    return src, src.ne(PAD).sum(1), tgt
+
+
+def parameters(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_dense_model_is_fairseqs_transformer(norm):
+    sizes = "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --encoder-layers 2 --decoder-layers 2"
+    sizes += " --encoder-attention-heads 4 --decoder-attention-heads 4 --dropout 0"
+    pre = ["--encoder-normalize-before", "--decoder-normalize-before"]
+    flags = ["--share-all-embeddings", *sizes.split()]
+    stock = make_model("--arch", "transformer", *flags, *(pre if norm == "pre" else []))
+    off = ["--no-encoder-normalize-before", "--no-decoder-normalize-before"]
+    ours = make_model(
+        "--arch", "smoe_transformer", "--moe-freq", "0", *flags, *([] if norm == "pre" else off)
+    )
+
+    ours.load_state_dict(stock.state_dict())  # by the same names
+    copies = [n for n, _ in stock.named_parameters() if n not in dict(ours.named_parameters())]
+    assert all(name.split(".")[-1].count("_") >= 1 and ".layers." in name for name in copies)
+    unused = sum(stock.get_parameter(name).numel() for name in copies)
+    assert parameters(ours) == parameters(stock) - unused
+
+    batch = make_batch()
+    stock.train(), ours.train()  # the stock encoder's evaluation path is not what training saw
+    want, want_extra = stock(*batch)
+    got, got_extra = ours(*batch)
+    assert torch.allclose(got, want, atol=1e-6)
+    got.sum().backward(), want.sum().backward()
+    for name, parameter in ours.named_parameters():
+        assert torch.allclose(parameter.grad, stock.get_parameter(name).grad, atol=1e-4), name
+    stock.eval(), ours.eval()
+    want, want_extra = stock(*batch)
+    got, got_extra = ours(*batch)
+    assert torch.allclose(got, want, atol=1e-5)
+    assert torch.allclose(got_extra["attn"][0], want_extra["attn"][0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "flags, millions",
+    [("--moe-freq 0", 60.525), ("--smoe-strata 8", 148.737), ("--smoe-strata 4-4", 148.755)],
+)
+def test_parameter_counts_of_the_base_model(flags, millions):
+    """The paper prints 60M and 148M, without decimals."""
+    with torch.device("meta"):
+        model = make_model("--arch", "smoe_transformer_base", *flags.split(), vocabulary=32_000)
+    assert parameters(model) / 1e6 == pytest.approx(millions, abs=0.001)
+
+
+def test_only_what_a_layer_uses_is_in_the_state_dict():
+    names = tiny("--smoe-strata", "2-2").state_dict()
+    dense = {n.split(".", 3)[3] for n in names if n.startswith("encoder.layers.0.")}
+    moe = {n.split(".", 3)[3] for n in names if n.startswith("encoder.layers.1.")}
+    attention = {n for n in dense if n.startswith("self_attn")}
+    ffn = {f"{m}.{p}" for m in ("fc1", "fc2", "final_layer_norm") for p in ("weight", "bias")}
+    assert dense == attention | ffn
+    assert moe - attention == {
+        *(f"moe.layer_norms.{i}.{p}" for i in (0, 1) for p in ("weight", "bias")),
+        *(f"moe.gates.{i}.weight" for i in (0, 1)),
+        *(f"moe.experts.{p}" for p in ("w1", "b1", "w2", "b2")),
+    }
+
+
+@pytest.mark.parametrize(
+    "flags, encoder, decoder",
+    [
+        ("--moe-freq 1", [0, 1, 2, 3], [0, 1, 2, 3]),
+        ("--moe-freq 2", [1, 3], [1, 3]),
+        ("--moe-freq 3 --decoder-moe-freq 0", [2], []),
+        ("--encoder-moe-freq 4", [3], [1, 3]),
+    ],
+)
+def test_moe_freq_places_the_moe_layers(flags, encoder, decoder):
+    model = tiny("--encoder-layers", "4", "--decoder-layers", "4", *flags.split())
+    assert [i for i, layer in enumerate(model.encoder.layers) if layer.is_moe] == encoder
+    assert [i for i, layer in enumerate(model.decoder.layers) if layer.is_moe] == decoder
+    _, extra = model(*make_batch())
+    assert len(extra["moe_stats"]) == len(encoder) + len(decoder)
+    real = make_batch()[0].ne(PAD).t()
+    if encoder:
+        assert torch.equal(extra["moe_stats"][0].requested_capacity > 0, real)
+
+
+@pytest.mark.parametrize("strata", ["8", "2-2-2-2"])
+def test_decoding_step_by_step_equals_one_pass(strata):
+    model = tiny("--smoe-strata", strata).eval()
+    src, lengths, tgt = make_batch()
+    encoder_out = model.encoder(src, lengths)
+    want, _ = model.decoder(tgt, encoder_out)
+    state = {}
+    for step in range(1, 5):  # to where the shortest target ends
+        got, _ = model.decoder(tgt[:, :step], encoder_out, incremental_state=state)
+        assert torch.allclose(got[:, 0], want[:, step - 1], atol=1e-5)
+
+
+def test_activation_checkpointing_changes_nothing():
+    src, lengths, tgt = make_batch()
+    results = []
+    for flags in ([], ["--checkpoint-activations"]):
+        model = tiny("--smoe-strata", "2-2-2-2", *flags)
+        torch.manual_seed(1)  # the second experts are drawn
+        out, extra = model(src, lengths, tgt)
+        loss = out.pow(2).mean() + sum(stats.balance_loss for stats in extra["moe_stats"])
+        loss.backward()
+        results.append((loss, {n: p.grad for n, p in model.named_parameters()}))
+    (loss, grads), (checkpointed_loss, checkpointed_grads) = results
+    assert torch.equal(loss, checkpointed_loss)
+    gates = [n for n in grads if "gates" in n]
+    assert gates and all(grads[n].abs().sum() > 0 for n in gates)
+    for name in grads:
+        assert torch.allclose(grads[name], checkpointed_grads[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_forward_and_backward(dtype):
+    model = tiny("--smoe-strata", "2-2-2-2").to(dtype)
+    out, extra = model(*make_batch())
+    assert out.dtype == dtype
+    (out.float().mean() + extra["moe_stats"][0].balance_loss).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("static_shapes", [False, True])
+def test_autocast(static_shapes):
+    model = tiny("--smoe-strata", "2-2-2-2")
+    for layer in [*model.encoder.layers, *model.decoder.layers]:
+        if layer.is_moe:
+            layer.moe.static_shapes = static_shapes
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, extra = model(*make_batch())
+    assert extra["moe_stats"][0].balance_loss.dtype == torch.float32
+    (out.float().mean() + extra["moe_stats"][0].balance_loss).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--smoe-strata 4-x", "--smoe-strata '4-x': expected positive numbers"),
+        ("--smoe-strata 7-1", "--moe-top-k 2"),
+        ("--moe-freq 3", "--moe-freq 3 for the encoder: expected 0 (dense) to its 2 layers"),
+        ("--moe-freq -2", "--moe-freq -2"),
+        ("--no-decoder-normalize-before", "pre-norm layers"),
+        ("--encoder-attention-heads 3", "--encoder-attention-heads 3"),
+        ("--moe-capacity-factor -1", "--moe-capacity-factor -1.0"),
+    ],
+)
+def test_bad_flags_end_with_one_sentence(flags, words):
+    with pytest.raises(SystemExit) as end:
+        tiny(*flags.split())
+    assert words in str(end.value.code) and "\n" not in str(end.value.code)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--smoe-strata 2-2-2-2", "trained with --smoe-strata 4-4 and this model has"),
+        ("--moe-freq 0", "this model has --moe-freq 0"),
+        ("--smoe-strata 4-4 --moe-stacked", "this model has --moe-stacked --smoe-strata 4-4"),
+        ("--smoe-strata 4-4 --encoder-ffn-embed-dim 64", "of another architecture: "),
+    ],
+)
+def test_a_checkpoint_of_another_architecture_is_named(flags, words):
+    state = tiny("--smoe-strata", "4-4").state_dict()
+    with pytest.raises(SystemExit) as end:
+        tiny(*flags.split()).load_state_dict(state)
+    assert words in str(end.value.code)

@@ -1,0 +1,93 @@
+"""Installing the package brings the start-up hook along, in a wheel and in an editable installation.
+
+The installations go into a bare environment that sees the packages of this one, but not its `.pth`
+files, so that nothing mends fairseq but what has been installed there.
+"""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from commands import run
+
+ROOT = Path(__file__).parent.parent
+HOOK_FILES = {"smoe_fairseq.pth", "_smoe_fairseq_startup.py"}
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A copy of what is packaged."""
+    folder = tmp_path / "source"
+    unwanted = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "smoe_fairseq", folder / "smoe_fairseq", ignore=unwanted)
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """The Python of a new environment without the hook, in which fairseq cannot be imported."""
+    folder = tmp_path / "bare"
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    site_packages = execute(python, "import sysconfig; print(sysconfig.get_path('purelib'))")
+    packages = sysconfig.get_path("purelib")
+    (Path(site_packages) / "aaa.pth").write_text(packages)
+    with pytest.raises(subprocess.CalledProcessError, match="mutable default"):
+        execute(python, "import fairseq")
+    return python
+
+
+def execute(python, program):
+    """Runs a program outside the checkout; returns its output or raises with its last words."""
+    result = subprocess.run(
+        [python, "-c", program], cwd=python.parent, capture_output=True, text=True
+    )
+    if result.returncode:
+        raise subprocess.CalledProcessError(result.returncode, result.stderr)
+    return result.stdout.strip()
+
+
+def install(python, *what):
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed", "-q")
+    run("python", "-m", "pip", "--python", python, "install", *options, *what)
+
+
+def check_installation(python, package):
+    execute(python, "import fairseq.models")
+    command = python.parent / "smoe"
+    path = subprocess.run([command, "path"], capture_output=True, text=True, check=True).stdout
+    assert path == f"{package}\n"
+
+
+def test_wheel(source, bare, tmp_path):
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", tmp_path)
+    run("python", "-m", "pip", "wheel", *options, source)
+    (wheel,) = tmp_path.glob("smoe_fairseq-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        line = archive.read("smoe_fairseq.pth").decode()
+    modules = {str(path.relative_to(source)) for path in source.glob("smoe_fairseq/**/*.py")}
+    assert modules | HOOK_FILES == {name for name in names if ".dist-info/" not in name}
+    assert line.count("\n") == 1 and line.startswith("import ")
+
+    install(bare, wheel)
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    check_installation(bare, bare.parent.parent / "lib" / python / "site-packages/smoe_fairseq")
+
+
+def test_editable_installation(source, bare):
+    install(bare, "-e", source)
+    check_installation(bare, source / "smoe_fairseq")
+
+    # A checkout that has gone leaves fairseq as it was, and other programs undisturbed.
+    source.rename(source.with_name("elsewhere"))
+    assert execute(bare, "print('well')") == "well"
+    with pytest.raises(subprocess.CalledProcessError, match="mutable default"):
+        execute(bare, "import fairseq")
