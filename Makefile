@@ -11,9 +11,12 @@ VENV := .venv
 DONE := $(VENV)/setup-done
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-# pip's progress, a word per package; its errors come through stderr untouched.
+# Of pip's words, one line per package is shown; all of them go to the log.
+LOG := $(VENV)/setup.log
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --progress-bar off
-BRIEFLY := | sed -nE 's/^(Collecting [^ ;]+|Building wheel.*|Successfully installed).*/    \1/p'
+SHOW := 2>&1 | tee -a $(LOG) | \
+    sed -unE 's/^(Collecting [^ ;]+|Building wheel.*|Successfully installed).*/    \1/p'
+failed = { tail -n 15 $(LOG); echo "error: $(1); the log is $(LOG)"; exit 1; }
 
 .PHONY: demo test lint setup
 demo: $(DONE)
@@ -40,9 +43,10 @@ $(VENV)/bin/pip:
 # fairseq comes alone (--no-deps), for the reason in setup.py; it holds C++ code, compiled here.
 $(DONE): setup.py pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "[2/3] torch and the other packages, with smoe_fairseq"
-	@$(PIP) -c constraints.txt -e '.[dev,analysis]' $(BRIEFLY)
+	@$(PIP) -c constraints.txt -e '.[dev,analysis]' $(SHOW) || \
+	    $(call failed,the packages were not installed)
 	@echo "[3/3] fairseq 0.12.2, compiled in about half a minute"
-	@$(PIP) --no-deps fairseq==0.12.2 $(BRIEFLY) || \
-	    { echo "error: fairseq 0.12.2 was not built; it needs a C++ compiler and Python's headers (Debian: apt install build-essential python3-dev)"; \
-	      exit 1; }
+	@$(PIP) --no-deps fairseq==0.12.2 $(SHOW) || \
+	    $(call failed,fairseq 0.12.2 was not installed; it takes a C++ compiler and Python's headers \
+	    (Debian: apt install build-essential python3-dev))
 	@touch $@

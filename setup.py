@@ -9,14 +9,12 @@ from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).parent
 PACKAGE = ROOT / "smoe_fairseq"
-HOOK_MODULE = "_smoe_fairseq_startup"
 
-# What the start-up hook adds to the root of the wheel, and so to site-packages. The `.pth` line
-# runs whenever Python starts; the module it imports is a copy, so that it is there in an editable
-# installation too, even when the checkout has been moved.
+# The start-up hook, which goes to the root of the wheel, and so into site-packages. In an editable
+# installation too the module is a copy, so that it is there even when the checkout has been moved.
 STARTUP_FILES = {
-    "smoe_fairseq.pth": f"import {HOOK_MODULE}\n",
-    f"{HOOK_MODULE}.py": (PACKAGE / "compat" / "startup.py").read_text(encoding="utf-8"),
+    "smoe_fairseq.pth": PACKAGE / "compat" / "smoe_fairseq.pth",
+    "_smoe_fairseq_startup.py": PACKAGE / "compat" / "startup.py",
 }
 
 
@@ -26,15 +24,15 @@ class BuildWithHook(build_py):
     def run(self):
         super().run()
         if not self.editable_mode:
-            for name in STARTUP_FILES:
-                self._target(name).write_text(STARTUP_FILES[name], encoding="utf-8")
+            for name, source in STARTUP_FILES.items():
+                self.copy_file(str(source), self._target(name))
 
     def _target(self, name):
-        return Path(self.build_lib, name)
+        return str(Path(self.build_lib, name))
 
     def get_outputs(self, include_bytecode=1):
         return super().get_outputs(include_bytecode) + [
-            str(self._target(name)) for name in STARTUP_FILES
+            self._target(name) for name in STARTUP_FILES
         ]
 
 
@@ -60,8 +58,8 @@ class StrategyWithHook:
 
     def __call__(self, wheel, files, mapping):
         self.strategy(wheel, files, mapping)
-        for name, text in STARTUP_FILES.items():
-            wheel.writestr(name, text)
+        for name, source in STARTUP_FILES.items():
+            wheel.write(str(source), name)
 
 
 def version():
@@ -83,6 +81,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["smoe_fairseq", "smoe_fairseq.*"]),
     package_dir={"": "."},
+    package_data={"smoe_fairseq.compat": ["smoe_fairseq.pth"]},
     entry_points={"console_scripts": ["smoe = smoe_fairseq.cli:main"]},
     # fairseq 0.12.2 itself is missing here because its own requirements (hydra-core<1.1,
     # omegaconf<2.1) cannot be installed by current pip. `pip install --no-deps fairseq==0.12.2`

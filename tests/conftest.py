@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from commands import preprocess
+from commands import preprocess, train
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +25,19 @@ def corpus(raw_corpus, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data-bin")
     preprocess(raw_corpus, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def pre_norm(corpus, tmp_path_factory) -> Path:
+    """A checkpoint of fairseq's stock model, pre-norm."""
+    folder = tmp_path_factory.mktemp("pre-norm")
+    train(corpus, folder, "--encoder-normalize-before", "--decoder-normalize-before")
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="session")
+def post_norm(corpus, tmp_path_factory) -> Path:
+    """A checkpoint of fairseq's stock model, post-norm, whose meters hold numpy arrays."""
+    folder = tmp_path_factory.mktemp("post-norm")
+    train(corpus, folder, "--eval-bleu", "--eval-bleu-remove-bpe")
+    return folder / "checkpoint_last.pt"

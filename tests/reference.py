@@ -62,7 +62,14 @@ def run_gate(params, i, inputs, top_k, normalization, capacity_factor):
 
 
 def reference(
-    params, strata, x, padding, top_k=2, normalization="after-drop", capacity_factor=0, stacked=False
+    params,
+    strata,
+    x,
+    padding,
+    top_k=2,
+    normalization="after-drop",
+    capacity_factor=0,
+    stacked=False,
 ):
     """x (T, D), padding (T,).
 

@@ -46,7 +46,9 @@ def gradients(y, loss, x, params):
     total = (y * torch.randn_like(y)).sum() + 0.3 * loss
     found = torch.autograd.grad(total, [x, *params.values()], allow_unused=True)
     names = ["x", *params]
-    return {n: torch.zeros_like(x[0, :1]) if g is None else g for n, g in zip(names, found, strict=True)}
+    return {
+        n: torch.zeros_like(x[0, :1]) if g is None else g for n, g in zip(names, found, strict=True)
+    }
 
 
 def assert_agrees(block, x, mask, **options):
@@ -134,9 +136,13 @@ def test_sampled_second_expert_follows_the_scores():
 
 def test_random_second_expert_is_taken_by_its_weight():
     torch.manual_seed(0)
-    gate = StratifiedMoE(
-        D, F, "4", second_expert_policy="random", capacity_factor=0, gate_normalization="none"
-    ).double().gates[0]
+    gate = (
+        StratifiedMoE(
+            D, F, "4", second_expert_policy="random", capacity_factor=0, gate_normalization="none"
+        )
+        .double()
+        .gates[0]
+    )
     torch.nn.init.normal_(gate.weight, std=0.8)
     x = torch.randn(1, D, dtype=torch.float64)
     second = gate.scores(x)[0].sort(descending=True).values[1]

@@ -1,39 +1,14 @@
-"""Stock fairseq 0.12.2 works, from its command line, and each patch is needed for that."""
+"""The start-up hook, registration, the patches, each with what happens without it, and versions."""
 
-import math
-import re
 from pathlib import Path
 
 import pytest
 import torch
-from commands import SCRIPTS, preprocess, run
+from commands import SCRIPTS, TINY, generation, preprocess, run
 
 import smoe_fairseq
 
 USER_DIR = Path(smoe_fairseq.__file__).parent
-
-TINY = """--arch transformer --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32
-    --encoder-ffn-embed-dim 64 --encoder-attention-heads 2 --decoder-embed-dim 32
-    --decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --optimizer adam --lr 0.01
-    --lr-scheduler inverse_sqrt --warmup-updates 4 --criterion label_smoothed_cross_entropy
-    --max-tokens 300 --max-epoch 2 --no-epoch-checkpoints --cpu""".split()
-
-PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")
-
-HYDRA_CONFIG = """# @package _group_
-common: {{cpu: true}}
-task: {{_name: translation, data: {data}}}
-model:
-  _name: transformer
-  encoder: {{layers: 1, embed_dim: 32, ffn_embed_dim: 64, attention_heads: 2}}
-  decoder: {{layers: 1, embed_dim: 32, ffn_embed_dim: 64, attention_heads: 2, output_dim: 32}}
-criterion: {{_name: label_smoothed_cross_entropy, label_smoothing: 0.1}}
-optimizer: {{_name: adam}}
-lr_scheduler: {{_name: inverse_sqrt, warmup_updates: 4}}
-optimization: {{max_epoch: 1, lr: [0.01]}}
-dataset: {{max_tokens: 300}}
-checkpoint: {{save_dir: {save_dir}}}
-"""
 
 # Runs a program of fairseq with every patch but one, through the start-up hook as always.
 WITHOUT = """
@@ -53,40 +28,6 @@ def run_without(patch, program, *arguments):
     return run("python", "-c", WITHOUT, patch, SCRIPTS / program, *arguments, check=False)
 
 
-def train(data, save_dir, *flags, check=True):
-    return run("fairseq-train", data, "--save-dir", save_dir, *TINY, *flags, check=check)
-
-
-def generate(data, checkpoint, *flags):
-    """Translates the test set; returns the best hypotheses and their scores by sentence number."""
-    return hypotheses(run("fairseq-generate", *generation(data, checkpoint), *flags).stdout)
-
-
-def generation(data, checkpoint):
-    return [data, "--path", checkpoint, "--beam", "3", "--max-len-b", "12", "--cpu"]
-
-
-def hypotheses(output):
-    found = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", output, re.MULTILINE)
-    return {int(number): (float(score), words) for number, score, words in found}
-
-
-@pytest.fixture(scope="module")
-def pre_norm(corpus, tmp_path_factory):
-    """A checkpoint of the stock model, pre-norm."""
-    folder = tmp_path_factory.mktemp("pre-norm")
-    train(corpus, folder, *PRE_NORM)
-    return folder / "checkpoint_last.pt"
-
-
-@pytest.fixture(scope="module")
-def post_norm(corpus, tmp_path_factory):
-    """A checkpoint of the stock model, post-norm, whose meters hold numpy arrays."""
-    folder = tmp_path_factory.mktemp("post-norm")
-    train(corpus, folder, "--eval-bleu", "--eval-bleu-remove-bpe")
-    return folder / "checkpoint_last.pt"
-
-
 # The start-up hook, and the order in which things are imported
 
 
@@ -94,8 +35,8 @@ def test_hook_loads_nothing_until_fairseq_is_imported():
     program = """
 import sys
 heavy = {"torch", "numpy", "fairseq", "hydra", "omegaconf", "importlib.metadata"}
-assert "_smoe_fairseq_startup" in sys.modules
-assert not heavy & set(sys.modules) and not any(n.startswith("smoe") for n in sys.modules)
+assert "SmoeFairseqHook" in [getattr(finder, "__name__", None) for finder in sys.meta_path]
+assert not heavy & set(sys.modules) and not any("smoe" in name for name in sys.modules)
 import fairseq
 assert "smoe_fairseq.compat" in sys.modules and "smoe_fairseq" not in sys.modules
 """
@@ -130,62 +71,6 @@ assert "smoe_label_smoothed_cross_entropy" in CRITERION_REGISTRY
     run("python", "-c", program)
 
 
-# The six commands, with the stock model and without --user-dir
-
-
-def test_pre_norm_model_translates(corpus, pre_norm):
-    assert sorted(generate(corpus, pre_norm)) == list(range(16))
-
-
-def test_post_norm_model_translates_with_and_without_the_plugin(corpus, post_norm):
-    translations = generate(corpus, post_norm)
-    assert sorted(translations) == list(range(16))
-    assert translations == generate(corpus, post_norm, "--user-dir", USER_DIR)
-
-
-def test_interactive(corpus, post_norm):
-    output = run("fairseq-interactive", *generation(corpus, post_norm), stdin="a b c\n").stdout
-    assert list(hypotheses(output)) == [0]
-
-
-def test_validate(corpus, post_norm):
-    output = run(
-        "fairseq-validate",
-        *(corpus, "--task", "translation", "--path", post_norm),
-        *("--valid-subset", "valid", "--max-tokens", "300", "--cpu"),
-    ).stdout
-    loss = re.search(r"valid on 'valid' subset \| loss ([\d.]+)", output)
-    assert math.isfinite(float(loss[1]))
-
-
-def test_hydra_train(corpus, tmp_path):
-    config = HYDRA_CONFIG.format(data=corpus, save_dir=tmp_path / "run")
-    (tmp_path / "tiny.yaml").write_text(config)
-    run("fairseq-hydra-train", "--config-dir", tmp_path, "--config-name", "tiny", cwd=tmp_path)
-    assert len(generate(corpus, tmp_path / "run" / "checkpoint_last.pt")) == 16
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--amp --store-ema --update-freq 2 --clip-norm 1 --num-workers 0",
-        "--fp16 --fp16-no-flatten-grads",
-        "--memory-efficient-fp16 --checkpoint-activations",
-    ],
-)
-def test_training_flags(corpus, tmp_path, flags):
-    logs = tmp_path / "events"
-    flags = ["--max-update", "2", "--tensorboard-logdir", logs, *flags.split()]
-    assert "done training" in train(corpus, tmp_path, *flags).stdout
-    assert list(logs.glob("train/events*"))
-
-
-def test_resuming(corpus, post_norm):
-    for flags in (["--max-epoch", "3"], ["--max-epoch", "4", "--reset-optimizer"]):
-        resumed = train(corpus, post_norm.parent, *flags, "--no-last-checkpoints").stdout
-        assert "Loaded checkpoint" in resumed and "begin training epoch 3" in resumed
-
-
 # Each patch: what happens without it
 
 
@@ -200,9 +85,9 @@ def test_without_safe_globals_checkpoints_do_not_load(corpus, post_norm):
     assert result.returncode and "Weights only load failed" in result.stdout
 
 
-def test_unknown_types_in_a_checkpoint_stay_refused(corpus, pre_norm, tmp_path):
+def test_unknown_types_in_a_checkpoint_stay_refused(corpus, post_norm, tmp_path):
     path = tmp_path / "checkpoint.pt"
-    torch.save(torch.load(pre_norm) | {"intruder": Intruder(tmp_path / "trace")}, path)
+    torch.save(torch.load(post_norm) | {"intruder": Intruder(tmp_path / "trace")}, path)
     result = run("fairseq-generate", *generation(corpus, path), check=False)
     assert result.returncode and "Weights only load failed" in result.stdout
     assert not (tmp_path / "trace").exists()
@@ -246,10 +131,11 @@ def test_without_cache_patch_older_data_sets_do_not_train(raw_corpus, tmp_path):
     assert "done training" in run("fairseq-train", *command).stdout
 
 
-def test_without_hydra_patch_every_command_warns(corpus, pre_norm):
-    command = ("fairseq-generate", *generation(corpus, pre_norm))
+def test_without_hydra_patch_every_command_warns():
+    command = ("fairseq-generate", "no-data", "--path", "no-checkpoint")
     assert "Hydra14MigrationWarning" in run_without("quiet_hydra", *command).stdout
-    assert "hydra" not in run(*command).stdout.lower()
+    quiet = run(*command, check=False).stdout
+    assert "no-checkpoint" in quiet and "hydra" not in quiet.lower()
 
 
 # The right fairseq, or one sentence

@@ -47,7 +47,9 @@ def parameters(model):
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_dense_model_is_fairseqs_transformer(norm):
-    sizes = "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --encoder-layers 2 --decoder-layers 2"
+    sizes = (
+        "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --encoder-layers 2 --decoder-layers 2"
+    )
     sizes += " --encoder-attention-heads 4 --decoder-attention-heads 4 --dropout 0"
     pre = ["--encoder-normalize-before", "--decoder-normalize-before"]
     flags = ["--share-all-embeddings", *sizes.split()]

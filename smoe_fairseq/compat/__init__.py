@@ -3,7 +3,7 @@
 A patch is one function in a file of its own, which says what it mends and why. It is called with
 the module it mends as soon as that has been imported, so nothing heavy is loaded on its behalf.
 
-The start-up hook loads this package without its parent. Write ``from .file import name`` in it, since
+The start-up hook loads this package without its parent. Write ``from .file import name`` in it:
 ``from . import file`` would import the parent.
 """
 

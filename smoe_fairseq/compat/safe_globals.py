@@ -1,10 +1,10 @@
 """Lets torch load fairseq checkpoints with ``weights_only=True``.
 
-For fairseq 0.12.2 on torch 2.6 and later. There ``torch.load`` builds tensors, plain containers
-and only those types that have been named as safe, and fairseq calls it without choosing. Its checkpoints
-also hold the command line (``argparse.Namespace``) and, in their meters, numpy arrays and scalars
-(``--eval-bleu`` logs counts as arrays). Building these runs no code from the file; every other type
-stays refused.
+For fairseq 0.12.2 on torch 2.6 and later. There ``torch.load`` builds tensors, plain containers and
+only those other types that have been named as safe, and fairseq calls it without choosing. Its
+checkpoints also hold the command line (``argparse.Namespace``) and, in their meters, numpy arrays
+and scalars (``--eval-bleu`` logs counts as arrays). Building these runs no code from the file;
+every other type stays refused.
 """
 
 import argparse

@@ -1,29 +1,22 @@
-"""The start-up hook: mends fairseq at the moment it is first imported and does nothing before.
+"""What the start-up hook does when fairseq is first imported.
 
 fairseq has to be mended before its own first line runs, long before it reads ``--user-dir``, and no
-code of ours runs then. So setup.py installs a copy of this file beside the package, under the name
-``_smoe_fairseq_startup``, and a one-line ``.pth`` file that imports it whenever Python starts. Each
-start of Python pays for what stands here, hence no import but ``sys``.
+code of ours runs then. So setup.py installs, beside the package, ``smoe_fairseq.pth``, a line that
+Python runs whenever it starts, and a copy of this file as ``_smoe_fairseq_startup``. The line puts
+a finder in front of ``sys.meta_path`` that calls ``mend_fairseq`` when fairseq is imported, and
+finds nothing itself. Until then it does not even import this file: in an empty program the first
+import from disk would cost more than all the rest of the line.
 """
 
+import importlib.machinery
+import importlib.util
 import sys
 
 
-class StartupHook:
-    """A meta-path finder that finds nothing itself; it waits for the first import of fairseq."""
-
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name != "fairseq":
-            return None
-        sys.meta_path.remove(cls)
-        if compat := load_compat():
-            compat.install()
-
-        # Search again: the finders have changed under the search that called us.
-        import importlib.util
-
-        return importlib.util.find_spec(name)
+def mend_fairseq() -> None:
+    """Installs the patches, so that the import of fairseq that is under way succeeds."""
+    if compat := load_compat():
+        compat.install()
 
 
 def load_compat():
@@ -36,10 +29,6 @@ def load_compat():
     name = "smoe_fairseq.compat"
     if name in sys.modules:
         return sys.modules[name]
-
-    import importlib.machinery
-    import importlib.util
-
     parent = importlib.util.find_spec("smoe_fairseq")
     folders = parent.submodule_search_locations if parent else None
     spec = importlib.machinery.PathFinder.find_spec(name, folders) if folders else None
@@ -48,6 +37,3 @@ def load_compat():
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-sys.meta_path.insert(0, StartupHook)

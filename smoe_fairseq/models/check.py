@@ -21,7 +21,9 @@ def check_config(config: SMoETransformerConfig, task) -> None:
                 f"pre-norm layers; leave the flag out, or make the {side} dense with "
                 f"--{side}-moe-freq 0"
             )
-        dim, heads = (getattr(config, f"{side}_{name}") for name in ("embed_dim", "attention_heads"))
+        dim, heads = (
+            getattr(config, f"{side}_{name}") for name in ("embed_dim", "attention_heads")
+        )
         if dim % heads:
             raise ValueError(
                 f"--{side}-embed-dim {dim}: expected a multiple of --{side}-attention-heads {heads}"

@@ -44,7 +44,9 @@ class SMoETransformerConfig(FairseqDataclass):
     dropout: float = option(0.1, "dropout probability")
     attention_dropout: float = option(0.0, "dropout probability for attention weights")
     activation_dropout: float = option(
-        0.0, "dropout probability after the activation in FFN and experts", argparse_alias="--relu-dropout"
+        0.0,
+        "dropout probability after the activation in FFN and experts",
+        argparse_alias="--relu-dropout",
     )
     layernorm_embedding: bool = option(False, "add layer norm to embeddings")
     no_scale_embedding: bool = option(False, "do not scale embeddings")
@@ -54,9 +56,7 @@ class SMoETransformerConfig(FairseqDataclass):
     checkpoint_activations: bool = option(
         False, "recompute activations in the backward pass: less memory, more time"
     )
-    offload_activations: bool = option(
-        False, "checkpoint activations and keep them in CPU memory"
-    )
+    offload_activations: bool = option(False, "checkpoint activations and keep them in CPU memory")
     min_params_to_wrap: int = option(
         int(1e8), "smallest layer to wrap with --ddp-backend fully_sharded"
     )

@@ -3,7 +3,6 @@
 from argparse import Namespace
 
 import torch
-from fairseq import utils
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import ARCH_CONFIG_REGISTRY, register_model, register_model_architecture
 from fairseq.models.transformer import (
@@ -83,7 +82,9 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
     def build_encoder_layer(self, cfg):
         return self.build_layer(TransformerEncoderLayer, cfg, cfg.encoder)
 
-    def forward(self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None):
+    def forward(
+        self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None
+    ):
         """fairseq's encoder output for ``src_tokens (B, S)``, with "moe_stats" beside it."""
         padding_mask = src_tokens.eq(self.padding_idx)
         has_padding = bool(padding_mask.any())
@@ -229,9 +230,7 @@ ARCH_CONFIG_REGISTRY["smoe_transformer"] = smoe_transformer_base
 @register_model_architecture("smoe_transformer", "smoe_transformer_big")
 def smoe_transformer_big(args):
     """1024/4096/16 heads, 6 + 6 layers: the paper's M15 and OPUS-100 model."""
-    _defaults(
-        args, encoder_embed_dim=1024, encoder_ffn_embed_dim=4096, encoder_attention_heads=16
-    )
+    _defaults(args, encoder_embed_dim=1024, encoder_ffn_embed_dim=4096, encoder_attention_heads=16)
     smoe_transformer_base(args)
 
 

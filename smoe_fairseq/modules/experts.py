@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-
 class Experts(nn.Module):
     """``FFN_e(x) = w2_e activation(w1_e x + b1_e) + b2_e`` for E experts, initialised as ``nn.Linear``."""
 
@@ -22,7 +21,9 @@ class Experts(nn.Module):
         activation_fn: str = "relu",
         activation_dropout: float = 0.0,
     ):
-        from fairseq.utils import get_activation_fn  # here, so that the modules import without fairseq
+        from fairseq.utils import (
+            get_activation_fn,
+        )  # here, so that the modules import without fairseq
 
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(num_experts, ffn_embed_dim, embed_dim))

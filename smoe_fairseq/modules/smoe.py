@@ -103,9 +103,7 @@ class StratifiedMoE(nn.Module):
         # not elsewhere, where reading them would wait for the device.
         self.static_shapes: bool | None = None
 
-    def forward(
-        self, x: Tensor, padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, RoutingStats]:
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, RoutingStats]:
         """``x`` of shape ``(..., D)``, ``padding_mask`` of ``x.shape[:-1]`` (True: padding).
 
         Returns:
@@ -147,9 +145,7 @@ class StratifiedMoE(nn.Module):
             return self.static_shapes
         return x.device.type != "cpu" or torch.compiler.is_compiling()
 
-    def _mix_experts(
-        self, i: int, h_TD: Tensor, routing: Routing, static_shapes: bool
-    ) -> Tensor:
+    def _mix_experts(self, i: int, h_TD: Tensor, routing: Routing, static_shapes: bool) -> Tensor:
         """``sum_e G_e FFN_e(h)`` over the kept experts of stratum ``i``'s gate."""
         no_expert_TK = routing.expert_TK == self.gates[i].num_experts
         expert_TK = routing.expert_TK + self.strata.first_experts[i]

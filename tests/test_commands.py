@@ -1,0 +1,80 @@
+"""The six commands of stock fairseq 0.12.2, with its own model and without ``--user-dir``."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from commands import generate, generation, hypotheses, run, train
+
+import smoe_fairseq
+
+HYDRA_CONFIG = """# @package _group_
+common: {{cpu: true}}
+task: {{_name: translation, data: {data}}}
+model:
+  _name: transformer
+  encoder: {{layers: 1, embed_dim: 32, ffn_embed_dim: 64, attention_heads: 2}}
+  decoder: {{layers: 1, embed_dim: 32, ffn_embed_dim: 64, attention_heads: 2, output_dim: 32}}
+criterion: {{_name: label_smoothed_cross_entropy, label_smoothing: 0.1}}
+optimizer: {{_name: adam}}
+lr_scheduler: {{_name: inverse_sqrt, warmup_updates: 4}}
+optimization: {{max_epoch: 1, lr: [0.01]}}
+dataset: {{max_tokens: 300}}
+checkpoint: {{save_dir: {save_dir}}}
+"""
+
+
+def test_pre_norm_model_translates(corpus, pre_norm):
+    assert sorted(generate(corpus, pre_norm)) == list(range(16))
+
+
+def test_post_norm_model_translates_with_and_without_the_plugin(corpus, post_norm):
+    translations = generate(corpus, post_norm)
+    assert sorted(translations) == list(range(16))
+    assert translations == generate(
+        corpus, post_norm, "--user-dir", Path(smoe_fairseq.__file__).parent
+    )
+
+
+def test_interactive(corpus, post_norm):
+    output = run("fairseq-interactive", *generation(corpus, post_norm), stdin="a b c\n").stdout
+    assert list(hypotheses(output)) == [0]
+
+
+def test_validate(corpus, post_norm):
+    output = run(
+        "fairseq-validate",
+        *(corpus, "--task", "translation", "--path", post_norm),
+        *("--valid-subset", "valid", "--max-tokens", "300", "--cpu"),
+    ).stdout
+    loss = re.search(r"valid on 'valid' subset \| loss ([\d.]+)", output)
+    assert math.isfinite(float(loss[1]))
+
+
+def test_hydra_train(corpus, tmp_path):
+    config = HYDRA_CONFIG.format(data=corpus, save_dir=tmp_path / "run")
+    (tmp_path / "tiny.yaml").write_text(config)
+    run("fairseq-hydra-train", "--config-dir", tmp_path, "--config-name", "tiny", cwd=tmp_path)
+    assert len(generate(corpus, tmp_path / "run" / "checkpoint_last.pt")) == 16
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--amp --store-ema --update-freq 2 --clip-norm 1 --num-workers 0",
+        "--fp16 --fp16-no-flatten-grads",
+        "--memory-efficient-fp16 --checkpoint-activations",
+    ],
+)
+def test_training_flags(corpus, tmp_path, flags):
+    logs = tmp_path / "events"
+    flags = ["--max-update", "2", "--tensorboard-logdir", logs, *flags.split()]
+    assert "done training" in train(corpus, tmp_path, *flags).stdout
+    assert list(logs.glob("train/events*"))
+
+
+def test_resuming(corpus, post_norm):
+    for flags in (["--max-epoch", "3"], ["--max-epoch", "4", "--reset-optimizer"]):
+        resumed = train(corpus, post_norm.parent, *flags, "--no-last-checkpoints").stdout
+        assert "Loaded checkpoint" in resumed and "begin training epoch 3" in resumed

@@ -1,0 +1,127 @@
+"""The criterion on the registered model: the loss by hand, metrics over batches of different size."""
+
+import math
+
+import pytest
+import torch
+from fairseq import metrics
+from fairseq.criterions import CRITERION_REGISTRY
+from fairseq.logging.meters import AverageMeter
+from test_model import PAD, make_task, tiny
+
+ALPHA, EPSILON = 0.5, 0.1
+
+
+def make_criterion():
+    return CRITERION_REGISTRY["smoe_label_smoothed_cross_entropy"](
+        make_task(), sentence_avg=False, label_smoothing=EPSILON, moe_gate_loss_wt=ALPHA
+    )
+
+
+def make_sample(sentences, length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(4, 96, (2, sentences, length), generator=generator)
+    tokens[:, 0, length // 2 :] = PAD
+    net_input = {
+        "src_tokens": tokens[0],
+        "src_lengths": tokens[0].ne(PAD).sum(1),
+        "prev_output_tokens": tokens[1],
+    }
+    return {
+        "net_input": net_input,
+        "target": tokens[1],
+        "ntokens": int(tokens[1].ne(PAD).sum()),
+    }
+
+
+def logged(logging_outputs):
+    criterion = make_criterion()
+    with metrics.aggregate(new_root=True) as meters:
+        type(criterion).reduce_metrics(logging_outputs)
+    averages = {n: m.avg for n, m in meters.items() if isinstance(m, AverageMeter)}
+    return averages
+
+
+def test_loss_by_hand():
+    model = tiny("--smoe-strata", "4-4").eval()
+    sample = make_sample(3, 6, seed=1)
+    loss, sample_size, _ = make_criterion()(model, sample)
+    out, extra = model(**sample["net_input"])
+
+    log_probs = out.log_softmax(-1)
+    expected = 0.0
+    for sentence, target in zip(log_probs, sample["target"], strict=True):
+        for scores, token in zip(sentence, target.tolist(), strict=True):
+            if token != PAD:
+                others = (scores.sum() - scores[token]) / 95
+                expected -= float((1 - EPSILON) * scores[token] + EPSILON * others)
+    balance = sum(float(stats.balance_loss) for stats in extra["moe_stats"]) / 2
+    assert balance >= 0.9
+    assert sample_size == sample["ntokens"]
+    assert float(loss) == pytest.approx(expected + ALPHA * sample_size * balance, rel=1e-5)
+
+
+def test_metrics_are_weighted_by_what_they_count():
+    """Two batches of very different size in one update, as with --update-freq 2."""
+    model = tiny("--smoe-strata", "2-2-2-2", "--moe-capacity-factor", "0.5").train()
+    samples = [make_sample(2, 4, seed=1), make_sample(8, 20, seed=2)]
+    stats, logs = [], []
+
+    def keep(module, inputs, output):
+        stats.append(output[1])
+
+    for layer in [*model.encoder.layers, *model.decoder.layers]:
+        if layer.is_moe:
+            layer.moe.register_forward_hook(keep)
+    for sample in samples:
+        logs.append(make_criterion()(model, sample)[2])
+    got = logged(logs)
+
+    requested = torch.cat([s.requested_capacity.flatten() for s in stats])
+    assert got["requested_capacity"] == pytest.approx(
+        float(requested[requested > 0].float().mean()), rel=1e-5
+    )
+    for k in (0, 1):
+        dropped = sum(int(s.dropped[:, k].sum()) for s in stats)
+        chosen = sum(int(s.chosen[:, k].sum()) for s in stats)
+        assert dropped > 0
+        assert got[f"overflow_expert{k + 1}"] == pytest.approx(100 * dropped / chosen, rel=1e-5)
+    visible = torch.tensor([[8], [6], [4], [2]])
+    idle = sum(
+        int((s.first_choices[i, 8 - int(visible[i]) :] == 0).sum()) for s in stats for i in range(4)
+    )
+    assert got["unused_expert1_count"] == pytest.approx(idle / (4 * len(stats)))
+    sizes = [sample["ntokens"] for sample in samples]
+    balance = [float(stats[i].balance_loss + stats[i + 1].balance_loss) / 2 for i in (0, 2)]
+    want = sum(b * n for b, n in zip(balance, sizes, strict=True)) / sum(sizes)
+    assert got["moe_gate_loss"] == pytest.approx(want, rel=1e-5)
+    assert got["nll_loss"] == pytest.approx(
+        float(sum(log["nll_loss"] for log in logs)) / sum(sizes) / math.log(2), rel=1e-5
+    )
+
+
+def test_accumulated_gradients_are_those_of_the_summed_loss():
+    samples = [make_sample(2, 4, seed=1), make_sample(8, 20, seed=2)]
+    accumulated, summed = tiny("--smoe-strata", "4-4"), tiny("--smoe-strata", "4-4")
+    criterion = make_criterion()
+    accumulated.eval(), summed.eval()  # no draws
+    for sample in samples:
+        criterion(accumulated, sample)[0].backward()
+    total = sum(sample["ntokens"] for sample in samples)
+    loss = 0.0
+    for sample in samples:
+        out, extra = summed(**sample["net_input"])
+        balance = sum(stats.balance_loss for stats in extra["moe_stats"]) / 2
+        cross_entropy, _ = criterion.compute_loss(summed, (out, extra), sample)
+        share = sample["ntokens"] / total
+        loss = loss + cross_entropy / total + ALPHA * share * balance
+    loss.backward()
+    for name, parameter in accumulated.named_parameters():
+        want = summed.get_parameter(name).grad
+        assert torch.allclose(parameter.grad / total, want, atol=1e-7), name
+
+
+def test_a_dense_model_logs_no_routing():
+    _, _, log = make_criterion()(tiny("--moe-freq", "0"), make_sample(3, 6, seed=1))
+    assert not any(name.startswith("moe") for name in log)
+    assert "requested_capacity" not in logged([log])

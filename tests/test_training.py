@@ -1,0 +1,205 @@
+"""Training, resuming and translating from the command line."""
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from commands import preprocess, run
+
+PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
+SENTENCES = 50
+UNINITIALISED = {  # fairseq saves this buffer of its positional embedding without ever setting it
+    f"{side}.embed_positions._float_tensor" for side in ("encoder", "decoder")
+}
+
+
+def train(data, save_dir, *flags, check=True):
+    """A tiny SMoE; later flags win. Returns the finished process."""
+    return run(
+        *("fairseq-train", data, "--user-dir", PLUGIN, "--cpu", "--num-workers", 0),
+        *("--arch", "smoe_transformer_tiny", "--encoder-embed-dim", 48),
+        *("--encoder-ffn-embed-dim", 64, "--smoe-strata", "2-2-2-2"),
+        *("--criterion", "smoe_label_smoothed_cross_entropy", "--label-smoothing", 0.1),
+        *("--optimizer", "adam", "--lr", 0.005, "--max-tokens", 400, "--save-dir", save_dir),
+        *("--log-format", "json", "--log-interval", 1, "--no-epoch-checkpoints", *flags),
+        check=check,
+    )
+
+
+def log_lines(process, tag="train_inner"):
+    lines = re.findall(rf"\| {tag} \| (\{{.*\}})", process.stdout)
+    return [json.loads(line) for line in lines]
+
+
+def state_of(checkpoint):
+    return torch.load(checkpoint, weights_only=True)
+
+
+@pytest.fixture(scope="session")
+def small_corpus(tmp_path_factory) -> Path:
+    """50 sentences, the same in training and test; the target is upper case in reverse order."""
+    raw, data = tmp_path_factory.mktemp("raw50"), tmp_path_factory.mktemp("bin50")
+    generator = random.Random(4)
+    words = [f"{a}{b}" for a in "abcd" for b in "xyz"]
+    sentences = [generator.choices(words, k=3 + i % 6) for i in range(SENTENCES)]
+    for split in ("train", "valid", "test"):
+        (raw / f"{split}.src").write_text("".join(" ".join(s) + "\n" for s in sentences))
+        reverse = "".join(" ".join(s[::-1]).upper() + "\n" for s in sentences)
+        (raw / f"{split}.tgt").write_text(reverse)
+    preprocess(raw, data, "--joined-dictionary")
+    return data
+
+
+@pytest.fixture(scope="session")
+def overfitted(small_corpus, tmp_path_factory):
+    """(process, checkpoint) of a model that has learnt the 50 sentences by heart."""
+    folder = tmp_path_factory.mktemp("overfitted")
+    flags = ["--max-update", 500, "--dropout", 0, "--lr", 0.004, "--lr-scheduler", "inverse_sqrt"]
+    process = train(
+        small_corpus, folder, *flags, "--warmup-updates", 100, "--validate-interval", 50
+    )
+    return process, folder / "checkpoint_last.pt"
+
+
+def test_overfits_to_the_label_smoothing_floor(overfitted):
+    process, checkpoint = overfitted
+    last = log_lines(process)[-1]
+    vocabulary = state_of(checkpoint)["model"]["decoder.embed_tokens.weight"].shape[0]
+    floor = -(0.9 * math.log2(0.9) + 0.1 * math.log2(0.1 / (vocabulary - 1)))
+    balance = 0.01 * float(last["moe_gate_loss"]) / math.log(2)
+    assert floor <= float(last["loss"]) - balance < floor + 0.1
+    assert 1 <= float(last["requested_capacity"]) <= 4
+
+
+def generate(data, checkpoint, *flags):
+    process = run(
+        *("fairseq-generate", data, "--user-dir", PLUGIN, "--path", checkpoint, "--cpu"),
+        *("--beam", 5, "--lenpen", 1.0, "--gen-subset", "test", *flags),
+    )
+    hypotheses = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", process.stdout, re.M)
+    return {int(i): (text, float(score)) for i, score, text in hypotheses}, process.stdout
+
+
+def test_a_translation_does_not_depend_on_its_batch(overfitted, small_corpus):
+    _, checkpoint = overfitted
+    alone, _ = generate(small_corpus, checkpoint, "--batch-size", 1)
+    together, output = generate(small_corpus, checkpoint, "--batch-size", 64)
+    assert len(alone) == SENTENCES
+    assert {i: text for i, (text, _) in alone.items()} == {i: t for i, (t, _) in together.items()}
+    assert all(abs(alone[i][1] - together[i][1]) < 1e-4 for i in alone)
+    bleu = float(re.search(r"BLEU4 = ([\d.]+)", output)[1])
+    assert bleu > 95  # it knows them by heart
+
+
+def test_generation_is_quiet_about_masks(overfitted, small_corpus):
+    _, checkpoint = overfitted
+    _, output = generate(small_corpus, checkpoint, "--batch-size", 8)
+    print([l for l in output.splitlines() if "mask" in l.lower()])
+    assert "mask" not in output.lower()
+
+
+def test_interactive_and_validate(overfitted, small_corpus):
+    _, checkpoint = overfitted
+    flags = ["--user-dir", PLUGIN, "--path", checkpoint, "--cpu"]
+    answer = run("fairseq-interactive", small_corpus, *flags, stdin="ax by cz\n").stdout
+    assert re.search(r"^H-0\t\S+\t\S+", answer, re.M)
+    valid = run(
+        "fairseq-validate", small_corpus, *flags, "--task", "translation", "--max-tokens", 400
+    ).stdout
+    assert "requested_capacity" in valid and "overflow_expert1 0" in valid
+
+
+@pytest.mark.parametrize("flags", [[], ["--update-freq", "2"]], ids=["plain", "accumulated"])
+def test_resuming_equals_never_having_stopped(small_corpus, tmp_path, flags):
+    """Dropout and sampled experts included: same losses, same parameters, bit for bit."""
+    whole = train(small_corpus, tmp_path / "whole", "--max-update", 14, *flags)
+    first = train(small_corpus, tmp_path / "halves", "--max-update", 7, *flags)
+    second = train(small_corpus, tmp_path / "halves", "--max-update", 14, *flags)
+    parts = log_lines(first) + log_lines(second)
+    names = ("num_updates", "loss", "moe_gate_loss", "requested_capacity", "gnorm")
+    assert [[line[n] for n in names] for line in parts] == [
+        [line[n] for n in names] for line in log_lines(whole)
+    ]
+    want = state_of(tmp_path / "whole" / "checkpoint_last.pt")["model"]
+    got = state_of(tmp_path / "halves" / "checkpoint_last.pt")["model"]
+    assert want.keys() == got.keys()
+    different = {name for name in want if not torch.equal(want[name], got[name])}
+    assert different <= UNINITIALISED
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--bf16"], ["--memory-efficient-fp16"], ["--amp"], ["--checkpoint-activations"]],
+    ids=lambda flags: flags[0].strip("-"),
+)
+def test_precisions_and_checkpointing_train(small_corpus, tmp_path, flags):
+    losses = [
+        float(line["loss"])
+        for line in log_lines(train(small_corpus, tmp_path, *flags, "--max-update", 8))
+    ]
+    assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+def test_other_strata_on_resume_are_refused(small_corpus, tmp_path):
+    train(small_corpus, tmp_path, "--max-update", 2)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    process = train(small_corpus, tmp_path, "--max-update", 4, "--smoe-strata", "4-4", check=False)
+    assert process.returncode == 1
+    assert "Traceback" not in process.stdout
+    assert "trained with --smoe-strata 2-2-2-2" in process.stdout.splitlines()[-1]
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("size", [0, 3_000, -100])
+def test_a_checkpoint_that_was_cut_off_is_named(small_corpus, tmp_path, size):
+    train(small_corpus, tmp_path, "--max-update", 2)
+    last = tmp_path / "checkpoint_last.pt"
+    last.write_bytes(last.read_bytes()[:size])
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for process in (
+        train(small_corpus, tmp_path, "--max-update", 4, check=False),
+        run(
+            "fairseq-generate",
+            small_corpus,
+            "--user-dir",
+            PLUGIN,
+            "--path",
+            last,
+            "--cpu",
+            check=False,
+        ),
+    ):
+        assert process.returncode == 1
+        assert "Traceback" not in process.stdout
+        assert re.search(
+            r"^error: .*checkpoint_last\.pt is cut off or not a", process.stdout.splitlines()[-1]
+        )
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_bad_flags_end_before_training(small_corpus, tmp_path):
+    process = train(small_corpus, tmp_path / "new", "--smoe-strata", "4--4", check=False)
+    assert process.returncode == 1 and "Traceback" not in process.stdout
+    assert process.stdout.splitlines()[-1].startswith("error: --smoe-strata '4--4'")
+    assert not list((tmp_path / "new").glob("*"))
+
+
+def test_hydra_train(small_corpus, tmp_path):
+    run(
+        *("fairseq-hydra-train", "task=translation", f"task.data={small_corpus}"),
+        *(f"common.user_dir={PLUGIN}", "common.cpu=true", "model=smoe_transformer"),
+        *("model.encoder_embed_dim=32", "model.decoder_embed_dim=32", "model.smoe_strata=2-2"),
+        *("model.encoder_layers=2", "model.decoder_layers=2"),
+        *("criterion=smoe_label_smoothed_cross_entropy", "optimizer=adam", "lr_scheduler=fixed"),
+        *("optimization.lr=[0.001]", "optimization.max_update=2", "dataset.max_tokens=400"),
+        *("dataset.num_workers=0", f"checkpoint.save_dir={tmp_path}/checkpoints"),
+        cwd=tmp_path,
+    )
+    checkpoint = tmp_path / "checkpoints" / "checkpoint_last.pt"
+    assert state_of(checkpoint)["model"]["encoder.layers.1.moe.gates.1.weight"].shape == (2, 32)
+    hypotheses, _ = generate(small_corpus, checkpoint, "--max-len-b", 10)
+    assert len(hypotheses) == SENTENCES
