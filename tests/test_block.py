@@ -123,7 +123,7 @@ def test_sampled_second_expert_follows_the_scores():
     draws = 20_000
     x = torch.randn(1, D, dtype=torch.float64)
     routing = block.gates[0](x.expand(draws, D))
-    probs = block.gates[0].scores(x)[0]
+    probs = block.gates[0].logits(x)[0].softmax(0)
     first = int(probs.argmax())
     assert (routing.first_choice_T == first).all()
     want = probs.clone().index_fill(0, torch.tensor([first]), 0)
@@ -145,7 +145,7 @@ def test_random_second_expert_is_taken_by_its_weight():
     )
     torch.nn.init.normal_(gate.weight, std=0.8)
     x = torch.randn(1, D, dtype=torch.float64)
-    second = gate.scores(x)[0].sort(descending=True).values[1]
+    second = gate.logits(x)[0].softmax(0).sort(descending=True).values[1]
     assert 2 * second < 0.9  # otherwise nothing would be left to chance
     routing = gate(x.expand(20_000, D))
     taken = (routing.expert_TK[:, 1] < 4).double().mean()

@@ -53,6 +53,9 @@ def test_importing_the_package_loads_nothing_heavy():
     [
         "import fairseq, smoe_fairseq",
         "import smoe_fairseq.models",
+        "import smoe_fairseq.modules",
+        "import smoe_fairseq.modules.transformer_layer",
+        "import smoe_fairseq.criterions",
         "import smoe_fairseq, fairseq; user_dir()",
         "import fairseq; user_dir(); import smoe_fairseq; user_dir()",
     ],
@@ -101,6 +104,26 @@ class Intruder:
 
     def __reduce__(self):
         return Path.touch, (self.path,)
+
+
+def test_without_its_patch_a_cut_off_checkpoint_ends_in_a_stack_trace(corpus, post_norm, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(Path(post_norm).read_bytes()[:5000])
+    command = ("fairseq-generate", *generation(corpus, path))
+    sentence = f"error: {path} is cut off or not a checkpoint"
+    assert run(*command, check=False).stdout.splitlines()[-1].startswith(sentence)
+    result = run_without("name_unreadable_checkpoints", *command)
+    assert result.returncode and "Traceback" in result.stdout and sentence not in result.stdout
+
+
+def test_without_its_patch_hydra_knows_no_plugin(tmp_path):
+    command = (
+        *("fairseq-hydra-train", "--cfg", "job", f"common.user_dir={USER_DIR}"),
+        *("model=smoe_transformer", "criterion=smoe_label_smoothed_cross_entropy"),
+    )
+    assert "moe_top_k: 2" in run(*command, cwd=tmp_path).stdout
+    result = run_without("import_user_dir_first", *command)
+    assert result.returncode and "Could not find" in result.stdout
 
 
 def test_without_encoder_fast_path_patch_padded_batches_stop(corpus, post_norm):

@@ -9,6 +9,8 @@ from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.logging.meters import AverageMeter
 from test_model import PAD, make_task, tiny
 
+from smoe_fairseq.criterions.cmr_budget import CMRBudget
+
 ALPHA, EPSILON = 0.5, 0.1
 
 
@@ -125,3 +127,66 @@ def test_a_dense_model_logs_no_routing():
     _, _, log = make_criterion()(tiny("--moe-freq", "0"), make_sample(3, 6, seed=1))
     assert not any(name.startswith("moe") for name in log)
     assert "requested_capacity" not in logged([log])
+
+
+def cmr_model():
+    model = tiny("--smoe-strata", "8", "--moe-cmr").train()
+    for layer in (model.encoder.layers[1], model.decoder.layers[1]):
+        torch.nn.init.normal_(layer.moe.cmr.gate.weight, std=0.3)
+    return model
+
+
+def test_cmr_budget_is_over_all_batches_of_an_update():
+    model, samples = cmr_model(), [make_sample(2, 4, seed=1), make_sample(8, 20, seed=2)]
+    stats = [model(**sample["net_input"])[1]["moe_stats"] for sample in samples]
+
+    def mean_gates(*batches):
+        sums = [sum(float(b[i].cmr_gate_sum) for b in batches) for i in range(2)]
+        return [s / sum(int(b[i].cmr_tokens) for b in batches) for i, s in enumerate(sums)]
+
+    both = mean_gates(*stats)
+    first = mean_gates(stats[0])
+    budget = CMRBudget(p=(both[0] + first[0]) / 2)  # the second batch turns the direction
+    assert (first[0] > budget.p) != (both[0] > budget.p)
+
+    def distance(means):
+        return sum(abs(mean - budget.p) for mean in means) / 2
+
+    model.set_num_updates(7)
+    assert float(budget.loss(model, stats[0])) == pytest.approx(distance(first), rel=1e-5)
+    loss = budget.loss(model, stats[1])
+    assert float(loss) == pytest.approx(distance(both), rel=1e-5)
+    (grad,) = torch.autograd.grad(loss, stats[1][0].cmr_gate_sum)
+    direction = 1 if both[0] > budget.p else -1
+    assert float(grad) == pytest.approx(direction / 2 / int(stats[1][0].cmr_tokens), rel=1e-5)
+
+    model.set_num_updates(8)  # the next update starts anew
+    assert float(budget.loss(model, stats[0])) == pytest.approx(distance(first), rel=1e-5)
+    model.eval()  # evaluation neither reads nor adds to the sums of training
+    want = distance(mean_gates(stats[1]))
+    assert float(budget.loss(model, stats[1])) == pytest.approx(want, rel=1e-5)
+
+
+def test_cmr_and_z_loss_are_logged_and_added_to_the_loss():
+    model, sample = cmr_model().eval(), make_sample(3, 6, seed=1)
+    without = CRITERION_REGISTRY["smoe_label_smoothed_cross_entropy"](
+        make_task(), False, EPSILON, cmr_gate_loss_wt=0.0
+    )
+    criterion = CRITERION_REGISTRY["smoe_label_smoothed_cross_entropy"](
+        make_task(), False, EPSILON, moe_z_loss_wt=0.3, cmr_gate_loss_wt=0.2, cmr_gate_loss_p=0.8
+    )
+    plain, size, _ = without(model, sample)
+    loss, _, log = criterion(model, sample)
+    got = logged([log])
+    added = 0.3 * got["moe_z_loss"] + 0.2 * got["cmr_gate_loss"]
+    assert float(loss) == pytest.approx(float(plain) + size * float(added), rel=1e-5)
+    stats = model(**sample["net_input"])[1]["moe_stats"]
+    gates = sum(float(s.cmr_gate_sum) for s in stats) / sum(int(s.cmr_tokens) for s in stats)
+    assert got["cmr_gate"] == pytest.approx(gates, rel=1e-5)
+
+
+def test_a_budget_outside_0_to_1_is_refused():
+    with pytest.raises(SystemExit, match="--cmr-gate-loss-p 1.2: expected a number from 0 to 1"):
+        CRITERION_REGISTRY["smoe_label_smoothed_cross_entropy"](
+            make_task(), False, EPSILON, cmr_gate_loss_p=1.2
+        )

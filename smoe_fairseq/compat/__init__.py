@@ -14,9 +14,11 @@ from .bf16_device import keep_bf16_off_tpu
 from .cached_dataset import read_past_cache
 from .dataclass_hash import hash_dataclasses
 from .encoder_fast_path import avoid_fast_path
+from .hydra_user_dir import import_user_dir_first
 from .hydra_warnings import quiet_hydra
 from .imports import Action, when_imported
 from .safe_globals import allow_checkpoint_types
+from .unreadable_checkpoint import name_unreadable_checkpoints
 from .version import problem, require_fairseq
 
 __all__ = ["PATCHES", "install", "require_fairseq", "when_imported"]
@@ -28,6 +30,8 @@ PATCHES = (
     ("fairseq.data.indexed_dataset", read_past_cache),
     ("fairseq.modules.transformer_layer", avoid_fast_path),
     ("fairseq.options", keep_bf16_off_tpu),
+    ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
+    ("fairseq.dataclass.initialize", import_user_dir_first),
 )
 
 _installed = False

@@ -9,13 +9,26 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterionConfig,
 )
 
+from smoe_fairseq.criterions.cmr_budget import CMRBudget
 from smoe_fairseq.criterions.routing_metrics import log_routing, routing_sums
+from smoe_fairseq.errors import UsageError
+
+GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "cmr_gate_loss")
 
 
 @dataclass
 class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCriterionConfig):
     moe_gate_loss_wt: float = field(
         default=0.01, metadata={"help": "alpha, the weight of the balance loss"}
+    )
+    moe_z_loss_wt: float = field(
+        default=0.0, metadata={"help": "weight of the gates' z-loss, which keeps logits small"}
+    )
+    cmr_gate_loss_wt: float = field(
+        default=0.1, metadata={"help": "weight of the CMR budget loss (with --moe-cmr)"}
+    )
+    cmr_gate_loss_p: float = field(
+        default=0.8, metadata={"help": "budget: mean CMR gate that the loss pulls to, 0 to 1"}
     )
 
 
@@ -25,7 +38,7 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
 class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
     """``L = label-smoothed cross entropy + alpha * balance loss``; a dense model has just the first.
 
-    The balance loss of a batch is weighted by the batch's sample size, as its cross entropy is, so
+    On request also the z-loss of the gates and, with ``--moe-cmr``, the budget loss. Such a loss of a batch is weighted by the batch's sample size, as its cross entropy is, so
     that after fairseq's division both are means over all tokens of an update, whatever the sizes of
     its batches (``--update-freq``) and the number of ranks.
     """
@@ -38,9 +51,17 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         ignore_prefix_size=0,
         report_accuracy=False,
         moe_gate_loss_wt=0.01,
+        moe_z_loss_wt=0.0,
+        cmr_gate_loss_wt=0.1,
+        cmr_gate_loss_p=0.8,
     ):
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
+        if not 0 <= cmr_gate_loss_p <= 1:
+            raise UsageError(f"--cmr-gate-loss-p {cmr_gate_loss_p}: expected a number from 0 to 1")
         self.moe_gate_loss_wt = moe_gate_loss_wt
+        self.moe_z_loss_wt = moe_z_loss_wt
+        self.cmr_gate_loss_wt = cmr_gate_loss_wt
+        self.cmr_budget = CMRBudget(cmr_gate_loss_p)
 
     def forward(self, model, sample, reduce=True):
         """Returns fairseq's loss (a sum over the batch), sample size and logging output."""
@@ -54,9 +75,9 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             "sample_size": sample_size,
         }
         if moe_stats := net_output[1].get("moe_stats"):
-            balance_loss = sum(stats.balance_loss for stats in moe_stats) / len(moe_stats)
-            loss = loss + self.moe_gate_loss_wt * sample_size * balance_loss
-            logging_output["moe_gate_loss"] = balance_loss.data * sample_size
+            for name, weight, value in self.gate_losses(model, moe_stats):
+                loss = loss + weight * sample_size * value
+                logging_output[name] = value.data * sample_size
             logging_output.update(routing_sums(moe_stats))
         logging_output["loss"] = loss.data
         if self.report_accuracy:
@@ -64,12 +85,26 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             logging_output.update(n_correct=n_correct.data, total=total.data)
         return loss, sample_size, logging_output
 
+    def gate_losses(self, model, moe_stats):
+        """(log name, weight, mean over all MoE layers) of each loss of the gates."""
+
+        def mean(name):
+            return sum(getattr(stats, name) for stats in moe_stats) / len(moe_stats)
+
+        yield "moe_gate_loss", self.moe_gate_loss_wt, mean("balance_loss")
+        if self.moe_z_loss_wt:
+            yield "moe_z_loss", self.moe_z_loss_wt, mean("z_loss")
+        if moe_stats[0].cmr_gate_sum is not None:
+            yield "cmr_gate_loss", self.cmr_gate_loss_wt, self.cmr_budget.loss(model, moe_stats)
+
     @classmethod
     def reduce_metrics(cls, logging_outputs) -> None:
-        """Adds the balance loss (without alpha) and the routing metrics to fairseq's own."""
+        """Adds the gates' losses (without their weights) and the routing metrics to fairseq's own."""
         super().reduce_metrics(logging_outputs)
-        if any("moe_gate_loss" in log for log in logging_outputs):
-            sample_size = sum(log["sample_size"] for log in logging_outputs)
-            balance_loss = sum(log["moe_gate_loss"] for log in logging_outputs)
-            metrics.log_scalar("moe_gate_loss", balance_loss / sample_size, sample_size, round=3)
+        sample_size = sum(log["sample_size"] for log in logging_outputs)
+        for name in GATE_LOSSES:
+            if any(name in log for log in logging_outputs):
+                value = sum(log.get(name, 0) for log in logging_outputs)
+                metrics.log_scalar(name, value / sample_size, sample_size, round=3)
+        if any("moe_tokens" in log for log in logging_outputs):
             log_routing(logging_outputs)

@@ -1,9 +1,10 @@
 """Checks before any work starts: do the options, the data and the checkpoint fit together?"""
 
+import torch
+
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.config import SMoETransformerConfig
-from smoe_fairseq.modules.smoe import check_options
-from smoe_fairseq.modules.strata import Strata
+from smoe_fairseq.modules import Strata, StratifiedMoE
 
 
 def check_config(config: SMoETransformerConfig, task) -> None:
@@ -28,11 +29,9 @@ def check_config(config: SMoETransformerConfig, task) -> None:
             raise ValueError(
                 f"--{side}-embed-dim {dim}: expected a multiple of --{side}-attention-heads {heads}"
             )
-    strata = Strata.parse(config.smoe_strata, config.moe_stacked)
     if config.moe_freq_of("encoder") or config.moe_freq_of("decoder"):
-        check_options(
-            strata, config.moe_top_k, config.moe_capacity_factor, config.moe_eval_capacity_factor
-        )
+        with torch.device("meta"):  # the block checks its own options
+            StratifiedMoE(8, 8, **config.moe_options())
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise ValueError(
             "--share-all-embeddings: source and target dictionary differ; preprocess with "

@@ -85,6 +85,21 @@ class SMoETransformerConfig(FairseqDataclass):
     moe_gate_normalization: ChoiceEnum(GATE_NORMALIZATIONS) = option(
         "after-drop", "weights of the two experts are divided by their sum after or before dropping"
     )
+    moe_eom: float = option(
+        0.0, "expert output masking: probability that a selected expert's output is left out"
+    )
+    moe_fom: float = option(
+        0.0, "final output masking: probability that a token's mixed expert output is left out"
+    )
+    moe_gating_dropout: float = option(
+        0.0, "probability that a MoE layer routes no token of a batch in training"
+    )
+    moe_cmr: bool = option(
+        False, "conditional MoE routing: a gate between a shared FFN and the experts"
+    )
+    cmr_gate_drop: float = option(
+        0.0, "CMR: probability in training that a token has the shared FFN only"
+    )
 
     @classmethod
     def add_args(cls, parser) -> None:
@@ -128,6 +143,11 @@ class SMoETransformerConfig(FairseqDataclass):
             "activation_fn": str(self.activation_fn),
             "dropout": self.dropout,
             "activation_dropout": self.activation_dropout,
+            "eom": self.moe_eom,
+            "fom": self.moe_fom,
+            "gating_dropout": self.moe_gating_dropout,
+            "cmr": self.moe_cmr,
+            "cmr_gate_drop": self.cmr_gate_drop,
         }
 
 

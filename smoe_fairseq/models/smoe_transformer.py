@@ -57,6 +57,10 @@ class SMoETransformerModel(TransformerModelBase):
     def build_decoder(cls, cfg, tgt_dict, embed_tokens):
         return SMoETransformerDecoder(cfg, tgt_dict, embed_tokens)
 
+    def set_num_updates(self, num_updates):
+        super().set_num_updates(num_updates)
+        self.num_updates = num_updates
+
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         """As fairseq does; one sentence where the checkpoint is of another architecture."""
         self.upgrade_state_dict(state_dict)

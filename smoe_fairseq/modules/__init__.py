@@ -3,4 +3,7 @@
 from smoe_fairseq.modules.smoe import RoutingStats, StratifiedMoE
 from smoe_fairseq.modules.strata import Strata
 
+# Loading fairseq registers our models, which import from here: so it comes when all is in place.
+import fairseq  # noqa: E402, F401, I001
+
 __all__ = ["RoutingStats", "StratifiedMoE", "Strata"]

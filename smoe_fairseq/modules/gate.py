@@ -28,6 +28,7 @@ class Routing(NamedTuple):
     first_choices_E: Tensor  # active tokens per first choice
     chosen_K: Tensor  # copies chosen
     dropped_K: Tensor  # of those, copies beyond their expert's capacity
+    z_loss: Tensor  # scalar: mean squared log of the softmax's denominator
 
 
 class Gate(nn.Module):
@@ -74,7 +75,8 @@ class Gate(nn.Module):
         """Route the tokens ``x_TD`` that ``active_T`` marks (all when None)."""
         if active_T is None:
             active_T = x_TD.new_ones(x_TD.shape[0], dtype=torch.bool)
-        probs_TE = self.scores(x_TD)
+        logits_TE = self.logits(x_TD)
+        probs_TE = logits_TE.softmax(dim=-1)
         expert_TK, chosen_TK = self.select(probs_TE)
         chosen_TK = chosen_TK & active_T.unsqueeze(1)
         weight_TK = probs_TE.gather(1, expert_TK) * chosen_TK
@@ -99,13 +101,14 @@ class Gate(nn.Module):
             first_choices_E=first_choices_E,
             chosen_K=chosen_TK.sum(0),
             dropped_K=(chosen_TK & ~kept_TK).sum(0),
+            z_loss=z_loss(logits_TE, active_T),
         )
 
-    def scores(self, x_TD: Tensor) -> Tensor:
-        """``softmax(W x)`` in at least float32: half precision flips close choices."""
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """``W x`` in at least float32: half precision flips close choices."""
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(x_TD.device.type, enabled=False):
-            return F.linear(x_TD.to(dtype), self.weight.to(dtype)).softmax(dim=-1)
+            return F.linear(x_TD.to(dtype), self.weight.to(dtype))
 
     def select(self, probs_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Chosen experts ``(T, K)``, best first, and which of them count."""
@@ -157,3 +160,9 @@ def balance_loss(probs_TE: Tensor, active_T: Tensor, first_choices_E: Tensor) ->
     fraction_E = first_choices_E.to(probs_TE.dtype) / num_tokens
     mean_probs_E = (probs_TE * active_T.unsqueeze(1)).sum(0) / num_tokens
     return probs_TE.shape[1] * (fraction_E * mean_probs_E).sum()
+
+
+def z_loss(logits_TE: Tensor, active_T: Tensor) -> Tensor:
+    """Mean of ``logsumexp(logits)^2`` over the tokens, small when logits are (Zoph et al. 2022, eq. 5)."""
+    squared_T = logits_TE.logsumexp(dim=-1).square()
+    return (squared_T * active_T).sum() / active_T.sum().clamp(min=1)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smoe_fairseq.modules.cmr import CMRStats, ConditionalRouting
 from smoe_fairseq.modules.dispatch import LocalDispatcher
 from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.gate import (
@@ -18,6 +19,7 @@ from smoe_fairseq.modules.gate import (
     Gate,
     Routing,
 )
+from smoe_fairseq.modules.masking import drop_gating, mask_outputs
 from smoe_fairseq.modules.strata import Strata
 from smoe_fairseq.modules.tokens import IndexedTokens, MaskedTokens
 
@@ -25,7 +27,7 @@ from smoe_fairseq.modules.tokens import IndexedTokens, MaskedTokens
 class RoutingStats(NamedTuple):
     """What one pass through a block did; real tokens only, padding counts nowhere.
 
-    Tensors only, so that activation checkpointing carries them, gradient of the loss included.
+    Flat, tensors or None, so that activation checkpointing carries them, gradient of the loss included.
     """
 
     balance_loss: Tensor  # scalar, mean over the gates, without alpha
@@ -34,6 +36,9 @@ class RoutingStats(NamedTuple):
     unused: Tensor  # (L,): experts seen by gate i that are no token's first choice
     chosen: Tensor  # (L, K): copies chosen at stratum i
     dropped: Tensor  # (L, K): of those, copies beyond their expert's capacity
+    z_loss: Tensor  # scalar, mean over the gates, without its weight
+    cmr_gate_sum: Tensor | None  # scalar: sum of the CMR gate over the tokens; None without CMR
+    cmr_tokens: Tensor | None  # scalar: tokens that it counts
 
 
 class StratifiedMoE(nn.Module):
@@ -51,6 +56,11 @@ class StratifiedMoE(nn.Module):
         activation_fn: fairseq's name of the experts' activation.
         dropout: of each stratum's output, before its residual.
         activation_dropout: after the activation in the experts.
+        eom: expert output masking, the probability that a selected expert's output is left out.
+        fom: final output masking, the probability that a token's mixed output is left out.
+        gating_dropout: the probability that the block is skipped for a whole batch in training.
+        cmr: conditional MoE routing, a gate between a shared network and the experts of one stratum.
+        cmr_gate_drop: in training, the probability that a token has only the shared network.
 
     Raises:
         ValueError: a value that the block cannot take; the sentence names the fairseq flag.
@@ -70,13 +80,29 @@ class StratifiedMoE(nn.Module):
         activation_fn: str = "relu",
         dropout: float = 0.0,
         activation_dropout: float = 0.0,
+        eom: float = 0.0,
+        fom: float = 0.0,
+        gating_dropout: float = 0.0,
+        cmr: bool = False,
+        cmr_gate_drop: float = 0.0,
     ):
         super().__init__()
         self.strata = Strata.parse(strata, stacked)
         check_options(self.strata, top_k, capacity_factor, eval_capacity_factor)
         check_choice("--moe-gate-normalization", gate_normalization, GATE_NORMALIZATIONS)
         check_choice("--moe-second-expert-policy", second_expert_policy, SECOND_EXPERT_POLICIES)
+        check_cmr(self.strata, cmr)
+        for flag, p in (
+            ("--moe-eom", eom),
+            ("--moe-fom", fom),
+            ("--moe-gating-dropout", gating_dropout),
+            ("--cmr-gate-drop", cmr_gate_drop),
+        ):
+            check_probability(flag, p)
         self.dropout = dropout
+        self.eom = eom
+        self.fom = fom
+        self.gating_dropout = gating_dropout
         self.layer_norms = nn.ModuleList(
             nn.LayerNorm(embed_dim) for _ in range(1 if stacked else len(self.strata))
         )
@@ -95,6 +121,12 @@ class StratifiedMoE(nn.Module):
         self.experts = Experts(
             self.strata.num_experts, embed_dim, ffn_embed_dim, activation_fn, activation_dropout
         )
+        if cmr:
+            self.cmr = ConditionalRouting(
+                embed_dim, ffn_embed_dim, activation_fn, activation_dropout, cmr_gate_drop
+            )
+        else:
+            self.cmr = None
         self.dispatcher = LocalDispatcher(self.strata.num_experts)
         self.register_buffer(
             "stratum_of_expert", torch.tensor(self.strata.stratum_of_expert), persistent=False
@@ -113,11 +145,12 @@ class StratifiedMoE(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         select = MaskedTokens if self._static_shapes(x) else IndexedTokens
         position_T = torch.zeros(x_TD.shape[0], dtype=torch.long, device=x.device)
-        if padding_mask is not None:  # padding has left the block before the first stratum
-            position_T = position_T.masked_fill(padding_mask.reshape(-1), len(self.strata))
+        left_out_T = padding_mask.reshape(-1) if padding_mask is not None else position_T > 0
+        left_out_T = drop_gating(left_out_T, self.gating_dropout, self.training)
+        position_T = position_T.masked_fill(left_out_T, len(self.strata))
         requested_T = torch.zeros_like(position_T)
         y_TD = self.layer_norms[0](x_TD) if self.strata.stacked else x_TD
-        routings = []
+        routings, cmr_stats = [], None
 
         for i, gate in enumerate(self.gates):
             here_T = position_T == i
@@ -127,6 +160,8 @@ class StratifiedMoE(nn.Module):
                 h_TD = self.layer_norms[i](h_TD)
             routing = gate(h_TD, tokens.active_T)
             out_TD = self._mix_experts(i, h_TD, routing, static_shapes=select is MaskedTokens)
+            if self.cmr is not None:
+                out_TD, cmr_stats = self.cmr(h_TD, out_TD, tokens.active_T)
             if self.strata.stacked:
                 y_TD = tokens.replace(y_TD, out_TD)
             else:
@@ -138,7 +173,9 @@ class StratifiedMoE(nn.Module):
         if self.strata.stacked:  # every real token was in the last stratum
             out_TD = F.dropout(tokens.take(y_TD), self.dropout, self.training)
             y_TD = tokens.add(x_TD, out_TD)
-        return y_TD.view_as(x), self._stats(routings, requested_T.view(x.shape[:-1]))
+        return y_TD.view_as(x), self._stats(
+            routings, requested_T.view(x.shape[:-1]), cmr_stats
+        )
 
     def _static_shapes(self, x: Tensor) -> bool:
         if self.static_shapes is not None:
@@ -152,7 +189,11 @@ class StratifiedMoE(nn.Module):
         expert_TK = expert_TK.masked_fill(no_expert_TK, self.strata.num_experts)
         h_ND, ends_E, plan = self.dispatcher.dispatch(h_TD, expert_TK, static_shapes)
         h_ND = self.experts(h_ND, ends_E, grouped=static_shapes)
-        return self.dispatcher.combine(h_ND, routing.weight_TK, plan)
+        weight_TK = mask_outputs(routing.weight_TK, self.eom, self.training)
+        out_TD = self.dispatcher.combine(h_ND, weight_TK, plan)
+        if self.fom > 0:
+            out_TD = out_TD * mask_outputs(torch.ones_like(out_TD[:, :1]), self.fom, self.training)
+        return out_TD
 
     def _next_stratum(self, i: int, routing: Routing) -> Tensor:
         """A token goes on behind the stratum of its first choice, dropped there or not."""
@@ -160,7 +201,9 @@ class StratifiedMoE(nn.Module):
             return torch.full_like(routing.first_choice_T, i + 1)
         return self.stratum_of_expert[routing.first_choice_T + self.strata.first_experts[i]] + 1
 
-    def _stats(self, routings: list[Routing], requested_capacity: Tensor) -> RoutingStats:
+    def _stats(
+        self, routings: list[Routing], requested_capacity: Tensor, cmr_stats: CMRStats | None
+    ) -> RoutingStats:
         def on_all_experts(i, first_choices_E):
             first = self.strata.first_experts[i]
             behind = self.strata.num_experts - first - len(first_choices_E)
@@ -175,6 +218,9 @@ class StratifiedMoE(nn.Module):
             unused=torch.stack([(r.first_choices_E == 0).sum() for r in routings]),
             chosen=torch.stack([r.chosen_K for r in routings]),
             dropped=torch.stack([r.dropped_K for r in routings]),
+            z_loss=torch.stack([r.z_loss for r in routings]).mean(),
+            cmr_gate_sum=cmr_stats and cmr_stats.gate_sum,
+            cmr_tokens=cmr_stats and cmr_stats.tokens,
         )
 
 
@@ -196,6 +242,19 @@ def check_options(
     ):
         if not (factor >= 0 and math.isfinite(factor)):
             raise ValueError(f"{flag} {factor}: expected 0 (no limit) or a positive number")
+
+
+def check_cmr(strata: Strata, cmr: bool) -> None:
+    if cmr and len(strata) > 1:
+        raise ValueError(
+            f"--moe-cmr: expected one stratum, such as --smoe-strata {strata.num_experts}, "
+            f"not {strata}"
+        )
+
+
+def check_probability(flag: str, p: float) -> None:
+    if not 0 <= p < 1:
+        raise ValueError(f"{flag} {p}: expected a probability from 0 to below 1")
 
 
 def check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
