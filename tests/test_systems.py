@@ -59,9 +59,7 @@ def test_cmr_agrees_with_plain_loops(gate_drop, static_shapes, monkeypatch):
     assert torch.allclose(stats.cmr_gate_sum.double(), want_gates, rtol=1e-6)
     assert int(stats.cmr_tokens) == int((~mask).sum())
     want = gradients(want_y, want_loss + 0.1 * want_gates, x, params)
-    for name, got in gradients(
-        y, stats.balance_loss + 0.1 * stats.cmr_gate_sum, x, params
-    ).items():
+    for name, got in gradients(y, stats.balance_loss + 0.1 * stats.cmr_gate_sum, x, params).items():
         assert torch.allclose(got, want[name].expand_as(got), atol=1e-5), name
 
 

@@ -38,9 +38,10 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
 class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
     """``L = label-smoothed cross entropy + alpha * balance loss``; a dense model has just the first.
 
-    On request also the z-loss of the gates and, with ``--moe-cmr``, the budget loss. Such a loss of a batch is weighted by the batch's sample size, as its cross entropy is, so
-    that after fairseq's division both are means over all tokens of an update, whatever the sizes of
-    its batches (``--update-freq``) and the number of ranks.
+    On request also the z-loss of the gates and, with ``--moe-cmr``, the budget loss. Such a loss of a
+    batch is weighted by the batch's sample size, as its cross entropy is, so that after fairseq's
+    division both are means over all tokens of an update, whatever the sizes of its batches
+    (``--update-freq``) and the number of ranks.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ def normalize(weight_TK: Tensor) -> Tensor:
 
 
 def count(index_N: Tensor, size: int) -> Tensor:
-    """How often each of ``0..size-1`` occurs; other values are left out. ``bincount`` would wait for the GPU."""
+    """How often each of ``0..size-1`` occurs, without waiting for the device as ``bincount`` does."""
     counts = index_N.new_zeros(size + 1)
     return counts.scatter_add_(0, index_N, torch.ones_like(index_N))[:size]
 

@@ -173,9 +173,7 @@ class StratifiedMoE(nn.Module):
         if self.strata.stacked:  # every real token was in the last stratum
             out_TD = F.dropout(tokens.take(y_TD), self.dropout, self.training)
             y_TD = tokens.add(x_TD, out_TD)
-        return y_TD.view_as(x), self._stats(
-            routings, requested_T.view(x.shape[:-1]), cmr_stats
-        )
+        return y_TD.view_as(x), self._stats(routings, requested_T.view(x.shape[:-1]), cmr_stats)
 
     def _static_shapes(self, x: Tensor) -> bool:
         if self.static_shapes is not None:
