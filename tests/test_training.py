@@ -132,7 +132,13 @@ def test_resuming_equals_never_having_stopped(small_corpus, tmp_path, flags):
 
 @pytest.mark.parametrize(
     "flags",
-    [["--bf16"], ["--memory-efficient-fp16"], ["--amp"], ["--checkpoint-activations"]],
+    [
+        ["--bf16"],
+        ["--fp16", "--fp16-no-flatten-grads"],
+        ["--memory-efficient-fp16"],
+        ["--amp"],
+        ["--checkpoint-activations"],
+    ],
     ids=lambda flags: flags[0].strip("-"),
 )
 def test_precisions_and_checkpointing_train(small_corpus, tmp_path, flags):

@@ -3,13 +3,19 @@
 Shapes: T tokens, D embedding, F feed-forward, E experts, K choices per token, L strata.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smoe_fairseq.modules.checks import (
+    check_choice,
+    check_cmr,
+    check_factor,
+    check_probability,
+    check_top_k,
+)
 from smoe_fairseq.modules.cmr import CMRStats, ConditionalRouting
 from smoe_fairseq.modules.dispatch import LocalDispatcher
 from smoe_fairseq.modules.experts import Experts
@@ -88,17 +94,16 @@ class StratifiedMoE(nn.Module):
     ):
         super().__init__()
         self.strata = Strata.parse(strata, stacked)
-        check_options(self.strata, top_k, capacity_factor, eval_capacity_factor)
+        check_top_k(top_k, self.strata)
+        check_factor("--moe-capacity-factor", capacity_factor)
+        check_factor("--moe-eval-capacity-factor", eval_capacity_factor)
         check_choice("--moe-gate-normalization", gate_normalization, GATE_NORMALIZATIONS)
         check_choice("--moe-second-expert-policy", second_expert_policy, SECOND_EXPERT_POLICIES)
-        check_cmr(self.strata, cmr)
-        for flag, p in (
-            ("--moe-eom", eom),
-            ("--moe-fom", fom),
-            ("--moe-gating-dropout", gating_dropout),
-            ("--cmr-gate-drop", cmr_gate_drop),
-        ):
-            check_probability(flag, p)
+        check_cmr(cmr, self.strata)
+        check_probability("--moe-eom", eom)
+        check_probability("--moe-fom", fom)
+        check_probability("--moe-gating-dropout", gating_dropout)
+        check_probability("--cmr-gate-drop", cmr_gate_drop)
         self.dropout = dropout
         self.eom = eom
         self.fom = fom
@@ -121,12 +126,11 @@ class StratifiedMoE(nn.Module):
         self.experts = Experts(
             self.strata.num_experts, embed_dim, ffn_embed_dim, activation_fn, activation_dropout
         )
+        self.cmr = None
         if cmr:
             self.cmr = ConditionalRouting(
                 embed_dim, ffn_embed_dim, activation_fn, activation_dropout, cmr_gate_drop
             )
-        else:
-            self.cmr = None
         self.dispatcher = LocalDispatcher(self.strata.num_experts)
         self.register_buffer(
             "stratum_of_expert", torch.tensor(self.strata.stratum_of_expert), persistent=False
@@ -220,41 +224,3 @@ class StratifiedMoE(nn.Module):
             cmr_gate_sum=cmr_stats and cmr_stats.gate_sum,
             cmr_tokens=cmr_stats and cmr_stats.tokens,
         )
-
-
-def check_options(
-    strata: Strata, top_k: int, capacity_factor: float, eval_capacity_factor: float
-) -> None:
-    """Raise ValueError, with a sentence that names the flag, for numbers that make no block."""
-    if top_k not in (1, 2):
-        raise ValueError(f"--moe-top-k {top_k}: expected 1 or 2")
-    fewest = min(strata.visible)
-    if top_k > fewest:
-        raise ValueError(
-            f"--moe-top-k {top_k}: a gate of --smoe-strata {strata} sees {fewest} expert, so top-k "
-            f"can be at most {fewest}; or give every gate at least {top_k} experts"
-        )
-    for flag, factor in (
-        ("--moe-capacity-factor", capacity_factor),
-        ("--moe-eval-capacity-factor", eval_capacity_factor),
-    ):
-        if not (factor >= 0 and math.isfinite(factor)):
-            raise ValueError(f"{flag} {factor}: expected 0 (no limit) or a positive number")
-
-
-def check_cmr(strata: Strata, cmr: bool) -> None:
-    if cmr and len(strata) > 1:
-        raise ValueError(
-            f"--moe-cmr: expected one stratum, such as --smoe-strata {strata.num_experts}, "
-            f"not {strata}"
-        )
-
-
-def check_probability(flag: str, p: float) -> None:
-    if not 0 <= p < 1:
-        raise ValueError(f"{flag} {p}: expected a probability from 0 to below 1")
-
-
-def check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{flag} {value!r}: expected one of {', '.join(choices)}")
