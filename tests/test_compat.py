@@ -116,6 +116,34 @@ def test_without_its_patch_a_cut_off_checkpoint_ends_in_a_stack_trace(corpus, po
     assert result.returncode and "Traceback" in result.stdout and sentence not in result.stdout
 
 
+@pytest.mark.parametrize(
+    "patch, languages, sentence",
+    [
+        (
+            "name_missing_dictionary",
+            ["-s", "src", "-t", "zzz"],
+            "language 'zzz' is not in the data",
+        ),
+        (
+            "name_unlisted_language",
+            [
+                *("--task", "translation_multi_simple_epoch", "--langs", "src,tgt"),
+                *("--lang-pairs", "src-tgt,src-zzz"),
+            ],
+            "--langs, --lang-pairs: language pair src-zzz contains languages that are not in",
+        ),
+    ],
+)
+def test_a_missing_language_is_named(corpus, tmp_path, patch, languages, sentence):
+    save_dir = tmp_path / "checkpoints"
+    command = ("fairseq-train", corpus, "--save-dir", save_dir, *TINY, *languages)
+    result = run(*command, check=False)
+    assert result.returncode == 1 and not list(save_dir.glob("*"))
+    assert result.stdout.splitlines()[-1].startswith(f"error: {sentence}")
+    result = run_without(patch, *command)
+    assert result.returncode and "Traceback" in result.stdout
+
+
 def test_without_its_patch_hydra_knows_no_plugin(tmp_path):
     command = (
         *("fairseq-hydra-train", "--cfg", "job", f"common.user_dir={USER_DIR}"),

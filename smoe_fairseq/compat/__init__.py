@@ -17,6 +17,7 @@ from .encoder_fast_path import avoid_fast_path
 from .hydra_user_dir import import_user_dir_first
 from .hydra_warnings import quiet_hydra
 from .imports import Action, when_imported
+from .missing_language import name_missing_dictionary, name_unlisted_language
 from .safe_globals import allow_checkpoint_types
 from .unreadable_checkpoint import name_unreadable_checkpoints
 from .version import problem, require_fairseq
@@ -31,6 +32,8 @@ PATCHES = (
     ("fairseq.modules.transformer_layer", avoid_fast_path),
     ("fairseq.options", keep_bf16_off_tpu),
     ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
+    ("fairseq.data.dictionary", name_missing_dictionary),
+    ("fairseq.data.multilingual.multilingual_data_manager", name_unlisted_language),
     ("fairseq.dataclass.initialize", import_user_dir_first),
 )
 
