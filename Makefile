@@ -23,7 +23,7 @@ demo: $(DONE)
 	@$(RUN) bash scripts/demo.sh
 
 test: $(DONE)
-	@$(RUN) python -m pytest -n $(JOBS) --dist loadfile
+	@$(RUN) OMP_NUM_THREADS=1 python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(DONE)
 	@$(RUN) ruff format --check .

@@ -81,7 +81,10 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["smoe_fairseq", "smoe_fairseq.*"]),
     package_dir={"": "."},
-    package_data={"smoe_fairseq.compat": ["smoe_fairseq.pth"]},
+    package_data={
+        "smoe_fairseq.analysis": ["paper_tables.yaml"],
+        "smoe_fairseq.compat": ["smoe_fairseq.pth"],
+    },
     entry_points={"console_scripts": ["smoe = smoe_fairseq.cli:main"]},
     # fairseq 0.12.2 itself is missing here because its own requirements (hydra-core<1.1,
     # omegaconf<2.1) cannot be installed by current pip. `pip install --no-deps fairseq==0.12.2`

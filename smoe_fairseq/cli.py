@@ -8,6 +8,15 @@ import sys
 # returns None or an exit status.
 COMMANDS = {
     "path": ("smoe_fairseq.path", "print the package's path, for fairseq's --user-dir"),
+    "cost": (
+        "smoe_fairseq.analysis.cost_command",
+        "parameters, FLOPs per token and requested capacity of a model",
+    ),
+    "analyze": (
+        "smoe_fairseq.analysis.analyze_command",
+        "where the capacity goes, by language, token and depth: numbers, pictures and a report",
+    ),
+    "table": ("smoe_fairseq.recipes.table", "the scores of a data set's runs, beside the paper's"),
 }
 
 

@@ -190,3 +190,13 @@ def test_a_budget_outside_0_to_1_is_refused():
         CRITERION_REGISTRY["smoe_label_smoothed_cross_entropy"](
             make_task(), False, EPSILON, cmr_gate_loss_p=1.2
         )
+
+
+def test_layer_drop_trains():
+    """Fewer layers ran than the model has."""
+    model = tiny("--encoder-layers", "4", "--moe-freq", "1", "--encoder-layerdrop", "0.6").train()
+    torch.manual_seed(0)
+    loss, _, log = make_criterion()(model, make_sample(3, 6, seed=1))
+    loss.backward()
+    assert 0 < int(log["moe_gates"]) < 2 * 6
+    assert logged([log])["requested_capacity"] >= 1

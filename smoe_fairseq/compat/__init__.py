@@ -18,6 +18,7 @@ from .hydra_user_dir import import_user_dir_first
 from .hydra_warnings import quiet_hydra
 from .imports import Action, when_imported
 from .missing_language import name_missing_dictionary, name_unlisted_language
+from .progress_line import keep_lines_short
 from .safe_globals import allow_checkpoint_types
 from .unreadable_checkpoint import name_unreadable_checkpoints
 from .version import problem, require_fairseq
@@ -29,6 +30,7 @@ PATCHES = (
     ("torch.serialization", allow_checkpoint_types),
     ("fairseq.dataclass.utils", quiet_hydra),
     ("fairseq.data.indexed_dataset", read_past_cache),
+    ("fairseq.logging.progress_bar", keep_lines_short),
     ("fairseq.modules.transformer_layer", avoid_fast_path),
     ("fairseq.options", keep_bf16_off_tpu),
     ("fairseq.checkpoint_utils", name_unreadable_checkpoints),

@@ -1,8 +1,15 @@
 """Routing metrics: sums that add up over batches and ranks, and the means that are logged of them."""
 
+import torch
 from fairseq import metrics, utils
+from torch import Tensor
 
 from smoe_fairseq.modules import RoutingStats
+from smoe_fairseq.modules.blocks import moe_blocks
+from smoe_fairseq.modules.smoe import StratifiedMoE
+
+_BLOCK = "moe_block "  # before a layer's name, among the keys of the logging output
+_LAST = 1000  # fairseq's priority: after everything else
 
 
 def routing_sums(moe_stats: list[RoutingStats]) -> dict:
@@ -23,6 +30,27 @@ def routing_sums(moe_stats: list[RoutingStats]) -> dict:
     return sums
 
 
+def block_sums(model, moe_stats: list[RoutingStats]) -> dict[str, Tensor]:
+    """The same for each MoE layer by itself, ``(L, 3 + 2K + E)``, a row per stratum.
+
+    One tensor per layer, so that little has to wait for the device; `log_block` takes it apart.
+    """
+    blocks = moe_blocks(model)
+    if len(blocks) != len(moe_stats):  # LayerDrop left some out, and which ones is not known here
+        return {}
+    return {
+        f"{_BLOCK}{name}": _table(block, stats)
+        for (name, block), stats in zip(blocks.items(), moe_stats, strict=True)
+    }
+
+
+def _table(block: StratifiedMoE, stats: RoutingStats) -> Tensor:
+    visible = [(1, gate.num_experts) for gate in block.gates]
+    head = stats.unused.new_tensor(visible)
+    tail = [stats.unused.unsqueeze(1), stats.chosen, stats.dropped, stats.first_choices]
+    return torch.cat([head, *tail], dim=1)
+
+
 def log_routing(logging_outputs: list[dict]) -> None:
     """Log, as means weighted by what they count:
 
@@ -30,6 +58,8 @@ def log_routing(logging_outputs: list[dict]) -> None:
     - ``overflow_expert1``, ``overflow_expert2``: percent of first and second choices that were dropped
     - ``unused_expert1_count``: experts per gate and batch that were no token's first choice
     - ``cmr_gate``: with CMR, the gate between the shared network (0) and the experts (1)
+
+    and of each MoE layer what `log_block` says.
     """
 
     def total(name):
@@ -46,3 +76,35 @@ def log_routing(logging_outputs: list[dict]) -> None:
     log_ratio("unused_expert1_count", "moe_unused", "moe_gates")
     if any("cmr_tokens" in log for log in logging_outputs):
         log_ratio("cmr_gate", "cmr_gate_sum", "cmr_tokens")
+    names = dict.fromkeys(key for log in logging_outputs for key in log if key.startswith(_BLOCK))
+    top_k = 2 if any("moe_chosen2" in log for log in logging_outputs) else 1
+    for name in names:
+        table = sum(log[name] for log in logging_outputs if name in log)
+        log_block(name.removeprefix(_BLOCK), table.tolist(), top_k)
+
+
+def log_block(name: str, table: list[list[float]], top_k: int) -> None:
+    """Log of one MoE layer, ``encoder.layer.1``, and of each of its strata:
+
+    - ``encoder.layer.1/requested_capacity``
+    - ``encoder.layer.1/stratum.0/tokens``: percent of the layer's tokens that stop at the stratum
+    - ``.../load_max``: first choices of the busiest expert over their mean; 1 when all are even
+    - ``.../overflow_expert1``, ``.../overflow_expert2``, ``.../unused_expert1_count``: as for all layers
+
+    The console's lines leave them out (compat/progress_line.py).
+    """
+    sums = [sum(row[3 + 2 * top_k :]) for row in table]
+    tokens = sums[0]
+
+    def log(key, part, whole, factor=1):
+        value = factor * part / whole if whole else 0
+        metrics.log_scalar(f"{name}/{key}", value, whole, priority=_LAST, round=3)
+
+    log("requested_capacity", sum(sums), tokens)
+    for i, (batches, visible, unused, *counts) in enumerate(table):
+        chosen, dropped, first = counts[:top_k], counts[top_k : 2 * top_k], counts[2 * top_k :]
+        log(f"stratum.{i}/tokens", sums[i], tokens, factor=100)
+        log(f"stratum.{i}/load_max", max(first), sums[i], factor=visible / max(batches, 1))
+        for k in range(top_k):
+            log(f"stratum.{i}/overflow_expert{k + 1}", dropped[k], chosen[k], factor=100)
+        log(f"stratum.{i}/unused_expert1_count", unused, batches)

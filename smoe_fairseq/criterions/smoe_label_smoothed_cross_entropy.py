@@ -10,7 +10,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 )
 
 from smoe_fairseq.criterions.cmr_budget import CMRBudget
-from smoe_fairseq.criterions.routing_metrics import log_routing, routing_sums
+from smoe_fairseq.criterions.routing_metrics import block_sums, log_routing, routing_sums
 from smoe_fairseq.errors import UsageError
 
 GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "cmr_gate_loss")
@@ -80,6 +80,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
                 loss = loss + weight * sample_size * value
                 logging_output[name] = value.data * sample_size
             logging_output.update(routing_sums(moe_stats))
+            logging_output.update(block_sums(model, moe_stats))
         logging_output["loss"] = loss.data
         if self.report_accuracy:
             n_correct, total = self.compute_accuracy(model, net_output, sample)

@@ -21,7 +21,7 @@ def main() -> int:
 def _prepare(given) -> None:
     from smoe_fairseq.recipes.prepare import prepare
 
-    prepare(load_dataset(given.dataset))
+    prepare(load_dataset(given.dataset), given.flags)
 
 
 def _train(given) -> None:
@@ -48,6 +48,15 @@ def _fetch(given) -> None:
     fetch(load_dataset(given.dataset), given.folder)
 
 
+def _unpack(given) -> None:
+    from smoe_fairseq.recipes.download import remote_files
+    from smoe_fairseq.recipes.unpack import unpack
+
+    dataset = load_dataset(given.dataset)
+    archives = [given.downloads / remote.name for remote in remote_files(dataset)]
+    unpack(dataset, archives, given.target)
+
+
 def _collect(given) -> None:
     from smoe_fairseq.recipes.raw import collect
 
@@ -57,14 +66,20 @@ def _collect(given) -> None:
 def _learn(given) -> None:
     from smoe_fairseq.recipes.subwords import learn
 
-    options = {name: getattr(given, name) for name in ("vocab_size", "character_coverage")}
-    learn(given.raw, given.output, options | {"model_type": given.model_type})
+    names = ("vocab_size", "character_coverage", "model_type", "input_sentence_size")
+    learn(given.raw, given.output, {name: getattr(given, name) for name in names})
 
 
 def _encode(given) -> None:
     from smoe_fairseq.recipes.subwords import encode
 
-    encode(given.model, given.raw, given.output)
+    encode(given.model, given.raw, given.output, given.shards, given.longest)
+
+
+def _tokenizer(given) -> None:
+    from smoe_fairseq.recipes.tokenizer import fetch_tokenizer
+
+    fetch_tokenizer(given.name)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
             recipe.add_argument(operand, metavar=operand.upper(), type=Path)
         return recipe
 
-    add("prepare", _prepare, "fetch, segment and binarise a data set", "dataset")
+    recipe = add("prepare", _prepare, "fetch, segment and binarise; FLAGS go to learn", "dataset")
+    recipe.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER)
     for name, run, text in (
         ("train", _train, "train a method; FLAGS go to fairseq-train"),
         ("evaluate", _evaluate, "translate and score; FLAGS go to fairseq-generate"),
@@ -90,12 +106,18 @@ def _parser() -> argparse.ArgumentParser:
     table.add_arguments(add("table", table.run, "print the scores of all methods"))
     add("demo", _demo, "print what a trained and evaluated method does", "dataset", "method")
     add("fetch", _fetch, "step: download the raw files", "dataset", paths=("folder",))
+    paths = ("downloads", "target")
+    add("unpack", _unpack, "step: the archives' files that are needed", "dataset", paths=paths)
     add("collect", _collect, "step: one text layout", "dataset", paths=("source", "target"))
     learn = add("learn", _learn, "step: sentencepiece model", paths=("raw", "output"))
     learn.add_argument("--vocab-size", type=int, required=True)
     learn.add_argument("--character-coverage", type=float, default=0.9995)
     learn.add_argument("--model-type", default="unigram", choices=("unigram", "bpe"))
-    add("encode", _encode, "step: text to subwords", paths=("model", "raw", "output"))
+    learn.add_argument("--input-sentence-size", type=int, default=0)
+    encode = add("encode", _encode, "step: text to subwords", paths=("model", "raw", "output"))
+    encode.add_argument("--shards", type=int, default=1)
+    encode.add_argument("--longest", type=int, default=0)
+    add("tokenizer", _tokenizer, "step: sacreBLEU's tokenizer model", "name")
     return parser
 
 

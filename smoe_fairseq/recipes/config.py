@@ -14,7 +14,7 @@ from smoe_fairseq.errors import UsageError
 Flags = dict[str, Any]
 
 _DATASET_KEYS = {
-    *("pairs", "experts", "raw", "subwords"),
+    *("base", "pairs", "experts", "shards", "batch", "raw", "subwords"),
     *("task", "train", "generate", "checkpoint", "sacrebleu"),
 }
 _METHOD_KEYS = {"train"}
@@ -26,11 +26,14 @@ class Dataset:
     """One file of ``configs/datasets`` over ``configs/common.yaml``; its keys are explained there.
 
     ``pairs`` are language pairs as their files are named (``eng-nso``); each is two directions.
+    ``batch`` holds tokens per update by name and is empty where ``train`` fixes the batch instead.
     """
 
     name: str
     pairs: tuple[str, ...]
     experts: int
+    shards: int
+    batch: dict[str, int]
     raw: dict[str, Any]
     subwords: dict[str, Any]
     task: Flags
@@ -62,13 +65,21 @@ def load_dataset(name: str) -> Dataset:
     known = sorted(file.stem for file in path.parent.glob("*.yaml"))
     if name not in known:
         raise UsageError(f"unknown dataset {name!r}: choose one of {', '.join(known)}")
-    common = _read(folder / "common.yaml", _DATASET_KEYS)
-    own = _read(path, _DATASET_KEYS)
-    merged = {key: _overlay(common.get(key), own.get(key)) for key in _DATASET_KEYS}
+    merged = _with_base(folder, path)
     pairs = merged["pairs"] or []
     if not pairs or not all(re.fullmatch(r"[^-\s]+-[^-\s]+", str(pair)) for pair in pairs):
         raise UsageError(f"{path}: `pairs` has to list language pairs such as eng-nso")
     return Dataset(name=name, **(merged | {"pairs": tuple(pairs)}))
+
+
+def _with_base(folder: Path, path: Path) -> dict[str, Any]:
+    """A file over its ``base`` (``configs/BASE.yaml``), that over its own, down to ``common``."""
+    own = _read(path, _DATASET_KEYS)
+    base = own.pop("base", "common")
+    if path.stem == "common":
+        return own
+    below = _with_base(folder, folder / f"{base}.yaml")
+    return {key: _overlay(below.get(key), own.get(key)) for key in _DATASET_KEYS - {"base"}}
 
 
 def method_flags(name: str, dataset: Dataset) -> Flags:
@@ -78,7 +89,7 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
     ``{strata}`` for what follows the family's name. An unknown name is a `UsageError`.
     """
     folder = config_folder() / "methods"
-    files = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    files = {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
     families = {stem for stem, path in files.items() if "{strata}" in path.read_text("utf-8")}
     match = _FAMILY.fullmatch(name)
     if name in files.keys() - families:

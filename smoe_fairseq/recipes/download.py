@@ -7,34 +7,63 @@ import shutil
 import sys
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.raw import publisher_names
+from smoe_fairseq.recipes.layout import all_publisher_names
 
 ATTEMPTS = 3
 TIMEOUT_SECONDS = 60
 
 
+@dataclass(frozen=True)
+class Remote:
+    """A file to download; ``size`` in bytes and ``sha256`` where they are known."""
+
+    url: str
+    name: str
+    size: int | None = None
+    sha256: str | None = None
+
+
+def remote_files(dataset: Dataset) -> list[Remote]:
+    """What a data set is made of: single files (``raw.url``) or ``raw.archives``."""
+    if url := dataset.raw.get("url"):
+        checksums = dataset.raw.get("sha256", {})
+        urls = (url.format(file=names[0]) for names in all_publisher_names(dataset))
+        named = ((address, address.rsplit("/", 1)[-1]) for address in urls)
+        return [Remote(address, name, None, checksums.get(name)) for address, name in named]
+    return [
+        Remote(
+            entry["url"],
+            entry.get("file") or entry["url"].rsplit("/", 1)[-1],
+            entry.get("size"),
+            entry.get("sha256"),
+        )
+        for entry in dataset.raw.get("archives", [])
+    ]
+
+
 def fetch(dataset: Dataset, folder: Path) -> None:
-    """Downloads the files of ``raw.url`` that ``folder`` lacks, compared with ``raw.sha256``."""
-    checksums = dataset.raw.get("sha256", {})
-    for name in publisher_names(dataset):
-        url = dataset.raw["url"].format(file=name)
-        target = folder / url.rsplit("/", 1)[-1]
+    """Downloads the data set's files that ``folder`` lacks and checks those it has."""
+    for remote in remote_files(dataset):
+        target = folder / remote.name
         if target.exists():
+            if fault := _fault(remote, target):
+                raise UsageError(f"{target} has {fault}: delete it and get it again")
             continue
         try:
-            download(url, target, checksums.get(target.name))
+            download(remote, target)
         except OSError as error:
             raise UsageError(
-                f"cannot download {url} ({error}): go online and repeat, or give a folder with "
-                f"{dataset.name}'s files as RAW=folder"
+                f"cannot download {remote.url} ({error}): go online and repeat, put the file at "
+                f"{target}, or give a folder with {dataset.name}'s files as RAW=folder"
             ) from None
 
 
-def download(url: str, target: Path, sha256: str | None = None) -> None:
+def download(remote: Remote, target: Path) -> None:
     """Downloads to ``target.part`` and renames; resumes what an earlier attempt left there.
 
     Raises ``OSError`` when the server stays out of reach or keeps cutting off, `UsageError` when
@@ -44,7 +73,7 @@ def download(url: str, target: Path, sha256: str | None = None) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            _append_rest(url, part)
+            _append_rest(remote.url, part)
             break
         except urllib.error.HTTPError as error:
             if error.code < 500 or attempt == ATTEMPTS:
@@ -53,9 +82,9 @@ def download(url: str, target: Path, sha256: str | None = None) -> None:
             if attempt == ATTEMPTS:
                 raise OSError(str(error)) from error
         print(f"{target.name}: interrupted, resuming", file=sys.stderr, flush=True)
-    if sha256 and (found := _sha256(part)) != sha256:
+    if fault := _fault(remote, part):
         part.unlink()
-        raise UsageError(f"{url} has the SHA-256 checksum {found}, not {sha256} as expected")
+        raise UsageError(f"{remote.url} has {fault}")
     os.replace(part, target)
 
 
@@ -68,6 +97,8 @@ def _append_rest(url: str, part: Path) -> None:
     except urllib.error.HTTPError as error:
         if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise
+        if error.headers.get("Content-Range") == f"bytes */{have}":
+            return  # Complete: an earlier attempt ended just before it was renamed.
         part.unlink()  # The server has nothing beyond it: it may be of another file. Start anew.
         return _append_rest(url, part)
     with response:
@@ -82,6 +113,13 @@ def _append_rest(url: str, part: Path) -> None:
     print(f"{url}: {size:,} bytes", flush=True)
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+def _fault(remote: Remote, path: Path) -> str | None:
+    """What is wrong with a file, by size and checksum as far as they are known."""
+    if remote.size and (size := path.stat().st_size) != remote.size:
+        return f"{size} bytes, not {remote.size} as expected"
+    if remote.sha256:
+        with open(path, "rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != remote.sha256:
+            return f"the SHA-256 checksum {found}, not {remote.sha256} as expected"
+    return None

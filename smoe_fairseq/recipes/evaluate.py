@@ -38,6 +38,7 @@ def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         raise UsageError(f"{folders.raw} has no test data (test.eng-xxx.eng and so on)")
 
     partial = Path(f"{folder / 'test'}.partial")
+    run(_tokenizer(dataset))
     run([command("rm", "-rf", partial), command("mkdir", "-p", partial)])
     for direction in directions:
         run(_commands(dataset, direction, checkpoint, partial, extra))
@@ -47,6 +48,13 @@ def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     if not dry_run():
         settings = [*arguments(dataset.generate), *extra]
         scores.write(folder, checkpoint, settings, directions)
+
+
+def _tokenizer(dataset: Dataset) -> Iterator[str]:
+    name = dataset.sacrebleu.get("tokenize", "")
+    if name.startswith("flores"):
+        yield f"# the model of sacreBLEU's {name} tokenizer, which is fetched once"
+        yield command("python", "-m", "smoe_fairseq.recipes", "tokenizer", name)
 
 
 def _commands(

@@ -28,9 +28,18 @@ class Folders:
         return self.data / "raw"
 
     @property
+    def unpacked(self) -> Path:
+        """What a data set needs of the archives in ``download``."""
+        return self.data / "unpacked"
+
+    @property
     def binary(self) -> Path:
         """Sentencepiece model, dictionary and binarised text; there only when complete."""
         return self.data / "bin"
+
+    def binary_path(self, shards: int) -> str:
+        """The binarised text as fairseq's commands take it: its folder, or ``shard0:shard1:...``."""
+        return ":".join(str(self.binary / name) for name in shard_names(shards))
 
     @property
     def runs(self) -> Path:
@@ -39,6 +48,11 @@ class Folders:
     def run(self, method: str) -> Path:
         """Checkpoints, log, translations and scores of one method."""
         return self.runs / method
+
+
+def shard_names(shards: int) -> tuple[str, ...]:
+    """Folders below the binarised text; an only shard needs none."""
+    return ("",) if shards == 1 else tuple(f"shard{i}" for i in range(shards))
 
 
 def user_dir() -> str:

@@ -1,18 +1,24 @@
 """``scripts/prepare.sh``: from raw text to what ``fairseq-train`` reads."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset, arguments
-from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.download import remote_files
+from smoe_fairseq.recipes.folders import Folders, shard_names
 from smoe_fairseq.recipes.raw import check
 from smoe_fairseq.recipes.shell import command, dry_run, report, run
 
+FAIRSEQ_POSITIONS = 1024  # --max-source-positions where it is not given
 
-def prepare(dataset: Dataset) -> None:
-    """Fetches or takes (``RAW``) the text, learns subwords and binarises every pair, once."""
+
+def prepare(dataset: Dataset, extra: Sequence[str] = ()) -> None:
+    """Fetches or takes (``RAW``) the text, learns subwords and binarises every pair, once.
+
+    ``extra`` flags go to the step that learns the subwords.
+    """
     folders = Folders(dataset.name)
     if folders.binary.exists() and not dry_run():
         print(f"{folders.binary} is prepared already: delete it to prepare it again")
@@ -26,7 +32,7 @@ def prepare(dataset: Dataset) -> None:
         tested = check(dataset, folders.raw)
     for pair in sorted(set(dataset.pairs) - set(tested)):
         report(f"{folders.raw}/test.{pair}.* is missing: {pair} will not be scored")
-    run(_binarised(dataset, folders, tested))
+    run(_binarised(dataset, folders, tested, extra))
 
 
 def _raw_text(dataset: Dataset, folders: Folders, given: str | None) -> Iterator[str]:
@@ -38,32 +44,48 @@ def _raw_text(dataset: Dataset, folders: Folders, given: str | None) -> Iterator
         yield command("python", "-m", generator, partial)
         yield command("mv", partial, folders.raw)
         return
-    if not given and "url" not in dataset.raw:
+    if not given and not remote_files(dataset):
         raise UsageError(f"{dataset.name} cannot be fetched: give its text with RAW=folder")
     yield f"# {dataset.name}: bring the text into one layout"
+    source = given or folders.download
     if not given:
         yield _step("fetch", dataset.name, folders.download)
-    yield _step("collect", dataset.name, given or folders.download, folders.raw)
+        if dataset.raw.get("archives"):
+            source = folders.unpacked
+            yield _step("unpack", dataset.name, folders.download, folders.unpacked)
+    yield _step("collect", dataset.name, source, folders.raw)
 
 
-def _binarised(dataset: Dataset, folders: Folders, tested: tuple[str, ...]) -> Iterator[str]:
+def _binarised(
+    dataset: Dataset, folders: Folders, tested: tuple[str, ...], extra: Sequence[str]
+) -> Iterator[str]:
     partial = Path(f"{folders.binary}.partial")
     text = partial / "text"
+    # Sources of the test set, binarised for translation only, must not exceed the model's positions,
+    # of which the language's token and the end of the sentence take two.
+    longest = dataset.train.get("max-source-positions", FAIRSEQ_POSITIONS) - 2
     yield f"# {dataset.name}: one sentencepiece model and dictionary for all languages"
     yield command("rm", "-rf", partial)
-    yield _step("learn", folders.raw, partial, *arguments(dataset.subwords))
-    yield _step("encode", partial / "spm.model", folders.raw, text)
+    yield _step("learn", folders.raw, partial, *arguments(dataset.subwords), *extra)
+    limits = ("--shards", dataset.shards, "--longest", longest)
+    yield _step("encode", partial / "spm.model", folders.raw, text, *limits)
     yield f"# {dataset.name}: binarise; one set of files serves both directions of a pair"
-    for pair in dataset.pairs:
-        source, target = pair.split("-")
-        splits = ("train", "valid", "test") if pair in tested else ("train", "valid")
-        prefixes = [word for s in splits for word in (f"--{s}pref", text / f"{s}.{pair}")]
-        yield command(
-            *("fairseq-preprocess", "--source-lang", source, "--target-lang", target),
-            *prefixes,
-            *("--srcdict", partial / "dict.txt", "--tgtdict", partial / "dict.txt"),
-            *("--destdir", partial, "--workers", 2),
-        )
+    workers = os.environ.get("WORKERS") or os.cpu_count()
+    for i, shard in enumerate(shard_names(dataset.shards)):
+        for pair in dataset.pairs:
+            source, target = pair.split("-")
+            splits = ["train", "valid", "test"] if pair in tested else ["train", "valid"]
+            if i > 0:
+                splits = ["train"]  # fairseq looks for the others in the first shard only.
+            prefixes = [
+                word for s in splits for word in (f"--{s}pref", text / shard / f"{s}.{pair}")
+            ]
+            yield command(
+                *("fairseq-preprocess", "--source-lang", source, "--target-lang", target),
+                *prefixes,
+                *("--srcdict", partial / "dict.txt", "--tgtdict", partial / "dict.txt"),
+                *("--destdir", partial / shard, "--workers", workers),
+            )
     yield command("rm", "-rf", text, folders.binary)
     yield command("mv", partial, folders.binary)
 

@@ -5,46 +5,31 @@ UTF-8, line ``n`` of both sides of a pair being the same sentence.
 """
 
 import gzip
+import json
 import os
 import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.layout import SHARED, SPLITS, Section, find
 from smoe_fairseq.recipes.shell import report
 
-SPLITS = ("train", "valid", "test")
-
-
-def publisher_name(dataset: Dataset, split: str, pair: str, language: str) -> str:
-    """How the publisher names a file, by the data set's ``raw.files`` and ``raw.splits``."""
-    pattern = dataset.raw.get("files", "{split}.{pair}.{language}")
-    split = dataset.raw.get("splits", {}).get(split, split)
-    return pattern.format(split=split, pair=pair, language=language)
-
-
-def publisher_names(dataset: Dataset) -> tuple[str, ...]:
-    """All of the publisher's files, each once."""
-    return tuple(
-        dict.fromkeys(
-            publisher_name(dataset, split, pair, language)
-            for split in SPLITS
-            for pair in dataset.pairs
-            for language in pair.split("-")
-        )
-    )
+SIZES = "sizes.json"
 
 
 def collect(dataset: Dataset, source: Path, target: Path) -> None:
-    """Brings a publisher's files, plain or ``.gz``, into the shared layout.
+    """Brings the text of a folder (see `layout.find`) into the shared layout.
 
     Runs of white space become single spaces, which also removes the line separators that other
     programs would break a sentence at. Training pairs with an empty side are left out. A pair
     without test files is reported. A missing or damaged file, or sides of different length, is a
-    `UsageError` and leaves an existing ``target`` as it was.
+    `UsageError` and leaves an existing ``target`` as it was. The numbers of training pairs go to
+    ``sizes.json`` beside ``target``, as ``{language: pairs}``.
     """
     if not source.is_dir():
         raise UsageError(
@@ -53,21 +38,29 @@ def collect(dataset: Dataset, source: Path, target: Path) -> None:
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    sizes = {}
     for split in SPLITS:
         for pair in dataset.pairs:
-            files = {
-                language: source / publisher_name(dataset, split, pair, language)
-                for language in pair.split("-")
-            }
-            missing = [file for file in files.values() if not _stored(file)]
-            if missing and split == "test":
-                report(f"{missing[0]} is missing: {pair} has no test data and will not be scored")
-            elif missing:
-                raise UsageError(f"{missing[0]} (or .gz) is missing: {pair} needs it to {split}")
+            section = find(dataset, source, split, pair)
+            if isinstance(section, Section):
+                lines = _copy_pair(
+                    section, partial / f"{split}.{pair}", keep_empty=split != "train"
+                )
+                if split == "train":
+                    sizes[pair.split("-")[1]] = lines
+            elif split == "test":
+                report(f"{section} is missing: {pair} has no test data and will not be scored")
             else:
-                _copy_pair(files, partial / f"{split}.{pair}", keep_empty=split != "train")
+                shared = SHARED.format(split=split, pair=pair, language=pair.split("-")[0])
+                other = "" if section.name == shared else f" (nor has {source} such as {shared})"
+                raise UsageError(
+                    f"{section} (or .gz) is missing{other}: {pair} needs it to {split}"
+                )
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
+    partial = target.with_name(f"{SIZES}.partial")
+    partial.write_text(json.dumps(sizes, indent=2) + "\n", "utf-8")
+    os.replace(partial, target.with_name(SIZES))
 
 
 def check(dataset: Dataset, raw: Path) -> tuple[str, ...]:
@@ -84,31 +77,31 @@ def check(dataset: Dataset, raw: Path) -> tuple[str, ...]:
     return tuple(tested)
 
 
-def _copy_pair(files: dict[str, Path], prefix: Path, keep_empty: bool) -> None:
+def _copy_pair(section: Section, prefix: Path, keep_empty: bool) -> int:
+    """Writes ``PREFIX.{language}`` and returns the number of lines."""
+    count = 0
     with ExitStack() as stack:
         outputs = [
             stack.enter_context(open(f"{prefix}.{language}", "w", encoding="utf-8"))
-            for language in files
+            for language in section.files
         ]
+        pairs = zip(*map(_lines, section.files.values()), strict=True)
         try:
-            for sides in zip(*map(_lines, files.values()), strict=True):
+            for sides in islice(pairs, section.start, section.stop):
                 if keep_empty or all(sides):
+                    count += 1
                     for output, side in zip(outputs, sides, strict=True):
                         output.write(f"{side}\n")
         except ValueError:
-            first, second = files.values()
+            first, second = section.files.values()
             raise UsageError(
                 f"{first} and {second} have different numbers of lines: line n of both has to be "
                 "the same sentence"
             ) from None
-
-
-def _stored(path: Path) -> Path | None:
-    return next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.is_file()), None)
+    return count
 
 
 def _lines(path: Path) -> Iterator[str]:
-    path = _stored(path)
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8", newline="\n") as lines:

@@ -1,69 +1,136 @@
-"""``scripts/table.sh``: the scores of all methods of a data set side by side."""
+"""``smoe table`` and ``scripts/table.sh``: the runs of a data set side by side, in the paper's layout."""
 
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from smoe_fairseq.analysis.paper_tables import tables
+from smoe_fairseq.analysis.quiet import quietly
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import scores
-from smoe_fairseq.recipes.config import Dataset, load_dataset
+from smoe_fairseq.recipes.columns import SIZES, Column, columns
+from smoe_fairseq.recipes.config import Dataset, arguments, load_dataset, method_flags
 from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.render import FORMATS, Grid, number
 
-MISSING = "-"
+Scores = dict[str, scores.Score]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """As the commands of ``smoe`` have it."""
     parser.add_argument("dataset", metavar="DATASET")
+    parser.add_argument("--format", choices=FORMATS, default="markdown", help="default: markdown")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="is B better or worse than A? sacreBLEU's paired bootstrap, per direction",
+    )
 
 
 def run(args: Namespace) -> None:
-    """Prints the table of a data set."""
-    print(markdown(collect(load_dataset(args.dataset))))
+    """Prints the table of a data set, or the comparison of two of its runs."""
+    dataset = load_dataset(args.dataset)
+    if args.compare:
+        from smoe_fairseq.recipes.compare import compare
+
+        grid = compare(dataset, *args.compare)
+    else:
+        grid = collect(dataset)
+    print(FORMATS[args.format](grid))
+    if args.format == "csv":
+        print("\n".join(grid.notes), file=sys.stderr)
 
 
-@dataclass(frozen=True)
-class Table:
-    """BLEU by method and direction; what has not been measured is None, never zero."""
+def collect(dataset: Dataset) -> Grid:
+    """A row for each run and, where the paper has the system, its values and the differences.
 
-    directions: tuple[str, ...]
-    rows: dict[str, dict[str, scores.Score]]
-
-    def bleu(self, method: str, direction: str) -> float | None:
-        """BLEU in points."""
-        score = self.rows[method].get(direction)
-        return score.bleu if score else None
-
-    def average(self, method: str) -> float | None:
-        """Mean over all directions; None when one is missing or they were not computed alike."""
-        found = [self.rows[method].get(direction) for direction in self.directions]
-        if None in found or len({score.signature for score in found}) > 1:
-            return None
-        return sum(score.bleu for score in found) / len(found)
-
-    def signatures(self) -> Sequence[str]:
-        """All sacreBLEU signatures in the table; more than one means cells that do not compare."""
-        return sorted({s.signature for row in self.rows.values() for s in row.values()})
-
-
-def collect(dataset: Dataset) -> Table:
-    """Reads ``scores.json`` of every run of a data set."""
+    The average of a class of which any direction is missing is missing itself, and a note gives the
+    count; scores of different sacreBLEU signatures are not averaged.
+    """
     folder = Folders(dataset.name).runs
-    runs = sorted(path for path in folder.glob("*") if path.is_dir())
-    if not runs:
+    names = [path.name for path in folder.glob("*") if path.is_dir()]
+    if not names:
         raise UsageError(
             f"{folder} holds no runs: start with scripts/train.sh {dataset.name} METHOD"
         )
-    return Table(dataset.directions, {run.name: scores.read(run) for run in runs})
+    paper = tables().get(dataset.name, {}).get("rows", {})
+    order = list(paper)
+    names.sort(key=lambda n: (order.index(n) if n in paper else len(order), n))
+    found = columns(dataset)
+
+    rows, notes = [], []
+    for name in names:
+        result = scores.read(folder / name)
+        cost = _cost(dataset, name)
+        bleu = [average(result, column) for column in found]
+        if not paper:
+            rows.append([name, *_words(cost, bleu)])
+        else:
+            printed = paper.get(name, {})
+            paper_cost = [printed.get("parameters"), printed.get("flops_per_token")]
+            paper_bleu = printed.get("bleu", [None] * len(bleu))
+            rows.append([name, "ours", *_words(cost, bleu)])
+            rows.append([name, "paper", *_words(paper_cost, paper_bleu, digits=0)])
+            rows.append(
+                [
+                    *(name, "difference"),
+                    *_words(_less(cost, paper_cost), _less(bleu, paper_bleu), sign=True),
+                ]
+            )
+        notes += _notes(dataset, name, result)
+    if any(column.directions is None for column in found):
+        path = Folders(dataset.name).data / SIZES
+        notes.append(f"{path} is missing: run scripts/prepare.sh {dataset.name} for the classes")
+    texts = ["method", *(["source"] if paper else [])]
+    costs = ["parameters (M)", "FLOPs/token (M)"]
+    return Grid([*texts, *costs, *(c.name for c in found)], rows, notes, texts=len(texts))
 
 
-def markdown(table: Table) -> str:
-    """The table as Markdown, followed by the sacreBLEU signatures."""
-    header = ["method", *table.directions, "average"]
-    lines = [header, ["---", *("---:" for _ in header[1:])]]
-    for method in table.rows:
-        cells = [table.bleu(method, direction) for direction in table.directions]
-        numbers = [*cells, table.average(method)]
-        lines.append([method, *(MISSING if n is None else f"{n:.2f}" for n in numbers)])
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([text, "", *(f"sacreBLEU {s}" for s in table.signatures())])
+def average(result: Scores, column: Column) -> float | None:
+    """BLEU in points; None where a direction is missing or they were not computed alike."""
+    if not column.directions or not all(d in result for d in column.directions):
+        return None
+    chosen = [result[d] for d in column.directions]
+    if len({score.signature for score in chosen}) > 1:
+        return None
+    return sum(score.bleu for score in chosen) / len(chosen)
+
+
+def _cost(dataset: Dataset, method: str) -> list[float | None]:
+    """Parameters and FLOPs per token in millions, of the model that the recipe's flags describe."""
+    try:
+        flags = method_flags(method, dataset)
+    except UsageError:  # a folder that is no method's, such as a copy
+        return [None, None]
+    with quietly():
+        from smoe_fairseq.analysis.cost import count
+        from smoe_fairseq.analysis.meta_model import build_meta_model, parse_model
+
+        args = parse_model(arguments(dataset.train | flags))
+        cost = count(build_meta_model(args, int(dataset.subwords["vocab-size"])))
+    return [cost.parameters / 1e6, cost.flops_per_token / 1e6]
+
+
+def _less(ours: Sequence[float | None], paper: Sequence[float | None]) -> list[float | None]:
+    return [None if a is None or b is None else a - b for a, b in zip(ours, paper, strict=True)]
+
+
+def _words(cost, bleu, digits: int = 1, sign: bool = False) -> list[str]:
+    return [*(number(n, digits, sign) for n in cost), *(number(n, 2, sign) for n in bleu)]
+
+
+def _notes(dataset: Dataset, name: str, result: Scores) -> list[str]:
+    """What a reader of a row has to know: how it was scored and why averages are missing."""
+    missing = [d for d in dataset.directions if d not in result]
+    signatures = sorted({score.signature for score in result.values()})
+    notes = [f"{name}: sacreBLEU {signature}" for signature in signatures]
+    if missing:
+        there = len(dataset.directions) - len(missing)
+        notes.append(
+            f"{name}: {there} of {len(dataset.directions)} directions are scored, "
+            "averages over missing ones are left out"
+        )
+    if len(signatures) > 1:
+        notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")
+    return notes

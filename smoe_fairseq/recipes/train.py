@@ -1,11 +1,13 @@
-"""``scripts/train.sh``: one ``fairseq-train`` command."""
+"""``scripts/train.sh``: one ``fairseq-train`` command, on as many GPUs as there are."""
 
 from collections.abc import Iterator, Sequence
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes import batch
 from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
 from smoe_fairseq.recipes.folders import Folders, user_dir
-from smoe_fairseq.recipes.shell import command, dry_run, run
+from smoe_fairseq.recipes.launch import Launch, launch
+from smoe_fairseq.recipes.shell import command, dry_run, report, run
 
 
 def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
@@ -16,21 +18,37 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         raise UsageError(
             f"{folders.binary} is missing: run scripts/prepare.sh {dataset.name} first"
         )
-    run(_commands(dataset, method, flags, extra))
+    place = launch()
+    flags |= place.flags()
+    notes = []
+    if dataset.batch:
+        planned = batch.plan(dataset, place.processes, extra)
+        flags |= {"max-tokens": planned.max_tokens, "update-freq": planned.update_freq}
+        notes += [f"# {planned}", f"# BATCH: {batch.choices(dataset)}"]
+        if not planned.kept:
+            report(f"the batch is not of the size asked for: {planned}")
+    if flags.get("fp16") and (place.gpus == 0 or "--cpu" in extra):
+        flags["fp16"] = False
+        notes.append("# without a GPU there is no fp16")
+    run(_commands(dataset, method, flags, notes, place, extra))
 
 
 def data_arguments(dataset: Dataset) -> list[str]:
     """What training and generation have to agree on: data, plugin, task and language tokens."""
-    words = [str(Folders(dataset.name).binary), "--user-dir", user_dir(), *arguments(dataset.task)]
+    data = Folders(dataset.name).binary_path(dataset.shards)
+    words = [data, "--user-dir", user_dir(), *arguments(dataset.task)]
     words += ["--langs", ",".join(dataset.languages)]
     return words + ["--lang-pairs", ",".join(dataset.directions)]
 
 
-def _commands(dataset: Dataset, method: str, flags, extra: Sequence[str]) -> Iterator[str]:
+def _commands(
+    dataset: Dataset, method: str, flags, notes: list[str], place: Launch, extra: Sequence[str]
+) -> Iterator[str]:
     folder = Folders(dataset.name).run(method)
     yield f"# {dataset.name} {method}: train; resumes from checkpoint_last.pt if there is one"
+    yield from notes
     yield command("mkdir", "-p", folder)
     yield command(
-        *("fairseq-train", *data_arguments(dataset), *arguments(flags)),
+        *(*place.words("fairseq-train"), *data_arguments(dataset), *arguments(flags)),
         *("--save-dir", folder, "--log-file", folder / "train.log", *extra),
     )

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Trains on a SLURM cluster: scripts/slurm.sh DATASET METHOD [flags of fairseq-train]
+# NODES (1) machines with GPUS (8) each; sbatch's own variables choose the rest, such as SBATCH_PARTITION,
+# SBATCH_ACCOUNT, SBATCH_TIMELIMIT. A job that is about to be stopped, by preemption or by its time limit,
+# puts itself into the queue again and goes on from its last checkpoint.
+# DRY_RUN=1 prints the commands only. Folders and BATCH are as in train.sh.
+#SBATCH --job-name=smoe
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+#SBATCH --signal=B:USR1@180
+set -euo pipefail
+export NODES="${NODES:-1}" GPUS="${GPUS:-8}" LAUNCHER=slurm
+
+if [[ -z ${SLURM_JOB_ID:-} ]]; then
+    SMOE_SCRIPTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+    export SMOE_SCRIPTS  # The job runs a copy of this file, elsewhere.
+    submit=(sbatch --nodes="$NODES" --gpus-per-node="$GPUS" "$SMOE_SCRIPTS/slurm.sh" "$@")
+    if [[ ${DRY_RUN:-0} == 0 ]]; then
+        DRY_RUN=1 "$SMOE_SCRIPTS/train.sh" "$@" > /dev/null  # What is wrong shows now, not in the queue.
+        exec "${submit[@]}"
+    fi
+    printf '%q ' "${submit[@]}"
+    printf '\n'
+    exec "$SMOE_SCRIPTS/train.sh" "$@"
+fi
+
+# SLURM sends USR1 three minutes before the end, and TERM, which training itself has to heed, not this file.
+trap 'echo "putting job $SLURM_JOB_ID into the queue again"; scontrol requeue "$SLURM_JOB_ID"' USR1
+trap 'echo "waiting for training to stop"' TERM
+
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${hosts%%$'\n'*}
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun does not take it over by itself.
+"${SMOE_SCRIPTS:-$SLURM_SUBMIT_DIR/scripts}/train.sh" "$@" &
+training=$!
+# A signal ends `wait`, so it is repeated until training has ended.
+while true; do
+    status=0
+    wait "$training" || status=$?
+    kill -0 "$training" 2> /dev/null || exit "$status"
+done

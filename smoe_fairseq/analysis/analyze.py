@@ -1,0 +1,135 @@
+"""The two things that ``smoe analyze`` does: a whole subset, or one sentence."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from fairseq.utils import move_to_cuda
+from torch import nn
+
+import smoe_fairseq
+from smoe_fairseq.analysis import (
+    frequency,
+    loading,
+    output,
+    pictures,
+    report,
+    results,
+    sentence,
+    training_log,
+)
+from smoe_fairseq.analysis.collect import collect
+from smoe_fairseq.analysis.figures import style
+from smoe_fairseq.analysis.figures.sentence import draw as draw_sentence
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.modules.blocks import moe_blocks
+
+EXAMPLE_TOKENS = 16  # a sentence of about this many makes the report's example
+
+
+def open_checkpoint(
+    checkpoint: Path, data: str, lang_pairs: str | None, cpu: bool
+) -> tuple[nn.Module, object, list[str]]:
+    """Model, task and directions; a dense checkpoint is a `UsageError`."""
+    model, task = loading.load(checkpoint, data)
+    if not moe_blocks(model):
+        raise UsageError(f"{checkpoint} is a dense model: expected one with MoE layers")
+    directions = loading.directions(task, lang_pairs)
+    if torch.cuda.is_available() and not cpu:
+        model.cuda()
+    return model, task, directions
+
+
+def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespace) -> str:
+    """Writes numbers, pictures and report to ``args.output``; returns a line for the user."""
+    series = _series(args)
+    found = results.Results(
+        run={},
+        dictionaries={"encoder": task.source_dictionary, "decoder": task.target_dictionary},
+        ranks=frequency.ranks(task, directions),
+        sizes=frequency.sizes(task, directions),
+    )
+    sentences, too_long = {}, {}
+    with output.complete_folder(args.output) as folder:
+        with results.TokenTable(folder / "tokens.csv", found) as table:
+            for direction in collect(
+                model, task, directions, args.gen_subset, args.sentences, args.max_tokens
+            ):
+                found.add(direction)
+                table.add(direction)
+                sentences[direction.name] = direction.sentences
+                too_long[direction.name] = direction.too_long
+        found.run.update(_description(args, model, found, sentences, too_long))
+        results.write(folder, found)
+        example = directions[-1], _example(model, task, directions[-1], args)
+        sections = pictures.draw(folder, found, example, series, args.min_count)
+        title = f"Requested capacity of {args.path.resolve().parent.name}/{args.path.name}"
+        text = report.page(title, _for_people(found.run), sections, folder)
+        (folder / "report.html").write_text(text, encoding="utf-8")
+    return f"{args.output / 'report.html'}: the report; numbers and pictures are beside it"
+
+
+def analyze_sentence(
+    model: nn.Module, task, directions: list[str], text: str, folder: Path | None, stream: TextIO
+) -> str:
+    """One sentence in one direction, for a terminal and, with a folder, as a picture."""
+    sides = sentence.run_sentence(model, task, directions[0], text, loading.folders(task)[0])
+    if folder is not None:
+        with output.complete_folder(folder) as partial:
+            style.save(draw_sentence(sides), partial / "sentence")
+    return f"{directions[0]}\n{sentence.show(sides, sentence.wants_colour(stream))}"
+
+
+def _series(args: Namespace) -> dict:
+    log = args.log or args.path.with_name("train.log")
+    if args.log is None and not log.exists():
+        return {}
+    series = training_log.read(log)
+    if args.log is not None and not series:
+        raise UsageError(f"--log {log} has no routing metrics: expected the log of fairseq-train")
+    return series
+
+
+def _description(args: Namespace, model: nn.Module, found: results.Results, sentences, too_long):
+    """What ``run.json`` says."""
+    return {
+        "smoe_fairseq": smoe_fairseq.__version__,
+        "data": args.data,
+        "checkpoint": str(args.path),
+        "updates": model.num_updates,
+        "subset": args.gen_subset,
+        "strata": {block.name: str(block.strata) for block in found.blocks},
+        "device": next(model.parameters()).device.type,
+        "sample": args.sentences,
+        "sentences": sentences,
+        "too_long": too_long,
+        "min_count": args.min_count,
+    }
+
+
+def _for_people(run: dict) -> dict[str, object]:
+    strata = dict.fromkeys(run["strata"].values())
+    sampled = " (a random sample)" if run["sample"] else ""
+    too_long = sum(run["too_long"].values())
+    return {
+        "checkpoint": f"{run['checkpoint']}, {run['updates']:,} updates",
+        "strata": ", ".join(strata),
+        "data": f"{run['data']}, {run['subset']}",
+        "directions": ", ".join(run["sentences"]),
+        "sentences": f"{sum(run['sentences'].values()):,}{sampled}"
+        + (f"; {too_long:,} too long for the model" if too_long else ""),
+        "device": run["device"],
+        "smoe_fairseq": run["smoe_fairseq"],
+    }
+
+
+def _example(model: nn.Module, task, direction: str, args: Namespace) -> list:
+    """The first sentence pair of the subset that is neither short nor long."""
+    dataset = next(loading.datasets(task, direction, args.gen_subset))
+    far = [abs(dataset.num_tokens(i) - EXAMPLE_TOKENS) for i in range(min(len(dataset), 1000))]
+    sample = dataset.collater([dataset[far.index(min(far))]])["net_input"]
+    device = next(model.parameters()).device
+    return sentence.run_pair(
+        model, task, sample if device.type == "cpu" else move_to_cuda(sample, device)
+    )

@@ -1,0 +1,36 @@
+"""The cost of a checkpoint's model, at the requested capacity expected or measured."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from fairseq import checkpoint_utils
+from omegaconf import OmegaConf
+
+from smoe_fairseq.analysis.cost import Cost, count
+from smoe_fairseq.analysis.loading import load
+from smoe_fairseq.analysis.meta_model import ARCHITECTURES, build_meta_model
+from smoe_fairseq.analysis.requested_capacity import requested_capacity
+from smoe_fairseq.errors import UsageError
+
+
+def expected(checkpoint: Path, context: int) -> Cost:
+    """Under uniform routing; of the checkpoint only the options and one shape are used."""
+    if not checkpoint.exists():
+        raise UsageError(f"{checkpoint} is missing")
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))
+    config = state["cfg"]["model"]
+    values = OmegaConf.to_container(config) if OmegaConf.is_config(config) else vars(config)
+    arch = values.get("arch") or values.get("_name")
+    if arch not in ARCHITECTURES:
+        raise UsageError(
+            f"{checkpoint} holds a model of architecture {arch}: expected one of "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    vocabulary = state["model"]["decoder.embed_tokens.weight"].shape[0]
+    return count(build_meta_model(Namespace(**values | {"arch": arch}), vocabulary), context)
+
+
+def measured(checkpoint: Path, data: Path, subset: str, context: int) -> Cost:
+    """At the requested capacity of a subset's tokens, by teacher forcing."""
+    model, task = load(checkpoint, data)
+    return count(model, context, requested_capacity(model, task, subset))

@@ -1,0 +1,93 @@
+"""Parameters, forward FLOPs per token and requested capacity of a model, read off its modules."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fairseq.modules import MultiheadAttention
+from torch import nn
+
+from smoe_fairseq.modules.blocks import moe_blocks
+
+CONTEXT = 512  # positions, as the released scripts of the paper limit sentences
+
+READING = """\
+FLOPs per token: one forward pass, for one source token through the encoder and one target token
+through the decoder, counted as Kaplan et al. (2020) do, 2 per weight and token:
+  attention   2 x query, key, value and output projections of every attention block
+  ffn         2 x the feed-forward networks of dense layers and, with CMR, the shared one
+  experts     2 x top-k x requested capacity x the weights of one expert, per MoE layer
+  embedding   2 x vocabulary x dimension, one input matrix as if it were multiplied
+  output      2 x vocabulary x dimension, the output projection
+  context     2 x context x dimension per attention block
+Biases, layer norms and gates are left out. The context is 512 positions (--context). The paper's
+absolute numbers are 4 to 5 M more, for a reason that no reading explains (docs/cost.md)."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Counts of one model; FLOPs are per token, see `READING`."""
+
+    parameters: int  # shared ones once
+    active_parameters: float  # without the experts that a token does not use, on average
+    requested_capacity: float | None  # mean over the MoE layers, in strata; None: a dense model
+    flops: dict[str, float]  # by part
+
+    @property
+    def flops_per_token(self) -> float:
+        return sum(self.flops.values())
+
+
+def count(
+    model: nn.Module,
+    context: int = CONTEXT,
+    requested_capacity: Mapping[str, float] | None = None,
+) -> Cost:
+    """Counts a model, on the meta device or another.
+
+    Args:
+        model: a `SMoETransformerModel`.
+        context: positions that attention sees.
+        requested_capacity: strata that a token stops at, per MoE layer as `moe_blocks` names them;
+            by default what uniform routing gives.
+    """
+    blocks = moe_blocks(model)
+    if requested_capacity is None:
+        requested_capacity = {
+            name: block.strata.expected_requested_capacity() for name, block in blocks.items()
+        }
+    linear = {"attention": 0, "ffn": 0, "output": 0}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and (part := _part(name)):
+            linear[part] += module.weight.numel()
+    attentions = (m for m in model.modules() if isinstance(m, MultiheadAttention))
+
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    idle, expert_weights = 0.0, 0.0
+    for name, block in blocks.items():
+        used = block.gates[0].top_k * requested_capacity[name]
+        num_experts = block.strata.num_experts
+        experts = block.experts
+        expert_weights += used * (experts.w1[0].numel() + experts.w2[0].numel())
+        size = sum(p.numel() for p in experts.parameters()) / num_experts
+        idle += max(num_experts - used, 0) * size
+    return Cost(
+        parameters=parameters,
+        active_parameters=parameters - idle,
+        requested_capacity=sum(requested_capacity.values()) / len(blocks) if blocks else None,
+        flops={
+            "attention": 2 * linear["attention"],
+            "ffn": 2 * linear["ffn"],
+            "experts": 2 * expert_weights,
+            "embedding": 2 * model.decoder.embed_tokens.weight.numel(),
+            "output": 2 * linear["output"],
+            "context": sum(2 * context * attention.embed_dim for attention in attentions),
+        },
+    )
+
+
+def _part(name: str) -> str | None:
+    if "attn." in name:
+        return "attention"
+    if name.endswith((".fc1", ".fc2")):
+        return "ffn"
+    return "output" if name.endswith("output_projection") else None  # the rest: gates

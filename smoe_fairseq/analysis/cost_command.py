@@ -1,0 +1,128 @@
+"""``smoe cost``: parameters, forward FLOPs per token and requested capacity."""
+
+import json
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+
+from smoe_fairseq.analysis.quiet import quietly
+from smoe_fairseq.errors import UsageError
+
+with quietly():
+    import fairseq  # noqa: F401  (the plugin's model registers itself as soon as fairseq is there)
+
+    from smoe_fairseq.analysis import checkpoint_cost, paper
+    from smoe_fairseq.analysis.cost import CONTEXT, READING, Cost, count
+    from smoe_fairseq.analysis.meta_model import add_model_arguments, build_meta_model
+
+LIMIT_PERCENT = 0.5  # of the paper's parameters
+VOCABULARY = 32_000
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What to count: flags of a model, a table of the paper, or a checkpoint."""
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.epilog = READING
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--paper", choices=paper.WITH_COSTS, help="all rows of a table of the paper")
+    what.add_argument("--path", type=Path, metavar="CHECKPOINT", help="the model of a checkpoint")
+    parser.add_argument(
+        "data",
+        nargs="?",
+        type=Path,
+        metavar="DATA",
+        help="with --path: binarised data, to measure the requested capacity on",
+    )
+    parser.add_argument("--gen-subset", default="valid", help="subset of DATA; default: valid")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=VOCABULARY,
+        help=f"entries of the dictionary; default: {VOCABULARY}",
+    )
+    parser.add_argument(
+        "--context", type=int, default=CONTEXT, help=f"attended positions; default: {CONTEXT}"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, in plain numbers")
+    add_model_arguments(parser)
+
+
+def run(args: Namespace) -> None:
+    """Prints one model's cost, or a table of the paper beside ours."""
+    if args.context < 0:
+        raise UsageError(f"--context {args.context}: expected a number of positions, 0 or more")
+    if args.data and not args.path:
+        raise UsageError(f"{args.data}: DATA goes with --path CHECKPOINT")
+    with quietly():
+        if args.paper:
+            return _print_paper(paper.compare(args.paper, args.context), args)
+        if args.path:
+            expected = checkpoint_cost.expected(args.path, args.context)
+            measured = None
+            if args.data:
+                measured = checkpoint_cost.measured(
+                    args.path, args.data, args.gen_subset, args.context
+                )
+        else:
+            model = build_meta_model(args, args.vocab_size)
+            expected, measured = count(model, args.context), None
+    costs = {"uniform routing": expected}
+    if measured:
+        costs[f"measured on {args.gen_subset}"] = measured
+    if args.json:
+        content = _plain(expected) | ({"measured": _plain(measured)} if measured else {})
+        print(json.dumps(content | {"context": args.context}, indent=2))
+        return
+    for routing, cost in costs.items():
+        _print_cost(cost, routing)
+    print(f"\n{READING}")
+
+
+def _plain(cost: Cost) -> dict:
+    return {
+        "parameters": cost.parameters,
+        "active_parameters": cost.active_parameters,
+        "requested_capacity": cost.requested_capacity,
+        "flops_per_token": cost.flops_per_token,
+        "flops": cost.flops,
+    }
+
+
+def _print_cost(cost: Cost, routing: str) -> None:
+    rows = [("parameters", cost.parameters), ("  active", cost.active_parameters)]
+    rows += [("FLOPs per token", cost.flops_per_token)]
+    rows += [(f"  {part}", flops) for part, flops in cost.flops.items()]
+    requested = cost.requested_capacity
+    print(f"requested capacity   {'dense' if requested is None else f'{requested:.3f}'}", end="")
+    print("" if requested is None else f"  ({routing})")
+    for name, value in rows:
+        print(f"{name:18}{value / 1e6:>12,.3f} M")
+
+
+def _print_paper(entries: list[dict], args: Namespace) -> None:
+    if args.json:
+        print(json.dumps(entries, indent=2))
+        return
+    print("in millions       parameters               FLOPs per token          FLOPs over moe")
+    print(
+        "method              ours   paper       %     ours   paper    diff     ours   paper    diff"
+    )
+    for e in entries:
+        over = e["flops_over_moe"] - e["paper_flops_over_moe"]
+        print(
+            f"{e['method']:16}{e['parameters']:8.1f}{e['paper_parameters']:8d}"
+            f"{e['parameters_percent']:+8.2f}{e['flops']:9.1f}{e['paper_flops']:8d}"
+            f"{e['flops_difference']:+8.1f}{e['flops_over_moe']:+9.1f}"
+            f"{e['paper_flops_over_moe']:+8d}{over:+8.1f}"
+        )
+    print()
+    for e in entries:
+        if abs(e["parameters_percent"]) > LIMIT_PERCENT:
+            cut = int(e["parameters"]) == e["paper_parameters"]
+            print(
+                f"{e['method']}: parameters differ by more than {LIMIT_PERCENT}%"
+                + ("; the paper's number is ours without its decimals" if cut else "")
+            )
+    for e in entries:
+        if abs(e["flops_over_moe"] - e["paper_flops_over_moe"]) >= 1:
+            print(f"{e['method']}: no reading of the text explains the paper's FLOPs")
+    print(f"\n{READING}")

@@ -1,0 +1,151 @@
+"""Checkpoints, their directions and the text to run them on."""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import fairseq  # noqa: F401  (the plugin's model registers itself as soon as fairseq is there)
+import numpy as np
+from fairseq import checkpoint_utils
+from fairseq.data import FairseqDataset
+from fairseq.data.multilingual.multilingual_utils import get_lang_tok
+from fairseq.utils import split_paths
+from torch import nn
+
+from smoe_fairseq.errors import UsageError
+
+TOKENS_PER_BATCH = 4096
+SEED = 1
+
+
+def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
+    """Model, in evaluation mode, and task of a checkpoint, for the binarised text in ``data``.
+
+    ``data`` is a folder or several, joined by ":" as fairseq does. No expert's capacity is limited,
+    so that what a token asks for does not depend on its batch.
+    """
+    for path in (checkpoint, *map(Path, split_paths(str(data)))):
+        if not path.exists():
+            raise UsageError(f"{path} is missing")
+    _check_file(checkpoint)
+    overrides = {"data": str(data), "moe_eval_capacity_factor": 0.0}
+    try:
+        models, _, task = checkpoint_utils.load_model_ensemble_and_task(
+            [str(checkpoint)], arg_overrides=overrides
+        )
+    except pickle.UnpicklingError:
+        raise UsageError(f"{checkpoint} holds types that are not loaded for safety") from None
+    return models[0].eval(), task
+
+
+def _check_file(checkpoint: Path) -> None:
+    """What is neither an archive nor a pickle ends in any of torch's exceptions."""
+    try:
+        with open(checkpoint, "rb") as file:
+            start = file.read(2)
+    except OSError as error:
+        raise UsageError(f"{checkpoint} cannot be read: {error.strerror}") from None
+    if start != b"PK" and start[:1] != b"\x80":
+        raise UsageError(f"{checkpoint} is not a checkpoint of fairseq-train")
+
+
+def is_multilingual(task) -> bool:
+    """Whether a task has several directions (``translation_multi_simple_epoch``)."""
+    return hasattr(task, "data_manager")
+
+
+def folders(task) -> list[Path]:
+    """Where a task's binarised text is; several when its training data is in parts."""
+    data = task.args.data if is_multilingual(task) else task.cfg.data
+    return [Path(folder) for folder in split_paths(data)]
+
+
+def directions(task, asked: str | None = None) -> list[str]:
+    """The directions asked for (``en-de,de-en``), by default all that the model was trained on."""
+    if not is_multilingual(task):
+        known = [f"{task.cfg.source_lang}-{task.cfg.target_lang}"]
+        allowed = known
+    else:
+        known = list(task.lang_pairs)
+        allowed = [f"{s}-{t}" for s in task.source_langs for t in task.target_langs if s != t]
+    if asked is None:
+        return known
+    names = list(dict.fromkeys(asked.split(",")))
+    for name in names:
+        if name not in allowed:
+            raise UsageError(
+                f"--lang-pairs {name}: the model knows {', '.join(known)}; expected some of these, "
+                "joined by commas"
+            )
+    return names
+
+
+def language_tokens(task) -> set[str]:
+    """Tokens that name a language, such as ``__de__``."""
+    if not is_multilingual(task):
+        return set()
+    args = task.args
+    return {
+        get_lang_tok(lang, args.lang_tok_style, spec)
+        for lang in task.langs
+        for spec in args.langtoks_specs
+    }
+
+
+def special(dictionary, task) -> np.ndarray:
+    """``(V,)``: whether a type stands for no text: language tokens and ``<s> <pad> </s> <unk>``."""
+    is_special = np.zeros(len(dictionary), dtype=bool)
+    is_special[: dictionary.nspecial] = True
+    for token in language_tokens(task):
+        if token in dictionary:
+            is_special[dictionary.index(token)] = True
+    return is_special
+
+
+def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
+    """The sentence pairs of one direction; several parts where training data is in several folders."""
+    parts = folders(task) if subset == "train" else folders(task)[:1]
+    try:
+        if not is_multilingual(task):
+            for epoch in range(1, len(parts) + 1):
+                task.load_dataset(subset, epoch=epoch)
+                yield task.dataset(subset)
+            return
+        manager = task.data_manager
+        source, target = direction.split("-")
+        for folder in parts:
+            yield manager.load_a_dataset(
+                split=subset,
+                data_path=str(folder),
+                src=source,
+                src_dict=manager.get_source_dictionary(source),
+                tgt=target,
+                tgt_dict=manager.get_target_dictionary(target),
+                combine=False,
+                data_category="main",
+                langtok_spec=task.args.langtoks["main"],
+            )
+    except (FileNotFoundError, AttributeError):
+        raise UsageError(
+            f"--gen-subset {subset}: {parts[0]} has no binarised text {subset}.{direction}.* "
+            "(nor the pair the other way round)"
+        ) from None
+
+
+def batches(
+    dataset: FairseqDataset,
+    max_positions: tuple[int, int],
+    sentences: int | None = None,
+    max_tokens: int = TOKENS_PER_BATCH,
+) -> tuple[list[np.ndarray], int]:
+    """Sentence numbers, batch by batch, and how many were left out as too long for the model.
+
+    ``sentences`` draws a random sample, the same one every time.
+    """
+    index = np.arange(len(dataset))
+    if sentences is not None and sentences < len(index):
+        index = np.sort(np.random.default_rng(SEED).choice(index, sentences, replace=False))
+    lengths = np.array([max(np.atleast_1d(dataset.size(i))) for i in index], dtype=np.int64)
+    index = index[np.argsort(lengths, kind="stable")]
+    index, too_long = dataset.filter_indices_by_size(index, max_positions)
+    return list(dataset.batch_by_size(index, max_tokens=max_tokens)), len(too_long)

@@ -1,0 +1,51 @@
+"""The registered model, built from flags on the meta device: its shapes, and no memory for them."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+import torch
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.config import SMoETransformerConfig
+from smoe_fairseq.models.smoe_transformer import SMoETransformerModel
+
+ARCHITECTURES = ARCH_MODEL_INV_REGISTRY["smoe_transformer"]
+
+
+def add_model_arguments(parser: ArgumentParser) -> None:
+    """``--arch`` and the model's own flags, as fairseq-train has them."""
+    parser.add_argument(
+        "--arch", choices=ARCHITECTURES, default="smoe_transformer_base", help="default: base"
+    )
+    SMoETransformerConfig.add_args(parser.add_argument_group("model, as for fairseq-train"))
+
+
+def parse_model(words: Sequence[str]) -> Namespace:
+    """The model's part of a command line of fairseq-train; other flags are passed over."""
+    parser = ArgumentParser(allow_abbrev=False, add_help=False)
+    add_model_arguments(parser)
+    return parser.parse_known_args(list(words))[0]
+
+
+def build_meta_model(args: Namespace, vocabulary: int) -> SMoETransformerModel:
+    """The model of ``args`` with one dictionary of ``vocabulary`` entries, special ones included.
+
+    Raises `UsageError` for options that make no model.
+    """
+
+    class Task:
+        source_dictionary = target_dictionary = Dictionary()
+
+    specials = len(Task.source_dictionary)
+    if vocabulary <= specials:
+        raise UsageError(
+            f"--vocab-size {vocabulary}: expected more than the {specials} special tokens"
+        )
+    for i in range(vocabulary - specials):
+        Task.source_dictionary.add_symbol(str(i))
+    args = Namespace(**{name: value for name, value in vars(args).items() if value is not None})
+    ARCH_CONFIG_REGISTRY[args.arch](args)
+    with torch.device("meta"):
+        return SMoETransformerModel.build_model(args, Task)

@@ -1,0 +1,111 @@
+"""All pictures of an analysis, drawn and saved, each with its words for the report."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from smoe_fairseq.analysis import findings
+from smoe_fairseq.analysis.figures import (
+    by_depth,
+    by_direction,
+    flow,
+    frequency,
+    load,
+    sentence,
+    style,
+    training,
+)
+from smoe_fairseq.analysis.report import Section
+from smoe_fairseq.analysis.results import Results
+from smoe_fairseq.analysis.sentence import SentenceSide
+
+
+def draw(
+    folder: Path,
+    results: Results,
+    example: tuple[str, list[SentenceSide]] | None,
+    series: dict[str, dict[int, float]],
+    min_count: int,
+) -> list[Section]:
+    """Writes ``NAME.png`` and ``NAME.svg`` of each picture; those without data are left out."""
+    sections = []
+    for section, figure in _pictures(results, example, series, min_count):
+        style.save(figure(), folder / section.name)
+        sections.append(section)
+    return sections
+
+
+def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Callable]]:
+    order = "from most to least training data" if results.sizes else "in the order they were given"
+    yield (
+        Section(
+            "by_direction",
+            "Requested capacity by direction",
+            findings.by_direction(results),
+            f"Directions {order}; means over the tokens of all blocks of a side. "
+            "The dotted line is 1, the least there can be. (Figure 3 of the paper.)",
+        ),
+        lambda: by_direction.draw(results),
+    )
+    if results.ranks is not None:
+        yield (
+            Section(
+                "frequency",
+                "Frequency of the tokens that ask for least and for most",
+                findings.token_frequency(results, min_count),
+                f"The {frequency.TOKENS} tokens of lowest and highest mean requested capacity of each "
+                f"direction, made unique, among those that occur at least {min_count} times; the dot "
+                "and number are the median. (Figure 4 of the paper.)",
+            ),
+            lambda: frequency.draw(results, min_count),
+        )
+    yield (
+        Section(
+            "by_depth",
+            "Requested capacity by depth",
+            findings.by_depth(results),
+            "Thin lines are directions. Only layers with experts are shown. (Figure 5 of the paper.)",
+        ),
+        lambda: by_depth.draw(results),
+    )
+    yield (
+        Section(
+            "load",
+            "Expert load by language",
+            findings.load(results),
+            "First choices of all strata's gates. Later strata are seen by more gates, so that more "
+            "than 1 is expected of them.",
+        ),
+        lambda: load.draw(results),
+    )
+    yield (
+        Section(
+            "flow",
+            "The way through the strata",
+            findings.flow(results),
+            "A bar is a stratum, its height the share of the tokens that stop at it. The darker a "
+            "band, the fewer strata it passes by.",
+        ),
+        lambda: flow.draw(results),
+    )
+    if example is not None:
+        direction, sides = example
+        yield (
+            Section(
+                "sentence",
+                f"One sentence, {direction}",
+                findings.sentence(sides),
+                "Strata that each token stops at, special tokens included; in the decoder, a token is "
+                "the one that is given, not the one predicted from it.",
+            ),
+            lambda: sentence.draw(sides),
+        )
+    if series:
+        yield (
+            Section(
+                "training",
+                "Over the course of training",
+                findings.training(series),
+                "Means between two lines of the log. A log in fairseq's JSON format has each block.",
+            ),
+            lambda: training.draw(series),
+        )

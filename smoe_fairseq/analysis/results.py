@@ -1,0 +1,182 @@
+"""What an analysis found, in memory for the pictures and as CSV for everyone else.
+
+``tokens.csv``, ``blocks.csv``, ``load.csv``, ``flow.csv`` and ``run.json``; strata, experts and layers
+are numbered from 0, as in the state dict.
+"""
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from fairseq.data import Dictionary
+
+from smoe_fairseq.analysis.collect import Direction, TypeCounts
+from smoe_fairseq.analysis.counts import Block, Counts
+
+KINDS = {False: "text", True: "special"}
+
+
+@dataclass(frozen=True)
+class TypeSummary:
+    """Types of one direction and block that are text: number, occurrences and strata stopped at."""
+
+    types: np.ndarray
+    occurrences: np.ndarray
+    stops: np.ndarray
+
+    def extremes(self, number: int, min_count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Types of lowest and of highest mean requested capacity, without those seen too rarely.
+
+        Among equals, those seen more often come first.
+        """
+        seen = self.occurrences >= min_count
+        types, occurrences = self.types[seen], self.occurrences[seen]
+        mean = self.stops[seen] / occurrences
+        lowest = np.lexsort((types, -occurrences, mean))[:number]
+        highest = np.lexsort((types, -occurrences, -mean))[:number]
+        return types[lowest], types[highest]
+
+
+@dataclass
+class Results:
+    """Counters by direction and block.
+
+    Args:
+        run: what was run, for ``run.json``.
+        dictionaries: of "encoder" and "decoder".
+        ranks: training-frequency ranks of each side's types, or None.
+        sizes: training sentences of each direction, or None.
+    """
+
+    run: dict
+    dictionaries: dict[str, Dictionary]
+    ranks: dict[str, np.ndarray] | None = None
+    sizes: dict[str, int] | None = None
+    directions: list[str] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    counts: dict[tuple[str, str, bool], Counts] = field(default_factory=dict)
+    types: dict[tuple[str, str], TypeSummary] = field(default_factory=dict)
+
+    def add(self, direction: Direction) -> None:
+        """Keeps a direction's sums; its counters by token type are not kept."""
+        self.directions.append(direction.name)
+        self.blocks = [block.block for block in direction.blocks]
+        for block in direction.blocks:
+            name = block.block.name
+            for special in KINDS:
+                self.counts[direction.name, name, special] = block.total(special)
+            text = ~block.special
+            self.types[direction.name, name] = TypeSummary(
+                block.types[text], block.occurrences[text], block.stops[text]
+            )
+
+    def sides(self) -> list[str]:
+        """Of "encoder" and "decoder", those that have blocks."""
+        return list(dict.fromkeys(block.side for block in self.blocks))
+
+    def of(self, direction: str, block: Block) -> Counts:
+        """Counters of the tokens that are text."""
+        return self.counts[direction, block.name, False]
+
+    def over(self, directions: list[str], block: Block) -> Counts:
+        """The same, summed over some directions."""
+        first, *others = (self.of(direction, block) for direction in directions)
+        return sum(others, start=first)
+
+    def mean(self, direction: str, side: str) -> float:
+        """Requested capacity, mean over the tokens and the blocks of one side; nan without blocks."""
+        blocks = [self.of(direction, block) for block in self.blocks if block.side == side]
+        tokens = sum(counts.tokens for counts in blocks)
+        return sum(counts.stops for counts in blocks) / tokens if tokens else float("nan")
+
+    def by_resource(self) -> list[str]:
+        """Directions from most to least training data, or as they were given."""
+        if self.sizes is None:
+            return list(self.directions)
+        return sorted(self.directions, key=lambda name: -self.sizes[name])
+
+    def pivot(self) -> str | None:
+        """The language that all directions have in common, when just one does (the paper's English)."""
+        if len(self.directions) < 2:
+            return None
+        common = set.intersection(*(set(name.split("-")) for name in self.directions))
+        return common.pop() if len(common) == 1 else None
+
+
+class TokenTable:
+    """``tokens.csv``, written one direction at a time, since it may be larger than memory."""
+
+    def __init__(self, path: Path, results: Results):
+        self.results = results
+        self.file = open(path, "w", encoding="utf-8", newline="")
+        self.writer = csv.writer(self.file, lineterminator="\n")
+        self.header = None
+
+    def add(self, direction: Direction) -> None:
+        for block in direction.blocks:
+            choices = [f"stratum{i}_expert{e}" for i, e in _visible(block)]
+            if self.header is None:
+                self.header = choices
+                self.writer.writerow(
+                    ["direction", "side", "layer", "token", "kind", "frequency_rank"]
+                    + ["occurrences", "requested_capacity", *choices]
+                )
+            self.writer.writerows(self._rows(direction.name, block))
+
+    def _rows(self, direction: str, block: TypeCounts) -> Iterator[list]:
+        side = block.block.side
+        ranks = self.results.ranks
+        strata, experts = np.array(_visible(block)).T
+        for n, number in enumerate(block.types):
+            yield [
+                *_names(direction, block.block),
+                self.results.dictionaries[side][number],
+                KINDS[bool(block.special[n])],
+                "" if ranks is None or block.special[n] else ranks[side][number],
+                block.occurrences[n],
+                f"{block.stops[n] / block.occurrences[n]:.6f}",
+                *block.first_choices[n][strata, experts],
+            ]
+
+    def __enter__(self) -> "TokenTable":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.file.close()
+
+
+def write(folder: Path, results: Results) -> None:
+    """The sums over token types, and ``run.json``."""
+    blocks, load, flow = [], [], []
+    for (direction, _, special), counts in results.counts.items():
+        block = counts.block
+        start = [*_names(direction, block), KINDS[special]]
+        mean = f"{counts.requested_capacity:.6f}" if counts.tokens else ""
+        blocks.append([*start, counts.tokens, counts.stops, mean])
+        load += [[*start, i, e, counts.first_choices[i, e]] for i, e in counts.visible()]
+        moves = counts.flow()
+        for i, j in np.argwhere(np.triu(np.ones_like(moves))):
+            if not block.strata.stacked or i == j:
+                flow.append([*start, i, j, moves[i, j]])
+    start = ["direction", "side", "layer", "kind"]
+    _write(folder / "blocks.csv", [*start, "tokens", "stops", "requested_capacity"], blocks)
+    _write(folder / "load.csv", [*start, "stratum", "expert", "first_choices"], load)
+    _write(folder / "flow.csv", [*start, "stratum", "chosen_stratum", "tokens"], flow)
+    text = json.dumps(results.run, indent=2, ensure_ascii=False)
+    (folder / "run.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _names(direction: str, block: Block) -> list[str]:
+    return [direction, block.side, block.name.split(".")[-1]]
+
+
+def _visible(block: TypeCounts) -> list[tuple[int, int]]:
+    return block.total(special=False).visible()
+
+
+def _write(path: Path, header: list[str], rows: list[list]) -> None:
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([header, *rows])

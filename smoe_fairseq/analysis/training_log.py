@@ -1,0 +1,57 @@
+"""Routing metrics over the course of training, read from fairseq's log."""
+
+import json
+import re
+from pathlib import Path
+
+from smoe_fairseq.errors import UsageError
+
+UPDATES = "num_updates"
+NUMBER = re.compile(r"([\w./]+)[ =]([-+]?\d[\d.]*(?:e[-+]?\d+)?)(?=,| \||$)")
+TRAINING = re.compile(r"^(?:.*\| train_inner \| |.*INFO \| \S+ \| )?(epoch \d+:.*|\{.*\})$")
+
+
+def read(path: Path) -> dict[str, dict[int, float]]:
+    """Values by update of each routing metric that was logged in training, by its name.
+
+    Takes what ``--log-file`` or a redirected console holds, in fairseq's simple or JSON format.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not text"
+        raise UsageError(f"--log {path} cannot be read: {reason}") from None
+    series: dict[str, dict[int, float]] = {}
+    for line in lines:
+        values = _values(line)
+        if UPDATES not in values:
+            continue
+        for name, value in values.items():
+            if is_routing(name):
+                series.setdefault(name, {})[int(values[UPDATES])] = value
+    return series
+
+
+def is_routing(name: str) -> bool:
+    """Whether a metric is one of `routing_metrics`."""
+    return "/" in name or name.startswith(("requested_capacity", "overflow_", "unused_"))
+
+
+def _values(line: str) -> dict[str, float]:
+    match = TRAINING.match(line)
+    if match is None:
+        return {}
+    text = match[1]
+    if not text.startswith("{"):
+        return {name: float(value) for name, value in NUMBER.findall(text)}
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError):
+            continue
+    return found

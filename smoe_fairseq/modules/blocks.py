@@ -1,0 +1,17 @@
+"""The MoE layers of a model and how they are named, in logs and everywhere else."""
+
+import re
+
+from torch import nn
+
+from smoe_fairseq.modules.smoe import StratifiedMoE
+
+
+def moe_blocks(model: nn.Module) -> dict[str, StratifiedMoE]:
+    """MoE layers by name (``encoder.layer.1``), in the order of the forward pass."""
+    blocks = {}
+    for name, module in model.named_modules():
+        if isinstance(module, StratifiedMoE):
+            side, layer = re.search(r"(encoder|decoder)\.layers\.(\d+)", name).groups()
+            blocks[f"{side}.layer.{layer}"] = module
+    return blocks

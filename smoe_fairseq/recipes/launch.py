@@ -1,0 +1,74 @@
+"""Where training runs: processes without or with one GPU, on one machine, or on several by SLURM."""
+
+import os
+from dataclasses import dataclass
+
+from smoe_fairseq.errors import UsageError
+
+LAUNCHERS = ("plain", "torchrun", "slurm")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``gpus`` of each of ``nodes`` machines, one process on each; no GPU is one process too."""
+
+    launcher: str
+    nodes: int
+    gpus: int
+
+    @property
+    def processes(self) -> int:
+        """Over all machines: what distributed training calls the world size."""
+        return self.nodes * max(1, self.gpus)
+
+    def words(self, program: str) -> list[str]:
+        """The command that starts a program in every process."""
+        if self.launcher == "plain":
+            return [program]
+        each = ["--nproc-per-node", str(max(1, self.gpus)), "--no-python", program]
+        if self.launcher == "torchrun" and self.nodes == 1:
+            return ["torchrun", "--standalone", *each]
+        address = os.environ.get("MASTER_ADDR") or "localhost"
+        port = os.environ.get("MASTER_PORT") or "29500"
+        nodes = ["--nnodes", str(self.nodes), "--rdzv-backend", "c10d"]
+        nodes += ["--rdzv-id", os.environ.get("SLURM_JOB_ID") or "smoe"]
+        start = ["torchrun", *nodes, "--rdzv-endpoint", f"{address}:{port}", *each]
+        if self.launcher == "slurm":
+            return ["srun", "--nodes", str(self.nodes), "--ntasks-per-node", "1", *start]
+        return start
+
+    def flags(self) -> dict[str, object]:
+        """What fairseq has to know of it."""
+        if self.processes > 1:
+            return {"ddp-backend": "legacy_ddp"}
+        # Without it fairseq would start a process for every GPU that it sees.
+        return {"distributed-world-size": 1, "cpu": self.gpus == 0}
+
+
+def launch() -> Launch:
+    """From ``GPUS`` (those of this machine), ``NODES`` (1) and ``LAUNCHER`` (as these numbers need)."""
+    gpus = _number("GPUS", least=0, default=None)
+    nodes = _number("NODES", least=1, default=1)
+    if gpus is None:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    several = nodes * gpus > 1 or nodes > 1
+    launcher = os.environ.get("LAUNCHER") or ("torchrun" if several else "plain")
+    if launcher not in LAUNCHERS:
+        raise UsageError(f"LAUNCHER={launcher}: choose one of {', '.join(LAUNCHERS)}")
+    if launcher == "plain" and several:
+        raise UsageError(
+            f"LAUNCHER=plain is for one process, not for NODES={nodes} with GPUS={gpus}: choose "
+            "torchrun or slurm"
+        )
+    return Launch(launcher, nodes, gpus)
+
+
+def _number(name: str, least: int, default: int | None) -> int | None:
+    given = os.environ.get(name) or None
+    if given is None:
+        return default
+    if not given.isdecimal() or int(given) < least:
+        raise UsageError(f"{name}={given}: expected a whole number of at least {least}")
+    return int(given)

@@ -1,0 +1,28 @@
+"""The sentencepiece models that sacreBLEU's flores tokenizers need and fetch at first use."""
+
+from pathlib import Path
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.download import Remote, download
+
+
+def fetch_tokenizer(name: str) -> None:
+    """Puts the model of a sacreBLEU tokenizer (``flores200``) where sacreBLEU looks for it.
+
+    sacreBLEU would fetch it too, but only after everything is translated, and a download that fails
+    leaves an empty file, which it later takes for the model.
+    """
+    from sacrebleu.tokenizers.tokenizer_spm import SPM_MODELS
+    from sacrebleu.utils import SACREBLEU_DIR
+
+    url = SPM_MODELS[name]["url"]
+    target = Path(SACREBLEU_DIR) / "models" / Path(url).name
+    if target.exists() and target.stat().st_size:
+        return
+    try:
+        download(Remote(url, target.name), target)
+    except OSError as error:
+        raise UsageError(
+            f"cannot fetch sacreBLEU's {name} tokenizer ({error}): download {url} where there is a "
+            f"network and put it at {target} (the folder is $SACREBLEU, or else ~/.sacrebleu)"
+        ) from None

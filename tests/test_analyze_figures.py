@@ -1,0 +1,96 @@
+"""What the pictures of an analysis draw, from results made by hand."""
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Results of one block of two strata with two experts each, and two directions, by hand."""
+    from fairseq.data import Dictionary
+
+    from smoe_fairseq.analysis.collect import Direction, TypeCounts
+    from smoe_fairseq.analysis.counts import Block
+    from smoe_fairseq.analysis.results import Results
+    from smoe_fairseq.modules.strata import Strata
+
+    block = Block("decoder.layer.1", Strata.parse("2-2"))
+    types = np.array([4, 5])
+    routes = np.zeros((2, 2, 4), dtype=np.int64)  # type, stratum, expert
+    routes[0, 0] = [0, 0, 3, 0]  # three leave at once
+    routes[1, 0], routes[1, 1] = [1, 0, 0, 0], [0, 0, 0, 1]  # one goes through both strata
+    found = Results(
+        run={},
+        dictionaries={"encoder": Dictionary(), "decoder": Dictionary()},
+        ranks={"decoder": np.array([1, 2, 3, 4, 50, 7])},
+        sizes={"aa-bb": 5, "bb-aa": 9},
+    )
+    special = np.zeros(2, dtype=bool)
+    found.add(Direction("aa-bb", 4, 0, (TypeCounts(block, types, special, routes),)))
+    found.add(Direction("bb-aa", 4, 0, (TypeCounts(block, types[:1], special[:1], routes[:1]),)))
+    return found
+
+
+def test_picture_of_directions(results):
+    from smoe_fairseq.analysis.figures import by_direction
+
+    decoder = by_direction.draw(results).axes[0]
+    assert [label.get_text() for label in decoder.get_yticklabels()] == ["bb-aa", "aa-bb"]
+    assert [bar.get_width() for bar in decoder.patches] == [1.0, 1.25]  # 5 stops of 4 tokens
+
+
+def test_picture_of_depth(results):
+    from smoe_fairseq.analysis.figures import by_depth
+
+    lines = by_depth.draw(results).axes[0].lines
+    assert [line.get_ydata()[0] for line in lines] == [1.25, 1.0, 8 / 7]
+
+
+def test_picture_of_frequency(results):
+    from smoe_fairseq.analysis.figures import frequency
+
+    block = results.blocks[0]
+    groups = frequency.groups(results, block, min_count=1)
+    assert groups["all"].tolist() == [7, 50]
+    assert frequency.groups(results, block, min_count=2)["lowest"].tolist() == [50]
+    medians = [line.get_ydata()[0] for line in frequency.draw(results, 2).axes[0].lines]
+    assert medians == [50, 50, 50]
+
+
+def test_lowest_and_highest(results):
+    low, high = results.types["aa-bb", "decoder.layer.1"].extremes(1, min_count=1)
+    assert (low.tolist(), high.tolist()) == ([4], [5])
+
+
+def test_picture_of_load(results):
+    from smoe_fairseq.analysis.figures import load
+
+    axes = load.draw(results).axes
+    drawn = axes[0].images[0].get_array()
+    # into bb: 1, 0, 3, 1 first choices; into aa: 0, 0, 3, 0
+    assert drawn.tolist() == [[0.8, 0.0, 2.4, 0.8], [0.0, 0.0, 4.0, 0.0]]
+
+
+def test_picture_of_flow(results):
+    from smoe_fairseq.analysis.figures import flow
+
+    counts = results.over(results.directions, results.blocks[0])
+    moves = flow.shares(counts)
+    assert moves == {(0, 1): 1 / 7, (0, 2): 6 / 7, (1, 2): 1 / 7}
+    tops = flow.ribbon_tops(moves, out=2)
+    assert tops[0, 1] == [1, 1] and tops[1, 2] == [1, 1]
+    assert tops[0, 2] == pytest.approx([6 / 7, 6 / 7 - flow.GAP, 6 / 7])
+
+
+def test_picture_of_training():
+    from smoe_fairseq.analysis.figures import training
+
+    series = {
+        "requested_capacity": {200: 1.5, 100: 2.0},
+        "encoder.layer.1/requested_capacity": {100: 1.0, 200: 1.0},
+        "encoder.layer.1/stratum.0/load_max": {100: 3.0, 200: 1.2},
+        "encoder.layer.1/stratum.1/load_max": {100: 2.0, 200: 1.4},
+    }
+    requested, load = training.draw(series).axes
+    assert requested.lines[0].get_xydata().tolist() == [[100, 2.0], [200, 1.5]]
+    assert load.lines[0].get_xydata().tolist() == [[100, 3.0], [200, 1.4]]

@@ -1,0 +1,250 @@
+"""Archives: served over HTTP on loopback, resumed, checked, unpacked, and trained on."""
+
+import io
+import json
+import subprocess
+import tarfile
+import threading
+import zipfile
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import run
+from test_recipes import ROOT, Files, commands, recipe, refusal
+
+SPLITS = {"train": 60, "dev": 8, "test": 6}
+LONG = " ".join("x" * 700)  # The last sentence of each test set: longer than the model's positions.
+
+
+class Archives(Files):
+    """As `Files`, and with the answer of real servers to a request for what lies beyond the end."""
+
+    def do_GET(self):
+        size = len(self.server.files[self.path.strip("/")])
+        start = int(self.headers.get("Range", "bytes=0-")[len("bytes=") : -1])
+        if start < size:
+            return super().do_GET()
+        self.server.starts.append(start)
+        self.send_response(416)
+        self.send_header("Content-Range", f"bytes */{size}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Archives) as server:
+        server.files, server.starts, server.bytes_per_reply = {}, [], 10**9
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def sentences(language: str, split: str) -> bytes:
+    numbers = (f"{i * len(split)}" for i in range(SPLITS.get(split, 10)))
+    lines = [f"{language} {' '.join(n)} {language}" for n in numbers]
+    return "".join(f"{x}\n" for x in [*lines, LONG][: None if split == "test" else -1]).encode()
+
+
+def tar(files: dict[str, bytes], compression: str = "gz") -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode=f"w:{compression}") as archive:
+        for name, text in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text))
+    return content.getvalue()
+
+
+def opus100() -> bytes:
+    """The official archive's layout, with a zero-shot pair, and a pair without validation and test."""
+    files = {}
+    for pair in ("af-en", "en-fr", "an-en"):
+        for split in SPLITS if pair != "an-en" else ["train"]:
+            for language in pair.split("-"):
+                name = f"opus-100-corpus/v1.0/supervised/{pair}/opus.{pair}-{split}.{language}"
+                files[name] = sentences(language, split)
+    files["opus-100-corpus/v1.0/zero-shot/ar-de/opus.ar-de-test.ar"] = b"nothing for us\n"
+    return tar(files)
+
+
+def configuration(folder: Path, name: str, server, archives: list[dict], **changes) -> dict:
+    """The recipe as it is, but for the archives' addresses and ``changes``; selects it."""
+    (folder / "datasets").mkdir(parents=True)
+    for source in ("common.yaml", "paper.yaml", "methods"):
+        (folder / source).symlink_to(ROOT / "configs" / source)
+    parent = yaml.safe_load((ROOT / "configs/nllb.yaml").read_text())
+    own = yaml.safe_load((ROOT / f"configs/datasets/{name}.yaml").read_text())
+    for content in (parent, own):
+        if "raw" in content:
+            content["raw"]["archives"] = [
+                archive | {"url": f"http://127.0.0.1:{server.server_port}/{archive['file']}"}
+                for archive in archives
+            ]
+    for key, change in changes.items():
+        own[key] = own.get(key, {}) | change if isinstance(change, dict) else change
+    (folder / "nllb.yaml").write_text(yaml.safe_dump(parent))
+    (folder / "datasets" / f"{name}.yaml").write_text(yaml.safe_dump(own))
+    return {"CONFIG_DIR": str(folder), "GPUS": "0", "WORKERS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def small_opus100(tmp_path: Path, server, **archive) -> dict:
+    server.files["opus.tar.gz"] = opus100()
+    return configuration(
+        *(tmp_path / "configs", "opus100", server, [{"file": "opus.tar.gz"} | archive]),
+        pairs=["en-af", "en-fr"],
+        shards=2,
+        train={"max-update": 2, "num-workers": 0, "arch": "smoe_transformer_tiny"},
+    )
+
+
+TRAINED = sentences("fr", "train").decode().splitlines()
+
+
+def shard_lines(folder: Path) -> list[list[str]]:
+    """The French training text of each shard."""
+    from fairseq.data import Dictionary, data_utils
+
+    dictionary = Dictionary.load(str(folder / "dict.txt"))
+    files = [str(folder / shard / "train.en-fr.fr") for shard in ("shard0", "shard1")]
+    shards = [data_utils.load_indexed_dataset(file, dictionary) for file in files]
+    return [[dictionary.string(line, "sentencepiece") for line in shard] for shard in shards]
+
+
+def test_opus100_from_archive_to_table(tmp_path, server):
+    given = small_opus100(tmp_path, server)
+    size = len(server.files["opus.tar.gz"])
+    server.bytes_per_reply = size // 5 + 1
+    assert "opus.tar.gz (" in refusal(recipe(tmp_path, "prepare", "opus100", **given))
+    data = tmp_path / "data/opus100"
+    assert [path.name for path in (data / "download").iterdir()] == ["opus.tar.gz.part"]
+
+    server.starts.clear()
+    prepared = recipe(tmp_path, "prepare", "opus100", "--vocab-size", "60", **given)
+    assert prepared.returncode == 0, prepared.stdout + prepared.stderr
+    assert server.starts[0] == 3 * server.bytes_per_reply and len(server.starts) == 2
+    assert (data / "download/opus.tar.gz").read_bytes() == server.files["opus.tar.gz"]
+    assert json.loads((data / "sizes.json").read_text()) == {"af": 60, "fr": 60}
+    unpacked = {path.name for path in (data / "unpacked").rglob("*") if path.is_file()}
+    assert len(unpacked) == 12 and "opus.af-en-dev.af" in unpacked
+    assert (data / "raw/test.en-af.en").read_bytes() == sentences("en", "test")
+    assert (data / "raw/valid.en-fr.fr").read_bytes() == sentences("fr", "dev")
+    assert not list(data.glob("**/*.partial"))
+    assert shard_lines(data / "bin") == [TRAINED[0::2], TRAINED[1::2]]
+    assert not (data / "bin/shard1/valid.en-fr.fr.bin").exists()
+    assert "1 lines of data/opus100/raw/test.en-fr.fr have more than 510 pieces" in prepared.stderr
+    assert (data / "raw/test.en-fr.fr").read_text().endswith(f"{LONG}\n")
+
+    trained = recipe(tmp_path, "train", "opus100", "smoe-2-2", **given)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert "num of shards: {'main:af-en': 2" in trained.stdout + trained.stderr
+    # Stands in for the tokenizer that sacreBLEU fetches, at the place where it looks for it.
+    (tmp_path / "sacrebleu/models").mkdir(parents=True)
+    stand_in = tmp_path / "sacrebleu/models/flores200sacrebleuspm"
+    stand_in.write_bytes((data / "bin/spm.model").read_bytes())
+    flags = ["--beam", "2", "--max-len-a", "0", "--max-len-b", "5"]
+    given["SACREBLEU"] = str(tmp_path / "sacrebleu")
+    evaluated = recipe(tmp_path, "evaluate", "opus100", "smoe-2-2", *flags, **given)
+    assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+    scores = json.loads((tmp_path / "runs/opus100/smoe-2-2/scores.json").read_text())["scores"]
+    assert list(scores) == ["af-en", "fr-en", "en-af", "en-fr"]
+    assert {score["sentences"] for score in scores.values()} == {7}
+    assert all("tok:flores200" in score["signature"] for score in scores.values())
+    assert "| smoe-2-2 |" in recipe(tmp_path, "table", "opus100", **given).stdout
+
+
+@pytest.mark.parametrize("pair", ["eng-nso", "nso-eng"])
+def test_m4_archives(tmp_path, server, pair):
+    """The authors' archive, a zip with folders above, and Flores-200; pairs in either order."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for language in pair.split("-"):
+            name = f"data/m15_32k/retrieved_data/train.{pair}.{language}"
+            archive.writestr(name, sentences(language, "train"))
+        archive.writestr("data/m8_32k/retrieved_data/train.eng-nso.nso", b"of another data set\n")
+    server.files["m8-m15-archive"] = content.getvalue()
+    server.files["flores.tar.gz"] = tar(
+        {
+            f"./flores200_dataset/{split}/{code}.{split}": sentences(code[:3], split)
+            for split in ("dev", "devtest")
+            for code in ("eng_Latn", "nso_Latn", "zsm_Latn")
+        }
+    )
+    given = configuration(
+        *(tmp_path / "configs", "m4", server),
+        [{"file": "m8-m15-archive"}, {"file": "flores.tar.gz"}],
+        pairs=["eng-nso"],
+    )
+    result = recipe(tmp_path, "prepare", "m4", "--vocab-size", "60", **given)
+    assert result.returncode == 0, result.stdout + result.stderr
+    raw = tmp_path / "data/m4/raw"
+    assert len(list(raw.iterdir())) == 6
+    assert (raw / "train.eng-nso.nso").read_bytes() == sentences("nso", "train")
+    assert (raw / "test.eng-nso.eng").read_bytes() == sentences("eng", "devtest")
+    assert (raw / "valid.eng-nso.nso").read_bytes() == sentences("nso", "dev")
+
+
+def test_pair_without_test_data_is_reported(tmp_path, server):
+    given = small_opus100(tmp_path, server)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for language in ("en", "af"):
+        for split in ("train", "valid", "test"):
+            (folder / f"{split}.en-af.{language}").write_bytes(sentences(language, split))
+    for language in ("en", "fr"):
+        for split in ("train", "dev"):  # As the publisher names them.
+            (folder / f"opus.en-fr-{split}.{language}").write_bytes(sentences(language, split))
+    result = step(tmp_path, given, "collect", "opus100", folder, "data/opus100/raw")
+    assert "warning: " in result.stdout and "opus.en-fr-test." in result.stdout
+    result = recipe(tmp_path, "evaluate", "opus100", "moe", DRY_RUN="1", **given)
+    assert len(commands(result, "fairseq-generate")) == 2
+    assert all(f"warning: {direction}" in result.stderr for direction in ("fr-en", "en-fr"))
+
+
+def test_missing_file_of_a_folder_is_named(tmp_path, server):
+    given = small_opus100(tmp_path, server)
+    (tmp_path / "text").mkdir()
+    result = recipe(tmp_path, "prepare", "opus100", RAW=str(tmp_path / "text"), **given)
+    sentence = refusal(result)
+    assert "opus.af-en-train.en" in sentence and "train.en-af.en" in sentence
+    assert not (tmp_path / "data/opus100/raw").exists()
+
+
+@pytest.mark.parametrize("known", [{"sha256": "0" * 64}, {"size": 7}])
+def test_download_of_wrong_content_is_refused(tmp_path, server, known):
+    given = small_opus100(tmp_path, server, **known)
+    sentence = refusal(recipe(tmp_path, "prepare", "opus100", **given))
+    assert "/opus.tar.gz has " in sentence and "as expected" in sentence
+    download = tmp_path / "data/opus100/download"
+    assert list(download.iterdir()) == []
+    (download / "opus.tar.gz").write_bytes(b"put here by hand")
+    assert "opus.tar.gz has " in refusal(recipe(tmp_path, "prepare", "opus100", **given))
+
+
+def test_download_that_only_lacked_its_name_is_not_repeated(tmp_path, server):
+    given = small_opus100(tmp_path, server)
+    download = tmp_path / "data/opus100/download"
+    download.mkdir(parents=True)
+    (download / "opus.tar.gz.part").write_bytes(server.files["opus.tar.gz"])
+    step(tmp_path, given, "fetch", "opus100", download)
+    assert server.starts == [len(server.files["opus.tar.gz"])]
+    assert (download / "opus.tar.gz").read_bytes() == server.files["opus.tar.gz"]
+
+
+def step(tmp_path: Path, given: dict, *words, check=True) -> subprocess.CompletedProcess:
+    """One of the steps that a recipe prints."""
+    environment = given | {"NO_PROXY": "127.0.0.1"}
+    return run(
+        "python", "-m", "smoe_fairseq.recipes", *words, cwd=tmp_path, check=check, **environment
+    )
+
+
+def test_tokenizer_that_cannot_be_fetched(tmp_path):
+    """sacreBLEU's model for flores200: the sentence says what to put where."""
+    given = {"SACREBLEU": str(tmp_path / "here"), "https_proxy": "http://127.0.0.1:9"}
+    result = step(tmp_path, given | {"NO_PROXY": ""}, "tokenizer", "flores200", check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    assert f"put it at {tmp_path}/here/models/flores200sacrebleuspm" in result.stdout
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

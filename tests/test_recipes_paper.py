@@ -1,0 +1,190 @@
+"""The recipes of the paper's data sets and systems, as they are printed."""
+
+import shlex
+import subprocess
+
+import pytest
+from test_recipes import ROOT, commands, recipe, refusal, value
+
+PAPER = {
+    "m4": {"--arch": "smoe_transformer_base", "--lr": "0.0008", "--sampling-temperature": "1"},
+    "m15": {"--arch": "smoe_transformer_big", "--lr": "0.0008", "--sampling-temperature": "1"},
+    "opus100": {"--arch": "smoe_transformer_big", "--lr": "0.0005", "--sampling-temperature": "5"},
+}
+TRAINING = {
+    "--adam-betas": "(0.9, 0.98)",
+    "--adam-eps": "1e-06",
+    "--lr-scheduler": "inverse_sqrt",
+    "--warmup-updates": "8000",
+    "--max-update": "100000",
+    "--weight-decay": "0.0",
+    "--label-smoothing": "0.1",
+    "--dropout": "0.3",
+    "--attention-dropout": "0.1",
+    "--clip-norm": "0.0",
+    "--max-source-positions": "512",
+    "--max-target-positions": "512",
+    "--moe-capacity-factor": "2.0",
+    "--moe-gate-loss-wt": "0.01",
+}
+# Experts of the data set are written as E.
+SYSTEMS = {
+    "dense": {"--moe-freq": "0"},
+    "moe": {"--moe-freq": "2", "--smoe-strata": "E", "--moe-top-k": "2"},
+    "switch": {"--moe-freq": "2", "--smoe-strata": "E", "--moe-top-k": "1"},
+    "moe-eom": {"--smoe-strata": "E", "--moe-top-k": "2", "--moe-eom": "0.1"},
+    "moe-cmr": {"--smoe-strata": "E", "--cmr-gate-drop": "0.1", "--cmr-gate-loss-p": "0.8"},
+    "moe-32": {"--smoe-strata": "32", "--moe-top-k": "2"},
+    "stacked-2-2-2-2": {"--smoe-strata": "2-2-2-2", "--moe-top-k": "2"},
+    "smoe-4-12": {"--smoe-strata": "4-12", "--moe-top-k": "2"},
+}
+BARE = {"moe-cmr": {"--moe-cmr"}, "stacked-2-2-2-2": {"--moe-stacked"}}
+DATASETS = {"phrasebook": 8, "multi30k": 6, "m4": 8, "m15": 30, "opus100": 188}
+
+
+def dry(tmp_path, *words, **environment) -> subprocess.CompletedProcess:
+    result = recipe(tmp_path, *words, **{"DRY_RUN": "1", "GPUS": "1"} | environment)
+    assert list(tmp_path.iterdir()) == []
+    return result
+
+
+@pytest.mark.parametrize("method", SYSTEMS)
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_every_system_on_every_data_set(tmp_path, dataset, method):
+    (words,) = commands(dry(tmp_path, "train", dataset, method), "fairseq-train")
+    experts = "16" if dataset in ("m15", "opus100") else "8"
+    expected = {flag: v.replace("E", experts) for flag, v in SYSTEMS[method].items()}
+    assert {flag: value(words, flag) for flag in expected} == expected
+    assert {"--moe-cmr", "--moe-stacked"} & set(words) == BARE.get(method, set())
+    assert len(value(words, "--lang-pairs").split(",")) == DATASETS[dataset]
+
+
+@pytest.mark.parametrize("dataset", PAPER)
+def test_hyperparameters_are_the_papers(tmp_path, dataset):
+    (words,) = commands(dry(tmp_path, "train", dataset, "smoe-4-12"), "fairseq-train")
+    expected = TRAINING | PAPER[dataset]
+    assert {flag: value(words, flag) for flag in expected} == expected
+    assert "--fp16" in words
+
+
+@pytest.mark.parametrize("dataset", PAPER)
+def test_evaluation_is_the_papers(tmp_path, dataset):
+    result = dry(tmp_path, "evaluate", dataset, "moe")
+    generated = commands(result, "fairseq-generate")
+    scored = commands(result, "sacrebleu")
+    assert len(generated) == len(scored) == DATASETS[dataset]
+    assert all((value(w, "--beam"), value(w, "--lenpen")) == ("5", "1.0") for w in generated)
+    tokenize = "flores200" if dataset == "opus100" else "13a"
+    assert all(value(words, "--tokenize") == tokenize for words in scored)
+    fetched = [w for w in commands(result, "python") if w[3] == "tokenizer"]
+    assert len(fetched) == (dataset == "opus100")
+
+
+@pytest.mark.parametrize(
+    "dataset, vocabulary, shards",
+    [("m4", "32000", 1), ("m15", "32000", 4), ("opus100", "64000", 8)],
+)
+def test_preparation(tmp_path, dataset, vocabulary, shards):
+    result = dry(tmp_path, "prepare", dataset)
+    steps = {words[3]: words for words in commands(result, "python")}
+    assert list(steps) == ["fetch", "unpack", "collect", "learn", "encode"]
+    assert value(steps["learn"], "--vocab-size") == vocabulary
+    assert value(steps["encode"], "--shards") == str(shards)
+    binarised = commands(result, "fairseq-preprocess")
+    assert len(binarised) == shards * DATASETS[dataset] / 2
+    assert sum("--testpref" in words for words in binarised) == DATASETS[dataset] / 2
+    (words,) = commands(dry(tmp_path, "train", dataset, "moe"), "fairseq-train")
+    folders = sorted({value(w, "--destdir").replace("bin.partial", "bin") for w in binarised})
+    assert words[1].split(":") == folders
+
+
+def batch(words: list[str], processes: int) -> int:
+    """Tokens of an update."""
+    return processes * int(value(words, "--max-tokens")) * int(value(words, "--update-freq"))
+
+
+def trained(result: subprocess.CompletedProcess) -> list[str]:
+    """The training command, whatever starts it."""
+    assert result.returncode == 0, result.stderr
+    (line,) = [x for x in result.stdout.splitlines() if " --save-dir " in x]
+    return shlex.split(line)
+
+
+@pytest.mark.parametrize("nodes, gpus", [(1, 1), (1, 3), (1, 8), (2, 8)])
+@pytest.mark.parametrize("dataset, tokens", [("m4", 13_000), ("m15", 13_000), ("opus100", 65_000)])
+def test_tokens_per_update_do_not_depend_on_gpus(tmp_path, dataset, tokens, nodes, gpus):
+    result = dry(tmp_path, "train", dataset, "moe", GPUS=str(gpus), NODES=str(nodes))
+    assert batch(trained(result), nodes * gpus) == pytest.approx(tokens, rel=0.02)
+    assert "warning" not in result.stderr
+    assert f"paper ({tokens:,})" in result.stdout
+
+
+def test_batch_of_the_released_scripts_and_any_other(tmp_path):
+    given = {"GPUS": "8", "NODES": "4", "BATCH": "release"}
+    words = trained(dry(tmp_path, "train", "m15", "moe", **given))
+    assert (value(words, "--max-tokens"), value(words, "--update-freq")) == ("4096", "1")
+    words = trained(dry(tmp_path, "train", "m15", "moe", BATCH="100000", GPUS="2"))
+    assert batch(words, 2) == pytest.approx(100_000, rel=0.02)
+
+
+def test_max_tokens_and_update_freq_that_are_given_are_kept(tmp_path):
+    words = trained(dry(tmp_path, "train", "m4", "moe", "--max-tokens", "1000", GPUS="2"))
+    assert (value(words, "--max-tokens"), value(words, "--update-freq")) == ("1000", "6")
+    words = trained(dry(tmp_path, "train", "m4", "moe", "--update-freq=13"))
+    assert value(words, "--max-tokens") == "1000" and words[-1] == "--update-freq=13"
+
+
+def test_too_many_gpus_for_the_batch_are_reported(tmp_path):
+    result = dry(tmp_path, "train", "m4", "moe", NODES="4", GPUS="8")
+    assert value(trained(result), "--max-tokens") == "512"  # The longest sentence has to fit in.
+    (warning,) = [x for x in result.stderr.splitlines() if x.startswith("warning: ")]
+    assert "16,384 tokens per update" in warning and "13,000" in warning
+
+
+@pytest.mark.parametrize(
+    "variable, given",
+    [("BATCH", "big"), ("BATCH", "0"), ("GPUS", "two"), ("NODES", "0"), ("LAUNCHER", "mpi")],
+)
+def test_unknown_hardware_and_batch(tmp_path, variable, given):
+    sentence = refusal(dry(tmp_path, "train", "opus100", "moe", **{variable: given}))
+    assert f"{variable}={given}" in sentence
+    if variable == "BATCH":
+        assert "paper (65,000)" in sentence and "release" not in sentence
+
+
+def test_launchers(tmp_path):
+    def start(**given):
+        words = trained(dry(tmp_path, "train", "m4", "moe", **given))
+        return words[: words.index("fairseq-train")], words
+
+    assert start(GPUS="1")[0] == []
+    before, words = start(GPUS="4")
+    assert before == ["torchrun", "--standalone", "--nproc-per-node", "4", "--no-python"]
+    assert value(words, "--ddp-backend") == "legacy_ddp"
+    given = {"MASTER_ADDR": "node7", "MASTER_PORT": "20001", "SLURM_JOB_ID": "42"}
+    before, _ = start(LAUNCHER="slurm", NODES="2", GPUS="8", **given)
+    assert before[:6] == ["srun", "--nodes", "2", "--ntasks-per-node", "1", "torchrun"]
+    assert value(before, "--rdzv-endpoint") == "node7:20001"
+    assert value(before, "--rdzv-id") == "42"
+    sentence = refusal(dry(tmp_path, "train", "m4", "moe", LAUNCHER="plain", GPUS="2"))
+    assert "torchrun or slurm" in sentence
+
+
+def test_without_gpu_no_fp16(tmp_path):
+    (words,) = commands(dry(tmp_path, "train", "m4", "moe", GPUS="0"), "fairseq-train")
+    assert "--fp16" not in words and "--cpu" in words
+
+
+def test_unknown_system_lists_the_known(tmp_path):
+    sentence = refusal(dry(tmp_path, "train", "m15", "moe-33"))
+    known = "dense, moe, moe-32, moe-cmr, moe-eom, smoe-A-B-..., stacked-A-B-..., switch"
+    assert known in sentence
+
+
+def test_dry_run_of_slurm(tmp_path):
+    result = dry(tmp_path, "slurm", "m15", "smoe-4-12", NODES="2", GPUS="8", LAUNCHER="")
+    lines = result.stdout.splitlines()
+    submitted = shlex.split(lines[0])
+    assert submitted[:3] == ["sbatch", "--nodes=2", "--gpus-per-node=8"]
+    assert submitted[3:] == [str(ROOT / "scripts/slurm.sh"), "m15", "smoe-4-12"]
+    assert lines[-1].startswith("srun --nodes 2 ")

@@ -1,0 +1,70 @@
+"""``scripts/slurm.sh`` with stand-ins for SLURM's commands, which no machine here has."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_recipes import ROOT
+
+STAND_INS = {
+    "sbatch": 'echo "$@" > submitted; echo "$NODES $GPUS $LAUNCHER $SMOE_SCRIPTS" > exported',
+    "scontrol": 'if [[ $1 == show ]]; then printf "node1\\nnode2\\n"; else echo "$@" >> requeued; fi',
+    "srun": 'echo "$@" > started; sleep "${TRAINING_SECONDS:-0}"; touch ended; exit 3',
+}
+
+
+@pytest.fixture
+def cluster(tmp_path) -> dict[str, str]:
+    """The environment of a login node."""
+    (tmp_path / "bin").mkdir()
+    for name, body in STAND_INS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "data/m15/bin").mkdir(parents=True)
+    path = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    return os.environ | {"PATH": os.pathsep.join(path)}
+
+
+def script(tmp_path: Path, environment: dict[str, str], *words: str) -> subprocess.Popen:
+    command = [ROOT / "scripts/slurm.sh", "m15", "smoe-4-12", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_submission(tmp_path, cluster):
+    assert script(tmp_path, cluster | {"NODES": "2"}, "--lr", "1").wait() == 0
+    expected = f"--nodes=2 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m15 smoe-4-12 --lr 1\n"
+    assert (tmp_path / "submitted").read_text() == expected
+    assert (tmp_path / "exported").read_text() == f"2 8 slurm {ROOT}/scripts\n"
+
+
+def test_what_is_wrong_is_said_before_submission(tmp_path, cluster):
+    process = script(tmp_path, cluster | {"BATCH": "huge"})
+    assert "error: BATCH=huge" in process.communicate()[0]
+    assert process.returncode == 1 and not (tmp_path / "submitted").exists()
+
+
+def test_job_requeues_itself_and_outlives_the_signals(tmp_path, cluster):
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(ROOT)}
+    process = script(tmp_path, cluster | job | {"NODES": "2", "TRAINING_SECONDS": "2"})
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "started").exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.3)
+    assert not (tmp_path / "ended").exists()
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 3, output  # Training's own status.
+    assert (tmp_path / "ended").exists()
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    started = (tmp_path / "started").read_text()
+    assert "--rdzv-endpoint node1:20007" in started
+    assert "--nproc-per-node 8 --no-python fairseq-train data/m15/bin" in started

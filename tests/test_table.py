@@ -1,0 +1,231 @@
+"""``smoe table``: the paper's layout from saved scores, beside numbers worked out by hand."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+import sacrebleu
+from commands import run
+
+ROOT = Path(__file__).parents[1]
+SIGNATURE = "nrefs:1|tok:13a"
+M15 = "nso run ssw ind msa isl nob fao slv tgl cat glg fur ltz lim".split()
+M15_CLASSES = {
+    "high": "ind msa isl slv tgl".split(),
+    "low": "nso run nob cat glg".split(),
+    "very-low": "ssw fao fur ltz lim".split(),
+}
+
+
+def table(folder: Path, *words: str, check: bool = True):
+    return run(
+        *("smoe", "table", *words),
+        check=check,
+        cwd=folder,
+        CONFIG_DIR=str(ROOT / "configs"),
+        DATA_DIR=str(folder / "data"),
+        RUN_DIR=str(folder / "runs"),
+    )
+
+
+def refusal(folder: Path, *words: str) -> str:
+    result = table(folder, *words, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    (sentence,) = [line for line in result.stdout.splitlines() if line.startswith("error: ")]
+    return sentence
+
+
+def write_scores(folder: Path, scores: dict[str, float], signature=SIGNATURE, **signatures):
+    folder.mkdir(parents=True)
+    cells = {
+        d: {"bleu": bleu, "signature": signatures.get(d.replace("-", "_"), signature)}
+        | {"sentences": 3}
+        for d, bleu in scores.items()
+    }
+    (folder / "scores.json").write_text(json.dumps({"scores": cells}))
+
+
+def cells(folder: Path, dataset: str) -> dict[tuple[str, str], dict[str, str]]:
+    """Rows by method and source, as CSV has them."""
+    text = table(folder, dataset, "--format", "csv").stdout.split("\n\n")[0]
+    lines = [line for line in text.splitlines() if line.count(",") > 5]
+    return {(r["method"], r.get("source", "")): r for r in csv.DictReader(lines)}
+
+
+FULL = {"de-en": 30.0, "fr-en": 40.1, "cs-en": 20.25, "en-de": 10.0, "en-fr": 50.0, "en-cs": 0.0}
+
+
+def test_directions_average_and_missing_cells(tmp_path):
+    runs = tmp_path / "runs/multi30k"
+    write_scores(runs / "dense", FULL)
+    write_scores(runs / "smoe-4-4", {d: bleu for d, bleu in FULL.items() if d != "fr-en"})
+    (runs / "untested").mkdir()
+    assert table(tmp_path, "multi30k").stdout == (
+        "| method | parameters (M) | FLOPs/token (M) | de-en | fr-en | cs-en | en-de | en-fr | en-cs"
+        " | average |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        "| dense | 1.2 | 4.1 | 30.00 | 40.10 | 20.25 | 10.00 | 50.00 | 0.00 | 25.06 |\n"
+        "| smoe-4-4 | 2.1 | 4.7 | 30.00 | - | 20.25 | 10.00 | 50.00 | 0.00 | - |\n"
+        "| untested | - | - | - | - | - | - | - | - | - |\n"
+        "\n"
+        f"dense: sacreBLEU {SIGNATURE}\n"
+        f"smoe-4-4: sacreBLEU {SIGNATURE}\n"
+        "smoe-4-4: 5 of 6 directions are scored, averages over missing ones are left out\n"
+        "untested: 0 of 6 directions are scored, averages over missing ones are left out\n"
+    )
+
+
+def test_scores_of_different_signatures_are_not_averaged(tmp_path):
+    write_scores(tmp_path / "runs/multi30k/moe", FULL, en_cs="nrefs:1|tok:flores200")
+    lines = table(tmp_path, "multi30k").stdout.splitlines()
+    assert lines[2].endswith("| 0.00 | - |")
+    assert lines[-3:] == [
+        "moe: sacreBLEU nrefs:1|tok:13a",
+        "moe: sacreBLEU nrefs:1|tok:flores200",
+        "moe: scores of different sacreBLEU signatures are not averaged",
+    ]
+
+
+def test_damaged_scores_are_named(tmp_path):
+    folder = tmp_path / "runs/multi30k/moe"
+    write_scores(folder, FULL)
+    text = (folder / "scores.json").read_text()
+    (folder / "scores.json").write_text(text[: len(text) // 2])
+    assert "moe/scores.json" in refusal(tmp_path, "multi30k")
+
+
+def test_m4_beside_the_paper(tmp_path):
+    directions = "nso-eng msa-eng tgl-eng cat-eng eng-nso eng-msa eng-tgl eng-cat".split()
+    runs = tmp_path / "runs/m4"
+    write_scores(runs / "smoe-4-4", {d: 30.0 + i for i, d in enumerate(directions)})
+    write_scores(runs / "moe", dict.fromkeys(directions, 40.0))
+    found = cells(tmp_path, "m4")
+    assert list(found) == [
+        (method, source)
+        for method in ("moe", "smoe-4-4")  # the paper's order
+        for source in ("ours", "paper", "difference")
+    ]
+    ours, paper, less = (found["smoe-4-4", source] for source in ("ours", "paper", "difference"))
+    assert list(ours)[4:] == [*directions, "average"]
+    assert (ours["msa-eng"], paper["msa-eng"], less["msa-eng"]) == ("31.00", "41.05", "-10.05")
+    assert (ours["average"], paper["average"], less["average"]) == ("33.50", "40.40", "-6.90")
+    assert (ours["parameters (M)"], paper["parameters (M)"]) == ("148.8", "148")
+    assert paper["FLOPs/token (M)"] == "217" and ours["FLOPs/token (M)"].startswith("213")
+
+
+def test_m15_averages_by_class(tmp_path):
+    scores = {f"eng-{x}": 10.0 + i for i, x in enumerate(M15)}
+    scores |= {f"{x}-eng": 30.0 + 2 * i for i, x in enumerate(M15)}
+    write_scores(tmp_path / "runs/m15/smoe-4-12", scores)
+    write_scores(
+        tmp_path / "runs/m15/moe", {d: bleu for d, bleu in scores.items() if d != "eng-fao"}
+    )
+    found = cells(tmp_path, "m15")
+    ours, partial = found["smoe-4-12", "ours"], found["moe", "ours"]
+    assert ours["eng-xxx all"] == "17.00" and ours["xxx-eng all"] == "44.00"
+    assert ours["average"] == "30.50"
+    for name, languages in M15_CLASSES.items():
+        mean = sum(M15.index(x) for x in languages) / 5
+        assert ours[f"eng-xxx {name}"] == f"{10 + mean:.2f}"
+        assert ours[f"xxx-eng {name}"] == f"{30 + 2 * mean:.2f}"
+    missing = {column for column, value in partial.items() if value == "-"}
+    assert missing == {"eng-xxx all", "eng-xxx very-low", "average"}
+    assert found["moe", "paper"]["eng-xxx all"] == "32.01"
+    assert found["moe", "difference"]["eng-xxx all"] == "-"
+
+
+def opus_languages() -> list[str]:
+    from smoe_fairseq.recipes.config import load_dataset
+
+    return list(load_dataset("opus100").languages[1:])
+
+
+def test_opus100_averages_by_counted_sizes(tmp_path, monkeypatch):
+    monkeypatch.setenv("CONFIG_DIR", str(ROOT / "configs"))
+    languages = opus_languages()
+    scores = {f"{x}-en": float(i) for i, x in enumerate(languages)}
+    scores |= {f"en-{x}": float(2 * i) for i, x in enumerate(languages)}
+    write_scores(tmp_path / "runs/opus100/dense", scores)
+    unknown = cells(tmp_path, "opus100")["dense", "ours"]
+    assert unknown["eng-xxx high"] == "-" and unknown["eng-xxx all"] == "93.00"
+    assert "sizes.json is missing" in table(tmp_path, "opus100").stdout
+
+    sizes = {x: (1_000_000, 900_000, 100_000, 99_999)[i % 4] for i, x in enumerate(languages)}
+    path = tmp_path / "data/opus100/sizes.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(sizes))
+    ours = cells(tmp_path, "opus100")["dense", "ours"]
+    numbers = {
+        "high": [i for i in range(94) if i % 4 == 0],
+        "medium": [i for i in range(94) if i % 4 in (1, 2)],
+        "low": [i for i in range(94) if i % 4 == 3],
+    }
+    for name, chosen in numbers.items():
+        mean = sum(chosen) / len(chosen)
+        assert ours[f"eng-xxx {name}"] == f"{2 * mean:.2f}"
+        assert ours[f"xxx-eng {name}"] == f"{mean:.2f}"
+    path.write_text(json.dumps({x: n for x, n in sizes.items() if x != "af"}))
+    assert "has no size for af" in refusal(tmp_path, "opus100")
+
+
+def test_latex_is_one_tabular_of_even_rows(tmp_path):
+    write_scores(tmp_path / "runs/multi30k/a_b", FULL)
+    lines = table(tmp_path, "multi30k", "--format", "latex").stdout.splitlines()
+    begin, end = lines.index(r"\begin{tabular}{lrrrrrrrrr}"), lines.index(r"\end{tabular}")
+    rows = [line for line in lines[begin + 1 : end] if line != r"\hline"]
+    assert all(row.endswith(r" \\") and row.count(" & ") == 9 for row in rows)
+    assert rows[1].startswith(r"a\_b & -- & -- & 30.00 &")
+    assert all(line.startswith("% ") for line in lines[:begin])
+
+
+def write_translations(folder: Path, method: str, lines: list[str], references: list[str]):
+    score = sacrebleu.BLEU()
+    run_folder = folder / "runs/multi30k" / method
+    bleu = score.corpus_score(lines, [references]).score
+    write_scores(run_folder, {"en-de": bleu})
+    (run_folder / "test").mkdir()
+    (run_folder / "test/en-de.txt").write_text("".join(f"{line}\n" for line in lines))
+    raw = folder / "data/multi30k/raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    (raw / "test.en-de.de").write_text("".join(f"{line}\n" for line in references))
+    return bleu
+
+
+@pytest.fixture
+def two_systems(tmp_path):
+    words = "ein Mann und eine Frau gehen mit dem Hund durch den Park nach Hause".split()
+    references = [" ".join(words[i % 7 :] + words[: i % 5]) + "\u2028." for i in range(60)]
+    worse = [" ".join(line.split()[: 5 if i % 2 else 40]) for i, line in enumerate(references)]
+    a = write_translations(tmp_path, "dense", worse, references)
+    b = write_translations(tmp_path, "moe", references, references)
+    return tmp_path, a, b
+
+
+def test_paired_bootstrap(two_systems):
+    folder, a, b = two_systems
+    lines = table(folder, "multi30k", "--compare", "dense", "moe", "--format", "csv").stdout
+    rows = {r["direction"]: r for r in csv.DictReader(io.StringIO(lines))}
+    assert rows["en-de"]["dense"] == f"{a:.2f}" and rows["en-de"]["moe"] == f"{b:.2f}"
+    assert rows["en-de"]["difference"] == f"{b - a:+.2f}"
+    assert float(rows["en-de"]["p"]) < 0.01
+    assert rows["en-fr"]["p"] == rows["en-fr"]["dense"] == "-"
+    again = table(folder, "multi30k", "--compare", "dense", "moe", "--format", "csv").stdout
+    assert again == lines
+
+
+def test_comparing_what_cannot_be_compared(two_systems):
+    folder = two_systems[0]
+    assert "two different" in refusal(folder, "multi30k", "--compare", "moe", "moe")
+    assert "scripts/evaluate.sh multi30k switch" in refusal(
+        folder, "multi30k", "--compare", "moe", "switch"
+    )
+    scores = folder / "runs/multi30k/moe/scores.json"
+    same = scores.read_text()
+    scores.write_text(same.replace("13a", "flores200"))
+    assert "scored differently on en-de" in refusal(folder, "multi30k", "--compare", "dense", "moe")
+    scores.write_text(same)
+    hypotheses = folder / "runs/multi30k/moe/test/en-de.txt"
+    hypotheses.write_text("one line\n")
+    assert "has 1 lines" in refusal(folder, "multi30k", "--compare", "dense", "moe")
