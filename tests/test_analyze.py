@@ -2,45 +2,30 @@
 
 import csv
 import json
-import random
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from commands import run
+from handmade import (
+    DIRECTIONS,
+    LANGUAGES,
+    LENGTHS,
+    MULTILINGUAL,
+    ROUTES,
+    SPECIAL,
+    class_of,
+    fix_gates,
+    symbols,
+    text,
+    train,
+    training,
+    words_of,
+)
 from test_compat import run_without
 
 from smoe_fairseq.analysis import training_log
 from smoe_fairseq.cli import main
-
-PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
-LANGUAGES = ("aa", "bb", "cc")
-DIRECTIONS = ["bb-aa", "cc-aa", "aa-bb", "aa-cc"]
-LENGTHS = [1, 40, 2, 2, 25, 3, 1, 12]
-# What each class of token types chooses in the strata where it stops (2-2-2-2, experts 0 to 7), and
-# so where it goes. The classes are text words of three kinds; special tokens are of a fourth.
-ROUTES = {
-    0: {0: 7},  # past strata 1 to 3, out of the block: requested capacity 1
-    1: {0: 1, 1: 4, 3: 6},  # past stratum 2: 3
-    2: {0: 0, 1: 3, 2: 5, 3: 7},  # everywhere: 4
-    3: {0: 2, 2: 6},  # past stratum 1, then out: 2
-}
-SPECIAL = 3
-
-
-def words_of(language):
-    return [f"{language}{i}" for i in range(6)]
-
-
-def class_of(word):
-    """0, 1 or 2 of a word such as ``aa4``."""
-    return int(word[2:]) % 3
-
-
-def text(language, seed, lengths):
-    generator = random.Random(f"{language}{seed}")
-    return [generator.choices(words_of(language), k=k) for k in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -72,67 +57,12 @@ def data(tmp_path_factory) -> Path:
     return binary
 
 
-def training(data, save_dir, *flags):
-    return [
-        *("fairseq-train", data, "--user-dir", PLUGIN, "--cpu", "--num-workers", 0),
-        *("--arch", "smoe_transformer_tiny", "--encoder-embed-dim", 16),
-        *("--encoder-layers", 4, "--decoder-layers", 4),
-        *("--encoder-ffn-embed-dim", 16, "--smoe-strata", "2-2-2-2", "--max-tokens", 400),
-        *("--criterion", "smoe_label_smoothed_cross_entropy", "--optimizer", "adam", "--lr", 0.01),
-        *("--log-format", "json", "--log-interval", 1, "--no-epoch-checkpoints"),
-        *("--max-update", 2, "--save-dir", save_dir, "--log-file", save_dir / "train.log", *flags),
-    ]
-
-
-def train(data, save_dir, *flags):
-    return run(*training(data, save_dir, *flags))
-
-
-MULTILINGUAL = [
-    *("--task", "translation_multi_simple_epoch", "--encoder-langtok", "tgt"),
-    *("--langs", ",".join(LANGUAGES), "--lang-pairs", ",".join(DIRECTIONS)),
-]
-
-
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory) -> Path:
     """A checkpoint of all directions after two updates, with its log and TensorBoard's events."""
     folder = tmp_path_factory.mktemp("multilingual")
     train(data, folder, *MULTILINGUAL, "--tensorboard-logdir", folder / "events")
     return folder / "checkpoint_last.pt"
-
-
-def fix_gates(checkpoint: Path, symbols: list[str]) -> Path:
-    """The same checkpoint with the routes of ``ROUTES``.
-
-    An embedding says its type's class, attention and feed-forward networks add nothing to it, and a
-    gate reads the class.
-    """
-    state = torch.load(checkpoint, weights_only=True)
-    weights = state["model"]
-    for name, weight in weights.items():
-        if name.endswith("embed_tokens.weight"):
-            weight.zero_()
-            for i, symbol in enumerate(symbols):
-                weight[i, SPECIAL if symbol is None else class_of(symbol)] = 1000
-        elif (
-            "out_proj" in name or ".fc2." in name or ".experts.w2" in name or ".experts.b2" in name
-        ):
-            weight.zero_()
-        elif ".gates." in name:
-            stratum = int(name.split(".gates.")[1].split(".")[0])
-            weight.zero_()
-            for kind, route in ROUTES.items():
-                if stratum in route:
-                    weight[route[stratum] - 2 * stratum, kind] = 1
-    path = checkpoint.with_name("by_hand.pt")
-    torch.save(state, path)
-    return path
-
-
-def symbols(language_tokens):
-    text = [word for language in LANGUAGES for word in words_of(language)]
-    return [None] * 4 + text + [None] * language_tokens
 
 
 @pytest.fixture(scope="module")
