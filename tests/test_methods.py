@@ -1,0 +1,35 @@
+"""Every method of the paper trains on the built-in corpus, by its one word on the command line."""
+
+import re
+
+import pytest
+from test_recipes import recipe
+
+METHODS = [
+    *("dense", "moe", "switch", "moe-eom", "moe-cmr", "moe-32"),
+    *("stacked-4-4", "stacked-2-2-2-2", "smoe-4-4", "smoe-2-2-2-2", "smoe-1-3-4"),
+]
+SMALL = [
+    *("--encoder-embed-dim", "64", "--encoder-ffn-embed-dim", "64", "--max-tokens", "1000"),
+    *("--max-update", "40", "--log-interval", "10", "--warmup-updates", "10"),
+    *("--no-save", "--disable-validation", "--max-epoch", "1"),
+]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("phrasebook")
+    process = recipe(folder, "prepare", "phrasebook")
+    assert process.returncode == 0, process.stderr
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trains_and_its_loss_falls(prepared, method):
+    process = recipe(prepared, "train", "phrasebook", method, *SMALL, OMP_NUM_THREADS="1")
+    output = process.stdout + process.stderr
+    assert process.returncode == 0, output[-2000:]
+    losses = [float(loss) for loss in re.findall(r"train_inner .*?, nll_loss=([\d.]+)", output)]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 1
+    assert ("requested_capacity=" in output) == (method != "dense")
+    assert ("cmr_gate_loss=" in output) == (method == "moe-cmr")
