@@ -16,16 +16,16 @@ class Strata:
     stacked: bool = False
 
     @classmethod
-    def parse(cls, text: str, stacked: bool = False, name: str = "--smoe-strata") -> "Strata":
+    def parse(cls, text: str, stacked: bool = False) -> "Strata":
         """Read the paper's notation.
 
         Raises:
-            ValueError: a stratum is empty, not a number, zero or negative; the sentence starts with ``name``.
+            ValueError: a stratum is empty, not a number, zero or negative; the sentence names the flag.
         """
         sizes = str(text).split("-")
         if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
             raise ValueError(
-                f"{name} {text!r}: expected positive numbers of experts joined by '-', "
+                f"--smoe-strata {text!r}: expected positive numbers of experts joined by '-', "
                 "such as 16, 4-12 or 2-2-2-2"
             )
         return cls(tuple(map(int, sizes)), stacked)
