@@ -21,8 +21,9 @@ def show(dataset: Dataset, method: str) -> None:
         for name, sentence in _sample(dataset, method, direction, 7 * i).items():
             print(f"    {name:12}{sentence}")
     print("\nRequested capacity, mean over the validation set's tokens:")
+    checkpoint = folder / f"checkpoint_{dataset.checkpoint}.pt"
     with quietly():
-        model, task = load(folder / f"checkpoint_{dataset.checkpoint}.pt", folders.binary)
+        model, task = load(checkpoint, folders.binary)
         requested = requested_capacity(model, task)
     blocks = moe_blocks(model)
     for layer, capacity in requested.items():
@@ -30,16 +31,9 @@ def show(dataset: Dataset, method: str) -> None:
     print(f"\nsacreBLEU of the test set:\n\n{markdown(table.collect(dataset))}")
     if blocks:
         print("\nWhere the capacity goes, by language, token and depth:", flush=True)
-        _report(dataset, method)
-
-
-def _report(dataset: Dataset, method: str) -> None:
-    folders = Folders(dataset.name)
-    folder = folders.run(method)
-    checkpoint = folder / f"checkpoint_{dataset.checkpoint}.pt"
-    report = folder / "report"
-    analyze = ("smoe", "analyze", folders.binary, "--path", checkpoint, "--output", report)
-    run([command("rm", "-rf", report), command(*analyze)])
+        report = folder / "report"
+        analyze = ("smoe", "analyze", folders.binary, "--path", checkpoint, "--output", report)
+        run([command("rm", "-rf", report), command(*analyze)])
 
 
 def _sample(dataset: Dataset, method: str, direction: str, line: int) -> dict[str, str]:
