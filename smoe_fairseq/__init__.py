@@ -16,6 +16,9 @@ install()
 def _register(fairseq) -> None:
     import smoe_fairseq.criterions
     import smoe_fairseq.models  # noqa: F401
+    from smoe_fairseq import distributed
+
+    distributed.install()
 
 
 when_imported("fairseq", _register)

@@ -100,6 +100,9 @@ class SMoETransformerConfig(FairseqDataclass):
     cmr_gate_drop: float = option(
         0.0, "CMR: probability in training that a token has the shared FFN only"
     )
+    expert_parallel: bool = option(
+        False, "spread the experts of every MoE layer over the processes (with legacy_ddp)"
+    )
 
     @classmethod
     def add_args(cls, parser) -> None:
@@ -148,6 +151,7 @@ class SMoETransformerConfig(FairseqDataclass):
             "gating_dropout": self.moe_gating_dropout,
             "cmr": self.moe_cmr,
             "cmr_gate_drop": self.cmr_gate_drop,
+            "expert_parallel": self.expert_parallel,
         }
 
 

@@ -14,10 +14,12 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from smoe_fairseq.distributed.options import check_model
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.check import check_checkpoint, check_config
 from smoe_fairseq.models.config import FIELDS, SMoETransformerConfig
 from smoe_fairseq.modules import RoutingStats
+from smoe_fairseq.modules.blocks import placement_of
 from smoe_fairseq.modules.transformer_layer import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
@@ -47,7 +49,10 @@ class SMoETransformerModel(TransformerModelBase):
         transformer.moe_options = config.moe_options()
         transformer.encoder.moe_freq = config.moe_freq_of("encoder")
         transformer.decoder.moe_freq = config.moe_freq_of("decoder")
-        return super().build_model(transformer, task)
+        model = super().build_model(transformer, task)
+        if placement_of(model) is not None:
+            check_model(config, task)
+        return model
 
     @classmethod
     def build_encoder(cls, cfg, src_dict, embed_tokens):
@@ -64,9 +69,21 @@ class SMoETransformerModel(TransformerModelBase):
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         """As fairseq does; one sentence where the checkpoint is of another architecture."""
         self.upgrade_state_dict(state_dict)
+        self._take_own_experts(state_dict)
         if strict:
             check_checkpoint(self, state_dict)
         return super().load_state_dict(state_dict, strict, model_cfg, args)
+
+    def _take_own_experts(self, state_dict):
+        """Of a checkpoint with all experts (``--finetune-from-model``), a process takes its own."""
+        place = placement_of(self)
+        if place is None:
+            return
+        for name, parameter in self.named_parameters():
+            loaded = state_dict.get(name)
+            if hasattr(parameter, "expert") and loaded is not None:
+                if len(loaded) == place.num_experts != len(parameter):
+                    state_dict[name] = loaded[place.local.start : place.local.stop]
 
 
 class _Layers:

@@ -4,6 +4,7 @@ import re
 
 from torch import nn
 
+from smoe_fairseq.modules.placement import Placement
 from smoe_fairseq.modules.smoe import StratifiedMoE
 
 
@@ -15,3 +16,11 @@ def moe_blocks(model: nn.Module) -> dict[str, StratifiedMoE]:
             side, layer = re.search(r"(encoder|decoder)\.layers\.(\d+)", name).groups()
             blocks[f"{side}.layer.{layer}"] = module
     return blocks
+
+
+def placement_of(model: nn.Module) -> Placement | None:
+    """How the model's experts are spread over processes; None where each process has all of them."""
+    for module in model.modules():
+        if isinstance(module, StratifiedMoE) and module.experts.placement.is_sharded:
+            return module.experts.placement
+    return None

@@ -6,7 +6,10 @@ Shapes: T tokens, K choices per token, N = copies on their way to an expert, D e
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from smoe_fairseq.modules.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,7 @@ class DispatchPlan:
 
     copy_N: Tensor  # row n holds copy t * K + k
     token_N: Tensor  # of token t
+    exchange: "Exchange | None" = None  # where experts are spread over processes
 
 
 class LocalDispatcher:
@@ -37,13 +41,17 @@ class LocalDispatcher:
             ``static_shapes`` N is T * K: rows past the last end belong to no expert, and nothing
             waits for the device. Otherwise N counts just the dispatched copies.
         """
-        sorted_N, copy_N = expert_TK.flatten().sort(stable=True)
-        experts_E = torch.arange(self.num_experts, device=x_TD.device)
-        ends_E = torch.searchsorted(sorted_N, experts_E, right=True)
+        copy_N, ends_E = self.sort(expert_TK)
         if not static_shapes:
             copy_N = copy_N[: int(ends_E[-1])]
         token_N = copy_N // expert_TK.shape[1]
         return x_TD.index_select(0, token_N), ends_E, DispatchPlan(copy_N, token_N)
+
+    def sort(self, expert_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """All T * K copies by expert, and where each expert's end ``(E,)``."""
+        sorted_N, copy_N = expert_TK.flatten().sort(stable=True)
+        experts_E = torch.arange(self.num_experts, device=expert_TK.device)
+        return copy_N, torch.searchsorted(sorted_N, experts_E, right=True)
 
     def combine(self, y_ND: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor:
         """Weighted sum of each token's expert outputs ``(T, D)``; 0 for a token without any."""
@@ -51,3 +59,71 @@ class LocalDispatcher:
         y_TD = y_ND.new_zeros(weight_TK.shape[0], y_ND.shape[1])
         # At most two terms fall on a row, so the order of atomic additions cannot change the sum.
         return y_TD.index_add(0, plan.token_N, y_ND * weight_N1.to(y_ND.dtype))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange of rows between processes: how many go where, and how they lie on arrival."""
+
+    sent: list[int]  # rows to each process
+    received: list[int]  # rows from each process
+    by_expert_N: Tensor  # the rows received, from their order by sender to that by expert
+
+    def to_experts(self, x_ND: Tensor) -> Tensor:
+        return all_to_all(x_ND, self.sent, self.received).index_select(0, self.by_expert_N)
+
+    def back(self, y_ND: Tensor) -> Tensor:
+        by_sender_ND = torch.empty_like(y_ND).index_copy(0, self.by_expert_N, y_ND)
+        return all_to_all(by_sender_ND, self.received, self.sent)
+
+
+class ShardedDispatcher(LocalDispatcher):
+    """The experts are spread over processes: copies travel to theirs by all-to-all, outputs back.
+
+    Every pass makes the same three collective calls on every process, with tokens or without: one
+    exchange of counts and two of rows; nothing is padded. How many rows go where has to be known on the
+    host, so each pass waits for the device once.
+    """
+
+    def __init__(self, placement: Placement):
+        super().__init__(placement.num_experts)
+        self.placement = placement
+
+    def dispatch(
+        self, x_TD: Tensor, expert_TK: Tensor, static_shapes: bool = False
+    ) -> tuple[Tensor, Tensor, DispatchPlan]:
+        """As `LocalDispatcher.dispatch`, but the copies and ends are those of this process's experts."""
+        copy_N, ends_E = self.sort(expert_TK)
+        exchange, ends_E = self._plan_exchange(ends_E)
+        copy_N = copy_N[: sum(exchange.sent)]
+        token_N = copy_N // expert_TK.shape[1]
+        x_ND = exchange.to_experts(x_TD.index_select(0, token_N))
+        return x_ND, ends_E, DispatchPlan(copy_N, token_N, exchange)
+
+    def combine(self, y_ND: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor:
+        return super().combine(plan.exchange.back(y_ND), weight_TK, plan)
+
+    def _plan_exchange(self, ends_E: Tensor) -> tuple[Exchange, Tensor]:
+        """The exchange, and where the rows of each of this process's experts end after it."""
+        place = self.placement
+        group = slice(place.group_ranks.start, place.group_ranks.stop)
+        counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
+        # A row per process; those of other replicas get nothing.
+        to_send_PE = counts_E.new_zeros(place.world_size, place.num_local)
+        to_send_PE[group] = counts_E.view(place.group_size, place.num_local)
+        received_PE = torch.empty_like(to_send_PE)
+        dist.all_to_all_single(received_PE, to_send_PE)
+
+        sent, received = torch.stack([to_send_PE.sum(1), received_PE.sum(1)]).tolist()
+        # The rows arrive by sender and, of each, by expert.
+        expert_E = torch.arange(place.num_local, device=ends_E.device).repeat(place.world_size)
+        expert_N = expert_E.repeat_interleave(received_PE.flatten(), output_size=sum(received))
+        by_expert_N = expert_N.argsort(stable=True)
+        return Exchange(sent, received, by_expert_N), received_PE.sum(0).cumsum(0)
+
+
+def all_to_all(x_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    """fairseq's all-to-all, with gradient: ``sent`` and ``received`` rows to and from each process."""
+    from fairseq.modules.base_layer import All2All  # here, so that the modules import without fairseq
+
+    return All2All.apply(x_ND.contiguous(), sent, received)

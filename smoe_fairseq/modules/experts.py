@@ -9,13 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smoe_fairseq.modules.placement import Placement
+
 
 class Experts(nn.Module):
-    """``FFN_e(x) = w2_e activation(w1_e x + b1_e) + b2_e`` for E experts, initialised as ``nn.Linear``."""
+    """``FFN_e(x) = w2_e activation(w1_e x + b1_e) + b2_e`` for E experts, initialised as ``nn.Linear``.
+
+    Where they are spread over processes, E here are those of this one.
+    """
 
     def __init__(
         self,
-        num_experts: int,
+        placement: Placement,
         embed_dim: int,
         ffn_embed_dim: int,
         activation_fn: str = "relu",
@@ -26,6 +31,8 @@ class Experts(nn.Module):
         )  # here, so that the modules import without fairseq
 
         super().__init__()
+        self.placement = placement
+        num_experts = placement.num_local
         self.w1 = nn.Parameter(torch.empty(num_experts, ffn_embed_dim, embed_dim))
         self.b1 = nn.Parameter(torch.empty(num_experts, ffn_embed_dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, embed_dim, ffn_embed_dim))
@@ -33,12 +40,22 @@ class Experts(nn.Module):
         self.activation_fn = get_activation_fn(activation_fn)
         self.activation_dropout = activation_dropout
         self.reset_parameters()
+        if placement.is_sharded:
+            for parameter in self.parameters():
+                mark_as_expert(parameter, placement.world_size)
 
     def reset_parameters(self):
+        """Draws the values of all experts, so that each has the same whatever the number of processes."""
+        local = self.placement.local
         for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
             bound = 1 / math.sqrt(weight.shape[2])
-            nn.init.uniform_(weight, -bound, bound)
-            nn.init.uniform_(bias, -bound, bound)
+            for stacked in (weight, bias):
+                values = torch.empty_like(stacked[0])
+                for e in range(self.placement.num_experts):
+                    nn.init.uniform_(values, -bound, bound)
+                    if e in local:
+                        with torch.no_grad():
+                            stacked[e - local.start] = values
 
     def forward(self, x_ND: Tensor, ends_E: Tensor, grouped: bool = False) -> Tensor:
         """Each expert's network on its rows.
@@ -53,7 +70,7 @@ class Experts(nn.Module):
         Returns:
             ``(N, D)``; rows past the last end are 0.
         """
-        if grouped and self.can_group(x_ND):
+        if grouped and len(x_ND) > 0 and self.can_group(x_ND):
             return self.forward_grouped(x_ND, ends_E)
         return self.forward_loop(x_ND, ends_E)
 
@@ -94,3 +111,13 @@ class Experts(nn.Module):
 
     def hidden(self, h_NF: Tensor) -> Tensor:
         return F.dropout(self.activation_fn(h_NF), self.activation_dropout, self.training)
+
+
+def mark_as_expert(parameter: nn.Parameter, world_size: int) -> None:
+    """Tells fairseq that other processes hold other experts: ``legacy_ddp`` leaves it alone then.
+
+    Its gradient sums over the tokens of all processes already. That of any other parameter becomes a
+    mean over them, which fairseq multiplies by their number: so the division is made up for here.
+    """
+    parameter.expert = True
+    parameter.register_hook(lambda gradient: gradient / world_size)

@@ -17,7 +17,7 @@ from smoe_fairseq.modules.checks import (
     check_top_k,
 )
 from smoe_fairseq.modules.cmr import CMRStats, ConditionalRouting
-from smoe_fairseq.modules.dispatch import LocalDispatcher
+from smoe_fairseq.modules.dispatch import LocalDispatcher, ShardedDispatcher
 from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.gate import (
     GATE_NORMALIZATIONS,
@@ -26,6 +26,7 @@ from smoe_fairseq.modules.gate import (
     Routing,
 )
 from smoe_fairseq.modules.masking import drop_gating, mask_outputs
+from smoe_fairseq.modules.placement import Placement
 from smoe_fairseq.modules.strata import Strata
 from smoe_fairseq.modules.tokens import IndexedTokens, MaskedTokens
 
@@ -67,6 +68,8 @@ class StratifiedMoE(nn.Module):
         gating_dropout: the probability that the block is skipped for a whole batch in training.
         cmr: conditional MoE routing, a gate between a shared network and the experts of one stratum.
         cmr_gate_drop: in training, the probability that a token has only the shared network.
+        expert_parallel: the experts are spread over the processes of `torch.distributed`; its default
+            process group has to be there before the block. Every process has to make the same passes.
 
     Raises:
         ValueError: a value that the block cannot take; the sentence names the fairseq flag.
@@ -91,6 +94,7 @@ class StratifiedMoE(nn.Module):
         gating_dropout: float = 0.0,
         cmr: bool = False,
         cmr_gate_drop: float = 0.0,
+        expert_parallel: bool = False,
     ):
         super().__init__()
         self.strata = Strata.parse(strata, stacked)
@@ -123,15 +127,17 @@ class StratifiedMoE(nn.Module):
             )
             for num_visible in self.strata.visible
         )
-        self.experts = Experts(
-            self.strata.num_experts, embed_dim, ffn_embed_dim, activation_fn, activation_dropout
+        num_experts = self.strata.num_experts
+        place = Placement.over_processes(num_experts) if expert_parallel else Placement(num_experts)
+        self.experts = Experts(place, embed_dim, ffn_embed_dim, activation_fn, activation_dropout)
+        self.dispatcher = (
+            ShardedDispatcher(place) if place.is_sharded else LocalDispatcher(num_experts)
         )
         self.cmr = None
         if cmr:
             self.cmr = ConditionalRouting(
                 embed_dim, ffn_embed_dim, activation_fn, activation_dropout, cmr_gate_drop
             )
-        self.dispatcher = LocalDispatcher(self.strata.num_experts)
         self.register_buffer(
             "stratum_of_expert", torch.tensor(self.strata.stratum_of_expert), persistent=False
         )

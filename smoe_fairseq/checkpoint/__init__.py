@@ -1,0 +1,1 @@
+"""Checkpoints of runs whose experts are spread over processes: sets of files, one per process."""

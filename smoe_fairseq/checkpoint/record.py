@@ -1,0 +1,126 @@
+"""What a checkpoint says of the experts in it, so that the files of a set are never mixed up."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from smoe_fairseq.errors import UsageError
+
+KEY = "smoe_experts"  # of the record in a checkpoint
+_RANK = re.compile(r"-rank-(\d+)\.pt$")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Stands in a checkpoint under `KEY`, as a plain dictionary.
+
+    Args:
+        save: one word for the save that the file belongs to, the same in all files of a set.
+        num_updates: when that was.
+        num_experts: E of each MoE layer.
+        world_size, rank: the file holds the share of process ``rank`` of ``world_size``.
+        parameters: all names that the optimizer knows, in its order.
+    """
+
+    save: str
+    num_updates: int
+    num_experts: int
+    world_size: int
+    rank: int
+    parameters: tuple[str, ...]
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "parameters": list(self.parameters)}
+
+    @classmethod
+    def of(cls, state: Mapping) -> "Record | None":
+        """None where a checkpoint has no experts, or is older than these records."""
+        content = state.get(KEY)
+        if content is None:
+            return None
+        return cls(**{**content, "parameters": tuple(content["parameters"])})
+
+
+def rank_file(path: Path | str, rank: int) -> Path:
+    """``checkpoint_last.pt`` -> ``checkpoint_last-rank-2.pt``, as fairseq names it."""
+    path = Path(path)
+    return path.with_name(f"{path.stem}-rank-{rank}{path.suffix}")
+
+
+def rank_of(path: Path | str) -> int | None:
+    found = _RANK.search(str(path))
+    return int(found[1]) if found else None
+
+
+def set_name(path: Path | str) -> Path:
+    """The name without ``-rank-N``, which stands for the set."""
+    return Path(_RANK.sub(".pt", str(path)))
+
+
+def rank_files(path: Path | str) -> dict[int, Path]:
+    """The files there are of the set that ``path`` stands for, by rank."""
+    path = Path(path)
+    pattern = re.compile(rf"{re.escape(path.stem)}-rank-(\d+){re.escape(path.suffix)}")
+    found = {}
+    if path.parent.is_dir():
+        for file in path.parent.iterdir():
+            if match := pattern.fullmatch(file.name):
+                found[int(match[1])] = file
+    return dict(sorted(found.items()))
+
+
+def open_checkpoint(path: Path | str) -> dict:
+    """The content of a checkpoint, its tensors left on disk until they are used.
+
+    Raises:
+        UsageError: it is missing, cut off, or no checkpoint.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise UsageError(f"{path} is missing") from None
+    except Exception as error:  # what torch raises for a bad file is of many kinds
+        if "WeightsUnpickler" in str(error) or "weights_only" in str(error).lower():
+            raise UsageError(
+                f"{path} holds types that are not loaded for safety, or is damaged"
+            ) from None
+        raise UsageError(f"{path} is cut off or not a checkpoint") from None
+    if not isinstance(state, dict) or "model" not in state:
+        raise UsageError(f"{path} is not a checkpoint of fairseq")
+    return state
+
+
+def check_set(records: Mapping[Path, Record | None]) -> None:
+    """Are these files, in the order of ranks, one whole set?
+
+    Raises:
+        UsageError: names the first file that does not belong to the first one's set.
+    """
+    first_path, first = next(iter(records.items()))
+    for rank, (path, record) in enumerate(records.items()):
+        if record is None:
+            raise UsageError(f"{path} does not say whose experts it holds: it is not of such a set")
+        if record.rank != rank or rank_of(path) != rank:
+            raise UsageError(
+                f"{path} holds the experts of process {record.rank}, not of process {rank}: "
+                "a file has been swapped or copied"
+            )
+        if record.world_size != first.world_size:
+            raise UsageError(
+                f"{path} is of a set of {record.world_size} files, and {first_path} of one of "
+                f"{first.world_size}"
+            )
+        if record.save != first.save:
+            raise UsageError(
+                f"{path} is of another save (update {record.num_updates}) than {first_path} (update "
+                f"{first.num_updates})"
+            )
+    for rank in range(len(records), first.world_size):
+        missing = rank_file(set_name(first_path), rank)
+        raise UsageError(f"{missing} is missing: the set has {first.world_size} files")
+    if len(records) > first.world_size:
+        extra = list(records)[first.world_size]
+        raise UsageError(f"{extra} is one too many: the set has {first.world_size} files")

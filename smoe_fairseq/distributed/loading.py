@@ -1,0 +1,104 @@
+"""Before a checkpoint is loaded: are the files those of one set, made for this number of processes?"""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from smoe_fairseq.checkpoint.record import (
+    Record,
+    check_set,
+    open_checkpoint,
+    rank_files,
+    rank_of,
+    set_name,
+)
+from smoe_fairseq.distributed.saving import recover
+from smoe_fairseq.errors import UsageError
+
+DEFAULT = "checkpoint_last.pt"
+
+
+def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
+    """Raise UsageError, on all processes, with one sentence that names the file at fault.
+
+    Args:
+        path: what fairseq is about to load in this process; perhaps there is no such file.
+    """
+    place = trainer.expert_placement
+    if place is None:
+        _check_unsharded(trainer, path)
+    elif rank_of(path) is None:
+        _check_whole(path, reset_optimizer)
+    else:
+        recover(path.parent, place.rank)
+        _check_sharded(trainer, path, place)
+
+
+def _check_unsharded(trainer, path: Path) -> None:
+    """A run without sharded experts does not start anew beside the files of one with them."""
+    if trainer.data_parallel_rank > 0:
+        return
+    files = {} if path.exists() else rank_files(path)
+    if files:
+        raise UsageError(
+            f"{files[min(files)]} is of a run over {len(files)} processes: resume with as many and "
+            f"--expert-parallel, or make {path.name} of it with smoe reshard {path} --world-size 1 "
+            f"--output {path}"
+        )
+    if path.exists():
+        record = Record.of(open_checkpoint(path))
+        if record is not None and record.world_size > 1:
+            raise UsageError(
+                f"{path} holds one of {record.world_size} processes' experts: make one checkpoint of "
+                "the set with smoe consolidate"
+            )
+
+
+def _check_whole(path: Path, reset_optimizer: bool) -> None:
+    """A checkpoint with all experts, which --finetune-from-model may name: each process takes its own."""
+    if path.exists() and not reset_optimizer:
+        raise UsageError(
+            f"{path} holds the optimizer's state of all experts: divide it first with smoe reshard"
+        )
+
+
+def _check_sharded(trainer, path: Path, place) -> None:
+    """All processes give the same verdict, since each sees what all have found."""
+    found = None
+    if path.exists():
+        try:
+            found = Record.of(open_checkpoint(path)) or "it does not say whose experts it holds"
+        except UsageError as error:
+            found = str(error).removeprefix("error: ")
+    everyones = [None] * place.world_size
+    dist.all_gather_object(everyones, (str(path), found))
+    name = set_name(everyones[0][0])
+    if all(record is None for _, record in everyones):
+        return _check_nothing(trainer, everyones[0][0])
+    for file, record in everyones:
+        if isinstance(record, str):
+            raise UsageError(record if file in record else f"{file}: {record}")
+        if record is not None and record.world_size != place.world_size:
+            raise UsageError(
+                f"{file} is of a set for {record.world_size} processes, and there are "
+                f"{place.world_size}: make one for these with smoe reshard {name} --world-size "
+                f"{place.world_size} --output another/folder/{name.name}"
+            )
+    for file, record in everyones:
+        if record is None:
+            raise UsageError(f"{file} is missing: {name} is incomplete")
+    check_set({Path(file): record for file, record in everyones})
+
+
+def _check_nothing(trainer, path: str) -> None:
+    """No files: a new run, unless there is something to resume from."""
+    name = set_name(path)
+    if name.exists():
+        raise UsageError(
+            f"{name} is of one process: divide it with smoe reshard {name} --world-size "
+            f"{trainer.expert_placement.world_size} --output {name}, or choose another --save-dir"
+        )
+    if trainer.cfg.checkpoint.restore_file != DEFAULT:
+        raise UsageError(f"--restore-file: {path} is missing")
+
+

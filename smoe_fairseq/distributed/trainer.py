@@ -1,0 +1,122 @@
+"""What fairseq's trainer does otherwise where the experts are spread over its processes."""
+
+import copy
+import functools
+import os
+import secrets
+from pathlib import Path
+from types import ModuleType
+
+import torch.distributed as dist
+from omegaconf import open_dict
+
+from smoe_fairseq.checkpoint.record import KEY, Record
+from smoe_fairseq.distributed import lifeline
+from smoe_fairseq.distributed.gradients import ExpertNorm
+from smoe_fairseq.distributed.loading import check_files
+from smoe_fairseq.distributed.options import check_options
+from smoe_fairseq.distributed.saving import PENDING, publish
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.modules.blocks import moe_blocks, placement_of
+
+
+def tell_trainer(trainer: ModuleType) -> None:
+    """Each function below takes the place of the trainer's method of its name, and calls it."""
+    for function in (
+        *(__init__, state_dict, save_checkpoint, load_checkpoint),
+        *(clip_grad_norm, _log_oom),
+    ):
+        _add_to(trainer.Trainer, function)
+    saves = trainer.Trainer.should_save_checkpoint_on_current_rank
+    trainer.Trainer.should_save_checkpoint_on_current_rank = property(
+        lambda self: self.expert_placement is not None or saves.fget(self)
+    )
+
+
+def _add_to(cls, function) -> None:
+    original = getattr(cls, function.__name__)
+
+    @functools.wraps(original)
+    def method(self, *arguments, **options):
+        return function(original, self, *arguments, **options)
+
+    setattr(cls, function.__name__, method)
+
+
+def __init__(original, self, cfg, task, model, *others, **options):
+    self.expert_placement = place = placement_of(model)
+    self.publishes = False  # saving a set, which takes all processes
+    self.run_name = secrets.token_hex(4)
+    if place is not None:
+        check_options(cfg)
+        names = [self.run_name]
+        dist.broadcast_object_list(names)
+        self.run_name = names[0]
+        with open_dict(cfg):
+            cfg.checkpoint.checkpoint_suffix = f"-rank-{place.rank}"
+            cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
+        lifeline.start(cfg)
+    original(self, cfg, task, model, *others, **options)
+
+
+def state_dict(original, self):
+    """The checkpoint's content says whose experts it holds; its config does not say how it was trained.
+
+    So what `smoe consolidate` makes of it loads anywhere without a flag.
+    """
+    state = original(self)
+    blocks = list(moe_blocks(self.get_model()).values())
+    if not blocks:
+        return state
+    place = blocks[0].experts.placement
+    state["cfg"] = cfg = copy.copy(state["cfg"])
+    cfg["model"] = model = copy.copy(cfg["model"])
+    if isinstance(model, dict):
+        model["expert_parallel"] = False
+    else:
+        model.expert_parallel = False
+    cfg["checkpoint"] = {**cfg["checkpoint"], "checkpoint_suffix": ""}
+    updates = self.get_num_updates()
+    named = [*self.get_model().named_parameters(), *self.get_criterion().named_parameters()]
+    state[KEY] = Record(
+        save=f"{self.run_name}-{updates}",
+        num_updates=updates,
+        num_experts=place.num_experts,
+        world_size=place.world_size,
+        rank=place.rank,
+        parameters=tuple(name for name, parameter in named if parameter.requires_grad),
+    ).as_dict()
+    return state
+
+
+def save_checkpoint(original, self, filename, extra_state):
+    if self.expert_placement is None:
+        return original(self, filename, extra_state)
+    if self.publishes:
+        original(self, filename + PENDING, extra_state)
+        return publish(filename)
+    # crash.pt, perhaps of this process alone: nothing that waits for others
+    path, ending = os.path.splitext(filename)
+    return original(self, f"{path}-rank-{self.expert_placement.rank}{ending}", extra_state)
+
+
+def load_checkpoint(original, self, filename, reset_optimizer=False, *others, **options):
+    check_files(self, Path(filename), reset_optimizer)
+    return original(self, filename, reset_optimizer, *others, **options)
+
+
+def clip_grad_norm(original, self, clip_norm):
+    if self.expert_placement is None:
+        return original(self, clip_norm)
+    norm = ExpertNorm(self.expert_placement)
+    return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=norm)
+
+
+def _log_oom(original, self, exc):
+    original(self, exc)
+    if self.expert_placement is not None:
+        # fairseq would skip this batch, while the other processes wait for this one's tokens.
+        raise UsageError(
+            f"process {self.expert_placement.rank} is out of memory, and with --expert-parallel no "
+            "process can skip a batch; lower --max-tokens"
+        ) from exc
