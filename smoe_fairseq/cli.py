@@ -16,6 +16,14 @@ COMMANDS = {
         "smoe_fairseq.analysis.analyze_command",
         "where the capacity goes, by language, token and depth: numbers, pictures and a report",
     ),
+    "consolidate": (
+        "smoe_fairseq.checkpoint.consolidate_command",
+        "one ordinary checkpoint of the files that an --expert-parallel run has saved",
+    ),
+    "reshard": (
+        "smoe_fairseq.checkpoint.reshard_command",
+        "the checkpoint for another number of processes, optimizer state included",
+    ),
     "table": ("smoe_fairseq.recipes.table", "the scores of a data set's runs, beside the paper's"),
 }
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import preprocess, train
+from ranks import Server
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +29,21 @@ def corpus(raw_corpus, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_corpus(tmp_path_factory) -> Path:
+    """50 sentences, the same in training and test; the target is upper case in reverse order."""
+    raw, data = tmp_path_factory.mktemp("raw50"), tmp_path_factory.mktemp("bin50")
+    generator = random.Random(4)
+    words = [f"{a}{b}" for a in "abcd" for b in "xyz"]
+    sentences = [generator.choices(words, k=3 + i % 6) for i in range(50)]
+    for split in ("train", "valid", "test"):
+        (raw / f"{split}.src").write_text("".join(" ".join(s) + "\n" for s in sentences))
+        reverse = "".join(" ".join(s[::-1]).upper() + "\n" for s in sentences)
+        (raw / f"{split}.tgt").write_text(reverse)
+    preprocess(raw, data, "--joined-dictionary")
+    return data
+
+
+@pytest.fixture(scope="session")
 def pre_norm(corpus, tmp_path_factory) -> Path:
     """A checkpoint of fairseq's stock model, pre-norm."""
     folder = tmp_path_factory.mktemp("pre-norm")
@@ -41,3 +57,11 @@ def post_norm(corpus, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("post-norm")
     train(corpus, folder, "--eval-bleu", "--eval-bleu-remove-bpe")
     return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Starts runs of several processes."""
+    server = Server()
+    yield server
+    server.close()

@@ -226,3 +226,16 @@ def test_another_fairseq_is_left_alone_with_a_warning(tmp_path):
     result = run("python", "-c", "import fairseq", PYTHONPATH=str(tmp_path))
     assert "needs fairseq 0.12.2, but 0.13.0 is installed" in result.stdout
     assert result.stdout.endswith("/dataclasses.py\n")
+
+
+def test_without_its_patch_the_default_back_end_refuses_the_cpu(corpus, tmp_path):
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    arguments = [corpus, "--save-dir", tmp_path, *TINY, "--max-update", "2"]
+    arguments += ["--distributed-backend", "gloo", "--disable-validation"]
+    arguments += ["--find-unused-parameters"]  # the copies of its weights in the stock encoder
+    result = run("python", *launch, "--no-python", SCRIPTS / "fairseq-train", *arguments)
+    assert (tmp_path / "checkpoint_last.pt").exists(), result.stdout[-2000:]
+    (tmp_path / "without.py").write_text(WITHOUT)
+    command = (tmp_path / "without.py", "name_no_gpu", SCRIPTS / "fairseq-train", *arguments)
+    result = run("python", *launch, *command, "--save-dir", tmp_path / "new", check=False)
+    assert result.returncode and "device_ids and output_device arguments" in result.stdout

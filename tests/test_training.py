@@ -2,16 +2,15 @@
 
 import json
 import math
-import random
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from commands import preprocess, run
+from commands import run
 
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
-SENTENCES = 50
+SENTENCES = 50  # of the small corpus
 UNINITIALISED = {  # fairseq saves this buffer of its positional embedding without ever setting it
     f"{side}.embed_positions._float_tensor" for side in ("encoder", "decoder")
 }
@@ -37,21 +36,6 @@ def log_lines(process, tag="train_inner"):
 
 def state_of(checkpoint):
     return torch.load(checkpoint, weights_only=True)
-
-
-@pytest.fixture(scope="session")
-def small_corpus(tmp_path_factory) -> Path:
-    """50 sentences, the same in training and test; the target is upper case in reverse order."""
-    raw, data = tmp_path_factory.mktemp("raw50"), tmp_path_factory.mktemp("bin50")
-    generator = random.Random(4)
-    words = [f"{a}{b}" for a in "abcd" for b in "xyz"]
-    sentences = [generator.choices(words, k=3 + i % 6) for i in range(SENTENCES)]
-    for split in ("train", "valid", "test"):
-        (raw / f"{split}.src").write_text("".join(" ".join(s) + "\n" for s in sentences))
-        reverse = "".join(" ".join(s[::-1]).upper() + "\n" for s in sentences)
-        (raw / f"{split}.tgt").write_text(reverse)
-    preprocess(raw, data, "--joined-dictionary")
-    return data
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from smoe_fairseq.distributed.options import check_options
+
 _DONE, _FAILED = "done", "failed"
 _lifeline = None
 
@@ -124,6 +126,9 @@ def end_together(utils: ModuleType) -> None:
     @functools.wraps(original)
     def distributed_main(*arguments, **options):
         reason = ""
+        cfg = options.get("cfg", arguments[2] if len(arguments) > 2 else None)
+        if getattr(getattr(cfg, "model", None), "expert_parallel", False):
+            check_options(cfg)  # before fairseq wraps anything
         try:
             return original(*arguments, **options)
         except BaseException as error:

@@ -100,5 +100,3 @@ def _check_nothing(trainer, path: str) -> None:
         )
     if trainer.cfg.checkpoint.restore_file != DEFAULT:
         raise UsageError(f"--restore-file: {path} is missing")
-
-

@@ -109,5 +109,3 @@ def _gather(mine) -> list:
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     return everyones
-
-

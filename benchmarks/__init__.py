@@ -1,0 +1,1 @@
+"""Benchmarks; `make bench` runs them. A package, since one that fairscale installs has the same name."""

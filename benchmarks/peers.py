@@ -1,0 +1,216 @@
+"""Other packages' MoE layers, each with the weights of one of our blocks in it.
+
+All are top-2 layers, and each gets the capacity with which it multiplies as many rows as ours, which
+drops nothing: 2 T / E rows per expert for those that pad each expert's rows to the capacity (some of
+the rows are then zeros, and a few copies dropped), no limit for the one that does not pad.
+The layer norm before and the residual around, which ours has inside, are put around each.
+
+Shapes: T tokens, D embedding, E experts, C rows per expert.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smoe_fairseq.modules import StratifiedMoE
+
+
+class Peer(nn.Module):
+    """``x + layer(LN(x))``, which returns the balance loss too.
+
+    After a pass ``weights_TE`` has the weights with which the layer mixed its experts.
+    """
+
+    has_capacity_tensors = True  # keeps tensors of shape (T, E, C)
+
+    def __init__(self, block: StratifiedMoE):
+        super().__init__()
+        self.num_experts, self.ffn_embed_dim, self.embed_dim = block.experts.w1.shape
+        self.layer_norm = nn.LayerNorm(self.embed_dim)
+        self.layer_norm.load_state_dict(block.layer_norms[0].state_dict())
+        self.weights_TE = None
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        y_TD, aux = self.mix(self.layer_norm(x_TD).unsqueeze(0))
+        return x_TD + y_TD.view_as(x_TD), aux if self.training else None
+
+    def mix(self, x_1TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The layer alone: its output and its balance loss."""
+        raise NotImplementedError
+
+    def record(self, gate: nn.Module, weights_TE: Callable[[tuple], Tensor]) -> None:
+        """Finds ``weights_TE`` in what ``gate`` returns. Call the result's ``remove`` before timing."""
+
+        def hook(module, args, output):
+            self.weights_TE = weights_TE(output).detach().view(-1, self.num_experts)
+
+        self.hook = gate.register_forward_hook(hook)
+
+    def sampling_off(self) -> AbstractContextManager:
+        """The second expert is the second best inside of it, so that the routing can be compared."""
+        return nullcontext()
+
+
+class Fairscale(Peer):
+    """Draws the second expert by score, in evaluation too."""
+
+    def __init__(self, block: StratifiedMoE):
+        from fairscale.nn.moe import MOELayer, Top2Gate
+
+        super().__init__(block)
+        join_group()
+        gate = Top2Gate(self.embed_dim, self.num_experts)
+        self.layer = MOELayer(gate, nn.ModuleList(networks(block)))
+        copy(block.gates[0].weight, gate.wg.weight)
+        self.record(gate, lambda output: output[1].sum(-1))
+
+    def mix(self, x_1TD: Tensor) -> tuple[Tensor, Tensor]:
+        # It wants the first dimension to be a multiple of the number of experts.
+        y = self.layer(x_1TD.view(self.num_experts, -1, self.embed_dim))
+        return y, self.layer.l_aux
+
+    @contextmanager
+    def sampling_off(self) -> Iterator[None]:
+        from fairscale.nn.moe import top2gate
+
+        device = self.layer_norm.weight.device
+        with patch.dict(
+            top2gate.gumbel_map, {device: lambda shape: torch.zeros(shape, device=device)}
+        ):
+            yield
+
+
+class NllbMoe(Peer):
+    """Hugging Face's. Its loss is computed elsewhere in the model and is left out here."""
+
+    has_capacity_tensors = False
+
+    def __init__(self, block: StratifiedMoE):
+        from transformers import NllbMoeConfig
+        from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
+
+        super().__init__(block)
+        config = NllbMoeConfig(
+            d_model=self.embed_dim,
+            num_experts=self.num_experts,
+            expert_capacity=None,
+            activation_dropout=0.0,
+            moe_token_dropout=0.0,
+            second_expert_policy="all",
+        )
+        self.layer = NllbMoeSparseMLP(config, self.ffn_embed_dim)
+        for network, expert in zip(networks(block), self.layer.experts.values()):
+            expert.fc1.load_state_dict(network[0].state_dict())
+            expert.fc2.load_state_dict(network[2].state_dict())
+        copy(block.gates[0].weight, self.layer.router.classifier.weight)
+        self.record(self.layer.router, lambda output: output[1])
+
+    def mix(self, x_1TD: Tensor) -> tuple[Tensor, None]:
+        self.layer.router.expert_capacity = x_1TD.shape[1]
+        return self.layer(x_1TD, None)[0], None
+
+
+class STMoE(Peer):
+    """lucidrains' st-moe-pytorch, told to route every token to its second expert."""
+
+    def __init__(self, block: StratifiedMoE):
+        from st_moe_pytorch import MoE
+
+        super().__init__(block)
+        self.layer = MoE(
+            self.embed_dim,
+            self.num_experts,
+            threshold_train=0.0,
+            threshold_eval=0.0,
+            capacity_factor_train=2.0,
+            capacity_factor_eval=2.0,
+            experts=nn.ModuleList(networks(block)),
+        )
+        copy(block.gates[0].weight, self.layer.gate.to_gates.weight)
+        self.record(self.layer.gate, lambda output: output[1].sum(-1))
+
+    def mix(self, x_1TD: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.layer(x_1TD)
+        return out.outputs, out.total_aux_loss
+
+
+class DeepSpeed(Peer):
+    has_capacity_tensors = False
+
+    def __init__(self, block: StratifiedMoE):
+        import deepspeed
+        from deepspeed.moe.layer import MoE
+
+        super().__init__(block)
+        join_group()
+        deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        experts = networks(block)
+        self.layer = MoE(
+            self.embed_dim,
+            experts[0],
+            num_experts=self.num_experts,
+            k=2,
+            capacity_factor=1.0,  # doubled inside for k = 2
+            eval_capacity_factor=1.0,
+            min_capacity=1,
+            top2_2nd_expert_sampling=False,
+        )
+        self.layer.set_deepspeed_parallelism()
+        moe = self.layer.deepspeed_moe
+        for network, expert in zip(experts, moe.experts.deepspeed_experts):
+            expert.load_state_dict(network.state_dict())
+        copy(block.gates[0].weight, moe.gate.wg.weight)
+        self.record(moe.gate, self.weights_of_routes)
+
+    def weights_of_routes(self, output: tuple) -> Tensor:
+        """From its lists of routes; expert -1 is a dropped one."""
+        expert_KT, weight_KT = output[3].long(), output[5]
+        weights_TE = weight_KT.new_zeros(expert_KT.shape[1], self.num_experts)
+        kept_KT = weight_KT * (expert_KT >= 0)
+        return weights_TE.scatter_add(1, expert_KT.clamp(min=0).t(), kept_KT.t())
+
+    def mix(self, x_1TD: Tensor) -> tuple[Tensor, Tensor]:
+        y, aux, _ = self.layer(x_1TD)
+        return y, aux
+
+
+PEERS = {
+    "fairscale": Fairscale,
+    "transformers": NllbMoe,
+    "st-moe-pytorch": STMoE,
+    "deepspeed": DeepSpeed,
+}
+
+
+def networks(block: StratifiedMoE) -> list[nn.Sequential]:
+    """Our experts as networks of their own, with copies of the weights."""
+    num_experts, ffn_embed_dim, embed_dim = block.experts.w1.shape
+    result = []
+    for e in range(num_experts):
+        fc1, fc2 = nn.Linear(embed_dim, ffn_embed_dim), nn.Linear(ffn_embed_dim, embed_dim)
+        copy(block.experts.w1[e], fc1.weight)
+        copy(block.experts.b1[e], fc1.bias)
+        copy(block.experts.w2[e], fc2.weight)
+        copy(block.experts.b2[e], fc2.bias)
+        result.append(nn.Sequential(fc1, nn.ReLU(), fc2))
+    return result
+
+
+@torch.no_grad()
+def copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+
+
+def join_group() -> None:
+    """A process group of this process alone, which two of the peers cannot do without."""
+    if dist.is_initialized():
+        return
+    for variable, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        os.environ.setdefault(variable, value)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

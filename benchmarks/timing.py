@@ -1,0 +1,62 @@
+"""Times contenders in turns, so that whatever else the machine does meets all of them alike."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+MIN_ROUNDS, MAX_ROUNDS = 5, 200
+
+
+def in_turns(
+    contenders: dict[str, Callable[[], object]], device: torch.device, seconds: float
+) -> dict[str, list[float]]:
+    """Seconds of each call, by contender and round.
+
+    Every round calls each contender once, starting with another one than the round before. There are
+    as many rounds as fit into ``seconds``, at least `MIN_ROUNDS`, after two that do not count.
+    """
+    names = list(contenders)
+    start = time.perf_counter()
+    for _ in range(2):
+        for name in names:
+            measure(contenders[name], device)
+    per_round = (time.perf_counter() - start) / 2
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, round(seconds / per_round)))
+    times = {name: [] for name in names}
+    for i in range(rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(measure(contenders[name], device))
+    return times
+
+
+def measure(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / 1000
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": statistics.median(values), "low": low, "high": high}
+
+
+def ratio(times: dict[str, list[float]], over: str, under: str) -> dict[str, float]:
+    """Summary of the ratios round by round, both sides of each having met the same state of the machine.
+
+    ``best`` is that of the shortest times, which a busy machine disturbs least.
+    """
+    ratios = summary([a / b for a, b in zip(times[over], times[under])])
+    return {**ratios, "best": min(times[over]) / min(times[under])}

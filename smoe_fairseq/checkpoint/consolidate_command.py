@@ -1,0 +1,40 @@
+"""``smoe consolidate``: one ordinary checkpoint of a run with sharded experts."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from smoe_fairseq.checkpoint.record import rank_files, set_name
+from smoe_fairseq.checkpoint.shards import Shards
+from smoe_fairseq.checkpoint.write import write
+from smoe_fairseq.errors import UsageError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="DIR/checkpoint_last.pt",
+        help="the set of files: its name without -rank-N",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="what to write")
+    parser.add_argument(
+        "--optimizer-state",
+        action="store_true",
+        help="keep the optimizer's state, for training on in one process",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+
+
+def run(args: Namespace) -> None:
+    """Reads the set, writes FILE, and says what it holds."""
+    name = set_name(args.path)
+    if not rank_files(name):
+        raise UsageError(f"{name.with_suffix('')}-rank-0.pt is missing: {name} stands for no set")
+    # The set, though a checkpoint of the plain name may lie beside it, from an earlier time perhaps.
+    shards = Shards.open(args.path if args.path != name else next(iter(rank_files(name).values())))
+    write(shards, args.output, 1, args.force, args.optimizer_state)
+    record = shards.record
+    print(
+        f"{args.output}: {record.num_experts} experts per MoE layer, of {len(shards.files)} "
+        f"processes, update {record.num_updates}"
+    )

@@ -1,0 +1,102 @@
+"""Writes checkpoints that only appear under their names when they are complete and verified."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from smoe_fairseq.checkpoint.record import open_checkpoint, rank_file, rank_files
+from smoe_fairseq.checkpoint.shards import OPTIMIZER, Shards, same_bits
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.modules.placement import Placement
+
+PARTIAL = ".partial"
+
+
+def output_files(output: Path, world_size: int) -> list[Path]:
+    if world_size == 1:
+        return [output]
+    return [rank_file(output, rank) for rank in range(world_size)]
+
+
+def write(
+    shards: Shards, output: Path, world_size: int, force: bool, optimizer_state: bool = True
+) -> list[Path]:
+    """The checkpoint, or set, for ``world_size`` processes; returns its files.
+
+    Raises:
+        UsageError: a file is there already and not to be overwritten, or what was read back differs.
+    """
+    try:
+        places = [Placement(shards.record.num_experts, world_size, r) for r in range(world_size)]
+    except ValueError as error:
+        raise UsageError(f"--world-size {world_size}: {error}") from None
+    files = output_files(output, world_size)
+    left_over = (
+        [] if world_size == 1 else [f for f in rank_files(output).values() if f not in files]
+    )
+    _check_output(shards, [*files, *left_over], force)
+    shards.check_agreement()
+
+    partial = [file.with_name(file.name + PARTIAL) for file in files]
+    per_file = sum(1 for _ in shards.tensors(shards.states[0]))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tqdm(total=2 * per_file * world_size, unit=" tensors", desc=output.name) as bar:
+            for place, file in zip(places, partial, strict=True):
+                state = shards.state_for(place, bar.update)
+                if not optimizer_state:
+                    state.pop(OPTIMIZER, None)
+                with open(file, "wb") as opened:
+                    torch.save(state, opened)
+                    opened.flush()
+                    os.fsync(opened.fileno())
+                del state
+                _verify(shards, place, file, optimizer_state, bar.update)
+        for file, final in zip(partial, files, strict=True):
+            os.replace(file, final)
+        for file in left_over:
+            file.unlink()
+    except OSError as error:
+        raise UsageError(f"{output}: {error.strerror or error}") from None
+    finally:
+        for file in partial:
+            file.unlink(missing_ok=True)
+    return files
+
+
+def _check_output(shards: Shards, files: list[Path], force: bool) -> None:
+    read = {file.resolve() for file in shards.files}
+    for file in files:
+        if file.resolve() in read:
+            raise UsageError(f"--output: {file} is what is read; choose another name or folder")
+        if file.exists() and not force:
+            raise UsageError(f"--output: {file} is there already; --force overwrites it")
+
+
+def _verify(
+    shards: Shards, place: Placement, file: Path, optimizer_state: bool, progress: Callable
+) -> None:
+    """Every tensor in ``file`` has the bits of the one it was made of."""
+    written = {name: tensor for name, tensor, _ in shards.tensors(open_checkpoint(file))}
+    by_rank = [{name: t for name, t, _ in shards.tensors(state)} for state in shards.states]
+    for name, source, is_expert in shards.tensors(shards.states[0]):
+        progress()
+        if name not in written:
+            if optimizer_state or name.startswith("model "):
+                raise UsageError(f"{file}: {name} has not been written; is the disk sound?")
+            continue
+        copies = [(written[name], source)]
+        if is_expert:
+            held = shards.places[0].num_local
+            copies = [
+                (
+                    written[name][expert - place.local.start],
+                    by_rank[expert // held][name][expert % held],
+                )
+                for expert in place.local
+            ]
+        if not all(same_bits(copy, original) for copy, original in copies):
+            raise UsageError(f"{file}: {name} was not written as it was read; is the disk sound?")

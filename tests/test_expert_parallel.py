@@ -1,0 +1,272 @@
+"""Experts spread over processes: the same training as in one process, whatever their number."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from commands import SCRIPTS, run
+from ranks import PLUGIN
+
+from smoe_fairseq.checkpoint.shards import Shards
+from smoe_fairseq.modules.placement import Placement
+
+UPDATES = 5
+
+
+def flags(data, save_dir, *more):
+    """A tiny SMoE in which nothing is drawn by chance and nothing dropped; later flags win."""
+    return [
+        *(data, "--user-dir", PLUGIN, "--cpu", "--num-workers", 0),
+        *("--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"),
+        *("--arch", "smoe_transformer_tiny", "--encoder-embed-dim", 32),
+        *("--encoder-ffn-embed-dim", 48, "--smoe-strata", "2-2-2-2", "--dropout", 0),
+        *("--moe-capacity-factor", 0, "--moe-second-expert-policy", "all"),
+        *("--criterion", "smoe_label_smoothed_cross_entropy", "--label-smoothing", 0.1),
+        *("--optimizer", "adam", "--adam-eps", 1e-4, "--lr", 0.01, "--batch-size", 1),
+        *("--max-update", UPDATES, "--disable-validation", "--no-epoch-checkpoints"),
+        *("--save-dir", save_dir, "--log-format", "json", "--log-interval", 1, *more),
+    ]
+
+
+def checkpoint(folder) -> Shards:
+    return Shards.open(Path(folder) / "checkpoint_last.pt")
+
+
+def whole(folder, part="model") -> dict[str, torch.Tensor]:
+    """All parameters of a run, or the state of its optimizer, experts of all ranks together."""
+    shards = checkpoint(folder)
+    state = shards.state_for(Placement(shards.record.num_experts))
+    names = shards.record.parameters
+    if part == "model":
+        return {name: state["model"][name] for name in names}
+    moments = state["last_optimizer_state"]["state"]
+    return {
+        f"{names[i]} {key}": value
+        for i, values in moments.items()
+        for key, value in values.items()
+        if torch.is_tensor(value)
+    }
+
+
+def averages(folder) -> dict[str, float]:
+    """Means over all updates of what training logs, with all their digits."""
+    state = checkpoint(folder).states[0]["extra_state"]["metrics"]["train"]
+    meters = {key: meter for _, key, kind, meter in state if kind == "AverageMeter"}
+    return {key: float(m["sum"] / m["count"]) for key, m in meters.items() if m["count"]}
+
+
+def furthest(one: dict, other: dict) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[n] - other[n]).abs().max()) for n in one)
+
+
+SETTINGS = {"plain": [], "accumulated-clipped": ["--update-freq", 2, "--clip-norm", 0.5]}
+STRATA = ("8", "4-4", "2-2-2-2")
+
+
+def with_setting(setting: str, more: int) -> list:
+    """Flags of a setting, with a batch ``more`` times as large by accumulation."""
+    given = SETTINGS[setting]
+    factor = 1 if setting == "plain" else 2
+    return [*given, "--update-freq", factor * more]
+
+
+def compare(one: Path, other: Path, logged: float, parameters: float) -> None:
+    ours, theirs = averages(one), averages(other)
+    for name in ("loss", "nll_loss", "moe_gate_loss", "requested_capacity", "gnorm"):
+        assert ours[name] == pytest.approx(theirs[name], rel=logged), name
+    assert furthest(whole(one), whole(other)) < parameters
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks, small_corpus, tmp_path_factory):
+    """The run of one process with the global batch of ``more`` ones; each is made once."""
+    folder = tmp_path_factory.mktemp("one-process")
+    made = {}
+
+    def get(strata, setting, more):
+        key = f"{strata}-{setting}-{more}"
+        if key not in made:
+            made[key] = folder / key
+            arguments = flags(
+                small_corpus, made[key], "--smoe-strata", strata, *with_setting(setting, more)
+            )
+            ranks.train(made[key], 1, *arguments, one=True)
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("strata", STRATA)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_equals_one_process(
+    ranks, small_corpus, tmp_path, one_process, strata, setting, world_size
+):
+    one = one_process(strata, setting, world_size)
+    arguments = flags(small_corpus, tmp_path, "--smoe-strata", strata, *with_setting(setting, 1))
+    ranks.train(tmp_path, world_size, *arguments, "--expert-parallel")
+    shards = checkpoint(tmp_path)
+    assert shards.record.world_size == world_size
+    held = [len(s["model"]["encoder.layers.1.moe.experts.w1"]) for s in shards.states]
+    assert held == [8 // world_size] * world_size
+    compare(tmp_path, one, logged=1e-5, parameters=2e-5)
+    if setting != "plain":
+        assert averages(tmp_path)["clip"] == 100  # percent of updates
+
+
+def in_double(arguments):
+    """``fairseq-train`` in double precision, which it has no flag for."""
+    from fairseq import utils
+    from fairseq_cli import train
+
+    torch.set_default_dtype(torch.float64)
+    utils.log_softmax = lambda x, dim, onnx_trace=False: x.log_softmax(dim)
+    if "--expert-parallel" not in arguments:  # the norm of stock fairseq is in single precision
+        utils.clip_grad_norm_ = lambda parameters, max_norm, _=None: torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm or float("inf")
+        )
+    import sys
+
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("strata", STRATA)
+def test_equals_one_process_in_double_precision(ranks, small_corpus, tmp_path, strata, setting):
+    for world_size in (1, 2, 4):
+        folder = tmp_path / str(world_size)
+        arguments = flags(
+            *(small_corpus, folder, "--smoe-strata", strata),
+            *with_setting(setting, 4 // world_size),
+        )
+        if world_size > 1:
+            arguments += ["--expert-parallel"]
+        run = ranks.start(
+            *(folder, world_size, list(map(str, arguments))),
+            function=in_double,
+            one=world_size == 1,
+        )
+        run.finish()
+    for world_size in (2, 4):
+        compare(tmp_path / str(world_size), tmp_path / "1", logged=1e-10, parameters=1e-10)
+
+
+def test_more_processes_than_experts(ranks, small_corpus, tmp_path, one_process):
+    """2 experts on 4 ranks: two groups, whose experts stay the same, bit for bit."""
+    one = one_process("2", "accumulated-clipped", 4)
+    setting = with_setting("accumulated-clipped", 1)
+    arguments = flags(small_corpus, tmp_path, "--smoe-strata", "2", *setting, "--expert-parallel")
+    ranks.train(tmp_path, 4, *arguments)
+    checkpoint(tmp_path).check_agreement()
+    compare(tmp_path, one, logged=1e-5, parameters=2e-5)
+
+
+def test_replicated_experts_equal_one_process(ranks, small_corpus, tmp_path, one_process):
+    """Without the flag every process has all experts, and any DDP back end will do."""
+    one = one_process("4-4", "plain", 2)
+    for backend in ("legacy_ddp", "pytorch_ddp"):
+        folder = tmp_path / backend
+        arguments = flags(small_corpus, folder, "--smoe-strata", "4-4", "--ddp-backend", backend)
+        ranks.train(folder, 2, *arguments)
+        compare(folder, one, logged=1e-5, parameters=2e-5)
+
+
+def test_torchrun_and_the_default_launcher_agree(small_corpus, tmp_path, ranks):
+    """The command as a user types it gives what the test's own launcher gives."""
+    arguments = flags(small_corpus, tmp_path / "torchrun", "--expert-parallel")
+    process = run(
+        *("torchrun", "--standalone", "--nproc-per-node", 2, "--no-python"),
+        *(SCRIPTS / "fairseq-train", *arguments),
+    )
+    assert len(re.findall(r"\| train_inner \|", process.stdout)) == UPDATES
+    ranks.train(
+        tmp_path / "forked", 2, *flags(small_corpus, tmp_path / "forked", "--expert-parallel")
+    )
+    assert furthest(whole(tmp_path / "torchrun"), whole(tmp_path / "forked")) == 0
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        ["--bf16"],
+        ["--fp16", "--fp16-no-flatten-grads"],
+        ["--memory-efficient-fp16"],
+        ["--checkpoint-activations"],
+    ],
+    ids=lambda flags: flags[0].strip("-"),
+)
+def test_precisions_and_checkpointing_train(ranks, small_corpus, tmp_path, precision):
+    arguments = flags(small_corpus, tmp_path, "--expert-parallel", *precision)
+    process = ranks.train(tmp_path, 2, *arguments, "--max-update", 12, "--batch-size", 4)
+    losses = re.findall(r'"loss": "([\d.]+)"', process.output(0))
+    assert len(losses) >= 12 and float(losses[-1]) < float(losses[0])
+    if precision == ["--checkpoint-activations"]:
+        plain = tmp_path / "plain"
+        arguments = flags(small_corpus, plain, "--expert-parallel")
+        ranks.train(plain, 2, *arguments, "--max-update", 12, "--batch-size", 4)
+        assert furthest(whole(plain), whole(tmp_path)) < 1e-5
+
+
+def overflow_on_one_rank(arguments):
+    """In the third update one rank's expert alone has a gradient that is not finite."""
+    import sys
+
+    from fairseq.trainer import Trainer
+    from fairseq_cli import train
+
+    reduce = Trainer._sync_stats
+
+    def poison(self):
+        if (
+            self.get_num_updates() == 2
+            and self.data_parallel_rank == 1
+            and not hasattr(self, "bad")
+        ):
+            self.bad = True
+            parameters = self.get_model().named_parameters()
+            next(p for n, p in parameters if n.endswith("experts.w1")).grad.fill_(float("inf"))
+        return reduce(self)
+
+    Trainer._sync_stats = poison
+    torch.Tensor.cuda = lambda self, *_, **__: self  # which fairseq calls after an overflow
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
+
+
+def test_an_overflow_of_one_expert_skips_the_update_everywhere(ranks, small_corpus, tmp_path):
+    arguments = flags(
+        *(small_corpus, tmp_path, "--expert-parallel", "--fp16", "--fp16-no-flatten-grads")
+    )
+    run = ranks.start(tmp_path, 2, list(map(str, arguments)), function=overflow_on_one_rank)
+    run.finish()
+    assert "gradient overflow detected" in run.output(0)
+    checkpoint(tmp_path).check_agreement()
+    assert all(value.isfinite().all() for value in whole(tmp_path).values())
+
+
+REFUSED = {
+    "--ddp-backend pytorch_ddp": "use --ddp-backend legacy_ddp",
+    "--ddp-backend fully_sharded": "use --ddp-backend legacy_ddp",
+    "--zero-sharding os": "sharded already",
+    "--fp16": "add --fp16-no-flatten-grads",
+    "--amp": "use --bf16",
+    "--encoder-layerdrop 0.1": "leave it out",
+    "--smoe-strata 3-4": "7 experts cannot be spread evenly over 2 processes",
+    "--eval-bleu": "smoe consolidate",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_does_not_go_with_sharded_experts_is_refused(ranks, small_corpus, tmp_path, words):
+    arguments = flags(small_corpus, tmp_path / "new", "--expert-parallel", *words.split())
+    run = ranks.start(tmp_path, 2, *arguments)
+    assert run.wait(60) == [1, 1]
+    for rank in (0, 1):
+        last = run.output(rank).strip().splitlines()[-1]
+        assert last.startswith("error: ") and REFUSED[words] in run.output(rank)
+        assert "Traceback" not in run.output(rank)
+    assert words.split()[0] in run.output(0).splitlines()[-1]
+    assert not list((tmp_path / "new").glob("*.pt"))

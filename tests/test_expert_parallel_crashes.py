@@ -1,0 +1,171 @@
+"""Whenever a run is killed, it resumes from its newest complete set, and ends as if nothing had been."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+from ranks import Server
+from test_expert_parallel import checkpoint, flags, furthest, whole
+
+from smoe_fairseq.checkpoint.record import Record, open_checkpoint, rank_file
+from smoe_fairseq.errors import UsageError
+
+KILLS = 20
+UPDATES = 12
+
+
+def saving_flags(data, folder):
+    """Saves after every update; dropout and sampled experts, which have to be drawn again the same."""
+    return [
+        *flags(data, folder, "--expert-parallel", "--max-update", UPDATES, "--dropout", 0.1),
+        *("--moe-second-expert-policy", "sampling", "--save-interval-updates", 1),
+        *("--keep-interval-updates", 2),
+    ]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ranks, small_corpus, tmp_path_factory):
+    """(folder, seconds from the first update to the end) of the run that nobody kills."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run = ranks.start(folder, 2, *saving_flags(small_corpus, folder))
+    wait_for_training(run)
+    start = time.monotonic()
+    run.finish()
+    return folder, time.monotonic() - start
+
+
+def wait_for_training(run):
+    deadline = time.monotonic() + 60
+    while "Start iterating" not in run.output(0):
+        assert time.monotonic() < deadline and 1 not in run.statuses(), run.output()[-3000:]
+        time.sleep(0.005)
+
+
+def saves(folder, name):
+    """What the files of a set hold, those that wait for their name among them: a set of saves per rank."""
+    found = []
+    for rank in (0, 1):
+        own = set()
+        for path in (
+            rank_file(folder / name, rank),
+            rank_file(folder / name, rank).with_suffix(".pt.pending"),
+        ):
+            try:
+                record = Record.of(open_checkpoint(path))
+                own.add((record.num_updates, record.save))
+            except UsageError:
+                pass  # not there, or not complete
+        found.append(own)
+    return found
+
+
+def newest_complete(folder):
+    """Updates of the newest set of checkpoint_last.pt that all ranks have saved."""
+    one, other = saves(folder, "checkpoint_last.pt")
+    return max((updates for updates, _ in one & other), default=0)
+
+
+def resume(ranks: Server, data, folder, uninterrupted):
+    expected = newest_complete(folder)
+    run = ranks.train(folder, 2, *saving_flags(data, folder))
+    loaded = re.search(r"Loaded checkpoint .* @ (\d+) updates", run.output(0))
+    assert (int(loaded[1]) if loaded else 0) == expected
+    assert checkpoint(folder).record.num_updates == UPDATES
+    assert furthest(whole(folder), whole(uninterrupted)) == 0
+    assert furthest(whole(folder, "optimizer"), whole(uninterrupted, "optimizer")) == 0
+    assert not list(folder.glob("*.pending*")) and not list(folder.glob("*.tmp"))
+    return expected
+
+
+def test_killed_at_random_moments(ranks, small_corpus, tmp_path, uninterrupted):
+    reference, seconds = uninterrupted
+    chance = random.Random(7)
+    resumed_from = set()
+    for number in range(KILLS):
+        folder = tmp_path / str(number)
+        run = ranks.start(folder, 2, *saving_flags(small_corpus, folder))
+        wait_for_training(run)
+        time.sleep(chance.uniform(0, seconds))
+        run.kill()
+        run.wait(10)
+        resumed_from.add(resume(ranks, small_corpus, folder, reference))
+        shutil.rmtree(folder)
+    assert len(resumed_from) > 3  # the moments were spread over the run
+
+
+def killed_while_publishing(moment: str, arguments):
+    """``fairseq-train`` in which rank 1 is killed around its fifth renaming to checkpoint_last.
+
+    "before" or "after" its own, with that of rank 0 done; or when it is the only one ("alone").
+    """
+    import torch.distributed as dist
+    from fairseq_cli import train
+
+    from smoe_fairseq.distributed import saving
+
+    original, count = saving.os.replace, [0]
+
+    def replace(source, target):
+        if str(target).endswith("checkpoint_last-rank-1.pt") and str(source).endswith(
+            saving.PENDING
+        ):
+            count[0] += 1
+            if count[0] == 5:
+                if moment != "before":
+                    original(source, target)
+                time.sleep(0.3)  # rank 0 goes on
+                os.kill(os.getpid(), signal.SIGKILL)
+        if (
+            moment == "alone"
+            and dist.get_rank() == 0
+            and str(target).endswith("checkpoint_last-rank-0.pt")
+        ):
+            count[0] += 1
+            if count[0] == 5:
+                time.sleep(60)  # rank 0 never renames its own
+        original(source, target)
+
+    saving.os.replace = replace
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
+
+
+@pytest.mark.parametrize("moment", ["before", "after", "alone"])
+def test_killed_between_two_renamings(ranks, small_corpus, tmp_path, uninterrupted, moment):
+    reference, _ = uninterrupted
+    arguments = list(map(str, saving_flags(small_corpus, tmp_path)))
+    run = ranks.start(tmp_path, 2, moment, arguments, function=killed_while_publishing)
+    run.wait(60)
+    assert -9 in run.statuses()
+    assert resume(ranks, small_corpus, tmp_path, reference) == 5
+
+
+def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, uninterrupted):
+    reference, _ = uninterrupted
+    arguments = saving_flags(small_corpus, tmp_path)
+    ranks.train(tmp_path, 2, *arguments, "--max-update", 5)
+    ranks.train(tmp_path, 2, *arguments)
+    assert furthest(whole(tmp_path), whole(reference)) == 0
+
+
+def test_files_of_two_updates_are_not_mixed(ranks, small_corpus, tmp_path, uninterrupted):
+    reference, _ = uninterrupted
+    for path in reference.glob("checkpoint*.pt"):
+        shutil.copy(path, tmp_path)
+    older = rank_file(tmp_path / "checkpoint_1_11.pt", 1)
+    last = rank_file(tmp_path / "checkpoint_last.pt", 1)
+    shutil.copy(older, last)
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
+    run = ranks.start(tmp_path, 2, *saving_flags(small_corpus, tmp_path))
+    assert run.wait(60) == [1, 1]
+    for rank in (0, 1):
+        assert run.output(rank).strip().splitlines()[-1] == (
+            f"error: {last} is of another save (update 11) than "
+            f"{rank_file(tmp_path / 'checkpoint_last.pt', 0)} (update 12)"
+        )
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.pt")} == before

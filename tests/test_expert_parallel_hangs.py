@@ -1,0 +1,141 @@
+"""Sharded experts never leave a process waiting: not for want of tokens, and not when another is gone."""
+
+import random
+import re
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_expert_parallel import averages, flags
+
+from smoe_fairseq.modules import StratifiedMoE
+
+SECONDS = 20  # in which all processes have to end when one does; collective calls wait half an hour
+
+
+def pass_through_block(strata: str, tokens: list[int], padding: list[bool]):
+    """On every rank: forward and backward of a sharded block, beside one with all experts.
+
+    Rank r has ``tokens[r]`` tokens, all of them padding where ``padding[r]``.
+    """
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    options = dict(capacity_factor=0, second_expert_policy="all", strata=strata)
+    torch.manual_seed(1)
+    sharded = StratifiedMoE(16, 24, **options, expert_parallel=True).double()
+    torch.manual_seed(1)
+    whole = StratifiedMoE(16, 24, **options).double()
+
+    inputs = [torch.randn(t, 16, dtype=torch.float64, requires_grad=True) for t in tokens]
+    masks = [torch.full((t,), pads) for t, pads in zip(tokens, padding, strict=True)]
+    outputs = [whole(x, mask)[0] for x, mask in zip(inputs, masks, strict=True)]
+    sum(y.square().sum() for y in outputs).backward()
+    x = inputs[rank].detach().requires_grad_()
+    for _ in range(2):  # the second pass finds nothing left over of the first
+        x.grad = None
+        sharded.zero_grad()
+        y, stats = sharded(x, masks[rank])
+        y.square().sum().backward()
+    torch.testing.assert_close(y, outputs[rank], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x.grad, inputs[rank].grad, rtol=1e-12, atol=1e-12)
+    local = sharded.experts.placement.local
+    for ours, all_experts in zip(
+        sharded.experts.parameters(), whole.experts.parameters(), strict=True
+    ):
+        ours = ours.grad.clone()
+        if sharded.experts.placement.num_replicas > 1:  # here by hand, in training by legacy_ddp
+            everyones = [torch.empty_like(ours) for _ in range(world_size)]
+            dist.all_gather(everyones, ours)
+            ours = sum(everyones[rank % whole.strata.num_experts :: whole.strata.num_experts])
+        wanted = all_experts.grad[local.start : local.stop]
+        torch.testing.assert_close(ours * world_size, wanted, rtol=1e-12, atol=1e-12)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "strata, tokens, padding",
+    [
+        ("2-2-2-2", [40, 40], [False, False]),
+        ("2-2-2-2", [40, 40], [True, False]),  # all padding
+        ("2-2-2-2", [40, 0], [False, False]),  # no tokens at all
+        ("2-2-2-2", [40, 1], [False, False]),  # one token, so strata without any
+        ("4-4", [40, 40, 7, 3], [False, True, False, True]),
+        ("8", [0, 0, 0, 5], [False] * 4),
+        ("2", [40, 30, 20, 10], [False] * 4),  # replicas
+        ("3", [40, 5, 9], [False] * 3),
+    ],
+    ids=str,
+)
+def test_any_share_of_the_tokens(ranks, tmp_path, strata, tokens, padding):
+    arguments = (strata, tokens, padding)
+    run = ranks.start(tmp_path, len(tokens), *arguments, function=pass_through_block)
+    assert run.wait(60) == [0] * len(tokens), run.output()
+
+
+def test_epochs_and_validation_of_uneven_length(ranks, small_corpus, tmp_path):
+    """50 batches of training for 4 ranks, one of validation: the others get dummy batches."""
+    arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--max-update", 26)
+    arguments = [a for a in arguments if a != "--disable-validation"]
+    run = ranks.start(tmp_path, 4, *arguments, "--batch-size-valid", 50, "--save-interval", 9)
+    assert run.wait(120) == [0] * 4, run.output()[-3000:]
+    assert re.search(r'"epoch": 2, "valid_loss"', run.output(0))
+    assert averages(tmp_path)["bsz"] <= 4
+
+
+def train_until(moment: str, arguments):
+    """``fairseq-train`` in which rank 1 fails, in the way that ``moment`` names, after two updates."""
+    from fairseq.tasks.translation import TranslationTask
+    from fairseq_cli import train
+
+    original = TranslationTask.train_step
+
+    def train_step(self, *others, **options):
+        if options["update_num"] == 2 and dist.get_rank() == 1:
+            if moment == "exception":
+                raise ValueError("this batch cannot be read")
+            if moment == "out of memory":
+                raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            time.sleep(600)  # until the test kills it
+        return original(self, *others, **options)
+
+    TranslationTask.train_step = train_step
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
+
+
+@pytest.mark.parametrize(
+    "moment, words",
+    [
+        ("exception", "this batch cannot be read"),
+        ("out of memory", "with --expert-parallel no process can skip a batch; lower --max-tokens"),
+    ],
+)
+def test_a_process_that_fails_ends_all(ranks, small_corpus, tmp_path, moment, words):
+    arguments = list(map(str, flags(small_corpus, tmp_path, "--expert-parallel")))
+    run = ranks.start(tmp_path, 3 + 1, moment, arguments, function=train_until)
+    assert run.wait(60) == [1] * 4
+    assert words in run.output(1)
+    for rank in (0, 2, 3):
+        assert "process 1 has ended" in run.output(rank) or "Connection" in run.output(rank)
+    assert any(words in run.output(rank) for rank in (0, 2, 3))
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_is_killed_ends_all(ranks, small_corpus, tmp_path, killed):
+    """The others wait for rank 1 in a collective call."""
+    arguments = list(map(str, flags(small_corpus, tmp_path, "--expert-parallel")))
+    run = ranks.start(tmp_path, 4, "wait", arguments, function=train_until)
+    deadline = time.monotonic() + 60
+    while len(re.findall("train_inner", run.output(0))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(random.Random(killed).uniform(0.2, 0.6))
+    assert run.statuses() == [None] * 4, run.output()[-3000:]
+    run.kill([killed])
+    statuses = run.wait(SECONDS)
+    assert statuses == [-9 if rank == killed else 1 for rank in range(4)]
+    for rank in set(range(4)) - {killed}:
+        said = run.output(rank)
+        assert re.search(r"error: process \d", said) or "Connection" in said, said[-500:]
+    assert f"process {killed} of 4 has ended without a word" in run.output()
