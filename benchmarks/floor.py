@@ -6,7 +6,8 @@ Shapes: T tokens, D embedding, F feed-forward, E experts, K choices per token, L
 import torch
 from torch import Tensor, nn
 
-from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules import Strata, StratifiedMoE
+from smoe_fairseq.modules.gate import Gate, Routing
 
 
 @torch.no_grad()
@@ -15,9 +16,7 @@ def routed_tokens(block: StratifiedMoE, x_TD: Tensor) -> list[list[int]]:
     counts_LE = []
 
     def count(gate, args, routing):
-        first = block.strata.first_experts[len(counts_LE)]
-        expert_N = routing.expert_TK[routing.expert_TK < gate.num_experts] + first
-        counts_LE.append(torch.bincount(expert_N, minlength=block.strata.num_experts).tolist())
+        counts_LE.append(experts_of_gate(gate, routing, block.strata))
 
     hooks = [gate.register_forward_hook(count) for gate in block.gates]
     try:
@@ -26,6 +25,15 @@ def routed_tokens(block: StratifiedMoE, x_TD: Tensor) -> list[list[int]]:
         for hook in hooks:
             hook.remove()
     return counts_LE
+
+
+def experts_of_gate(gate: Gate, routing: Routing, strata: Strata) -> list[int]:
+    """How many tokens one gate sends to each expert of its block ``(E,)``."""
+    first = (
+        strata.num_experts - gate.num_experts
+    )  # it sees those of its own and of all later strata
+    expert_N = routing.expert_TK[routing.expert_TK < gate.num_experts] + first
+    return torch.bincount(expert_N, minlength=strata.num_experts).tolist()
 
 
 class BareProducts(nn.Module):

@@ -12,7 +12,8 @@ import pytest
 from ranks import Server
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
-from smoe_fairseq.checkpoint.record import Record, open_checkpoint, rank_file
+from smoe_fairseq.checkpoint.names import rank_file
+from smoe_fairseq.checkpoint.record import Record, open_checkpoint
 from smoe_fairseq.errors import UsageError
 
 KILLS = 20

@@ -257,6 +257,21 @@ def test_direction_without_test_data_is_reported_and_left_out(tiny):
     assert results["table"].stdout.splitlines()[2].count("| - ") == 3  # two directions, average
 
 
+def test_experts_of_several_processes_are_evaluated_as_those_of_one(tiny):
+    folder, results = tiny
+    given = dict(CONFIG_DIR=str(folder / "configs"), RUN_DIR="sharded", OMP_NUM_THREADS="1")
+    flags = ["--cpu", "--distributed-backend", "gloo", "--expert-parallel"]
+    trained = recipe(folder, "train", "tiny", "smoe-2-2", *flags, GPUS="2", **given)
+    assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
+    run = folder / "sharded/tiny/smoe-2-2"
+    assert (run / "checkpoint_best-rank-1.pt").exists()
+    for _ in range(2):  # the second time over what the first one wrote
+        evaluated = recipe(folder, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
+        assert evaluated.returncode == 0, evaluated.stderr
+    assert commands(evaluated, "smoe")[0][1] == "consolidate"
+    assert list(json.loads((run / "scores.json").read_text())["scores"]) == ["fr-en", "en-fr"]
+
+
 def test_training_goes_to_terminal_and_log(tiny):
     folder, results = tiny
     log = (folder / "runs/tiny/smoe-2-2/train.log").read_text()

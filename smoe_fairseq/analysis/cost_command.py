@@ -13,9 +13,11 @@ with quietly():
     from smoe_fairseq.analysis import checkpoint_cost, paper
     from smoe_fairseq.analysis.cost import CONTEXT, READING, Cost, count
     from smoe_fairseq.analysis.meta_model import add_model_arguments, build_meta_model
+    from smoe_fairseq.analysis.process_cost import print_process_costs, process_costs
 
 LIMIT_PERCENT = 0.5  # of the paper's parameters
 VOCABULARY = 32_000
+TOKENS = 4096
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -42,6 +44,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=int, default=CONTEXT, help=f"attended positions; default: {CONTEXT}"
     )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="also what each of N processes holds and sends, with replicated and with sharded experts",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=TOKENS, help=f"with --world-size; default: {TOKENS}"
+    )
+    parser.add_argument("--update-freq", type=int, default=1, help="with --world-size; default: 1")
+    parser.add_argument("--fp16", action="store_true", help="with --world-size: fp16 training")
     parser.add_argument("--json", action="store_true", help="print JSON, in plain numbers")
     add_model_arguments(parser)
 
@@ -52,12 +65,24 @@ def run(args: Namespace) -> None:
         raise UsageError(f"--context {args.context}: expected a number of positions, 0 or more")
     if args.data and not args.path:
         raise UsageError(f"{args.data}: DATA goes with --path CHECKPOINT")
+    if args.world_size is not None:
+        if args.paper or args.path:
+            raise UsageError(
+                "--world-size goes with the flags of a model, not with --paper or --path"
+            )
+        for flag, number in (
+            ("--world-size", args.world_size),
+            ("--max-tokens", args.max_tokens),
+            ("--update-freq", args.update_freq),
+        ):
+            if number < 1:
+                raise UsageError(f"{flag} {number}: expected a whole number of at least 1")
     with quietly():
         if args.paper:
             return _print_paper(paper.compare(args.paper, args.context), args)
         if args.path:
             expected = checkpoint_cost.expected(args.path, args.context)
-            measured = None
+            measured, processes = None, {}
             if args.data:
                 measured = checkpoint_cost.measured(
                     args.path, args.data, args.gen_subset, args.context
@@ -65,16 +90,31 @@ def run(args: Namespace) -> None:
         else:
             model = build_meta_model(args, args.vocab_size)
             expected, measured = count(model, args.context), None
+            processes = _processes(model, args)
     costs = {"uniform routing": expected}
     if measured:
         costs[f"measured on {args.gen_subset}"] = measured
     if args.json:
         content = _plain(expected) | ({"measured": _plain(measured)} if measured else {})
+        if processes:
+            content["processes"] = {name: cost.as_dict() for name, cost in processes.items()}
         print(json.dumps(content | {"context": args.context}, indent=2))
         return
     for routing, cost in costs.items():
         _print_cost(cost, routing)
+    if processes:
+        print_process_costs(processes, args.world_size, args.max_tokens)
     print(f"\n{READING}")
+
+
+def _processes(model, args: Namespace) -> dict:
+    if args.world_size is None:
+        return {}
+    precision = "fp16" if args.fp16 else "fp32"
+    try:
+        return process_costs(model, args.world_size, args.max_tokens, args.update_freq, precision)
+    except ValueError as error:
+        raise UsageError(f"--world-size {args.world_size}: {error}") from None
 
 
 def _plain(cost: Cost) -> dict:

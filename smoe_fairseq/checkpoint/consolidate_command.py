@@ -3,10 +3,13 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from smoe_fairseq.checkpoint.record import rank_files, set_name
-from smoe_fairseq.checkpoint.shards import Shards
-from smoe_fairseq.checkpoint.write import write
+from smoe_fairseq.analysis.quiet import quietly
+from smoe_fairseq.checkpoint.names import rank_files, set_name
 from smoe_fairseq.errors import UsageError
+
+with quietly():
+    from smoe_fairseq.checkpoint.shards import Shards
+    from smoe_fairseq.checkpoint.write import write
 
 
 def add_arguments(parser: ArgumentParser) -> None:

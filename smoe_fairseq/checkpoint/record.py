@@ -1,16 +1,15 @@
 """What a checkpoint says of the experts in it, so that the files of a set are never mixed up."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from smoe_fairseq.checkpoint.names import rank_file, rank_of, set_name
 from smoe_fairseq.errors import UsageError
 
 KEY = "smoe_experts"  # of the record in a checkpoint
-_RANK = re.compile(r"-rank-(\d+)\.pt$")
 
 
 @dataclass(frozen=True)
@@ -42,34 +41,6 @@ class Record:
         if content is None:
             return None
         return cls(**{**content, "parameters": tuple(content["parameters"])})
-
-
-def rank_file(path: Path | str, rank: int) -> Path:
-    """``checkpoint_last.pt`` -> ``checkpoint_last-rank-2.pt``, as fairseq names it."""
-    path = Path(path)
-    return path.with_name(f"{path.stem}-rank-{rank}{path.suffix}")
-
-
-def rank_of(path: Path | str) -> int | None:
-    found = _RANK.search(str(path))
-    return int(found[1]) if found else None
-
-
-def set_name(path: Path | str) -> Path:
-    """The name without ``-rank-N``, which stands for the set."""
-    return Path(_RANK.sub(".pt", str(path)))
-
-
-def rank_files(path: Path | str) -> dict[int, Path]:
-    """The files there are of the set that ``path`` stands for, by rank."""
-    path = Path(path)
-    pattern = re.compile(rf"{re.escape(path.stem)}-rank-(\d+){re.escape(path.suffix)}")
-    found = {}
-    if path.parent.is_dir():
-        for file in path.parent.iterdir():
-            if match := pattern.fullmatch(file.name):
-                found[int(match[1])] = file
-    return dict(sorted(found.items()))
 
 
 def open_checkpoint(path: Path | str) -> dict:

@@ -9,16 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from smoe_fairseq.checkpoint.record import (
-    KEY,
-    Record,
-    check_set,
-    open_checkpoint,
-    rank_file,
-    rank_files,
-    rank_of,
-    set_name,
-)
+from smoe_fairseq.checkpoint.names import rank_file, rank_files, rank_of, set_name
+from smoe_fairseq.checkpoint.record import KEY, Record, check_set, open_checkpoint
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules.placement import Placement
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from smoe_fairseq.checkpoint.record import open_checkpoint, rank_file, rank_files
+from smoe_fairseq.checkpoint.names import rank_file, rank_files
+from smoe_fairseq.checkpoint.record import open_checkpoint
 from smoe_fairseq.checkpoint.shards import OPTIMIZER, Shards, same_bits
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules.placement import Placement

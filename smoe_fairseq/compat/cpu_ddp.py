@@ -15,6 +15,8 @@ def name_no_gpu(distributed_fairseq_model: ModuleType) -> None:
     def on_its_device(module, device_ids=None, output_device=None, **options):
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             device_ids = output_device = None
-        return original(module=module, device_ids=device_ids, output_device=output_device, **options)
+        return original(
+            module=module, device_ids=device_ids, output_device=output_device, **options
+        )
 
     distributed_fairseq_model.DistributedDataParallel = on_its_device

@@ -4,14 +4,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from smoe_fairseq.checkpoint.record import (
-    Record,
-    check_set,
-    open_checkpoint,
-    rank_files,
-    rank_of,
-    set_name,
-)
+from smoe_fairseq.checkpoint.names import rank_files, rank_of, set_name
+from smoe_fairseq.checkpoint.record import Record, check_set, open_checkpoint
 from smoe_fairseq.distributed.saving import recover
 from smoe_fairseq.errors import UsageError
 

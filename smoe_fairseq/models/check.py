@@ -51,6 +51,12 @@ def check_checkpoint(model, state_dict) -> None:
             f"the checkpoint was trained with {found} and this model has {wanted}; pass the "
             "checkpoint's flags, or another --save-dir or --restore-file"
         )
+    experts = next((n for n in own if n.endswith(".moe.experts.w1") and n in loaded), None)
+    if experts and loaded[experts][1:] == own[experts][1:] and loaded[experts] != own[experts]:
+        raise UsageError(
+            f"the checkpoint has {loaded[experts][0]} of the {own[experts][0]} experts of each MoE "
+            "layer, one process's share: make one checkpoint of all with smoe consolidate"
+        )
     name = next(n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n))
     raise UsageError(
         f"the checkpoint is of another architecture: {name} is {loaded.get(name, 'missing')} in it "

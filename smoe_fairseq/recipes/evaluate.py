@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from smoe_fairseq.checkpoint.names import rank_files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
@@ -23,7 +24,8 @@ def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     folder = folders.run(method)
     checkpoint = folder / f"checkpoint_{dataset.checkpoint}.pt"
     directions = dataset.directions
-    if not dry_run() and not checkpoint.exists():
+    sharded = list(rank_files(checkpoint).values())
+    if not dry_run() and not checkpoint.exists() and not sharded:
         raise UsageError(
             f"{checkpoint} is missing: run scripts/train.sh {dataset.name} {method} first"
         )
@@ -37,6 +39,10 @@ def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     if not directions:
         raise UsageError(f"{folders.raw} has no test data (test.eng-xxx.eng and so on)")
 
+    if sharded and (not checkpoint.exists() or _newer(sharded[0], checkpoint)):
+        whole = folder / "consolidated" / checkpoint.name
+        run(_consolidate(checkpoint, whole))
+        checkpoint = whole
     partial = Path(f"{folder / 'test'}.partial")
     run(_tokenizer(dataset))
     run([command("rm", "-rf", partial), command("mkdir", "-p", partial)])
@@ -48,6 +54,15 @@ def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     if not dry_run():
         settings = [*arguments(dataset.generate), *extra]
         scores.write(folder, checkpoint, settings, directions)
+
+
+def _newer(one: Path, other: Path) -> bool:
+    return one.stat().st_mtime > other.stat().st_mtime
+
+
+def _consolidate(checkpoint: Path, whole: Path) -> Iterator[str]:
+    yield "# the experts of all processes in one checkpoint"
+    yield command("smoe", "consolidate", checkpoint, "--output", whole, "--force")
 
 
 def _tokenizer(dataset: Dataset) -> Iterator[str]:

@@ -30,6 +30,9 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     if flags.get("fp16") and (place.gpus == 0 or "--cpu" in extra):
         flags["fp16"] = False
         notes.append("# without a GPU there is no fp16")
+    if flags.get("fp16") and "--expert-parallel" in extra:
+        flags["fp16-no-flatten-grads"] = True
+        notes.append("# with sharded experts, fp16 gradients are not flattened")
     run(_commands(dataset, method, flags, notes, place, extra))
 
 

@@ -1,0 +1,49 @@
+"""What fairseq's programs route to the experts: record_routing.py OUT STRATA train|generate FLAGS...
+
+Runs the program with every gate's decisions counted, and writes for each pass of a block, in order,
+its tokens and how many each expert got at each stratum: what `predict.py` times bare.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.floor import experts_of_gate
+from smoe_fairseq.modules.gate import Gate
+from smoe_fairseq.modules.strata import Strata
+
+
+def main(out: Path, strata: Strata, program: str) -> None:
+    decisions = []
+    forward = Gate.forward
+
+    def counting_forward(gate, *args, **kwargs):
+        routing = forward(gate, *args, **kwargs)
+        decisions.append(
+            (int(routing.first_choices_E.sum()), experts_of_gate(gate, routing, strata))
+        )
+        return routing
+
+    Gate.forward = counting_forward
+    if program == "train":
+        from fairseq_cli.train import cli_main
+    else:
+        from fairseq_cli.generate import cli_main
+    cli_main()
+
+    # Every pass of a block asks each of its gates once, in order.
+    passes = [decisions[i : i + len(strata)] for i in range(0, len(decisions), len(strata))]
+    out.write_text(
+        json.dumps(
+            [
+                {"tokens": one[0][0], "counts_LE": [counts_E for _, counts_E in one]}
+                for one in passes
+            ]
+        )
+    )
+
+
+if __name__ == "__main__":
+    out, strata, program = sys.argv[1:4]
+    sys.argv = [program, *sys.argv[4:]]
+    main(Path(out), Strata.parse(strata), program)

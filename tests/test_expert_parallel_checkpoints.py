@@ -1,0 +1,277 @@
+"""Sets of checkpoint files: for any number of processes, as one file, and when something is wrong."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from commands import run
+from ranks import PLUGIN
+from test_expert_parallel import checkpoint, flags, furthest, whole
+
+from smoe_fairseq.checkpoint.names import rank_file
+from smoe_fairseq.checkpoint.shards import Shards, same_bits
+from smoe_fairseq.cli import main
+
+UPDATES = 3
+
+
+@pytest.fixture(scope="module")
+def set_of_4(ranks, small_corpus, tmp_path_factory) -> Path:
+    """Folder of a run on 4 ranks, with the optimizer's state."""
+    folder = tmp_path_factory.mktemp("set-of-4")
+    arguments = flags(small_corpus, folder, "--expert-parallel", "--max-update", UPDATES)
+    ranks.train(folder, 4, *arguments)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def resharded(set_of_4, tmp_path_factory) -> dict[str, Path]:
+    """The same for 2 processes, of that for 1, of that for 4 again; and consolidated."""
+    top = tmp_path_factory.mktemp("resharded")
+    folders = {"4": set_of_4, **{name: top / name for name in ("2", "1", "4 again")}}
+    for one, other in zip(list(folders)[:-1], list(folders)[1:], strict=True):
+        command = ["reshard", folders[one] / "checkpoint_last.pt", "--world-size", other[0]]
+        call(*command, "--output", folders[other] / "checkpoint_last.pt")
+    folders["consolidated"] = top / "consolidated"
+    output = folders["consolidated"] / "checkpoint_last.pt"
+    call("consolidate", set_of_4 / "checkpoint_last.pt", "--output", output)
+    return folders
+
+
+def call(*words) -> None:
+    assert main([str(word) for word in words]) == 0
+
+
+def refusal(*words) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    (sentence,) = str(ended.value).splitlines()
+    assert sentence.startswith("error: ")
+    return sentence
+
+
+def test_resharding_to_and_fro_changes_no_bit(resharded):
+    before, after = checkpoint(resharded["4"]), checkpoint(resharded["4 again"])
+    for one, other in zip(before.states, after.states, strict=True):
+        tensors = [list(shards.tensors(s)) for shards, s in ((before, one), (after, other))]
+        assert [name for name, _, _ in tensors[0]] == [name for name, _, _ in tensors[1]]
+        assert len({name for name, _, experts in tensors[0] if experts}) == 2 * 4 * 3
+        for (name, tensor, _), (_, again, _) in zip(*tensors, strict=True):
+            if not name.endswith("_float_tensor"):  # a buffer that fairseq never sets
+                assert same_bits(tensor, again), name
+        assert one["smoe_experts"] == other["smoe_experts"]
+        assert one["optimizer_history"] == other["optimizer_history"]
+        position = [s["extra_state"]["train_iterator"] for s in (one, other)]
+        assert position[0] == position[1] and position[0]["iterations_in_epoch"] == UPDATES
+
+
+def test_training_goes_on_the_same_after_resharding(ranks, small_corpus, resharded, tmp_path):
+    ended = {}
+    for name, update_freq in (("4", 1), ("4 again", 1), ("2", 2), ("1", 4)):
+        folder = tmp_path / name
+        shutil.copytree(resharded[name], folder)
+        arguments = flags(small_corpus, folder, "--max-update", 6, "--update-freq", update_freq)
+        if name == "1":
+            run = ranks.train(folder, 1, *arguments, one=True)
+        else:
+            run = ranks.train(folder, int(name[0]), *arguments, "--expert-parallel")
+        assert f"@ {UPDATES} updates" in run.output(0)
+        ended[name] = whole(folder)
+    assert furthest(ended["4"], ended["4 again"]) == 0
+    assert furthest(ended["4"], ended["2"]) < 2e-5
+    assert furthest(ended["4"], ended["1"]) < 2e-5
+    assert furthest(ended["4"], whole(resharded["4"])) > 1e-3  # and it did go on
+
+
+def test_the_consolidated_checkpoint_needs_no_flag(small_corpus, resharded):
+    path = resharded["consolidated"] / "checkpoint_last.pt"
+    content = torch.load(path, weights_only=True)
+    assert "last_optimizer_state" not in content
+    whole_model = whole(resharded["4"])
+    assert all(torch.equal(content["model"][name], value) for name, value in whole_model.items())
+    arguments = [small_corpus, "--user-dir", PLUGIN, "--path", path, "--cpu"]
+    generated = run("fairseq-generate", *arguments, "--gen-subset", "test", "--max-len-b", 9)
+    assert len(re.findall(r"^H-\d+\t", generated.stdout, re.M)) == 50
+    answer = run("fairseq-interactive", *arguments, "--max-len-b", 9, stdin="ax by\n")
+    assert re.search(r"^H-0\t", answer.stdout, re.M)
+    valid = run("fairseq-validate", *arguments, "--task", "translation", "--max-tokens", 400)
+    assert "requested_capacity" in valid.stdout
+
+
+def test_analysis_of_a_consolidated_run_gives_the_same_numbers(small_corpus, resharded, tmp_path):
+    numbers = []
+    for name in ("1", "consolidated"):
+        output = tmp_path / name
+        path = resharded[name] / "checkpoint_last.pt"
+        run("smoe", "analyze", small_corpus, "--path", path, "--output", output, "--cpu")
+        tables = {p.name: p.read_text() for p in sorted(output.rglob("*.csv"))}
+        assert tables
+        numbers.append(tables)
+    assert numbers[0] == numbers[1]
+
+
+def test_finetuning_from_a_whole_checkpoint(ranks, small_corpus, resharded, tmp_path):
+    """Each process takes its experts of it."""
+    source = resharded["consolidated"] / "checkpoint_last.pt"
+    arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--lr", 0, "--max-update", 1)
+    ranks.train(tmp_path, 2, *arguments, "--finetune-from-model", source)
+    assert furthest(whole(tmp_path), whole(resharded["4"])) == 0
+
+
+def test_nothing_is_overwritten_unasked(resharded, tmp_path):
+    source = resharded["4"] / "checkpoint_last.pt"
+    for command, name in (
+        (["consolidate", source], "one.pt"),
+        (["reshard", source, "--world-size", 2], "two-rank-1.pt"),
+    ):
+        output = tmp_path / (name.replace("-rank-1", ""))
+        (tmp_path / name).write_text("mine")
+        sentence = refusal(*command, "--output", output)
+        assert str(tmp_path / name) in sentence and "--force" in sentence
+        assert (tmp_path / name).read_text() == "mine"
+        call(*command, "--output", output, "--force")
+        assert (tmp_path / name).stat().st_size > 10_000
+    assert "what is read" in refusal(*command, "--output", source, "--force")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_larger_set_of_the_same_name_goes_with_force(resharded, tmp_path):
+    for path in resharded["4"].glob("*.pt"):
+        shutil.copy(path, tmp_path)
+    command = ["reshard", resharded["2"] / "checkpoint_last.pt", "--world-size", 2]
+    output = tmp_path / "checkpoint_last.pt"
+    elsewhere = resharded["1"] / "checkpoint_last.pt"
+    command[1] = elsewhere
+    assert "--force" in refusal(*command, "--output", output)
+    call(*command, "--output", output, "--force")
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == [
+        f"checkpoint_last-rank-{rank}.pt" for rank in (0, 1)
+    ]
+    Shards.open(output).check_agreement()
+
+
+def cut(folder, other):
+    path = rank_file(folder / "checkpoint_last.pt", 2)
+    path.write_bytes(path.read_bytes()[:-3000])
+    return "rank-2.pt is cut off or not a checkpoint"
+
+
+def swapped(folder, other):
+    one, two = (rank_file(folder / "checkpoint_last.pt", r) for r in (1, 2))
+    content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(content)
+    return "rank-1.pt holds the experts of process 2"
+
+
+def missing(folder, other):
+    rank_file(folder / "checkpoint_last.pt", 3).unlink()
+    return "rank-3.pt is missing"
+
+
+def duplicated(folder, other):
+    shutil.copy(*(rank_file(folder / "checkpoint_last.pt", r) for r in (0, 3)))
+    return "rank-3.pt holds the experts of process 0"
+
+
+def foreign(folder, other):
+    shutil.copy(rank_file(other / "checkpoint_last.pt", 1), folder)
+    return "rank-1.pt is of another save"
+
+
+def of_stock_fairseq(folder, other):
+    path = rank_file(folder / "checkpoint_last.pt", 1)
+    content = torch.load(path, weights_only=True)
+    del content["smoe_experts"]
+    torch.save(content, path)
+    return "rank-1.pt"
+
+
+@pytest.fixture(scope="module")
+def other_run(ranks, small_corpus, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("other-run")
+    arguments = flags(small_corpus, folder, "--expert-parallel", "--max-update", UPDATES)
+    ranks.train(folder, 4, *arguments, "--seed", 2)
+    return folder
+
+
+DAMAGES = [cut, swapped, missing, duplicated, foreign, of_stock_fairseq]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+def test_bad_files_are_named(ranks, small_corpus, set_of_4, other_run, tmp_path, damage):
+    folder, output = tmp_path / "run", tmp_path / "out" / "checkpoint_last.pt"
+    shutil.copytree(set_of_4, folder, ignore=shutil.ignore_patterns("*.log", "*.status"))
+    words = damage(folder, other_run)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    path = folder / "checkpoint_last.pt"
+    assert words in refusal("consolidate", path, "--output", output)
+    assert words in refusal("reshard", path, "--world-size", 2, "--output", output)
+    assert not output.parent.exists()
+
+    arguments = flags(small_corpus, folder, "--expert-parallel", "--max-update", 6)
+    run = ranks.start(tmp_path / "logs", 4, *arguments)
+    assert run.wait(60) == [1] * 4
+    assert "Traceback" not in run.output() and words in run.output(0).splitlines()[-1]
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "name, world_size, words",
+    [
+        (
+            "4",
+            2,
+            "is of a set for 4 processes, and there are 2: make one for these with smoe reshard",
+        ),
+        ("4", 1, "is of a run over 4 processes: resume with as many and --expert-parallel"),
+        ("1", 2, "is of one process: divide it with smoe reshard"),
+    ],
+)
+def test_another_number_of_processes_is_told_what_to_do(
+    ranks, small_corpus, resharded, tmp_path, name, world_size, words
+):
+    folder = tmp_path / "run"
+    shutil.copytree(resharded[name], folder)
+    parallel = ["--expert-parallel"] if world_size > 1 else []
+    arguments = flags(small_corpus, folder, *parallel, "--max-update", 6)
+    run = ranks.start(tmp_path / "logs", world_size, *arguments, one=world_size == 1)
+    assert run.wait(60) == [1] * world_size
+    assert words in run.output(0).splitlines()[-1]
+
+
+def test_bad_requests_get_one_sentence(resharded, tmp_path):
+    path, out = resharded["4"] / "checkpoint_last.pt", tmp_path / "out.pt"
+    assert "--world-size 0" in refusal("reshard", path, "--world-size", 0, "--output", out)
+    sentence = refusal("reshard", path, "--world-size", 3, "--output", out)
+    assert "accepted are 1, 2, 4, 8 processes" in sentence
+    assert "none.pt is missing" in refusal(
+        "reshard", tmp_path / "none.pt", "--world-size", 2, "--output", out
+    )
+    assert "stands for no set" in refusal("consolidate", tmp_path / "none.pt", "--output", out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_file_is_no_model_to_translate_with(small_corpus, set_of_4):
+    path = rank_file(set_of_4 / "checkpoint_last.pt", 1)
+    arguments = [small_corpus, "--user-dir", PLUGIN, "--path", path, "--cpu"]
+    process = run("fairseq-generate", *arguments, check=False)
+    assert process.returncode == 1
+    last = process.stdout.splitlines()[-1]
+    assert last.startswith("error: ") and "smoe consolidate" in last
+
+
+def test_tensors_stay_on_disk_until_they_are_copied(set_of_4):
+    """So memory holds the result, and of the files what the system can drop again."""
+    shards = checkpoint(set_of_4)
+    mapped = Path("/proc/self/maps").read_text()
+    assert all(str(file) in mapped for file in shards.files)
+
+
+def test_the_record_is_plain_data(set_of_4):
+    record = checkpoint(set_of_4).states[1]["smoe_experts"]
+    assert json.loads(json.dumps(record)) == record
+    assert record["rank"] == 1 and record["world_size"] == 4 and record["num_experts"] == 8
