@@ -42,7 +42,8 @@ class Runs:
 
     def speed(self, command: str, name: str) -> float:
         """Target tokens per second."""
-        text = self._run([f"fairseq_cli.{command}", *self._flags(command, name)])
+        program = {"train": "fairseq_cli.train", "generate": "benchmarks.warm_generate"}[command]
+        text = self._run([program, *self._flags(command, name)])
         if command == "train":
             return statistics.median(float(update["wps"]) for update in updates(text)[1:])
         return float(re.search(r"([\d.]+) tokens/s\)", text).group(1))

@@ -55,9 +55,7 @@ def result(command: str, name: str, speeds: dict, runs: Runs, args: argparse.Nam
     }
     if MODELS[name].strata:
         passes, tokens = runs.routing(command, name)
-        bare = predict.bare_seconds(
-            passes, args.embed_dim, args.ffn_embed_dim, runs.moe_layers, command == "train"
-        )
+        bare = predict.bare_seconds(passes, args.embed_dim, args.ffn_embed_dim, command == "train")
         dense = tokens * timing.summary(seconds["dense"])["median"]
         found["bare_seconds"], found["dense_seconds"] = bare, dense
         found["predicted"] = (dense - bare["dense"] + bare["routed"]) / dense
@@ -68,7 +66,9 @@ def result(command: str, name: str, speeds: dict, runs: Runs, args: argparse.Nam
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two layers per side, short runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="other defaults: two layers, short runs"
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program and model")
     parser.add_argument("--threads", type=int)
@@ -82,10 +82,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8, help="sentences translated at a time")
     parser.add_argument("--length", type=int, default=20, help="of every translation")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/program.json"))
+    if parser.parse_args().quick:
+        parser.set_defaults(layers=2, max_tokens=512, updates=4, rounds=1, sentences=16)
     args = parser.parse_args()
-    if args.quick:
-        args.layers, args.max_tokens, args.updates, args.rounds = 2, 512, 4, 2
-        args.sentences = 16
     if "dense" not in args.models:
         parser.error("--models needs dense, which the others are compared with")
     return args

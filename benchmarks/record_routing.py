@@ -1,7 +1,7 @@
 """What fairseq's programs route to the experts: record_routing.py OUT STRATA train|generate FLAGS...
 
 Runs the program with every gate's decisions counted, and writes for each pass of a block, in order,
-its tokens and how many each expert got at each stratum: what `predict.py` times bare.
+its layer, its tokens and how many each expert got at each stratum: what `predict.py` times bare.
 """
 
 import json
@@ -14,14 +14,16 @@ from smoe_fairseq.modules.strata import Strata
 
 
 def main(out: Path, strata: Strata, program: str) -> None:
-    decisions = []
+    gates, decisions = [], []
     forward = Gate.forward
 
     def counting_forward(gate, *args, **kwargs):
         routing = forward(gate, *args, **kwargs)
-        decisions.append(
-            (int(routing.first_choices_E.sum()), experts_of_gate(gate, routing, strata))
-        )
+        if not any(gate is known for known in gates):
+            gates.append(gate)
+        number = next(i for i, known in enumerate(gates) if gate is known)
+        tokens = int(routing.first_choices_E.sum())
+        decisions.append((number, tokens, experts_of_gate(gate, routing, strata)))
         return routing
 
     Gate.forward = counting_forward
@@ -33,14 +35,15 @@ def main(out: Path, strata: Strata, program: str) -> None:
 
     # Every pass of a block asks each of its gates once, in order.
     passes = [decisions[i : i + len(strata)] for i in range(0, len(decisions), len(strata))]
-    out.write_text(
-        json.dumps(
-            [
-                {"tokens": one[0][0], "counts_LE": [counts_E for _, counts_E in one]}
-                for one in passes
-            ]
-        )
-    )
+    found = [
+        {
+            "layer": one[0][0] // len(strata),
+            "tokens": one[0][1],
+            "counts_LE": [counts_E for _, _, counts_E in one],
+        }
+        for one in passes
+    ]
+    out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

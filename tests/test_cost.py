@@ -159,3 +159,42 @@ def test_measured_requested_capacity_changes_the_experts_alone(corpus, checkpoin
     for part, flops in found["flops"].items():
         factor = measured["requested_capacity"] / 1.5 if part == "experts" else 1
         assert measured["flops"][part] == pytest.approx(flops * factor, rel=1e-5), part
+
+
+def processes(*flags):
+    output = run("smoe", "cost", "--json", *TINY_SIZES, *flags).stdout
+    return json.loads(output)["processes"]
+
+
+# One MoE layer per side: D = 8, F = 16, 4 experts of 8 * 16 * 2 + 16 + 8 parameters each.
+TINY_SIZES = ["--arch", "smoe_transformer_tiny", "--encoder-embed-dim", "8"]
+TINY_SIZES += ["--encoder-ffn-embed-dim", "16", "--smoe-strata", "2-2", "--vocab-size", "10"]
+
+
+def test_what_processes_hold_and_send_is_that_on_paper():
+    experts = 2 * 4 * (8 * 16 * 2 + 16 + 8)
+    everything = json.loads(run("smoe", "cost", "--json", *TINY_SIZES).stdout)["parameters"]
+    shared = everything - experts
+    costs = processes("--world-size", 2, "--max-tokens", 100, "--update-freq", 3)
+    assert costs["replicated"] == {
+        "memory": 16 * everything,
+        "gradients": 4 * everything,  # 2 (2 - 1) / 2 of 4 bytes each
+        "tokens": 0,
+        "sent": 4 * everything,
+    }
+    # half of top-2 x 1.5 strata of 300 tokens, 4 times, in 2 layers, 8 numbers of 4 bytes each
+    assert costs["sharded"]["tokens"] == pytest.approx(0.5 * 2 * 1.5 * 300 * 4 * 2 * 8 * 4)
+    assert costs["sharded"]["memory"] == 16 * (shared + experts / 2)
+    assert costs["sharded"]["gradients"] == 4 * shared
+    replicas = processes("--world-size", 8, "--max-tokens", 100, "--fp16")["sharded"]
+    assert replicas["memory"] == 20 * (shared + experts / 4)
+    ring = 2 * 7 / 8 * 2
+    assert replicas["gradients"] == pytest.approx(ring * shared + 2 * 1 / 2 * 2 * experts / 4)
+
+
+def test_processes_that_experts_do_not_fit_are_named():
+    result = run("smoe", "cost", "--world-size", 3, check=False)
+    assert result.returncode == 1 and "--world-size 3" in result.stdout.splitlines()[-1]
+    assert "accepted are 1, 2, 4, 8 processes" in result.stdout
+    result = run("smoe", "cost", "--world-size", 0, check=False)
+    assert result.returncode == 1 and "at least 1" in result.stdout

@@ -4,12 +4,14 @@ Shapes: N copies sorted by expert, D embedding, F feed-forward, E experts.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smoe_fairseq.modules.placement import Placement
+from smoe_fairseq.modules.products import ExpertLinear, SharedGradient, ShareGradient
 
 
 class Experts(nn.Module):
@@ -26,9 +28,7 @@ class Experts(nn.Module):
         activation_fn: str = "relu",
         activation_dropout: float = 0.0,
     ):
-        from fairseq.utils import (
-            get_activation_fn,
-        )  # here, so that the modules import without fairseq
+        from fairseq.utils import get_activation_fn  # here, so that modules import without fairseq
 
         super().__init__()
         self.placement = placement
@@ -57,22 +57,18 @@ class Experts(nn.Module):
                         with torch.no_grad():
                             stacked[e - local.start] = values
 
-    def forward(self, x_ND: Tensor, ends_E: Tensor, grouped: bool = False) -> Tensor:
-        """Each expert's network on its rows.
-
-        Args:
-            x_ND: rows sorted by expert.
-            ends_E: where each expert's rows end.
-            grouped: one grouped product for all experts, with the ends left on the device. Otherwise,
-                and for dtypes and sizes that a grouped product cannot take, one product per expert,
-                which measures faster on CPU but needs the ends on the host.
-
-        Returns:
-            ``(N, D)``; rows past the last end are 0.
-        """
-        if grouped and len(x_ND) > 0 and self.can_group(x_ND):
-            return self.forward_grouped(x_ND, ends_E)
-        return self.forward_loop(x_ND, ends_E)
+    def weights(self, grouped: bool = False) -> "Weights":
+        """The parameters for one pass through a block, whose strata share them: in autocast's type."""
+        dtype = self.w1.dtype
+        if torch.is_autocast_enabled(self.w1.device.type):
+            dtype = torch.get_autocast_dtype(self.w1.device.type)
+        w1, b1, w2, b2 = (p.to(dtype) for p in (self.w1, self.b1, self.w2, self.b2))
+        if grouped and self.can_group(w1):
+            return Weights(w1, b1, w2, b2, None, None)
+        gradient1, gradient2 = SharedGradient(), SharedGradient()
+        w1, b1 = ShareGradient.apply(w1, b1, gradient1)
+        w2, b2 = ShareGradient.apply(w2, b2, gradient2)
+        return Weights(w1, b1, w2, b2, gradient1, gradient2)
 
     def can_group(self, x_ND: Tensor) -> bool:
         """Whether `torch.nn.functional.grouped_mm` takes these products: rows of a multiple of 16 bytes."""
@@ -80,30 +76,45 @@ class Experts(nn.Module):
         sizes_fit = all(size % per_16_bytes == 0 for size in self.w1.shape[1:])
         return sizes_fit and x_ND.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
-    def forward_loop(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
-        sizes = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).tolist()
-        rest = x_ND.shape[0] - sum(sizes)
-        # Unbinding once gives one stacked gradient; indexing would give a full-size one per expert.
-        weights = zip(*(p.unbind() for p in (self.w1, self.b1, self.w2, self.b2)), strict=True)
-        outputs = [
-            F.linear(self.hidden(F.linear(x, w1, b1)), w2, b2)
-            for x, (w1, b1, w2, b2) in zip(x_ND.split([*sizes, rest]), weights, strict=False)
-        ]
-        return F.pad(torch.cat(outputs), (0, 0, 0, rest))
+    def forward(self, x_ND: Tensor, ends_E: Tensor, weights: "Weights") -> Tensor:
+        """Each expert's network on its rows.
 
-    def forward_grouped(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        Args:
+            x_ND: rows sorted by expert.
+            ends_E: where each expert's rows end.
+            weights: of this pass. Made for grouped products, there is one for all experts, and the ends
+                stay on the device. Otherwise, and for types and sizes that a grouped product cannot take,
+                there is one product per expert, which measures faster on CPU but needs the ends on the
+                host.
+
+        Returns:
+            ``(N, D)``; rows past the last end are 0.
+        """
+        x_ND = x_ND.to(weights.w1.dtype)
+        if weights.gradient1 is None:
+            return self.forward_grouped(x_ND, ends_E, weights)
+        sizes = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).tolist()
+        *rows, rest = x_ND.split([*sizes, len(x_ND) - sum(sizes)])
+        outputs = [self.forward_expert(e, x, weights) for e, x in enumerate(rows) if len(x) > 0]
+        return torch.cat([*outputs, torch.zeros_like(rest)])
+
+    def forward_expert(self, expert: int, x_ND: Tensor, weights: "Weights") -> Tensor:
+        w1, b1, w2, b2, gradient1, gradient2 = weights
+        h_NF = self.hidden(ExpertLinear.apply(x_ND, w1, b1, expert, gradient1))
+        return ExpertLinear.apply(h_NF, w2, b2, expert, gradient2)
+
+    def forward_grouped(self, x_ND: Tensor, ends_E: Tensor, weights: "Weights") -> Tensor:
+        w1, b1, w2, b2, *_ = weights
+        if len(x_ND) == 0:  # which a grouped product does not take
+            return F.linear(self.hidden(F.linear(x_ND, w1[0], b1[0])), w2[0], b2[0])
         row_N1 = torch.arange(x_ND.shape[0], device=x_ND.device).unsqueeze(1)
         routed_N1 = row_N1 < ends_E[-1]
         expert_N = torch.searchsorted(ends_E, row_N1.squeeze(1), right=True)
         expert_N = expert_N.clamp(max=ends_E.shape[0] - 1)
         ends_E = ends_E.int()
-        dtype = x_ND.dtype
-        if torch.is_autocast_enabled(x_ND.device.type):
-            dtype = torch.get_autocast_dtype(x_ND.device.type)
-        w1, b1, w2, b2 = (p.to(dtype) for p in (self.w1, self.b1, self.w2, self.b2))
         # Rows that are no expert's come back uninitialised, in the gradient too, and NaN times 0
         # is NaN: `where` keeps them out in both directions.
-        x_ND = torch.where(routed_N1, x_ND.to(dtype), 0)
+        x_ND = torch.where(routed_N1, x_ND, 0)
         h_NF = F.grouped_mm(x_ND, w1.transpose(1, 2), offs=ends_E)
         h_NF = self.hidden(torch.where(routed_N1, h_NF + b1[expert_N], 0))
         y_ND = F.grouped_mm(h_NF, w2.transpose(1, 2), offs=ends_E)
@@ -111,6 +122,17 @@ class Experts(nn.Module):
 
     def hidden(self, h_NF: Tensor) -> Tensor:
         return F.dropout(self.activation_fn(h_NF), self.activation_dropout, self.training)
+
+
+class Weights(NamedTuple):
+    """The parameters of one pass; where each expert has its own product, also what gathers gradients."""
+
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+    gradient1: SharedGradient | None
+    gradient2: SharedGradient | None
 
 
 def mark_as_expert(parameter: nn.Parameter, world_size: int) -> None:

@@ -18,7 +18,7 @@ from smoe_fairseq.modules.checks import (
 )
 from smoe_fairseq.modules.cmr import CMRStats, ConditionalRouting
 from smoe_fairseq.modules.dispatch import LocalDispatcher, ShardedDispatcher
-from smoe_fairseq.modules.experts import Experts
+from smoe_fairseq.modules.experts import Experts, Weights
 from smoe_fairseq.modules.gate import (
     GATE_NORMALIZATIONS,
     SECOND_EXPERT_POLICIES,
@@ -153,7 +153,9 @@ class StratifiedMoE(nn.Module):
             statistics.
         """
         x_TD = x.reshape(-1, x.shape[-1])
-        select = MaskedTokens if self._static_shapes(x) else IndexedTokens
+        static_shapes = self._static_shapes(x)
+        select = MaskedTokens if static_shapes else IndexedTokens
+        weights = self.experts.weights(grouped=static_shapes)
         position_T = torch.zeros(x_TD.shape[0], dtype=torch.long, device=x.device)
         left_out_T = padding_mask.reshape(-1) if padding_mask is not None else position_T > 0
         left_out_T = drop_gating(left_out_T, self.gating_dropout, self.training)
@@ -169,7 +171,7 @@ class StratifiedMoE(nn.Module):
             if not self.strata.stacked:
                 h_TD = self.layer_norms[i](h_TD)
             routing = gate(h_TD, tokens.active_T)
-            out_TD = self._mix_experts(i, h_TD, routing, static_shapes=select is MaskedTokens)
+            out_TD = self._mix_experts(i, h_TD, routing, weights, static_shapes)
             if self.cmr is not None:
                 out_TD, cmr_stats = self.cmr(h_TD, out_TD, tokens.active_T)
             if self.strata.stacked:
@@ -190,13 +192,15 @@ class StratifiedMoE(nn.Module):
             return self.static_shapes
         return x.device.type != "cpu" or torch.compiler.is_compiling()
 
-    def _mix_experts(self, i: int, h_TD: Tensor, routing: Routing, static_shapes: bool) -> Tensor:
+    def _mix_experts(
+        self, i: int, h_TD: Tensor, routing: Routing, weights: Weights, static_shapes: bool
+    ) -> Tensor:
         """``sum_e G_e FFN_e(h)`` over the kept experts of stratum ``i``'s gate."""
         no_expert_TK = routing.expert_TK == self.gates[i].num_experts
         expert_TK = routing.expert_TK + self.strata.first_experts[i]
         expert_TK = expert_TK.masked_fill(no_expert_TK, self.strata.num_experts)
         h_ND, ends_E, plan = self.dispatcher.dispatch(h_TD, expert_TK, static_shapes)
-        h_ND = self.experts(h_ND, ends_E, grouped=static_shapes)
+        h_ND = self.experts(h_ND, ends_E, weights)
         weight_TK = mask_outputs(routing.weight_TK, self.eom, self.training)
         out_TD = self.dispatcher.combine(h_ND, weight_TK, plan)
         if self.fom > 0:

@@ -1,0 +1,87 @@
+"""Linear maps of single experts, whose weights are stacked with those of all others.
+
+Plain autograd would make a gradient of each expert's weights, copy them into a stack, and add up such a
+stack for every stratum that uses them: with few tokens per expert, half the time of the products. Here
+each product adds to its place in one stack.
+
+Shapes: N rows of one expert, I inputs, O outputs, E experts.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class SharedGradient:
+    """The gradient of stacked weights ``(E, O, I)`` and biases ``(E, O)`` that all uses add to."""
+
+    def __init__(self):
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.written: set[int] = set()
+
+    def add(self, expert: int, y_grad_NO: Tensor, x_NI: Tensor, weight: Tensor) -> None:
+        """Adds what the rows of one expert say."""
+        if self.weight is None:
+            self.weight = torch.empty_like(weight)
+            self.bias = weight.new_empty(weight.shape[:2])
+        if expert in self.written:
+            self.weight[expert].addmm_(y_grad_NO.t(), x_NI)
+            self.bias[expert] += y_grad_NO.sum(0)
+        else:
+            torch.mm(y_grad_NO.t(), x_NI, out=self.weight[expert])
+            torch.sum(y_grad_NO, 0, out=self.bias[expert])
+            self.written.add(expert)
+
+    def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, which is 0 for experts without rows; the next backward pass begins anew."""
+        if self.weight is None:
+            return torch.zeros_like(weight), weight.new_zeros(weight.shape[:2])
+        for expert in set(range(len(weight))) - self.written:
+            self.weight[expert].zero_()
+            self.bias[expert].zero_()
+        gradients = self.weight, self.bias
+        self.__init__()
+        return gradients
+
+
+class ShareGradient(torch.autograd.Function):
+    """Weights and biases as they are; going back, the gradient that their uses have added up."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, bias: Tensor, gradient: SharedGradient):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(weight)
+        ctx.gradient = gradient
+        return weight.view_as(weight), bias.view_as(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *_):
+        return *ctx.gradient.take(*ctx.saved_tensors), None
+
+
+class ExpertLinear(torch.autograd.Function):
+    """``y = W_e x + b_e`` of one expert.
+
+    ``weight`` and ``bias`` are those of all experts, as `ShareGradient` returns them, and the gradient of
+    this one goes to ``gradient``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x_NI: Tensor, weight: Tensor, bias: Tensor, expert: int, gradient: SharedGradient
+    ) -> Tensor:
+        ctx.save_for_backward(x_NI, weight)
+        ctx.expert, ctx.gradient = expert, gradient
+        return F.linear(x_NI, weight[expert], bias[expert])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, y_grad_NO: Tensor):
+        x_NI, weight = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            ctx.gradient.add(ctx.expert, y_grad_NO, x_NI, weight)
+        x_grad_NI = y_grad_NO @ weight[ctx.expert] if ctx.needs_input_grad[0] else None
+        return x_grad_NI, None, None, None, None
