@@ -1,8 +1,10 @@
 # make demo   train and evaluate an SMoE on the built-in corpus
 # make test   run the tests
 # make lint   check format and style
+# make bench  measure speed and memory, beside other packages' layers: benchmarks/results/report.md
 # make setup  make the environment in .venv; the others do so themselves
-# Variables: PYTHON (interpreter for .venv, 3.11 or later), JOBS (test processes).
+# Variables: PYTHON (interpreter for .venv, 3.11 or later), JOBS (test processes),
+#   BENCH (flags of both benchmarks/block.py and program.py: make bench BENCH=--quick).
 
 SHELL := /bin/bash -o pipefail
 PYTHON ?= python3
@@ -18,7 +20,14 @@ SHOW := 2>&1 | tee -a $(LOG) | \
     sed -unE 's/^(Collecting [^ ;]+|Building wheel.*|Successfully installed).*/    \1/p'
 failed = { tail -n 15 $(LOG); echo "error: $(1); the log is $(LOG)"; exit 1; }
 
-.PHONY: demo test lint setup
+# The packages that the benchmarks compare with live in an environment of their own.
+BENCH ?=
+BENCH_VENV := .venv-bench
+BENCH_PIP := $(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install --progress-bar off \
+    -c constraints.txt
+BENCH_RUN := LOGLEVEL=WARNING PYTHONWARNINGS=ignore
+
+.PHONY: demo test lint bench setup
 demo: $(DONE)
 	@$(RUN) bash scripts/demo.sh
 
@@ -28,6 +37,21 @@ test: $(DONE)
 lint: $(DONE)
 	@$(RUN) ruff format --check .
 	@$(RUN) ruff check .
+
+bench: $(DONE) $(BENCH_VENV)/setup-done
+	@$(BENCH_RUN) $(BENCH_VENV)/bin/python -m benchmarks.block $(BENCH)
+	@$(BENCH_RUN) $(VENV)/bin/python -m benchmarks.program $(BENCH)
+	@$(BENCH_RUN) $(VENV)/bin/python -m benchmarks.report
+
+# A package that cannot be installed is left out of the comparison, which then says so.
+$(BENCH_VENV)/setup-done: benchmarks/requirements.txt setup.py pyproject.toml constraints.txt | $(DONE)
+	@echo "The packages to compare with, in $(BENCH_VENV)"
+	@$(VENV)/bin/python -m venv $(BENCH_VENV)
+	@$(BENCH_PIP) -q -e .
+	@$(BENCH_PIP) -q --no-deps fairseq==0.12.2
+	@grep '^[a-z]' benchmarks/requirements.txt | while read -r package; do \
+	    $(BENCH_PIP) -q "$$package" || echo "$$package was not installed"; done
+	@touch $@
 
 setup: $(DONE)
 

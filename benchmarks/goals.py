@@ -9,7 +9,7 @@ EIGHT_EXPERTS = ("8", "4-4", "2-2-2-2")
 
 @dataclass(frozen=True)
 class Goal:
-    """``at`` names the case with the worst value; None: the run has no case of this goal."""
+    """``at`` names the case with the worst value, of how many; None: the run has no case of this goal."""
 
     text: str
     limit: float
@@ -116,4 +116,4 @@ def _goal(text: str, limit: float, value, results: list[dict]) -> Goal:
     if not results:
         return Goal(text, limit, None, None)
     worst = max(results, key=value)
-    return Goal(text, limit, value(worst), worst["case"])
+    return Goal(text, limit, value(worst), f"{worst['case']}, of {len(results)}")

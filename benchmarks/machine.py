@@ -19,7 +19,7 @@ def describe(device: torch.device, threads: int | None = None) -> dict:
         "commit": _commit(),
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
-        "system": platform.platform(terse=True),
+        "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": threads or torch.get_num_threads(),

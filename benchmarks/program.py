@@ -20,7 +20,7 @@ def main() -> None:
     args = parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    sizes = vars(args) | {"out": str(args.out)}
+    sizes = {name: value for name, value in vars(args).items() if name != "out"}
     run = {**machine.describe(torch.device("cpu")), "sizes": sizes, "results": {}}
     with tempfile.TemporaryDirectory() as folder:
         batch = args.max_tokens // synthetic.SHORTEST  # sentences, at most

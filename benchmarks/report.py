@@ -111,12 +111,12 @@ def program_table(results: dict) -> str:
             name,
             f"{model['speed']['median']:.0f}",
             spread(model["over_dense"]),
-            f"{model['predicted']:.2f}" if model.get("predicted") else "",
+            *(f"{model[key]:.2f}" if model.get(key) else "" for key in ("predicted", "flops")),
         ]
         for command, models in results.items()
         for name, model in models.items()
     ]
-    return table(["", "model", "tokens per second", "time over dense", "predicted"], rows)
+    return table(["", "model", "tokens per second", "time over dense", "predicted", "FLOPs"], rows)
 
 
 def spread(ratio: dict) -> str:

@@ -1,4 +1,4 @@
-"""What fairseq's trainer does otherwise where the experts are spread over its processes."""
+"""What fairseq's trainer does otherwise, above all where the experts are spread over processes."""
 
 import copy
 import functools
@@ -17,6 +17,7 @@ from smoe_fairseq.distributed.loading import check_files
 from smoe_fairseq.distributed.options import check_options
 from smoe_fairseq.distributed.saving import PENDING, publish
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.memory import keep_freed_memory
 from smoe_fairseq.modules.blocks import moe_blocks, placement_of
 
 
@@ -57,6 +58,8 @@ def __init__(original, self, cfg, task, model, *others, **options):
             cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         lifeline.start(cfg)
     original(self, cfg, task, model, *others, **options)
+    if not self.cuda:
+        keep_freed_memory()
 
 
 def state_dict(original, self):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smoe_fairseq.modules.placement import Placement
+from smoe_fairseq.modules.rows import AddRows
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class LocalDispatcher:
         weight_N1 = weight_TK.flatten().index_select(0, plan.copy_N).unsqueeze(1)
         y_TD = y_ND.new_zeros(weight_TK.shape[0], y_ND.shape[1])
         # At most two terms fall on a row, so the order of atomic additions cannot change the sum.
-        return y_TD.index_add(0, plan.token_N, y_ND * weight_N1.to(y_ND.dtype))
+        return AddRows.apply(y_TD, plan.token_N, y_ND * weight_N1.to(y_ND.dtype))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smoe_fairseq.modules.grouped import grouped_mm
 from smoe_fairseq.modules.placement import Placement
 from smoe_fairseq.modules.products import ExpertLinear, SharedGradient, ShareGradient
 
@@ -115,9 +116,9 @@ class Experts(nn.Module):
         # Rows that are no expert's come back uninitialised, in the gradient too, and NaN times 0
         # is NaN: `where` keeps them out in both directions.
         x_ND = torch.where(routed_N1, x_ND, 0)
-        h_NF = F.grouped_mm(x_ND, w1.transpose(1, 2), offs=ends_E)
+        h_NF = grouped_mm(x_ND, w1.transpose(1, 2), ends_E)
         h_NF = self.hidden(torch.where(routed_N1, h_NF + b1[expert_N], 0))
-        y_ND = F.grouped_mm(h_NF, w2.transpose(1, 2), offs=ends_E)
+        y_ND = grouped_mm(h_NF, w2.transpose(1, 2), ends_E)
         return torch.where(routed_N1, y_ND + b2[expert_N], 0)
 
     def hidden(self, h_NF: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from smoe_fairseq.modules.rows import AddRows
+
 
 class IndexedTokens:
     """Just those tokens, gathered: least work, but their number has to be known on the host."""
@@ -11,15 +13,18 @@ class IndexedTokens:
 
     def __init__(self, here_T: Tensor):
         self.index = here_T.nonzero().squeeze(1)
+        self.all = len(self.index) == len(here_T)
 
     def take(self, x_T: Tensor) -> Tensor:
-        return x_T.index_select(0, self.index)
+        return x_T if self.all else x_T.index_select(0, self.index)
 
     def add(self, x_T: Tensor, y: Tensor) -> Tensor:
-        return x_T.index_add(0, self.index, y.to(x_T.dtype))
+        y = y.to(x_T.dtype)
+        return x_T + y if self.all else AddRows.apply(x_T, self.index, y)
 
     def replace(self, x_T: Tensor, y: Tensor) -> Tensor:
-        return x_T.index_copy(0, self.index, y.to(x_T.dtype))
+        y = y.to(x_T.dtype)
+        return y if self.all else x_T.index_copy(0, self.index, y)
 
 
 class MaskedTokens:

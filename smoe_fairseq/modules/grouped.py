@@ -1,0 +1,43 @@
+"""Grouped products that `torch.compile` can trace, whatever their type.
+
+torch 2.13 computes `torch.nn.functional.grouped_mm` in float32 and float16 too, but only knows the shape
+of its result, which tracing needs, in bfloat16.
+
+Shapes: N rows sorted by expert, I inputs, O outputs, E experts.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """``x W_e`` for the rows of each expert ``(N, O)``; rows past the last end are uninitialised."""
+    if torch.compiler.is_compiling() and x_NI.dtype != torch.bfloat16:
+        return _traced(x_NI, w_EIO, ends_E)
+    return F.grouped_mm(x_NI, w_EIO, offs=ends_E)
+
+
+@torch.library.custom_op("smoe_fairseq::grouped_mm", mutates_args=())
+def _traced(x: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
+    return F.grouped_mm(x, w, offs=ends_E)
+
+
+@_traced.register_fake
+def _(x, w, ends_E):
+    if w.dim() == 3:
+        return x.new_empty(x.shape[0], w.shape[2])
+    return x.new_empty(ends_E.shape[0], x.shape[0], w.shape[1])  # the gradient of weights
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad_NO):
+    x_NI, w_EIO, ends_E = ctx.saved_tensors
+    x_grad_NI = _traced(grad_NO, w_EIO.transpose(1, 2), ends_E)
+    return x_grad_NI, _traced(x_NI.t(), grad_NO, ends_E), None
+
+
+_traced.register_autograd(_backward, setup_context=_save)

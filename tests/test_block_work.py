@@ -1,0 +1,184 @@
+"""What makes the block fast, counted instead of timed: products, copies, memory, waits for the device."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smoe_fairseq.modules import StratifiedMoE
+
+T, D, F, K = 96, 16, 64, 2
+STRATA = ["8", "4-4", "2-2-2-2"]
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
+
+
+def make_block(strata="4-4", **options):
+    torch.manual_seed(3)
+    return StratifiedMoE(
+        D, F, strata, capacity_factor=0, second_expert_policy="all", **options
+    ).train()
+
+
+def address(value) -> int | None:
+    """Of a tensor's memory, which views share."""
+    return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
+
+
+class Operations(TorchDispatchMode):
+    """Records each operation and the sizes of the tensors that it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []  # (name, elements of the new tensor, 0 where there is none)
+        self.kept = []  # memory of the results, so that no address is given twice
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        known = {address(t) for t in (*args, *(kwargs or {}).values())}
+        known.update(storage.data_ptr() for storage in self.kept)
+        new = [t.numel() for t in results if address(t) is not None and address(t) not in known]
+        name = function.overloadpacket.__name__
+        self.made += [(name, elements) for elements in new or [0]]
+        self.kept += [t.untyped_storage() for t in results if isinstance(t, torch.Tensor)]
+        return result
+
+    def calls(self, names) -> int:
+        return sum(name in names for name, _ in self.made)
+
+    def as_large_as(self, elements: int) -> Counter:
+        return Counter(name for name, size in self.made if size >= elements)
+
+
+def run_block(block, x):
+    """(operations of the forward pass, of the backward pass, copies routed at each stratum)"""
+    with Operations() as forward:
+        y, stats = block(x)
+    with Operations() as backward:
+        y.backward(torch.ones_like(y))
+    return forward, backward, (stats.chosen - stats.dropped).sum(1).tolist()
+
+
+@pytest.mark.parametrize("strata", STRATA)
+def test_grouped_products_per_stratum(strata):
+    """Two in the forward pass of a stratum, and four backwards."""
+    block = make_block(strata)
+    block.static_shapes = True
+    forward, backward, _ = run_block(block, torch.randn(T, D, requires_grad=True))
+    assert forward.calls({"_grouped_mm"}) == 2 * len(block.strata)
+    assert backward.calls({"_grouped_mm"}) == 4 * len(block.strata)
+
+
+@pytest.mark.parametrize("strata", STRATA)
+def test_products_on_cpu(strata):
+    """Two for each touched expert and one for the gate, twice as many backwards; none for the others."""
+    block = make_block(strata)
+    touched = []
+    experts = block.experts.forward_expert
+    block.experts.forward_expert = lambda e, *rest: (touched.append(e), experts(e, *rest))[1]
+    forward, backward, _ = run_block(block, torch.randn(T, D, requires_grad=True))
+    gates = len(block.strata)
+    assert forward.calls(PRODUCTS) == 2 * len(touched) + gates
+    # The gates get no gradient of their inputs' products beyond the usual two.
+    in_place = backward.calls({"addmm_"})
+    assert backward.calls(PRODUCTS) + in_place == 4 * len(touched) + 2 * gates
+    assert len(touched) < gates * 8 or strata == "8"
+
+
+@pytest.mark.parametrize("strata", STRATA)
+def test_weights_get_one_gradient_each_and_no_copies_of_it(strata):
+    """Per weight one tensor of its size, however many strata use it."""
+    block = make_block(strata)
+    _, backward, _ = run_block(block, torch.randn(T, D, requires_grad=True))
+    large = backward.as_large_as(block.experts.w1.numel())
+    assert sum(large.values()) == 2, large
+
+
+@pytest.mark.parametrize("static_shapes", [False, True])
+@pytest.mark.parametrize("strata", STRATA)
+def test_token_sized_tensors(strata, static_shapes):
+    """A stratum makes few tensors as large as its routed copies, and none of size T x E x C."""
+    block = make_block(strata)
+    block.static_shapes = static_shapes
+    forward, backward, routed = run_block(block, torch.randn(T, D, requires_grad=True))
+    largest = max(size for operations in (forward, backward) for _, size in operations.made)
+    assert largest <= max(T * K * F, block.experts.w1.numel())
+    if strata == "8":  # all is of one size in one stratum: copies ...
+        made = forward.as_large_as(T * K * D)
+        hidden = forward.as_large_as(T * K * F)
+        # gathered, second product (of all experts), weighted; with static shapes also masked, twice, and
+        # the second product's bias gathered and added
+        assert sum((made - hidden).values()) <= (7 if static_shapes else 3), made
+        # first product, its bias gathered and added, masked, activation; else each expert has its own
+        assert sum(hidden.values()) <= (5 if static_shapes else 0), hidden
+
+
+def saved_bytes(function, parameters) -> int:
+    """Of tensors kept for the backward pass, parameters and views of one another not counted."""
+    known = {p.untyped_storage().data_ptr() for p in parameters}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = function()  # noqa: F841  (so that no address is given twice)
+        return sum(saved.values())
+
+
+@pytest.mark.parametrize("strata", STRATA)
+def test_memory_kept_for_the_backward_pass(strata):
+    """At the base model's proportions, at most half more than the bare products keep."""
+    torch.manual_seed(0)
+    dim, width, tokens = 128, 512, 512
+    block = StratifiedMoE(dim, width, strata, capacity_factor=0, second_expert_policy="all")
+    x = torch.randn(tokens, dim, requires_grad=True)
+    ours = saved_bytes(lambda: block(x), block.parameters())
+    _, stats = block(x)
+    rows = int((stats.chosen - stats.dropped).sum())
+    floor = nn.Sequential(nn.Linear(dim, width), nn.ReLU(), nn.Linear(width, dim))
+    inputs = torch.randn(rows, dim)
+    bare = saved_bytes(lambda: floor(inputs), floor.parameters())
+    assert bare == rows * (dim + width) * 4
+    assert ours <= 1.5 * bare
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("strata", STRATA)
+def test_compiles_without_graph_breaks(strata, dtype, tolerance):
+    block = make_block(strata).to(dtype)
+    block.static_shapes = True  # which tracing asks for by itself
+    x = torch.randn(T, D, dtype=dtype)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (block, compiled):
+        inputs = x.clone().requires_grad_()
+        y, stats = function(inputs)
+        block.zero_grad()
+        (y.square().sum() + stats.balance_loss).backward()
+        results.append([y, inputs.grad, *(p.grad.clone() for p in block.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strata", STRATA)
+def test_training_never_waits_for_the_device(strata, dtype):
+    block = make_block(strata).to("cuda", dtype)
+    block.experts.activation_dropout = block.dropout = 0.1
+    x = torch.randn(T, D, device="cuda", dtype=dtype, requires_grad=True)
+    padding_mask = torch.zeros(T, dtype=torch.bool, device="cuda")
+    for mode in ("default", "error"):  # the first pass warms up
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            y, stats = block(x, padding_mask)
+            (y.float().square().sum() + stats.balance_loss).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
