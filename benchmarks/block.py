@@ -18,6 +18,7 @@ from benchmarks import cases, contenders, machine, memory, timing
 from benchmarks.agreement import agreement
 from benchmarks.floor import BareProducts, routed_tokens
 from benchmarks.peers import PEERS
+from smoe_fairseq.memory import keep_freed_memory
 
 
 def main() -> None:
@@ -25,12 +26,14 @@ def main() -> None:
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     if args.threads:
         torch.set_num_threads(args.threads)
+    # As fairseq-train does with the plugin; the floor and the peers profit as well.
+    kept = device.type == "cpu" and not args.fresh_memory and keep_freed_memory()
     chosen = [
         case
         for case in (cases.quick() if args.quick else cases.full())
         if re.search(args.cases, str(case)) and case.tokens <= args.max_tokens
     ]
-    run = {**machine.describe(device), "dtype": args.dtype, "cases": []}
+    run = {**machine.describe(device), "dtype": args.dtype, "keeps_memory": kept, "cases": []}
     print(
         f"{run['device']}, {run['cpu']}, {run['threads']} threads, torch {run['versions']['torch']}"
     )
@@ -52,6 +55,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=16384)
     parser.add_argument("--seconds", type=float, default=10, help="per case, five rounds at least")
     parser.add_argument("--threads", type=int)
+    parser.add_argument(
+        "--fresh-memory", action="store_true", help="leave malloc alone (smoe_fairseq/memory.py)"
+    )
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])

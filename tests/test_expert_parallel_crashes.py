@@ -17,7 +17,7 @@ from smoe_fairseq.checkpoint.record import Record, open_checkpoint
 from smoe_fairseq.errors import UsageError
 
 KILLS = 20
-UPDATES = 12
+UPDATES = 8
 
 
 def saving_flags(data, folder):
@@ -158,7 +158,7 @@ def test_files_of_two_updates_are_not_mixed(ranks, small_corpus, tmp_path, unint
     reference, _ = uninterrupted
     for path in reference.glob("checkpoint*.pt"):
         shutil.copy(path, tmp_path)
-    older = rank_file(tmp_path / "checkpoint_1_11.pt", 1)
+    older = rank_file(tmp_path / "checkpoint_1_7.pt", 1)
     last = rank_file(tmp_path / "checkpoint_last.pt", 1)
     shutil.copy(older, last)
     before = {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
@@ -166,7 +166,7 @@ def test_files_of_two_updates_are_not_mixed(ranks, small_corpus, tmp_path, unint
     assert run.wait(60) == [1, 1]
     for rank in (0, 1):
         assert run.output(rank).strip().splitlines()[-1] == (
-            f"error: {last} is of another save (update 11) than "
-            f"{rank_file(tmp_path / 'checkpoint_last.pt', 0)} (update 12)"
+            f"error: {last} is of another save (update 7) than "
+            f"{rank_file(tmp_path / 'checkpoint_last.pt', 0)} (update 8)"
         )
     assert {path: path.read_bytes() for path in tmp_path.glob("*.pt")} == before

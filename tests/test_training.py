@@ -114,6 +114,14 @@ def test_resuming_equals_never_having_stopped(small_corpus, tmp_path, flags):
     assert different <= UNINITIALISED
 
 
+def test_resuming_a_finished_run_changes_nothing(small_corpus, tmp_path):
+    train(small_corpus, tmp_path, "--max-update", 2)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    process = train(small_corpus, tmp_path, "--max-update", 2)
+    assert "nothing is left to train" in process.stdout and not log_lines(process)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -19,6 +20,8 @@ from smoe_fairseq.distributed.saving import PENDING, publish
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.memory import keep_freed_memory
 from smoe_fairseq.modules.blocks import moe_blocks, placement_of
+
+logger = logging.getLogger(__name__)
 
 
 def tell_trainer(trainer: ModuleType) -> None:
@@ -105,7 +108,13 @@ def save_checkpoint(original, self, filename, extra_state):
 
 def load_checkpoint(original, self, filename, reset_optimizer=False, *others, **options):
     check_files(self, Path(filename), reset_optimizer)
-    return original(self, filename, reset_optimizer, *others, **options)
+    extra_state = original(self, filename, reset_optimizer, *others, **options)
+    optimization = self.cfg.optimization
+    if 0 < optimization.max_update <= self.get_num_updates() and moe_blocks(self.get_model()):
+        # fairseq looks at --max-update only after an update, so that resuming a finished run makes one more.
+        logger.info(f"--max-update {optimization.max_update}: nothing is left to train")
+        optimization.max_epoch = -1
+    return extra_state
 
 
 def clip_grad_norm(original, self, clip_norm):

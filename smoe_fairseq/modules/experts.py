@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smoe_fairseq.modules.grouped import grouped_mm
 from smoe_fairseq.modules.placement import Placement
-from smoe_fairseq.modules.products import ExpertLinear, SharedGradient, ShareGradient
+from smoe_fairseq.modules.products import SharedGradient, ShareGradient, expert_linear
 
 
 class Experts(nn.Module):
@@ -67,8 +67,9 @@ class Experts(nn.Module):
         if grouped and self.can_group(w1):
             return Weights(w1, b1, w2, b2, None, None)
         gradient1, gradient2 = SharedGradient(), SharedGradient()
-        w1, b1 = ShareGradient.apply(w1, b1, gradient1)
-        w2, b2 = ShareGradient.apply(w2, b2, gradient2)
+        if torch.is_grad_enabled():
+            w1, b1 = ShareGradient.apply(w1, b1, gradient1)
+            w2, b2 = ShareGradient.apply(w2, b2, gradient2)
         return Weights(w1, b1, w2, b2, gradient1, gradient2)
 
     def can_group(self, x_ND: Tensor) -> bool:
@@ -96,13 +97,15 @@ class Experts(nn.Module):
             return self.forward_grouped(x_ND, ends_E, weights)
         sizes = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).tolist()
         *rows, rest = x_ND.split([*sizes, len(x_ND) - sum(sizes)])
-        outputs = [self.forward_expert(e, x, weights) for e, x in enumerate(rows) if len(x) > 0]
+        # One expert is always passed, or a process without rows would leave out the backward exchange.
+        busy = [(e, x) for e, x in enumerate(rows) if len(x) > 0] or [(0, rows[0])]
+        outputs = [self.forward_expert(e, x, weights) for e, x in busy]
         return torch.cat([*outputs, torch.zeros_like(rest)])
 
     def forward_expert(self, expert: int, x_ND: Tensor, weights: "Weights") -> Tensor:
         w1, b1, w2, b2, gradient1, gradient2 = weights
-        h_NF = self.hidden(ExpertLinear.apply(x_ND, w1, b1, expert, gradient1))
-        return ExpertLinear.apply(h_NF, w2, b2, expert, gradient2)
+        h_NF = self.hidden(expert_linear(x_ND, w1, b1, expert, gradient1))
+        return expert_linear(h_NF, w2, b2, expert, gradient2)
 
     def forward_grouped(self, x_ND: Tensor, ends_E: Tensor, weights: "Weights") -> Tensor:
         w1, b1, w2, b2, *_ = weights

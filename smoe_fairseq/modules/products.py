@@ -62,13 +62,20 @@ class ShareGradient(torch.autograd.Function):
         return *ctx.gradient.take(*ctx.saved_tensors), None
 
 
-class ExpertLinear(torch.autograd.Function):
-    """``y = W_e x + b_e`` of one expert.
+def expert_linear(
+    x_NI: Tensor, weight: Tensor, bias: Tensor, expert: int, gradient: SharedGradient
+) -> Tensor:
+    """``y = W_e x + b_e`` of one expert ``(N, O)``.
 
     ``weight`` and ``bias`` are those of all experts, as `ShareGradient` returns them, and the gradient of
     this one goes to ``gradient``.
     """
+    if torch.is_grad_enabled():
+        return _ExpertLinear.apply(x_NI, weight, bias, expert, gradient)
+    return F.linear(x_NI, weight[expert], bias[expert])
 
+
+class _ExpertLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x_NI: Tensor, weight: Tensor, bias: Tensor, expert: int, gradient: SharedGradient
