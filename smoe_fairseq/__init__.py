@@ -16,9 +16,9 @@ install()
 def _register(fairseq) -> None:
     import smoe_fairseq.criterions
     import smoe_fairseq.models  # noqa: F401
-    from smoe_fairseq import distributed
+    from smoe_fairseq.distributed.additions import install as add_to_fairseq
 
-    distributed.install()
+    add_to_fairseq()
 
 
 when_imported("fairseq", _register)

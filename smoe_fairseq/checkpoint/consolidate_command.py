@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from smoe_fairseq.analysis.quiet import quietly
-from smoe_fairseq.checkpoint.names import rank_files, set_name
+from smoe_fairseq.checkpoint.names import PENDING, rank_file, rank_files, set_name
 from smoe_fairseq.errors import UsageError
 
 with quietly():
@@ -31,11 +31,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     """Reads the set, writes FILE, and says what it holds."""
     name = set_name(args.path)
-    if not rank_files(name):
-        raise UsageError(f"{name.with_suffix('')}-rank-0.pt is missing: {name} stands for no set")
-    # The set, though a checkpoint of the plain name may lie beside it, from an earlier time perhaps.
-    shards = Shards.open(args.path if args.path != name else next(iter(rank_files(name).values())))
-    write(shards, args.output, 1, args.force, args.optimizer_state)
+    if not rank_files(name) and not rank_files(name, PENDING):
+        raise UsageError(f"{rank_file(name, 0)} is missing: {name} stands for no set")
+    # By rank 0's file, since a checkpoint of the plain name may lie beside it, from an earlier time perhaps.
+    shards = Shards.open(rank_file(name, 0), args.optimizer_state)
+    write(shards, args.output, 1, args.force)
     record = shards.record
     print(
         f"{args.output}: {record.num_experts} experts per MoE layer, of {len(shards.files)} "

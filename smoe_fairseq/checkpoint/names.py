@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-_RANK = re.compile(r"-rank-(\d+)\.pt$")
+PENDING = ".pending"  # behind the name of a file that is complete but not yet in its place
+_RANK = re.compile(r"-rank-(\d+)\.pt(\.pending)?$")
 
 
 def rank_file(path: Path | str, rank: int) -> Path:
@@ -22,10 +23,16 @@ def set_name(path: Path | str) -> Path:
     return Path(_RANK.sub(".pt", str(path)))
 
 
-def rank_files(path: Path | str) -> dict[int, Path]:
-    """The files there are of the set that ``path`` stands for, by rank."""
+def pending(path: Path | str) -> Path:
+    return Path(f"{path}{PENDING}")
+
+
+def rank_files(path: Path | str, suffix: str = "") -> dict[int, Path]:
+    """The files there are of the set that ``path`` stands for, by rank; or those pending."""
     path = Path(path)
-    pattern = re.compile(rf"{re.escape(path.stem)}-rank-(\d+){re.escape(path.suffix)}")
+    pattern = re.compile(
+        rf"{re.escape(path.stem)}-rank-(\d+){re.escape(path.suffix)}{re.escape(suffix)}"
+    )
     found = {}
     if path.parent.is_dir():
         for file in path.parent.iterdir():

@@ -1,6 +1,6 @@
 """What a checkpoint says of the experts in it, so that the files of a set are never mixed up."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +17,8 @@ class Record:
     """Stands in a checkpoint under `KEY`, as a plain dictionary.
 
     Args:
-        save: one word for the save that the file belongs to, the same in all files of a set.
+        save: one word for the save that the file belongs to, the same in all files of a set; of two the
+            later one is the greater.
         num_updates: when that was.
         num_experts: E of each MoE layer.
         world_size, rank: the file holds the share of process ``rank`` of ``world_size``.
@@ -62,6 +63,19 @@ def open_checkpoint(path: Path | str) -> dict:
     if not isinstance(state, dict) or "model" not in state:
         raise UsageError(f"{path} is not a checkpoint of fairseq")
     return state
+
+
+def record_of(path: Path | str) -> Record | None:
+    """Of a file; None where there is none that can be read, or it has no record."""
+    try:
+        return Record.of(open_checkpoint(path))
+    except UsageError:
+        return None
+
+
+def newest_whole(saves: Sequence[Collection[str]]) -> str | None:
+    """The newest of the saves that every process has, if there is one."""
+    return max(set.intersection(*map(set, saves)), default=None)
 
 
 def check_set(records: Mapping[Path, Record | None]) -> None:

@@ -9,13 +9,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from smoe_fairseq.checkpoint.names import rank_file, rank_files, rank_of, set_name
-from smoe_fairseq.checkpoint.record import KEY, Record, check_set, open_checkpoint
+from smoe_fairseq.checkpoint.names import PENDING, pending, rank_file, rank_files, rank_of, set_name
+from smoe_fairseq.checkpoint.record import (
+    KEY,
+    Record,
+    check_set,
+    newest_whole,
+    open_checkpoint,
+    record_of,
+)
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules.placement import Placement
 
 OPTIMIZER = "last_optimizer_state"
 _EXPERTS = ".moe.experts."
+_EMA = ("ema", "ema_fp32_params")  # in the extra state
 
 
 class Shards:
@@ -23,15 +31,19 @@ class Shards:
 
     Args:
         files: in the order of ranks.
+        optimizer_state: whether it is of interest; where it is not, it is as if it were not there.
 
     Raises:
         UsageError: a file is missing, cut off, of another set or differs from the others where they
             have to agree; the sentence names it.
     """
 
-    def __init__(self, files: list[Path]):
+    def __init__(self, files: list[Path], optimizer_state: bool = True):
         self.files = files
         self.states = [open_checkpoint(file) for file in files]
+        if not optimizer_state:
+            for state in self.states:
+                state.pop(OPTIMIZER, None)
         records = {file: Record.of(state) for file, state in zip(files, self.states, strict=True)}
         if len(files) > 1 or rank_of(files[0]) is not None:
             check_set(records)
@@ -49,29 +61,40 @@ class Shards:
         ]
 
     @classmethod
-    def open(cls, path: Path) -> "Shards":
+    def open(cls, path: Path, optimizer_state: bool = True) -> "Shards":
         """``DIR/checkpoint_last.pt`` stands for its ``-rank-N`` files, or is a file of one process."""
-        files = rank_files(set_name(path))
-        if not files:
-            return cls([path])
+        name = set_name(path)
+        files, waiting = rank_files(name), rank_files(name, PENDING)
+        if not files and not waiting:
+            return cls([path], optimizer_state)
         if path.exists() and rank_of(path) is None:
             raise UsageError(
-                f"{path} and {files[min(files)]} are both there: move the one away that is not meant"
+                f"{path} and {rank_file(name, 0)} are both there: move the one away that is not meant"
             )
-        count = max(files) + 1
-        return cls([files.get(rank, rank_file(set_name(path), rank)) for rank in range(count)])
+        count = max([*files, *waiting]) + 1
+        chosen = [files.get(rank, rank_file(name, rank)) for rank in range(count)]
+        if waiting:
+            chosen = _newest_set(chosen)
+        return cls(chosen, optimizer_state)
 
     def tensors(self, state: dict) -> Iterator[tuple[str, Tensor, bool]]:
         """(name, tensor, whether its first dimension counts experts) of model and optimizer."""
-        for part in ("model", "ema"):
-            content = state["model"] if part == "model" else state["extra_state"].get("ema") or {}
+        for part, content in self._parts(state).items():
             for name, tensor in content.items():
-                yield f"{part} {name}", tensor, _EXPERTS in name
-        optimizer = state.get(OPTIMIZER)
+                if torch.is_tensor(tensor):
+                    yield f"{part} {name}", tensor, _EXPERTS in name
         for index, name in enumerate(self._optimized(state)):
-            for key, value in optimizer["state"].get(index, {}).items():
+            for key, value in state[OPTIMIZER]["state"].get(index, {}).items():
                 if torch.is_tensor(value):
-                    yield f"{name} {key}", value, _EXPERTS in name and value.dim() > 0
+                    # What is not of the parameter's shape says something of all its experts together.
+                    stacked = _EXPERTS in name and value.shape == state["model"][name].shape
+                    yield f"{name} {key}", value, stacked
+
+    def _parts(self, state: dict) -> dict[str, dict]:
+        """All that has an entry for each parameter of the model."""
+        extra = state["extra_state"]
+        parts = {"model": state["model"], **{key: extra.get(key) for key in _EMA}}
+        return {part: content for part, content in parts.items() if content}
 
     def _optimized(self, state: dict) -> tuple[str, ...]:
         """Names of the optimizer's parameters, in its order."""
@@ -90,20 +113,32 @@ class Shards:
 
     def check_agreement(self) -> None:
         """What all processes share is the same in all files, as are the replicas of an expert."""
-        wanted = self.states[0]
-        parameters = {f"model {name}" for name in self.record.parameters}
+        parameters = {
+            f"{part} {name}" for part in ("model", *_EMA) for name in self.record.parameters
+        }
+        buffers = {
+            f"{part} {name}"
+            for part, content in self._parts(self.states[0]).items()
+            for name in content
+        } - parameters  # fairseq has some that are never set
         group = self.places[0].group_size
+        shared = {n: t for n, t, stacked in self.tensors(self.states[0]) if not stacked}
         for rank in range(1, len(self.states)):
-            own = {n: t for n, t, experts in self.tensors(self.states[rank % group]) if experts}
-            shared = {n: t for n, t, experts in self.tensors(wanted) if not experts}
-            for name, tensor, is_expert in self.tensors(self.states[rank]):
-                if name.startswith("model ") and name not in parameters:
-                    continue  # a buffer, and fairseq has some that are never set
-                other = (own if is_expert else shared).get(name)
-                if other is None or not same_bits(tensor, other):
+            own = {n: t for n, t, stacked in self.tensors(self.states[rank % group]) if stacked}
+            for name, tensor, stacked in self.tensors(self.states[rank]):
+                if name in buffers:
+                    continue
+                other = (own if stacked else shared).get(name)
+                if other is not None and same_bits(tensor, other):
+                    continue
+                if _EXPERTS in name and not stacked:
                     raise UsageError(
-                        f"{self.files[rank]}: {name.removeprefix('model ')} is not as in the other files"
+                        f"{self.files[rank]}: this optimizer's {name.split()[-1]} is of all experts of a "
+                        "process together and cannot be divided; smoe consolidate leaves it out"
                     )
+                raise UsageError(
+                    f"{self.files[rank]}: {name.removeprefix('model ')} is not as in the other files"
+                )
 
     def experts(self, name: str, wanted: range, by_rank: list[dict[str, Tensor]]) -> Tensor:
         """Experts ``wanted`` of one stacked tensor, copied from the files that hold them."""
@@ -134,17 +169,17 @@ class Shards:
             return {key: taken.get(f"{part} {key}", value) for key, value in content.items()}
 
         state = dict(self.states[0])
-        state["model"] = placed("model", state["model"])
         state["extra_state"] = extra = dict(state["extra_state"])
-        if extra.get("ema"):
-            extra["ema"] = placed("ema", extra["ema"])
+        for part, content in self._parts(state).items():
+            (state if part == "model" else extra)[part] = placed(part, content)
         if names := self._optimized(state):
             moments = state[OPTIMIZER]["state"]
             state[OPTIMIZER] = {
                 **state[OPTIMIZER],
                 "state": {i: placed(names[i], values) for i, values in moments.items()},
             }
-        extra["train_iterator"] = self._position(extra["train_iterator"], place.world_size)
+        if "train_iterator" in extra:  # not in a crash.pt
+            extra["train_iterator"] = self._position(extra["train_iterator"], place.world_size)
         record = {**state[KEY], "world_size": place.world_size, "rank": place.rank}
         state[KEY] = record
         return state
@@ -153,6 +188,16 @@ class Shards:
         """How far the epoch is, counted in batches of each process."""
         batches = iterator["iterations_in_epoch"] * len(self.files)
         return {**iterator, "iterations_in_epoch": batches // world_size}
+
+
+def _newest_set(files: list[Path]) -> list[Path]:
+    """Of a run that was killed while it saved, the newest files that belong together."""
+    choices = [
+        {record.save: path for path in (file, pending(file)) if (record := record_of(path))}
+        for file in files
+    ]
+    newest = newest_whole(choices)
+    return files if newest is None else [choice[newest] for choice in choices]
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from smoe_fairseq.checkpoint.names import rank_file, rank_files
 from smoe_fairseq.checkpoint.record import open_checkpoint
-from smoe_fairseq.checkpoint.shards import OPTIMIZER, Shards, same_bits
+from smoe_fairseq.checkpoint.shards import Shards, same_bits
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules.placement import Placement
 
@@ -22,9 +22,7 @@ def output_files(output: Path, world_size: int) -> list[Path]:
     return [rank_file(output, rank) for rank in range(world_size)]
 
 
-def write(
-    shards: Shards, output: Path, world_size: int, force: bool, optimizer_state: bool = True
-) -> list[Path]:
+def write(shards: Shards, output: Path, world_size: int, force: bool) -> list[Path]:
     """The checkpoint, or set, for ``world_size`` processes; returns its files.
 
     Raises:
@@ -48,14 +46,12 @@ def write(
         with tqdm(total=2 * per_file * world_size, unit=" tensors", desc=output.name) as bar:
             for place, file in zip(places, partial, strict=True):
                 state = shards.state_for(place, bar.update)
-                if not optimizer_state:
-                    state.pop(OPTIMIZER, None)
                 with open(file, "wb") as opened:
                     torch.save(state, opened)
                     opened.flush()
                     os.fsync(opened.fileno())
                 del state
-                _verify(shards, place, file, optimizer_state, bar.update)
+                _verify(shards, place, file, bar.update)
         for file, final in zip(partial, files, strict=True):
             os.replace(file, final)
         for file in left_over:
@@ -77,18 +73,14 @@ def _check_output(shards: Shards, files: list[Path], force: bool) -> None:
             raise UsageError(f"--output: {file} is there already; --force overwrites it")
 
 
-def _verify(
-    shards: Shards, place: Placement, file: Path, optimizer_state: bool, progress: Callable
-) -> None:
+def _verify(shards: Shards, place: Placement, file: Path, progress: Callable) -> None:
     """Every tensor in ``file`` has the bits of the one it was made of."""
     written = {name: tensor for name, tensor, _ in shards.tensors(open_checkpoint(file))}
     by_rank = [{name: t for name, t, _ in shards.tensors(state)} for state in shards.states]
     for name, source, is_expert in shards.tensors(shards.states[0]):
         progress()
         if name not in written:
-            if optimizer_state or name.startswith("model "):
-                raise UsageError(f"{file}: {name} has not been written; is the disk sound?")
-            continue
+            raise UsageError(f"{file}: {name} has not been written; is the disk sound?")
         copies = [(written[name], source)]
         if is_expert:
             held = shards.places[0].num_local

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from smoe_fairseq.modules.blocks import placement_of
 from smoe_fairseq.modules.placement import Placement
@@ -24,7 +24,7 @@ def sum_over_replicas(ddp: ModuleType) -> None:
             return
         group = _replica_group(place.num_experts, place.world_size)
         for parameter in self.module.parameters():
-            if hasattr(parameter, "expert"):
+            if hasattr(parameter, "expert") and parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=group)
 
     wrapper.all_reduce_grads = all_reduce_grads
@@ -52,17 +52,19 @@ class ExpertNorm:
 
     def __call__(self, shared: list[Tensor], experts: list[Tensor]) -> Tensor:
         """Scalar, the same on every process; in at least float32, not finite if any gradient is not."""
-        squared = _squared_norm(experts)
+        # The shared part too, though all have it: so the sum has the same bits on machines of any kind.
+        squared = _squared_norm(shared) / self.place.world_size
+        squared = squared + _squared_norm(experts) / self.place.num_replicas
         dist.all_reduce(squared)
-        return (_squared_norm(shared) + squared / self.place.num_replicas).sqrt()
+        return squared.sqrt()
 
 
-def _squared_norm(gradients: list[Tensor]) -> Tensor:
+def _squared_norm(gradients: list[Tensor]) -> Tensor | float:
     norms = [
         torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
         for g in gradients
     ]
-    return torch.stack(norms).square().sum()
+    return torch.stack(norms).square().sum() if norms else 0.0
 
 
 def norm_over_all_experts(utils: ModuleType) -> None:
@@ -87,8 +89,3 @@ def norm_over_all_experts(utils: ModuleType) -> None:
         return norm
 
     utils.clip_grad_norm_ = clip_grad_norm_
-
-
-def expert_names(model: nn.Module) -> list[str]:
-    """Parameters that hold experts, sharded or not, as in the state dict."""
-    return [name for name, _ in model.named_parameters() if ".moe.experts." in name]

@@ -5,18 +5,14 @@ many minutes; so each process keeps a connection to the first one, and whose con
 has said that it is done, has crashed.
 """
 
-import functools
 import os
 import secrets
 import socket
 import sys
 import threading
-from types import ModuleType
 from urllib.parse import urlparse
 
 import torch.distributed as dist
-
-from smoe_fairseq.distributed.options import check_options
 
 _DONE, _FAILED = "done", "failed"
 _lifeline = None
@@ -26,10 +22,13 @@ class Lifeline:
     """Connections from all processes to the first; a thread of each waits for news on them.
 
     Args:
-        address: host of the first process, as the others can reach it.
+        address: host of the first process, as the others can reach it; None: by its own name.
+
+    Raises:
+        OSError: not all processes have found the first one within a minute.
     """
 
-    def __init__(self, rank: int, world_size: int, address: str):
+    def __init__(self, rank: int, world_size: int, address: str | None):
         self.rank = rank
         self.world_size = world_size
         self.finished = False
@@ -37,21 +36,26 @@ class Lifeline:
         self.lock = threading.Lock()
         offer = [None]
         if rank == 0:
-            server = socket.create_server(("", 0), backlog=world_size)
-            offer = [(server.getsockname()[1], secrets.token_hex(16))]
+            server = _listening_socket(world_size)
+            offer = [(socket.gethostname(), server.getsockname()[1], secrets.token_hex(16))]
         dist.broadcast_object_list(offer, src=0)
-        port, token = offer[0]
+        host, port, token = offer[0]
         if rank == 0:
             self._accept(server, token)
         else:
-            self._connect(address, port, token)
+            self._connect(address or host, port, token)
+        os.register_at_fork(after_in_child=self._let_go)
         for other, connection in self.others.items():
             threading.Thread(target=self._listen, args=(other, connection), daemon=True).start()
 
     def _accept(self, server: socket.socket, token: str) -> None:
         server.settimeout(60)
         while len(self.others) < self.world_size - 1:
-            connection, _ = server.accept()
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, self.world_size)) - set(self.others))
+                raise OSError(f"processes {missing} have not come") from None
             connection.settimeout(10)
             try:
                 found, rank = connection.makefile().readline().split()
@@ -68,8 +72,14 @@ class Lifeline:
         connection.settimeout(None)
         self.others[0] = connection
 
+    def _let_go(self) -> None:
+        """In a forked process, such as one that loads data: its copies would keep connections open."""
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for connection in self.others.values():
+            os.dup2(nowhere, connection.fileno())
+
     def _listen(self, other: int, connection: socket.socket) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _notice_silence(connection)
         try:
             word, _, reason = connection.makefile().readline().strip().partition(" ")
         except OSError:
@@ -101,43 +111,42 @@ class Lifeline:
                 self._tell_all(f"{_FAILED} {reason}" if reason else _DONE)
 
 
+def _listening_socket(backlog: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        address = ("", 0)
+        return socket.create_server(
+            address, family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+        )
+    return socket.create_server(("", 0), backlog=backlog)
+
+
+def _notice_silence(connection: socket.socket) -> None:
+    """A machine that has lost power closes no connection; after some seconds without an answer we do."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def start(cfg) -> None:
     """Of fairseq's ``cfg`` the way to the first process is read; once per process."""
     global _lifeline
-    if _lifeline is None:
+    if _lifeline is None and dist.is_initialized() and dist.get_world_size() > 1:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         try:
             _lifeline = Lifeline(rank, world_size, _address(cfg.distributed_training))
         except OSError as error:
-            raise SystemExit(f"error: process {rank} cannot reach process 0: {error}") from None
+            raise SystemExit(f"error: process {rank} has no way to the others: {error}") from None
 
 
-def _address(distributed) -> str:
+def close(reason: str = "") -> None:
+    """Says to the others that this process is done, or why it fails."""
+    if _lifeline is not None:
+        _lifeline.close(reason)
+
+
+def _address(distributed) -> str | None:
     method = urlparse(distributed.distributed_init_method or "")
     if method.scheme == "tcp":
         return method.hostname
-    return os.environ.get("MASTER_ADDR", "localhost")
-
-
-def end_together(utils: ModuleType) -> None:
-    """Closes the lifeline when ``fairseq-train`` ends in this process, well or not."""
-    original = utils.distributed_main
-
-    @functools.wraps(original)
-    def distributed_main(*arguments, **options):
-        reason = ""
-        cfg = options.get("cfg", arguments[2] if len(arguments) > 2 else None)
-        if getattr(getattr(cfg, "model", None), "expert_parallel", False):
-            check_options(cfg)  # before fairseq wraps anything
-        try:
-            return original(*arguments, **options)
-        except BaseException as error:
-            words = str(error).strip().partition("\n")[0].removeprefix("error: ")
-            reason = f"process {dist.get_rank() if dist.is_initialized() else '?'} has ended: "
-            reason += words or type(error).__name__
-            raise
-        finally:
-            if _lifeline is not None:
-                _lifeline.close(reason)
-
-    utils.distributed_main = distributed_main
+    return os.environ.get("MASTER_ADDR") or None

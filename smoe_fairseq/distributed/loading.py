@@ -1,15 +1,38 @@
 """Before a checkpoint is loaded: are the files those of one set, made for this number of processes?"""
 
+import functools
 from pathlib import Path
+from types import ModuleType
 
-import torch.distributed as dist
-
-from smoe_fairseq.checkpoint.names import rank_files, rank_of, set_name
-from smoe_fairseq.checkpoint.record import Record, check_set, open_checkpoint
-from smoe_fairseq.distributed.saving import recover
+from smoe_fairseq.checkpoint.names import rank_file, rank_files, rank_of, set_name
+from smoe_fairseq.checkpoint.record import Record, check_set, open_checkpoint, record_of
+from smoe_fairseq.distributed.saving import from_all, recover
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.modules.blocks import first_block
 
 DEFAULT = "checkpoint_last.pt"
+
+
+def load_sets(checkpoint_utils: ModuleType) -> None:
+    """Before fairseq looks for a checkpoint, each process for itself, all have to have the same."""
+    original = checkpoint_utils.load_checkpoint
+
+    @functools.wraps(original)
+    def load_checkpoint(cfg, trainer, **passed_on):
+        place = trainer.expert_placement
+        if place is not None:
+            folder = Path(cfg.save_dir)
+            recover(folder, place)
+            last = rank_file(folder / DEFAULT, place.rank)
+            there = from_all((str(last), last.exists(), record_of(last)))
+            if cfg.restore_file == DEFAULT and len({exists for _, exists, _ in there}) > 1:
+                for file, _, record in there:
+                    _check_world_size(file, folder / DEFAULT, place, record)
+                missing = next(file for file, exists, _ in there if not exists)
+                raise UsageError(f"{missing} is missing: {folder / DEFAULT} is incomplete")
+        return original(cfg, trainer, **passed_on)
+
+    checkpoint_utils.load_checkpoint = load_checkpoint
 
 
 def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
@@ -20,11 +43,11 @@ def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
     """
     place = trainer.expert_placement
     if place is None:
-        _check_unsharded(trainer, path)
+        if first_block(trainer.get_model()) is not None:
+            _check_unsharded(trainer, path)
     elif rank_of(path) is None:
         _check_whole(path, reset_optimizer)
     else:
-        recover(path.parent, place.rank)
         _check_sharded(trainer, path, place)
 
 
@@ -39,20 +62,32 @@ def _check_unsharded(trainer, path: Path) -> None:
             f"--expert-parallel, or make {path.name} of it with smoe reshard {path} --world-size 1 "
             f"--output {path}"
         )
-    if path.exists():
-        record = Record.of(open_checkpoint(path))
-        if record is not None and record.world_size > 1:
-            raise UsageError(
-                f"{path} holds one of {record.world_size} processes' experts: make one checkpoint of "
-                "the set with smoe consolidate"
-            )
+    record = record_of(path)
+    if record is not None and record.world_size > 1:
+        raise UsageError(
+            f"{path} holds one of {record.world_size} processes' experts: make one checkpoint of "
+            "the set with smoe consolidate"
+        )
 
 
 def _check_whole(path: Path, reset_optimizer: bool) -> None:
     """A checkpoint with all experts, which --finetune-from-model may name: each process takes its own."""
+    if not path.exists() and rank_files(path):
+        raise UsageError(
+            f"{path} stands for a set: make one checkpoint of it with smoe consolidate"
+        )
     if path.exists() and not reset_optimizer:
         raise UsageError(
             f"{path} holds the optimizer's state of all experts: divide it first with smoe reshard"
+        )
+
+
+def _check_world_size(file: str, name: Path, place, record: Record | None) -> None:
+    if record is not None and record.world_size != place.world_size:
+        raise UsageError(
+            f"{file} is of a set for {record.world_size} processes, and there are "
+            f"{place.world_size}: make one for these with smoe reshard {name} --world-size "
+            f"{place.world_size} --output another/folder/{name.name}"
         )
 
 
@@ -64,20 +99,14 @@ def _check_sharded(trainer, path: Path, place) -> None:
             found = Record.of(open_checkpoint(path)) or "it does not say whose experts it holds"
         except UsageError as error:
             found = str(error).removeprefix("error: ")
-    everyones = [None] * place.world_size
-    dist.all_gather_object(everyones, (str(path), found))
+    everyones = from_all((str(path), found))
     name = set_name(everyones[0][0])
     if all(record is None for _, record in everyones):
         return _check_nothing(trainer, everyones[0][0])
     for file, record in everyones:
         if isinstance(record, str):
             raise UsageError(record if file in record else f"{file}: {record}")
-        if record is not None and record.world_size != place.world_size:
-            raise UsageError(
-                f"{file} is of a set for {record.world_size} processes, and there are "
-                f"{place.world_size}: make one for these with smoe reshard {name} --world-size "
-                f"{place.world_size} --output another/folder/{name.name}"
-            )
+        _check_world_size(file, name, place, record)
     for file, record in everyones:
         if record is None:
             raise UsageError(f"{file} is missing: {name} is incomplete")

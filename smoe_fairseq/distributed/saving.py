@@ -7,16 +7,17 @@ name. If they are killed between two of these renamings, the rest is made up for
 import functools
 import os
 import shutil
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import torch.distributed as dist
 
-from smoe_fairseq.checkpoint.record import Record, open_checkpoint
+from smoe_fairseq.checkpoint.names import PENDING, pending, rank_file, rank_of, set_name
+from smoe_fairseq.checkpoint.record import newest_whole, record_of
 from smoe_fairseq.errors import UsageError
-
-PENDING = ".pending"  # behind the name of a file that is complete but not yet in its place
+from smoe_fairseq.modules.placement import Placement
 
 
 def save_sets(checkpoint_utils: ModuleType) -> None:
@@ -37,75 +38,93 @@ def save_sets(checkpoint_utils: ModuleType) -> None:
 
 @contextmanager
 def _sets(checkpoint_utils: ModuleType, trainer):
-    """In it, all that fairseq writes is published set by set."""
-    paths = checkpoint_utils.PathManager
+    """In it, all that fairseq writes is published set by set, and all processes see the same files."""
+    paths, listed = checkpoint_utils.PathManager, checkpoint_utils.checkpoint_paths
+    rank = trainer.expert_placement.rank
 
     class PublishedPaths(paths):
         @staticmethod
         def copy(source, target, overwrite=False):
-            _link(source, target + PENDING)
+            shutil.copyfile(source, pending(target))
             publish(target)
             return True
 
+    def checkpoint_paths(path, pattern=r"checkpoint(\d+)\.pt", keep_match=False):
+        # What fairseq saves and removes depends on the files that there are; a run that was killed
+        # while it removed some has left one process with others.
+        found = from_first(listed(path, pattern, keep_match) if rank == 0 else None)
+
+        def own(file: str) -> str:
+            return os.path.join(path, rank_file(set_name(file), rank).name)
+
+        return (
+            [(own(file), match) for file, match in found] if keep_match else list(map(own, found))
+        )
+
     checkpoint_utils.PathManager = PublishedPaths
+    checkpoint_utils.checkpoint_paths = checkpoint_paths
+    trainer.save_name = from_first(new_save_name())
     trainer.publishes = True
     try:
         yield
     finally:
-        checkpoint_utils.PathManager = paths
+        checkpoint_utils.PathManager, checkpoint_utils.checkpoint_paths = paths, listed
         trainer.publishes = False
 
 
-def _link(source: str, target: str) -> None:
-    Path(target).unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)
+def new_save_name() -> str:
+    """One that no other save has, and greater than those before."""
+    return f"{time.time_ns():020d}-{os.getpid()}"
+
+
+def from_first(value):
+    """The value of the first process, in all of them."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def from_all(value) -> list:
+    """The values of all processes, in all of them."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def publish(path: str) -> None:
-    """``path + PENDING`` gets its name, once all processes have theirs on the disk."""
-    with open(path + PENDING, "rb") as file:
+    """What is pending for ``path`` gets its name, once all processes have theirs on the disk."""
+    with open(pending(path), "rb") as file:
         os.fsync(file.fileno())
-    dist.barrier()
-    os.replace(path + PENDING, path)
+    names = {set_name(each).name for each in from_all(path)}
+    if len(names) > 1:
+        raise UsageError(
+            f"the processes are about to save different files: {', '.join(sorted(names))}"
+        )
+    os.replace(pending(path), path)
 
 
-def recover(folder: Path, rank: int) -> None:
-    """Finishes, on all processes together, what a killed run was about to publish, or drops it."""
-    ending = f"-rank-{rank}.pt"
-    own = {}
-    for path in sorted(folder.glob(f"*{ending}*")) if folder.is_dir() else ():
-        if path.name.endswith(ending + PENDING):
-            name = path.name.removesuffix(PENDING)
-            own[name.removesuffix(ending)] = (_save_of(folder / name), _save_of(path))
-        elif path.name.endswith((".tmp", ".pending.tmp")):
-            path.unlink()
-    everyones = _gather(own)
-    for name in sorted({name for processes in everyones for name in processes}):
-        final = folder / f"{name}{ending}"
-        pending = folder / f"{name}{ending}{PENDING}"
-        if name not in own:
-            own[name] = (_save_of(final), None)
-        saves = _gather(own[name])
-        common = set.intersection(*({save for save in pair if save} for pair in saves))
-        if common and max(common) == own[name][1] != own[name][0]:
-            os.replace(pending, final)
+def recover(folder: Path, place: Placement) -> None:
+    """Finishes, on all processes together, what a killed run was about to publish, or drops it.
+
+    Files of a set for another number of processes are left alone.
+    """
+    own = [
+        set_name(file).name
+        for file in (folder.glob(f"*{PENDING}") if folder.is_dir() else ())
+        if rank_of(file) == place.rank
+    ]
+    for name in sorted({name for names in from_all(own) for name in names}):
+        file = rank_file(folder / name, place.rank)
+        final, waiting = record_of(file), record_of(pending(file))
+        found = from_all([record for record in (final, waiting) if record])
+        if any(r.world_size != place.world_size for records in found for r in records):
+            continue
+        newest = newest_whole([{r.save for r in records} for records in found])
+        if newest is None and len(set(from_all(final and final.save))) > 1:
+            continue  # no set is whole: which files to keep is for the user to say
+        if newest and waiting and waiting.save == newest and not (final and final.save == newest):
+            os.replace(pending(file), file)
         else:
-            pending.unlink(missing_ok=True)
-
-
-def _save_of(path: Path) -> tuple[int, str] | None:
-    """(updates, save) of a file; None where there is none that can be read."""
-    try:
-        record = Record.of(open_checkpoint(path))
-    except UsageError:
-        return None
-    return record and (record.num_updates, record.save)
-
-
-def _gather(mine) -> list:
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return everyones
+            pending(file).unlink(missing_ok=True)
+    for half_written in folder.glob(f"*-rank-{place.rank}.pt*.tmp") if folder.is_dir() else ():
+        half_written.unlink()

@@ -4,22 +4,20 @@ import copy
 import functools
 import logging
 import os
-import secrets
 from pathlib import Path
 from types import ModuleType
 
-import torch.distributed as dist
 from omegaconf import open_dict
 
+from smoe_fairseq.checkpoint.names import pending
 from smoe_fairseq.checkpoint.record import KEY, Record
-from smoe_fairseq.distributed import lifeline
 from smoe_fairseq.distributed.gradients import ExpertNorm
 from smoe_fairseq.distributed.loading import check_files
 from smoe_fairseq.distributed.options import check_options
-from smoe_fairseq.distributed.saving import PENDING, publish
+from smoe_fairseq.distributed.saving import new_save_name, publish
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.memory import keep_freed_memory
-from smoe_fairseq.modules.blocks import moe_blocks, placement_of
+from smoe_fairseq.modules.blocks import first_block, placement_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +48,12 @@ def _add_to(cls, function) -> None:
 def __init__(original, self, cfg, task, model, *others, **options):
     self.expert_placement = place = placement_of(model)
     self.publishes = False  # saving a set, which takes all processes
-    self.run_name = secrets.token_hex(4)
+    self.save_name = None  # of that set
     if place is not None:
         check_options(cfg)
-        names = [self.run_name]
-        dist.broadcast_object_list(names)
-        self.run_name = names[0]
         with open_dict(cfg):
-            cfg.checkpoint.checkpoint_suffix = f"-rank-{place.rank}"
+            cfg.checkpoint.checkpoint_suffix += f"-rank-{place.rank}"
             cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
-        lifeline.start(cfg)
     original(self, cfg, task, model, *others, **options)
     if not self.cuda:
         keep_freed_memory()
@@ -71,10 +65,10 @@ def state_dict(original, self):
     So what `smoe consolidate` makes of it loads anywhere without a flag.
     """
     state = original(self)
-    blocks = list(moe_blocks(self.get_model()).values())
-    if not blocks:
+    block = first_block(self.get_model())
+    if block is None:
         return state
-    place = blocks[0].experts.placement
+    place = block.experts.placement
     state["cfg"] = cfg = copy.copy(state["cfg"])
     cfg["model"] = model = copy.copy(cfg["model"])
     if isinstance(model, dict):
@@ -82,11 +76,10 @@ def state_dict(original, self):
     else:
         model.expert_parallel = False
     cfg["checkpoint"] = {**cfg["checkpoint"], "checkpoint_suffix": ""}
-    updates = self.get_num_updates()
     named = [*self.get_model().named_parameters(), *self.get_criterion().named_parameters()]
     state[KEY] = Record(
-        save=f"{self.run_name}-{updates}",
-        num_updates=updates,
+        save=self.save_name or new_save_name(),
+        num_updates=self.get_num_updates(),
         num_experts=place.num_experts,
         world_size=place.world_size,
         rank=place.rank,
@@ -99,7 +92,7 @@ def save_checkpoint(original, self, filename, extra_state):
     if self.expert_placement is None:
         return original(self, filename, extra_state)
     if self.publishes:
-        original(self, filename + PENDING, extra_state)
+        original(self, str(pending(filename)), extra_state)
         return publish(filename)
     # crash.pt, perhaps of this process alone: nothing that waits for others
     path, ending = os.path.splitext(filename)
@@ -110,7 +103,7 @@ def load_checkpoint(original, self, filename, reset_optimizer=False, *others, **
     check_files(self, Path(filename), reset_optimizer)
     extra_state = original(self, filename, reset_optimizer, *others, **options)
     optimization = self.cfg.optimization
-    if 0 < optimization.max_update <= self.get_num_updates() and moe_blocks(self.get_model()):
+    if 0 < optimization.max_update <= self.get_num_updates() and first_block(self.get_model()):
         # fairseq looks at --max-update only after an update, so that resuming a finished run makes one more.
         logger.info(f"--max-update {optimization.max_update}: nothing is left to train")
         optimization.max_epoch = -1

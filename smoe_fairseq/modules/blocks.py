@@ -18,9 +18,12 @@ def moe_blocks(model: nn.Module) -> dict[str, StratifiedMoE]:
     return blocks
 
 
+def first_block(model: nn.Module) -> StratifiedMoE | None:
+    """Any MoE layer, wherever it is in the model; they all have as many experts."""
+    return next((m for m in model.modules() if isinstance(m, StratifiedMoE)), None)
+
+
 def placement_of(model: nn.Module) -> Placement | None:
     """How the model's experts are spread over processes; None where each process has all of them."""
-    for module in model.modules():
-        if isinstance(module, StratifiedMoE) and module.experts.placement.is_sharded:
-            return module.experts.placement
-    return None
+    block = first_block(model)
+    return block.experts.placement if block and block.experts.placement.is_sharded else None

@@ -1,0 +1,45 @@
+"""How the processes of ``fairseq-train`` begin and end: together.
+
+Kept light: a process that fairseq spawns imports this file before anything else of the plugin.
+"""
+
+from types import ModuleType
+
+_fairseqs = []  # its own function, which ours takes the place of
+
+
+def start_together(utils: ModuleType) -> None:
+    _fairseqs.append(utils.distributed_main)
+    utils.distributed_main = distributed_main
+
+
+def distributed_main(i, main, cfg, kwargs):
+    """As fairseq's: ``main`` in this process of several; with sharded experts, on a lifeline.
+
+    fairseq hands it to the processes that it spawns, which find it by this file's name.
+    """
+    import fairseq.distributed.utils  # noqa: F401  (in a spawned process the plugin registers now)
+    import torch.distributed as dist
+
+    from smoe_fairseq.distributed import lifeline
+    from smoe_fairseq.distributed.options import check_options
+
+    if getattr(getattr(cfg, "model", None), "expert_parallel", False):
+        check_options(cfg)  # before fairseq wraps anything
+        then = kwargs.get("after_distributed_init_fn")
+
+        def after_init(cfg):
+            lifeline.start(cfg)
+            return then(cfg) if then else cfg
+
+        kwargs = {**kwargs, "after_distributed_init_fn": after_init}
+    reason = ""
+    try:
+        return _fairseqs[0](i, main, cfg, kwargs)
+    except BaseException as error:
+        words = str(error).strip().partition("\n")[0].removeprefix("error: ")
+        reason = f"process {dist.get_rank() if dist.is_initialized() else '?'} has ended: "
+        reason += words or type(error).__name__
+        raise
+    finally:
+        lifeline.close(reason)
