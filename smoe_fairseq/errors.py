@@ -10,3 +10,7 @@ class UsageError(SystemExit):
 
     def __init__(self, sentence: str):
         super().__init__(f"error: {sentence}")
+
+
+class UsageErrorOfAll(UsageError):
+    """One that every process of a run comes to by itself, so that none has to tell the others."""

@@ -125,7 +125,10 @@ def test_a_process_that_fails_ends_all(ranks, small_corpus, tmp_path, moment, wo
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_process_that_is_killed_ends_all(ranks, small_corpus, tmp_path, killed):
     """The others wait for rank 1 in a collective call."""
-    arguments = list(map(str, flags(small_corpus, tmp_path, "--expert-parallel")))
+    # The processes that load data are forked from one of four, and outlive it for a while.
+    arguments = list(
+        map(str, flags(small_corpus, tmp_path, "--expert-parallel", "--num-workers", 1))
+    )
     run = ranks.start(tmp_path, 4, "wait", arguments, function=train_until)
     deadline = time.monotonic() + 60
     while len(re.findall("train_inner", run.output(0))) < 2 and time.monotonic() < deadline:

@@ -7,7 +7,7 @@ from types import ModuleType
 from smoe_fairseq.checkpoint.names import rank_file, rank_files, rank_of, set_name
 from smoe_fairseq.checkpoint.record import Record, check_set, open_checkpoint, record_of
 from smoe_fairseq.distributed.saving import from_all, recover
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, UsageErrorOfAll
 from smoe_fairseq.modules.blocks import first_block
 
 DEFAULT = "checkpoint_last.pt"
@@ -29,7 +29,7 @@ def load_sets(checkpoint_utils: ModuleType) -> None:
                 for file, _, record in there:
                     _check_world_size(file, folder / DEFAULT, place, record)
                 missing = next(file for file, exists, _ in there if not exists)
-                raise UsageError(f"{missing} is missing: {folder / DEFAULT} is incomplete")
+                raise UsageErrorOfAll(f"{missing} is missing: {folder / DEFAULT} is incomplete")
         return original(cfg, trainer, **passed_on)
 
     checkpoint_utils.load_checkpoint = load_checkpoint
@@ -73,18 +73,18 @@ def _check_unsharded(trainer, path: Path) -> None:
 def _check_whole(path: Path, reset_optimizer: bool) -> None:
     """A checkpoint with all experts, which --finetune-from-model may name: each process takes its own."""
     if not path.exists() and rank_files(path):
-        raise UsageError(
+        raise UsageErrorOfAll(
             f"{path} stands for a set: make one checkpoint of it with smoe consolidate"
         )
     if path.exists() and not reset_optimizer:
-        raise UsageError(
+        raise UsageErrorOfAll(
             f"{path} holds the optimizer's state of all experts: divide it first with smoe reshard"
         )
 
 
 def _check_world_size(file: str, name: Path, place, record: Record | None) -> None:
     if record is not None and record.world_size != place.world_size:
-        raise UsageError(
+        raise UsageErrorOfAll(
             f"{file} is of a set for {record.world_size} processes, and there are "
             f"{place.world_size}: make one for these with smoe reshard {name} --world-size "
             f"{place.world_size} --output another/folder/{name.name}"
@@ -105,11 +105,11 @@ def _check_sharded(trainer, path: Path, place) -> None:
         return _check_nothing(trainer, everyones[0][0])
     for file, record in everyones:
         if isinstance(record, str):
-            raise UsageError(record if file in record else f"{file}: {record}")
+            raise UsageErrorOfAll(record if file in record else f"{file}: {record}")
         _check_world_size(file, name, place, record)
     for file, record in everyones:
         if record is None:
-            raise UsageError(f"{file} is missing: {name} is incomplete")
+            raise UsageErrorOfAll(f"{file} is missing: {name} is incomplete")
     check_set({Path(file): record for file, record in everyones})
 
 
@@ -117,9 +117,9 @@ def _check_nothing(trainer, path: str) -> None:
     """No files: a new run, unless there is something to resume from."""
     name = set_name(path)
     if name.exists():
-        raise UsageError(
+        raise UsageErrorOfAll(
             f"{name} is of one process: divide it with smoe reshard {name} --world-size "
             f"{trainer.expert_placement.world_size} --output {name}, or choose another --save-dir"
         )
     if trainer.cfg.checkpoint.restore_file != DEFAULT:
-        raise UsageError(f"--restore-file: {path} is missing")
+        raise UsageErrorOfAll(f"--restore-file: {path} is missing")

@@ -1,44 +1,46 @@
 """Options of ``fairseq-train`` that do not go with sharded experts, and the reason why."""
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageErrorOfAll
 
 KNOWS_EXPERTS = ("legacy_ddp", "no_c10d")  # the second is the older name of the first
 
 
 def check_options(cfg) -> None:
-    """Raise UsageError with one sentence that names the flag, before anything is trained.
+    """Raise UsageErrorOfAll with one sentence that names the flag, before anything is trained.
 
     Args:
         cfg: fairseq's ``FairseqConfig`` of a run with more than one process and ``--expert-parallel``.
     """
     distributed, common = cfg.distributed_training, cfg.common
     if distributed.zero_sharding != "none":
-        raise UsageError(
+        raise UsageErrorOfAll(
             f"--zero-sharding {distributed.zero_sharding} with --expert-parallel: it would send one "
             "process's experts to all others; leave it out, the experts' optimizer state is sharded "
             "already"
         )
     if str(distributed.ddp_backend) not in KNOWS_EXPERTS:
-        raise UsageError(
+        raise UsageErrorOfAll(
             f"--ddp-backend {distributed.ddp_backend} with --expert-parallel: it would mix the experts "
             "of different processes; use --ddp-backend legacy_ddp"
         )
     if common.fp16 and not (common.fp16_no_flatten_grads or common.memory_efficient_fp16):
-        raise UsageError(
+        raise UsageErrorOfAll(
             "--fp16 with --expert-parallel: flattened gradients mix experts with shared parameters; "
             "add --fp16-no-flatten-grads or use --memory-efficient-fp16"
         )
     if common.amp:
-        raise UsageError(
+        raise UsageErrorOfAll(
             "--amp with --expert-parallel: a process would skip an overflow of its own experts alone; "
             "use --bf16, or --fp16 with --fp16-no-flatten-grads"
         )
     if common.model_parallel_size > 1 or distributed.pipeline_model_parallel:
-        raise UsageError("--expert-parallel does not go with model or pipeline parallelism")
+        raise UsageErrorOfAll("--expert-parallel does not go with model or pipeline parallelism")
     if cfg.optimization.use_bmuf:
-        raise UsageError("--use-bmuf with --expert-parallel: it would average different experts")
+        raise UsageErrorOfAll(
+            "--use-bmuf with --expert-parallel: it would average different experts"
+        )
     if cfg.checkpoint.write_checkpoints_asynchronously:
-        raise UsageError(
+        raise UsageErrorOfAll(
             "--write-checkpoints-asynchronously with --expert-parallel: the files of all processes "
             "have to be complete at the same time; leave it out"
         )
@@ -48,12 +50,12 @@ def check_model(config, task) -> None:
     """The same for the model's and the task's options: what would take processes out of step."""
     for side in ("encoder", "decoder"):
         if getattr(config, f"{side}_layerdrop"):
-            raise UsageError(
+            raise UsageErrorOfAll(
                 f"--{side}-layerdrop with --expert-parallel: every process would drop other layers, "
                 "and wait for ever for the rest; leave it out"
             )
     if getattr(getattr(task, "cfg", None), "eval_bleu", False):
-        raise UsageError(
+        raise UsageErrorOfAll(
             "--eval-bleu with --expert-parallel: translations take another number of steps on every "
             "process; leave it out, and score the checkpoint after smoe consolidate"
         )

@@ -23,6 +23,7 @@ def distributed_main(i, main, cfg, kwargs):
 
     from smoe_fairseq.distributed import lifeline
     from smoe_fairseq.distributed.options import check_options
+    from smoe_fairseq.errors import UsageErrorOfAll
 
     if getattr(getattr(cfg, "model", None), "expert_parallel", False):
         check_options(cfg)  # before fairseq wraps anything
@@ -36,6 +37,8 @@ def distributed_main(i, main, cfg, kwargs):
     reason = ""
     try:
         return _fairseqs[0](i, main, cfg, kwargs)
+    except UsageErrorOfAll:
+        raise
     except BaseException as error:
         words = str(error).strip().partition("\n")[0].removeprefix("error: ")
         reason = f"process {dist.get_rank() if dist.is_initialized() else '?'} has ended: "

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from smoe_fairseq.distributed.options import check_model
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageErrorOfAll
 from smoe_fairseq.models.check import check_checkpoint, check_config
 from smoe_fairseq.models.config import FIELDS, SMoETransformerConfig
 from smoe_fairseq.modules import RoutingStats
@@ -44,7 +44,7 @@ class SMoETransformerModel(TransformerModelBase):
         try:
             check_config(config, task)
         except ValueError as error:
-            raise UsageError(str(error)) from None
+            raise UsageErrorOfAll(str(error)) from None
         transformer = config.transformer()
         transformer.moe_options = config.moe_options()
         transformer.encoder.moe_freq = config.moe_freq_of("encoder")

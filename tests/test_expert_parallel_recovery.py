@@ -1,0 +1,175 @@
+"""Folders, launchers and options as clusters bring them about: half-saved sets, spawned processes."""
+
+import shutil
+
+import pytest
+import torch
+from commands import TINY, run
+from ranks import PLUGIN, _free_port
+from test_expert_parallel import checkpoint, flags, furthest, whole
+
+from smoe_fairseq.checkpoint.names import pending, rank_file
+from smoe_fairseq.checkpoint.shards import Shards
+from smoe_fairseq.cli import main
+
+LAST = "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="module")
+def saves(ranks, small_corpus, tmp_path_factory):
+    """Folders with the sets of 4 ranks after 2 and after 3 updates."""
+    folders = {}
+    for updates in (2, 3):
+        folders[updates] = tmp_path_factory.mktemp(f"updates-{updates}")
+        arguments = flags(small_corpus, folders[updates], "--expert-parallel")
+        ranks.train(folders[updates], 4, *arguments, "--max-update", updates)
+    return folders
+
+
+def half_published(saves, folder, renamed=(0,), count=4):
+    """As a kill leaves it: the older set, of which the ranks ``renamed`` have the newer files in place."""
+    folder.mkdir()
+    for rank in range(count):
+        newer = rank_file(saves[3] / LAST, rank)
+        if rank in renamed:
+            shutil.copy(newer, folder)
+        else:
+            shutil.copy(rank_file(saves[2] / LAST, rank), folder)
+            shutil.copy(newer, pending(rank_file(folder / LAST, rank)))
+    return {path: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_another_number_of_ranks_touches_nothing(ranks, small_corpus, saves, tmp_path, world_size):
+    before = half_published(saves, tmp_path / "run")
+    arguments = flags(small_corpus, tmp_path / "run", "--expert-parallel", "--max-update", 5)
+    run = ranks.start(tmp_path / "logs", world_size, *arguments)
+    assert run.wait(60) == [1] * world_size
+    assert "is of a set for 4 processes" in run.output(0).splitlines()[-1]
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_half_published_set_is_read_as_it_was_meant(saves, tmp_path, capsys):
+    """Without touching it: machines may be gone, and `smoe reshard` is what helps then."""
+    before = half_published(saves, tmp_path / "run")
+    assert Shards.open(tmp_path / "run" / LAST).record.num_updates == 3
+    for command in (["consolidate"], ["reshard", "--world-size", "2"]):
+        output = tmp_path / command[0] / LAST
+        assert main([*command, str(tmp_path / "run" / LAST), "--output", str(output)]) == 0
+        assert "update 3" in capsys.readouterr().out
+    assert furthest(whole(tmp_path / "reshard"), whole(saves[3])) == 0
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_another_runs_folder_is_only_read(ranks, small_corpus, saves, tmp_path):
+    """It may be about to save: --restore-file finds its last whole set, and leaves what is pending."""
+    source = tmp_path / "source"
+    shutil.copytree(saves[2], source)
+    shutil.copy(rank_file(saves[3] / LAST, 1), pending(rank_file(source / LAST, 1)))
+    before = {path: path.read_bytes() for path in source.iterdir()}
+    arguments = flags(small_corpus, tmp_path / "new", "--expert-parallel", "--max-update", 3)
+    run = ranks.train(tmp_path / "logs", 4, *arguments, "--restore-file", source / LAST)
+    assert "@ 2 updates" in run.output(0)
+    assert {path: path.read_bytes() for path in source.iterdir()} == before
+    assert furthest(whole(tmp_path / "new"), whole(saves[3])) == 0
+
+
+def test_finetuning_beside_an_incomplete_set(ranks, small_corpus, saves, tmp_path):
+    """fairseq decides on every rank by itself whether this is the first launch; all have to agree."""
+    consolidated = tmp_path / "whole.pt"
+    main(["consolidate", str(saves[3] / LAST), "--output", str(consolidated)])
+    shutil.copytree(saves[2], tmp_path / "run")
+    missing = rank_file(tmp_path / "run" / LAST, 2)
+    missing.unlink()
+    arguments = flags(small_corpus, tmp_path / "run", "--expert-parallel")
+    run = ranks.start(tmp_path / "logs", 4, *arguments, "--finetune-from-model", consolidated)
+    assert run.wait(60) == [1] * 4
+    assert f"{missing} is missing" in run.output(0).splitlines()[-1]
+
+
+@pytest.mark.parametrize("flag", ["--finetune-from-model", "--continue-once"])
+def test_a_set_is_no_model_to_start_from(ranks, small_corpus, saves, tmp_path, flag):
+    arguments = flags(small_corpus, tmp_path, "--expert-parallel", flag, saves[3] / LAST)
+    run = ranks.start(tmp_path / "logs", 2, *arguments)
+    assert run.wait(60) == [1, 1]
+    assert "smoe consolidate" in run.output() or "does not exist" in run.output()
+
+
+def test_files_that_only_one_rank_has_left(ranks, small_corpus, tmp_path):
+    """Killed while it removed old checkpoints, a run goes on; fairseq counts those that there are."""
+    options = ["--expert-parallel", "--keep-best-checkpoints", 1, "--max-update", 6]
+    arguments = flags(small_corpus, tmp_path, *options, "--save-interval-updates", 2)
+    arguments = [a for a in arguments if a != "--disable-validation"]
+    (tmp_path / "checkpoint.best_loss_0.0010-rank-1.pt").write_bytes(b"left over")
+    ranks.train(tmp_path, 2, *arguments)
+    best = sorted(p.name for p in tmp_path.glob("checkpoint.best*-rank-0.pt"))
+    assert len(best) == 1
+    assert (tmp_path / best[0].replace("-rank-0", "-rank-1")).exists()
+    assert checkpoint(tmp_path).record.num_updates == 6
+
+
+def test_averaged_weights_are_part_of_a_set(ranks, small_corpus, tmp_path):
+    options = ["--store-ema", "--ema-fp32", "--ema-decay", 0.5]
+    ranks.train(tmp_path, 2, *flags(small_corpus, tmp_path, "--expert-parallel", *options))
+    main(["consolidate", str(tmp_path / LAST), "--output", str(tmp_path / "whole.pt")])
+    extra = torch.load(tmp_path / "whole.pt", weights_only=True)["extra_state"]
+    w1 = "encoder.layers.1.moe.experts.w1"
+    halves = [state["extra_state"]["ema"][w1] for state in checkpoint(tmp_path).states]
+    assert torch.equal(extra["ema"][w1], torch.cat(halves))
+    assert len(extra["ema_fp32_params"][w1]) == 8
+
+
+def test_an_optimizer_that_cannot_be_divided(ranks, small_corpus, tmp_path):
+    """Adafactor keeps a number for each tensor: all experts of a process together."""
+    arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--optimizer", "adafactor")
+    position = arguments.index("--adam-eps")
+    ranks.train(tmp_path, 2, *arguments[:position], *arguments[position + 2 :])
+    main(["consolidate", str(tmp_path / LAST), "--output", str(tmp_path / "whole.pt")])
+    command = ["reshard", str(tmp_path / LAST), "--world-size", "4"]
+    with pytest.raises(SystemExit, match="cannot be divided") as refused:
+        main([*command, "--output", str(tmp_path / "new" / LAST)])
+    assert "rank-1.pt" in str(refused.value) and not (tmp_path / "new").exists()
+
+
+def test_an_old_checkpoint_of_a_stock_model(corpus, pre_norm, tmp_path):
+    """In torch's older format, which cannot be mapped; the plugin has no say in it."""
+    old = tmp_path / "old.pt"
+    content = torch.load(pre_norm, weights_only=True)
+    torch.save(content, old, _use_new_zipfile_serialization=False)
+    norms = ["--encoder-normalize-before", "--decoder-normalize-before"]
+    arguments = [corpus, "--save-dir", tmp_path / "new", *TINY, *norms, "--user-dir", PLUGIN]
+    process = run("fairseq-train", *arguments, "--max-epoch", 1, "--finetune-from-model", old)
+    assert "loading pretrained model" in process.stdout
+
+
+SPAWNED = """
+import sys, time
+import torch
+import fairseq_cli.train
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.distributed import utils
+
+def main(cfg):
+    fairseq_cli.train.main(cfg)
+    time.sleep(2 * cfg.distributed_training.distributed_rank)  # they do not end at once
+
+if __name__ == "__main__":
+    torch.cuda.device_count = lambda: 2  # so many processes fairseq spawns
+    parser = options.get_training_parser()
+    utils.call_main(convert_namespace_to_omegaconf(options.parse_args_and_arch(parser)), main)
+"""
+
+
+def test_processes_that_fairseq_spawns_itself(small_corpus, tmp_path):
+    """Without torchrun, on one machine with several GPUs; here they have none."""
+    (tmp_path / "spawned.py").write_text(SPAWNED)
+    arguments = flags(small_corpus, tmp_path / "run", "--expert-parallel", "--max-update", 2)
+    arguments += ["--distributed-world-size", 2]
+    address = f"tcp://127.0.0.1:{_free_port()}"
+    process = run(
+        *("python", tmp_path / "spawned.py", *arguments),
+        *("--distributed-init-method", address, "--distributed-num-procs", 2),
+    )
+    assert "error" not in process.stdout, process.stdout[-2000:]
+    assert checkpoint(tmp_path / "run").record.world_size == 2
