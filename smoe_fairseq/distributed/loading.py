@@ -110,7 +110,10 @@ def _check_sharded(trainer, path: Path, place) -> None:
     for file, record in everyones:
         if record is None:
             raise UsageErrorOfAll(f"{file} is missing: {name} is incomplete")
-    check_set({Path(file): record for file, record in everyones})
+    try:
+        check_set({Path(file): record for file, record in everyones})
+    except UsageError as error:
+        raise UsageErrorOfAll(str(error).removeprefix("error: ")) from None
 
 
 def _check_nothing(trainer, path: str) -> None:
