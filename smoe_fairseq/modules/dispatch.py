@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smoe_fairseq.modules.placement import Placement
-from smoe_fairseq.modules.rows import AddRows
+from smoe_fairseq.modules.rows import WeightedSum
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,8 @@ class LocalDispatcher:
 
     def combine(self, y_ND: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor:
         """Weighted sum of each token's expert outputs ``(T, D)``; 0 for a token without any."""
-        weight_N1 = weight_TK.flatten().index_select(0, plan.copy_N).unsqueeze(1)
-        y_TD = y_ND.new_zeros(weight_TK.shape[0], y_ND.shape[1])
-        # At most two terms fall on a row, so the order of atomic additions cannot change the sum.
-        return AddRows.apply(y_TD, plan.token_N, y_ND * weight_N1.to(y_ND.dtype))
+        weight_N = weight_TK.flatten().index_select(0, plan.copy_N).to(y_ND.dtype)
+        return WeightedSum.apply(y_ND, weight_N, plan.token_N, len(weight_TK))
 
 
 @dataclass(frozen=True)
