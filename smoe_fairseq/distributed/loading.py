@@ -19,7 +19,7 @@ def load_sets(checkpoint_utils: ModuleType) -> None:
 
     @functools.wraps(original)
     def load_checkpoint(cfg, trainer, **passed_on):
-        place = trainer.expert_placement
+        place = getattr(trainer, "expert_placement", None)
         if place is not None:
             folder = Path(cfg.save_dir)
             recover(folder, place)

@@ -27,7 +27,7 @@ def save_sets(checkpoint_utils: ModuleType) -> None:
     @functools.wraps(original)
     def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
         # fairseq keeps the best score as an attribute of this name, which is now this function.
-        if trainer.expert_placement is None:
+        if getattr(trainer, "expert_placement", None) is None:
             return original(cfg, trainer, epoch_itr, val_loss)
         os.makedirs(cfg.save_dir, exist_ok=True)  # of its own on every machine, perhaps
         with _sets(checkpoint_utils, trainer):

@@ -123,8 +123,6 @@ class ShardedDispatcher(LocalDispatcher):
 
 def all_to_all(x_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
     """fairseq's all-to-all, with gradient: ``sent`` and ``received`` rows to and from each process."""
-    from fairseq.modules.base_layer import (
-        All2All,
-    )  # here, so that the modules import without fairseq
+    from fairseq.modules.base_layer import All2All  # not above: modules import without fairseq
 
     return All2All.apply(x_ND.contiguous(), sent, received)
