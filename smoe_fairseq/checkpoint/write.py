@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from smoe_fairseq.checkpoint.names import rank_file, rank_files
+from smoe_fairseq.checkpoint.names import PENDING, rank_file, rank_files
 from smoe_fairseq.checkpoint.record import open_checkpoint
 from smoe_fairseq.checkpoint.shards import Shards, same_bits
 from smoe_fairseq.errors import UsageError
@@ -33,9 +33,10 @@ def write(shards: Shards, output: Path, world_size: int, force: bool) -> list[Pa
     except ValueError as error:
         raise UsageError(f"--world-size {world_size}: {error}") from None
     files = output_files(output, world_size)
-    left_over = (
-        [] if world_size == 1 else [f for f in rank_files(output).values() if f not in files]
-    )
+    left_over = []  # of another set of this name
+    if world_size > 1:
+        found = [*rank_files(output).values(), *rank_files(output, PENDING).values()]
+        left_over = [file for file in found if file not in files]
     _check_output(shards, [*files, *left_over], force)
     shards.check_agreement()
 
@@ -56,8 +57,8 @@ def write(shards: Shards, output: Path, world_size: int, force: bool) -> list[Pa
             os.replace(file, final)
         for file in left_over:
             file.unlink()
-    except OSError as error:
-        raise UsageError(f"{output}: {error.strerror or error}") from None
+    except (OSError, RuntimeError) as error:  # torch raises the second where a disk is full
+        raise UsageError(f"{output}: {getattr(error, 'strerror', None) or error}") from None
     finally:
         for file in partial:
             file.unlink(missing_ok=True)
