@@ -37,6 +37,7 @@ class Runs:
             **os.environ,
             "OMP_NUM_THREADS": str(threads),
             "PYTHONWARNINGS": "ignore",
+            "LOGLEVEL": "INFO",  # their logs are what is read
         }
         self.moe_layers = 2 * (args.layers // 2)
 
