@@ -12,8 +12,10 @@ def draw(results: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     train = [result for result in results if result["mode"] == "train"]
-    figure, axes = pyplot.subplots(1, 4, figsize=(16, 4), sharey=True)
-    for axis, size in zip(axes, ("base", "big")):
+    timed = [size for size in ("base", "big") if any(r["size"] == size for r in train)]
+    panels = len(timed) + 2
+    figure, axes = pyplot.subplots(1, panels, figsize=(4 * panels, 4), sharey=True)
+    for axis, size in zip(axes, timed):
         for strata in STRATA:
             line(
                 axis,
@@ -23,7 +25,7 @@ def draw(results: list[dict], path: Path) -> None:
             )
         axis.set_title(f"{size}, training, by tokens")
     at_4096 = [r for r in train if r["size"] == "base" and r["tokens"] == 4096]
-    for axis, names, title in ((axes[2], EXPERTS, "experts"), (axes[3], DEPTHS, "strata")):
+    for axis, names, title in ((axes[-2], EXPERTS, "experts"), (axes[-1], DEPTHS, "strata")):
         swept = [r for r in at_4096 if r["strata"] in names]
         points = [{**r, "experts": sum(sizes(r)), "strata": len(sizes(r))} for r in swept]
         line(axis, points, title, "ours")
