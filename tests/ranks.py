@@ -81,7 +81,7 @@ class Server:
             "arguments": [str(a) if function is None else a for a in arguments],
             "function": function and [function.__code__.co_filename, function.__name__],
             "logs": [str(log) for log in logs],
-            "port": None if one else _free_port(),
+            "port": None if one else free_port(),
         }
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return Run(json.loads(self.process.stdout.readline()), logs)
@@ -94,7 +94,7 @@ class Server:
         self.process.wait(10)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 

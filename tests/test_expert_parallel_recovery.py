@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from commands import TINY, run
-from ranks import PLUGIN, _free_port
+from ranks import PLUGIN, free_port
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoint.names import pending, rank_file
@@ -166,7 +166,7 @@ def test_processes_that_fairseq_spawns_itself(small_corpus, tmp_path):
     (tmp_path / "spawned.py").write_text(SPAWNED)
     arguments = flags(small_corpus, tmp_path / "run", "--expert-parallel", "--max-update", 2)
     arguments += ["--distributed-world-size", 2]
-    address = f"tcp://127.0.0.1:{_free_port()}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     process = run(
         *("python", tmp_path / "spawned.py", *arguments),
         *("--distributed-init-method", address, "--distributed-num-procs", 2),

@@ -3,6 +3,7 @@
 Tensors are left on disk until they are copied, so memory holds little more than the result.
 """
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,13 +123,11 @@ class Shards:
             for name in content
         } - parameters  # fairseq has some that are never set
         group = self.places[0].group_size
-        shared = {n: t for n, t, stacked in self.tensors(self.states[0]) if not stacked}
         for rank in range(1, len(self.states)):
-            own = {n: t for n, t, stacked in self.tensors(self.states[rank % group]) if stacked}
             for name, tensor, stacked in self.tensors(self.states[rank]):
                 if name in buffers:
                     continue
-                other = (own if stacked else shared).get(name)
+                other = self.by_rank[rank % group if stacked else 0].get(name)
                 if other is not None and same_bits(tensor, other):
                     continue
                 if _EXPERTS in name and not stacked:
@@ -140,13 +139,22 @@ class Shards:
                     f"{self.files[rank]}: {name.removeprefix('model ')} is not as in the other files"
                 )
 
-    def experts(self, name: str, wanted: range, by_rank: list[dict[str, Tensor]]) -> Tensor:
+    @functools.cached_property
+    def by_rank(self) -> list[dict[str, Tensor]]:
+        """The tensors of each file, by name."""
+        return [{name: tensor for name, tensor, _ in self.tensors(state)} for state in self.states]
+
+    def expert(self, name: str, expert: int) -> Tensor:
+        """One expert's part of a stacked tensor, in the file that holds it."""
+        rank, offset = divmod(expert, self.places[0].num_local)
+        return self.by_rank[rank][name][offset]
+
+    def experts(self, name: str, wanted: range) -> Tensor:
         """Experts ``wanted`` of one stacked tensor, copied from the files that hold them."""
-        first = by_rank[0][name]
+        first = self.by_rank[0][name]
         result = first.new_empty(len(wanted), *first.shape[1:])
         for expert in wanted:
-            rank, offset = divmod(expert, self.places[0].num_local)
-            result[expert - wanted.start] = by_rank[rank][name][offset]
+            result[expert - wanted.start] = self.expert(name, expert)
         return result
 
     def state_for(self, place: Placement, progress=lambda: None) -> dict:
@@ -155,14 +163,10 @@ class Shards:
         Args:
             progress: called after each tensor.
         """
-        by_rank = [
-            {name: tensor for name, tensor, experts in self.tensors(state) if experts}
-            for state in self.states
-        ]
         taken = {}
         for name, _, experts in self.tensors(self.states[0]):
             if experts:
-                taken[name] = self.experts(name, place.local, by_rank)
+                taken[name] = self.experts(name, place.local)
             progress()
 
         def placed(part: str, content: dict) -> dict:
@@ -180,8 +184,7 @@ class Shards:
             }
         if "train_iterator" in extra:  # not in a crash.pt
             extra["train_iterator"] = self._position(extra["train_iterator"], place.world_size)
-        record = {**state[KEY], "world_size": place.world_size, "rank": place.rank}
-        state[KEY] = record
+        state[KEY] = {**state[KEY], "world_size": place.world_size, "rank": place.rank}
         return state
 
     def _position(self, iterator: dict, world_size: int) -> dict:

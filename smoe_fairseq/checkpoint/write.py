@@ -77,19 +77,14 @@ def _check_output(shards: Shards, files: list[Path], force: bool) -> None:
 def _verify(shards: Shards, place: Placement, file: Path, progress: Callable) -> None:
     """Every tensor in ``file`` has the bits of the one it was made of."""
     written = {name: tensor for name, tensor, _ in shards.tensors(open_checkpoint(file))}
-    by_rank = [{name: t for name, t, _ in shards.tensors(state)} for state in shards.states]
     for name, source, is_expert in shards.tensors(shards.states[0]):
         progress()
         if name not in written:
             raise UsageError(f"{file}: {name} has not been written; is the disk sound?")
         copies = [(written[name], source)]
         if is_expert:
-            held = shards.places[0].num_local
             copies = [
-                (
-                    written[name][expert - place.local.start],
-                    by_rank[expert // held][name][expert % held],
-                )
+                (written[name][expert - place.local.start], shards.expert(name, expert))
                 for expert in place.local
             ]
         if not all(same_bits(copy, original) for copy, original in copies):

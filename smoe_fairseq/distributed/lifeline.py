@@ -14,6 +14,8 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from smoe_fairseq.distributed.agree import from_first
+
 _DONE, _FAILED = "done", "failed"
 _lifeline = None
 
@@ -34,12 +36,11 @@ class Lifeline:
         self.finished = False
         self.others: dict[int, socket.socket] = {}
         self.lock = threading.Lock()
-        offer = [None]
+        offer = None
         if rank == 0:
             server = _listening_socket(world_size)
-            offer = [(socket.gethostname(), server.getsockname()[1], secrets.token_hex(16))]
-        dist.broadcast_object_list(offer, src=0)
-        host, port, token = offer[0]
+            offer = (socket.gethostname(), server.getsockname()[1], secrets.token_hex(16))
+        host, port, token = from_first(offer)
         if rank == 0:
             self._accept(server, token)
         else:

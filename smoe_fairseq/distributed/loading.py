@@ -6,7 +6,8 @@ from types import ModuleType
 
 from smoe_fairseq.checkpoint.names import rank_file, rank_files, rank_of, set_name
 from smoe_fairseq.checkpoint.record import Record, check_set, open_checkpoint, record_of
-from smoe_fairseq.distributed.saving import from_all, recover
+from smoe_fairseq.distributed.agree import from_all
+from smoe_fairseq.distributed.saving import recover
 from smoe_fairseq.errors import UsageError, UsageErrorOfAll
 from smoe_fairseq.modules.blocks import first_block
 

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-import torch.distributed as dist
-
 from smoe_fairseq.checkpoint.names import PENDING, pending, rank_file, rank_of, set_name
 from smoe_fairseq.checkpoint.record import newest_whole, record_of
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.distributed.agree import from_all, from_first
+from smoe_fairseq.errors import UsageErrorOfAll
 from smoe_fairseq.modules.placement import Placement
 
 
@@ -64,31 +63,16 @@ def _sets(checkpoint_utils: ModuleType, trainer):
     checkpoint_utils.PathManager = PublishedPaths
     checkpoint_utils.checkpoint_paths = checkpoint_paths
     trainer.save_name = from_first(new_save_name())
-    trainer.publishes = True
     try:
         yield
     finally:
         checkpoint_utils.PathManager, checkpoint_utils.checkpoint_paths = paths, listed
-        trainer.publishes = False
+        trainer.save_name = None
 
 
 def new_save_name() -> str:
     """One that no other save has, and greater than those before."""
     return f"{time.time_ns():020d}-{os.getpid()}"
-
-
-def from_first(value):
-    """The value of the first process, in all of them."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def from_all(value) -> list:
-    """The values of all processes, in all of them."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def publish(path: str) -> None:
@@ -97,7 +81,7 @@ def publish(path: str) -> None:
         os.fsync(file.fileno())
     names = {set_name(each).name for each in from_all(path)}
     if len(names) > 1:
-        raise UsageError(
+        raise UsageErrorOfAll(
             f"the processes are about to save different files: {', '.join(sorted(names))}"
         )
     os.replace(pending(path), path)

@@ -47,8 +47,7 @@ def _add_to(cls, function) -> None:
 
 def __init__(original, self, cfg, task, model, *others, **options):
     self.expert_placement = place = placement_of(model)
-    self.publishes = False  # saving a set, which takes all processes
-    self.save_name = None  # of that set
+    self.save_name = None  # of a set, while all processes save one
     if place is not None:
         check_options(cfg)
         with open_dict(cfg):
@@ -91,7 +90,7 @@ def state_dict(original, self):
 def save_checkpoint(original, self, filename, extra_state):
     if self.expert_placement is None:
         return original(self, filename, extra_state)
-    if self.publishes:
+    if self.save_name is not None:
         original(self, str(pending(filename)), extra_state)
         return publish(filename)
     # crash.pt, perhaps of this process alone: nothing that waits for others
