@@ -41,7 +41,7 @@ class BlockRecorder:
     def begin(self, tokens_BS: Tensor) -> None:
         """A batch begins: all tokens but padding are in stratum 0."""
         self.shape = tokens_BS.shape
-        self.type_T = tokens_BS.t().reshape(-1)  # in the order of the layers' (S, B, D)
+        self.type_T = tokens_BS.reshape(-1)
         in_no_stratum = self.type_T == self.padding
         self.position_T = torch.zeros_like(self.type_T).masked_fill(
             in_no_stratum, len(self.block.strata)
@@ -50,7 +50,7 @@ class BlockRecorder:
 
     @property
     def requested_BS(self) -> Tensor:
-        return self.requested_T.view(self.shape[1], self.shape[0]).t()
+        return self.requested_T.view(self.shape)
 
     def record(self, stratum: int, first_choice_T: Tensor, active_T: Tensor | None) -> None:
         """One gate has chosen, for the tokens in its stratum or, with a mask, for all rows."""

@@ -8,7 +8,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models.transformer import TransformerConfig
 
-from smoe_fairseq.modules.gate import GATE_NORMALIZATIONS, SECOND_EXPERT_POLICIES
+from smoe_fairseq.modules.gate import DROP_ORDERS, GATE_NORMALIZATIONS, SECOND_EXPERT_POLICIES
 
 
 def option(default, help: str, **metadata):
@@ -85,6 +85,11 @@ class SMoETransformerConfig(FairseqDataclass):
     moe_gate_normalization: ChoiceEnum(GATE_NORMALIZATIONS) = option(
         "after-drop", "weights of the two experts are divided by their sum after or before dropping"
     )
+    moe_drop_order: ChoiceEnum(DROP_ORDERS) = option(
+        "sentence",
+        "tokens that keep an expert with too many: the first ones, sentence after "
+        "sentence, those of highest gate probability, or drawn in training",
+    )
     moe_eom: float = option(
         0.0, "expert output masking: probability that a selected expert's output is left out"
     )
@@ -143,6 +148,7 @@ class SMoETransformerConfig(FairseqDataclass):
             "eval_capacity_factor": self.moe_eval_capacity_factor,
             "second_expert_policy": str(self.moe_second_expert_policy),
             "gate_normalization": str(self.moe_gate_normalization),
+            "drop_order": str(self.moe_drop_order),
             "activation_fn": str(self.activation_fn),
             "dropout": self.dropout,
             "activation_dropout": self.activation_dropout,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
 GATE_NORMALIZATIONS = ("after-drop", "before-drop", "none")
+DROP_ORDERS = ("sentence", "score", "random")
 
 
 class Routing(NamedTuple):
@@ -46,6 +47,10 @@ class Gate(nn.Module):
         second_expert_policy: in training, "sampling" draws the second expert by Gumbel noise, "all"
             takes the second best, "random" takes it with probability ``min(1, 2 * weight)``. In
             evaluation always the second best.
+        drop_order: whose copies are kept where an expert has too many; first choices always come before
+            second ones. "sentence" keeps the first rows, which a layer lays sentence after sentence;
+            "score" those of the tokens with the highest first probability (batch-prioritised routing,
+            Riquelme et al. 2021); "random" draws an order in training, and is "sentence" in evaluation.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Gate(nn.Module):
         eval_capacity_factor: float = 0.0,
         normalization: str = "after-drop",
         second_expert_policy: str = "sampling",
+        drop_order: str = "sentence",
     ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, embed_dim))
@@ -66,6 +72,7 @@ class Gate(nn.Module):
         self.eval_capacity_factor = eval_capacity_factor
         self.normalization = normalization if top_k > 1 else "none"
         self.second_expert_policy = second_expert_policy
+        self.drop_order = drop_order
         self.reset_parameters()
 
     def reset_parameters(self):
@@ -87,7 +94,10 @@ class Gate(nn.Module):
         if self.training and self.second_expert_policy == "random" and self.top_k > 1:
             sampled_T = torch.rand_like(weight_TK[:, 1]) < 2 * weight_TK[:, 1]
             chosen_TK = chosen_TK & torch.stack([torch.ones_like(sampled_T), sampled_T], dim=1)
-        kept_TK = chosen_TK & self.within_capacity(expert_TK, chosen_TK, active_T.sum())
+        within_TK = self.within_capacity(
+            expert_TK.masked_fill(~chosen_TK, self.num_experts), probs_TE, active_T.sum()
+        )
+        kept_TK = chosen_TK & within_TK
         weight_TK = weight_TK * kept_TK
         if self.normalization == "after-drop":
             weight_TK = normalize(weight_TK)
@@ -125,15 +135,22 @@ class Gate(nn.Module):
         expert_TK = torch.cat([first_T1, second_T1], dim=1)
         return expert_TK, torch.ones_like(expert_TK, dtype=torch.bool)
 
-    def within_capacity(self, expert_TK: Tensor, chosen_TK: Tensor, num_tokens: Tensor) -> Tensor:
-        """Which copies fit: first choices before second ones, in token order (design: GShard)."""
+    def within_capacity(self, expert_TK: Tensor, probs_TE: Tensor, num_tokens: Tensor) -> Tensor:
+        """Which copies fit into their experts: first choices before second ones (design: GShard)."""
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         if factor == 0:
-            return torch.ones_like(chosen_TK)
-        expert_TK = expert_TK.masked_fill(~chosen_TK, self.num_experts)
-        rank_TK = rank_within_expert(expert_TK.t().flatten()).view_as(expert_TK.t()).t()
+            return torch.ones_like(expert_TK, dtype=torch.bool)
+        rank_TK = rank_within_expert(expert_TK, self.row_order(probs_TE.detach()))
         # The number of tokens stays on the device, so that routing waits for nothing.
         return rank_TK < torch.ceil(factor * num_tokens.double() / self.num_experts)
+
+    def row_order(self, probs_TE: Tensor) -> Tensor | None:
+        """Rows ``(T,)`` in the order in which capacity is given to them; None: as they come."""
+        if self.drop_order == "score":
+            return probs_TE.amax(1).argsort(descending=True, stable=True)
+        if self.drop_order == "random" and self.training:
+            return torch.rand_like(probs_TE[:, 0]).argsort()
+        return None
 
 
 def normalize(weight_TK: Tensor) -> Tensor:
@@ -146,7 +163,18 @@ def count(index_N: Tensor, size: int) -> Tensor:
     return counts.scatter_add_(0, index_N, torch.ones_like(index_N))[:size]
 
 
-def rank_within_expert(expert_N: Tensor) -> Tensor:
+def rank_within_expert(expert_TK: Tensor, order_T: Tensor | None = None) -> Tensor:
+    """For each copy, how many copies before it have the same expert.
+
+    All first choices come before all second ones, and of each the rows in ``order_T``.
+    """
+    if order_T is None:
+        return rank(expert_TK.t().flatten()).view_as(expert_TK.t()).t()
+    ranks_TK = rank_within_expert(expert_TK.index_select(0, order_T))
+    return torch.empty_like(ranks_TK).index_copy_(0, order_T, ranks_TK)
+
+
+def rank(expert_N: Tensor) -> Tensor:
     """For each copy, how many earlier copies have the same expert."""
     sorted_N, order_N = expert_N.sort(stable=True)
     rank_N = torch.arange(len(sorted_N), device=sorted_N.device)

@@ -20,6 +20,7 @@ from smoe_fairseq.modules.cmr import CMRStats, ConditionalRouting
 from smoe_fairseq.modules.dispatch import LocalDispatcher, ShardedDispatcher
 from smoe_fairseq.modules.experts import Experts, Weights
 from smoe_fairseq.modules.gate import (
+    DROP_ORDERS,
     GATE_NORMALIZATIONS,
     SECOND_EXPERT_POLICIES,
     Gate,
@@ -59,7 +60,8 @@ class StratifiedMoE(nn.Module):
         strata: sizes of the strata in the paper's notation: "16" is vanilla, "4-12" has two.
         stacked: naive stacking, the paper's baseline: the strata are ordinary MoE layers in a row, with
             one layer norm before the first and one residual around all.
-        top_k, capacity_factor, eval_capacity_factor, gate_normalization, second_expert_policy: see `Gate`.
+        top_k, capacity_factor, eval_capacity_factor, gate_normalization, second_expert_policy,
+            drop_order: see `Gate`.
         activation_fn: fairseq's name of the experts' activation.
         dropout: of each stratum's output, before its residual.
         activation_dropout: after the activation in the experts.
@@ -85,6 +87,7 @@ class StratifiedMoE(nn.Module):
         eval_capacity_factor: float = 0.0,
         gate_normalization: str = "after-drop",
         second_expert_policy: str = "sampling",
+        drop_order: str = "sentence",
         stacked: bool = False,
         activation_fn: str = "relu",
         dropout: float = 0.0,
@@ -103,6 +106,7 @@ class StratifiedMoE(nn.Module):
         check_factor("--moe-eval-capacity-factor", eval_capacity_factor)
         check_choice("--moe-gate-normalization", gate_normalization, GATE_NORMALIZATIONS)
         check_choice("--moe-second-expert-policy", second_expert_policy, SECOND_EXPERT_POLICIES)
+        check_choice("--moe-drop-order", drop_order, DROP_ORDERS)
         check_cmr(cmr, self.strata)
         check_probability("--moe-eom", eom)
         check_probability("--moe-fom", fom)
@@ -124,6 +128,7 @@ class StratifiedMoE(nn.Module):
                 eval_capacity_factor=eval_capacity_factor,
                 normalization=gate_normalization,
                 second_expert_policy=second_expert_policy,
+                drop_order=drop_order,
             )
             for num_visible in self.strata.visible
         )
@@ -147,6 +152,9 @@ class StratifiedMoE(nn.Module):
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, RoutingStats]:
         """``x`` of shape ``(..., D)``, ``padding_mask`` of ``x.shape[:-1]`` (True: padding).
+
+        Sentences go along the first dimension and positions along the second, ``(B, S, D)``: capacity
+        is given row by row, and where it follows the position the ends of the sentences lose theirs.
 
         Returns:
             ``y`` that takes the place of ``x`` (residual included; padding passes unchanged), and the

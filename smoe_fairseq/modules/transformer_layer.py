@@ -59,9 +59,10 @@ class TransformerLayer(nn.Module):
     def feed_forward(self, x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, ...]:
         """The last sublayer on ``x (S, B, D)``: ``(y,)``, or ``(y, *RoutingStats)`` of a MoE layer."""
         if self.is_moe:
-            mask_SB = None if padding_mask is None else padding_mask.t()
-            y, stats = self.moe(x, mask_SB)
-            return y, *stats
+            # Sentence after sentence, not position after position: see `StratifiedMoE.forward`. No
+            # copy: the embeddings lie so in memory, and sums of them keep their order.
+            y_BSD, stats = self.moe(x.transpose(0, 1), padding_mask)
+            return y_BSD.transpose(0, 1), *stats
         return (self.sublayer(x, self.final_layer_norm, self.dense),)
 
     def upgrade_state_dict_named(self, state_dict: dict, name: str) -> None:
