@@ -9,7 +9,9 @@ from smoe_fairseq.modules.blocks import moe_blocks
 from smoe_fairseq.modules.smoe import StratifiedMoE
 
 _BLOCK = "moe_block "  # before a layer's name, among the keys of the logging output
+_FIFTHS = "moe_fifths "  # likewise
 _LAST = 1000  # fairseq's priority: after everything else
+FIFTHS = 5  # a sentence's positions, of which the last ones are the first to lose their experts
 
 
 def routing_sums(moe_stats: list[RoutingStats]) -> dict:
@@ -19,6 +21,7 @@ def routing_sums(moe_stats: list[RoutingStats]) -> dict:
         "moe_tokens": sum((s.requested_capacity > 0).sum() for s in moe_stats),
         "moe_unused": sum(s.unused.sum() for s in moe_stats),
         "moe_gates": sum(len(s.unused) for s in moe_stats),
+        "moe_fifths": sum(by_position(s) for s in moe_stats),
     }
     if moe_stats[0].cmr_gate_sum is not None:
         sums["cmr_gate_sum"] = sum(s.cmr_gate_sum.detach() for s in moe_stats)
@@ -30,6 +33,21 @@ def routing_sums(moe_stats: list[RoutingStats]) -> dict:
     return sums
 
 
+def by_position(stats: RoutingStats) -> Tensor:
+    """``(2, FIFTHS)``: first choices by fifth of the sentence, and of these the dropped ones.
+
+    The statistics are of a layer, whose sentences go along the first dimension. Token t of n (from 0)
+    is in fifth ``5 t // n``; a sentence of fewer than five tokens leaves some fifths out.
+    """
+    chosen_BS = stats.requested_capacity  # a token has one first choice wherever it stops
+    real_BS = (chosen_BS > 0).long()
+    length_B1 = real_BS.sum(1, keepdim=True).clamp(min=1)
+    fifth_BS = FIFTHS * (real_BS.cumsum(1) - 1).clamp(min=0) // length_B1
+    counts_BS2 = torch.stack([chosen_BS, stats.dropped_choices[..., 0]], dim=-1)
+    sums_52 = counts_BS2.new_zeros(FIFTHS, 2)
+    return sums_52.index_add_(0, fifth_BS.flatten(), counts_BS2.view(-1, 2)).t()
+
+
 def block_sums(model, moe_stats: list[RoutingStats]) -> dict[str, Tensor]:
     """The same for each MoE layer by itself, ``(L, 3 + 2K + E)``, a row per stratum.
 
@@ -38,10 +56,11 @@ def block_sums(model, moe_stats: list[RoutingStats]) -> dict[str, Tensor]:
     blocks = moe_blocks(model)
     if len(blocks) != len(moe_stats):  # LayerDrop left some out, and which ones is not known here
         return {}
-    return {
-        f"{_BLOCK}{name}": _table(block, stats)
-        for (name, block), stats in zip(blocks.items(), moe_stats, strict=True)
-    }
+    sums = {}
+    for (name, block), stats in zip(blocks.items(), moe_stats, strict=True):
+        sums[f"{_BLOCK}{name}"] = _table(block, stats)
+        sums[f"{_FIFTHS}{name}"] = by_position(stats)
+    return sums
 
 
 def _table(block: StratifiedMoE, stats: RoutingStats) -> Tensor:
@@ -57,6 +76,8 @@ def log_routing(logging_outputs: list[dict]) -> None:
     - ``requested_capacity``: strata per token and block
     - ``overflow_expert1``, ``overflow_expert2``: percent of first and second choices that were dropped
     - ``unused_expert1_count``: experts per gate and batch that were no token's first choice
+    - ``overflow_fifth1`` to ``overflow_fifth5``: the first of these by position in the sentence, from
+      its first fifth to its last, where any were dropped
     - ``cmr_gate``: with CMR, the gate between the shared network (0) and the experts (1)
 
     and of each MoE layer what `log_block` says.
@@ -73,6 +94,7 @@ def log_routing(logging_outputs: list[dict]) -> None:
     log_ratio("requested_capacity", "moe_requested", "moe_tokens")
     log_ratio("overflow_expert1", "moe_dropped1", "moe_chosen1", factor=100)
     log_ratio("overflow_expert2", "moe_dropped2", "moe_chosen2", factor=100)
+    log_fifths(sum(log["moe_fifths"] for log in logging_outputs if "moe_fifths" in log))
     log_ratio("unused_expert1_count", "moe_unused", "moe_gates")
     if any("cmr_tokens" in log for log in logging_outputs):
         log_ratio("cmr_gate", "cmr_gate_sum", "cmr_tokens")
@@ -80,7 +102,20 @@ def log_routing(logging_outputs: list[dict]) -> None:
     top_k = 2 if any("moe_chosen2" in log for log in logging_outputs) else 1
     for name in names:
         table = sum(log[name] for log in logging_outputs if name in log)
-        log_block(name.removeprefix(_BLOCK), table.tolist(), top_k)
+        name = name.removeprefix(_BLOCK)
+        log_block(name, table.tolist(), top_k)
+        fifths = [log[f"{_FIFTHS}{name}"] for log in logging_outputs if f"{_FIFTHS}{name}" in log]
+        log_fifths(sum(fifths), f"{name}/", _LAST)
+
+
+def log_fifths(table_25: Tensor, prefix: str = "", priority: int = 10) -> None:
+    """Log the percentages of `by_position` as ``{prefix}overflow_fifth1`` and so on, if not all are 0."""
+    if not table_25[1].any():
+        return
+    for fifth, (chosen, dropped) in enumerate(table_25.t().tolist(), start=1):
+        percent = 100 * dropped / chosen if chosen else 0
+        name = f"{prefix}overflow_fifth{fifth}"
+        metrics.log_scalar(name, percent, chosen, priority=priority, round=3)
 
 
 def log_block(name: str, table: list[list[float]], top_k: int) -> None:
@@ -91,7 +126,8 @@ def log_block(name: str, table: list[list[float]], top_k: int) -> None:
     - ``.../load_max``: first choices of the busiest expert over their mean; 1 when all are even
     - ``.../overflow_expert1``, ``.../overflow_expert2``, ``.../unused_expert1_count``: as for all layers
 
-    The console's lines leave them out (compat/progress_line.py).
+    ``encoder.layer.1/overflow_fifth1`` and so on are as for all layers. The console's lines leave them
+    out (compat/progress_line.py).
     """
     sums = [sum(row[3 + 2 * top_k :]) for row in table]
     tokens = sums[0]

@@ -1,8 +1,9 @@
 """Label-smoothed cross entropy plus the balance loss of the gates (paper, equation 3)."""
 
+import math
 from dataclasses import dataclass, field
 
-from fairseq import metrics
+from fairseq import metrics, utils
 from fairseq.criterions import register_criterion
 from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterion,
@@ -10,10 +11,18 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 )
 
 from smoe_fairseq.criterions.cmr_budget import CMRBudget
-from smoe_fairseq.criterions.routing_metrics import block_sums, log_routing, routing_sums
+from smoe_fairseq.criterions.routing_metrics import (
+    block_sums,
+    by_position,
+    log_fifths,
+    log_routing,
+    routing_sums,
+)
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.modules.capacity import is_limited_in_training, training_capacity
 
 GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "cmr_gate_loss")
+SAMPLED = 10  # every tenth batch of a validation is run under training's capacity too
 
 
 @dataclass
@@ -63,6 +72,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         self.moe_z_loss_wt = moe_z_loss_wt
         self.cmr_gate_loss_wt = cmr_gate_loss_wt
         self.cmr_budget = CMRBudget(cmr_gate_loss_p)
+        self.batches_validated = 0
 
     def forward(self, model, sample, reduce=True):
         """Returns fairseq's loss (a sum over the batch), sample size and logging output."""
@@ -81,6 +91,11 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
                 logging_output[name] = value.data * sample_size
             logging_output.update(routing_sums(moe_stats))
             logging_output.update(block_sums(model, moe_stats))
+        # Counted, not drawn: processes run their forward passes in step, and have to agree.
+        is_sampled = not model.training and self.batches_validated % SAMPLED == 0
+        self.batches_validated = 0 if model.training else self.batches_validated + 1
+        if moe_stats and is_sampled:
+            logging_output.update(self.under_training_capacity(model, sample, nll_loss))
         logging_output["loss"] = loss.data
         if self.report_accuracy:
             n_correct, total = self.compute_accuracy(model, net_output, sample)
@@ -99,9 +114,32 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         if moe_stats[0].cmr_gate_sum is not None:
             yield "cmr_gate_loss", self.cmr_gate_loss_wt, self.cmr_budget.loss(model, moe_stats)
 
+    def under_training_capacity(self, model, sample, nll_loss) -> dict:
+        """What a batch's loss would be with the experts limited as in training; ``nll_loss`` is its own.
+
+        Tokens that are always dropped in training are new to their experts in evaluation. This shows it.
+        """
+        if not is_limited_in_training(model):
+            return {}
+        with training_capacity(model):
+            net_output = model(**sample["net_input"])
+        _, limited_nll_loss = self.compute_loss(model, net_output, sample)
+        return {
+            "capacity_nll_loss": limited_nll_loss.data,
+            "capacity_gap": nll_loss.data - limited_nll_loss.data,
+            "capacity_ntokens": sample["ntokens"],
+            "capacity_fifths": sum(by_position(stats) for stats in net_output[1]["moe_stats"]),
+        }
+
     @classmethod
     def reduce_metrics(cls, logging_outputs) -> None:
-        """Adds the gates' losses (without their weights) and the routing metrics to fairseq's own."""
+        """Adds the gates' losses (without their weights) and the routing metrics to fairseq's own.
+
+        In validation also, over a sample of the batches: ``capacity_nll_loss``, with experts limited as in
+        training; ``capacity_gap``, by how much the loss without that limit is above it (well above 0: the
+        experts get tokens that they were never trained on); ``capacity_overflow_fifth1`` and so on, the
+        percent of first choices that the limit drops, by position in the sentence.
+        """
         super().reduce_metrics(logging_outputs)
         sample_size = sum(log["sample_size"] for log in logging_outputs)
         for name in GATE_LOSSES:
@@ -110,3 +148,10 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
                 metrics.log_scalar(name, value / sample_size, sample_size, round=3)
         if any("moe_tokens" in log for log in logging_outputs):
             log_routing(logging_outputs)
+        sampled = [log for log in logging_outputs if "capacity_ntokens" in log]
+        if sampled:
+            tokens = sum(log["capacity_ntokens"] for log in sampled)
+            for name in ("capacity_nll_loss", "capacity_gap"):
+                bits = utils.item(sum(log[name] for log in sampled)) / tokens / math.log(2)
+                metrics.log_scalar(name, bits, tokens, round=3)
+            log_fifths(sum(log["capacity_fifths"] for log in sampled), "capacity_")

@@ -9,6 +9,7 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models.transformer import TransformerConfig
 
 from smoe_fairseq.modules.gate import DROP_ORDERS, GATE_NORMALIZATIONS, SECOND_EXPERT_POLICIES
+from smoe_fairseq.modules.smoe import DROPOUTS, NORMS
 
 
 def option(default, help: str, **metadata):
@@ -90,6 +91,18 @@ class SMoETransformerConfig(FairseqDataclass):
         "tokens that keep an expert with too many: the first ones, sentence after "
         "sentence, those of highest gate probability, or drawn in training",
     )
+    moe_norms: ChoiceEnum(NORMS) = option(
+        "paper", "inner layer norms and residuals as the paper or as its released code has them"
+    )
+    moe_dropout_per: ChoiceEnum(DROPOUTS) = option(
+        "stratum", "dropout of each stratum's output, or of what the whole MoE layer adds"
+    )
+    moe_gate_init_scale: float = option(
+        1.0, "initial weights of the gates, over those of a linear layer"
+    )
+    moe_output_init_scale: float = option(
+        1.0, "initial weights of the experts' second layer, over those of a linear layer"
+    )
     moe_eom: float = option(
         0.0, "expert output masking: probability that a selected expert's output is left out"
     )
@@ -149,6 +162,10 @@ class SMoETransformerConfig(FairseqDataclass):
             "second_expert_policy": str(self.moe_second_expert_policy),
             "gate_normalization": str(self.moe_gate_normalization),
             "drop_order": str(self.moe_drop_order),
+            "norms": str(self.moe_norms),
+            "dropout_per": str(self.moe_dropout_per),
+            "gate_init_scale": self.moe_gate_init_scale,
+            "output_init_scale": self.moe_output_init_scale,
             "activation_fn": str(self.activation_fn),
             "dropout": self.dropout,
             "activation_dropout": self.activation_dropout,

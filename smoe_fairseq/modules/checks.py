@@ -37,3 +37,16 @@ def check_cmr(cmr: bool, strata: Strata) -> None:
             f"--moe-cmr: expected one stratum, such as --smoe-strata {strata.num_experts}, "
             f"not {strata}"
         )
+
+
+def check_scale(flag: str, scale: float) -> None:
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"{flag} {scale}: expected a positive number")
+
+
+def check_dropout_per(dropout_per: str, norms: str) -> None:
+    if dropout_per == "layer" and norms == "released":
+        raise ValueError(
+            "--moe-dropout-per layer: with --moe-norms released no residual runs past the whole layer; "
+            "expected stratum"
+        )

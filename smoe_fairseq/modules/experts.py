@@ -28,6 +28,7 @@ class Experts(nn.Module):
         ffn_embed_dim: int,
         activation_fn: str = "relu",
         activation_dropout: float = 0.0,
+        output_init_scale: float = 1.0,
     ):
         from fairseq.utils import get_activation_fn  # here, so that modules import without fairseq
 
@@ -40,6 +41,7 @@ class Experts(nn.Module):
         self.b2 = nn.Parameter(torch.empty(num_experts, embed_dim))
         self.activation_fn = get_activation_fn(activation_fn)
         self.activation_dropout = activation_dropout
+        self.output_init_scale = output_init_scale
         self.reset_parameters()
         if placement.is_sharded:
             for parameter in self.parameters():
@@ -48,8 +50,9 @@ class Experts(nn.Module):
     def reset_parameters(self):
         """Draws the values of all experts, so that each has the same whatever the number of processes."""
         local = self.placement.local
-        for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
-            bound = 1 / math.sqrt(weight.shape[2])
+        scale2 = self.output_init_scale
+        for weight, bias, scale in ((self.w1, self.b1, 1.0), (self.w2, self.b2, scale2)):
+            bound = scale / math.sqrt(weight.shape[2])
             for stacked in (weight, bias):
                 values = torch.empty_like(stacked[0])
                 for e in range(self.placement.num_experts):

@@ -28,7 +28,7 @@ class Routing(NamedTuple):
     balance_loss: Tensor  # scalar: E * sum_e f_e p_e
     first_choices_E: Tensor  # active tokens per first choice
     chosen_K: Tensor  # copies chosen
-    dropped_K: Tensor  # of those, copies beyond their expert's capacity
+    dropped_TK: Tensor  # of those, copies beyond their expert's capacity
     z_loss: Tensor  # scalar: mean squared log of the softmax's denominator
 
 
@@ -50,7 +50,8 @@ class Gate(nn.Module):
         drop_order: whose copies are kept where an expert has too many; first choices always come before
             second ones. "sentence" keeps the first rows, which a layer lays sentence after sentence;
             "score" those of the tokens with the highest first probability (batch-prioritised routing,
-            Riquelme et al. 2021); "random" draws an order in training, and is "sentence" in evaluation.
+            Riquelme et al. 2021); "random" draws an order each time.
+        init_scale: of the initial weights, over those of ``nn.Linear``.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Gate(nn.Module):
         normalization: str = "after-drop",
         second_expert_policy: str = "sampling",
         drop_order: str = "sentence",
+        init_scale: float = 1.0,
     ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, embed_dim))
@@ -73,10 +75,13 @@ class Gate(nn.Module):
         self.normalization = normalization if top_k > 1 else "none"
         self.second_expert_policy = second_expert_policy
         self.drop_order = drop_order
+        self.init_scale = init_scale
         self.reset_parameters()
 
     def reset_parameters(self):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as nn.Linear
+        with torch.no_grad():
+            self.weight.mul_(self.init_scale)
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
         """Route the tokens ``x_TD`` that ``active_T`` marks (all when None)."""
@@ -110,7 +115,7 @@ class Gate(nn.Module):
             balance_loss=balance_loss(probs_TE, active_T, first_choices_E),
             first_choices_E=first_choices_E,
             chosen_K=chosen_TK.sum(0),
-            dropped_K=(chosen_TK & ~kept_TK).sum(0),
+            dropped_TK=chosen_TK & ~kept_TK,
             z_loss=z_loss(logits_TE, active_T),
         )
 
@@ -148,7 +153,7 @@ class Gate(nn.Module):
         """Rows ``(T,)`` in the order in which capacity is given to them; None: as they come."""
         if self.drop_order == "score":
             return probs_TE.amax(1).argsort(descending=True, stable=True)
-        if self.drop_order == "random" and self.training:
+        if self.drop_order == "random":
             return torch.rand_like(probs_TE[:, 0]).argsort()
         return None
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from smoe_fairseq.modules.checks import (
     check_choice,
     check_cmr,
+    check_dropout_per,
     check_factor,
     check_probability,
+    check_scale,
     check_top_k,
 )
 from smoe_fairseq.modules.cmr import CMRStats, ConditionalRouting
@@ -44,9 +46,14 @@ class RoutingStats(NamedTuple):
     unused: Tensor  # (L,): experts seen by gate i that are no token's first choice
     chosen: Tensor  # (L, K): copies chosen at stratum i
     dropped: Tensor  # (L, K): of those, copies beyond their expert's capacity
+    dropped_choices: Tensor  # x.shape[:-1] + (K,): the same of each token, over all strata
     z_loss: Tensor  # scalar, mean over the gates, without its weight
     cmr_gate_sum: Tensor | None  # scalar: sum of the CMR gate over the tokens; None without CMR
     cmr_tokens: Tensor | None  # scalar: tokens that it counts
+
+
+NORMS = ("paper", "released")
+DROPOUTS = ("stratum", "layer")
 
 
 class StratifiedMoE(nn.Module):
@@ -62,8 +69,14 @@ class StratifiedMoE(nn.Module):
             one layer norm before the first and one residual around all.
         top_k, capacity_factor, eval_capacity_factor, gate_normalization, second_expert_policy,
             drop_order: see `Gate`.
+        norms: "paper" normalises what each stratum's gate and experts get, and adds their output to what
+            was there before; "released" computes as the paper's released code: from the second stratum
+            on the residual is normalised too, and the block's output once more. The same with one stratum.
+        gate_init_scale: of the gates' initial weights, over those of ``nn.Linear``.
+        output_init_scale: the same of the experts' second weights and biases.
         activation_fn: fairseq's name of the experts' activation.
-        dropout: of each stratum's output, before its residual.
+        dropout: of each stratum's output, before its residual, or of all they added to a token.
+        dropout_per: "stratum" or "layer": which of the two.
         activation_dropout: after the activation in the experts.
         eom: expert output masking, the probability that a selected expert's output is left out.
         fom: final output masking, the probability that a token's mixed output is left out.
@@ -89,8 +102,12 @@ class StratifiedMoE(nn.Module):
         second_expert_policy: str = "sampling",
         drop_order: str = "sentence",
         stacked: bool = False,
+        norms: str = "paper",
+        gate_init_scale: float = 1.0,
+        output_init_scale: float = 1.0,
         activation_fn: str = "relu",
         dropout: float = 0.0,
+        dropout_per: str = "stratum",
         activation_dropout: float = 0.0,
         eom: float = 0.0,
         fom: float = 0.0,
@@ -107,17 +124,25 @@ class StratifiedMoE(nn.Module):
         check_choice("--moe-gate-normalization", gate_normalization, GATE_NORMALIZATIONS)
         check_choice("--moe-second-expert-policy", second_expert_policy, SECOND_EXPERT_POLICIES)
         check_choice("--moe-drop-order", drop_order, DROP_ORDERS)
+        check_choice("--moe-norms", norms, NORMS)
+        check_choice("--moe-dropout-per", dropout_per, DROPOUTS)
+        check_dropout_per(dropout_per, norms)
+        check_scale("--moe-gate-init-scale", gate_init_scale)
+        check_scale("--moe-output-init-scale", output_init_scale)
         check_cmr(cmr, self.strata)
         check_probability("--moe-eom", eom)
         check_probability("--moe-fom", fom)
         check_probability("--moe-gating-dropout", gating_dropout)
         check_probability("--cmr-gate-drop", cmr_gate_drop)
         self.dropout = dropout
+        self.dropout_per = dropout_per
+        self.normalize_residual = norms == "released" and not stacked and len(self.strata) > 1
         self.eom = eom
         self.fom = fom
         self.gating_dropout = gating_dropout
         self.layer_norms = nn.ModuleList(
-            nn.LayerNorm(embed_dim) for _ in range(1 if stacked else len(self.strata))
+            nn.LayerNorm(embed_dim)
+            for _ in range(1 if stacked else len(self.strata) + self.normalize_residual)
         )
         self.gates = nn.ModuleList(
             Gate(
@@ -129,12 +154,15 @@ class StratifiedMoE(nn.Module):
                 normalization=gate_normalization,
                 second_expert_policy=second_expert_policy,
                 drop_order=drop_order,
+                init_scale=gate_init_scale,
             )
             for num_visible in self.strata.visible
         )
         num_experts = self.strata.num_experts
         place = Placement.over_processes(num_experts) if expert_parallel else Placement(num_experts)
-        self.experts = Experts(place, embed_dim, ffn_embed_dim, activation_fn, activation_dropout)
+        self.experts = Experts(
+            place, embed_dim, ffn_embed_dim, activation_fn, activation_dropout, output_init_scale
+        )
         self.dispatcher = (
             ShardedDispatcher(place) if place.is_sharded else LocalDispatcher(num_experts)
         )
@@ -169,31 +197,42 @@ class StratifiedMoE(nn.Module):
         left_out_T = drop_gating(left_out_T, self.gating_dropout, self.training)
         position_T = position_T.masked_fill(left_out_T, len(self.strata))
         requested_T = torch.zeros_like(position_T)
-        y_TD = self.layer_norms[0](x_TD) if self.strata.stacked else x_TD
+        dropped_TK = requested_T.unsqueeze(1).repeat(1, self.gates[0].top_k)
+        stacked = self.strata.stacked
+        stratum_dropout = self.dropout if self.dropout_per == "stratum" else 0.0
+        y_TD = self.layer_norms[0](x_TD) if stacked else x_TD
         routings, cmr_stats = [], None
 
         for i, gate in enumerate(self.gates):
             here_T = position_T == i
             tokens = select(here_T)
             h_TD = tokens.take(y_TD)
-            if not self.strata.stacked:
+            if not stacked:
                 h_TD = self.layer_norms[i](h_TD)
+            if self.normalize_residual and i > 0:
+                y_TD = tokens.replace(y_TD, h_TD)
             routing = gate(h_TD, tokens.active_T)
             out_TD = self._mix_experts(i, h_TD, routing, weights, static_shapes)
             if self.cmr is not None:
                 out_TD, cmr_stats = self.cmr(h_TD, out_TD, tokens.active_T)
-            if self.strata.stacked:
+            if stacked:
                 y_TD = tokens.replace(y_TD, out_TD)
             else:
-                y_TD = tokens.add(y_TD, F.dropout(out_TD, self.dropout, self.training))
+                y_TD = tokens.add(y_TD, F.dropout(out_TD, stratum_dropout, self.training))
             position_T = tokens.replace(position_T, self._next_stratum(i, routing))
             requested_T = requested_T + here_T
+            dropped_TK = tokens.add(dropped_TK, routing.dropped_TK)
             routings.append(routing)
 
-        if self.strata.stacked:  # every real token was in the last stratum
-            out_TD = F.dropout(tokens.take(y_TD), self.dropout, self.training)
-            y_TD = tokens.add(x_TD, out_TD)
-        return y_TD.view_as(x), self._stats(routings, requested_T.view(x.shape[:-1]), cmr_stats)
+        if stacked:  # every real token was in the last stratum
+            y_TD = tokens.add(x_TD, F.dropout(tokens.take(y_TD), self.dropout, self.training))
+        elif self.normalize_residual:
+            real = select(~left_out_T)
+            y_TD = real.replace(y_TD, self.layer_norms[-1](real.take(y_TD)))
+        elif self.dropout_per == "layer":
+            y_TD = x_TD + F.dropout(y_TD - x_TD, self.dropout, self.training)
+        stats = self._stats(routings, requested_T, dropped_TK, x.shape[:-1], cmr_stats)
+        return y_TD.view_as(x), stats
 
     def _static_shapes(self, x: Tensor) -> bool:
         if self.static_shapes is not None:
@@ -222,7 +261,12 @@ class StratifiedMoE(nn.Module):
         return self.stratum_of_expert[routing.first_choice_T + self.strata.first_experts[i]] + 1
 
     def _stats(
-        self, routings: list[Routing], requested_capacity: Tensor, cmr_stats: CMRStats | None
+        self,
+        routings: list[Routing],
+        requested_T: Tensor,
+        dropped_TK: Tensor,
+        shape: torch.Size,
+        cmr_stats: CMRStats | None,
     ) -> RoutingStats:
         def on_all_experts(i, first_choices_E):
             first = self.strata.first_experts[i]
@@ -231,13 +275,14 @@ class StratifiedMoE(nn.Module):
 
         return RoutingStats(
             balance_loss=torch.stack([r.balance_loss for r in routings]).mean(),
-            requested_capacity=requested_capacity,
+            requested_capacity=requested_T.view(shape),
             first_choices=torch.stack(
                 [on_all_experts(i, r.first_choices_E) for i, r in enumerate(routings)]
             ),
             unused=torch.stack([(r.first_choices_E == 0).sum() for r in routings]),
             chosen=torch.stack([r.chosen_K for r in routings]),
-            dropped=torch.stack([r.dropped_K for r in routings]),
+            dropped=torch.stack([r.dropped_TK.sum(0) for r in routings]),
+            dropped_choices=dropped_TK.view(*shape, dropped_TK.shape[1]),
             z_loss=torch.stack([r.z_loss for r in routings]).mean(),
             cmr_gate_sum=cmr_stats and cmr_stats.gate_sum,
             cmr_tokens=cmr_stats and cmr_stats.tokens,
