@@ -6,10 +6,12 @@ import pytest
 import torch
 from fairseq import metrics
 from fairseq.criterions import CRITERION_REGISTRY
+from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 from fairseq.logging.meters import AverageMeter
 from test_model import PAD, make_task, tiny
 
 from smoe_fairseq.criterions.cmr_budget import CMRBudget
+from smoe_fairseq.criterions.label_smoothing import LabelSmoothedNLL
 
 ALPHA, EPSILON = 0.5, 0.1
 
@@ -61,6 +63,37 @@ def test_loss_by_hand():
     assert balance >= 0.9
     assert sample_size == sample["ntokens"]
     assert float(loss) == pytest.approx(expected + ALPHA * sample_size * balance, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_loss_and_gradient_are_fairseqs(epsilon, dtype):
+    """`fairseq`'s own function differentiates through log_softmax; twice the gradient of a doubled loss."""
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(12, 96)).to(dtype).requires_grad_()
+    target = torch.randint(4, 96, (12,))
+    target[[3, 11]] = PAD
+    lprobs = logits.float().log_softmax(-1)
+    want, want_nll = label_smoothed_nll_loss(lprobs, target, epsilon, ignore_index=PAD)
+    (want_grad,) = torch.autograd.grad(2 * want, logits)
+    loss, nll = LabelSmoothedNLL.apply(logits, target, epsilon, PAD)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+    assert nll.item() == pytest.approx(want_nll.item(), rel=1e-6) and not nll.requires_grad
+    for _ in range(2):  # what is kept for the backward pass stays as it is
+        (grad,) = torch.autograd.grad(2 * loss, logits, retain_graph=True)
+        assert grad.dtype == dtype
+        torch.testing.assert_close(grad, want_grad)
+
+
+def test_ignored_prefix_is_fairseqs():
+    criterion, model, sample = make_criterion(), tiny().eval(), make_sample(3, 6, seed=1)
+    criterion.ignore_prefix_size = 1
+    net_output = model(**sample["net_input"])
+    loss, nll = criterion.compute_loss(model, net_output, sample)
+    lprobs = net_output[0][:, 1:].log_softmax(-1).reshape(-1, 96)
+    target = sample["target"][:, 1:].reshape(-1)
+    want = label_smoothed_nll_loss(lprobs, target, EPSILON, ignore_index=PAD)
+    assert (loss.item(), nll.item()) == pytest.approx([w.item() for w in want])
 
 
 def test_metrics_are_weighted_by_what_they_count():

@@ -11,6 +11,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 )
 
 from smoe_fairseq.criterions.cmr_budget import CMRBudget
+from smoe_fairseq.criterions.label_smoothing import LabelSmoothedNLL
 from smoe_fairseq.criterions.routing_metrics import (
     block_sums,
     by_position,
@@ -101,6 +102,16 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             n_correct, total = self.compute_accuracy(model, net_output, sample)
             logging_output.update(n_correct=n_correct.data, total=total.data)
         return loss, sample_size, logging_output
+
+    def compute_loss(self, model, net_output, sample, reduce=True):
+        """``(loss, nll_loss)`` as fairseq's, computed from the logits where that is possible."""
+        logits = net_output[0]
+        target = model.get_targets(sample, net_output)
+        if not reduce or self.ignore_prefix_size > 0 or logits.shape[:-1] != target.shape:
+            return super().compute_loss(model, net_output, sample, reduce)
+        return LabelSmoothedNLL.apply(
+            logits.view(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx
+        )
 
     def gate_losses(self, model, moe_stats):
         """(log name, weight, mean over all MoE layers) of each loss of the gates."""
