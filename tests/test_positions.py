@@ -5,7 +5,7 @@ import torch
 from test_criterion import logged, make_criterion
 from test_model import PAD, tiny
 
-from smoe_fairseq.criterions.routing_metrics import by_position
+from smoe_fairseq.modules.capacity import by_position
 
 B, S = 8, 20
 
