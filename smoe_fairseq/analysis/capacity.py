@@ -1,6 +1,7 @@
 """What training's capacity takes away: the loss with and without it, and dropped choices by position."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,50 +52,61 @@ def check(
     sentences: int | None = None,
     max_tokens: int = loading.TOKENS_PER_BATCH,
 ) -> CapacityCheck | None:
-    """Runs a model over a subset twice; None where training has no limit.
-
-    What is dropped depends on what else is in a batch, so batches are made as in training: sentences of
-    about one length from all directions. ``sentences`` of each direction are drawn; None: all.
-    """
+    """Runs a model over a subset twice; None where training has no limit."""
     if not is_limited_in_training(model):
         return None
     found = CapacityCheck(
         fifths={name: np.zeros((2, FIFTHS), dtype=np.int64) for name in moe_blocks(model)}
     )
+    for sample in samples(model, task, directions, subset, sentences, max_tokens):
+        found.tokens += sample["ntokens"]
+        found.nll_loss += nll(model, sample)[0]
+        with training_capacity(model):
+            limited, moe_stats = nll(model, sample)
+        found.limited_nll_loss += limited
+        for counts, stats in zip(found.fifths.values(), moe_stats, strict=True):
+            counts += by_position(stats).cpu().numpy()
+    tokens = max(found.tokens, 1)
+    found.nll_loss, found.limited_nll_loss = (
+        found.nll_loss / tokens,
+        found.limited_nll_loss / tokens,
+    )
+    return found
+
+
+def samples(
+    model: nn.Module,
+    task,
+    directions: list[str],
+    subset: str = "valid",
+    sentences: int | None = None,
+    max_tokens: int = loading.TOKENS_PER_BATCH,
+) -> Iterator[dict]:
+    """Batches as in training: sentences of about one length from all directions.
+
+    What is dropped depends on what else is in a batch. ``sentences`` of each direction are drawn; None:
+    all.
+    """
     parts = [part for name in directions for part in loading.datasets(task, name, subset)]
-    together = _together(parts, task)
+    together = parts[0]
+    if len(parts) > 1:
+        shared = loading.is_multilingual(task) and task.data_manager._shared_collater()
+        together = SampledMultiDataset(parts, shared_collater=shared, shuffle=False)
     number = None if sentences is None else sentences * len(directions)
     order = np.random.default_rng(loading.SEED).permutation(len(together))
     batches, _ = loading.batches(together, task.max_positions(), number, max_tokens, order)
     device = next(model.parameters()).device
     for batch in batches:
         sample = together.collater([together[i] for i in batch])
-        if device.type != "cpu":
-            sample = utils.move_to_cuda(sample, device)
-        found.tokens += sample["ntokens"]
-        found.nll_loss += _nll(model, sample)[0]
-        with training_capacity(model):
-            nll, moe_stats = _nll(model, sample)
-        found.limited_nll_loss += nll
-        for counts, stats in zip(found.fifths.values(), moe_stats, strict=True):
-            counts += by_position(stats).cpu().numpy()
-    bits = max(found.tokens, 1) * math.log(2)
-    found.nll_loss, found.limited_nll_loss = found.nll_loss / bits, found.limited_nll_loss / bits
-    return found
+        yield sample if device.type == "cpu" else utils.move_to_cuda(sample, device)
 
 
-def _together(parts: list, task):
-    if len(parts) == 1:
-        return parts[0]
-    shared = loading.is_multilingual(task) and task.data_manager._shared_collater()
-    return SampledMultiDataset(parts, shared_collater=shared, shuffle=False)
-
-
-def _nll(model: nn.Module, sample: dict) -> tuple[float, list]:
+def nll(model: nn.Module, sample: dict) -> tuple[float, list]:
+    """Bits of all target tokens of a batch, and the statistics of the MoE layers."""
     logits, extra = model(**sample["net_input"])
     target = sample["target"].view(-1)
     padding = model.decoder.dictionary.pad()
-    nll = F.cross_entropy(
+    nats = F.cross_entropy(
         logits.view(len(target), -1).float(), target, ignore_index=padding, reduction="sum"
     )
-    return nll.item(), extra["moe_stats"]
+    return nats.item() / math.log(2), extra["moe_stats"]
