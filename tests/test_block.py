@@ -313,3 +313,43 @@ def test_grouped_products_equal_one_product_per_expert(strata, capacity_factor):
         assert a is b is None or torch.allclose(a, b)
     for name in grads:
         assert torch.allclose(grads[name], grouped_grads[name], atol=1e-4), name
+
+
+@pytest.mark.parametrize("static_shapes", [False, True])
+def test_a_pass_for_the_inputs_alone_leaves_nothing_behind(static_shapes):
+    """`torch.autograd.grad` of x first, then `backward`: the gradients of one pass, not of two."""
+    x, mask = make_input("some")
+    block = make_block("2-2-2-2", capacity_factor=0)
+    block.static_shapes = static_shapes
+    params = dict(block.named_parameters())
+    y, stats = block(x, mask)
+    want = gradients(y, stats.balance_loss, x, params)
+
+    y, stats = block(x, mask)
+    torch.manual_seed(3)
+    total = (y * torch.randn_like(y)).sum() + 0.3 * stats.balance_loss
+    (x_grad,) = torch.autograd.grad(total, x, retain_graph=True)
+    total.backward()
+    assert torch.allclose(x_grad, want["x"]) and torch.allclose(x.grad, want["x"])
+    for name, parameter in params.items():
+        assert torch.allclose(parameter.grad, want[name].expand_as(parameter)), name
+
+
+def test_an_interrupted_pass_leaves_nothing_behind():
+    x, mask = make_input("some")
+    block = make_block("2-2-2-2", capacity_factor=0)
+    params = dict(block.named_parameters())
+    y, stats = block(x, mask)
+    want = gradients(y, stats.balance_loss, x, params)
+
+    y, stats = block(x, mask)
+    torch.manual_seed(3)
+    total = (y * torch.randn_like(y)).sum() + 0.3 * stats.balance_loss
+    handle = block.gates[0].weight.register_hook(lambda grad: 1 / 0)  # after the experts' products
+    with pytest.raises(ZeroDivisionError):
+        total.backward(retain_graph=True)
+    handle.remove()
+    block.zero_grad()
+    total.backward()
+    for name in ("experts.w1", "experts.b1", "experts.w2", "experts.b2"):
+        assert torch.allclose(params[name].grad, want[name]), name
