@@ -118,6 +118,7 @@ def test_validation_compares_with_training_capacity():
     limited.load_state_dict(model.state_dict())
     want = logged([make_criterion()(limited, sample)[2]])["nll_loss"]
     assert got["capacity_nll_loss"] == pytest.approx(float(want), rel=1e-5)
+    assert got["sample_nll_loss"] == pytest.approx(float(got["nll_loss"]))
     assert got["capacity_gap"] == pytest.approx(float(got["nll_loss"]) - float(want), rel=1e-3)
     assert abs(got["capacity_gap"]) > 1e-4
     assert [got[f"capacity_overflow_fifth{i}"] for i in range(1, 6)] == [75.0] * 5

@@ -135,6 +135,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             net_output = model(**sample["net_input"])
         _, limited_nll_loss = self.compute_loss(model, net_output, sample)
         return {
+            "sample_nll_loss": nll_loss.data,
             "capacity_nll_loss": limited_nll_loss.data,
             "capacity_gap": nll_loss.data - limited_nll_loss.data,
             "capacity_ntokens": sample["ntokens"],
@@ -145,10 +146,10 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
     def reduce_metrics(cls, logging_outputs) -> None:
         """Adds the gates' losses (without their weights) and the routing metrics to fairseq's own.
 
-        In validation also, over a sample of the batches: ``capacity_nll_loss``, with experts limited as in
-        training; ``capacity_gap``, by how much the loss without that limit is above it (well above 0: the
-        experts get tokens that they were never trained on); ``capacity_overflow_fifth1`` and so on, the
-        percent of first choices that the limit drops, by position in the sentence.
+        In validation also, over a sample of the batches: ``sample_nll_loss``; ``capacity_nll_loss``, with
+        experts limited as in training; ``capacity_gap``, by how much the former is above the latter (well
+        above 0: the experts get tokens that they were never trained on); ``capacity_overflow_fifth1`` and
+        so on, the percent of first choices that the limit drops, by position in the sentence.
         """
         super().reduce_metrics(logging_outputs)
         sample_size = sum(log["sample_size"] for log in logging_outputs)
@@ -161,7 +162,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         sampled = [log for log in logging_outputs if "capacity_ntokens" in log]
         if sampled:
             tokens = sum(log["capacity_ntokens"] for log in sampled)
-            for name in ("capacity_nll_loss", "capacity_gap"):
+            for name in ("sample_nll_loss", "capacity_nll_loss", "capacity_gap"):
                 bits = utils.item(sum(log[name] for log in sampled)) / tokens / math.log(2)
                 metrics.log_scalar(name, bits, tokens, round=3)
             log_fifths(sum(log["capacity_fifths"] for log in sampled), "capacity_")
