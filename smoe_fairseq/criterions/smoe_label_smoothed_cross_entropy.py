@@ -10,7 +10,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterionConfig,
 )
 
-from smoe_fairseq.criterions.cmr_budget import CMRBudget
+from smoe_fairseq.criterions.cmr_budget import cmr_budget_loss
 from smoe_fairseq.criterions.label_smoothing import LabelSmoothedNLL
 from smoe_fairseq.criterions.routing_metrics import (
     block_sums,
@@ -66,12 +66,24 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         cmr_gate_loss_p=0.8,
     ):
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
+        weights = {
+            "--moe-gate-loss-wt": moe_gate_loss_wt,
+            "--moe-z-loss-wt": moe_z_loss_wt,
+            "--cmr-gate-loss-wt": cmr_gate_loss_wt,
+        }
+        for flag, weight in weights.items():
+            if not 0 <= weight < math.inf:
+                raise UsageError(f"{flag} {weight}: expected 0 or a positive number")
+        if not 0 <= label_smoothing < 1:
+            raise UsageError(
+                f"--label-smoothing {label_smoothing}: expected a number from 0 to below 1"
+            )
         if not 0 <= cmr_gate_loss_p <= 1:
             raise UsageError(f"--cmr-gate-loss-p {cmr_gate_loss_p}: expected a number from 0 to 1")
         self.moe_gate_loss_wt = moe_gate_loss_wt
         self.moe_z_loss_wt = moe_z_loss_wt
         self.cmr_gate_loss_wt = cmr_gate_loss_wt
-        self.cmr_budget = CMRBudget(cmr_gate_loss_p)
+        self.cmr_gate_loss_p = cmr_gate_loss_p
         self.batches_validated = 0
 
     def forward(self, model, sample, reduce=True):
@@ -86,7 +98,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             "sample_size": sample_size,
         }
         if moe_stats := net_output[1].get("moe_stats"):
-            for name, weight, value in self.gate_losses(model, moe_stats):
+            for name, weight, value in self.gate_losses(moe_stats):
                 loss = loss + weight * sample_size * value
                 logging_output[name] = value.data * sample_size
             logging_output.update(routing_sums(moe_stats))
@@ -112,7 +124,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             logits.view(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx
         )
 
-    def gate_losses(self, model, moe_stats):
+    def gate_losses(self, moe_stats):
         """(log name, weight, mean over all MoE layers) of each loss of the gates."""
 
         def mean(name):
@@ -122,7 +134,8 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         if self.moe_z_loss_wt:
             yield "moe_z_loss", self.moe_z_loss_wt, mean("z_loss")
         if moe_stats[0].cmr_gate_sum is not None:
-            yield "cmr_gate_loss", self.cmr_gate_loss_wt, self.cmr_budget.loss(model, moe_stats)
+            budget_loss = cmr_budget_loss(moe_stats, self.cmr_gate_loss_p)
+            yield "cmr_gate_loss", self.cmr_gate_loss_wt, budget_loss
 
     def under_training_capacity(self, model, sample, nll_loss) -> dict:
         """What a batch's loss would be with the experts limited as in training; ``nll_loss`` is its own.
