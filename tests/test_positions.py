@@ -84,7 +84,7 @@ def test_log_of_drops_by_position():
     """The last six of eight sentences are dropped, on each side."""
     model, sample = overloaded(), make_sample()
     _, _, log = make_criterion()(model, sample)
-    table = log["moe_fifths"]
+    table = sum(log[f"moe_fifths {side}.layer.1"] for side in ("encoder", "decoder"))
     assert table[0].tolist() == [2 * B * S // 5] * 5  # both layers
     assert table[1].tolist() == [2 * 6 * S // 5] * 5
     got = logged([log])

@@ -1,50 +1,51 @@
 """Routing metrics: sums that add up over batches and ranks, and the means that are logged of them."""
 
+from typing import NamedTuple
+
 import torch
-from fairseq import metrics, utils
+from fairseq import metrics
 from torch import Tensor
 
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.blocks import moe_blocks
-from smoe_fairseq.modules.capacity import by_position
+from smoe_fairseq.modules.capacity import FIFTHS, by_position
 from smoe_fairseq.modules.smoe import StratifiedMoE
 
-_BLOCK = "moe_block "  # before a layer's name, among the keys of the logging output
-_FIFTHS = "moe_fifths "  # likewise
+# Before a layer's name, among the keys of the logging output. The choices per token are in the key, since
+# values are added up.
+_BLOCK = {1: "moe_top1 ", 2: "moe_top2 "}
+_FIFTHS = "moe_fifths "
+_CMR = "moe_cmr "
 _LAST = 1000  # fairseq's priority: after everything else
 
 
-def routing_sums(moe_stats: list[RoutingStats]) -> dict:
-    """Sums over all MoE layers of one forward pass; on the device, nothing is waited for."""
-    sums = {
-        "moe_requested": sum(s.requested_capacity.sum() for s in moe_stats),
-        "moe_tokens": sum((s.requested_capacity > 0).sum() for s in moe_stats),
-        "moe_unused": sum(s.unused.sum() for s in moe_stats),
-        "moe_gates": sum(len(s.unused) for s in moe_stats),
-        "moe_fifths": sum(by_position(s) for s in moe_stats),
-    }
-    if moe_stats[0].cmr_gate_sum is not None:
-        sums["cmr_gate_sum"] = sum(s.cmr_gate_sum.detach() for s in moe_stats)
-        sums["cmr_tokens"] = sum(s.cmr_tokens for s in moe_stats)
-    top_k = moe_stats[0].chosen.shape[1]
-    for k in range(top_k):
-        sums[f"moe_chosen{k + 1}"] = sum(s.chosen[:, k].sum() for s in moe_stats)
-        sums[f"moe_dropped{k + 1}"] = sum(s.dropped[:, k].sum() for s in moe_stats)
-    return sums
+def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict[str, Tensor]:
+    """What a forward pass adds to each MoE layer's sums; on the device, nothing is waited for.
 
+    Two tensors per layer: a row ``(3 + 2K + E)`` for each stratum, which `log_routing` takes apart, and
+    first choices by position. All layers are there, also those that LayerDrop left out: processes add
+    up theirs, and would wait for one another over other names.
 
-def block_sums(model, moe_stats: list[RoutingStats]) -> dict[str, Tensor]:
-    """The same for each MoE layer by itself, ``(L, 3 + 2K + E)``, a row per stratum.
-
-    One tensor per layer, so that little has to wait for the device; `log_block` takes it apart.
+    Args:
+        names: of the layers that ``moe_stats`` are of.
     """
-    blocks = moe_blocks(model)
-    if len(blocks) != len(moe_stats):  # LayerDrop left some out, and which ones is not known here
-        return {}
+    ran = dict(zip(names, moe_stats, strict=True))
     sums = {}
-    for (name, block), stats in zip(blocks.items(), moe_stats, strict=True):
-        sums[f"{_BLOCK}{name}"] = _table(block, stats)
-        sums[f"{_FIFTHS}{name}"] = by_position(stats)
+    for name, block in moe_blocks(model).items():
+        top_k = block.gates[0].top_k
+        key = f"{_BLOCK[top_k]}{name}"
+        if name in ran:
+            sums[key] = _table(block, ran[name])
+            sums[f"{_FIFTHS}{name}"] = by_position(ran[name])
+        else:
+            columns = 3 + 2 * top_k + block.strata.num_experts
+            zeros = block.stratum_of_expert.new_zeros
+            sums[key] = zeros(len(block.gates), columns)
+            sums[f"{_FIFTHS}{name}"] = zeros(2, FIFTHS)
+        if block.cmr is not None:
+            gates = (ran[name].cmr_gate_sum, ran[name].cmr_tokens) if name in ran else (0.0, 0.0)
+            pair = [torch.as_tensor(g, device=block.stratum_of_expert.device) for g in gates]
+            sums[f"{_CMR}{name}"] = torch.stack([g.detach().float() for g in pair])
     return sums
 
 
@@ -53,6 +54,10 @@ def _table(block: StratifiedMoE, stats: RoutingStats) -> Tensor:
     head = stats.unused.new_tensor(visible)
     tail = [stats.unused.unsqueeze(1), stats.chosen, stats.dropped, stats.first_choices]
     return torch.cat([head, *tail], dim=1)
+
+
+def has_routing(logging_outputs: list[dict]) -> bool:
+    return any(key.startswith(_FIFTHS) for log in logging_outputs for key in log)
 
 
 def log_routing(logging_outputs: list[dict]) -> None:
@@ -68,42 +73,60 @@ def log_routing(logging_outputs: list[dict]) -> None:
     and of each MoE layer what `log_block` says.
     """
 
-    def total(name):
-        return utils.item(sum(log.get(name, 0) for log in logging_outputs))
+    def summed(prefix):
+        keys = dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(prefix))
+        return {
+            key.removeprefix(prefix): sum(log[key] for log in logging_outputs if key in log).cpu()
+            for key in keys
+        }
 
-    def log_ratio(name, part, whole, factor=1, digits=3):
-        weight = total(whole)
-        value = factor * total(part) / weight if weight else 0
-        metrics.log_scalar(name, value, weight, round=digits)
-
-    log_ratio("requested_capacity", "moe_requested", "moe_tokens")
-    log_ratio("overflow_expert1", "moe_dropped1", "moe_chosen1", factor=100)
-    log_ratio("overflow_expert2", "moe_dropped2", "moe_chosen2", factor=100)
-    log_fifths(sum(log["moe_fifths"] for log in logging_outputs if "moe_fifths" in log))
-    log_ratio("unused_expert1_count", "moe_unused", "moe_gates")
-    if any("cmr_tokens" in log for log in logging_outputs):
-        log_ratio("cmr_gate", "cmr_gate_sum", "cmr_tokens")
-    names = dict.fromkeys(key for log in logging_outputs for key in log if key.startswith(_BLOCK))
-    top_k = 2 if any("moe_chosen2" in log for log in logging_outputs) else 1
-    for name in names:
-        table = sum(log[name] for log in logging_outputs if name in log)
-        name = name.removeprefix(_BLOCK)
-        log_block(name, table.tolist(), top_k)
-        fifths = [log[f"{_FIFTHS}{name}"] for log in logging_outputs if f"{_FIFTHS}{name}" in log]
-        log_fifths(sum(fifths), f"{name}/", _LAST)
-
-
-def log_fifths(table_25: Tensor, prefix: str = "", priority: int = 10) -> None:
-    """Log the percentages of `by_position` as ``{prefix}overflow_fifth1`` and so on, if not all are 0."""
-    if not table_25[1].any():
-        return
-    for fifth, (chosen, dropped) in enumerate(table_25.t().tolist(), start=1):
-        percent = 100 * dropped / chosen if chosen else 0
-        name = f"{prefix}overflow_fifth{fifth}"
-        metrics.log_scalar(name, percent, chosen, priority=priority, round=3)
+    fifths, cmr = summed(_FIFTHS), summed(_CMR)
+    top_k, tables = next((k, found) for k in _BLOCK if (found := summed(_BLOCK[k])))
+    rows = [_Row.of(row, top_k) for table in tables.values() for row in table.tolist()]
+    firsts = [_Row.of(table[0].tolist(), top_k) for table in tables.values()]
+    stops = sum(row.tokens for row in rows)
+    _log_ratio("requested_capacity", stops, sum(row.tokens for row in firsts))
+    for k in range(top_k):
+        dropped, chosen = (sum(getattr(row, n)[k] for row in rows) for n in ("dropped", "chosen"))
+        _log_ratio(f"overflow_expert{k + 1}", dropped, chosen, 100)
+    if top_k == 1:
+        _log_ratio("overflow_expert2", 0, 0)
+    log_fifths(sum(fifths.values()))
+    _log_ratio("unused_expert1_count", sum(r.unused for r in rows), sum(r.batches for r in rows))
+    if cmr:
+        _log_ratio("cmr_gate", *sum(cmr.values()).tolist())
+    for name, table in tables.items():
+        log_block(name, [_Row.of(row, top_k) for row in table.tolist()])
+        log_fifths(fifths[name], f"{name}/", _LAST)
 
 
-def log_block(name: str, table: list[list[float]], top_k: int) -> None:
+class _Row(NamedTuple):
+    """What one stratum of one layer has added up."""
+
+    batches: float
+    visible: float  # experts that its gate sees, in each batch
+    unused: float
+    chosen: list[float]  # first and second choices
+    dropped: list[float]
+    first: list[float]  # first choices by expert
+
+    @classmethod
+    def of(cls, row: list[float], top_k: int) -> "_Row":
+        counts = row[3:]
+        return cls(*row[:3], counts[:top_k], counts[top_k : 2 * top_k], counts[2 * top_k :])
+
+    @property
+    def tokens(self) -> float:
+        """That stopped at the stratum: each has one first choice there."""
+        return sum(self.first)
+
+
+def _log_ratio(name: str, part, whole, factor=1, priority: int = 10) -> None:
+    value = factor * part / whole if whole else 0
+    metrics.log_scalar(name, value, whole, priority=priority, round=3)
+
+
+def log_block(name: str, strata: list[_Row]) -> None:
     """Log of one MoE layer, ``encoder.layer.1``, and of each of its strata:
 
     - ``encoder.layer.1/requested_capacity``
@@ -114,18 +137,26 @@ def log_block(name: str, table: list[list[float]], top_k: int) -> None:
     ``encoder.layer.1/overflow_fifth1`` and so on are as for all layers. The console's lines leave them
     out (compat/progress_line.py).
     """
-    sums = [sum(row[3 + 2 * top_k :]) for row in table]
-    tokens = sums[0]
+    tokens = strata[0].tokens
 
     def log(key, part, whole, factor=1):
-        value = factor * part / whole if whole else 0
-        metrics.log_scalar(f"{name}/{key}", value, whole, priority=_LAST, round=3)
+        _log_ratio(f"{name}/{key}", part, whole, factor, _LAST)
 
-    log("requested_capacity", sum(sums), tokens)
-    for i, (batches, visible, unused, *counts) in enumerate(table):
-        chosen, dropped, first = counts[:top_k], counts[top_k : 2 * top_k], counts[2 * top_k :]
-        log(f"stratum.{i}/tokens", sums[i], tokens, factor=100)
-        log(f"stratum.{i}/load_max", max(first), sums[i], factor=visible / max(batches, 1))
-        for k in range(top_k):
-            log(f"stratum.{i}/overflow_expert{k + 1}", dropped[k], chosen[k], factor=100)
-        log(f"stratum.{i}/unused_expert1_count", unused, batches)
+    log("requested_capacity", sum(row.tokens for row in strata), tokens)
+    for i, row in enumerate(strata):
+        log(f"stratum.{i}/tokens", row.tokens, tokens, factor=100)
+        even = row.visible / max(row.batches, 1)
+        log(f"stratum.{i}/load_max", max(row.first), row.tokens, factor=even)
+        for k, (chosen, dropped) in enumerate(zip(row.chosen, row.dropped, strict=True)):
+            log(f"stratum.{i}/overflow_expert{k + 1}", dropped, chosen, factor=100)
+        log(f"stratum.{i}/unused_expert1_count", row.unused, row.batches)
+
+
+def log_fifths(table_25: Tensor, prefix: str = "", priority: int = 10) -> None:
+    """Log the percentages of `by_position` as ``{prefix}overflow_fifth1`` and so on, if not all are 0."""
+    if not table_25[1].any():
+        return
+    for fifth, (chosen, dropped) in enumerate(table_25.t().tolist(), start=1):
+        percent = 100 * dropped / chosen if chosen else 0
+        name = f"{prefix}overflow_fifth{fifth}"
+        metrics.log_scalar(name, percent, chosen, priority=priority, round=3)

@@ -13,12 +13,14 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from smoe_fairseq.criterions.cmr_budget import cmr_budget_loss
 from smoe_fairseq.criterions.label_smoothing import LabelSmoothedNLL
 from smoe_fairseq.criterions.routing_metrics import (
-    block_sums,
+    has_routing,
     log_fifths,
     log_routing,
     routing_sums,
 )
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.modules import RoutingStats, StratifiedMoE
+from smoe_fairseq.modules.blocks import first_block
 from smoe_fairseq.modules.capacity import by_position, is_limited_in_training, training_capacity
 
 GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "cmr_gate_loss")
@@ -97,12 +99,12 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             "nsentences": sample["target"].size(0),
             "sample_size": sample_size,
         }
-        if moe_stats := net_output[1].get("moe_stats"):
-            for name, weight, value in self.gate_losses(moe_stats):
+        moe_stats, names = (net_output[1].get(key, []) for key in ("moe_stats", "moe_layers"))
+        if block := first_block(model):
+            for name, weight, value in self.gate_losses(block, moe_stats):
                 loss = loss + weight * sample_size * value
                 logging_output[name] = value.data * sample_size
-            logging_output.update(routing_sums(moe_stats))
-            logging_output.update(block_sums(model, moe_stats))
+            logging_output.update(routing_sums(model, names, moe_stats))
         # Counted, not drawn: processes run their forward passes in step, and have to agree.
         is_sampled = not model.training and self.batches_validated % SAMPLED == 0
         self.batches_validated = 0 if model.training else self.batches_validated + 1
@@ -124,18 +126,22 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             logits.view(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx
         )
 
-    def gate_losses(self, moe_stats):
-        """(log name, weight, mean over all MoE layers) of each loss of the gates."""
+    def gate_losses(self, block: StratifiedMoE, moe_stats: list[RoutingStats]):
+        """(log name, weight, mean over all MoE layers) of each loss of the gates.
+
+        All are there, 0 if need be, also where LayerDrop has left every MoE layer out: see `routing_sums`.
+        """
 
         def mean(name):
-            return sum(getattr(stats, name) for stats in moe_stats) / len(moe_stats)
+            total = sum(getattr(stats, name) for stats in moe_stats)
+            return total / len(moe_stats) if moe_stats else block.gates[0].weight.new_zeros(())
 
         yield "moe_gate_loss", self.moe_gate_loss_wt, mean("balance_loss")
         if self.moe_z_loss_wt:
             yield "moe_z_loss", self.moe_z_loss_wt, mean("z_loss")
-        if moe_stats[0].cmr_gate_sum is not None:
-            budget_loss = cmr_budget_loss(moe_stats, self.cmr_gate_loss_p)
-            yield "cmr_gate_loss", self.cmr_gate_loss_wt, budget_loss
+        if block.cmr is not None:
+            ran = cmr_budget_loss(moe_stats, self.cmr_gate_loss_p) if moe_stats else mean("")
+            yield "cmr_gate_loss", self.cmr_gate_loss_wt, ran
 
     def under_training_capacity(self, model, sample, nll_loss) -> dict:
         """What a batch's loss would be with the experts limited as in training; ``nll_loss`` is its own.
@@ -170,7 +176,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             if any(name in log for log in logging_outputs):
                 value = sum(log.get(name, 0) for log in logging_outputs)
                 metrics.log_scalar(name, value / sample_size, sample_size, round=3)
-        if any("moe_tokens" in log for log in logging_outputs):
+        if has_routing(logging_outputs):
             log_routing(logging_outputs)
         sampled = [log for log in logging_outputs if "capacity_ntokens" in log]
         if sampled:

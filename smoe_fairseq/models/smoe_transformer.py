@@ -30,7 +30,8 @@ from smoe_fairseq.modules.transformer_layer import (
 class SMoETransformerModel(TransformerModelBase):
     """Encoder-decoder whose every ``--moe-freq``-th layer is a stratified mixture of experts.
 
-    The decoder's extra output has, under "moe_stats", the `RoutingStats` of all MoE layers, encoder first.
+    The decoder's extra output has, under "moe_stats", the `RoutingStats` of all MoE layers, encoder first,
+    and their names under "moe_layers"; LayerDrop leaves some out.
     """
 
     @classmethod
@@ -93,6 +94,7 @@ class _Layers:
         self.layers_built = getattr(self, "layers_built", 0) + 1
         is_moe = side.moe_freq > 0 and self.layers_built % side.moe_freq == 0
         layer = layer_class(cfg, side, moe_options=cfg.moe_options if is_moe else None)
+        layer.name = f"{self.side}.layer.{self.layers_built - 1}"  # as `moe_blocks` has it
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
         min_params = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
@@ -100,6 +102,8 @@ class _Layers:
 
 
 class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
+    side = "encoder"
+
     def build_encoder_layer(self, cfg):
         return self.build_layer(TransformerEncoderLayer, cfg, cfg.encoder)
 
@@ -115,12 +119,13 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
         x = x.transpose(0, 1)  # (S, B, D)
 
         hidden_states = [x]
-        moe_stats = []
+        moe_stats, moe_layers = [], []
         for layer in self.layers:
             x, *stats = layer(x, padding_mask if has_padding else None)
             hidden_states.append(x)
             if stats:
                 moe_stats.append(RoutingStats(*stats))
+                moe_layers.append(layer.name)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
 
@@ -134,10 +139,13 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
             "src_tokens": [],
             "src_lengths": [lengths],
             "moe_stats": moe_stats,
+            "moe_layers": moe_layers,
         }
 
 
 class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
+    side = "decoder"
+
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
         return self.build_layer(TransformerDecoderLayer, cfg, cfg.decoder)
 
@@ -164,7 +172,9 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
 
         attention = None
         hidden_states = [x]
-        moe_stats = list(encoder_out.get("moe_stats", []))
+        moe_stats, moe_layers = (
+            list(encoder_out.get(key, [])) for key in ("moe_stats", "moe_layers")
+        )
         for i, layer in enumerate(self.layers):
             x, layer_attention, *stats = layer(
                 x,
@@ -178,13 +188,19 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
             hidden_states.append(x)
             if stats:
                 moe_stats.append(RoutingStats(*stats))
+                moe_layers.append(layer.name)
             if layer_attention is not None:
                 attention = layer_attention.float().to(x)
         if attention is not None:
             attention = attention[:alignment_heads].mean(dim=0)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
-        extra = {"attn": [attention], "inner_states": hidden_states, "moe_stats": moe_stats}
+        extra = {
+            "attn": [attention],
+            "inner_states": hidden_states,
+            "moe_stats": moe_stats,
+            "moe_layers": moe_layers,
+        }
         return x.transpose(0, 1), extra
 
     def embed(self, prev_output_tokens, incremental_state) -> Tensor:
