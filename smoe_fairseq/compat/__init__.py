@@ -15,9 +15,11 @@ from .cached_dataset import read_past_cache
 from .cpu_ddp import name_no_gpu
 from .dataclass_hash import hash_dataclasses
 from .encoder_fast_path import avoid_fast_path
+from .fasta_index import index_without_shell
 from .hydra_user_dir import import_user_dir_first
 from .hydra_warnings import quiet_hydra
 from .imports import Action, when_imported
+from .literal_eval import EVALUATING, evaluate_literals_only
 from .missing_language import name_missing_dictionary, name_unlisted_language
 from .progress_line import keep_lines_short
 from .safe_globals import allow_checkpoint_types
@@ -29,8 +31,10 @@ __all__ = ["PATCHES", "install", "require_fairseq", "when_imported"]
 PATCHES = (
     ("dataclasses", hash_dataclasses),
     ("torch.serialization", allow_checkpoint_types),
+    *((module, evaluate_literals_only) for module in EVALUATING),
     ("fairseq.dataclass.utils", quiet_hydra),
     ("fairseq.data.indexed_dataset", read_past_cache),
+    ("fairseq.data.fasta_dataset", index_without_shell),
     ("fairseq.logging.progress_bar", keep_lines_short),
     ("fairseq.modules.transformer_layer", avoid_fast_path),
     ("fairseq.models.distributed_fairseq_model", name_no_gpu),
