@@ -22,6 +22,7 @@ from .imports import Action, when_imported
 from .literal_eval import EVALUATING, evaluate_literals_only
 from .missing_language import name_missing_dictionary, name_unlisted_language
 from .progress_line import keep_lines_short
+from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
 from .unreadable_checkpoint import name_unreadable_checkpoints
 from .version import problem, require_fairseq
@@ -40,6 +41,8 @@ PATCHES = (
     ("fairseq.models.distributed_fairseq_model", name_no_gpu),
     ("fairseq.options", keep_bf16_off_tpu),
     ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
+    ("fairseq.checkpoint_utils", publish_checkpoints),
+    ("fairseq.checkpoint_utils", name_unwritable_folder),
     ("fairseq.data.dictionary", name_missing_dictionary),
     ("fairseq.data.multilingual.multilingual_data_manager", name_unlisted_language),
     ("fairseq.dataclass.initialize", import_user_dir_first),
