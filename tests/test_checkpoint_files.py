@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import torch
 from commands import SCRIPTS, TINY, generation, run
 from fairseq import checkpoint_utils
 from test_compat import WITHOUT, run_without
+from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
 from test_training import train as train_smoe
 
 from smoe_fairseq.checkpoint.names import pending
 from smoe_fairseq.checkpoint.record import Inaccessible, open_checkpoint, record_of
+from smoe_fairseq.checkpoint.shards import Shards
 from smoe_fairseq.compat import checkpoint_file
 from smoe_fairseq.compat.whole_file import reason_of, whole_file
 
@@ -307,3 +310,34 @@ def test_whatever_else_goes_wrong_is_left_as_it_is(tmp_path):
         raise RuntimeError("mine")
     assert not list(tmp_path.iterdir())
     assert reason_of(RuntimeError("mine")) is None
+
+
+def train_until_full(folder: str, arguments):
+    """``fairseq-train`` in which the disk of rank 1 is full from the second save on."""
+    from fairseq_cli import train
+
+    original, count = torch.save, [0]
+
+    def save(state, file, *others, **options):
+        count[0] += 1
+        if torch.distributed.get_rank() == 1 and count[0] > 1:
+            file.write(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(state, file, *others, **options)
+
+    torch.save = save
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
+
+
+def test_a_process_without_room_leaves_the_old_set(ranks, small_corpus, tmp_path):
+    """All processes end, and what they had saved together is still one set."""
+    arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--save-interval-updates", 1)
+    words = (str(tmp_path), list(map(str, arguments)))
+    run = ranks.start(tmp_path, 2, *words, function=train_until_full)
+    assert run.wait(60) == [1, 1]
+    reason = "cannot be saved: No space left on device"
+    assert f"error: {tmp_path}/checkpoint_1_2-rank-1.pt.pending {reason}" in run.output(1)
+    assert not list(tmp_path.glob("*.tmp")) and "Traceback" not in run.output(1)
+    shards = Shards.open(tmp_path / "checkpoint_last.pt", True)
+    assert shards.record.num_updates == 1 and len(shards.files) == 2
