@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from handmade import (
     LANGUAGES,
     LENGTHS,
     MULTILINGUAL,
+    PLUGIN,
     ROUTES,
     SPECIAL,
     class_of,
@@ -24,8 +26,9 @@ from handmade import (
 )
 from test_compat import run_without
 
-from smoe_fairseq.analysis import training_log
+from smoe_fairseq.analysis import capacity, loading, training_log
 from smoe_fairseq.cli import main
+from smoe_fairseq.modules.capacity import gates_of
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +210,16 @@ def test_run_is_described(analysis, by_hand):
 
 def test_report_is_one_file(analysis):
     page = (analysis / "report.html").read_text()
-    names = ["by_direction", "frequency", "by_depth", "load", "flow", "sentence", "training"]
+    names = [
+        "by_direction",
+        "frequency",
+        "by_depth",
+        "load",
+        "flow",
+        "positions",
+        "sentence",
+        "training",
+    ]
     for name in names:
         assert f'<section id="{name}">' in page
         assert (analysis / f"{name}.png").stat().st_size and (
@@ -276,6 +288,41 @@ def test_one_direction_with_the_translation_task(data, tmp_path):
     assert [row["direction"] for row in rows] == ["bb-aa"] * 4
     for row in rows:
         assert int(row["stops"]) == expected("bb-aa", row["side"], "text").total()
+
+
+def test_positions_are_of_all_first_choices(analysis):
+    """In five fifths as many as in all directions together; some are dropped on each side."""
+    load = Counter()
+    for row in read(analysis / "load.csv"):
+        load[row["side"], row["layer"]] += int(row["first_choices"])
+    positions, dropped = Counter(), Counter()
+    for row in read(analysis / "positions.csv"):
+        assert 0 <= int(row["dropped"]) <= int(row["first_choices"])
+        positions[row["side"], row["layer"]] += int(row["first_choices"])
+        dropped[row["side"]] += int(row["dropped"])
+    assert positions == load and len(dropped) == 2 and all(dropped.values())
+    assert 'id="positions"' in (analysis / "report.html").read_text()
+
+
+def test_losses_with_and_without_the_limit_are_those_of_validation(data, trained):
+    """One batch of all directions, as `fairseq-validate` makes it but for the order of its rows."""
+    output = run(
+        *("fairseq-validate", data, "--user-dir", PLUGIN, "--path", trained, "--cpu"),
+        *(*MULTILINGUAL, "--max-tokens", 4096, "--num-workers", 0, "--log-format", "json"),
+        *("--model-overrides", "{'moe_drop_order': 'score'}"),
+    ).stdout
+    line = json.loads(re.findall(r"^.*(\{.*valid_nll_loss.*\})", output, re.MULTILINE)[-1])
+    model, task = loading.load(trained, str(data))
+    for gate in gates_of(model):
+        gate.drop_order = "score"
+    found = capacity.check(model, task, DIRECTIONS)
+    assert found.nll_loss == pytest.approx(float(line["valid_nll_loss"]), abs=0.0006)
+    assert found.limited_nll_loss == pytest.approx(float(line["valid_capacity_nll_loss"]), abs=6e-4)
+    table = sum(found.fifths.values())
+    percent = 100 * table[1] / table[0]
+    logged = [float(line[f"valid_capacity_overflow_fifth{i}"]) for i in range(1, 6)]
+    assert percent.tolist() == pytest.approx(logged, abs=0.002)
+    assert found.gap != 0 and model.encoder.layers[1].moe.gates[0].eval_capacity_factor == 0
 
 
 def test_naive_stacking(data, tmp_path):
@@ -367,7 +414,9 @@ def test_routing_metrics_reach_the_loggers(trained):
         names |= {f"{block}/stratum.{i}/{metric}" for block in blocks for i in range(4)}
     for tag in ("train_inner", "valid"):
         found = {name for name in events_of(trained.parent / "events" / tag) if "/" in name}
-        assert found == names
+        fifths = {f"{block}/overflow_fifth{i}" for block in blocks for i in range(1, 6)}
+        assert names <= found <= names | fifths
+        assert (tag == "train_inner") == bool(found & fifths)  # where something was dropped
     series = training_log.read(trained.parent / "train.log")
     assert names <= series.keys() and set(series["requested_capacity"]) == {1, 2}
     shares = [series[f"encoder.layer.1/stratum.{i}/tokens"][2] for i in range(4)]

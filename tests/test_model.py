@@ -209,3 +209,20 @@ def test_a_checkpoint_of_another_architecture_is_named(flags, words):
     with pytest.raises(SystemExit) as end:
         tiny(*flags.split()).load_state_dict(state)
     assert words in str(end.value.code)
+
+
+def test_recomputed_activations_are_those_of_autocast():
+    """In bfloat16 as in the forward pass, so that gates see the same, to the bit."""
+    flags = ["--smoe-strata", "2-2-2-2", "--moe-second-expert-policy", "all"]
+    model = tiny(*flags, "--checkpoint-activations").train()
+    seen = []
+    for layer in (model.encoder.layers[1], model.decoder.layers[1]):
+        layer.moe.gates[0].register_forward_hook(
+            lambda gate, inputs, routing: seen.append((inputs[0], routing.first_choice_T))
+        )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = model(*make_batch())
+    out.float().square().sum().backward()
+    encoder, decoder, decoder_again, encoder_again = seen
+    for first, again in ((encoder, encoder_again), (decoder, decoder_again)):
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])

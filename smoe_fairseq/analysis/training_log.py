@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
@@ -12,7 +13,17 @@ TRAINING = re.compile(r"^(?:.*\| train_inner \| |.*INFO \| \S+ \| )?(epoch \d+:.
 
 
 def read(path: Path) -> dict[str, dict[int, float]]:
-    """Values by update of each routing metric that was logged in training, by its name.
+    """Values by update of each routing metric that was logged in training, by its name."""
+    series: dict[str, dict[int, float]] = {}
+    for values in read_lines(path):
+        for name, value in values.items():
+            if is_routing(name):
+                series.setdefault(name, {})[int(values[UPDATES])] = value
+    return series
+
+
+def read_lines(path: Path) -> Iterator[dict[str, float]]:
+    """All that was logged in training, a dictionary for each line of it.
 
     Takes what ``--log-file`` or a redirected console holds, in fairseq's simple or JSON format.
     """
@@ -21,15 +32,9 @@ def read(path: Path) -> dict[str, dict[int, float]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
         raise UsageError(f"--log {path} cannot be read: {reason}") from None
-    series: dict[str, dict[int, float]] = {}
     for line in lines:
-        values = _values(line)
-        if UPDATES not in values:
-            continue
-        for name, value in values.items():
-            if is_routing(name):
-                series.setdefault(name, {})[int(values[UPDATES])] = value
-    return series
+        if UPDATES in (values := _values(line)):
+            yield values
 
 
 def is_routing(name: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from .bf16_device import keep_bf16_off_tpu
 from .cached_dataset import read_past_cache
+from .checkpoint_autocast import keep_autocast
 from .cpu_ddp import name_no_gpu
 from .dataclass_hash import hash_dataclasses
 from .encoder_fast_path import avoid_fast_path
@@ -37,6 +38,7 @@ PATCHES = (
     ("fairseq.data.indexed_dataset", read_past_cache),
     ("fairseq.data.fasta_dataset", index_without_shell),
     ("fairseq.logging.progress_bar", keep_lines_short),
+    ("fairseq.modules.checkpoint_activations", keep_autocast),
     ("fairseq.modules.transformer_layer", avoid_fast_path),
     ("fairseq.models.distributed_fairseq_model", name_no_gpu),
     ("fairseq.options", keep_bf16_off_tpu),

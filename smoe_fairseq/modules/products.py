@@ -14,18 +14,22 @@ from torch.autograd.function import once_differentiable
 
 
 class SharedGradient:
-    """The gradient of stacked weights ``(E, O, I)`` and biases ``(E, O)`` that all uses add to."""
+    """The gradient of stacked weights ``(E, O, I)`` and biases ``(E, O)`` that all uses add to.
+
+    A sum belongs to one backward pass. One that never fetches it (``torch.autograd.grad`` of the inputs
+    alone, or a pass that is interrupted) leaves nothing behind for the next.
+    """
 
     def __init__(self):
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        self.written: set[int] = set()
+        self.backward_pass: int | None = None
 
     def add(self, expert: int, y_grad_NO: Tensor, x_NI: Tensor, weight: Tensor) -> None:
         """Adds what the rows of one expert say."""
-        if self.weight is None:
+        if self.backward_pass != _backward_pass():
+            self.backward_pass = _backward_pass()
             self.weight = torch.empty_like(weight)
             self.bias = weight.new_empty(weight.shape[:2])
+            self.written: set[int] = set()
         if expert in self.written:
             self.weight[expert].addmm_(y_grad_NO.t(), x_NI)
             self.bias[expert] += y_grad_NO.sum(0)
@@ -35,15 +39,20 @@ class SharedGradient:
             self.written.add(expert)
 
     def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum, which is 0 for experts without rows; the next backward pass begins anew."""
-        if self.weight is None:
+        """The sum of this backward pass, 0 for experts without rows."""
+        if self.backward_pass != _backward_pass():
             return torch.zeros_like(weight), weight.new_zeros(weight.shape[:2])
         for expert in set(range(len(weight))) - self.written:
             self.weight[expert].zero_()
             self.bias[expert].zero_()
         gradients = self.weight, self.bias
-        self.__init__()
+        self.backward_pass = self.weight = self.bias = None
         return gradients
+
+
+def _backward_pass() -> int:
+    """Number of the backward pass that is under way; torch's own activation checkpointing asks for it."""
+    return torch._C._current_graph_task_id()
 
 
 class ShareGradient(torch.autograd.Function):

@@ -1,0 +1,142 @@
+"""What a trained run is like, so that a run can be held against its baseline.
+
+    python -m benchmarks.trained DATA RUN=FOLDER ... [--output benchmarks/results/trained]
+
+FOLDER is that of ``scripts/train.sh`` and ``evaluate.sh``: train.log, checkpoints, scores, test/. Of each
+run: the loss in training, and on the validation set (references as decoder input) in five modes between
+evaluation and training; dropped first choices by position; lengths and BLEU. One JSON per run, kept
+and not computed again, and a table of all that are there.
+"""
+
+import argparse
+import json
+import re
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.machine import describe
+from smoe_fairseq.analysis import loading
+from smoe_fairseq.analysis.capacity import nll, samples
+from smoe_fairseq.analysis.training_log import read_lines
+from smoe_fairseq.modules.blocks import moe_blocks
+from smoe_fairseq.modules.capacity import by_position, gates_of
+from smoe_fairseq.recipes import scores
+
+LAST = 300  # updates over which the training loss is averaged
+# Mode: (second experts as in training, capacity as in training, all of training, dropout included)
+MODES = {
+    "evaluation": (False, False, False),
+    "capacity": (False, True, False),
+    "second": (True, False, False),
+    "both": (True, True, False),
+    "training": (True, True, True),
+}
+
+
+@contextmanager
+def mode(model, draws: bool, limited: bool, dropout: bool):
+    """A gate in training mode draws second experts and has training's capacity."""
+    gates = gates_of(model)
+    factors = [(gate.capacity_factor, gate.eval_capacity_factor) for gate in gates]
+    model.train(dropout)
+    for gate in gates:
+        gate.train(draws)
+        factor = gate.capacity_factor if limited else 0.0
+        gate.capacity_factor = gate.eval_capacity_factor = factor
+    yield
+    model.eval()
+    for gate, (train, evaluate) in zip(gates, factors, strict=True):
+        gate.capacity_factor, gate.eval_capacity_factor = train, evaluate
+
+
+@torch.no_grad()
+def losses(model, task, name: str) -> tuple[float, dict[str, list[float]]]:
+    """Bits per token in a mode, and percent of first choices dropped by fifth on each side."""
+    torch.manual_seed(1)
+    bits, tokens = 0.0, 0
+    fifths = {block: 0 for block in moe_blocks(model)}
+    with mode(model, *MODES[name]):
+        for sample in samples(model, task, loading.directions(task)):
+            batch_bits, moe_stats = nll(model, sample)
+            bits, tokens = bits + batch_bits, tokens + sample["ntokens"]
+            for block, stats in zip(fifths, moe_stats, strict=False):
+                fifths[block] = fifths[block] + by_position(stats).numpy()
+    percent = {}
+    for side in dict.fromkeys(block.split(".")[0] for block in fifths):
+        chosen, dropped = sum(table for block, table in fifths.items() if block.startswith(side))
+        percent[side] = np.round(100 * dropped / chosen, 2).tolist()
+    return round(bits / tokens, 4), percent
+
+
+def words(folder: Path, direction: str) -> tuple[int, int]:
+    """In the translations and in the references, as fairseq-generate printed them."""
+    text = (folder / "test" / direction / "generate-test.txt").read_text("utf-8")
+    references = re.findall(r"^T-\d+\t(.*)$", text, re.MULTILINE)
+    translations = (folder / "test" / f"{direction}.txt").read_text("utf-8").splitlines()
+    return tuple(sum(len(line.split()) for line in lines) for lines in (translations, references))
+
+
+def measure(data: str, folder: Path) -> dict:
+    log = list(read_lines(folder / "train.log"))
+    training = [
+        line["nll_loss"] for line in log if line["num_updates"] > log[-1]["num_updates"] - LAST
+    ]
+    updates = int(log[-1]["num_updates"])
+    model, task = loading.load(folder / "checkpoint_last.pt", data)
+    found = {mode: losses(model, task, mode) for mode in MODES}
+    scored = scores.read(folder)
+    return {
+        **describe(torch.device("cpu")),
+        "updates": updates,
+        "training_nll_loss": round(sum(training) / len(training), 4),
+        "validation_nll_loss": {mode: loss for mode, (loss, _) in found.items()},
+        "dropped": found["both"][1],
+        "words": {direction: words(folder, direction) for direction in scored},
+        "bleu": {direction: round(score.bleu, 2) for direction, score in scored.items()},
+    }
+
+
+def row(name: str, result: dict) -> str:
+    drops = result["dropped"].get("decoder", [])
+    ours, reference = np.sum(list(result["words"].values()), axis=0)
+    bleu = result["bleu"].values()
+    cells = [
+        name,
+        f"{result['training_nll_loss']:.3f}",
+        *(f"{result['validation_nll_loss'][mode]:.3f}" for mode in MODES),
+        " ".join(f"{percent:.1f}" for percent in drops),
+        f"{ours / reference:.3f}",
+        *(f"{score:.2f}" for score in bleu),
+        f"**{sum(bleu) / len(bleu):.2f}**",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def table(folder: Path, names: list[str]) -> str:
+    results = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+    directions = list(next(iter(results.values()))["bleu"])
+    header = ["", "training", *MODES, "dropped by fifth, %", "words", *directions, "mean"]
+    lines = [f"| {' | '.join(header)} |", f"|---|{'---:|' * (len(header) - 1)}"]
+    return "\n".join([*lines, *(row(name, result) for name, result in results.items())])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data")
+    parser.add_argument("runs", nargs="+", metavar="RUN=FOLDER")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/trained"))
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    runs = dict(run.split("=", 1) for run in args.runs)
+    for name, folder in runs.items():
+        path = args.output / f"{name}.json"
+        if not path.exists():
+            path.write_text(json.dumps(measure(args.data, Path(folder)), indent=1) + "\n")
+    print(table(args.output, list(runs)))
+
+
+if __name__ == "__main__":
+    main()
