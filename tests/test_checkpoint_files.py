@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import SCRIPTS, TINY, generation, run
 from fairseq import checkpoint_utils
+from fairseq.file_io import PathManager
 from test_compat import WITHOUT, run_without
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
@@ -194,6 +195,25 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     assert str(ended.value) == words
 
 
+@pytest.mark.parametrize("ask", ["exists", "isfile"])
+def test_a_checkpoint_that_is_hidden_is_not_taken_for_missing(tmp_path, monkeypatch, ask):
+    """Else --restore-file of a folder of another user would start anew."""
+    hidden, original = str(tmp_path / "checkpoint.pt"), os.stat
+
+    def stat(path, *others, **options):
+        if str(path) == hidden:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return original(path, *others, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert not os.path.exists(hidden)
+    with pytest.raises(SystemExit) as ended:
+        getattr(PathManager, ask)(hidden)
+    assert str(ended.value) == f"error: {hidden} cannot be read: Permission denied"
+    assert not getattr(PathManager, ask)(str(tmp_path / "none.pt"))
+    assert not getattr(checkpoint_utils.PathManager, ask)("s3://bucket/checkpoint.pt")
+
+
 # A run that ends while it saves
 
 KILLED = """
@@ -210,6 +230,7 @@ shutil.copyfile = half
 SAVING = """
 import os, sys
 from fairseq import checkpoint_utils
+from fairseq.file_io import PathManager
 source, folder = sys.argv[1:]
 state = checkpoint_utils.load_checkpoint_to_cpu(source)
 best, last = (os.path.join(folder, f"checkpoint_{name}.pt") for name in ("best", "last"))

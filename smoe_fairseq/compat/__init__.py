@@ -17,6 +17,7 @@ from .cpu_ddp import name_no_gpu
 from .dataclass_hash import hash_dataclasses
 from .encoder_fast_path import avoid_fast_path
 from .fasta_index import index_without_shell
+from .hidden_checkpoint import name_hidden_checkpoints
 from .hydra_user_dir import import_user_dir_first
 from .hydra_warnings import quiet_hydra
 from .imports import Action, when_imported
@@ -42,6 +43,7 @@ PATCHES = (
     ("fairseq.modules.transformer_layer", avoid_fast_path),
     ("fairseq.models.distributed_fairseq_model", name_no_gpu),
     ("fairseq.options", keep_bf16_off_tpu),
+    ("fairseq.file_io", name_hidden_checkpoints),
     ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
     ("fairseq.checkpoint_utils", publish_checkpoints),
     ("fairseq.checkpoint_utils", name_unwritable_folder),
