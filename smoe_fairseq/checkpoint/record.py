@@ -7,6 +7,11 @@ from pathlib import Path
 import torch
 
 from smoe_fairseq.checkpoint.names import rank_file, rank_of, set_name
+from smoe_fairseq.compat.checkpoint_file import (
+    InaccessibleCheckpoint,
+    UnreadableCheckpoint,
+    reading,
+)
 from smoe_fairseq.errors import UsageError
 
 KEY = "smoe_experts"  # of the record in a checkpoint
@@ -44,16 +49,26 @@ class Record:
         return cls(**{**content, "parameters": tuple(content["parameters"])})
 
 
+class Inaccessible(UsageError):
+    """There is a file, perhaps a sound one, that the system does not let be read."""
+
+
 def open_checkpoint(path: Path | str) -> dict:
     """The content of a checkpoint, its tensors left on disk until they are used.
 
     Raises:
-        UsageError: it is missing, cut off, or no checkpoint.
+        UsageError: it is missing, cut off, damaged, or no checkpoint.
+        Inaccessible: the system does not let it be read.
     """
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with reading(path):
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UsageError(f"{path} is missing") from None
+    except InaccessibleCheckpoint as error:
+        raise Inaccessible(str(error)) from None
+    except UnreadableCheckpoint as error:
+        raise UsageError(str(error)) from None
     except Exception as error:  # what torch raises for a bad file is of many kinds
         if "WeightsUnpickler" in str(error) or "weights_only" in str(error).lower():
             raise UsageError(
@@ -66,9 +81,14 @@ def open_checkpoint(path: Path | str) -> dict:
 
 
 def record_of(path: Path | str) -> Record | None:
-    """Of a file; None where there is none that can be read, or it has no record."""
+    """Of a file; None where it is missing, cut off or damaged, or has no record.
+
+    What is not for this user to read is an error, lest it be taken for a file of no use and removed.
+    """
     try:
         return Record.of(open_checkpoint(path))
+    except Inaccessible:
+        raise
     except UsageError:
         return None
 

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from smoe_fairseq.checkpoint.names import PENDING, rank_file, rank_files
 from smoe_fairseq.checkpoint.record import open_checkpoint
 from smoe_fairseq.checkpoint.shards import Shards, same_bits
+from smoe_fairseq.compat.whole_file import reason_of
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules.placement import Placement
 
@@ -58,7 +59,9 @@ def write(shards: Shards, output: Path, world_size: int, force: bool) -> list[Pa
         for file in left_over:
             file.unlink()
     except (OSError, RuntimeError) as error:  # torch raises the second where a disk is full
-        raise UsageError(f"{output}: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(
+            f"--output {output} cannot be written: {reason_of(error) or error}"
+        ) from None
     finally:
         for file in partial:
             file.unlink(missing_ok=True)

@@ -16,11 +16,15 @@ from .checkpoint_autocast import keep_autocast
 from .cpu_ddp import name_no_gpu
 from .dataclass_hash import hash_dataclasses
 from .encoder_fast_path import avoid_fast_path
+from .fasta_index import index_without_shell
+from .hidden_checkpoint import name_hidden_checkpoints
 from .hydra_user_dir import import_user_dir_first
 from .hydra_warnings import quiet_hydra
 from .imports import Action, when_imported
+from .literal_eval import EVALUATING, evaluate_literals_only
 from .missing_language import name_missing_dictionary, name_unlisted_language
 from .progress_line import keep_lines_short
+from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
 from .unreadable_checkpoint import name_unreadable_checkpoints
 from .version import problem, require_fairseq
@@ -30,14 +34,19 @@ __all__ = ["PATCHES", "install", "require_fairseq", "when_imported"]
 PATCHES = (
     ("dataclasses", hash_dataclasses),
     ("torch.serialization", allow_checkpoint_types),
+    *((module, evaluate_literals_only) for module in EVALUATING),
     ("fairseq.dataclass.utils", quiet_hydra),
     ("fairseq.data.indexed_dataset", read_past_cache),
+    ("fairseq.data.fasta_dataset", index_without_shell),
     ("fairseq.logging.progress_bar", keep_lines_short),
     ("fairseq.modules.checkpoint_activations", keep_autocast),
     ("fairseq.modules.transformer_layer", avoid_fast_path),
     ("fairseq.models.distributed_fairseq_model", name_no_gpu),
     ("fairseq.options", keep_bf16_off_tpu),
+    ("fairseq.file_io", name_hidden_checkpoints),
     ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
+    ("fairseq.checkpoint_utils", publish_checkpoints),
+    ("fairseq.checkpoint_utils", name_unwritable_folder),
     ("fairseq.data.dictionary", name_missing_dictionary),
     ("fairseq.data.multilingual.multilingual_data_manager", name_unlisted_language),
     ("fairseq.dataclass.initialize", import_user_dir_first),

@@ -1,28 +1,34 @@
-"""One sentence for a checkpoint that cannot be read, where fairseq ends in torch's stack trace.
+"""One sentence for a checkpoint that cannot be read, where fairseq ends in torch's stack trace, or in none.
 
-For fairseq 0.12.2 on any torch. A full disk or a killed process leaves such files; the user has to
-know which one it is. A file with types that are not loaded for safety stays refused in torch's words.
+For fairseq 0.12.2 on any torch. A full disk or a killed process leaves files that are cut off, a
+failing disk changes bytes of a tensor, which torch takes without a word, and a file of another user is not
+for this one to read; the user has to know which file it is, and what is wrong. A file with types
+that are not loaded for safety stays refused in torch's words.
 """
 
 import functools
-import zipfile
 from types import ModuleType
+
+from .checkpoint_file import CutOffCheckpoint, UnreadableCheckpoint, reading
 
 
 def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:
-    original = checkpoint_utils.load_checkpoint_to_cpu
+    for name in ("load_checkpoint_to_cpu", "load_ema_from_checkpoint"):
+        setattr(checkpoint_utils, name, _checked(getattr(checkpoint_utils, name)))
 
-    @functools.wraps(original)
-    def load_checkpoint_to_cpu(path, *others, **options):
+
+def _checked(load):
+    @functools.wraps(load)
+    def load_checked(path, *others, **options):
         try:
-            return original(path, *others, **options)
-        except FileNotFoundError:
-            raise
-        except (EOFError, OSError, RuntimeError, zipfile.BadZipFile):
-            # SystemExit, since the trainer wraps every Exception in one of its own.
+            with reading(path):
+                return load(path, *others, **options)
+        # SystemExit, since the trainer wraps every Exception in one of its own.
+        except CutOffCheckpoint as error:
             raise SystemExit(
-                f"error: {path} is cut off or not a checkpoint: resume from another one with "
-                "--restore-file, or remove it to start anew"
+                f"error: {error}: resume from another one with --restore-file, or remove it to start anew"
             ) from None
+        except UnreadableCheckpoint as error:
+            raise SystemExit(f"error: {error}") from None
 
-    checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
+    return load_checked

@@ -6,7 +6,6 @@ name. If they are killed between two of these renamings, the rest is made up for
 
 import functools
 import os
-import shutil
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +43,7 @@ def _sets(checkpoint_utils: ModuleType, trainer):
     class PublishedPaths(paths):
         @staticmethod
         def copy(source, target, overwrite=False):
-            shutil.copyfile(source, pending(target))
+            paths.copy(source, str(pending(target)), overwrite)
             publish(target)
             return True
 

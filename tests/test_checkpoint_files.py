@@ -1,0 +1,364 @@
+"""Checkpoint files that are damaged, not ours to read, or about to be lost: one sentence, nothing lost."""
+
+import errno
+import os
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from commands import SCRIPTS, TINY, generation, run
+from fairseq import checkpoint_utils
+from fairseq.file_io import PathManager
+from test_compat import WITHOUT, run_without
+from test_expert_parallel import flags
+from test_expert_parallel_checkpoints import call, refusal
+from test_training import train as train_smoe
+
+from smoe_fairseq.checkpoint.names import pending
+from smoe_fairseq.checkpoint.record import Inaccessible, open_checkpoint, record_of
+from smoe_fairseq.checkpoint.shards import Shards
+from smoe_fairseq.compat import checkpoint_file
+from smoe_fairseq.compat.whole_file import reason_of, whole_file
+
+NORMS = ("--encoder-normalize-before", "--decoder-normalize-before")
+
+
+@pytest.fixture(scope="module")
+def sparse(small_corpus, tmp_path_factory) -> Path:
+    """A checkpoint of a tiny SMoE."""
+    folder = tmp_path_factory.mktemp("sparse")
+    train_smoe(small_corpus, folder, "--max-update", 2)
+    return folder / "checkpoint_last.pt"
+
+
+def rotted(source: Path, path: Path, inside: bytes = b"/data/3") -> Path:
+    """A copy in which 64 bytes of one tensor are others; torch loads it without a word."""
+    shutil.copy(source, path)
+    with zipfile.ZipFile(path) as archive:
+        part = next(i for i in archive.infolist() if i.filename.encode().endswith(inside))
+        with archive.open(part) as opened:
+            start = opened._fileobj._file.tell()
+    content = bytearray(path.read_bytes())
+    assert part.file_size >= 64
+    for i in range(start, start + 64):
+        content[i] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def resume(corpus, save_dir, *flags):
+    return ("fairseq-train", corpus, "--save-dir", save_dir, *TINY, *NORMS, *flags)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# Changed bytes
+
+
+def test_changed_bytes_of_a_tensor_are_noticed(pre_norm, corpus, tmp_path):
+    """Without the patch, training goes on from them and translations are made of them."""
+    last = rotted(pre_norm, tmp_path / "checkpoint_last.pt")
+    assert torch.load(last, weights_only=True)["model"]
+    before = contents(tmp_path)
+    for command in (
+        resume(corpus, tmp_path, "--max-epoch", 3),
+        resume(corpus, tmp_path / "new", "--finetune-from-model", last),
+        ("fairseq-generate", *generation(corpus, last)),
+    ):
+        result = run(*command, check=False)
+        assert result.returncode == 1 and "Traceback" not in result.stdout
+        assert result.stdout.splitlines()[-1].startswith(
+            f"error: {last} is damaged: archive/data/3 in it does not match its checksum"
+        )
+    assert not list((tmp_path / "new").glob("*"))
+    shutil.rmtree(tmp_path / "new")
+    assert contents(tmp_path) == before
+    command = resume(corpus, tmp_path, "--max-epoch", 3)
+    assert "done training" in run_without("name_unreadable_checkpoints", *command).stdout
+
+
+def test_our_commands_notice_too(sparse, small_corpus, tmp_path):
+    call("reshard", sparse, "--world-size", 2, "--output", tmp_path / "set.pt")
+    rotted(tmp_path / "set-rank-1.pt", tmp_path / "other-rank-1.pt")
+    os.replace(tmp_path / "other-rank-1.pt", tmp_path / "set-rank-1.pt")
+    bad, new = rotted(sparse, tmp_path / "bad.pt"), tmp_path / "new"
+    before = contents(tmp_path)
+    for words, file in (
+        (["consolidate", tmp_path / "set.pt", "--output", new], tmp_path / "set-rank-1.pt"),
+        (["reshard", tmp_path / "set.pt", "--world-size", 4, "--output", new], "set-rank-1.pt"),
+        (["reshard", bad, "--world-size", 2, "--output", new], bad),
+        (["analyze", small_corpus, "--path", bad, "--output", new, "--cpu"], bad),
+        (["cost", "--path", bad], bad),
+    ):
+        sentence = refusal(*words)
+        assert f"{file} is damaged: " in sentence and "take another copy" in sentence
+    assert contents(tmp_path) == before
+
+
+def test_each_byte_that_matters_is_covered(pre_norm, tmp_path):
+    """The list of contents and the pickle as well as tensors; what is sound stays so."""
+    checkpoint_file.check_sums(pre_norm)
+    with pytest.raises(checkpoint_file.UnreadableCheckpoint, match="data.pkl in it does not match"):
+        checkpoint_file.check_sums(rotted(pre_norm, tmp_path / "pickle.pt", b"data.pkl"))
+    content = pre_norm.read_bytes()
+    table = content.rindex(b"PK\1\2")
+    for where in (0, table, len(content) - 22):
+        bad = bytearray(content)
+        bad[where : where + 8] = b"\xff" * 8
+        (tmp_path / f"{where}.pt").write_bytes(bad)
+        with pytest.raises(SystemExit, match=rf"{where}\.pt is (damaged|cut off)"):
+            checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / f"{where}.pt"))
+
+
+def test_a_file_is_summed_once_while_it_stays_as_it_is(pre_norm, tmp_path, monkeypatch):
+    opened = []
+    original = zipfile.ZipFile.open
+    monkeypatch.setattr(
+        zipfile.ZipFile, "open", lambda *a, **k: opened.append(1) or original(*a, **k)
+    )
+    path = tmp_path / "checkpoint.pt"
+    shutil.copy(pre_norm, path)
+    checkpoint_file.check_sums(path)
+    count = len(opened)
+    checkpoint_file.check_sums(path)
+    assert len(opened) == count > 10
+    rotted(pre_norm, path)
+    with pytest.raises(checkpoint_file.UnreadableCheckpoint):
+        checkpoint_file.check_sums(path)
+
+
+def test_checkpoints_of_older_torch_have_no_checksums(pre_norm, tmp_path):
+    state = torch.load(pre_norm, weights_only=True)
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "old.pt"))["model"]
+
+
+# Files of another user
+
+
+@pytest.fixture
+def denied(monkeypatch):
+    """Files named secret* are not to be read: root reads everything, so permission bits cannot say so."""
+    original = open
+
+    def refuse(path, mode="r", *others, **options):
+        if Path(str(path)).name.startswith("secret") and mode.startswith("r"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path, mode, *others, **options)
+
+    monkeypatch.setattr("builtins.open", refuse)
+
+
+def test_permission_denied_is_called_so(pre_norm, sparse, small_corpus, tmp_path, denied):
+    secret = tmp_path / "secret.pt"
+    shutil.copy(sparse, secret)
+    with pytest.raises(SystemExit) as ended:
+        checkpoint_utils.load_checkpoint_to_cpu(str(secret))
+    sentences = [
+        str(ended.value),
+        refusal("reshard", secret, "--world-size", 2, "--output", tmp_path / "new.pt"),
+        refusal("analyze", small_corpus, "--path", secret, "--output", tmp_path / "new"),
+        refusal("cost", "--path", secret),
+    ]
+    for sentence in sentences:
+        assert sentence == f"error: {secret} cannot be read: Permission denied"
+
+
+def test_a_file_that_may_be_sound_is_not_taken_for_a_useless_one(sparse, tmp_path, denied):
+    """Else what a killed run left to be published would be dropped at the next start."""
+    secret = pending(tmp_path / "secret-rank-0.pt")
+    shutil.copy(sparse, secret)
+    with pytest.raises(Inaccessible, match="Permission denied"):
+        record_of(secret)
+    (tmp_path / "cut.pt").write_bytes(sparse.read_bytes()[:5000])
+    assert record_of(tmp_path / "cut.pt") is None and record_of(tmp_path / "none.pt") is None
+    assert open_checkpoint(sparse)["model"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    original = open
+
+    def refuse(path, mode="r", *others, **options):
+        if str(path).startswith(str(tmp_path)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path, mode, *others, **options)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(SystemExit) as ended:
+        checkpoint_utils.verify_checkpoint_directory(str(tmp_path))
+    words = f"error: --save-dir {tmp_path} cannot be written to: Permission denied"
+    assert str(ended.value) == words
+
+
+@pytest.mark.parametrize("ask", ["exists", "isfile"])
+def test_a_checkpoint_that_is_hidden_is_not_taken_for_missing(tmp_path, monkeypatch, ask):
+    """Else --restore-file of a folder of another user would start anew."""
+    hidden, original = str(tmp_path / "checkpoint.pt"), os.stat
+
+    def stat(path, *others, **options):
+        if str(path) == hidden:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return original(path, *others, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert not os.path.exists(hidden)
+    with pytest.raises(SystemExit) as ended:
+        getattr(PathManager, ask)(hidden)
+    assert str(ended.value) == f"error: {hidden} cannot be read: Permission denied"
+    assert not getattr(PathManager, ask)(str(tmp_path / "none.pt"))
+    assert not getattr(checkpoint_utils.PathManager, ask)("s3://bucket/checkpoint.pt")
+
+
+# A run that ends while it saves
+
+KILLED = """
+import os, shutil, signal
+def half(source, target, **_):
+    with open(source, "rb") as read, open(target, "wb") as written:
+        written.write(read.read()[:5000])
+    os.kill(os.getpid(), signal.SIGKILL)
+shutil.copyfile = half
+"""
+
+
+# What fairseq-train does with files when it saves: (source, folder)
+SAVING = """
+import os, sys
+from fairseq import checkpoint_utils
+from fairseq.file_io import PathManager
+source, folder = sys.argv[1:]
+state = checkpoint_utils.load_checkpoint_to_cpu(source)
+best, last = (os.path.join(folder, f"checkpoint_{name}.pt") for name in ("best", "last"))
+checkpoint_utils.torch_persistent_save(state, best)
+checkpoint_utils.PathManager.copy(best, last, overwrite=True)
+"""
+
+
+def run_saving(condition: str, patch: str, source: Path, folder: Path):
+    """The same under a condition, with every patch but one."""
+    program = folder.parent / "saving.py"
+    program.write_text(SAVING)
+    words = ("python", "-c", condition + WITHOUT, patch, program, source, folder)
+    return run(*words, check=False)
+
+
+@pytest.fixture
+def folder(pre_norm, tmp_path) -> Path:
+    """A folder of a run, with its last checkpoint."""
+    (tmp_path / "run").mkdir()
+    shutil.copy(pre_norm, tmp_path / "run/checkpoint_last.pt")
+    return tmp_path / "run"
+
+
+def test_a_kill_while_saving_leaves_the_old_checkpoint(pre_norm, corpus, folder):
+    """The copy of the newest checkpoint to checkpoint_last.pt is where the run ends."""
+    before = contents(folder)
+    program, *flags = resume(corpus, folder, "--max-epoch", 3)
+    words = ("python", "-c", KILLED + WITHOUT, "read_past_cache", SCRIPTS / program, *flags)
+    assert run(*words, check=False).returncode == -9  # that patch has nothing to do with it
+    assert (folder / "checkpoint_best.pt").exists()
+    assert contents(folder).items() > before.items()
+    assert run_saving(KILLED, "publish_checkpoints", pre_norm, folder).returncode == -9
+    assert (folder / "checkpoint_last.pt").stat().st_size == 5000
+
+
+# A disk without room
+
+FULL = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # bytes; smaller than a checkpoint
+"""
+
+
+def test_without_room_the_old_checkpoint_stays(pre_norm, corpus, folder):
+    assert pre_norm.stat().st_size > 150_000
+    before = contents(folder)
+    program, *flags = resume(corpus, folder, "--max-epoch", 3)
+    words = ("python", "-c", FULL + WITHOUT, "read_past_cache", SCRIPTS / program, *flags)
+    result = run(*words, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    sentence = f"error: {folder / 'checkpoint_best.pt'} cannot be saved: File too large; files"
+    assert result.stdout.splitlines()[-1].startswith(sentence)
+    assert contents(folder) == before
+    result = run_saving(FULL, "publish_checkpoints", pre_norm, folder)
+    assert result.returncode and "Traceback" in result.stdout and sentence not in result.stdout
+
+
+def test_a_copy_without_room_leaves_what_was_there(tmp_path, monkeypatch):
+    """The newest is saved, and checkpoint_last.pt is what it was."""
+    (tmp_path / "checkpoint2.pt").write_text("new")
+    (tmp_path / "checkpoint_last.pt").write_text("old")
+
+    def full(source, target):
+        Path(target).write_text("n")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    last = str(tmp_path / "checkpoint_last.pt")
+    with pytest.raises(
+        SystemExit, match=f"^error: {last} cannot be saved: No space left on device"
+    ):
+        checkpoint_utils.PathManager.copy(str(tmp_path / "checkpoint2.pt"), last, overwrite=True)
+    assert contents(tmp_path) == {"checkpoint2.pt": b"new", "checkpoint_last.pt": b"old"}
+
+
+def test_consolidating_without_room_says_why(sparse, tmp_path):
+    """torch's own words are about its archive."""
+    result = run(
+        *(
+            "python",
+            "-c",
+            FULL + "import sys; from smoe_fairseq.cli import main; main(sys.argv[1:])",
+        ),
+        *("reshard", sparse, "--world-size", 2, "--output", tmp_path / "set.pt"),
+        check=False,
+    )
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    words = f"error: --output {tmp_path / 'set.pt'} cannot be written: File too large"
+    assert result.stdout.splitlines()[-1] == words
+    assert not list(tmp_path.iterdir())
+
+
+def test_whatever_else_goes_wrong_is_left_as_it_is(tmp_path):
+    with pytest.raises(RuntimeError, match="mine"), whole_file(tmp_path / "new") as partial:
+        Path(partial).write_text("half")
+        raise RuntimeError("mine")
+    assert not list(tmp_path.iterdir())
+    assert reason_of(RuntimeError("mine")) is None
+
+
+def train_until_full(folder: str, arguments):
+    """``fairseq-train`` in which the disk of rank 1 is full from the second save on."""
+    from fairseq_cli import train
+
+    original, count = torch.save, [0]
+
+    def save(state, file, *others, **options):
+        count[0] += 1
+        if torch.distributed.get_rank() == 1 and count[0] > 1:
+            file.write(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(state, file, *others, **options)
+
+    torch.save = save
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
+
+
+def test_a_process_without_room_leaves_the_old_set(ranks, small_corpus, tmp_path):
+    """All processes end, and what they had saved together is still one set."""
+    arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--save-interval-updates", 1)
+    words = (str(tmp_path), list(map(str, arguments)))
+    run = ranks.start(tmp_path, 2, *words, function=train_until_full)
+    assert run.wait(120) == [1, 1]
+    reason = "cannot be saved: No space left on device"
+    assert f"error: {tmp_path}/checkpoint_1_2-rank-1.pt.pending {reason}" in run.output(1)
+    assert not list(tmp_path.glob("*-rank-1*.tmp")) and "Traceback" not in run.output(1)
+    shards = Shards.open(tmp_path / "checkpoint_last.pt", True)
+    assert shards.record.num_updates == 1 and len(shards.files) == 2
