@@ -24,8 +24,10 @@ def softmax(logits):
     return [power / sum(powers) for power in powers]
 
 
-def run_gate(params, i, inputs, top_k, normalization, capacity_factor):
+def run_gate(params, i, inputs, top_k, normalization, capacity_factor, drop_order):
     """Route the inputs of gate i; its experts are numbered from 0 here.
+
+    Capacity is given in the order of the inputs ("sentence") or from the highest score on ("score").
 
     Returns the kept (expert, weight) pairs of each token, first choices, balance loss, dropped copies.
     """
@@ -40,14 +42,18 @@ def run_gate(params, i, inputs, top_k, normalization, capacity_factor):
     if normalization == "before-drop" and top_k == 2:
         weights = [[w / sum(pair) for w in pair] for pair in weights]
 
+    order = list(range(len(inputs)))
+    if drop_order == "score":
+        order.sort(key=lambda t: -max(scores[t]))
     load = [0] * num_experts
     kept = [[] for _ in inputs]
     dropped = set()
     for k in range(top_k):
-        for t, experts in enumerate(chosen):
-            if load[experts[k]] < capacity:
-                load[experts[k]] += 1
-                kept[t].append((experts[k], weights[t][k]))
+        for t in order:
+            expert = chosen[t][k]
+            if load[expert] < capacity:
+                load[expert] += 1
+                kept[t].append((expert, weights[t][k]))
             else:
                 dropped.add((t, k))
     if normalization == "after-drop" and top_k == 2:
@@ -70,6 +76,8 @@ def reference(
     normalization="after-drop",
     capacity_factor=0,
     stacked=False,
+    drop_order="sentence",
+    norms="paper",
 ):
     """x (T, D), padding (T,).
 
@@ -78,6 +86,7 @@ def reference(
     sizes = [int(size) for size in strata.split("-")]
     num_strata = len(sizes)
     home = [i for i, size in enumerate(sizes) for _ in range(size)]
+    released = norms == "released" and num_strata > 1
     state = [row for row in x]
     if stacked:
         state = [layer_norm(params, 0, row) for row in x]
@@ -89,7 +98,9 @@ def reference(
         offset = sum(sizes[:i])
         tokens = [t for t in range(len(place)) if place[t] == i]
         inputs = [state[t] if stacked else layer_norm(params, i, state[t]) for t in tokens]
-        kept, first, loss, lost = run_gate(params, i, inputs, top_k, normalization, capacity_factor)
+        kept, first, loss, lost = run_gate(
+            params, i, inputs, top_k, normalization, capacity_factor, drop_order
+        )
         losses.append(loss)
         visits.append(tokens)
         dropped |= {(i, tokens[t], k) for t, k in lost}
@@ -97,11 +108,17 @@ def reference(
             mixed = torch.zeros_like(h)
             for expert, weight in pairs:
                 mixed = mixed + weight * ffn(params, offset + expert, h)
-            state[t] = mixed if stacked else state[t] + mixed
+            residual = h if released and i > 0 else state[t]
+            state[t] = mixed if stacked else residual + mixed
             requested[t] += 1
             place[t] = i + 1 if stacked else home[offset + best] + 1
 
     if stacked:
         state = [row if pad else row + s for row, s, pad in zip(x, state, padding.tolist())]
+    if released:
+        state = [
+            row if pad else layer_norm(params, num_strata, row)
+            for row, pad in zip(state, padding.tolist())
+        ]
     loss = sum(losses) / num_strata
     return torch.stack(state), loss, torch.tensor(requested), dropped, visits

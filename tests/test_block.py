@@ -62,6 +62,10 @@ def assert_agrees(block, x, mask, **options):
     assert torch.allclose(stats.balance_loss, want_loss, rtol=1e-10)
     assert torch.equal(stats.requested_capacity, want_rc)
     assert int(stats.dropped.sum()) == len(want_dropped)
+    want_of_token = torch.zeros_like(stats.dropped_choices)
+    for _, t, k in want_dropped:
+        want_of_token[t, k] += 1
+    assert torch.equal(stats.dropped_choices, want_of_token)
     if not block.static_shapes:
         rows = [(i, row, k) for i, found in enumerate(drops) for row, k in found]
         assert {(i, visits[i][row], k) for i, row, k in rows} == want_dropped
@@ -100,6 +104,67 @@ def test_naive_stacking_agrees_with_plain_loops(strata, static_shapes, padding):
     assert_agrees(block, x, mask, stacked=True, capacity_factor=1.0)
     assert len(block.layer_norms) == 1
     assert [gate.weight.shape[0] for gate in block.gates] == list(block.strata.sizes)
+
+
+@pytest.mark.parametrize("static_shapes", [False, True])
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("strata", ["8", "2-2-2-2"])
+def test_order_of_scores_agrees_with_plain_loops(strata, top_k, static_shapes):
+    x, mask = make_input("some")
+    dropped = {}
+    for order in ("sentence", "score"):
+        options = {"drop_order": order, "top_k": top_k, "capacity_factor": 0.5}
+        block = make_block(strata, **options)
+        block.static_shapes = static_shapes
+        dropped[order] = assert_agrees(block, x, mask, **options)
+    assert dropped["sentence"] != dropped["score"]
+
+
+def test_random_order_keeps_each_token_as_often():
+    """All want expert 0, which takes four of sixteen; over many passes each is kept a quarter of them."""
+    torch.manual_seed(0)
+    gate = StratifiedMoE(D, F, "8", top_k=1, capacity_factor=2.0, drop_order="random").gates[0]
+    torch.nn.init.zeros_(gate.weight)
+    for training in (True, False):  # evaluation is limited only where that is asked for
+        gate.train(training).eval_capacity_factor = 2.0
+        kept_T = sum((gate(torch.randn(16, D)).expert_TK[:, 0] == 0).long() for _ in range(2000))
+        assert int(kept_T.sum()) == 4 * 2000
+        assert (kept_T - 500).abs().max() < 100  # five standard deviations
+
+
+@pytest.mark.parametrize("static_shapes", [False, True])
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("strata", STRATA)
+def test_norms_of_the_released_code_agree_with_plain_loops(strata, padding, static_shapes):
+    x, mask = make_input(padding)
+    options = {"norms": "released", "top_k": 1, "capacity_factor": 1.0}
+    block = make_block(strata, **options)
+    block.static_shapes = static_shapes
+    assert_agrees(block, x, mask, **options)
+    assert len(block.layer_norms) == (len(block.gates) + 1 if len(block.gates) > 1 else 1)
+
+
+@pytest.mark.parametrize("static_shapes", [False, True])
+def test_dropout_of_the_layer_is_of_all_that_it_adds(static_shapes):
+    x, mask = make_input("some")
+    block = make_block("2-2-2-2", capacity_factor=0, dropout=0.25, dropout_per="layer")
+    block.static_shapes = static_shapes
+    added = block.eval()(x, mask)[0] - x
+    with_dropout = block.train()(x, mask)[0] - x
+    left_out = with_dropout.isclose(torch.zeros(()).double())
+    assert torch.allclose(with_dropout[~left_out], added[~left_out] / 0.75)
+    assert 0.1 < left_out[~mask].double().mean() < 0.4 and left_out[mask].all()
+
+
+def test_scales_of_initial_weights():
+    def largest(**options):
+        torch.manual_seed(0)
+        block = StratifiedMoE(D, F, "4-4", **options)
+        return [p.abs().max().item() for p in (block.gates[1].weight, *block.experts.parameters())]
+
+    gate, w1, b1, w2, b2 = largest()
+    assert largest(gate_init_scale=0.1)[0] == pytest.approx(0.1 * gate)
+    assert largest(output_init_scale=0.5) == pytest.approx([gate, w1, b1, 0.5 * w2, 0.5 * b2])
 
 
 def test_evaluation_drops_nothing_and_draws_nothing():
@@ -208,6 +273,18 @@ def test_state_dict_has_the_contracts_names_and_shapes():
         ({"eval_capacity_factor": float("nan")}, "--moe-eval-capacity-factor nan"),
         ({"gate_normalization": "softmax"}, "--moe-gate-normalization 'softmax'"),
         ({"second_expert_policy": "best"}, "--moe-second-expert-policy 'best'"),
+        (
+            {"drop_order": "first"},
+            "--moe-drop-order 'first': expected one of sentence, score, random",
+        ),
+        ({"norms": "post"}, "--moe-norms 'post'"),
+        ({"dropout_per": "token"}, "--moe-dropout-per 'token'"),
+        (
+            {"dropout_per": "layer", "norms": "released"},
+            "--moe-dropout-per layer: with --moe-norms",
+        ),
+        ({"gate_init_scale": 0.0}, "--moe-gate-init-scale 0.0: expected a positive number"),
+        ({"output_init_scale": -1.0}, "--moe-output-init-scale -1.0"),
     ],
 )
 def test_bad_options_are_refused_by_the_flags_name(options, words):

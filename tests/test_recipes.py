@@ -241,9 +241,15 @@ def test_scores_are_those_of_the_translations_against_raw_references(tiny):
         ordered = [text for _, _, text in sorted(found, key=lambda words: int(words[0][2:]))]
         assert (run / f"test/{direction}.txt").read_text().splitlines() == ordered
         references = (folder / f"text/test.en-fr.{target}").read_text().split("\n")[:-1]
-        expected = sacrebleu.corpus_bleu(ordered, [references], force=True).score
+        bleu = sacrebleu.corpus_bleu(ordered, [references], force=True)
+        expected = bleu.score
         assert score["bleu"] == pytest.approx(expected, abs=0.005)
         assert score["sentences"] == 12 and "tok:13a" in score["signature"]
+        assert score["length_ratio"] == pytest.approx(bleu.sys_len / bleu.ref_len, abs=0.0005)
+        said = f"# {direction}: BLEU {expected:.2f}, {score['length_ratio']:.2f} of the references' length"
+        assert said in results["evaluate"].stdout
+        warned = f"warning: the translations of {direction}" in results["evaluate"].stderr
+        assert warned == (not 0.8 <= score["length_ratio"] <= 1.2)
     assert content["checkpoint"] == "checkpoint_best.pt"
     assert content["generate"].endswith("--beam 2")
     assert not (run / "test.partial").exists()

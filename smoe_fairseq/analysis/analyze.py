@@ -10,6 +10,7 @@ from torch import nn
 
 import smoe_fairseq
 from smoe_fairseq.analysis import (
+    capacity,
     frequency,
     loading,
     output,
@@ -49,6 +50,9 @@ def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespac
         dictionaries={"encoder": task.source_dictionary, "decoder": task.target_dictionary},
         ranks=frequency.ranks(task, directions),
         sizes=frequency.sizes(task, directions),
+        capacity=capacity.check(
+            model, task, directions, args.gen_subset, args.sentences, args.max_tokens
+        ),
     )
     sentences, too_long = {}, {}
     with output.complete_folder(args.output) as folder:
@@ -105,6 +109,8 @@ def _description(args: Namespace, model: nn.Module, found: results.Results, sent
         "sentences": sentences,
         "too_long": too_long,
         "min_count": args.min_count,
+        "nll_loss": found.capacity and round(found.capacity.nll_loss, 6),
+        "capacity_nll_loss": found.capacity and round(found.capacity.limited_nll_loss, 6),
     }
 
 

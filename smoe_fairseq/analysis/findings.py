@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from smoe_fairseq.analysis.capacity import CapacityCheck
 from smoe_fairseq.analysis.figures import frequency
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide
@@ -85,6 +86,22 @@ def flow(results: Results) -> str:
             f"{moves[-1, -1] / counts.tokens:.0%} reach the last one"
         )
     return "; ".join(parts) + "."
+
+
+def positions(check: CapacityCheck) -> str:
+    """The range over the positions, and the two losses."""
+    parts = []
+    for side in dict.fromkeys(name.split(".")[0] for name in check.fifths):
+        counts = [table for name, table in check.fifths.items() if name.startswith(side)]
+        chosen, dropped = sum(counts)
+        percent = 100 * dropped / chosen.clip(min=1)
+        listed = ", ".join(f"{value:.1f}" for value in percent)
+        parts.append(f"{listed}% of the first choices in the {side}")
+    return (
+        f"With the experts limited as in training, {' and '.join(parts)} are dropped, from the first fifth "
+        f"of the sentence to the last. The loss is {check.limited_nll_loss:.3f} bits per token with that "
+        f"limit and {check.nll_loss:.3f} without ({check.gap:+.3f})."
+    )
 
 
 def sentence(sides: list[SentenceSide]) -> str:

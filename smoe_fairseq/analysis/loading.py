@@ -137,12 +137,14 @@ def batches(
     max_positions: tuple[int, int],
     sentences: int | None = None,
     max_tokens: int = TOKENS_PER_BATCH,
+    order: np.ndarray | None = None,
 ) -> tuple[list[np.ndarray], int]:
     """Sentence numbers, batch by batch, and how many were left out as too long for the model.
 
-    ``sentences`` draws a random sample, the same one every time.
+    ``sentences`` draws a random sample, the same one every time. A batch holds sentences of about one
+    length, those of the same length in the order of the data or in ``order``.
     """
-    index = np.arange(len(dataset))
+    index = np.arange(len(dataset)) if order is None else order
     if sentences is not None and sentences < len(index):
         index = np.sort(np.random.default_rng(SEED).choice(index, sentences, replace=False))
     lengths = np.array([max(np.atleast_1d(dataset.size(i))) for i in index], dtype=np.int64)

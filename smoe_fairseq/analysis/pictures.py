@@ -10,6 +10,7 @@ from smoe_fairseq.analysis.figures import (
     flow,
     frequency,
     load,
+    positions,
     sentence,
     style,
     training,
@@ -87,6 +88,18 @@ def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Ca
         ),
         lambda: flow.draw(results),
     )
+    if (check := results.capacity) is not None:
+        yield (
+            Section(
+                "positions",
+                "What training's capacity takes away",
+                findings.positions(check),
+                "First choices dropped for want of capacity, in batches as those of training. They should "
+                "not depend on the position, nor the loss much on the limit: where it is far higher without "
+                "(0.1 and more), the experts get tokens that they never saw in training.",
+            ),
+            lambda: positions.draw(check, results.blocks),
+        )
     if example is not None:
         direction, sides = example
         yield (

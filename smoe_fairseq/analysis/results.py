@@ -1,7 +1,7 @@
 """What an analysis found, in memory for the pictures and as CSV for everyone else.
 
-``tokens.csv``, ``blocks.csv``, ``load.csv``, ``flow.csv`` and ``run.json``; strata, experts and layers
-are numbered from 0, as in the state dict.
+``tokens.csv``, ``blocks.csv``, ``load.csv``, ``flow.csv``, ``positions.csv`` and ``run.json``; strata,
+experts and layers are numbered from 0, as in the state dict.
 """
 
 import csv
@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from fairseq.data import Dictionary
 
+from smoe_fairseq.analysis.capacity import CapacityCheck
 from smoe_fairseq.analysis.collect import Direction, TypeCounts
 from smoe_fairseq.analysis.counts import Block, Counts
 
@@ -49,12 +50,14 @@ class Results:
         dictionaries: of "encoder" and "decoder".
         ranks: training-frequency ranks of each side's types, or None.
         sizes: training sentences of each direction, or None.
+        capacity: what training's capacity takes away, or None where it has no limit.
     """
 
     run: dict
     dictionaries: dict[str, Dictionary]
     ranks: dict[str, np.ndarray] | None = None
     sizes: dict[str, int] | None = None
+    capacity: CapacityCheck | None = None
     directions: list[str] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     counts: dict[tuple[str, str, bool], Counts] = field(default_factory=dict)
@@ -165,6 +168,14 @@ def write(folder: Path, results: Results) -> None:
     _write(folder / "blocks.csv", [*start, "tokens", "stops", "requested_capacity"], blocks)
     _write(folder / "load.csv", [*start, "stratum", "expert", "first_choices"], load)
     _write(folder / "flow.csv", [*start, "stratum", "chosen_stratum", "tokens"], flow)
+    if results.capacity is not None:
+        positions = [
+            [*name.split(".")[::2], fifth, *counts]
+            for name, table in results.capacity.fifths.items()
+            for fifth, counts in enumerate(table.T.tolist(), start=1)
+        ]
+        header = ["side", "layer", "fifth", "first_choices", "dropped"]
+        _write(folder / "positions.csv", header, positions)
     text = json.dumps(results.run, indent=2, ensure_ascii=False)
     (folder / "run.json").write_text(text + "\n", encoding="utf-8")
 

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.blocks import moe_blocks
+from smoe_fairseq.modules.capacity import by_position
 from smoe_fairseq.modules.smoe import StratifiedMoE
 
 _BLOCK = "moe_block "  # before a layer's name, among the keys of the logging output
 _FIFTHS = "moe_fifths "  # likewise
 _LAST = 1000  # fairseq's priority: after everything else
-FIFTHS = 5  # a sentence's positions, of which the last ones are the first to lose their experts
 
 
 def routing_sums(moe_stats: list[RoutingStats]) -> dict:
@@ -31,21 +31,6 @@ def routing_sums(moe_stats: list[RoutingStats]) -> dict:
         sums[f"moe_chosen{k + 1}"] = sum(s.chosen[:, k].sum() for s in moe_stats)
         sums[f"moe_dropped{k + 1}"] = sum(s.dropped[:, k].sum() for s in moe_stats)
     return sums
-
-
-def by_position(stats: RoutingStats) -> Tensor:
-    """``(2, FIFTHS)``: first choices by fifth of the sentence, and of these the dropped ones.
-
-    The statistics are of a layer, whose sentences go along the first dimension. Token t of n (from 0)
-    is in fifth ``5 t // n``; a sentence of fewer than five tokens leaves some fifths out.
-    """
-    chosen_BS = stats.requested_capacity  # a token has one first choice wherever it stops
-    real_BS = (chosen_BS > 0).long()
-    length_B1 = real_BS.sum(1, keepdim=True).clamp(min=1)
-    fifth_BS = FIFTHS * (real_BS.cumsum(1) - 1).clamp(min=0) // length_B1
-    counts_BS2 = torch.stack([chosen_BS, stats.dropped_choices[..., 0]], dim=-1)
-    sums_52 = counts_BS2.new_zeros(FIFTHS, 2)
-    return sums_52.index_add_(0, fifth_BS.flatten(), counts_BS2.view(-1, 2)).t()
 
 
 def block_sums(model, moe_stats: list[RoutingStats]) -> dict[str, Tensor]:

@@ -14,13 +14,12 @@ from smoe_fairseq.criterions.cmr_budget import CMRBudget
 from smoe_fairseq.criterions.label_smoothing import LabelSmoothedNLL
 from smoe_fairseq.criterions.routing_metrics import (
     block_sums,
-    by_position,
     log_fifths,
     log_routing,
     routing_sums,
 )
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.modules.capacity import is_limited_in_training, training_capacity
+from smoe_fairseq.modules.capacity import by_position, is_limited_in_training, training_capacity
 
 GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "cmr_gate_loss")
 SAMPLED = 10  # every tenth batch of a validation is run under training's capacity too

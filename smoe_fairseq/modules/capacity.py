@@ -1,11 +1,33 @@
-"""Evaluation under the capacity that training has: what it costs shows what training leaves out."""
+"""Who loses for want of capacity: dropped choices by position, and evaluation with training's limit.
+
+Shapes: B sentences, S positions.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from smoe_fairseq.modules.gate import Gate
+from smoe_fairseq.modules.smoe import RoutingStats
+
+FIFTHS = 5
+
+
+def by_position(stats: RoutingStats) -> Tensor:
+    """``(2, FIFTHS)``: first choices by fifth of the sentence, and of these the dropped ones.
+
+    The statistics are of a pass over ``(B, S, D)``. Token t of n (from 0) is in fifth ``5 t // n``; a
+    sentence of fewer than five tokens leaves some fifths out.
+    """
+    chosen_BS = stats.requested_capacity  # a token has one first choice wherever it stops
+    real_BS = (chosen_BS > 0).long()
+    length_B1 = real_BS.sum(1, keepdim=True).clamp(min=1)
+    fifth_BS = FIFTHS * (real_BS.cumsum(1) - 1).clamp(min=0) // length_B1
+    counts_BS2 = torch.stack([chosen_BS, stats.dropped_choices[..., 0]], dim=-1)
+    sums_52 = counts_BS2.new_zeros(FIFTHS, 2)
+    return sums_52.index_add_(0, fifth_BS.flatten(), counts_BS2.view(-1, 2)).t()
 
 
 def gates_of(model: nn.Module) -> list[Gate]:

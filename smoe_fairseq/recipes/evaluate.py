@@ -49,11 +49,21 @@ def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     for direction in directions:
         run(_commands(dataset, direction, checkpoint, partial, extra))
         if not dry_run():
-            print(f"# {direction}: BLEU {scores.read_score(partial, direction).bleu:.2f}")
+            _show(direction, scores.read_score(partial, direction))
     run([command("rm", "-rf", folder / "test"), command("mv", partial, folder / "test")])
     if not dry_run():
         settings = [*arguments(dataset.generate), *extra]
         scores.write(folder, checkpoint, settings, directions)
+
+
+def _show(direction: str, score: scores.Score) -> None:
+    print(f"# {direction}: {score}", flush=True)
+    if score.has_odd_length:
+        report(
+            f"the translations of {direction} are {score.length_ratio:.2f} times as long as the references "
+            "(expected 0.8 to 1.2): look at them, at the dropped choices by position and at capacity_gap "
+            "in train.log (docs/analysis.md)"
+        )
 
 
 def _newer(one: Path, other: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -14,18 +15,33 @@ FILE = "scores.json"
 
 @dataclass(frozen=True)
 class Score:
-    """One direction: BLEU in points (0 to 100) and how sacreBLEU computed it."""
+    """One direction: BLEU in points (0 to 100) and how sacreBLEU computed it.
+
+    ``length_ratio`` is that of the translations' tokens to the references', sacreBLEU's own count; None
+    in files that were written before it was kept.
+    """
 
     bleu: float
     signature: str
     sentences: int
+    length_ratio: float | None = None
+
+    def __str__(self) -> str:
+        return f"BLEU {self.bleu:.2f}, {self.length_ratio:.2f} of the references' length"
+
+    @property
+    def has_odd_length(self) -> bool:
+        """Whether translations that do not end, or end too early, are more likely than bad luck."""
+        return self.length_ratio is not None and not 0.8 <= self.length_ratio <= 1.2
 
 
 def read_score(folder: Path, direction: str) -> Score:
     """What sacreBLEU wrote for a direction, with the number of sentences translated."""
     result = json.loads((folder / f"{direction}.json").read_text("utf-8"))
     sentences = (folder / f"{direction}.txt").read_text("utf-8").count("\n")
-    return Score(result["score"], result["signature"], sentences)
+    # Its only place in sacreBLEU's result: "62.1/36.8/... (BP = 0.984 ratio = 0.984 hyp_len = ...".
+    ratio = re.search(r"ratio = ([\d.]+)", result.get("verbose_score", ""))
+    return Score(result["score"], result["signature"], sentences, ratio and float(ratio[1]))
 
 
 def write(

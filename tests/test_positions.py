@@ -1,0 +1,138 @@
+"""Capacity must not follow the position in the sentence: it would take the ends of sentences away."""
+
+import pytest
+import torch
+from test_criterion import logged, make_criterion
+from test_model import PAD, tiny
+
+from smoe_fairseq.modules.capacity import by_position
+
+B, S = 8, 20
+
+
+def make_sample(seed=1):
+    tokens = torch.randint(4, 96, (2, B, S), generator=torch.Generator().manual_seed(seed))
+    net_input = {
+        "src_tokens": tokens[0],
+        "src_lengths": torch.full((B,), S),
+        "prev_output_tokens": tokens[1],
+    }
+    return {"net_input": net_input, "target": tokens[1], "ntokens": B * S}
+
+
+def overloaded(*flags):
+    """A model whose gates send every token to expert 0, which takes a quarter of them.
+
+    Where scores are to differ, every token goes to one of two experts.
+    """
+    model = tiny("--moe-top-k", "1", "--smoe-strata", "4", "--moe-capacity-factor", "1.0", *flags)
+    for layer in (model.encoder.layers[1], model.decoder.layers[1]):
+        torch.nn.init.zeros_(layer.moe.gates[0].weight)
+        if "score" in flags:
+            torch.nn.init.normal_(layer.moe.gates[0].weight[0], std=1e-3)
+    return model.train()
+
+
+def kept_of(layer, net_input, model):
+    """``(B, S)``: whether the MoE layer changed a token; one that was dropped keeps its residual."""
+    seen = []
+
+    def keep(moe, inputs, output):
+        x, y = (t.transpose(0, 1) if t.shape[0] == S else t for t in (inputs[0], output[0]))
+        seen.append((x != y).any(-1))
+
+    handle = layer.moe.register_forward_hook(keep)
+    model(**net_input)
+    handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+@pytest.mark.parametrize("order", [None, "sentence", "random", "score"])
+def test_no_position_loses_more_than_another(order, side):
+    """An expert takes forty of 160 tokens: 2 of 8 sentences, or tokens from all over."""
+    model = overloaded(*(["--moe-drop-order", order] if order else []))
+    torch.manual_seed(2)
+    layer = getattr(model, side).layers[1]
+    kept_NBS = torch.stack(
+        [kept_of(layer, make_sample(seed)["net_input"], model) for seed in range(10)]
+    )
+    by_fifth = kept_NBS.view(-1, 5, S // 5).sum((0, 2)).tolist()
+    if order == "score":
+        assert sum(by_fifth) > 10 * 40
+    else:
+        assert sum(by_fifth) == 10 * 40
+    if order in (None, "sentence"):
+        assert kept_NBS[:, : B // 4].all() and by_fifth == [80] * 5
+    else:
+        assert min(by_fifth) > max(by_fifth) / 1.6
+
+
+def test_rows_are_sentences_without_a_copy(monkeypatch):
+    """The layers keep ``(S, B, D)``, in the memory order of the embeddings' ``(B, S, D)``."""
+    model = tiny("--encoder-layers", "4", "--moe-freq", "1")
+    contiguous = []
+    for layer in [*model.encoder.layers, *model.decoder.layers]:
+        layer.moe.register_forward_pre_hook(
+            lambda moe, inputs: contiguous.append(inputs[0].is_contiguous())
+        )
+    model(**make_sample()["net_input"])
+    assert contiguous == [True] * 6
+
+
+def test_log_of_drops_by_position():
+    """The last six of eight sentences are dropped, on each side."""
+    model, sample = overloaded(), make_sample()
+    _, _, log = make_criterion()(model, sample)
+    table = log["moe_fifths"]
+    assert table[0].tolist() == [2 * B * S // 5] * 5  # both layers
+    assert table[1].tolist() == [2 * 6 * S // 5] * 5
+    got = logged([log])
+    assert [got[f"overflow_fifth{i}"] for i in range(1, 6)] == [75.0] * 5
+    assert got["decoder.layer.1/overflow_fifth5"] == 75.0
+
+
+def test_fifths_of_sentences_with_padding():
+    """25 of the 48 tokens fit: the 20 of sentence 0, and half of the 10 of sentence 1."""
+    model, sample = overloaded(), make_sample()
+    source = sample["net_input"]["src_tokens"]
+    source[1, :10] = PAD  # ten tokens, at positions 10 to 19: fifths of two
+    source[2:, 3:] = PAD  # three tokens, in fifths 0, 1 and 3
+    model.encoder.layers[1].moe.gates[0].capacity_factor = 25 * 4 / 48
+    stats = model.encoder(**{k: v for k, v in sample["net_input"].items() if "src" in k})
+    (stats,) = stats["moe_stats"]
+    table = by_position(stats)
+    assert table[0].tolist() == [12, 12, 6, 12, 6]
+    assert table[1].tolist() == [6, 6, 1, 8, 2]
+
+
+def test_validation_compares_with_training_capacity():
+    """Every tenth batch is run twice; the gap is the difference of the two losses, in bits a token."""
+    model, sample, criterion = overloaded().eval(), make_sample(), make_criterion()
+    logs = [criterion(model, sample)[2] for _ in range(11)]
+    assert [i for i, log in enumerate(logs) if "capacity_gap" in log] == [0, 10]
+    got = logged(logs)
+    limited = tiny(
+        *("--moe-top-k", "1", "--smoe-strata", "4", "--moe-eval-capacity-factor", "1.0")
+    ).eval()
+    limited.load_state_dict(model.state_dict())
+    want = logged([make_criterion()(limited, sample)[2]])["nll_loss"]
+    assert got["capacity_nll_loss"] == pytest.approx(float(want), rel=1e-5)
+    assert got["capacity_gap"] == pytest.approx(float(got["nll_loss"]) - float(want), rel=1e-3)
+    assert abs(got["capacity_gap"]) > 1e-4
+    assert [got[f"capacity_overflow_fifth{i}"] for i in range(1, 6)] == [75.0] * 5
+    assert "overflow_fifth1" not in got  # validation itself drops nothing
+    assert model.encoder.layers[1].moe.gates[0].eval_capacity_factor == 0
+
+    criterion(model.train(), sample)  # the next validation begins with its first batch again
+    assert "capacity_gap" in criterion(model.eval(), sample)[2]
+    assert "capacity_gap" not in logged([logs[1]])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--moe-freq", "0"], ["--moe-capacity-factor", "0"], ["--moe-eval-capacity-factor", "2.0"]],
+)
+def test_no_second_pass_where_training_has_no_other_capacity(flags):
+    log = make_criterion()(tiny(*flags).eval(), make_sample())[2]
+    assert not any(name.startswith("capacity") for name in log)
