@@ -1,5 +1,7 @@
 """What the pictures of an analysis draw, from results made by hand."""
 
+from xml.etree import ElementTree
+
 import numpy as np
 import pytest
 
@@ -94,3 +96,49 @@ def test_picture_of_training():
     requested, load = training.draw(series).axes
     assert requested.lines[0].get_xydata().tolist() == [[100, 2.0], [200, 1.5]]
     assert load.lines[0].get_xydata().tolist() == [[100, 3.0], [200, 1.4]]
+
+
+def test_block_whose_name_begins_like_another():
+    """As the log of a deep model has them: layer 1 is not layers 10 and 11."""
+    from smoe_fairseq.analysis.figures import training
+
+    series = {
+        "encoder.layer.11/stratum.0/load_max": {100: 9.0},
+        "encoder.layer.1/stratum.0/load_max": {100: 3.0, 200: 1.2},
+        "encoder.layer.10/stratum.0/load_max": {200: 8.0},
+        "encoder.layer.1/stratum.1/load_max": {200: 1.4, 300: 2.0},
+    }
+    assert training.busiest(series, "encoder.layer.1") == {100: 3.0, 200: 1.4, 300: 2.0}
+    assert training.busiest(series, "encoder.layer.10") == {200: 8.0}
+    training.draw(series)
+
+
+TOKENS = {  # and how they are shown
+    "$$": "$$",
+    "a$_$b": "a$_$b",
+    r"$\frac{": r"$\frac{",
+    "<&>": "<&>",
+    "\x1b[31mred": r"\x1b[31mred",
+    "\x9b2J": r"\x9b2J",
+    "a\nb\t\x00": r"a\x0ab\x09\x00",
+    "\u202etxt": r"\u202etxt",
+    "\u2028": r"\u2028",
+    "\ud800\uffff\U0001ffff": r"\ud800\uffff\U0001ffff",
+    "▁نمی\u200cخواهم": "▁نمی\u200cخواهم",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Glyph .* missing")
+def test_tokens_are_text(results, tmp_path):
+    """Neither mathematics nor commands, in pictures and on a terminal."""
+    from smoe_fairseq.analysis import sentence
+    from smoe_fairseq.analysis.figures import sentence as figures
+    from smoe_fairseq.analysis.figures import style
+    from smoe_fairseq.analysis.visible import visible
+
+    shown = [visible(token) for token in TOKENS]
+    assert shown == list(TOKENS.values())
+    side = sentence.SentenceSide("decoder", shown, results.blocks, [[1] * len(shown)])
+    style.save(figures.draw([side]), tmp_path / "one")
+    texts = {element.text for element in ElementTree.parse(tmp_path / "one.svg").iter()}
+    assert texts >= set(shown)
