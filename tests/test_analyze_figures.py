@@ -142,3 +142,33 @@ def test_tokens_are_text(results, tmp_path):
     style.save(figures.draw([side]), tmp_path / "one")
     texts = {element.text for element in ElementTree.parse(tmp_path / "one.svg").iter()}
     assert texts >= set(shown)
+
+
+LINES = [  # of a log, none of which says anything
+    "train_inner | epoch 001: 1 / 2 requested_capacity=1.5, num_updates=nan",
+    "| train_inner | epoch 001: requested_capacity=1.2.3, num_updates=5",
+    '{"num_updates": NaN, "requested_capacity": 2}',
+    '{"num_updates": 1e999, "requested_capacity": 2}',
+    '{"num_updates": 3, "requested_capacity": [2], "foo/bar": 1, "encoder.layer.x/load": 2}',
+    '{"num_updates": 3, "requested_capacity": "Infinity"}',
+    '{"num_updates": 3, "requested_capacity": ' + "9" * 5000 + "}",
+    '{"a":' * 100_000 + "}",
+    '{"num_updates": 3, "requested_cap',
+    "\x00\x1b[31m",
+    "epoch 1: | num_updates ٣ | requested_capacity ٣",
+]
+
+
+def test_malformed_log(tmp_path):
+    from smoe_fairseq.analysis import training_log
+    from smoe_fairseq.analysis.figures import training
+
+    log = tmp_path / "train.log"
+    for line in LINES:
+        log.write_text(f"{line}\n")
+        assert training_log.read(log) == {}, line[:80]
+    good = '{"num_updates": "3", "requested_capacity": "1.5", "decoder.layer.1/load_max": 2}'
+    log.write_text("\n".join([*LINES, good]))
+    series = training_log.read(log)
+    assert series == {"requested_capacity": {3: 1.5}, "decoder.layer.1/load_max": {3: 2.0}}
+    training.draw(series)

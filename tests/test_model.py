@@ -213,7 +213,7 @@ def test_bad_flags_end_with_one_sentence(flags, words):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--smoe-strata 1000000", "--smoe-strata 1000000 with --decoder-embed-dim"),
+        ("--smoe-strata 1000000", "--smoe-strata 1000000 with --encoder-embed-dim"),
         (f"--smoe-strata 4-{10**30}", "--smoe-strata 4-10000"),
         ("--encoder-layers 1000000", "--encoder-layers 1000000: the model would take"),
         ("--encoder-ffn-embed-dim 4000000000", "--encoder-ffn-embed-dim 4000000000"),
@@ -227,7 +227,9 @@ def test_absurd_sizes_are_refused_at_once(flags, words, monkeypatch):
         tiny(*flags.split(), "--moe-freq", "2")
     assert words in str(end.value.code) and "\n" not in str(end.value.code)
     assert "fits into the 16.0 GiB of memory here" in str(end.value.code)
-    assert time.process_time() - started < 3  # nothing was made; most of it goes into fairseq's flags
+    assert (
+        time.process_time() - started < 3
+    )  # nothing was made; most of it goes into fairseq's flags
 
 
 def test_reckoned_size_is_the_models(monkeypatch):

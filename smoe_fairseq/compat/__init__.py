@@ -21,6 +21,7 @@ from .imports import Action, when_imported
 from .missing_language import name_missing_dictionary, name_unlisted_language
 from .progress_line import keep_lines_short
 from .safe_globals import allow_checkpoint_types
+from .small_batches import name_too_small_batches
 from .unreadable_checkpoint import name_unreadable_checkpoints
 from .version import problem, require_fairseq
 
@@ -30,6 +31,7 @@ PATCHES = (
     ("dataclasses", hash_dataclasses),
     ("torch.serialization", allow_checkpoint_types),
     ("fairseq.dataclass.utils", quiet_hydra),
+    ("fairseq.data.data_utils", name_too_small_batches),
     ("fairseq.data.indexed_dataset", read_past_cache),
     ("fairseq.logging.progress_bar", keep_lines_short),
     ("fairseq.modules.transformer_layer", avoid_fast_path),
