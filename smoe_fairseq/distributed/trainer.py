@@ -14,6 +14,7 @@ from smoe_fairseq.checkpoint.record import KEY, Record
 from smoe_fairseq.distributed.folder import hold_folder
 from smoe_fairseq.distributed.gradients import ExpertNorm
 from smoe_fairseq.distributed.loading import check_files
+from smoe_fairseq.distributed.logs import with_same_keys
 from smoe_fairseq.distributed.options import check_options
 from smoe_fairseq.distributed.saving import new_save_name, publish
 from smoe_fairseq.errors import UsageError
@@ -27,7 +28,7 @@ def tell_trainer(trainer: ModuleType) -> None:
     """Each function below takes the place of the trainer's method of its name, and calls it."""
     for function in (
         *(__init__, state_dict, save_checkpoint, load_checkpoint),
-        *(clip_grad_norm, _log_oom),
+        *(clip_grad_norm, _log_oom, _fast_stat_sync_sum),
     ):
         _add_to(trainer.Trainer, function)
     saves = trainer.Trainer.should_save_checkpoint_on_current_rank
@@ -116,6 +117,14 @@ def clip_grad_norm(original, self, clip_norm):
         return original(self, clip_norm)
     norm = ExpertNorm(self.expert_placement)
     return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=norm)
+
+
+def _fast_stat_sync_sum(original, self, logging_outputs, *extra_stats_to_sum, ignore=False):
+    model = self.cfg.model
+    drops_layers = any(getattr(model, f"{side}_layerdrop", 0) for side in ("encoder", "decoder"))
+    if drops_layers and self.data_parallel_world_size > 1:
+        logging_outputs = with_same_keys(logging_outputs, self.device)
+    return original(self, logging_outputs, *extra_stats_to_sum, ignore=ignore)
 
 
 def _log_oom(original, self, exc):

@@ -27,7 +27,8 @@ def by_position(stats: RoutingStats) -> Tensor:
     fifth_BS = FIFTHS * (real_BS.cumsum(1) - 1).clamp(min=0) // length_B1
     counts_BS2 = torch.stack([chosen_BS, stats.dropped_choices[..., 0]], dim=-1)
     sums_52 = counts_BS2.new_zeros(FIFTHS, 2)
-    return sums_52.index_add_(0, fifth_BS.flatten(), counts_BS2.view(-1, 2)).t()
+    # fairseq sums the logs of several processes as one flat tensor, and takes no other strides.
+    return sums_52.index_add_(0, fifth_BS.flatten(), counts_BS2.view(-1, 2)).t().contiguous()
 
 
 def gates_of(model: nn.Module) -> list[Gate]:
