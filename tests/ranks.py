@@ -93,7 +93,7 @@ class Server:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)  # on a busy machine Python takes its time to end
 
 
 def free_port() -> int:
