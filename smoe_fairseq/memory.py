@@ -1,6 +1,8 @@
-"""Memory of training on the CPU: what one update has freed, the next one takes again."""
+"""The machine's main memory: how much there is, and what training on the CPU does with it."""
 
 import ctypes
+import os
+from pathlib import Path
 
 # Of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -18,3 +20,29 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError, TypeError):
         return False  # not glibc
     return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, -1))
+
+
+def machine_memory() -> int | None:
+    """Bytes that this process can have at most, with what is swapped out; None where that is not told.
+
+    A container's limit counts where it is lower than what the machine has.
+    """
+    limits = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kib = dict(line.split(":") for line in lines)
+        limits.append(1024 * sum(int(kib[name].split()[0]) for name in ("MemTotal", "SwapTotal")))
+    except (OSError, ValueError, KeyError):
+        try:
+            limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        except (OSError, ValueError):
+            pass
+    for file in (
+        "memory.max",
+        "memory/memory.limit_in_bytes",
+    ):  # versions 2 and 1 of control groups
+        try:
+            limits.append(int(Path("/sys/fs/cgroup", file).read_text()))
+        except (OSError, ValueError):  # the latter: "max"
+            continue
+    return min(limits, default=None)

@@ -16,6 +16,8 @@ import time
 import traceback
 from pathlib import Path
 
+from smoe_fairseq.distributed import lock
+
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 
 
@@ -91,7 +93,7 @@ class Server:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)  # on a busy machine Python takes its time to end
 
 
 def free_port() -> int:
@@ -131,6 +133,7 @@ def _rank(request: dict, rank: int) -> int:
         traceback.print_exc()
         return 1
     finally:
+        lock.release_all(os.getpid())  # os._exit leaves out what Python does at the end
         sys.stdout.flush()
         sys.stderr.flush()
 

@@ -351,6 +351,37 @@ def test_a_sentence(data, by_hand, tmp_path, capsys):
     ]
 
 
+def test_a_sentence_whose_tokens_are_commands(data, by_hand, tmp_path, capsys, monkeypatch):
+    from fairseq.data import Dictionary
+
+    def symbol(self, i):
+        return "\x1b[2J$$" if self.symbols[i] == "aa4" else self.symbols[i]
+
+    monkeypatch.setattr(Dictionary, "__getitem__", symbol)
+    arguments = ["analyze", str(data), "--path", str(by_hand), "--cpu", "--lang-pairs", "aa-bb"]
+    main([*arguments, "--sentence", "aa0 aa4", "--output", str(tmp_path / "one")])
+    output = capsys.readouterr().out
+    assert r"\x1b[2J$$" in output and "\x1b" not in output
+    assert r"\x1b[2J$$" in (tmp_path / "one/sentence.svg").read_text()
+
+
+def test_numbers_stay_where_a_picture_fails(data, by_hand, tmp_path, monkeypatch):
+    from smoe_fairseq.analysis import pictures
+
+    def draw(*_):
+        raise ValueError("no ink\nleft")
+
+    monkeypatch.setattr(pictures, "draw", draw)
+    folder = tmp_path / "out"
+    given = ["analyze", str(data), "--path", str(by_hand), "--cpu", "--lang-pairs", "aa-bb"]
+    with pytest.raises(SystemExit, match="has all numbers, but .* not be drawn: no ink left") as e:
+        main([*given, "--output", str(folder)])
+    assert str(e.value).startswith(f"error: {folder} ")
+    assert read(folder / "blocks.csv") and read(folder / "tokens.csv")
+    assert json.loads((folder / "run.json").read_text())["subset"] == "valid"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def bad_inputs(tmp_path):
     return {
         "--lang-pairs aa-dd": "--lang-pairs aa-dd: the model knows bb-aa, cc-aa",

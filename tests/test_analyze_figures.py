@@ -1,5 +1,7 @@
 """What the pictures of an analysis draw, from results made by hand."""
 
+from xml.etree import ElementTree
+
 import numpy as np
 import pytest
 
@@ -94,3 +96,79 @@ def test_picture_of_training():
     requested, load = training.draw(series).axes
     assert requested.lines[0].get_xydata().tolist() == [[100, 2.0], [200, 1.5]]
     assert load.lines[0].get_xydata().tolist() == [[100, 3.0], [200, 1.4]]
+
+
+def test_block_whose_name_begins_like_another():
+    """As the log of a deep model has them: layer 1 is not layers 10 and 11."""
+    from smoe_fairseq.analysis.figures import training
+
+    series = {
+        "encoder.layer.11/stratum.0/load_max": {100: 9.0},
+        "encoder.layer.1/stratum.0/load_max": {100: 3.0, 200: 1.2},
+        "encoder.layer.10/stratum.0/load_max": {200: 8.0},
+        "encoder.layer.1/stratum.1/load_max": {200: 1.4, 300: 2.0},
+    }
+    assert training.busiest(series, "encoder.layer.1") == {100: 3.0, 200: 1.4, 300: 2.0}
+    assert training.busiest(series, "encoder.layer.10") == {200: 8.0}
+    training.draw(series)
+
+
+TOKENS = {  # and how they are shown
+    "$$": "$$",
+    "a$_$b": "a$_$b",
+    r"$\frac{": r"$\frac{",
+    "<&>": "<&>",
+    "\x1b[31mred": r"\x1b[31mred",
+    "\x9b2J": r"\x9b2J",
+    "a\nb\t\x00": r"a\x0ab\x09\x00",
+    "\u202etxt": r"\u202etxt",
+    "\u2028": r"\u2028",
+    "\ud800\uffff\U0001ffff": r"\ud800\uffff\U0001ffff",
+    "▁نمی\u200cخواهم": "▁نمی\u200cخواهم",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Glyph .* missing")
+def test_tokens_are_text(results, tmp_path):
+    """Neither mathematics nor commands, in pictures and on a terminal."""
+    from smoe_fairseq.analysis import sentence
+    from smoe_fairseq.analysis.figures import sentence as figures
+    from smoe_fairseq.analysis.figures import style
+    from smoe_fairseq.analysis.visible import visible
+
+    shown = [visible(token) for token in TOKENS]
+    assert shown == list(TOKENS.values())
+    side = sentence.SentenceSide("decoder", shown, results.blocks, [[1] * len(shown)])
+    style.save(figures.draw([side]), tmp_path / "one")
+    texts = {element.text for element in ElementTree.parse(tmp_path / "one.svg").iter()}
+    assert texts >= set(shown)
+
+
+LINES = [  # of a log, none of which says anything
+    "train_inner | epoch 001: 1 / 2 requested_capacity=1.5, num_updates=nan",
+    "| train_inner | epoch 001: requested_capacity=1.2.3, num_updates=5",
+    '{"num_updates": NaN, "requested_capacity": 2}',
+    '{"num_updates": 1e999, "requested_capacity": 2}',
+    '{"num_updates": 3, "requested_capacity": [2], "foo/bar": 1, "encoder.layer.x/load": 2}',
+    '{"num_updates": 3, "requested_capacity": "Infinity"}',
+    '{"num_updates": 3, "requested_capacity": ' + "9" * 5000 + "}",
+    '{"a":' * 100_000 + "}",
+    '{"num_updates": 3, "requested_cap',
+    "\x00\x1b[31m",
+    "epoch 1: | num_updates ٣ | requested_capacity ٣",
+]
+
+
+def test_malformed_log(tmp_path):
+    from smoe_fairseq.analysis import training_log
+    from smoe_fairseq.analysis.figures import training
+
+    log = tmp_path / "train.log"
+    for line in LINES:
+        log.write_text(f"{line}\n")
+        assert training_log.read(log) == {}, line[:80]
+    good = '{"num_updates": "3", "requested_capacity": "1.5", "decoder.layer.1/load_max": 2}'
+    log.write_text("\n".join([*LINES, good]))
+    series = training_log.read(log)
+    assert series == {"requested_capacity": {3: 1.5}, "decoder.layer.1/load_max": {3: 2.0}}
+    training.draw(series)

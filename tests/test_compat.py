@@ -239,3 +239,14 @@ def test_without_its_patch_the_default_back_end_refuses_the_cpu(corpus, tmp_path
     command = (tmp_path / "without.py", "name_no_gpu", SCRIPTS / "fairseq-train", *arguments)
     result = run("python", *launch, *command, "--save-dir", tmp_path / "new", check=False)
     assert result.returncode and "device_ids and output_device arguments" in result.stdout
+
+
+def test_without_its_patch_a_sentence_longer_than_a_batch_ends_in_a_stack_trace(corpus, post_norm):
+    command = ("fairseq-generate", *generation(corpus, post_norm), "--max-tokens", "3")
+    sentence = (
+        "error: --max-tokens 3 (--max-tokens-valid in validation): the longest sentence has 9 "
+    )
+    output = run(*command, check=False).stdout
+    assert sentence in output.splitlines()[-1] and "Traceback" not in output
+    result = run_without("name_too_small_batches", *command)
+    assert result.returncode and "Traceback" in result.stdout and sentence not in result.stdout

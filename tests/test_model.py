@@ -1,5 +1,7 @@
 """The registered model, built as fairseq builds it from flags."""
 
+import time
+
 import pytest
 import torch
 from fairseq import options
@@ -8,6 +10,8 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import build_model
 
 import smoe_fairseq.models  # noqa: F401  (as --user-dir does)
+from smoe_fairseq.memory import machine_memory
+from smoe_fairseq.models import size
 
 PAD = 1
 
@@ -187,12 +191,67 @@ def test_autocast(static_shapes):
         ("--no-decoder-normalize-before", "pre-norm layers"),
         ("--encoder-attention-heads 3", "--encoder-attention-heads 3"),
         ("--moe-capacity-factor -1", "--moe-capacity-factor -1.0"),
+        ("--encoder-embed-dim 0", "--encoder-embed-dim 0: expected a whole number of at least 1"),
+        ("--encoder-attention-heads 0", "--encoder-attention-heads 0: expected a whole number"),
+        ("--decoder-attention-heads -1", "--decoder-attention-heads -1: expected a whole number"),
+        ("--decoder-layers -1", "--decoder-layers -1: expected a whole number of at least 1"),
+        ("--decoder-ffn-embed-dim -8", "--decoder-ffn-embed-dim -8: expected a whole number"),
+        ("--max-source-positions 0", "--max-source-positions 0: expected a whole number"),
+        ("--attention-dropout nan", "--attention-dropout nan: expected a probability"),
+        ("--relu-dropout 1", "--activation-dropout 1.0: expected a probability from 0 to below 1"),
+        ("--encoder-layerdrop -0.1", "--encoder-layerdrop -0.1: expected a probability"),
+        ("--moe-freq 0 --moe-cmr", "--moe-cmr with --moe-freq 0: a dense model has no experts"),
+        ("--cmr-gate-drop 0.2", "--cmr-gate-drop 0.2: expected it with --moe-cmr"),
     ],
 )
 def test_bad_flags_end_with_one_sentence(flags, words):
     with pytest.raises(SystemExit) as end:
         tiny(*flags.split())
     assert words in str(end.value.code) and "\n" not in str(end.value.code)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--smoe-strata 1000000", "--smoe-strata 1000000 with --encoder-embed-dim"),
+        (f"--smoe-strata 4-{10**30}", "--smoe-strata 4-10000"),
+        ("--encoder-layers 1000000", "--encoder-layers 1000000: the model would take"),
+        ("--encoder-ffn-embed-dim 4000000000", "--encoder-ffn-embed-dim 4000000000"),
+        ("--max-target-positions 1000000000", "--max-target-positions 1000000000 with"),
+    ],
+)
+def test_absurd_sizes_are_refused_at_once(flags, words, monkeypatch):
+    monkeypatch.setattr(size, "machine_memory", lambda: 2**34)
+    started = time.process_time()
+    with pytest.raises(SystemExit) as end:
+        tiny(*flags.split(), "--moe-freq", "2")
+    assert words in str(end.value.code) and "\n" not in str(end.value.code)
+    assert "fits into the 16.0 GiB of memory here" in str(end.value.code)
+    assert (
+        time.process_time() - started < 3
+    )  # nothing was made; most of it goes into fairseq's flags
+
+
+def test_reckoned_size_is_the_models(monkeypatch):
+    """To within a hundredth: layer norms and biases are left out."""
+    flags = "--smoe-strata 4-12 --moe-freq 2 --arch smoe_transformer_base".split()
+    seen = []
+
+    def weights(config, task):
+        found = parts(config, task)
+        seen.append(sum(weights for weights, _ in found.values()))
+        return found
+
+    parts = size._parts
+    monkeypatch.setattr(size, "_parts", weights)
+    with torch.device("meta"):
+        model = make_model(*flags, vocabulary=32_000)
+    tables = 1024 * 512 * 2  # positions, which are no parameters
+    assert seen[0] - tables == pytest.approx(parameters(model), rel=0.01)
+
+
+def test_memory_of_this_machine():
+    assert 2**28 < machine_memory() < 2**60
 
 
 @pytest.mark.parametrize(

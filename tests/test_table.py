@@ -96,6 +96,47 @@ def test_damaged_scores_are_named(tmp_path):
     assert "moe/scores.json" in refusal(tmp_path, "multi30k")
 
 
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ('"bleu": 40.0', '"bleu": "40.0"'),
+        ('"bleu": 40.0', '"bleu": NaN'),
+        ('"bleu": 40.0', '"bleu": -1'),
+        ('"bleu": 40.0', '"bleu": true'),
+        ('"bleu": 40.0', '"bleu": [40.0]'),
+        ('"bleu": 40.0', '"blue": 40.0'),
+        ('"sentences": 3', '"sentences": 3, "length_ratio": "x"'),
+        ('"sentences": 3', '"sentences": Infinity'),
+        ('"signature": "', '"signature": 1, "x": "'),
+        ('{"scores": {', '[{"scores": {'),
+        ('{"scores": {', '{"scores": 1, "x": {'),
+        ('{"scores": {', "[" * 100_000),
+        ('{"scores": {', '{"scores": {"a-b": null, '),
+    ],
+)
+def test_scores_of_another_kind_are_named(tmp_path, old, new):
+    from smoe_fairseq.errors import UsageError
+    from smoe_fairseq.recipes import scores
+
+    folder = tmp_path / "moe"
+    write_scores(folder, dict.fromkeys(FULL, 40.0))
+    text = (folder / "scores.json").read_text()
+    assert len(scores.read(folder)) == len(FULL)
+    assert old in text
+    (folder / "scores.json").write_text(text.replace(old, new))
+    with pytest.raises(UsageError, match="scores.json is not a file of scores: delete it and run"):
+        scores.read(folder)
+
+
+def test_scores_that_cannot_be_read_are_named(tmp_path):
+    from smoe_fairseq.errors import UsageError
+    from smoe_fairseq.recipes import scores
+
+    (tmp_path / "scores.json").mkdir()
+    with pytest.raises(UsageError, match="scores.json cannot be read: Is a directory"):
+        scores.read(tmp_path)
+
+
 def test_m4_beside_the_paper(tmp_path):
     directions = "nso-eng msa-eng tgl-eng cat-eng eng-nso eng-msa eng-tgl eng-cat".split()
     runs = tmp_path / "runs/m4"

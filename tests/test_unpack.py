@@ -69,3 +69,39 @@ def test_corrupt_archives_are_named(tmp_path):
         assert "get it again" in unpacked(tmp_path / str(i), bytes(damaged))
     archive[-6] ^= 1  # In the checksum, behind everything that is unpacked.
     assert "get it again" in unpacked(tmp_path / "2", bytes(archive))
+
+
+def zipped(**fields) -> bytes:
+    """A zip whose headers, both of them, say something else than what is there."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr(WANTED, b"text\n")
+    changed = bytearray(content.getvalue())
+    for signature, flag, method in ((b"PK\3\4", 6, 8), (b"PK\1\2", 8, 10)):
+        start = changed.index(signature)
+        changed[start + flag] |= fields.get("flag", 0)
+        changed[start + method] = fields.get("method", 0)
+    return bytes(changed)
+
+
+def test_archive_with_a_password_is_named(tmp_path):
+    assert "expected an archive without a password" in unpacked(tmp_path, zipped(flag=1))
+
+
+@pytest.mark.parametrize("method", [9, 99])  # deflate64; AES
+def test_unknown_compression_is_named(tmp_path, method):
+    sentence = unpacked(tmp_path, zipped(method=method))
+    assert "compression" in sentence and "bzip2 or xz" in sentence
+
+
+def test_damaged_bzip2_is_named(tmp_path):
+    archive = bytearray(tar({WANTED: os.urandom(5000)}, "bz2"))
+    archive[len(archive) // 2] ^= 255
+    assert "get it again" in unpacked(tmp_path, bytes(archive))
+
+
+def test_missing_archive_is_named(tmp_path):
+    result = step(tmp_path, {}, "unpack", "opus100", tmp_path, tmp_path / "unpacked", check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    assert f"error: {tmp_path}/opus-100-corpus-v1.0.tar.gz is missing" in result.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -66,11 +66,19 @@ def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespac
                 too_long[direction.name] = direction.too_long
         found.run.update(_description(args, model, found, sentences, too_long))
         results.write(folder, found)
-        example = directions[-1], _example(model, task, directions[-1], args)
-        sections = pictures.draw(folder, found, example, series, args.min_count)
-        title = f"Requested capacity of {args.path.resolve().parent.name}/{args.path.name}"
-        text = report.page(title, _for_people(found.run), sections, folder)
-        (folder / "report.html").write_text(text, encoding="utf-8")
+        problem = None
+        try:
+            example = directions[-1], _example(model, task, directions[-1], args)
+            sections = pictures.draw(folder, found, example, series, args.min_count)
+            title = f"Requested capacity of {args.path.resolve().parent.name}/{args.path.name}"
+            text = report.page(title, _for_people(found.run), sections, folder)
+            (folder / "report.html").write_text(text, encoding="utf-8")
+        except Exception as error:  # the numbers may have taken hours: they stay
+            problem = " ".join(str(error).split()) or type(error).__name__
+    if problem:
+        raise UsageError(
+            f"{args.output} has all numbers, but the report could not be drawn: {problem}"
+        )
     return f"{args.output / 'report.html'}: the report; numbers and pictures are beside it"
 
 

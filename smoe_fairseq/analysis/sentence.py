@@ -12,6 +12,7 @@ from torch import nn
 from smoe_fairseq.analysis import loading
 from smoe_fairseq.analysis.counts import Block
 from smoe_fairseq.analysis.recorder import Recorder
+from smoe_fairseq.analysis.visible import visible
 from smoe_fairseq.errors import UsageError
 
 BEAM = 5
@@ -25,7 +26,7 @@ class SentenceSide:
 
     Args:
         side: "encoder" or "decoder".
-        tokens: what the side was given, special tokens included.
+        tokens: what the side was given, special tokens included; as they are to be shown.
         blocks: its MoE layers.
         requested: strata stopped at, ``requested[b][t]`` of token t in block b.
     """
@@ -52,7 +53,7 @@ def run_pair(model: nn.Module, task, net_input: dict) -> list[SentenceSide]:
         sides.append(
             SentenceSide(
                 side,
-                [dictionary[i] for i in tokens[real].tolist()],
+                [visible(dictionary[i]) for i in tokens[real].tolist()],
                 [Block(name, r.block.strata) for name, r in recorders.items()],
                 [r.requested_BS[0][real].tolist() for r in recorders.values()],
             )

@@ -1,14 +1,16 @@
 """Routing metrics over the course of training, read from fairseq's log."""
 
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 
 UPDATES = "num_updates"
-NUMBER = re.compile(r"([\w./]+)[ =]([-+]?\d[\d.]*(?:e[-+]?\d+)?)(?=,| \||$)")
+NUMBER = re.compile(r"([\w./]+)[ =]([-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)(?=,| \||$)", re.ASCII)
+LAYER = re.compile(r"(?:encoder|decoder)\.layer\.\d+/", re.ASCII)
 TRAINING = re.compile(r"^(?:.*\| train_inner \| |.*INFO \| \S+ \| )?(epoch \d+:.*|\{.*\})$")
 
 
@@ -39,7 +41,9 @@ def read_lines(path: Path) -> Iterator[dict[str, float]]:
 
 def is_routing(name: str) -> bool:
     """Whether a metric is one of `routing_metrics`."""
-    return "/" in name or name.startswith(("requested_capacity", "overflow_", "unused_"))
+    return bool(LAYER.match(name)) or name.startswith(
+        ("requested_capacity", "overflow_", "unused_")
+    )
 
 
 def _values(line: str) -> dict[str, float]:
@@ -48,15 +52,22 @@ def _values(line: str) -> dict[str, float]:
         return {}
     text = match[1]
     if not text.startswith("{"):
-        return {name: float(value) for name, value in NUMBER.findall(text)}
+        return _finite(NUMBER.findall(text))
     try:
         values = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return {}
+    return _finite(values.items())
+
+
+def _finite(values: Iterable[tuple[str, object]]) -> dict[str, float]:
+    """Those that are numbers. A log may be cut off, or written by two runs at once."""
     found = {}
-    for name, value in values.items():
+    for name, value in values:
         try:
-            found[name] = float(value)
-        except (TypeError, ValueError):
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
             continue
+        if math.isfinite(number):
+            found[name] = number
     return found

@@ -26,6 +26,7 @@ from .missing_language import name_missing_dictionary, name_unlisted_language
 from .progress_line import keep_lines_short
 from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
+from .small_batches import name_too_small_batches
 from .unreadable_checkpoint import name_unreadable_checkpoints
 from .version import problem, require_fairseq
 
@@ -36,6 +37,7 @@ PATCHES = (
     ("torch.serialization", allow_checkpoint_types),
     *((module, evaluate_literals_only) for module in EVALUATING),
     ("fairseq.dataclass.utils", quiet_hydra),
+    ("fairseq.data.data_utils", name_too_small_batches),
     ("fairseq.data.indexed_dataset", read_past_cache),
     ("fairseq.data.fasta_dataset", index_without_shell),
     ("fairseq.logging.progress_bar", keep_lines_short),

@@ -14,6 +14,7 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from smoe_fairseq.distributed import lock
 from smoe_fairseq.distributed.agree import from_first
 
 _DONE, _FAILED = "done", "failed"
@@ -94,6 +95,7 @@ class Lifeline:
                 return
             self._tell_all(f"{_FAILED} {reason}")
             print(f"error: {reason}; process {self.rank} stops too", file=sys.stderr, flush=True)
+            lock.release_all(os.getpid())  # which os._exit leaves out
             # The main thread may wait in a collective call, where no exception reaches it.
             os._exit(1)
 

@@ -3,6 +3,7 @@
 Kept light: a process that fairseq spawns imports this file before anything else of the plugin.
 """
 
+import os
 from types import ModuleType
 
 _fairseqs = []  # its own function, which ours takes the place of
@@ -39,6 +40,14 @@ def distributed_main(i, main, cfg, kwargs):
         return _fairseqs[0](i, main, cfg, kwargs)
     except UsageErrorOfAll:
         raise
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        where = os.environ.get("MASTER_PORT") or cfg.distributed_training.distributed_init_method
+        raise UsageErrorOfAll(
+            f"MASTER_PORT {where} is in use by another program on this machine: choose another one "
+            "(MASTER_PORT, or torchrun --master-port), the same for all processes"
+        ) from None
     except BaseException as error:
         words = str(error).strip().partition("\n")[0].removeprefix("error: ")
         reason = f"process {dist.get_rank() if dist.is_initialized() else '?'} has ended: "

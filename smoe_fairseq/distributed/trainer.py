@@ -11,6 +11,7 @@ from omegaconf import open_dict
 
 from smoe_fairseq.checkpoint.names import pending
 from smoe_fairseq.checkpoint.record import KEY, Record
+from smoe_fairseq.distributed.folder import hold_folder
 from smoe_fairseq.distributed.gradients import ExpertNorm
 from smoe_fairseq.distributed.loading import check_files
 from smoe_fairseq.distributed.options import check_options
@@ -54,6 +55,7 @@ def __init__(original, self, cfg, task, model, *others, **options):
             cfg.checkpoint.checkpoint_suffix += f"-rank-{place.rank}"
             cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
     original(self, cfg, task, model, *others, **options)
+    hold_folder(self.cfg.checkpoint)
     if not self.cuda:
         keep_freed_memory()
 

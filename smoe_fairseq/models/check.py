@@ -4,11 +4,13 @@ import torch
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.config import SMoETransformerConfig
+from smoe_fairseq.models.size import check_size
 from smoe_fairseq.modules import Strata, StratifiedMoE
 
 
 def check_config(config: SMoETransformerConfig, task) -> None:
     """Raise ValueError with one sentence that names the flag and what would be accepted."""
+    _check_numbers(config)
     for side in ("encoder", "decoder"):
         freq = config.moe_freq_of(side)
         layers = getattr(config, f"{side}_layers")
@@ -29,7 +31,10 @@ def check_config(config: SMoETransformerConfig, task) -> None:
             raise ValueError(
                 f"--{side}-embed-dim {dim}: expected a multiple of --{side}-attention-heads {heads}"
             )
-    if config.moe_freq_of("encoder") or config.moe_freq_of("decoder"):
+    has_experts = bool(config.moe_freq_of("encoder") or config.moe_freq_of("decoder"))
+    _check_cmr(config, has_experts)
+    check_size(config, task)
+    if has_experts:
         with torch.device("meta"):  # the block checks its own options
             StratifiedMoE(8, 8, **config.moe_options())
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
@@ -37,6 +42,44 @@ def check_config(config: SMoETransformerConfig, task) -> None:
             "--share-all-embeddings: source and target dictionary differ; preprocess with "
             "--joined-dictionary, or train with --no-share-all-embeddings"
         )
+
+
+def _check_numbers(config: SMoETransformerConfig) -> None:
+    """Each by itself; what the block is made of it checks by itself."""
+    sizes = [
+        f"{side}_{name}"
+        for side in ("encoder", "decoder")
+        for name in ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
+    ]
+    for name in (*sizes, "max_source_positions", "max_target_positions"):
+        if getattr(config, name) < 1:
+            raise ValueError(
+                f"{_flag(name)} {getattr(config, name)}: expected a whole number of at least 1"
+            )
+    dropouts = ("dropout", "attention_dropout", "activation_dropout")
+    for name in (*dropouts, "encoder_layerdrop", "decoder_layerdrop"):
+        if not 0 <= getattr(config, name) < 1:  # nan is neither
+            raise ValueError(
+                f"{_flag(name)} {getattr(config, name)}: expected a probability from 0 to below 1"
+            )
+
+
+def _check_cmr(config: SMoETransformerConfig, has_experts: bool) -> None:
+    """A flag without effect hides that another model is trained than was meant."""
+    if config.moe_cmr and not has_experts:
+        raise ValueError(
+            "--moe-cmr with --moe-freq 0: a dense model has no experts to route to; leave one of the "
+            "two out"
+        )
+    if config.cmr_gate_drop and not config.moe_cmr:
+        raise ValueError(
+            f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr, without which there "
+            "is no CMR gate"
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def check_checkpoint(model, state_dict) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset
 
-_TOLERANCE = 0.02
+TOLERANCE = 0.02  # of what was asked for
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Batch:
     @property
     def kept(self) -> bool:
         """Whether ``tokens`` are as many as wanted."""
-        return abs(self.tokens - self.wanted) <= _TOLERANCE * self.wanted
+        return abs(self.tokens - self.wanted) <= TOLERANCE * self.wanted
 
     def __str__(self) -> str:
         plural = "es" if self.processes > 1 else ""

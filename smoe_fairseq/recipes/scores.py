@@ -1,6 +1,7 @@
 """Scores of one run: ``scores.json`` beside its checkpoints."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -28,6 +29,21 @@ class Score:
 
     def __str__(self) -> str:
         return f"BLEU {self.bleu:.2f}, {self.length_ratio:.2f} of the references' length"
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all is of its type and in its range; a file may hold anything."""
+        ratio = 1 if self.length_ratio is None else self.length_ratio
+        numbers = (self.bleu, self.sentences, ratio)
+        return (
+            not any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers)
+            and 0
+            <= self.bleu
+            <= 100.5  # sacreBLEU's own may be a rounding error above 100; not nan
+            and 0 <= self.sentences < math.inf
+            and 0 <= ratio < math.inf
+            and isinstance(self.signature, str)
+        )
 
     @property
     def has_odd_length(self) -> bool:
@@ -70,8 +86,13 @@ def read(folder: Path) -> dict[str, Score]:
         return {}
     try:
         content = json.loads(path.read_text("utf-8"))
-        return {direction: Score(**score) for direction, score in content["scores"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+        scores = {direction: Score(**score) for direction, score in content["scores"].items()}
+        if not all(score.is_sound for score in scores.values()):
+            raise ValueError
+        return scores
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(
             f"{path} is not a file of scores: delete it and run scripts/evaluate.sh again"
         ) from None

@@ -3,12 +3,12 @@
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes import child
 
 
 def command(*words: object, output: object = None) -> str:
@@ -31,7 +31,8 @@ def run(lines: Iterable[str]) -> None:
     """Prints each line and, unless ``DRY_RUN`` is set, runs it; comments are printed only.
 
     The programs of this Python's environment come first on the path. The first command that fails
-    ends the recipe, with its own words and exit status. Python's warnings are off, since fairseq,
+    ends the recipe, with its own words and exit status; a signal that ends this process is passed on to
+    all that the command has started, and waited for (child.py). Python's warnings are off, since fairseq,
     older than its libraries, draws dozens of them in each command; ``PYTHONWARNINGS=default`` shows
     them.
     """
@@ -49,7 +50,7 @@ def run(lines: Iterable[str]) -> None:
         print(line, flush=True)
         if dry_run() or line.startswith("#"):
             continue
-        status = subprocess.run(["bash", "-o", "pipefail", "-c", line], env=environment).returncode
+        status = child.run(["bash", "-o", "pipefail", "-c", line], environment)
         if status < 0:
             raise UsageError(f"{line.split()[0]} was stopped by {signal.Signals(-status).name}")
         if status:

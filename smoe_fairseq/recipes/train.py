@@ -1,12 +1,12 @@
 """``scripts/train.sh``: one ``fairseq-train`` command, on as many GPUs as there are."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import batch
+from smoe_fairseq.recipes import batch, identity
 from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
 from smoe_fairseq.recipes.folders import Folders, user_dir
-from smoe_fairseq.recipes.launch import Launch, launch
+from smoe_fairseq.recipes.launch import launch
 from smoe_fairseq.recipes.shell import command, dry_run, report, run
 
 
@@ -33,7 +33,19 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     if flags.get("fp16") and "--expert-parallel" in extra:
         flags["fp16-no-flatten-grads"] = True
         notes.append("# with sharded experts, fp16 gradients are not flattened")
-    run(_commands(dataset, method, flags, notes, place, extra))
+    folder = folders.run(method)
+    words = [*data_arguments(dataset), *arguments(flags)]
+    words += ["--save-dir", str(folder), "--log-file", str(folder / "train.log"), *extra]
+    if not dry_run():
+        identity.claim(method, folders.binary, words, place.processes)
+    run(
+        [
+            f"# {dataset.name} {method}: train; resumes from checkpoint_last.pt if there is one",
+            *notes,
+            command("mkdir", "-p", folder),
+            command(*place.words("fairseq-train"), *words),
+        ]
+    )
 
 
 def data_arguments(dataset: Dataset) -> list[str]:
@@ -42,16 +54,3 @@ def data_arguments(dataset: Dataset) -> list[str]:
     words = [data, "--user-dir", user_dir(), *arguments(dataset.task)]
     words += ["--langs", ",".join(dataset.languages)]
     return words + ["--lang-pairs", ",".join(dataset.directions)]
-
-
-def _commands(
-    dataset: Dataset, method: str, flags, notes: list[str], place: Launch, extra: Sequence[str]
-) -> Iterator[str]:
-    folder = Folders(dataset.name).run(method)
-    yield f"# {dataset.name} {method}: train; resumes from checkpoint_last.pt if there is one"
-    yield from notes
-    yield command("mkdir", "-p", folder)
-    yield command(
-        *(*place.words("fairseq-train"), *data_arguments(dataset), *arguments(flags)),
-        *("--save-dir", folder, "--log-file", folder / "train.log", *extra),
-    )

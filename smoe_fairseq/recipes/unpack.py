@@ -8,6 +8,7 @@ import gzip
 import os
 import shutil
 import stat
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -21,7 +22,10 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.layout import all_publisher_names
 
-_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, gzip.BadGzipFile)
+_DAMAGE = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, gzip.BadGzipFile),
+    *(struct.error, ValueError),  # headers of nonsense
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ def unpack(dataset: Dataset, archives: list[Path], target: Path) -> None:
     """Writes the data set's files, out of zip or tar archives of any compression, to ``target``.
 
     ``target`` appears when all archives are done. A damaged archive, one with a name that leads out of
-    a folder, or one where a link or a device is in the place of a file that is needed, is a `UsageError`.
+    a folder, or one where a link or a device is in the place of a file that is needed, is a `UsageError`;
+    so is one that is missing or has a password.
     """
     if target.exists():
         print(f"{target} is unpacked already: delete it to unpack it again", flush=True)
@@ -45,16 +50,20 @@ def unpack(dataset: Dataset, archives: list[Path], target: Path) -> None:
     names = {name for names in all_publisher_names(dataset) for name in names}
     wanted = names | {f"{name}.gz" for name in names}
     partial = target.with_name(f"{target.name}.partial")
+    for archive in archives:
+        if not archive.is_file():
+            raise UsageError(
+                f"{archive} is missing: run scripts/prepare.sh {dataset.name} to fetch it"
+            )
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         for archive in archives:
             count = _unpack_one(archive, wanted, partial)
             print(f"{archive}: {count} files unpacked", flush=True)
-    except UsageError:
-        shutil.rmtree(partial)
-        raise
-    os.replace(partial, target)
+        os.replace(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _unpack_one(archive: Path, wanted: set[str], folder: Path) -> int:
@@ -75,10 +84,23 @@ def _unpack_one(archive: Path, wanted: set[str], folder: Path) -> int:
                 shutil.copyfileobj(content, copy)
             count += 1
     except _DAMAGE as error:
+        raise _damaged(archive, error) from None
+    except (
+        RuntimeError
+    ) as error:  # zipfile's, for a password, and for a method that it does not know
         raise UsageError(
-            f"{archive} cannot be unpacked ({error}): delete it and get it again"
+            f"{archive} cannot be unpacked ({error}): expected an archive without a password, zip or tar, "
+            "compressed by deflate, gzip, bzip2 or xz"
         ) from None
+    except OSError as error:
+        if error.errno is None:  # bzip2's word for damage
+            raise _damaged(archive, error) from None
+        raise UsageError(f"{archive} cannot be unpacked to {folder}: {error.strerror}") from None
     return count
+
+
+def _damaged(archive: Path, error: Exception) -> UsageError:
+    return UsageError(f"{archive} cannot be unpacked ({error}): delete it and get it again")
 
 
 def _endings(path: PurePosixPath) -> Iterator[str]:

@@ -23,6 +23,7 @@ STYLE = {
     "hatch.linewidth": 0.6,
     "svg.hashsalt": "smoe",  # the same picture, the same file
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a token such as $$ is a token
 }
 
 

@@ -23,7 +23,7 @@ def draw(series: Series) -> Figure:
     blocks = sorted({name.split("/")[0] for name in series if "/" in name}, key=_depth)
     looks = {b: (COLOURS[i % len(COLOURS)], "--" if i % 2 else "-") for i, b in enumerate(blocks)}
     for block in blocks:
-        line(requested, series[f"{block}/requested_capacity"], block, *looks[block])
+        line(requested, series.get(f"{block}/requested_capacity", {}), block, *looks[block])
     requested.set_title("requested capacity")
     if blocks:
         for block in blocks:
@@ -44,9 +44,12 @@ def draw(series: Series) -> Figure:
 def busiest(series: Series, block: str) -> dict[int, float]:
     """Load of a block's busiest expert by update, at the gate where it is highest."""
     gates = [
-        v for name, v in series.items() if name.startswith(block) and name.endswith("/load_max")
+        values
+        for name, values in series.items()
+        if name.startswith(f"{block}/") and name.endswith("/load_max")
     ]
-    return {update: max(gate[update] for gate in gates if update in gate) for update in gates[0]}
+    updates = sorted({update for gate in gates for update in gate})
+    return {update: max(gate[update] for gate in gates if update in gate) for update in updates}
 
 
 def _depth(block: str) -> tuple[bool, int]:

@@ -1,0 +1,86 @@
+"""Does the model fit into this machine's memory? Reckoned before anything of it is made.
+
+A typing error in ``--smoe-strata`` asks for terabytes, which a machine goes on trying to give until it
+stands still. Weights are made in float32 in main memory, whatever is trained in and on, so what they take
+is the least that there has to be.
+"""
+
+import torch
+import torch.distributed as dist
+
+from smoe_fairseq.memory import machine_memory
+from smoe_fairseq.models.config import SMoETransformerConfig
+from smoe_fairseq.modules.strata import Strata
+
+BYTES = 4  # of a weight
+# Modules and tensors as Python objects: what is left on the meta device, where weights take no memory.
+LAYER_OBJECTS, GATE_OBJECTS = 50_000, 5_000
+
+
+def check_size(config: SMoETransformerConfig, task) -> None:
+    """Raise ValueError with one sentence that names the flags of the part that is too large.
+
+    The config's sizes have to be positive numbers.
+    """
+    memory = machine_memory()
+    on_meta = torch.empty(0).is_meta  # for its shapes alone
+    sizes = {
+        part: objects + (0 if on_meta else BYTES * weights)
+        for part, (weights, objects) in _parts(config, task).items()
+    }
+    if memory is None or sum(sizes.values()) <= memory:
+        return
+    largest = max(sizes, key=sizes.get)
+    raise ValueError(
+        f"{largest}: the model would take {_readable(sum(sizes.values()))}, of which this part takes "
+        f"{_readable(sizes[largest])}; expected one that fits into the {_readable(memory)} of memory here"
+    )
+
+
+def _parts(config: SMoETransformerConfig, task) -> dict[str, tuple[int, int]]:
+    """(weights, bytes of objects) of each part of the model, by the flags that make it large."""
+    strata = Strata.parse(config.smoe_strata, config.moe_stacked)
+    processes = 1
+    if config.expert_parallel and dist.is_initialized():
+        processes = dist.get_world_size()
+    parts = {}
+    for side, attentions in (("encoder", 1), ("decoder", 2)):
+        dim, ffn, layers = (
+            getattr(config, f"{side}_{name}") for name in ("embed_dim", "ffn_embed_dim", "layers")
+        )
+        freq = config.moe_freq_of(side)
+        moe_layers = layers // freq if freq else 0
+        flags = f"--{side}-embed-dim {dim} --{side}-ffn-embed-dim {ffn} --{side}-layers {layers}"
+        dense = layers if config.moe_cmr else layers - moe_layers
+        parts[flags] = (
+            layers * attentions * 4 * dim**2 + dense * 2 * dim * ffn,
+            layers * LAYER_OBJECTS,
+        )
+        experts = strata.num_experts * 2 * dim * ffn // processes + sum(strata.visible) * dim
+        parts[f"--smoe-strata {_short(config.smoe_strata)} with {flags}"] = (
+            moe_layers * experts,
+            moe_layers * len(strata) * GATE_OBJECTS,
+        )
+        # Positions that are computed have a table too.
+        name = f"max_{'source' if side == 'encoder' else 'target'}_positions"
+        positions = getattr(config, name)
+        table = 0 if config.no_token_positional_embeddings else positions * dim
+        flag = f"--{name.replace('_', '-')} {positions}"
+        parts[f"{flag} with --{side}-embed-dim {dim}"] = (table, 0)
+        dictionary = task.source_dictionary if side == "encoder" else task.target_dictionary
+        parts[f"--{side}-embed-dim {dim} and a dictionary of {len(dictionary)}"] = (
+            0 if side == "decoder" and config.share_all_embeddings else len(dictionary) * dim,
+            0,
+        )
+    return parts
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _readable(size: int) -> str:
+    if size < 2**30:
+        return f"{size / 2**20:,.0f} MiB"
+    # Integers, since a float may be too small.
+    return f"{size * 10 // 2**30 / 10:,.1f} GiB" if size < 2**60 else "more than an EiB"

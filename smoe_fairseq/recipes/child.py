@@ -1,0 +1,80 @@
+"""A command and all that it starts, which is sent the signals that this process is sent."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+# What ends a program: Ctrl-C, the end of a terminal, and what `kill`, batch systems and containers send.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PATIENCE = (
+    60  # seconds that the command's own children have after it; torchrun gives its workers 30
+)
+
+
+def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The command's exit status, negative where a signal ended it, once all of its group has ended.
+
+    Raises:
+        SystemExit: this process was sent one of `ENDING`, with the shell's status for it, 128 + n.
+    """
+    group = None
+    received: list[int] = []
+
+    def pass_on(number: int, _frame) -> None:
+        received.append(number)
+        if group is not None:
+            _send(group, number)
+
+    def pause(_number: int, _frame) -> None:
+        # Ctrl-Z reaches this process alone, since the command is in a group of its own.
+        if group is not None:
+            _send(group, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if group is not None:
+            _send(group, signal.SIGCONT)
+
+    actions = dict.fromkeys(ENDING, pass_on) | {signal.SIGTSTP: pause}
+    # What is ignored (nohup, a shell's background jobs) stays so, in the command too.
+    before = {n: signal.getsignal(n) for n in actions}
+    before = {n: action for n, action in before.items() if action is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, actions[number])
+    try:
+        # A group of its own has one address for the command, its pipe and all that they start. It cannot
+        # read from the terminal, and no command of a recipe does.
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, process_group=0
+        )
+        group = process.pid
+        for number in list(received):  # what came while it was being started
+            _send(group, number)
+        status = process.wait()
+        if received:
+            _wait_for(group)
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+    if received:
+        raise SystemExit(128 + received[0])
+    return status
+
+
+def _send(group: int, number: int) -> bool:
+    """Whether there was still a process in the group."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):  # the latter, on macOS, where all have ended
+        return False
+    return True
+
+
+def _wait_for(group: int) -> None:
+    """What the command has left behind ends too; what does not within a minute is killed."""
+    deadline = time.monotonic() + PATIENCE
+    while _send(group, 0):
+        if time.monotonic() > deadline:
+            _send(group, signal.SIGKILL)
+            return
+        time.sleep(0.02)

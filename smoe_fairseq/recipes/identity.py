@@ -1,0 +1,182 @@
+"""What a run is: kept in its folder, so that it goes on as what it began as, or not at all."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from smoe_fairseq.distributed import lock
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.batch import TOLERANCE
+
+FILE = "identity.json"
+
+# Flags that may differ when a run is resumed. All others are part of what is trained. So is the precision
+# (--fp16, --bf16, --amp and their variants): rounding is part of the result, and the optimizer's state of
+# one does not load into another. How loss scaling behaves may change: that is the remedy where it fails.
+_FREE = {
+    # how long, and what is told of it
+    *("--max-update", "--max-epoch", "--stop-time-hours", "--patience"),
+    *("--log-interval", "--log-format", "--log-file", "--no-progress-bar", "--tensorboard-logdir"),
+    *("--wandb-project", "--azureml-logging", "--aim-repo", "--aim-run-hash", "--profile"),
+    # what is saved, where, and what is taken over at this start
+    *("--save-dir", "--save-interval", "--save-interval-updates", "--no-save", "--restore-file"),
+    *("--no-epoch-checkpoints", "--no-last-checkpoints", "--no-save-optimizer-state"),
+    *("--best-checkpoint-metric", "--maximize-best-checkpoint-metric"),
+    *("--write-checkpoints-asynchronously", "--suppress-crashes"),
+    *("--reset-optimizer", "--reset-dataloader", "--reset-lr-scheduler", "--reset-meters"),
+    # validation
+    *("--disable-validation", "--valid-subset", "--ignore-unused-valid-subsets"),
+    *("--combine-valid-subsets", "--max-tokens-valid", "--batch-size-valid", "--max-valid-steps"),
+    *("--fixed-validation-seed", "--skip-invalid-size-inputs-valid-test"),
+    # where it runs and what that costs, with the same result up to rounding
+    *("--cpu", "--tpu", "--device-id", "--local_rank", "--nprocs-per-node", "--ddp-backend"),
+    *("--ddp-comm-hook", "--bucket-cap-mb", "--find-unused-parameters", "--fast-stat-sync"),
+    *("--broadcast-buffers", "--heartbeat-timeout", "--gradient-as-bucket-view", "--zero-sharding"),
+    *("--expert-parallel", "--checkpoint-activations", "--offload-activations"),
+    *("--min-params-to-wrap", "--empty-cache-freq", "--all-gather-list-size", "--user-dir"),
+    *("--num-workers", "--num-workers-valid", "--data-buffer-size"),
+    *("--fp16-init-scale", "--fp16-scale-window", "--fp16-scale-tolerance", "--min-loss-scale"),
+    "--threshold-loss-scale",
+}
+_FREE_PREFIXES = ("--keep-", "--validate-", "--distributed-", "--eval-bleu")
+_OTHER_NAMES = {
+    **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
+    **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},
+    "--relu-dropout": "--activation-dropout",
+}
+
+
+def claim(method: str, data: Path, words: Sequence[str], processes: int) -> None:
+    """Takes ``--save-dir`` for this process and, where it holds a run, makes sure that it is this one.
+
+    Args:
+        data: the folder of the dictionaries.
+        words: the arguments of ``fairseq-train``; of a flag that is repeated the last one counts.
+
+    Raises:
+        UsageError: another run is being trained there, or what is there was started as another.
+    """
+    given = _given(words)
+    if "--no-save" in given:
+        return
+    folder = Path(given["--save-dir"])
+    flags = {n: v for n, v in given.items() if n not in _FREE and not n.startswith(_FREE_PREFIXES)}
+    own = {
+        "method": method,
+        "dictionary": _dictionary(data),
+        "flags": _with_whole_batch(flags, processes),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made: {error.strerror}") from None
+    # Two locks: training takes its own only when it has read data and built a model, and one that was
+    # started by hand, or has outlived its recipe, has only that.
+    lock.take(folder, lock.RECIPE)
+    lock.check_free(folder)
+    file = folder / FILE
+    if any(folder.glob("checkpoint*.pt")) and file.exists():
+        if difference := _difference(_read(file), own, data):
+            raise UsageError(
+                f"{folder} {difference}: repeat what it was started with, or set RUN_DIR to another "
+                "folder for a new run"
+            )
+        return  # what it was started with stays
+    partial = file.with_name(f"{FILE}.partial")
+    try:
+        partial.write_text(json.dumps(own, indent=2) + "\n", "utf-8")
+        os.replace(partial, file)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from None
+
+
+def _given(words: Sequence[str]) -> dict[str, str]:
+    """All flags, with what follows the last occurrence of each."""
+    given: dict[str, list[str]] = {}
+    values: list[str] = []  # in front of the first flag: the data's folder, which may be moved
+    for word in words:
+        if word[:1] == "-" and not _is_number(word):
+            name, equals, value = word.partition("=")
+            name = _OTHER_NAMES.get(name, name)
+            given.pop(name, None)
+            values = given[name] = [value] if equals else []
+        else:
+            values.append(word)
+    return {name: " ".join(values) for name, values in given.items()}
+
+
+def _with_whole_batch(flags: dict[str, str], processes: int) -> dict[str, str]:
+    """One number for a batch that is divided over processes and passes in one way or another."""
+    frequency = flags.get("--update-freq", "1")
+    if not frequency.isdecimal():
+        return {**flags, "processes": str(processes)}
+    whole = {name: value for name, value in flags.items() if name != "--update-freq"}
+    for name in ("--max-tokens", "--batch-size"):
+        if whole.get(name, "").isdecimal():
+            size = int(whole.pop(name)) * int(frequency) * processes
+            whole[f"{name} x --update-freq x processes ="] = str(size)
+    return whole
+
+
+def _dictionary(data: Path) -> str:
+    """A checksum of all dictionaries: the order of a dictionary's words is what its numbers mean."""
+    digest = hashlib.sha256()
+    for file in sorted(data.glob("**/dict*.txt")):
+        digest.update(f"{file.relative_to(data)}\n".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(file: Path) -> dict:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+        if {name: type(found[name]) for name in ("method", "dictionary", "flags")} == {
+            **{"method": str, "dictionary": str, "flags": dict}
+        }:
+            return found
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UsageError(
+        f"{file} does not say what run this is: delete it if the flags given now are those that the "
+        "run was started with, or set RUN_DIR to another folder"
+    )
+
+
+def _difference(was: dict, now: dict, data: Path) -> str | None:
+    """The first one, as the end of a sentence about the folder."""
+    if was["method"] != now["method"]:
+        return f"was started as {was['method']}, not as {now['method']}"
+    if was["dictionary"] != now["dictionary"]:
+        return f"was started with other dictionaries than those that are in {data} now"
+    for name in {**now["flags"], **was["flags"]}:
+        before, after = (flags["flags"].get(name) for flags in (was, now))
+        if not _same(name, before, after):
+            shown = [f"{name} {value}".strip() for value in (before, after)]
+            if before is None:
+                return f"was started without {shown[1]}, which is given now"
+            if after is None:
+                return f"was started with {shown[0]}, which is not given now"
+            return f"was started with {shown[0]}, not with {shown[1]}"
+    return None
+
+
+def _same(name: str, before: str | None, after: str | None) -> bool:
+    if before == after or before is None or after is None:
+        return before == after
+    if not (_is_number(before) and _is_number(after)):
+        return False
+    # Another number of processes does not always divide a batch into the same whole.
+    tolerance = TOLERANCE if name.endswith("=") else 0
+    return abs(float(before) - float(after)) <= tolerance * float(before)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,142 @@
+"""A run goes on as what it was started as, or not at all."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from test_recipes import recipe, refusal
+from test_signals import ended, training, wait_for  # noqa: F401
+
+from smoe_fairseq.distributed import lock
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes import identity
+
+WORDS = """data/x/bin --user-dir smoe_fairseq --task translation --arch smoe_transformer_tiny --lr 0.002
+    --fp16 --seed 1 --max-tokens 4000 --update-freq 2 --max-update 10""".split()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Starts a run, or goes on: ``run("--flag", ..., method=, processes=)``; a sentence, or None."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/dict.en.txt").write_text("a 2\nb 1\n")
+
+    def claim(*extra: str, method="moe", processes=1, words=WORDS) -> str | None:
+        words = [*words, "--save-dir", str(tmp_path / "runs/x/moe"), *extra]
+        try:
+            identity.claim(method, tmp_path / "bin", words, processes)
+        except UsageError as error:
+            return str(error)
+        finally:
+            lock.release_all(os.getpid())
+
+    yield claim
+
+
+@pytest.fixture
+def started(run, tmp_path) -> Path:
+    """The folder of a run that has saved a checkpoint."""
+    assert run() is None
+    (tmp_path / "runs/x/moe/checkpoint_last.pt").touch()
+    return tmp_path / "runs/x/moe"
+
+
+CHANGES = {
+    ("--seed", "2"): "was started with --seed 1, not with --seed 2",
+    ("--seed=2",): "was started with --seed 1, not with --seed 2",
+    ("--lr", "0.003"): "was started with --lr 0.002, not with --lr 0.003",
+    ("--moe-cmr",): "was started without --moe-cmr, which is given now",
+    ("--bf16",): "was started without --bf16, which is given now",
+    (
+        "-a",
+        "smoe_transformer",
+    ): "was started with --arch smoe_transformer_tiny, not with --arch smoe_t",
+    ("--max-tokens", "2000"): (
+        "was started with --max-tokens x --update-freq x processes = 8000, not with --max-tokens x "
+        "--update-freq x processes = 4000"
+    ),
+    ("--weight-decay", "-1"): "was started without --weight-decay -1, which is given now",
+}
+
+
+@pytest.mark.parametrize("flags", CHANGES, ids=" ".join)
+def test_another_flag_is_refused(run, started, flags):
+    before = {path: path.read_bytes() for path in started.iterdir()}
+    sentence = run(*flags)
+    assert f"{started} {CHANGES[flags]}" in sentence
+    assert "repeat what it was started with, or set RUN_DIR" in sentence
+    assert {path: path.read_bytes() for path in started.iterdir()} == before
+
+
+def test_flag_that_is_missing_is_refused(run, started):
+    words = [word for word in WORDS if word != "--fp16"]
+    assert "was started with --fp16, which is not given now" in run(words=words)
+
+
+def test_another_method_is_refused(run, started):
+    assert "was started as moe, not as dense" in run(method="dense")
+
+
+def test_dictionary_of_the_same_size_in_another_order_is_refused(run, started, tmp_path):
+    (tmp_path / "bin/dict.en.txt").write_text("b 1\na 2\n")
+    assert f"was started with other dictionaries than those that are in {tmp_path}/bin" in run()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max-update", "99", "--max-epoch", "3", "--patience", "2", "--log-interval", "1"],
+        ["--keep-last-epochs", "2", "--save-interval-updates", "5", "--validate-interval", "2"],
+        ["--num-workers", "3", "--cpu", "--tensorboard-logdir", "logs", "--wandb-project", "x"],
+        ["--max-tokens", "2000", "--update-freq", "4"],
+        ["--lr", "2e-3", "--learning-rate", "0.002"],
+        ["--restore-file", "checkpoint_2.pt", "--reset-optimizer", "--min-loss-scale", "1e-6"],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_what_does_not_change_the_training_may_differ(run, started, flags):
+    assert run(*flags) is None
+
+
+def test_other_numbers_of_processes_with_the_batch_kept(run, started):
+    assert run("--update-freq", "1", processes=2) is None
+    assert run("--update-freq", "1", "--max-tokens", "2667", processes=3) is None
+    assert "= 16000" in run(processes=2)
+
+
+def test_older_run_goes_on_and_is_written_down(run, started):
+    (started / identity.FILE).unlink()
+    assert run("--seed", "5") is None
+    assert json.loads((started / identity.FILE).read_text())["flags"]["--seed"] == "5"
+    assert "--seed 5, not with --seed 1" in run()
+
+
+def test_run_that_has_saved_nothing_starts_anew(run, started):
+    (started / "checkpoint_last.pt").unlink()
+    assert run("--seed", "2") is None
+    (started / "checkpoint_last-rank-0.pt").touch()
+    assert "--seed 2, not with --seed 1" in run()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"method": 1}', '{"method": "moe"}', "\x00"])
+def test_unreadable_identity_is_named(run, started, content):
+    (started / identity.FILE).write_text(content)
+    sentence = run()
+    assert f"{started}/{identity.FILE} does not say what run this is: delete it if" in sentence
+    assert (started / identity.FILE).read_text() == content
+
+
+def test_through_the_script(tmp_path, training):  # noqa: F811
+    """Another start while the first one runs, and another seed when it has been stopped."""
+    process, _ = training
+    given = {"GPUS": "1", "LAUNCHER": "slurm", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    sentence = refusal(recipe(tmp_path, "train", "m15", "moe", **given))
+    assert f"runs/m15/moe is in use by another run (process {process.pid} on " in sentence
+    process.terminate()
+    assert process.wait() == 128 + 15
+    folder = tmp_path / "runs/m15/moe"
+    assert [path.name for path in folder.iterdir()] == [identity.FILE]
+    (folder / "checkpoint_last.pt").touch()
+    sentence = refusal(recipe(tmp_path, "train", "m15", "moe", "--seed", "2", **given))
+    assert "runs/m15/moe was started with --seed 1, not with --seed 2" in sentence

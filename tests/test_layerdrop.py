@@ -1,0 +1,18 @@
+"""LayerDrop over several processes, each of which leaves out other layers."""
+
+import json
+import re
+
+from test_lock import SMALL
+
+FLAGS = """--moe-freq 1 --smoe-strata 2-2 --encoder-layerdrop 0.7 --decoder-layerdrop 0.7
+    --distributed-backend gloo --ddp-backend legacy_ddp --update-freq 2 --max-update 4 --no-save
+    --log-interval 1 --log-format json""".split()
+
+
+def test_layer_drop_over_processes(ranks, small_corpus, tmp_path):
+    run = ranks.train(tmp_path, 2, small_corpus, *SMALL, *FLAGS)
+    logs = [json.loads(x) for x in re.findall(r"train_inner \| (\{.*\})", run.output(0))]
+    assert len(logs) == 4
+    assert all("loss" in log and "gnorm" in log for log in logs)
+    assert all("requested_capacity" in log for log in logs)

@@ -1,0 +1,134 @@
+"""Two runs in one folder: the second one is refused, by the name of the first."""
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from ranks import PLUGIN
+
+from smoe_fairseq.distributed import lock
+from smoe_fairseq.errors import UsageError
+
+SMALL = f"""--user-dir {PLUGIN} --cpu --num-workers 0 --arch smoe_transformer_tiny --encoder-layers 2
+    --decoder-layers 2 --encoder-embed-dim 16 --decoder-embed-dim 16 --encoder-ffn-embed-dim 16
+    --decoder-ffn-embed-dim 16 --encoder-attention-heads 2 --decoder-attention-heads 2 --moe-freq 0
+    --criterion smoe_label_smoothed_cross_entropy --optimizer adam --lr 0.005 --max-tokens 400
+    --no-epoch-checkpoints --disable-validation""".split()
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from smoe_fairseq.distributed import lock
+lock.take(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def holder(folder) -> subprocess.Popen:
+    """A process that holds a folder until its input ends."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, folder], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+    process.line = process.stdout.readline()
+    return process
+
+
+def test_second_is_refused_by_name_until_the_first_ends(tmp_path):
+    first = holder(tmp_path)
+    assert first.line == "held\n"
+    second = holder(tmp_path)
+    _, sentence = second.communicate()
+    assert second.returncode == 1 and sentence.count("\n") == 1
+    assert f"{tmp_path} is in use" in sentence
+    assert f"process {first.pid} on {socket.gethostname()}, since 2" in sentence
+    with pytest.raises(UsageError, match=f"process {first.pid} "):
+        lock.check_free(tmp_path)
+    lock.check_free(tmp_path, lock.RECIPE)
+    first.communicate()
+    assert os.listdir(tmp_path) == []
+    lock.check_free(tmp_path)
+
+
+def test_killed_process_leaves_no_lock(tmp_path):
+    first = holder(tmp_path)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    assert os.listdir(tmp_path) == [lock.TRAINING]
+    lock.check_free(tmp_path)
+    second = holder(tmp_path)
+    assert second.line == "held\n"
+    assert f"process {second.pid} " in (tmp_path / lock.TRAINING).read_text()
+    second.communicate()
+
+
+def test_file_that_is_removed_in_between_is_no_lock(tmp_path, monkeypatch):
+    """Whoever ends removes the file: one who has opened it before has locked nothing by it."""
+    locked, lockf = [], fcntl.lockf
+
+    def remove_first(opened, flags):
+        if not locked:
+            (tmp_path / lock.TRAINING).unlink()
+        locked.append(opened)
+        lockf(opened, flags)
+
+    monkeypatch.setattr(fcntl, "lockf", remove_first)
+    monkeypatch.setattr(lock, "_held", {})
+    lock.take(tmp_path)
+    lock.take(tmp_path)
+    assert len(locked) == 2 and (tmp_path / lock.TRAINING).exists()
+    lock.release_all(os.getpid())
+
+
+def test_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    def lockf(opened, flags):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    monkeypatch.setattr(lock, "_held", {})
+    lock.take(tmp_path)
+    assert "without locks" in capsys.readouterr().err
+
+
+def train(ranks, tmp_path, small_corpus, world_size, *flags):
+    """Starts a run of ``fairseq-train`` in ``tmp_path/run``."""
+    arguments = [small_corpus, "--save-dir", tmp_path / "run", *SMALL]
+    arguments += ["--log-interval", 1, "--log-format", "json", *flags]
+    if world_size > 1:
+        arguments += ["--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
+    return ranks.start(tmp_path / "logs", world_size, *arguments, one=world_size == 1)
+
+
+def test_runs_of_fairseq_train(ranks, tmp_path, small_corpus):
+    first = train(
+        ranks, tmp_path, small_corpus, 2, "--max-epoch", 10_000, "--save-interval", 10_000
+    )
+    while not (first.logs[0].exists() and "train_inner" in first.output(0)):
+        assert set(first.statuses()) == {None} and time.monotonic() < first.started + 60
+        time.sleep(0.02)
+    for pid in first.pids:
+        os.kill(
+            pid, signal.SIGSTOP
+        )  # it has the lock all the same, and leaves the cores to the others
+    for world_size in (1, 2):
+        second = train(ranks, tmp_path, small_corpus, world_size, "--max-update", 1)
+        assert second.wait() == [1] * world_size
+        for rank in range(world_size):
+            assert f"is in use by another run (process {first.pids[0]} on" in second.output(rank)
+            assert "Traceback" not in second.output(rank)
+    unsaved = train(ranks, tmp_path, small_corpus, 1, "--max-update", 1, "--no-save")
+    assert unsaved.wait() == [0], unsaved.output()
+    first.kill()
+    first.wait()
+    assert (tmp_path / "run" / lock.TRAINING).exists()
+    for update in (1, 2):
+        resumed = train(ranks, tmp_path, small_corpus, 1, "--max-update", update)
+        assert resumed.wait() == [0], resumed.output()
+        assert os.listdir(tmp_path / "run") == ["checkpoint_last.pt"]

@@ -1,0 +1,114 @@
+"""Recipes that are told to stop: nothing that they have started is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_recipes import ROOT
+
+# In the place of srun, which starts the training: a process that takes its time to end, and one in the
+# background, where bash would have SIGINT ignored.
+SRUN = """#!/usr/bin/env bash
+trap 'sleep 0.3; echo heeded > heeded; exit 0' TERM INT HUP
+python -S -c '
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+open("background", "w").write(str(os.getpid()))
+time.sleep(60)
+' &
+echo $$ > started
+wait
+wait
+"""
+
+
+def ended(pid: int) -> bool:
+    """A process that nobody has asked for its status is still listed, as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except FileNotFoundError:
+        return True
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def training(tmp_path):
+    """``scripts/train.sh`` once its command runs, and the processes of the command."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/srun").write_text(SRUN)
+    (tmp_path / "bin/srun").chmod(0o755)
+    (tmp_path / "data/m15/bin").mkdir(parents=True)
+    path = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    process = subprocess.Popen(
+        [ROOT / "scripts/train.sh", "m15", "moe"],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": os.pathsep.join(path), "GPUS": "1", "LAUNCHER": "slurm"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    files = [tmp_path / name for name in ("background", "started")]
+    wait_for(lambda: all(f.exists() and f.read_text().strip() for f in files), process)
+    pids = [int(file.read_text()) for file in files]
+    yield process, pids
+    for pid in [process.pid, *pids]:
+        if not ended(pid):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_reaches_training_and_is_waited_for(tmp_path, training, number):
+    process, pids = training
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert (tmp_path / "heeded").exists(), output
+    assert all(map(ended, pids))
+    assert process.returncode == 128 + number, output
+    assert "Traceback" not in output
+
+
+def test_pause_reaches_training(training):
+    process, pids = training
+
+    def states():
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in [process.pid, *pids]]
+        return {stat.rpartition(") ")[2][0] for stat in stats}
+
+    process.send_signal(signal.SIGTSTP)
+    wait_for(lambda: states() == {"T"}, process)
+    process.send_signal(signal.SIGCONT)
+    wait_for(lambda: "T" not in states(), process)
+
+
+RUN = """
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from smoe_fairseq.recipes.shell import run
+run([sys.argv[1]])
+"""
+
+
+def test_ignored_signal_stays_ignored(tmp_path):
+    line = 'kill -HUP "$PPID"; kill -HUP $$; sleep 0.2; echo outlived > outlived'
+    result = subprocess.run([sys.executable, "-c", RUN, line], cwd=tmp_path)
+    assert result.returncode == 0 and (tmp_path / "outlived").exists()
+
+
+def test_status_of_a_command_that_was_killed_by_others(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", RUN, "kill -KILL $$"], capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert result.stderr == "error: kill was stopped by SIGKILL\n"
