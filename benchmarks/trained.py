@@ -79,21 +79,21 @@ def words(folder: Path, direction: str) -> tuple[int, int]:
     return tuple(sum(len(line.split()) for line in lines) for lines in (translations, references))
 
 
-def measure(data: str, folder: Path) -> dict:
+def measure(data: str, folder: Path, modes: list[str]) -> dict:
     log = list(read_lines(folder / "train.log"))
     training = [
         line["nll_loss"] for line in log if line["num_updates"] > log[-1]["num_updates"] - LAST
     ]
     updates = int(log[-1]["num_updates"])
     model, task = loading.load(folder / "checkpoint_last.pt", data)
-    found = {mode: losses(model, task, mode) for mode in MODES}
+    found = {mode: losses(model, task, mode) for mode in modes}
     scored = scores.read(folder)
     return {
         **describe(torch.device("cpu")),
         "updates": updates,
         "training_nll_loss": round(sum(training) / len(training), 4),
         "validation_nll_loss": {mode: loss for mode, (loss, _) in found.items()},
-        "dropped": found["both"][1],
+        "dropped": found["both"][1] if "both" in found else {},
         "words": {direction: words(folder, direction) for direction in scored},
         "bleu": {direction: round(score.bleu, 2) for direction, score in scored.items()},
     }
@@ -106,13 +106,17 @@ def row(name: str, result: dict) -> str:
     cells = [
         name,
         f"{result['training_nll_loss']:.3f}",
-        *(f"{result['validation_nll_loss'][mode]:.3f}" for mode in MODES),
+        *(_loss(result["validation_nll_loss"].get(mode)) for mode in MODES),
         " ".join(f"{percent:.1f}" for percent in drops),
         f"{ours / reference:.3f}",
         *(f"{score:.2f}" for score in bleu),
         f"**{sum(bleu) / len(bleu):.2f}**",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def table(folder: Path, names: list[str]) -> str:
@@ -127,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data")
     parser.add_argument("runs", nargs="+", metavar="RUN=FOLDER")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/trained"))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -134,7 +139,9 @@ def main() -> None:
     for name, folder in runs.items():
         path = args.output / f"{name}.json"
         if not path.exists():
-            path.write_text(json.dumps(measure(args.data, Path(folder)), indent=1) + "\n")
+            path.write_text(
+                json.dumps(measure(args.data, Path(folder), args.modes), indent=1) + "\n"
+            )
     print(table(args.output, list(runs)))
 
 
