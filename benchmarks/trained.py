@@ -22,7 +22,7 @@ from smoe_fairseq.analysis import loading
 from smoe_fairseq.analysis.capacity import nll, samples
 from smoe_fairseq.analysis.training_log import read_lines
 from smoe_fairseq.modules.blocks import moe_blocks
-from smoe_fairseq.modules.capacity import by_position, gates_of
+from smoe_fairseq.modules.capacity import by_position, gates_of, percent_dropped
 from smoe_fairseq.recipes import scores
 
 LAST = 300  # updates over which the training loss is averaged
@@ -46,10 +46,12 @@ def mode(model, draws: bool, limited: bool, dropout: bool):
         gate.train(draws)
         factor = gate.capacity_factor if limited else 0.0
         gate.capacity_factor = gate.eval_capacity_factor = factor
-    yield
-    model.eval()
-    for gate, (train, evaluate) in zip(gates, factors, strict=True):
-        gate.capacity_factor, gate.eval_capacity_factor = train, evaluate
+    try:
+        yield
+    finally:
+        model.eval()
+        for gate, (train, evaluate) in zip(gates, factors, strict=True):
+            gate.capacity_factor, gate.eval_capacity_factor = train, evaluate
 
 
 @torch.no_grad()
@@ -62,12 +64,12 @@ def losses(model, task, name: str) -> tuple[float, dict[str, list[float]]]:
         for sample in samples(model, task, loading.directions(task)):
             batch_bits, moe_stats = nll(model, sample)
             bits, tokens = bits + batch_bits, tokens + sample["ntokens"]
-            for block, stats in zip(fifths, moe_stats, strict=False):
+            for block, stats in moe_stats.items():
                 fifths[block] = fifths[block] + by_position(stats).numpy()
     percent = {}
     for side in dict.fromkeys(block.split(".")[0] for block in fifths):
-        chosen, dropped = sum(table for block, table in fifths.items() if block.startswith(side))
-        percent[side] = np.round(100 * dropped / chosen, 2).tolist()
+        table = sum(table for block, table in fifths.items() if block.startswith(side))
+        percent[side] = np.round(percent_dropped(table), 2).tolist()
     return round(bits / tokens, 4), percent
 
 

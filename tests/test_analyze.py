@@ -446,8 +446,9 @@ def test_routing_metrics_reach_the_loggers(trained):
     for tag in ("train_inner", "valid"):
         found = {name for name in events_of(trained.parent / "events" / tag) if "/" in name}
         fifths = {f"{block}/overflow_fifth{i}" for block in blocks for i in range(1, 6)}
-        assert names <= found <= names | fifths
-        assert (tag == "train_inner") == bool(found & fifths)  # where something was dropped
+        assert found == (
+            names | fifths if tag == "train_inner" else names
+        )  # where there is a limit
     series = training_log.read(trained.parent / "train.log")
     assert names <= series.keys() and set(series["requested_capacity"]) == {1, 2}
     shares = [series[f"encoder.layer.1/stratum.{i}/tokens"][2] for i in range(4)]

@@ -144,6 +144,17 @@ def test_norms_of_the_released_code_agree_with_plain_loops(strata, padding, stat
     assert len(block.layer_norms) == (len(block.gates) + 1 if len(block.gates) > 1 else 1)
 
 
+def test_norms_of_the_released_code_leave_a_skipped_batch_in_scale():
+    """Gating dropout skips gates and experts, not the norm that all tokens leave by."""
+    x, mask = make_input("some")
+    block = make_block("2-2", norms="released", gating_dropout=0.999)
+    torch.manual_seed(0)
+    y, stats = block(5 * x, mask)
+    assert not stats.requested_capacity.any()
+    assert torch.allclose(y[~mask], block.layer_norms[-1](5 * x)[~mask])
+    assert torch.equal(y[mask], 5 * x[mask])
+
+
 @pytest.mark.parametrize("static_shapes", [False, True])
 def test_dropout_of_the_layer_is_of_all_that_it_adds(static_shapes):
     x, mask = make_input("some")
@@ -282,6 +293,10 @@ def test_state_dict_has_the_contracts_names_and_shapes():
         (
             {"dropout_per": "layer", "norms": "released"},
             "--moe-dropout-per layer: with --moe-norms",
+        ),
+        (
+            {"norms": "released", "stacked": True, "strata": "4-4"},
+            "--moe-norms released: --moe-stacked",
         ),
         ({"gate_init_scale": 0.0}, "--moe-gate-init-scale 0.0: expected a positive number"),
         ({"output_init_scale": -1.0}, "--moe-output-init-scale -1.0"),

@@ -16,3 +16,5 @@ def test_layer_drop_over_processes(ranks, small_corpus, tmp_path):
     assert len(logs) == 4
     assert all("loss" in log and "gnorm" in log for log in logs)
     assert all("requested_capacity" in log for log in logs)
+    (valid,) = [json.loads(x) for x in re.findall(r"valid \| (\{.*\})", run.output(0))]
+    assert {"valid_capacity_gap", "valid_capacity_overflow_fifth5"} <= valid.keys()

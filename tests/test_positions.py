@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fairseq import metrics
 from test_criterion import logged, make_criterion
 from test_model import PAD, tiny
 
@@ -68,9 +69,10 @@ def test_no_position_loses_more_than_another(order, side):
         assert min(by_fifth) > max(by_fifth) / 1.6
 
 
-def test_rows_are_sentences_without_a_copy(monkeypatch):
+@pytest.mark.parametrize("flags", [[], ["--checkpoint-activations"]])
+def test_rows_are_sentences_without_a_copy(flags):
     """The layers keep ``(S, B, D)``, in the memory order of the embeddings' ``(B, S, D)``."""
-    model = tiny("--encoder-layers", "4", "--moe-freq", "1")
+    model = tiny("--encoder-layers", "4", "--moe-freq", "1", "--dropout", "0.1", *flags).train()
     contiguous = []
     for layer in [*model.encoder.layers, *model.decoder.layers]:
         layer.moe.register_forward_pre_hook(
@@ -90,6 +92,18 @@ def test_log_of_drops_by_position():
     got = logged([log])
     assert [got[f"overflow_fifth{i}"] for i in range(1, 6)] == [75.0] * 5
     assert got["decoder.layer.1/overflow_fifth5"] == 75.0
+
+
+def test_drops_by_position_are_means_over_all_batches():
+    """Also over those that drop nothing: fairseq takes the mean of an interval's updates."""
+    model, criterion = overloaded(), make_criterion()
+    with metrics.aggregate(new_root=True) as meters:
+        for factor in (1.0, 4.0):
+            for layer in (model.encoder.layers[1], model.decoder.layers[1]):
+                layer.moe.gates[0].capacity_factor = factor
+            criterion.reduce_metrics([criterion(model, make_sample())[2]])
+    assert meters["overflow_expert1"].avg == 37.5
+    assert [meters[f"overflow_fifth{i}"].avg for i in range(1, 6)] == [37.5] * 5
 
 
 def test_fifths_of_sentences_with_padding():

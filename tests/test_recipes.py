@@ -13,6 +13,8 @@ import pytest
 import sacrebleu
 import yaml
 
+from smoe_fairseq.recipes import scores
+
 ROOT = Path(__file__).parents[1]
 DATASETS = {"phrasebook": 8, "multi30k": 6}
 METHODS = {
@@ -253,6 +255,16 @@ def test_scores_are_those_of_the_translations_against_raw_references(tiny):
     assert content["checkpoint"] == "checkpoint_best.pt"
     assert content["generate"].endswith("--beam 2")
     assert not (run / "test.partial").exists()
+
+
+def test_a_score_without_lengths_is_shown_without():
+    """As in files from before they were kept."""
+    assert str(scores.Score(30.0, "s", 3)) == "BLEU 30.00"
+    assert str(scores.Score(30.0, "s", 3, 1.234)) == "BLEU 30.00, 1.23 of the references' length"
+    odd = [
+        r for r in (0.7, 0.8, 1.0, 1.2, 1.3, None) if scores.Score(30.0, "s", 3, r).has_odd_length
+    ]
+    assert odd == [0.7, 1.3]
 
 
 def test_direction_without_test_data_is_reported_and_left_out(tiny):

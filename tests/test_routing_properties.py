@@ -13,7 +13,12 @@ POLICIES = ("sampling", "all", "random")
 
 
 @st.composite
-def cases(draw, drop_orders=("sentence", "score", "random"), policies=POLICIES):
+def cases(
+    draw,
+    drop_orders=("sentence", "score", "random"),
+    policies=POLICIES,
+    factors=(0.0, 0.3, 1.0, 2.0),
+):
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     top_k = draw(st.integers(1, 1 if sizes[-1] == 1 else 2))
     torch.manual_seed(draw(st.integers(0, 10_000)))
@@ -22,7 +27,7 @@ def cases(draw, drop_orders=("sentence", "score", "random"), policies=POLICIES):
         8,
         "-".join(map(str, sizes)),
         top_k=top_k,
-        capacity_factor=draw(st.sampled_from([0.0, 0.3, 1.0, 2.0])),
+        capacity_factor=draw(st.sampled_from(factors)),
         second_expert_policy=draw(st.sampled_from(policies)),
         drop_order=draw(st.sampled_from(drop_orders)),
     ).double()
@@ -92,7 +97,7 @@ def test_order_does_not_matter_when_nothing_is_dropped(case):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(cases(drop_orders=["score"], policies=["all"]))
+@given(cases(drop_orders=["score"], policies=["all"], factors=[0.3]))
 def test_order_does_not_matter_when_capacity_goes_by_score(case):
     """In training, with tokens dropped: a permutation of the rows permutes what comes out."""
     block, x, mask = case
@@ -102,6 +107,7 @@ def test_order_does_not_matter_when_capacity_goes_by_score(case):
     shuffled_y, shuffled_stats = block(x[order], mask[order])
     assert torch.allclose(shuffled_y, y[order], atol=1e-12)
     assert torch.equal(shuffled_stats.dropped_choices, stats.dropped_choices[order])
+    assert stats.dropped.any() or int((~mask).sum()) < 4  # an expert takes one token at least
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

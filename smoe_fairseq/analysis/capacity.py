@@ -17,8 +17,10 @@ from smoe_fairseq.modules.capacity import (
     FIFTHS,
     by_position,
     is_limited_in_training,
+    percent_dropped,
     training_capacity,
 )
+from smoe_fairseq.modules.smoe import RoutingStats
 
 
 @dataclass
@@ -27,7 +29,7 @@ class CapacityCheck:
 
     Args:
         tokens: target tokens, </s> included.
-        nll_loss: in bits per target token, nothing dropped.
+        nll_loss: in bits per target token, under evaluation's capacity: `loading.load` takes all limits off.
         limited_nll_loss: the same with experts limited as in training.
         fifths: by MoE layer ``(2, FIFTHS)``, first choices by position and of these the dropped ones.
     """
@@ -36,6 +38,13 @@ class CapacityCheck:
     nll_loss: float = 0.0
     limited_nll_loss: float = 0.0
     fifths: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def percent_dropped(self, side: str) -> np.ndarray:
+        """``(FIFTHS,)``, all MoE layers of one side taken together."""
+        return percent_dropped(sum(t for n, t in self.fifths.items() if n.startswith(side)))
+
+    def sides(self) -> list[str]:
+        return list(dict.fromkeys(name.split(".")[0] for name in self.fifths))
 
     @property
     def gap(self) -> float:
@@ -55,6 +64,7 @@ def check(
     """Runs a model over a subset twice; None where training has no limit."""
     if not is_limited_in_training(model):
         return None
+    torch.manual_seed(loading.SEED)  # for tokens that are drawn (`--moe-drop-order random`)
     found = CapacityCheck(
         fifths={name: np.zeros((2, FIFTHS), dtype=np.int64) for name in moe_blocks(model)}
     )
@@ -64,8 +74,8 @@ def check(
         with training_capacity(model):
             limited, moe_stats = nll(model, sample)
         found.limited_nll_loss += limited
-        for counts, stats in zip(found.fifths.values(), moe_stats, strict=True):
-            counts += by_position(stats).cpu().numpy()
+        for name, stats in moe_stats.items():
+            found.fifths[name] += by_position(stats).cpu().numpy()
     tokens = max(found.tokens, 1)
     found.nll_loss, found.limited_nll_loss = (
         found.nll_loss / tokens,
@@ -84,8 +94,8 @@ def samples(
 ) -> Iterator[dict]:
     """Batches as in training: sentences of about one length from all directions.
 
-    What is dropped depends on what else is in a batch. ``sentences`` of each direction are drawn; None:
-    all.
+    What is dropped depends on what else is in a batch. ``sentences``: how many to draw, on average of
+    each direction; None: all.
     """
     parts = [part for name in directions for part in loading.datasets(task, name, subset)]
     together = parts[0]
@@ -101,12 +111,13 @@ def samples(
         yield sample if device.type == "cpu" else utils.move_to_cuda(sample, device)
 
 
-def nll(model: nn.Module, sample: dict) -> tuple[float, list]:
-    """Bits of all target tokens of a batch, and the statistics of the MoE layers."""
+def nll(model: nn.Module, sample: dict) -> tuple[float, dict[str, RoutingStats]]:
+    """Bits of all target tokens of a batch, and the statistics of the MoE layers that ran."""
     logits, extra = model(**sample["net_input"])
     target = sample["target"].view(-1)
     padding = model.decoder.dictionary.pad()
     nats = F.cross_entropy(
         logits.view(len(target), -1).float(), target, ignore_index=padding, reduction="sum"
     )
-    return nats.item() / math.log(2), extra["moe_stats"]
+    moe_stats = dict(zip(extra["moe_layers"], extra["moe_stats"], strict=True))
+    return nats.item() / math.log(2), moe_stats

@@ -91,11 +91,8 @@ def flow(results: Results) -> str:
 def positions(check: CapacityCheck) -> str:
     """The range over the positions, and the two losses."""
     parts = []
-    for side in dict.fromkeys(name.split(".")[0] for name in check.fifths):
-        counts = [table for name, table in check.fifths.items() if name.startswith(side)]
-        chosen, dropped = sum(counts)
-        percent = 100 * dropped / chosen.clip(min=1)
-        listed = ", ".join(f"{value:.1f}" for value in percent)
+    for side in check.sides():
+        listed = ", ".join(f"{value:.1f}" for value in check.percent_dropped(side))
         parts.append(f"{listed}% of the first choices in the {side}")
     return (
         f"With the experts limited as in training, {' and '.join(parts)} are dropped, from the first fifth "

@@ -98,7 +98,7 @@ def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Ca
                 "not depend on the position, nor the loss much on the limit: where it is far higher without "
                 "(0.1 and more), the experts get tokens that they never saw in training.",
             ),
-            lambda: positions.draw(check, results.blocks),
+            lambda: positions.draw(check),
         )
     if example is not None:
         direction, sides = example

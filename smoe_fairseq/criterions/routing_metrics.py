@@ -22,9 +22,9 @@ _LAST = 1000  # fairseq's priority: after everything else
 def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict[str, Tensor]:
     """What a forward pass adds to each MoE layer's sums; on the device, nothing is waited for.
 
-    Two tensors per layer: a row ``(3 + 2K + E)`` for each stratum, which `log_routing` takes apart, and
-    first choices by position. All layers are there, also those that LayerDrop left out: processes add
-    up theirs, and would wait for one another over other names.
+    Per layer a row ``(3 + 2K + E)`` for each stratum, which `log_routing` takes apart, and first choices
+    by position where experts are limited. All layers are there, also those that LayerDrop left out:
+    processes add up theirs, and would wait for one another over other names.
 
     Args:
         names: of the layers that ``moe_stats`` are of.
@@ -36,12 +36,12 @@ def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict
         key = f"{_BLOCK[top_k]}{name}"
         if name in ran:
             sums[key] = _table(block, ran[name])
-            sums[f"{_FIFTHS}{name}"] = by_position(ran[name])
         else:
             columns = 3 + 2 * top_k + block.strata.num_experts
-            zeros = block.stratum_of_expert.new_zeros
-            sums[key] = zeros(len(block.gates), columns)
-            sums[f"{_FIFTHS}{name}"] = zeros(2, FIFTHS)
+            sums[key] = block.stratum_of_expert.new_zeros(len(block.gates), columns)
+        if block.gates[0].factor_in_force:
+            none = block.stratum_of_expert.new_zeros(2, FIFTHS)
+            sums[f"{_FIFTHS}{name}"] = by_position(ran[name]) if name in ran else none
         if block.cmr is not None:
             gates = (ran[name].cmr_gate_sum, ran[name].cmr_tokens) if name in ran else (0.0, 0.0)
             pair = [torch.as_tensor(g, device=block.stratum_of_expert.device) for g in gates]
@@ -57,7 +57,7 @@ def _table(block: StratifiedMoE, stats: RoutingStats) -> Tensor:
 
 
 def has_routing(logging_outputs: list[dict]) -> bool:
-    return any(key.startswith(_FIFTHS) for log in logging_outputs for key in log)
+    return any(key.startswith(tuple(_BLOCK.values())) for log in logging_outputs for key in log)
 
 
 def log_routing(logging_outputs: list[dict]) -> None:
@@ -67,7 +67,7 @@ def log_routing(logging_outputs: list[dict]) -> None:
     - ``overflow_expert1``, ``overflow_expert2``: percent of first and second choices that were dropped
     - ``unused_expert1_count``: experts per gate and batch that were no token's first choice
     - ``overflow_fifth1`` to ``overflow_fifth5``: the first of these by position in the sentence, from
-      its first fifth to its last, where any were dropped
+      its first fifth to its last, where experts are limited
     - ``cmr_gate``: with CMR, the gate between the shared network (0) and the experts (1)
 
     and of each MoE layer what `log_block` says.
@@ -91,13 +91,15 @@ def log_routing(logging_outputs: list[dict]) -> None:
         _log_ratio(f"overflow_expert{k + 1}", dropped, chosen, 100)
     if top_k == 1:
         _log_ratio("overflow_expert2", 0, 0)
-    log_fifths(sum(fifths.values()))
+    if fifths:
+        log_fifths(sum(fifths.values()))
     _log_ratio("unused_expert1_count", sum(r.unused for r in rows), sum(r.batches for r in rows))
     if cmr:
         _log_ratio("cmr_gate", *sum(cmr.values()).tolist())
     for name, table in tables.items():
         log_block(name, [_Row.of(row, top_k) for row in table.tolist()])
-        log_fifths(fifths[name], f"{name}/", _LAST)
+        if name in fifths:
+            log_fifths(fifths[name], f"{name}/", _LAST)
 
 
 class _Row(NamedTuple):
@@ -153,10 +155,6 @@ def log_block(name: str, strata: list[_Row]) -> None:
 
 
 def log_fifths(table_25: Tensor, prefix: str = "", priority: int = 10) -> None:
-    """Log the percentages of `by_position` as ``{prefix}overflow_fifth1`` and so on, if not all are 0."""
-    if not table_25[1].any():
-        return
+    """Log the percentages of `by_position` as ``{prefix}overflow_fifth1`` and so on."""
     for fifth, (chosen, dropped) in enumerate(table_25.t().tolist(), start=1):
-        percent = 100 * dropped / chosen if chosen else 0
-        name = f"{prefix}overflow_fifth{fifth}"
-        metrics.log_scalar(name, percent, chosen, priority=priority, round=3)
+        _log_ratio(f"{prefix}overflow_fifth{fifth}", dropped, chosen, 100, priority)

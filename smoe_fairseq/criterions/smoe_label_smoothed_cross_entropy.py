@@ -105,15 +105,19 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
                 loss = loss + weight * sample_size * value
                 logging_output[name] = value.data * sample_size
             logging_output.update(routing_sums(model, names, moe_stats))
-        # Counted, not drawn: processes run their forward passes in step, and have to agree.
-        is_sampled = not model.training and self.batches_validated % SAMPLED == 0
-        self.batches_validated = 0 if model.training else self.batches_validated + 1
-        if moe_stats and is_sampled:
-            logging_output.update(self.under_training_capacity(model, sample, nll_loss))
         logging_output["loss"] = loss.data
         if self.report_accuracy:
             n_correct, total = self.compute_accuracy(model, net_output, sample)
             logging_output.update(n_correct=n_correct.data, total=total.data)
+        # Counted, not drawn: processes run their forward passes in step, and have to agree. The count moves
+        # when all has gone well, since fairseq repeats a batch that has run out of memory.
+        if model.training:
+            self.batches_validated = 0
+        else:
+            del net_output  # a second one would be the largest thing in memory
+            if moe_stats and self.batches_validated % SAMPLED == 0:
+                logging_output.update(self.under_training_capacity(model, sample, nll_loss))
+            self.batches_validated += 1
         return loss, sample_size, logging_output
 
     def compute_loss(self, model, net_output, sample, reduce=True):
@@ -132,16 +136,18 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         All are there, 0 if need be, also where LayerDrop has left every MoE layer out: see `routing_sums`.
         """
 
+        zero = block.gates[0].weight.new_zeros(())
+
         def mean(name):
             total = sum(getattr(stats, name) for stats in moe_stats)
-            return total / len(moe_stats) if moe_stats else block.gates[0].weight.new_zeros(())
+            return total / len(moe_stats) if moe_stats else zero
 
         yield "moe_gate_loss", self.moe_gate_loss_wt, mean("balance_loss")
         if self.moe_z_loss_wt:
             yield "moe_z_loss", self.moe_z_loss_wt, mean("z_loss")
         if block.cmr is not None:
-            ran = cmr_budget_loss(moe_stats, self.cmr_gate_loss_p) if moe_stats else mean("")
-            yield "cmr_gate_loss", self.cmr_gate_loss_wt, ran
+            budget = cmr_budget_loss(moe_stats, self.cmr_gate_loss_p) if moe_stats else zero
+            yield "cmr_gate_loss", self.cmr_gate_loss_wt, budget
 
     def under_training_capacity(self, model, sample, nll_loss) -> dict:
         """What a batch's loss would be with the experts limited as in training; ``nll_loss`` is its own.

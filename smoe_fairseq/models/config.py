@@ -88,11 +88,13 @@ class SMoETransformerConfig(FairseqDataclass):
     )
     moe_drop_order: ChoiceEnum(DROP_ORDERS) = option(
         "sentence",
-        "tokens that keep an expert with too many: the first ones, sentence after "
-        "sentence, those of highest gate probability, or drawn in training",
+        "tokens that keep an expert that has too many: the first ones, sentence after sentence, those of "
+        "highest gate probability, or drawn ones",
     )
     moe_norms: ChoiceEnum(NORMS) = option(
-        "paper", "inner layer norms and residuals as the paper or as its released code has them"
+        "paper",
+        "inner layer norms and residuals as the paper or as its released code has them; the same with one "
+        "stratum",
     )
     moe_dropout_per: ChoiceEnum(DROPOUTS) = option(
         "stratum", "dropout of each stratum's output, or of what the whole MoE layer adds"
@@ -101,7 +103,7 @@ class SMoETransformerConfig(FairseqDataclass):
         1.0, "initial weights of the gates, over those of a linear layer"
     )
     moe_output_init_scale: float = option(
-        1.0, "initial weights of the experts' second layer, over those of a linear layer"
+        1.0, "initial weights and biases of the experts' second layer, over a linear layer's"
     )
     moe_eom: float = option(
         0.0, "expert output masking: probability that a selected expert's output is left out"

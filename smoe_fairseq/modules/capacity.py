@@ -31,6 +31,12 @@ def by_position(stats: RoutingStats) -> Tensor:
     return sums_52.t().contiguous()  # fairseq flattens it for the other processes
 
 
+def percent_dropped(table_25):
+    """``(FIFTHS,)`` of `by_position`'s table or a sum of such, a tensor or an array."""
+    chosen, dropped = table_25
+    return 100 * dropped / chosen.clip(min=1)
+
+
 def gates_of(model: nn.Module) -> list[Gate]:
     return [module for module in model.modules() if isinstance(module, Gate)]
 

@@ -44,8 +44,10 @@ def check_scale(flag: str, scale: float) -> None:
         raise ValueError(f"{flag} {scale}: expected a positive number")
 
 
-def check_dropout_per(dropout_per: str, norms: str) -> None:
-    if dropout_per == "layer" and norms == "released":
+def check_norms(norms: str, dropout_per: str, stacked: bool) -> None:
+    if norms == "released" and stacked:
+        raise ValueError("--moe-norms released: --moe-stacked has no inner norms; expected paper")
+    if norms == "released" and dropout_per == "layer":
         raise ValueError(
             "--moe-dropout-per layer: with --moe-norms released no residual runs past the whole layer; "
             "expected stratum"

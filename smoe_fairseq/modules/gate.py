@@ -142,12 +142,17 @@ class Gate(nn.Module):
 
     def within_capacity(self, expert_TK: Tensor, probs_TE: Tensor, num_tokens: Tensor) -> Tensor:
         """Which copies fit into their experts: first choices before second ones (design: GShard)."""
-        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        factor = self.factor_in_force
         if factor == 0:
             return torch.ones_like(expert_TK, dtype=torch.bool)
         rank_TK = rank_within_expert(expert_TK, self.row_order(probs_TE.detach()))
         # The number of tokens stays on the device, so that routing waits for nothing.
         return rank_TK < torch.ceil(factor * num_tokens.double() / self.num_experts)
+
+    @property
+    def factor_in_force(self) -> float:
+        """The capacity factor of this mode; 0: no limit."""
+        return self.capacity_factor if self.training else self.eval_capacity_factor
 
     def row_order(self, probs_TE: Tensor) -> Tensor | None:
         """Rows ``(T,)`` in the order in which capacity is given to them; None: as they come."""

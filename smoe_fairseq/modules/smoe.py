@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from smoe_fairseq.modules.checks import (
     check_choice,
     check_cmr,
-    check_dropout_per,
     check_factor,
+    check_norms,
     check_probability,
     check_scale,
     check_top_k,
@@ -126,7 +126,7 @@ class StratifiedMoE(nn.Module):
         check_choice("--moe-drop-order", drop_order, DROP_ORDERS)
         check_choice("--moe-norms", norms, NORMS)
         check_choice("--moe-dropout-per", dropout_per, DROPOUTS)
-        check_dropout_per(dropout_per, norms)
+        check_norms(norms, dropout_per, stacked)
         check_scale("--moe-gate-init-scale", gate_init_scale)
         check_scale("--moe-output-init-scale", output_init_scale)
         check_cmr(cmr, self.strata)
@@ -136,7 +136,7 @@ class StratifiedMoE(nn.Module):
         check_probability("--cmr-gate-drop", cmr_gate_drop)
         self.dropout = dropout
         self.dropout_per = dropout_per
-        self.normalize_residual = norms == "released" and not stacked and len(self.strata) > 1
+        self.normalize_residual = norms == "released" and len(self.strata) > 1
         self.eom = eom
         self.fom = fom
         self.gating_dropout = gating_dropout
@@ -193,8 +193,8 @@ class StratifiedMoE(nn.Module):
         select = MaskedTokens if static_shapes else IndexedTokens
         weights = self.experts.weights(grouped=static_shapes)
         position_T = torch.zeros(x_TD.shape[0], dtype=torch.long, device=x.device)
-        left_out_T = padding_mask.reshape(-1) if padding_mask is not None else position_T > 0
-        left_out_T = drop_gating(left_out_T, self.gating_dropout, self.training)
+        padding_T = padding_mask.reshape(-1) if padding_mask is not None else position_T > 0
+        left_out_T = drop_gating(padding_T, self.gating_dropout, self.training)
         position_T = position_T.masked_fill(left_out_T, len(self.strata))
         requested_T = torch.zeros_like(position_T)
         dropped_TK = requested_T.unsqueeze(1).repeat(1, self.gates[0].top_k)
@@ -227,9 +227,9 @@ class StratifiedMoE(nn.Module):
         if stacked:  # every real token was in the last stratum
             y_TD = tokens.add(x_TD, F.dropout(tokens.take(y_TD), self.dropout, self.training))
         elif self.normalize_residual:
-            real = select(~left_out_T)
+            real = select(~padding_T)  # of a skipped batch too, or its scale would be another
             y_TD = real.replace(y_TD, self.layer_norms[-1](real.take(y_TD)))
-        elif self.dropout_per == "layer":
+        elif self.dropout_per == "layer" and self.training and self.dropout > 0:
             y_TD = x_TD + F.dropout(y_TD - x_TD, self.dropout, self.training)
         stats = self._stats(routings, requested_T, dropped_TK, x.shape[:-1], cmr_stats)
         return y_TD.view_as(x), stats

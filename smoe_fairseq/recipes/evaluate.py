@@ -61,8 +61,8 @@ def _show(direction: str, score: scores.Score) -> None:
     if score.has_odd_length:
         report(
             f"the translations of {direction} are {score.length_ratio:.2f} times as long as the references "
-            "(expected 0.8 to 1.2): look at them, at the dropped choices by position and at capacity_gap "
-            "in train.log (docs/analysis.md)"
+            "(expected 0.8 to 1.2): look at them and, where experts have a limit, at the dropped choices by "
+            "position and at capacity_gap in train.log (docs/analysis.md)"
         )
 
 

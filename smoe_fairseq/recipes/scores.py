@@ -28,7 +28,10 @@ class Score:
     length_ratio: float | None = None
 
     def __str__(self) -> str:
-        return f"BLEU {self.bleu:.2f}, {self.length_ratio:.2f} of the references' length"
+        bleu = f"BLEU {self.bleu:.2f}"
+        if self.length_ratio is None:
+            return bleu
+        return f"{bleu}, {self.length_ratio:.2f} of the references' length"
 
     @property
     def is_sound(self) -> bool:

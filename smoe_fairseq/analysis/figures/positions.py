@@ -3,19 +3,17 @@
 from matplotlib.figure import Figure
 
 from smoe_fairseq.analysis.capacity import CapacityCheck
-from smoe_fairseq.analysis.counts import Block
 from smoe_fairseq.analysis.figures.style import DARK, HATCH, LIGHT, new, styled
 from smoe_fairseq.modules.capacity import FIFTHS
 
 
 @styled
-def draw(check: CapacityCheck, blocks: list[Block]) -> Figure:
+def draw(check: CapacityCheck) -> Figure:
     """A panel per side, a bar per fifth of the sentence; all MoE layers of a side taken together."""
-    sides = list(dict.fromkeys(block.side for block in blocks))
+    sides = check.sides()
     figure, axes = new(1, len(sides), height=2.8, sharey=True)
     for ax, side in zip(axes[0], sides):
-        chosen, dropped = sum(check.fifths[b.name] for b in blocks if b.side == side)
-        percent = 100 * dropped / chosen.clip(min=1)
+        percent = check.percent_dropped(side)
         look = {"color": LIGHT} if side == "decoder" else {"color": DARK}
         look |= {"hatch": HATCH, "edgecolor": "black"} if side == "decoder" else {}
         ax.bar(range(FIFTHS), percent, width=0.7, linewidth=0.6, **look)
