@@ -15,6 +15,7 @@ from smoe_fairseq.distributed.folder import hold_folder
 from smoe_fairseq.distributed.gradients import ExpertNorm
 from smoe_fairseq.distributed.loading import check_files
 from smoe_fairseq.distributed.options import check_options
+from smoe_fairseq.distributed.same_run import check_data, check_flags
 from smoe_fairseq.distributed.saving import new_save_name, publish
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.memory import keep_freed_memory
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 def tell_trainer(trainer: ModuleType) -> None:
     """Each function below takes the place of the trainer's method of its name, and calls it."""
     for function in (
-        *(__init__, state_dict, save_checkpoint, load_checkpoint),
+        *(__init__, state_dict, save_checkpoint, load_checkpoint, get_train_iterator),
         *(clip_grad_norm, _log_oom),
     ):
         _add_to(trainer.Trainer, function)
@@ -47,6 +48,7 @@ def _add_to(cls, function) -> None:
 
 
 def __init__(original, self, cfg, task, model, *others, **options):
+    check_flags(cfg, task)
     self.expert_placement = place = placement_of(model)
     self.save_name = None  # of a set, while all processes save one
     if place is not None:
@@ -109,6 +111,12 @@ def load_checkpoint(original, self, filename, reset_optimizer=False, *others, **
         logger.info(f"--max-update {optimization.max_update}: nothing is left to train")
         optimization.max_epoch = -1
     return extra_state
+
+
+def get_train_iterator(original, self, *arguments, **options):
+    iterator = original(self, *arguments, **options)
+    check_data(self.cfg.dataset.train_subset, iterator.dataset)
+    return iterator
 
 
 def clip_grad_norm(original, self, clip_norm):

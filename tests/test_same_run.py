@@ -1,0 +1,74 @@
+"""Processes of one run that were started with other flags or data: named at the start, no hang."""
+
+import os
+import shutil
+import sys
+
+import pytest
+from commands import preprocess
+from test_lock import SMALL
+
+FLAGS = [
+    *SMALL,
+    "--distributed-backend",
+    "gloo",
+    "--ddp-backend",
+    "legacy_ddp",
+    "--max-update",
+    "4",
+]
+
+
+def train(data: list[str], flags: list[str], of_second: list[str]) -> None:
+    """On both ranks: with a folder of data each, and flags that only the second one is given."""
+    from fairseq_cli.train import cli_main
+
+    rank = int(os.environ["RANK"])
+    sys.argv = ["fairseq-train", data[rank], *flags, *(of_second if rank else [])]
+    cli_main()
+
+
+def check_refusal(ranks, folder, data, flags, of_second, sentence) -> None:
+    flags = [*flags, "--save-dir", str(folder / "run")]
+    run = ranks.start(folder, 2, list(map(str, data)), flags, of_second, function=train)
+    assert run.wait(60) == [1, 1], run.output()
+    for rank in (0, 1):
+        assert f"error: process 1 was started with {sentence}" in run.output(rank)
+        assert "Traceback" not in run.output(rank)
+
+
+@pytest.mark.parametrize(
+    "of_second, sentence",
+    [
+        (["--max-update", "7"], "--max-update 7, and process 0 with 4"),
+        (["--update-freq", "2"], "--update-freq [2], and process 0 with [1]"),
+        (["--lr", "0.1"], "--lr [0.1], and process 0 with [0.005]"),
+        (["--no-save"], "--no-save True, and process 0 with False"),
+        (["--dropout", "0.3"], "--dropout 0.3, and process 0 with 0.1"),
+    ],
+)
+def test_another_flag(ranks, small_corpus, tmp_path, of_second, sentence):
+    check_refusal(ranks, tmp_path, [small_corpus] * 2, FLAGS, of_second, sentence)
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_other_data(ranks, raw_corpus, tmp_path, split):
+    """One sentence less, the same dictionary."""
+    raw, data = tmp_path / "raw", [tmp_path / "data0", tmp_path / "data1"]
+    shutil.copytree(raw_corpus, raw)
+    preprocess(raw, data[0], "--joined-dictionary")
+    for side in ("src", "tgt"):
+        lines = (raw / f"{split}.{side}").read_text().splitlines()[:-1]
+        (raw / f"{split}.{side}").write_text("\n".join(lines) + "\n")
+    preprocess(raw, data[1], "--joined-dictionary", "--srcdict", data[0] / "dict.src.txt")
+    flags = [flag for flag in FLAGS if flag != "--disable-validation"]
+    check_refusal(ranks, tmp_path, data, flags, [], f"the data of {split} ")
+
+
+def test_another_dictionary_of_the_same_size(ranks, raw_corpus, tmp_path):
+    data = [tmp_path / "data0", tmp_path / "data1"]
+    preprocess(raw_corpus, data[0], "--joined-dictionary")
+    entries = (data[0] / "dict.src.txt").read_text().splitlines()
+    (tmp_path / "dict.txt").write_text("\n".join(reversed(entries)) + "\n")
+    preprocess(raw_corpus, data[1], "--joined-dictionary", "--srcdict", tmp_path / "dict.txt")
+    check_refusal(ranks, tmp_path, data, FLAGS, [], "the source dictionary ")
