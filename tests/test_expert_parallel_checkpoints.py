@@ -255,6 +255,19 @@ def test_bad_requests_get_one_sentence(resharded, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_flattened_optimizer_state_is_called_so(resharded, tmp_path):
+    """As ``--fp16`` without ``--fp16-no-flatten-grads`` keeps it, which takes a GPU to train with."""
+    state = torch.load(resharded["1"] / "checkpoint_last.pt", weights_only=True)
+    optimizer = state["last_optimizer_state"]
+    optimizer["param_groups"][0]["params"] = [0]
+    optimizer["state"] = {0: {"exp_avg": torch.zeros(100)}}
+    path, out = tmp_path / "fp16.pt", tmp_path / "out.pt"
+    torch.save(state, path)
+    sentence = refusal("reshard", path, "--world-size", 2, "--output", out)
+    assert "of all parameters in one row, as --fp16 keeps it" in sentence
+    assert not out.exists()
+
+
 def test_a_rank_file_is_no_model_to_translate_with(small_corpus, set_of_4):
     path = rank_file(set_of_4 / "checkpoint_last.pt", 1)
     arguments = [small_corpus, "--user-dir", PLUGIN, "--path", path, "--cpu"]

@@ -102,15 +102,20 @@ class Shards:
         optimizer = state.get(OPTIMIZER)
         if not optimizer:
             return ()
-        groups = optimizer.get("param_groups", [])
-        if len(groups) != 1 or list(groups[0]["params"]) != list(
-            range(len(self.record.parameters))
-        ):
+        groups, names = optimizer.get("param_groups", []), self.record.parameters
+        numbers = [list(group["params"]) for group in groups]
+        if numbers == [[0]] and len(names) > 1:
+            raise UsageError(
+                f"{self.files[0]}: the optimizer's state is of all parameters in one row, as --fp16 keeps "
+                "it, and cannot be divided; train with --fp16-no-flatten-grads or "
+                "--memory-efficient-fp16, or begin with its model alone by --finetune-from-model"
+            )
+        if numbers != [list(range(len(names)))]:
             raise UsageError(
                 f"{self.files[0]}: the state of an optimizer with several parameter groups cannot be "
                 "divided"
             )
-        return self.record.parameters
+        return names
 
     def check_agreement(self) -> None:
         """What all processes share is the same in all files, as are the replicas of an expert."""
