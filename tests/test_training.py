@@ -200,3 +200,12 @@ def test_hydra_train(small_corpus, tmp_path):
     assert state_of(checkpoint)["model"]["encoder.layers.1.moe.gates.1.weight"].shape == (2, 32)
     hypotheses, _ = generate(small_corpus, checkpoint, "--max-len-b", 10)
     assert len(hypotheses) == SENTENCES
+
+
+def test_numbers_that_are_none_end_in_one_sentence(small_corpus, tmp_path):
+    process = train(small_corpus, tmp_path, "--lr", 1e30, "--max-update", 5, check=False)
+    assert process.returncode == 1
+    last = process.stdout.splitlines()[-1]
+    assert re.match(r"error: update \d: gradients are Nan/Inf; .*lower --lr", last)
+    assert "NaN detected in output of encoder" in process.stdout
+    assert "Traceback" not in process.stdout

@@ -23,6 +23,7 @@ from .hydra_warnings import quiet_hydra
 from .imports import Action, when_imported
 from .literal_eval import EVALUATING, evaluate_literals_only
 from .missing_language import name_missing_dictionary, name_unlisted_language
+from .nan_detector import hook_forward_only
 from .progress_line import keep_lines_short
 from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
@@ -41,6 +42,7 @@ PATCHES = (
     ("fairseq.data.indexed_dataset", read_past_cache),
     ("fairseq.data.fasta_dataset", index_without_shell),
     ("fairseq.logging.progress_bar", keep_lines_short),
+    ("fairseq.nan_detector", hook_forward_only),
     ("fairseq.modules.checkpoint_activations", keep_autocast),
     ("fairseq.modules.transformer_layer", avoid_fast_path),
     ("fairseq.models.distributed_fairseq_model", name_no_gpu),

@@ -17,7 +17,7 @@ from smoe_fairseq.distributed.loading import check_files
 from smoe_fairseq.distributed.options import check_options
 from smoe_fairseq.distributed.same_run import check_data, check_flags
 from smoe_fairseq.distributed.saving import new_save_name, publish
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, UsageErrorOfAll
 from smoe_fairseq.memory import keep_freed_memory
 from smoe_fairseq.modules.blocks import first_block, placement_of
 
@@ -28,7 +28,7 @@ def tell_trainer(trainer: ModuleType) -> None:
     """Each function below takes the place of the trainer's method of its name, and calls it."""
     for function in (
         *(__init__, state_dict, save_checkpoint, load_checkpoint, get_train_iterator),
-        *(clip_grad_norm, _log_oom),
+        *(train_step, clip_grad_norm, _log_oom),
     ):
         _add_to(trainer.Trainer, function)
     saves = trainer.Trainer.should_save_checkpoint_on_current_rank
@@ -117,6 +117,17 @@ def get_train_iterator(original, self, *arguments, **options):
     iterator = original(self, *arguments, **options)
     check_data(self.cfg.dataset.train_subset, iterator.dataset)
     return iterator
+
+
+def train_step(original, self, *arguments, **options):
+    try:
+        return original(self, *arguments, **options)
+    except FloatingPointError as error:  # which all processes come to, by the norm of all gradients
+        raise UsageErrorOfAll(
+            f"update {self.get_num_updates() + 1}: {str(error).partition(chr(10))[0]}; the log names the "
+            "module where it begins, where there is one; lower --lr, lengthen --warmup-updates or set "
+            "--clip-norm"
+        ) from None
 
 
 def clip_grad_norm(original, self, clip_norm):
