@@ -209,3 +209,12 @@ def test_numbers_that_are_none_end_in_one_sentence(small_corpus, tmp_path):
     assert re.match(r"error: update \d: gradients are Nan/Inf; .*lower --lr", last)
     assert "NaN detected in output of encoder" in process.stdout
     assert "Traceback" not in process.stdout
+
+
+@pytest.mark.parametrize(
+    "flags", [["--fp16", "--fp16-no-flatten-grads"], ["--memory-efficient-fp16"]]
+)
+def test_an_overflow_on_cpu_is_skipped(small_corpus, tmp_path, flags):
+    process = train(small_corpus, tmp_path, *flags, "--fp16-init-scale", 2**20, "--max-update", 4)
+    assert "gradient overflow detected, ignoring gradient" in process.stdout
+    assert int(log_lines(process)[-1]["num_updates"]) == 4

@@ -14,6 +14,7 @@ from .bf16_device import keep_bf16_off_tpu
 from .cached_dataset import read_past_cache
 from .checkpoint_autocast import keep_autocast
 from .cpu_ddp import name_no_gpu
+from .cpu_overflow import skip_overflow_on_cpu
 from .dataclass_hash import hash_dataclasses
 from .encoder_fast_path import avoid_fast_path
 from .fasta_index import index_without_shell
@@ -42,6 +43,7 @@ PATCHES = (
     ("fairseq.data.indexed_dataset", read_past_cache),
     ("fairseq.data.fasta_dataset", index_without_shell),
     ("fairseq.logging.progress_bar", keep_lines_short),
+    ("fairseq.trainer", skip_overflow_on_cpu),
     ("fairseq.nan_detector", hook_forward_only),
     ("fairseq.modules.checkpoint_activations", keep_autocast),
     ("fairseq.modules.transformer_layer", avoid_fast_path),
