@@ -101,18 +101,18 @@ def measure(data: str, folder: Path, modes: list[str]) -> dict:
     }
 
 
-def row(name: str, result: dict) -> str:
-    drops = result["dropped"].get("decoder", [])
-    ours, reference = np.sum(list(result["words"].values()), axis=0)
-    bleu = result["bleu"].values()
+def row(name: str, result: dict, directions: list[str]) -> str:
+    """A run that was not evaluated has no translations, and empty cells for them."""
+    drops, bleu = result["dropped"].get("decoder", []), result["bleu"]
+    words = np.sum(list(result["words"].values()), axis=0) if result["words"] else None
     cells = [
         name,
         f"{result['training_nll_loss']:.3f}",
         *(_loss(result["validation_nll_loss"].get(mode)) for mode in MODES),
         " ".join(f"{percent:.1f}" for percent in drops),
-        f"{ours / reference:.3f}",
-        *(f"{score:.2f}" for score in bleu),
-        f"**{sum(bleu) / len(bleu):.2f}**",
+        "" if words is None else f"{words[0] / words[1]:.3f}",
+        *(f"{bleu[d]:.2f}" if d in bleu else "" for d in directions),
+        f"**{sum(bleu.values()) / len(bleu):.2f}**" if bleu else "",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -123,10 +123,10 @@ def _loss(value: float | None) -> str:
 
 def table(folder: Path, names: list[str]) -> str:
     results = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
-    directions = list(next(iter(results.values()))["bleu"])
+    directions = list(dict.fromkeys(d for result in results.values() for d in result["bleu"]))
     header = ["", "training", *MODES, "dropped by fifth, %", "words", *directions, "mean"]
     lines = [f"| {' | '.join(header)} |", f"|---|{'---:|' * (len(header) - 1)}"]
-    return "\n".join([*lines, *(row(name, result) for name, result in results.items())])
+    return "\n".join([*lines, *(row(name, result, directions) for name, result in results.items())])
 
 
 def main() -> None:
