@@ -12,7 +12,7 @@ FLAGS = """--moe-freq 1 --smoe-strata 2-2 --encoder-layerdrop 0.7 --decoder-laye
 
 def test_layer_drop_over_processes(ranks, small_corpus, tmp_path):
     small = [flag for flag in SMALL if flag != "--disable-validation"]
-    run = ranks.train(tmp_path, 2, small_corpus, *small, *FLAGS)
+    run = ranks.train(tmp_path, 2, small_corpus, *small, *FLAGS, "--save-dir", tmp_path / "run")
     logs = [json.loads(x) for x in re.findall(r"train_inner \| (\{.*\})", run.output(0))]
     assert len(logs) == 4
     assert all("loss" in log and "gnorm" in log for log in logs)
