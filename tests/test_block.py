@@ -41,10 +41,14 @@ def watch_drops(block):
     return seen
 
 
-def gradients(y, loss, x, params):
+def objective(y, loss):
+    """A scalar that every output takes part in, each time with the same weights."""
     torch.manual_seed(3)
-    total = (y * torch.randn_like(y)).sum() + 0.3 * loss
-    found = torch.autograd.grad(total, [x, *params.values()], allow_unused=True)
+    return (y * torch.randn_like(y)).sum() + 0.3 * loss
+
+
+def gradients(y, loss, x, params):
+    found = torch.autograd.grad(objective(y, loss), [x, *params.values()], allow_unused=True)
     names = ["x", *params]
     return {
         n: torch.zeros_like(x[0, :1]) if g is None else g for n, g in zip(names, found, strict=True)
@@ -341,8 +345,7 @@ def test_a_pass_for_the_inputs_alone_leaves_nothing_behind(static_shapes):
     want = gradients(y, stats.balance_loss, x, params)
 
     y, stats = block(x, mask)
-    torch.manual_seed(3)
-    total = (y * torch.randn_like(y)).sum() + 0.3 * stats.balance_loss
+    total = objective(y, stats.balance_loss)
     (x_grad,) = torch.autograd.grad(total, x, retain_graph=True)
     total.backward()
     assert torch.allclose(x_grad, want["x"]) and torch.allclose(x.grad, want["x"])
@@ -358,8 +361,7 @@ def test_an_interrupted_pass_leaves_nothing_behind():
     want = gradients(y, stats.balance_loss, x, params)
 
     y, stats = block(x, mask)
-    torch.manual_seed(3)
-    total = (y * torch.randn_like(y)).sum() + 0.3 * stats.balance_loss
+    total = objective(y, stats.balance_loss)
     handle = block.gates[0].weight.register_hook(lambda grad: 1 / 0)  # after the experts' products
     with pytest.raises(ZeroDivisionError):
         total.backward(retain_graph=True)

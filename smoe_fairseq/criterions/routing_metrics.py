@@ -82,10 +82,10 @@ def log_routing(logging_outputs: list[dict]) -> None:
 
     fifths, cmr = summed(_FIFTHS), summed(_CMR)
     top_k, tables = next((k, found) for k in _BLOCK if (found := summed(_BLOCK[k])))
-    rows = [_Row.of(row, top_k) for table in tables.values() for row in table.tolist()]
-    firsts = [_Row.of(table[0].tolist(), top_k) for table in tables.values()]
+    layers = {n: [_Row.of(row, top_k) for row in t.tolist()] for n, t in tables.items()}
+    rows = [row for strata in layers.values() for row in strata]
     stops = sum(row.tokens for row in rows)
-    _log_ratio("requested_capacity", stops, sum(row.tokens for row in firsts))
+    _log_ratio("requested_capacity", stops, sum(strata[0].tokens for strata in layers.values()))
     for k in range(top_k):
         dropped, chosen = (sum(getattr(row, n)[k] for row in rows) for n in ("dropped", "chosen"))
         _log_ratio(f"overflow_expert{k + 1}", dropped, chosen, 100)
@@ -96,8 +96,8 @@ def log_routing(logging_outputs: list[dict]) -> None:
     _log_ratio("unused_expert1_count", sum(r.unused for r in rows), sum(r.batches for r in rows))
     if cmr:
         _log_ratio("cmr_gate", *sum(cmr.values()).tolist())
-    for name, table in tables.items():
-        log_block(name, [_Row.of(row, top_k) for row in table.tolist()])
+    for name, strata in layers.items():
+        log_block(name, strata)
         if name in fifths:
             log_fifths(fifths[name], f"{name}/", _LAST)
 
