@@ -82,7 +82,7 @@ setup(
     packages=find_packages(include=["smoe_fairseq", "smoe_fairseq.*"]),
     package_dir={"": "."},
     package_data={
-        "smoe_fairseq.analysis": ["paper_tables.yaml"],
+        "smoe_fairseq.settings": ["paper_tables.yaml"],
         "smoe_fairseq.compat": ["smoe_fairseq.pth"],
     },
     entry_points={"console_scripts": ["smoe = smoe_fairseq.cli:main"]},

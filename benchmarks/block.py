@@ -18,7 +18,7 @@ from benchmarks import cases, contenders, machine, memory, timing
 from benchmarks.agreement import agreement
 from benchmarks.floor import BareProducts, routed_tokens
 from benchmarks.peers import PEERS
-from smoe_fairseq.memory import keep_freed_memory
+from smoe_fairseq.system.memory import keep_freed_memory
 
 
 def main() -> None:

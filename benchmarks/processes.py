@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from smoe_fairseq.memory import keep_freed_memory
 from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.system.memory import keep_freed_memory
 
 ROUNDS = 10
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from benchmarks.machine import describe
-from smoe_fairseq.analysis import loading
-from smoe_fairseq.analysis.capacity import nll, samples
+from smoe_fairseq.analysis import inputs
+from smoe_fairseq.analysis.capacity_check import nll, samples
 from smoe_fairseq.analysis.training_log import read_lines
-from smoe_fairseq.modules.blocks import moe_blocks
-from smoe_fairseq.modules.capacity import by_position, gates_of, percent_dropped
+from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.modules.drops import by_position, gates_of, percent_dropped
 from smoe_fairseq.recipes import scores
 
 LAST = 300  # updates over which the training loss is averaged
@@ -61,7 +61,7 @@ def losses(model, task, name: str) -> tuple[float, dict[str, list[float]]]:
     bits, tokens = 0.0, 0
     fifths = {block: 0 for block in moe_blocks(model)}
     with mode(model, *MODES[name]):
-        for sample in samples(model, task, loading.directions(task)):
+        for sample in samples(model, task, inputs.directions(task)):
             batch_bits, moe_stats = nll(model, sample)
             bits, tokens = bits + batch_bits, tokens + sample["ntokens"]
             for block, stats in moe_stats.items():
@@ -87,7 +87,7 @@ def measure(data: str, folder: Path, modes: list[str]) -> dict:
         line["nll_loss"] for line in log if line["num_updates"] > log[-1]["num_updates"] - LAST
     ]
     updates = int(log[-1]["num_updates"])
-    model, task = loading.load(folder / "checkpoint_last.pt", data)
+    model, task = inputs.load(folder / "checkpoint_last.pt", data)
     found = {mode: losses(model, task, mode) for mode in modes}
     scored = scores.read(folder)
     return {

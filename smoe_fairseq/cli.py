@@ -4,6 +4,9 @@ import argparse
 import importlib
 import sys
 
+from smoe_fairseq.compat import require_fairseq
+from smoe_fairseq.system.errors import ends_with_sentence
+
 # name: (module, one line of help). The module has `add_arguments(parser)` and `run(args)`, which
 # returns None or an exit status.
 COMMANDS = {
@@ -28,6 +31,7 @@ COMMANDS = {
 }
 
 
+@ends_with_sentence
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
@@ -37,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, (module, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == named:
+            require_fairseq()
             command = importlib.import_module(module)
             command.add_arguments(subparser)
             subparser.set_defaults(run=command.run)

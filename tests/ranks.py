@@ -16,7 +16,7 @@ import time
 import traceback
 from pathlib import Path
 
-from smoe_fairseq.distributed import lock
+from smoe_fairseq.system import lock
 
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 

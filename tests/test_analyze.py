@@ -26,9 +26,9 @@ from handmade import (
 )
 from test_compat import run_without
 
-from smoe_fairseq.analysis import capacity, loading, training_log
+from smoe_fairseq.analysis import capacity_check, inputs, training_log
 from smoe_fairseq.cli import main
-from smoe_fairseq.modules.capacity import gates_of
+from smoe_fairseq.modules.drops import gates_of
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_report_is_one_file(analysis):
 
 @pytest.fixture(scope="module")
 def loaded(trained, data):
-    from smoe_fairseq.analysis.loading import load
+    from smoe_fairseq.analysis.inputs import load
 
     return load(trained, data)
 
@@ -257,7 +257,7 @@ def test_a_sample_is_the_same_every_time(loaded):
 
 def test_shapes_that_do_not_depend_on_the_routing(loaded):
     """As on a GPU, where the gates see all tokens and a mask."""
-    from smoe_fairseq.modules.blocks import moe_blocks
+    from smoe_fairseq.models.moe_layers import moe_blocks
 
     want = collected(loaded)
     blocks = moe_blocks(loaded[0]).values()
@@ -312,10 +312,10 @@ def test_losses_with_and_without_the_limit_are_those_of_validation(data, trained
         *("--model-overrides", "{'moe_drop_order': 'score'}"),
     ).stdout
     line = json.loads(re.findall(r"^.*(\{.*valid_nll_loss.*\})", output, re.MULTILINE)[-1])
-    model, task = loading.load(trained, str(data))
+    model, task = inputs.load(trained, str(data))
     for gate in gates_of(model):
         gate.drop_order = "score"
-    found = capacity.check(model, task, DIRECTIONS)
+    found = capacity_check.check(model, task, DIRECTIONS)
     assert found.nll_loss == pytest.approx(float(line["valid_nll_loss"]), abs=0.0006)
     assert found.limited_nll_loss == pytest.approx(float(line["valid_capacity_nll_loss"]), abs=6e-4)
     table = sum(found.fifths.values())

@@ -12,6 +12,7 @@ from test_model import PAD, make_task, tiny
 
 from smoe_fairseq.criterions.cmr_budget import cmr_budget_loss
 from smoe_fairseq.criterions.label_smoothing import LabelSmoothedNLL
+from smoe_fairseq.system.errors import UsageError
 
 ALPHA, EPSILON = 0.5, 0.1
 
@@ -213,7 +214,7 @@ def test_cmr_and_z_loss_are_logged_and_added_to_the_loss():
 )
 def test_weights_that_make_no_loss_are_refused(options, sentence):
     options = {"label_smoothing": EPSILON, **options}
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(UsageError) as error:
         CRITERION_REGISTRY["smoe_label_smoothed_cross_entropy"](make_task(), False, **options)
     assert sentence in str(error.value)
 

@@ -14,7 +14,7 @@ from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoint.names import rank_file
 from smoe_fairseq.checkpoint.record import Record, open_checkpoint
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
 
 KILLS = 20
 UPDATES = 8

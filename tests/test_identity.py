@@ -8,9 +8,9 @@ import pytest
 from test_recipes import recipe, refusal
 from test_signals import ended, training, wait_for  # noqa: F401
 
-from smoe_fairseq.distributed import lock
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import identity
+from smoe_fairseq.system import lock
+from smoe_fairseq.system.errors import UsageError
 
 WORDS = """data/x/bin --user-dir smoe_fairseq --task translation --arch smoe_transformer_tiny --lr 0.002
     --fp16 --seed 1 --max-tokens 4000 --update-freq 2 --max-update 10""".split()

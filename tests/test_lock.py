@@ -12,8 +12,8 @@ import time
 import pytest
 from ranks import PLUGIN
 
-from smoe_fairseq.distributed import lock
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system import lock
+from smoe_fairseq.system.errors import UsageError
 
 SMALL = f"""--user-dir {PLUGIN} --cpu --num-workers 0 --arch smoe_transformer_tiny --encoder-layers 2
     --decoder-layers 2 --encoder-embed-dim 16 --decoder-embed-dim 16 --encoder-ffn-embed-dim 16
@@ -24,7 +24,7 @@ SMALL = f"""--user-dir {PLUGIN} --cpu --num-workers 0 --arch smoe_transformer_ti
 HOLD = """
 import sys, time
 from pathlib import Path
-from smoe_fairseq.distributed import lock
+from smoe_fairseq.system import lock
 lock.take(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from smoe_fairseq.errors import UsageErrorOfAll
+from smoe_fairseq.system.errors import UsageErrorOfAll
 
 
 def test_port_in_use_is_named(monkeypatch):

@@ -115,8 +115,8 @@ def test_damaged_scores_are_named(tmp_path):
     ],
 )
 def test_scores_of_another_kind_are_named(tmp_path, old, new):
-    from smoe_fairseq.errors import UsageError
     from smoe_fairseq.recipes import scores
+    from smoe_fairseq.system.errors import UsageError
 
     folder = tmp_path / "moe"
     write_scores(folder, dict.fromkeys(FULL, 40.0))
@@ -129,8 +129,8 @@ def test_scores_of_another_kind_are_named(tmp_path, old, new):
 
 
 def test_scores_that_cannot_be_read_are_named(tmp_path):
-    from smoe_fairseq.errors import UsageError
     from smoe_fairseq.recipes import scores
+    from smoe_fairseq.system.errors import UsageError
 
     (tmp_path / "scores.json").mkdir()
     with pytest.raises(UsageError, match="scores.json cannot be read: Is a directory"):
@@ -178,7 +178,7 @@ def test_m15_averages_by_class(tmp_path):
 
 
 def opus_languages() -> list[str]:
-    from smoe_fairseq.recipes.config import load_dataset
+    from smoe_fairseq.settings.dataset import load_dataset
 
     return list(load_dataset("opus100").languages[1:])
 

@@ -10,9 +10,9 @@ from torch import nn
 
 import smoe_fairseq
 from smoe_fairseq.analysis import (
-    capacity,
+    capacity_check,
     frequency,
-    loading,
+    inputs,
     output,
     pictures,
     report,
@@ -23,8 +23,8 @@ from smoe_fairseq.analysis import (
 from smoe_fairseq.analysis.collect import collect
 from smoe_fairseq.analysis.figures import style
 from smoe_fairseq.analysis.figures.sentence import draw as draw_sentence
-from smoe_fairseq.errors import UsageError
-from smoe_fairseq.modules.blocks import moe_blocks
+from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.system.errors import UsageError
 
 EXAMPLE_TOKENS = 16  # a sentence of about this many makes the report's example
 
@@ -33,10 +33,10 @@ def open_checkpoint(
     checkpoint: Path, data: str, lang_pairs: str | None, cpu: bool
 ) -> tuple[nn.Module, object, list[str]]:
     """Model, task and directions; a dense checkpoint is a `UsageError`."""
-    model, task = loading.load(checkpoint, data)
+    model, task = inputs.load(checkpoint, data)
     if not moe_blocks(model):
         raise UsageError(f"{checkpoint} is a dense model: expected one with MoE layers")
-    directions = loading.directions(task, lang_pairs)
+    directions = inputs.directions(task, lang_pairs)
     if torch.cuda.is_available() and not cpu:
         model.cuda()
     return model, task, directions
@@ -50,7 +50,7 @@ def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespac
         dictionaries={"encoder": task.source_dictionary, "decoder": task.target_dictionary},
         ranks=frequency.ranks(task, directions),
         sizes=frequency.sizes(task, directions),
-        capacity=capacity.check(
+        capacity=capacity_check.check(
             model, task, directions, args.gen_subset, args.sentences, args.max_tokens
         ),
     )
@@ -86,7 +86,7 @@ def analyze_sentence(
     model: nn.Module, task, directions: list[str], text: str, folder: Path | None, stream: TextIO
 ) -> str:
     """One sentence in one direction, for a terminal and, with a folder, as a picture."""
-    sides = sentence.run_sentence(model, task, directions[0], text, loading.folders(task)[0])
+    sides = sentence.run_sentence(model, task, directions[0], text, inputs.folders(task)[0])
     if folder is not None:
         with output.complete_folder(folder) as partial:
             style.save(draw_sentence(sides), partial / "sentence")
@@ -140,7 +140,7 @@ def _for_people(run: dict) -> dict[str, object]:
 
 def _example(model: nn.Module, task, direction: str, args: Namespace) -> list:
     """The first sentence pair of the subset that is neither short nor long."""
-    dataset = next(loading.datasets(task, direction, args.gen_subset))
+    dataset = next(inputs.datasets(task, direction, args.gen_subset))
     far = [abs(dataset.num_tokens(i) - EXAMPLE_TOKENS) for i in range(min(len(dataset), 1000))]
     sample = dataset.collater([dataset[far.index(min(far))]])["net_input"]
     device = next(model.parameters()).device

@@ -6,8 +6,8 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from smoe_fairseq.analysis import output
-from smoe_fairseq.analysis.quiet import quietly
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.quiet import quietly
 
 TOO_FEW = 10
 

@@ -7,10 +7,10 @@ from fairseq import checkpoint_utils
 from omegaconf import OmegaConf
 
 from smoe_fairseq.analysis.cost import Cost, count
-from smoe_fairseq.analysis.loading import load
+from smoe_fairseq.analysis.inputs import load
 from smoe_fairseq.analysis.meta_model import ARCHITECTURES, build_meta_model
 from smoe_fairseq.analysis.requested_capacity import requested_capacity
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
 
 
 def expected(checkpoint: Path, context: int) -> Cost:

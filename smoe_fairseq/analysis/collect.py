@@ -9,10 +9,10 @@ from fairseq import utils
 from torch import nn
 from tqdm import tqdm
 
-from smoe_fairseq.analysis import loading
+from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.counts import Block, Counts
 from smoe_fairseq.analysis.recorder import Recorder
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class TypeCounts:
 
     Args:
         types: ``(N,)`` numbers in the dictionary of the block's side.
-        special: ``(N,)``, whether a type is special (see `loading.special`).
+        special: ``(N,)``, whether a type is special (see `inputs.special`).
         first_choices: ``(N, L, E)``.
     """
 
@@ -60,7 +60,7 @@ def collect(
     directions: Iterable[str],
     subset: str = "valid",
     sentences: int | None = None,
-    max_tokens: int = loading.TOKENS_PER_BATCH,
+    max_tokens: int = inputs.TOKENS_PER_BATCH,
     progress: bool = True,
 ) -> Iterator[Direction]:
     """Runs a model over a subset with the references as decoder input, one direction after the other.
@@ -78,9 +78,9 @@ def collect(
         for name in directions:
             recorder.reset()
             seen = too_long = 0
-            for dataset in loading.datasets(task, name, subset):
+            for dataset in inputs.datasets(task, name, subset):
                 left = None if sentences is None else sentences - seen - too_long
-                numbers, dropped = loading.batches(dataset, task.max_positions(), left, max_tokens)
+                numbers, dropped = inputs.batches(dataset, task.max_positions(), left, max_tokens)
                 too_long += dropped
                 for batch in tqdm(
                     numbers, name, unit="batch", disable=None if progress else True, leave=False
@@ -106,6 +106,6 @@ def _results(recorder: Recorder, task) -> tuple[TypeCounts, ...]:
         )
         counts = block.counts.cpu().numpy()
         types = counts[:, 0].sum(axis=1).nonzero()[0]
-        special = loading.special(dictionary, task)[types]
+        special = inputs.special(dictionary, task)[types]
         results.append(TypeCounts(block_of, types, special, counts[types]))
     return tuple(results)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fairseq.modules import MultiheadAttention
 from torch import nn
 
-from smoe_fairseq.modules.blocks import moe_blocks
+from smoe_fairseq.models.moe_layers import moe_blocks
 
 CONTEXT = 512  # positions, as the released scripts of the paper limit sentences
 

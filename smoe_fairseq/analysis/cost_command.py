@@ -4,8 +4,8 @@ import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from smoe_fairseq.analysis.quiet import quietly
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.quiet import quietly
 
 with quietly():
     import fairseq  # noqa: F401  (the plugin's model registers itself as soon as fairseq is there)

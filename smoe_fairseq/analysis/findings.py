@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from smoe_fairseq.analysis.capacity import CapacityCheck
+from smoe_fairseq.analysis.capacity_check import CapacityCheck
 from smoe_fairseq.analysis.figures import frequency
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from fairseq.data import data_utils
 
-from smoe_fairseq.analysis import loading
+from smoe_fairseq.analysis import inputs
 
 _PART = 2**22  # tokens counted at a time
 
@@ -22,7 +22,7 @@ def ranks(task, directions: list[str]) -> dict[str, np.ndarray] | None:
         "decoder": np.zeros(len(task.target_dictionary), dtype=np.int64),
     }
     seen = set()
-    for folder in loading.folders(task):
+    for folder in inputs.folders(task):
         for direction in directions:
             for side, language in zip(counts, direction.split("-")):
                 prefix = _prefix(folder, direction, language)
@@ -40,7 +40,7 @@ def sizes(task, directions: list[str]) -> dict[str, int] | None:
     """Training sentences of each direction; None without binarised training text."""
     found = dict.fromkeys(directions, 0)
     for direction in directions:
-        for folder in loading.folders(task):
+        for folder in inputs.folders(task):
             prefix = _prefix(folder, direction, direction.split("-")[0])
             if prefix is None:
                 return None

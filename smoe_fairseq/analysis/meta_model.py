@@ -7,9 +7,9 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
 
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.config import SMoETransformerConfig
 from smoe_fairseq.models.smoe_transformer import SMoETransformerModel
+from smoe_fairseq.system.errors import UsageError
 
 ARCHITECTURES = ARCH_MODEL_INV_REGISTRY["smoe_transformer"]
 

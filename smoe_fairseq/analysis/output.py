@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
 
 
 def refuse_existing(folder: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from smoe_fairseq.analysis.cost import CONTEXT, Cost, count
 from smoe_fairseq.analysis.meta_model import build_meta_model, parse_model
-from smoe_fairseq.analysis.paper_tables import flags, tables
+from smoe_fairseq.settings.paper_tables import flags, tables
 
 WITH_COSTS = ("m4", "m15")
 BASELINE = "moe"  # the row that differences between rows are taken from

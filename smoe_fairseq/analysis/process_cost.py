@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
-from smoe_fairseq.modules.blocks import moe_blocks
+from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules.placement import Placement
 
 # Bytes per parameter: what is trained, its gradient, and the optimizer's copies of both and moments.

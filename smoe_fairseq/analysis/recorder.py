@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.modules.blocks import moe_blocks
 
 
 class BlockRecorder:

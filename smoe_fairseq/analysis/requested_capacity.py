@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from smoe_fairseq.analysis import loading
+from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.collect import collect
 from smoe_fairseq.analysis.counts import Counts
-from smoe_fairseq.modules.blocks import moe_blocks
+from smoe_fairseq.models.moe_layers import moe_blocks
 
 
 def requested_capacity(model: nn.Module, task, subset: str = "valid") -> dict[str, float]:
@@ -17,7 +17,7 @@ def requested_capacity(model: nn.Module, task, subset: str = "valid") -> dict[st
     if not moe_blocks(model):
         return {}
     totals: dict[str, Counts] = {}
-    for direction in collect(model, task, loading.directions(task), subset, progress=False):
+    for direction in collect(model, task, inputs.directions(task), subset, progress=False):
         for counts in direction.blocks:
             both = counts.total(special=False) + counts.total(special=True)
             name = counts.block.name

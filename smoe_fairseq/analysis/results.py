@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from fairseq.data import Dictionary
 
-from smoe_fairseq.analysis.capacity import CapacityCheck
+from smoe_fairseq.analysis.capacity_check import CapacityCheck
 from smoe_fairseq.analysis.collect import Direction, TypeCounts
 from smoe_fairseq.analysis.counts import Block, Counts
 

@@ -9,11 +9,11 @@ import torch
 from fairseq.sequence_generator import SequenceGenerator
 from torch import nn
 
-from smoe_fairseq.analysis import loading
+from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.counts import Block
 from smoe_fairseq.analysis.recorder import Recorder
 from smoe_fairseq.analysis.visible import visible
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
 
 BEAM = 5
 # Background colours of a 256-colour terminal, from low to high, with a text colour that is read on them.
@@ -73,7 +73,7 @@ def run_sentence(
     if segmenter.exists():
         processor = sentencepiece.SentencePieceProcessor(model_file=str(segmenter))
         sentence = " ".join(processor.encode(sentence, out_type=str))
-    if loading.is_multilingual(task):
+    if inputs.is_multilingual(task):
         task.args.source_lang, task.args.target_lang = source, target
     tokens = task.source_dictionary.encode_line(sentence, add_if_not_exist=False).long()
     if len(tokens) < 2:

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from smoe_fairseq.checkpoint.names import rank_file, rank_of, set_name
-from smoe_fairseq.compat.checkpoint_file import (
+from smoe_fairseq.system.checkpoint_file import (
     InaccessibleCheckpoint,
     UnreadableCheckpoint,
     reading,
 )
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
 
 KEY = "smoe_experts"  # of the record in a checkpoint
 

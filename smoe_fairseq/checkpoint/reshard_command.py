@@ -3,8 +3,8 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from smoe_fairseq.analysis.quiet import quietly
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.quiet import quietly
 
 with quietly():
     from smoe_fairseq.checkpoint.shards import Shards

@@ -19,8 +19,8 @@ from smoe_fairseq.checkpoint.record import (
     open_checkpoint,
     record_of,
 )
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules.placement import Placement
+from smoe_fairseq.system.errors import UsageError
 
 OPTIMIZER = "last_optimizer_state"
 _EXPERTS = ".moe.experts."

@@ -10,9 +10,9 @@ from tqdm import tqdm
 from smoe_fairseq.checkpoint.names import PENDING, rank_file, rank_files
 from smoe_fairseq.checkpoint.record import open_checkpoint
 from smoe_fairseq.checkpoint.shards import Shards, same_bits
-from smoe_fairseq.compat.whole_file import reason_of
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules.placement import Placement
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import reason_of
 
 PARTIAL = ".partial"
 

@@ -1,18 +1,23 @@
-"""fairseq 0.12.2, unmodified, on current Python, torch and numpy: every repair in one place.
+"""The one layer over fairseq 0.12.2, which stays unmodified: all that is changed in it, and by what.
 
-A patch is one function in a file of its own, which says what it mends and why. It is called with
-the module it mends as soon as that has been imported, so nothing heavy is loaded on its behalf.
+`MENDS` let it work on current Python, torch and numpy, for every fairseq command, with the plugin or
+without. Each is one function in a file of its own here, which says what it mends and why. `ADDITIONS` are
+what the plugin (``--user-dir``) brings: models, criterion, and what training does otherwise. They are where
+they belong, and named here. Both are called with the module that they change as soon as it has been
+imported, so nothing heavy is loaded on their behalf.
 
 The start-up hook loads this package without its parent. Write ``from .file import name`` in it:
 ``from . import file`` would import the parent.
 """
 
+import importlib
 import warnings
 from collections.abc import Sequence
 
 from .bf16_device import keep_bf16_off_tpu
 from .cached_dataset import read_past_cache
 from .checkpoint_autocast import keep_autocast
+from .command_errors import end_commands_with_sentence
 from .cpu_ddp import name_no_gpu
 from .cpu_overflow import skip_overflow_on_cpu
 from .dataclass_hash import hash_dataclasses
@@ -30,14 +35,15 @@ from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
 from .small_batches import name_too_small_batches
 from .unreadable_checkpoint import name_unreadable_checkpoints
-from .version import problem, require_fairseq
+from .version import is_installed, problem, require_fairseq
 
-__all__ = ["PATCHES", "install", "require_fairseq", "when_imported"]
+__all__ = ["ADDITIONS", "MENDS", "install", "register", "require_fairseq", "when_imported"]
 
-PATCHES = (
+MENDS = (
     ("dataclasses", hash_dataclasses),
     ("torch.serialization", allow_checkpoint_types),
     *((module, evaluate_literals_only) for module in EVALUATING),
+    ("fairseq.distributed.utils", end_commands_with_sentence),
     ("fairseq.dataclass.utils", quiet_hydra),
     ("fairseq.data.data_utils", name_too_small_batches),
     ("fairseq.data.indexed_dataset", read_past_cache),
@@ -58,17 +64,55 @@ PATCHES = (
     ("fairseq.dataclass.initialize", import_user_dir_first),
 )
 
+# Where the function is that is called with the module; without one, importing the place is all it takes.
+ADDITIONS = (
+    ("fairseq.criterions", "smoe_fairseq.criterions"),
+    ("fairseq.models", "smoe_fairseq.models"),
+    ("fairseq.utils", "smoe_fairseq.distributed.gradients:norm_over_all_experts"),
+    (
+        "fairseq.distributed.legacy_distributed_data_parallel",
+        "smoe_fairseq.distributed.gradients:sum_over_replicas",
+    ),
+    ("fairseq.distributed.utils", "smoe_fairseq.distributed.start:start_together"),
+    ("fairseq.checkpoint_utils", "smoe_fairseq.distributed.saving:save_sets"),
+    ("fairseq.checkpoint_utils", "smoe_fairseq.distributed.loading:load_sets"),
+    ("fairseq.trainer", "smoe_fairseq.distributed.trainer:tell_trainer"),
+)
+
 _installed = False
 
 
-def install(patches: Sequence[tuple[str, Action]] = PATCHES) -> None:
-    """Installs the patches, once; where fairseq has another version, warns and leaves it alone."""
+def install(mends: Sequence[tuple[str, Action]] = MENDS) -> None:
+    """Installs the mends, once; where fairseq has another version, warns and leaves it alone."""
     global _installed
     if _installed:
         return
     _installed = True
     if sentence := problem():
-        warnings.warn(sentence, stacklevel=2)
+        if is_installed():
+            warnings.warn(sentence, stacklevel=2)
         return
-    for module, patch in patches:
-        when_imported(module, patch)
+    for module, mend in mends:
+        when_imported(module, mend)
+
+
+def register() -> None:
+    """Installs the additions as soon as fairseq, of the right version, has been imported."""
+    if problem() is None:
+        when_imported("fairseq", _register)
+
+
+def _register(fairseq) -> None:
+    for module, place in ADDITIONS:
+        when_imported(module, _addition(place))
+
+
+def _addition(place: str) -> Action:
+    module, _, name = place.partition(":")
+
+    def add(of_fairseq) -> None:
+        found = importlib.import_module(module)
+        if name:
+            getattr(found, name)(of_fairseq)
+
+    return add

@@ -7,6 +7,8 @@ folder of another user starts a new training without a word.
 import os
 from types import ModuleType
 
+from smoe_fairseq.system.errors import UsageError
+
 
 def name_hidden_checkpoints(file_io: ModuleType) -> None:
     paths = file_io.PathManager
@@ -20,7 +22,7 @@ def _asked(ask):
             try:
                 os.stat(path)
             except PermissionError as error:
-                raise SystemExit(f"error: {path} cannot be read: {error.strerror}") from None
+                raise UsageError(f"{path} cannot be read: {error.strerror}") from None
             except (OSError, ValueError):
                 pass  # not there, or not on this disk
         return ask(path)

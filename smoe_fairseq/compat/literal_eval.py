@@ -6,7 +6,7 @@ convolutional models, ``adaptive_softmax_cutoff``, Adam's betas and two dozen mo
 could run any program that way, in fairseq-generate as in smoe analyze. In each module that calls
 ``eval``, this puts a function of that name before the built-in one, for every caller and setting alike.
 It takes what these settings are made of: literals, and sums and repetitions of lists such as fairseq's
-own default ``[(512, 3)] * 20``. Where nobody catches its SystemExit, the user reads one sentence.
+own default ``[(512, 3)] * 20``. Where nobody catches its UsageError, the user reads one sentence.
 """
 
 import ast
@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from types import FrameType, ModuleType
+
+from smoe_fairseq.system.errors import UsageError
 
 EVALUATING = (
     "fairseq.utils",  # eval_str_list, eval_str_dict, eval_bool: flags and settings of many modules
@@ -51,7 +53,7 @@ def evaluate(source, /):
     """``eval`` for literals, and for sums and repetitions of lists and tuples of them.
 
     Raises:
-        SystemExit: it is anything else; one sentence that names the setting.
+        UsageError: it is anything else; one sentence that names the setting.
         TypeError: it is no string, as ``eval`` says; fairseq counts on that.
     """
     if not isinstance(source, str):
@@ -61,8 +63,8 @@ def evaluate(source, /):
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         shown = repr(source if len(source) <= _SHOWN else source[:_SHOWN] + "...")
         setting = _setting_of(source, sys._getframe(1))
-        raise SystemExit(
-            f"error: {setting} is {shown}: expected a literal, such as (0.9, 0.98) or [(512, 3)] * 20; "
+        raise UsageError(
+            f"{setting} is {shown}: expected a literal, such as (0.9, 0.98) or [(512, 3)] * 20; "
             "anything else would be run as a program, and is not"
         ) from None
 

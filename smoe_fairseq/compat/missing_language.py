@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+from smoe_fairseq.system.errors import UsageError
+
 
 def name_missing_dictionary(dictionary: ModuleType) -> None:
     original = dictionary.Dictionary.load.__func__
@@ -22,8 +24,8 @@ def name_missing_dictionary(dictionary: ModuleType) -> None:
             if language is None:
                 raise
             found = sorted(p.name[5:-4] for p in path.parent.glob("dict.*.txt"))
-            raise SystemExit(
-                f"error: language {language[1]!r} is not in the data: {path} is missing; languages "
+            raise UsageError(
+                f"language {language[1]!r} is not in the data: {path} is missing; languages "
                 f"there: {', '.join(found) or 'none'}"
             ) from None
 
@@ -39,6 +41,6 @@ def name_unlisted_language(data_manager: ModuleType) -> None:
         try:
             return original(cls, *others, **options)
         except ValueError as error:
-            raise SystemExit(f"error: --langs, --lang-pairs: {error}") from None
+            raise UsageError(f"--langs, --lang-pairs: {error}") from None
 
     manager.prepare = classmethod(prepare)

@@ -11,7 +11,8 @@ import functools
 import shutil
 from types import ModuleType
 
-from .whole_file import whole_file
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import whole_file
 
 
 def publish_checkpoints(checkpoint_utils: ModuleType) -> None:
@@ -46,8 +47,8 @@ def name_unwritable_folder(checkpoint_utils: ModuleType) -> None:
         try:
             return verify(save_dir)
         except OSError as error:
-            raise SystemExit(
-                f"error: --save-dir {save_dir} cannot be written to: {error.strerror}"
+            raise UsageError(
+                f"--save-dir {save_dir} cannot be written to: {error.strerror}"
             ) from None
 
     checkpoint_utils.verify_checkpoint_directory = verify_checkpoint_directory

@@ -6,6 +6,8 @@ For fairseq 0.12.2 on any Python. Its own words, of an assertion, name neither t
 import functools
 from types import ModuleType
 
+from smoe_fairseq.system.errors import UsageError
+
 
 def name_too_small_batches(data_utils: ModuleType) -> None:
     original = data_utils.batch_by_size
@@ -20,8 +22,8 @@ def name_too_small_batches(data_utils: ModuleType) -> None:
             if "max_tokens" not in str(error):
                 raise
             lengths = map(num_tokens_fn, indices) if num_tokens_vec is None else num_tokens_vec
-            raise SystemExit(
-                f"error: --max-tokens {max_tokens} (--max-tokens-valid in validation): the longest "
+            raise UsageError(
+                f"--max-tokens {max_tokens} (--max-tokens-valid in validation): the longest "
                 f"sentence has {max(lengths)} tokens; expected at least as many"
             ) from None
 

@@ -14,22 +14,22 @@ import sys
 
 
 def mend_fairseq() -> None:
-    """Installs the patches, so that the import of fairseq that is under way succeeds."""
-    if compat := load_compat():
+    """Installs the mends, so that the import of fairseq that is under way succeeds."""
+    load("smoe_fairseq.system")
+    if compat := load("smoe_fairseq.compat"):
         compat.install()
 
 
-def load_compat():
-    """Loads ``smoe_fairseq.compat`` without its parent package and returns it.
+def load(name: str):
+    """Loads a package within ``smoe_fairseq`` without the latter, and returns it.
 
     The parent stays out of ``sys.modules`` on purpose: fairseq takes a ``--user-dir`` only if no
     package of that name has been imported from another place. Returns None where the package is
     gone (a checkout that has been moved, say), which is no reason to break the user's fairseq.
     """
-    name = "smoe_fairseq.compat"
     if name in sys.modules:
         return sys.modules[name]
-    parent = importlib.util.find_spec("smoe_fairseq")
+    parent = importlib.util.find_spec(name.partition(".")[0])
     folders = parent.submodule_search_locations if parent else None
     spec = importlib.machinery.PathFinder.find_spec(name, folders) if folders else None
     if spec is None:

@@ -9,7 +9,8 @@ that are not loaded for safety stays refused in torch's words.
 import functools
 from types import ModuleType
 
-from .checkpoint_file import CutOffCheckpoint, UnreadableCheckpoint, reading
+from smoe_fairseq.system.checkpoint_file import CutOffCheckpoint, UnreadableCheckpoint, reading
+from smoe_fairseq.system.errors import UsageError
 
 
 def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:
@@ -23,12 +24,11 @@ def _checked(load):
         try:
             with reading(path):
                 return load(path, *others, **options)
-        # SystemExit, since the trainer wraps every Exception in one of its own.
         except CutOffCheckpoint as error:
-            raise SystemExit(
-                f"error: {error}: resume from another one with --restore-file, or remove it to start anew"
+            raise UsageError(
+                f"{error}: resume from another one with --restore-file, or remove it to start anew"
             ) from None
         except UnreadableCheckpoint as error:
-            raise SystemExit(f"error: {error}") from None
+            raise UsageError(str(error)) from None
 
     return load_checked

@@ -1,14 +1,24 @@
 """Which fairseq the patches are for, and the sentence to read where another one is installed."""
 
-import sys
 from importlib import metadata
+
+from smoe_fairseq.system.errors import UsageError
 
 FAIRSEQ_VERSION = "0.12.2"
 REMEDY = f"run `pip install --no-deps fairseq=={FAIRSEQ_VERSION}`"
 
 
-class FairseqVersionError(ImportError):
+class FairseqVersionError(ImportError, UsageError):
     """fairseq is missing or has another version; the message is one sentence with the remedy."""
+
+
+def is_installed() -> bool:
+    """Whether there is a fairseq of any version."""
+    try:
+        metadata.version("fairseq")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def problem() -> str | None:
@@ -23,20 +33,6 @@ def problem() -> str | None:
 
 
 def require_fairseq() -> None:
-    """Raises FairseqVersionError unless the right fairseq is installed.
-
-    Where nobody catches the error, the user reads its sentence alone, without a stack trace.
-    """
-    sentence = problem()
-    if sentence is None:
-        return
-    previous_hook = sys.excepthook
-
-    def print_sentence_only(kind, error, trace):
-        if isinstance(error, FairseqVersionError):
-            print(error, file=sys.stderr)
-        else:
-            previous_hook(kind, error, trace)
-
-    sys.excepthook = print_sentence_only
-    raise FairseqVersionError(sentence)
+    """Raises FairseqVersionError unless the right fairseq is installed."""
+    if sentence := problem():
+        raise FairseqVersionError(sentence)

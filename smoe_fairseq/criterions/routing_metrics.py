@@ -6,9 +6,9 @@ import torch
 from fairseq import metrics
 from torch import Tensor
 
+from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules import RoutingStats
-from smoe_fairseq.modules.blocks import moe_blocks
-from smoe_fairseq.modules.capacity import FIFTHS, by_position
+from smoe_fairseq.modules.drops import FIFTHS, by_position
 from smoe_fairseq.modules.smoe import StratifiedMoE
 
 # Before a layer's name, among the keys of the logging output. The choices per token are in the key, since

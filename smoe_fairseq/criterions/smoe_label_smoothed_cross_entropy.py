@@ -18,10 +18,10 @@ from smoe_fairseq.criterions.routing_metrics import (
     log_routing,
     routing_sums,
 )
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.moe_layers import first_block
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
-from smoe_fairseq.modules.blocks import first_block
-from smoe_fairseq.modules.capacity import by_position, is_limited_in_training, training_capacity
+from smoe_fairseq.modules.drops import by_position, is_limited_in_training, training_capacity
+from smoe_fairseq.system.errors import UsageError
 
 GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "cmr_gate_loss")
 SAMPLED = 10  # every tenth batch of a validation is run under training's capacity too

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from smoe_fairseq.distributed import lock
 from smoe_fairseq.distributed.agree import from_first
-from smoe_fairseq.errors import UsageError, UsageErrorOfAll
+from smoe_fairseq.system import lock
+from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 
 
 def hold_folder(checkpoint) -> None:
@@ -26,7 +26,7 @@ def hold_folder(checkpoint) -> None:
         try:
             lock.take(folder)
         except UsageError as error:
-            refusal = str(error).removeprefix("error: ")
+            refusal = str(error)
     if several:
         refusal = from_first(refusal)
     if refusal:

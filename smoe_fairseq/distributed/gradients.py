@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smoe_fairseq.modules.blocks import placement_of
+from smoe_fairseq.models.moe_layers import placement_of
 from smoe_fairseq.modules.placement import Placement
 
 

@@ -14,8 +14,9 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
-from smoe_fairseq.distributed import lock
 from smoe_fairseq.distributed.agree import from_first
+from smoe_fairseq.system import lock
+from smoe_fairseq.system.errors import UsageError
 
 _DONE, _FAILED = "done", "failed"
 _lifeline = None
@@ -139,7 +140,7 @@ def start(cfg) -> None:
         try:
             _lifeline = Lifeline(rank, world_size, _address(cfg.distributed_training))
         except OSError as error:
-            raise SystemExit(f"error: process {rank} has no way to the others: {error}") from None
+            raise UsageError(f"process {rank} has no way to the others: {error}") from None
 
 
 def close(reason: str = "") -> None:

@@ -8,8 +8,8 @@ from smoe_fairseq.checkpoint.names import rank_file, rank_files, rank_of, set_na
 from smoe_fairseq.checkpoint.record import Record, check_set, open_checkpoint, record_of
 from smoe_fairseq.distributed.agree import from_all
 from smoe_fairseq.distributed.saving import recover
-from smoe_fairseq.errors import UsageError, UsageErrorOfAll
-from smoe_fairseq.modules.blocks import first_block
+from smoe_fairseq.models.moe_layers import first_block
+from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 
 DEFAULT = "checkpoint_last.pt"
 
@@ -99,7 +99,7 @@ def _check_sharded(trainer, path: Path, place) -> None:
         try:
             found = Record.of(open_checkpoint(path)) or "it does not say whose experts it holds"
         except UsageError as error:
-            found = str(error).removeprefix("error: ")
+            found = str(error)
     everyones = from_all((str(path), found))
     name = set_name(everyones[0][0])
     if all(record is None for _, record in everyones):
@@ -114,7 +114,7 @@ def _check_sharded(trainer, path: Path, place) -> None:
     try:
         check_set({Path(file): record for file, record in everyones})
     except UsageError as error:
-        raise UsageErrorOfAll(str(error).removeprefix("error: ")) from None
+        raise UsageErrorOfAll(str(error)) from None
 
 
 def _check_nothing(trainer, path: str) -> None:

@@ -1,6 +1,6 @@
 """Options of ``fairseq-train`` that do not go with sharded experts, and the reason why."""
 
-from smoe_fairseq.errors import UsageErrorOfAll
+from smoe_fairseq.system.errors import UsageErrorOfAll
 
 KNOWS_EXPERTS = ("legacy_ddp", "no_c10d")  # the second is the older name of the first
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from smoe_fairseq.distributed.agree import from_all
-from smoe_fairseq.errors import UsageErrorOfAll
+from smoe_fairseq.system.errors import UsageErrorOfAll
 
 # What may differ: who a process is, and where on its machine things are. Data is compared by its content.
 OF_EACH = {

@@ -14,8 +14,8 @@ from types import ModuleType
 from smoe_fairseq.checkpoint.names import PENDING, pending, rank_file, rank_of, set_name
 from smoe_fairseq.checkpoint.record import newest_whole, record_of
 from smoe_fairseq.distributed.agree import from_all, from_first
-from smoe_fairseq.errors import UsageErrorOfAll
 from smoe_fairseq.modules.placement import Placement
+from smoe_fairseq.system.errors import UsageErrorOfAll
 
 
 def save_sets(checkpoint_utils: ModuleType) -> None:

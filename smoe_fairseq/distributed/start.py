@@ -24,7 +24,7 @@ def distributed_main(i, main, cfg, kwargs):
 
     from smoe_fairseq.distributed import lifeline
     from smoe_fairseq.distributed.options import check_options
-    from smoe_fairseq.errors import UsageErrorOfAll
+    from smoe_fairseq.system.errors import UsageErrorOfAll
 
     if getattr(getattr(cfg, "model", None), "expert_parallel", False):
         check_options(cfg)  # before fairseq wraps anything
@@ -49,7 +49,7 @@ def distributed_main(i, main, cfg, kwargs):
             "(MASTER_PORT, or torchrun --master-port), the same for all processes"
         ) from None
     except BaseException as error:
-        words = str(error).strip().partition("\n")[0].removeprefix("error: ")
+        words = str(error).strip().partition("\n")[0]
         reason = f"process {dist.get_rank() if dist.is_initialized() else '?'} has ended: "
         reason += words or type(error).__name__
         raise

@@ -17,9 +17,9 @@ from smoe_fairseq.distributed.loading import check_files
 from smoe_fairseq.distributed.options import check_options
 from smoe_fairseq.distributed.same_run import check_data, check_flags
 from smoe_fairseq.distributed.saving import new_save_name, publish
-from smoe_fairseq.errors import UsageError, UsageErrorOfAll
-from smoe_fairseq.memory import keep_freed_memory
-from smoe_fairseq.modules.blocks import first_block, placement_of
+from smoe_fairseq.models.moe_layers import first_block, placement_of
+from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
+from smoe_fairseq.system.memory import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,12 @@ def save_checkpoint(original, self, filename, extra_state):
 
 def load_checkpoint(original, self, filename, reset_optimizer=False, *others, **options):
     check_files(self, Path(filename), reset_optimizer)
-    extra_state = original(self, filename, reset_optimizer, *others, **options)
+    try:
+        extra_state = original(self, filename, reset_optimizer, *others, **options)
+    except Exception as error:  # fairseq puts a sentence of its own in the place of the model's
+        if isinstance(error.__context__, UsageError):
+            raise error.__context__ from None
+        raise
     optimization = self.cfg.optimization
     if 0 < optimization.max_update <= self.get_num_updates() and first_block(self.get_model()):
         # fairseq looks at --max-update only after an update, so that resuming a finished run makes one more.

@@ -8,9 +8,9 @@ is the least that there has to be.
 import torch
 import torch.distributed as dist
 
-from smoe_fairseq.memory import machine_memory
 from smoe_fairseq.models.config import SMoETransformerConfig
 from smoe_fairseq.modules.strata import Strata
+from smoe_fairseq.system.memory import machine_memory
 
 BYTES = 4  # of a weight
 # Modules and tensors as Python objects: what is left on the meta device, where weights take no memory.

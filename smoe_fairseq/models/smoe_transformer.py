@@ -15,15 +15,15 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from smoe_fairseq.distributed.options import check_model
-from smoe_fairseq.errors import UsageErrorOfAll
-from smoe_fairseq.models.check import check_checkpoint, check_config
 from smoe_fairseq.models.config import FIELDS, SMoETransformerConfig
-from smoe_fairseq.modules import RoutingStats
-from smoe_fairseq.modules.blocks import placement_of
-from smoe_fairseq.modules.transformer_layer import (
+from smoe_fairseq.models.moe_layers import placement_of
+from smoe_fairseq.models.preflight import check_checkpoint, check_config
+from smoe_fairseq.models.transformer_layer import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
 )
+from smoe_fairseq.modules import RoutingStats
+from smoe_fairseq.system.errors import UsageErrorOfAll
 
 
 @register_model("smoe_transformer", dataclass=SMoETransformerConfig)

@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 from smoe_fairseq.recipes import table
-from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.settings.dataset import load_dataset
+from smoe_fairseq.system.errors import ends_with_sentence
 
 
+@ends_with_sentence
 def main() -> int:
     """Runs one recipe or one step of it."""
     given = _parser().parse_args()

@@ -4,8 +4,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.system.errors import UsageError
 
 TOLERANCE = 0.02  # of what was asked for
 

@@ -4,10 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from smoe_fairseq.analysis.paper_tables import tables
-from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.settings.paper_tables import tables
+from smoe_fairseq.system.errors import UsageError
 
 SIZES = "sizes.json"  # in the data set's folder: {language: training sentence pairs}
 HIGH, LOW = 900_000, 100_000  # OPUS-100: high above, low below, medium between

@@ -5,12 +5,12 @@ from pathlib import Path
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
-from smoe_fairseq.analysis.quiet import quietly
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import scores
-from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.render import Grid, number
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.quiet import quietly
 
 SAMPLES = 1000
 

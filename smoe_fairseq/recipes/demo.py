@@ -1,14 +1,14 @@
 """What ``scripts/demo.sh`` shows at the end: scores, sample translations, requested capacity."""
 
-from smoe_fairseq.analysis.loading import load
-from smoe_fairseq.analysis.quiet import quietly
+from smoe_fairseq.analysis.inputs import load
 from smoe_fairseq.analysis.requested_capacity import requested_capacity
-from smoe_fairseq.modules.blocks import moe_blocks
+from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.recipes import scores, table
-from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.render import markdown
 from smoe_fairseq.recipes.shell import command, run
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.system.quiet import quietly
 
 
 def show(dataset: Dataset, method: str) -> None:

@@ -10,9 +10,9 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.layout import all_publisher_names
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.system.errors import UsageError
 
 ATTEMPTS = 3
 TIMEOUT_SECONDS = 60

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq.checkpoint.names import rank_files
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import scores
-from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.raw import check
 from smoe_fairseq.recipes.shell import command, dry_run, pipe, report, run
 from smoe_fairseq.recipes.train import data_arguments
+from smoe_fairseq.settings.dataset import Dataset, arguments, method_flags
+from smoe_fairseq.system.errors import UsageError
 
 
 def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:

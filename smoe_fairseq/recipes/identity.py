@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from smoe_fairseq.distributed import lock
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.batch import TOLERANCE
+from smoe_fairseq.system import lock
+from smoe_fairseq.system.errors import UsageError
 
 FILE = "identity.json"
 

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
 
 LAUNCHERS = ("plain", "torchrun", "slurm")
 

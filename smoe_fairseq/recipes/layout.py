@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.system.errors import UsageError
 
 SPLITS = ("train", "valid", "test")
 SHARED = "{split}.{pair}.{language}"  # how all data sets are kept once they are prepared

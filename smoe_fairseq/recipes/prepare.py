@@ -4,12 +4,12 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Dataset, arguments
 from smoe_fairseq.recipes.download import remote_files
 from smoe_fairseq.recipes.folders import Folders, shard_names
 from smoe_fairseq.recipes.raw import check
 from smoe_fairseq.recipes.shell import command, dry_run, report, run
+from smoe_fairseq.settings.dataset import Dataset, arguments
+from smoe_fairseq.system.errors import UsageError
 
 FAIRSEQ_POSITIONS = 1024  # --max-source-positions where it is not given
 

@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.layout import SHARED, SPLITS, Section, find
 from smoe_fairseq.recipes.shell import report
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.system.errors import UsageError
 
 SIZES = "sizes.json"
 

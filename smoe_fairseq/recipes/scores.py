@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
 
 FILE = "scores.json"
 

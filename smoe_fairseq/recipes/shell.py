@@ -7,8 +7,8 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import child
+from smoe_fairseq.system.errors import UsageError
 
 
 def command(*words: object, output: object = None) -> str:

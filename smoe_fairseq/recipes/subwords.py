@@ -9,9 +9,9 @@ from typing import Any
 
 import sentencepiece
 
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.folders import shard_names
 from smoe_fairseq.recipes.shell import report
+from smoe_fairseq.system.errors import UsageError
 
 _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq's dictionary adds by itself
 _BATCH_CHARACTERS = 1_000_000

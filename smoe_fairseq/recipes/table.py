@@ -4,14 +4,14 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from smoe_fairseq.analysis.paper_tables import tables
-from smoe_fairseq.analysis.quiet import quietly
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.columns import SIZES, Column, columns
-from smoe_fairseq.recipes.config import Dataset, arguments, load_dataset, method_flags
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.render import FORMATS, Grid, number
+from smoe_fairseq.settings.dataset import Dataset, arguments, load_dataset, method_flags
+from smoe_fairseq.settings.paper_tables import tables
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.quiet import quietly
 
 Scores = dict[str, scores.Score]
 

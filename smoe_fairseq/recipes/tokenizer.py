@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.download import Remote, download
+from smoe_fairseq.system.errors import UsageError
 
 
 def fetch_tokenizer(name: str) -> None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import batch, identity
-from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
 from smoe_fairseq.recipes.folders import Folders, user_dir
 from smoe_fairseq.recipes.launch import launch
 from smoe_fairseq.recipes.shell import command, dry_run, report, run
+from smoe_fairseq.settings.dataset import Dataset, arguments, method_flags
+from smoe_fairseq.system.errors import UsageError
 
 
 def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:

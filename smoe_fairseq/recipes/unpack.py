@@ -18,9 +18,9 @@ from lzma import LZMAError
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.layout import all_publisher_names
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.system.errors import UsageError
 
 _DAMAGE = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, gzip.BadGzipFile),

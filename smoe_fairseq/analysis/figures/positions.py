@@ -2,9 +2,9 @@
 
 from matplotlib.figure import Figure
 
-from smoe_fairseq.analysis.capacity import CapacityCheck
+from smoe_fairseq.analysis.capacity_check import CapacityCheck
 from smoe_fairseq.analysis.figures.style import DARK, HATCH, LIGHT, new, styled
-from smoe_fairseq.modules.capacity import FIFTHS
+from smoe_fairseq.modules.drops import FIFTHS
 
 
 @styled

@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.phrasebook import catalan, english, malay, sotho, tagalog
 from smoe_fairseq.recipes.phrasebook.sampler import draw
+from smoe_fairseq.system.errors import UsageError
 
 LANGUAGES = {
     "eng": english.render,

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 import smoe_fairseq
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
 
 Flags = dict[str, Any]
 

@@ -17,7 +17,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
 
 TRAINING, RECIPE = "training.lock", "recipe.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

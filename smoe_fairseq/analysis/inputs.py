@@ -12,7 +12,7 @@ from fairseq.data.multilingual.multilingual_utils import get_lang_tok
 from fairseq.utils import split_paths
 from torch import nn
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.system.errors import UsageError
 
 TOKENS_PER_BATCH = 4096
 SEED = 1

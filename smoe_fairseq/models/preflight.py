@@ -2,10 +2,10 @@
 
 import torch
 
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.config import SMoETransformerConfig
 from smoe_fairseq.models.size import check_size
 from smoe_fairseq.modules import Strata, StratifiedMoE
+from smoe_fairseq.system.errors import UsageError
 
 
 def check_config(config: SMoETransformerConfig, task) -> None:

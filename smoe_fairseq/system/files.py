@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from smoe_fairseq.system.errors import UsageError
+
 
 @contextmanager
 def whole_file(path: Path | str) -> Iterator[str]:
     """The name to write to, beside ``path``; at the end it takes the place of ``path`` in one step.
 
     Raises:
-        SystemExit: it cannot be written (disk full, say): one sentence. What ``path`` was before, it is
+        UsageError: it cannot be written (disk full, say): one sentence. What ``path`` was before, it is
             still, and nothing is left beside it.
     """
     partial = f"{path}.tmp"  # as fairseq calls it
@@ -27,9 +29,8 @@ def whole_file(path: Path | str) -> Iterator[str]:
         reason = reason_of(error)
         if reason is None:
             raise
-        # SystemExit, since nothing on the way out may take it for a failed training step.
-        raise SystemExit(
-            f"error: {path} cannot be saved: {reason}; files saved before are as they were"
+        raise UsageError(
+            f"{path} cannot be saved: {reason}; files saved before are as they were"
         ) from None
     finally:
         with suppress(OSError):

@@ -11,9 +11,9 @@ from fairseq import utils
 from fairseq.data.multilingual.sampled_multi_dataset import SampledMultiDataset
 from torch import nn
 
-from smoe_fairseq.analysis import loading
-from smoe_fairseq.modules.blocks import moe_blocks
-from smoe_fairseq.modules.capacity import (
+from smoe_fairseq.analysis import inputs
+from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.modules.drops import (
     FIFTHS,
     by_position,
     is_limited_in_training,
@@ -29,7 +29,7 @@ class CapacityCheck:
 
     Args:
         tokens: target tokens, </s> included.
-        nll_loss: in bits per target token, under evaluation's capacity: `loading.load` takes all limits off.
+        nll_loss: in bits per target token, under evaluation's capacity: `inputs.load` takes all limits off.
         limited_nll_loss: the same with experts limited as in training.
         fifths: by MoE layer ``(2, FIFTHS)``, first choices by position and of these the dropped ones.
     """
@@ -59,12 +59,12 @@ def check(
     directions: list[str],
     subset: str = "valid",
     sentences: int | None = None,
-    max_tokens: int = loading.TOKENS_PER_BATCH,
+    max_tokens: int = inputs.TOKENS_PER_BATCH,
 ) -> CapacityCheck | None:
     """Runs a model over a subset twice; None where training has no limit."""
     if not is_limited_in_training(model):
         return None
-    torch.manual_seed(loading.SEED)  # for tokens that are drawn (`--moe-drop-order random`)
+    torch.manual_seed(inputs.SEED)  # for tokens that are drawn (`--moe-drop-order random`)
     found = CapacityCheck(
         fifths={name: np.zeros((2, FIFTHS), dtype=np.int64) for name in moe_blocks(model)}
     )
@@ -90,21 +90,21 @@ def samples(
     directions: list[str],
     subset: str = "valid",
     sentences: int | None = None,
-    max_tokens: int = loading.TOKENS_PER_BATCH,
+    max_tokens: int = inputs.TOKENS_PER_BATCH,
 ) -> Iterator[dict]:
     """Batches as in training: sentences of about one length from all directions.
 
     What is dropped depends on what else is in a batch. ``sentences``: how many to draw, on average of
     each direction; None: all.
     """
-    parts = [part for name in directions for part in loading.datasets(task, name, subset)]
+    parts = [part for name in directions for part in inputs.datasets(task, name, subset)]
     together = parts[0]
     if len(parts) > 1:
-        shared = loading.is_multilingual(task) and task.data_manager._shared_collater()
+        shared = inputs.is_multilingual(task) and task.data_manager._shared_collater()
         together = SampledMultiDataset(parts, shared_collater=shared, shuffle=False)
     number = None if sentences is None else sentences * len(directions)
-    order = np.random.default_rng(loading.SEED).permutation(len(together))
-    batches, _ = loading.batches(together, task.max_positions(), number, max_tokens, order)
+    order = np.random.default_rng(inputs.SEED).permutation(len(together))
+    batches, _ = inputs.batches(together, task.max_positions(), number, max_tokens, order)
     device = next(model.parameters()).device
     for batch in batches:
         sample = together.collater([together[i] for i in batch])

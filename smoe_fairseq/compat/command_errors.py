@@ -1,0 +1,21 @@
+"""One sentence for bad input of a fairseq command, where Python would print a stack trace.
+
+For all errors of this package's kind, those of the mends among them. Anywhere else, in a notebook say, they
+are exceptions like others.
+"""
+
+import sys
+from types import ModuleType
+
+from smoe_fairseq.system.errors import ends_with_sentence, print_sentences_of_commands
+
+
+def end_commands_with_sentence(utils: ModuleType) -> None:
+    """All commands but fairseq-preprocess do their work in ``call_main``, or in processes of their own."""
+    for name in ("call_main", "distributed_main"):
+        setattr(utils, name, ends_with_sentence(getattr(utils, name)))
+    print_sentences_of_commands(_is_fairseq_command)  # options are read before
+
+
+def _is_fairseq_command() -> bool:
+    return any(name.startswith("fairseq_cli.") for name in sys.modules)

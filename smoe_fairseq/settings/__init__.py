@@ -1,0 +1,1 @@
+"""What is written down in YAML: data sets and methods (``configs/``), and the paper's tables."""
