@@ -20,7 +20,7 @@ from test_training import train as train_smoe
 from smoe_fairseq.checkpoint.names import pending
 from smoe_fairseq.checkpoint.record import Inaccessible, open_checkpoint, record_of
 from smoe_fairseq.checkpoint.shards import Shards
-from smoe_fairseq.compat import checkpoint_file
+from smoe_fairseq.system import checkpoint_file
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import reason_of, whole_file
 
