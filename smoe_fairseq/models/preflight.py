@@ -2,14 +2,21 @@
 
 import torch
 
-from smoe_fairseq.models.config import SMoETransformerConfig
+from smoe_fairseq.models.config import BLOCK_FLAGS, SMoETransformerConfig, flag
 from smoe_fairseq.models.size import check_size
-from smoe_fairseq.modules import Strata, StratifiedMoE
+from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
 from smoe_fairseq.system.errors import UsageError
 
 
 def check_config(config: SMoETransformerConfig, task) -> None:
     """Raise ValueError with one sentence that names the flag and what would be accepted."""
+    try:
+        _check_config(config, task)
+    except OptionError as error:  # the block's, of its own parameters
+        raise ValueError(error.named(BLOCK_FLAGS)) from None
+
+
+def _check_config(config: SMoETransformerConfig, task) -> None:
     _check_numbers(config)
     for side in ("encoder", "decoder"):
         freq = config.moe_freq_of(side)
@@ -54,13 +61,13 @@ def _check_numbers(config: SMoETransformerConfig) -> None:
     for name in (*sizes, "max_source_positions", "max_target_positions"):
         if getattr(config, name) < 1:
             raise ValueError(
-                f"{_flag(name)} {getattr(config, name)}: expected a whole number of at least 1"
+                f"{flag(name)} {getattr(config, name)}: expected a whole number of at least 1"
             )
     dropouts = ("dropout", "attention_dropout", "activation_dropout")
     for name in (*dropouts, "encoder_layerdrop", "decoder_layerdrop"):
         if not 0 <= getattr(config, name) < 1:  # nan is neither
             raise ValueError(
-                f"{_flag(name)} {getattr(config, name)}: expected a probability from 0 to below 1"
+                f"{flag(name)} {getattr(config, name)}: expected a probability from 0 to below 1"
             )
 
 
@@ -76,10 +83,6 @@ def _check_cmr(config: SMoETransformerConfig, has_experts: bool) -> None:
             f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr, without which there "
             "is no CMR gate"
         )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def check_checkpoint(model, state_dict) -> None:
