@@ -20,7 +20,6 @@ class DispatchPlan:
 
     copy_N: Tensor  # row n holds copy t * K + k
     token_N: Tensor  # of token t
-    exchange: "Exchange | None" = None  # where experts are spread over processes
 
 
 class LocalDispatcher:
@@ -75,6 +74,13 @@ class Exchange:
         return AllToAll.apply(by_sender_ND, self.received, self.sent)
 
 
+@dataclass(frozen=True)
+class ShardedPlan(DispatchPlan):
+    """And by which way the copies came."""
+
+    exchange: Exchange
+
+
 class ShardedDispatcher(LocalDispatcher):
     """The experts are spread over processes: copies travel to theirs by all-to-all, outputs back.
 
@@ -89,7 +95,7 @@ class ShardedDispatcher(LocalDispatcher):
 
     def dispatch(
         self, x_TD: Tensor, expert_TK: Tensor, run: PerExpert | Grouped
-    ) -> tuple[Tensor, Tensor, DispatchPlan]:
+    ) -> tuple[Tensor, Tensor, ShardedPlan]:
         """As `LocalDispatcher.dispatch`, but the copies and ends are those of this process's experts.
 
         Which copies travel is known on the host, whatever the execution.
@@ -99,9 +105,9 @@ class ShardedDispatcher(LocalDispatcher):
         copy_N = copy_N[: sum(exchange.sent)]
         token_N = copy_N // expert_TK.shape[1]
         x_ND = exchange.to_experts(x_TD.index_select(0, token_N))
-        return x_ND, ends_E, DispatchPlan(copy_N, token_N, exchange)
+        return x_ND, ends_E, ShardedPlan(copy_N, token_N, exchange)
 
-    def combine(self, y_ND: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor:
+    def combine(self, y_ND: Tensor, weight_TK: Tensor, plan: ShardedPlan) -> Tensor:
         return super().combine(plan.exchange.back(y_ND), weight_TK, plan)
 
     def _plan_exchange(self, ends_E: Tensor) -> tuple[Exchange, Tensor]:
