@@ -80,7 +80,7 @@ ADDITIONS = (
     ("fairseq.distributed.utils", "smoe_fairseq.distributed.start:start_together"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.distributed.saving:save_sets"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.distributed.loading:load_sets"),
-    ("fairseq.trainer", "smoe_fairseq.distributed.trainer:tell_trainer"),
+    ("fairseq.trainer", "smoe_fairseq.distributed.trainer:ask_for_ours"),
 )
 
 _installed = False

@@ -5,7 +5,7 @@ import torch
 from smoe_fairseq.models.config import BLOCK_FLAGS, SMoETransformerConfig, flag
 from smoe_fairseq.models.size import check_size
 from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 
 
 def check_config(config: SMoETransformerConfig, task) -> None:
@@ -82,6 +82,25 @@ def _check_cmr(config: SMoETransformerConfig, has_experts: bool) -> None:
         raise ValueError(
             f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr, without which there "
             "is no CMR gate"
+        )
+
+
+def check_model(config, task) -> None:
+    """Raise UsageErrorOfAll where sharded experts do not go with an option of the model or the task.
+
+    These would take the processes out of step, so that each waits for another (the trainer's options:
+    distributed/options.py).
+    """
+    for side in ("encoder", "decoder"):
+        if getattr(config, f"{side}_layerdrop"):
+            raise UsageErrorOfAll(
+                f"--{side}-layerdrop with --expert-parallel: every process would drop other layers, "
+                "and wait for ever for the rest; leave it out"
+            )
+    if getattr(getattr(task, "cfg", None), "eval_bleu", False):
+        raise UsageErrorOfAll(
+            "--eval-bleu with --expert-parallel: translations take another number of steps on every "
+            "process; leave it out, and score the checkpoint after smoe consolidate"
         )
 
 
