@@ -17,7 +17,9 @@ def full(*_):
 
 def contents(folder: Path) -> dict[str, str]:
     return {
-        str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
     }
 
 
@@ -34,7 +36,9 @@ def test_what_was_there_stays_where_the_system_refuses(tmp_path, monkeypatch, fa
     monkeypatch.setattr(os, fails, full)
     with pytest.raises(UsageError) as error:
         write_whole(tmp_path / "a", "new")
-    assert str(error.value).startswith(f"{tmp_path / 'a'} cannot be saved: No space left on device; ")
+    assert str(error.value).startswith(
+        f"{tmp_path / 'a'} cannot be saved: No space left on device; "
+    )
     assert contents(tmp_path) == {"a": "old"}
 
 

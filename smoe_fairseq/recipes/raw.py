@@ -21,7 +21,7 @@ from smoe_fairseq.system.files import whole_folder, write_whole
 SIZES = "sizes.json"
 
 
-def collect(dataset: Dataset, source: Path, target: Path) -> None:
+def gather(dataset: Dataset, source: Path, target: Path) -> None:
     """Brings the text of a folder (see `layout.find`) into the shared layout.
 
     Runs of white space become single spaces, which also removes the line separators that other
