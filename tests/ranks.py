@@ -11,7 +11,7 @@ import socket
 import time
 from pathlib import Path
 
-from commands import FAIRSEQ, SCRIPTS
+from commands import FAIRSEQ, SCRIPTS, TORCH
 from programs import Program
 
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
@@ -59,10 +59,13 @@ class Run:
 class Ranks:
     """Starts runs."""
 
-    def start(self, folder: Path, world_size: int, *arguments, function=None, one=False) -> Run:
-        """``fairseq-train`` with ``arguments`` on so many ranks, or ``function(*arguments)``.
+    def start(
+        self, folder: Path, world_size: int, *arguments, function=None, program=None, one=False
+    ) -> Run:
+        """``fairseq-train`` with ``arguments`` on so many ranks, ``function(*arguments)``, or ``python -c``.
 
-        ``one``: without torchrun's environment, a run of one process.
+        program: what Python is to do, before which nothing of fairseq has been imported.
+        one: without torchrun's environment, a run of one process.
         """
         folder.mkdir(parents=True, exist_ok=True)
         number = len(list(folder.glob("*.rank0.log")))
@@ -71,8 +74,10 @@ class Ranks:
         if not one:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             environment |= address | {"WORLD_SIZE": str(world_size)}
+        server = TORCH if program else FAIRSEQ
         if function is None:
-            arguments = [str(word) for word in (SCRIPTS / "fairseq-train", *arguments)]
+            start = ["-c", program] if program else [SCRIPTS / "fairseq-train"]
+            arguments = [str(word) for word in (*start, *arguments)]
         else:
             function = (function.__code__.co_filename, function.__name__)
         programs = []
@@ -81,7 +86,7 @@ class Ranks:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with open(os.devnull) as nothing, open(log, "w") as output:
                 files = (nothing.fileno(), output.fileno(), output.fileno())
-                programs.append(FAIRSEQ.start(arguments, environment, os.getcwd(), files, function))
+                programs.append(server.start(arguments, environment, os.getcwd(), files, function))
         return Run(programs, logs)
 
     def train(self, folder: Path, world_size: int, *flags, **options) -> Run:
