@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import SCRIPTS, TINY, generation, run
+from commands import SCRIPTS, TINY, generation, run, run_python
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 from test_compat import WITHOUT, run_without
@@ -244,8 +244,7 @@ def run_saving(condition: str, patch: str, source: Path, folder: Path):
     """The same under a condition, with every patch but one."""
     program = folder.parent / "saving.py"
     program.write_text(SAVING)
-    words = ("python", "-c", condition + WITHOUT, patch, program, source, folder)
-    return run(*words, check=False)
+    return run_python(condition + WITHOUT, patch, program, source, folder)
 
 
 @pytest.fixture
@@ -260,8 +259,8 @@ def test_a_kill_while_saving_leaves_the_old_checkpoint(pre_norm, corpus, folder)
     """The copy of the newest checkpoint to checkpoint_last.pt is where the run ends."""
     before = contents(folder)
     program, *flags = resume(corpus, folder, "--max-epoch", 3)
-    words = ("python", "-c", KILLED + WITHOUT, "read_past_cache", SCRIPTS / program, *flags)
-    assert run(*words, check=False).returncode == -9  # that patch has nothing to do with it
+    result = run_python(KILLED + WITHOUT, "read_past_cache", SCRIPTS / program, *flags)
+    assert result.returncode == -9  # that patch has nothing to do with it
     assert (folder / "checkpoint_best.pt").exists()
     assert contents(folder).items() > before.items()
     assert run_saving(KILLED, "publish_checkpoints", pre_norm, folder).returncode == -9
@@ -281,8 +280,7 @@ def test_without_room_the_old_checkpoint_stays(pre_norm, corpus, folder):
     assert pre_norm.stat().st_size > 150_000
     before = contents(folder)
     program, *flags = resume(corpus, folder, "--max-epoch", 3)
-    words = ("python", "-c", FULL + WITHOUT, "read_past_cache", SCRIPTS / program, *flags)
-    result = run(*words, check=False)
+    result = run_python(FULL + WITHOUT, "read_past_cache", SCRIPTS / program, *flags)
     assert result.returncode == 1 and "Traceback" not in result.stdout
     sentence = f"error: {folder / 'checkpoint_best.pt'} cannot be saved: File too large; files"
     assert result.stdout.splitlines()[-1].startswith(sentence)
@@ -309,14 +307,9 @@ def test_a_copy_without_room_leaves_what_was_there(tmp_path, monkeypatch):
 
 def test_consolidating_without_room_says_why(sparse, tmp_path):
     """torch's own words are about its archive."""
-    result = run(
-        *(
-            "python",
-            "-c",
-            FULL + "import sys; from smoe_fairseq.cli import main; main(sys.argv[1:])",
-        ),
+    result = run_python(
+        FULL + "import sys; from smoe_fairseq.cli import main; main(sys.argv[1:])",
         *("reshard", sparse, "--world-size", 2, "--output", tmp_path / "set.pt"),
-        check=False,
     )
     assert result.returncode == 1 and "Traceback" not in result.stdout
     words = f"error: --output {tmp_path / 'set.pt'} cannot be saved: File too large; files"

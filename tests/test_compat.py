@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import SCRIPTS, TINY, generation, preprocess, run
+from commands import SCRIPTS, TINY, generation, preprocess, run, run_python
 
 import smoe_fairseq
 
@@ -26,7 +26,7 @@ runpy.run_path(program, run_name="__main__")
 
 
 def run_without(patch, program, *arguments):
-    return run("python", "-c", WITHOUT, patch, SCRIPTS / program, *arguments, check=False)
+    return run_python(WITHOUT, patch, SCRIPTS / program, *arguments)
 
 
 # The start-up hook, and the order in which things are imported
@@ -230,17 +230,16 @@ def test_another_fairseq_is_left_alone_with_a_warning(tmp_path):
     assert result.stdout.endswith("/dataclasses.py\n")
 
 
-def test_without_its_patch_the_default_back_end_refuses_the_cpu(corpus, tmp_path):
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    arguments = [corpus, "--save-dir", tmp_path, *TINY, "--max-update", "2"]
-    arguments += ["--distributed-backend", "gloo", "--disable-validation"]
+def test_without_its_patch_the_default_back_end_refuses_the_cpu(ranks, corpus, tmp_path):
+    arguments = [corpus, *TINY, "--max-update", "2", "--disable-validation"]
+    arguments += ["--distributed-backend", "gloo"]
     arguments += ["--find-unused-parameters"]  # the copies of its weights in the stock encoder
-    result = run("python", *launch, "--no-python", SCRIPTS / "fairseq-train", *arguments)
-    assert (tmp_path / "checkpoint_last.pt").exists(), result.stdout[-2000:]
-    (tmp_path / "without.py").write_text(WITHOUT)
-    command = (tmp_path / "without.py", "name_no_gpu", SCRIPTS / "fairseq-train", *arguments)
-    result = run("python", *launch, *command, "--save-dir", tmp_path / "new", check=False)
-    assert result.returncode and "device_ids and output_device arguments" in result.stdout
+    ranks.train(tmp_path, 2, *arguments, "--save-dir", tmp_path / "with")
+    assert (tmp_path / "with/checkpoint_last.pt").exists()
+    words = ("name_no_gpu", SCRIPTS / "fairseq-train", *arguments, "--save-dir", tmp_path / "new")
+    run = ranks.start(tmp_path, 2, *words, program=WITHOUT)
+    assert 0 not in run.wait()
+    assert "device_ids and output_device arguments" in run.output()
 
 
 def test_without_its_patch_a_sentence_longer_than_a_batch_ends_in_a_stack_trace(corpus, post_norm):

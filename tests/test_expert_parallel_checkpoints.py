@@ -204,7 +204,7 @@ DAMAGES = [cut, swapped, missing, duplicated, foreign, of_stock_fairseq]
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
 def test_bad_files_are_named(ranks, small_corpus, set_of_4, other_run, tmp_path, damage):
     folder, output = tmp_path / "run", tmp_path / "out" / "checkpoint_last.pt"
-    shutil.copytree(set_of_4, folder, ignore=shutil.ignore_patterns("*.log", "*.status"))
+    shutil.copytree(set_of_4, folder, ignore=shutil.ignore_patterns("*.log"))
     words = damage(folder, other_run)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     path = folder / "checkpoint_last.pt"

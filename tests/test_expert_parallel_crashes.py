@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from ranks import Server
+from ranks import Ranks
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoint.names import rank_file
@@ -71,7 +71,7 @@ def newest_complete(folder):
     return max((updates for updates, _ in one & other), default=0)
 
 
-def resume(ranks: Server, data, folder, uninterrupted):
+def resume(ranks: Ranks, data, folder, uninterrupted):
     expected = newest_complete(folder)
     run = ranks.train(folder, 2, *saving_flags(data, folder))
     loaded = re.search(r"Loaded checkpoint .* @ (\d+) updates", run.output(0))
