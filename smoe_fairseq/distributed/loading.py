@@ -4,8 +4,9 @@ import functools
 from pathlib import Path
 from types import ModuleType
 
+from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.checkpoint.names import rank_file, rank_files, rank_of, set_name
-from smoe_fairseq.checkpoint.record import Record, check_set, open_checkpoint, record_of
+from smoe_fairseq.checkpoint.record import Record, check_set, record_of
 from smoe_fairseq.distributed.agree import from_all
 from smoe_fairseq.distributed.saving import recover
 from smoe_fairseq.models.moe_layers import first_block
