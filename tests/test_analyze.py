@@ -410,7 +410,7 @@ def test_a_bad_checkpoint_gets_one_sentence(data, tmp_path):
     (tmp_path / "text.pt").write_text("no checkpoint")
     for path, words in (
         (dense, "is a dense model: expected one with MoE layers"),
-        (tmp_path / "text.pt", "is not a checkpoint of fairseq-train"),
+        (tmp_path / "text.pt", "is cut off or not a checkpoint"),
         (tmp_path, "cannot be read: Is a directory"),
         (tmp_path / "none.pt", "is missing"),
     ):

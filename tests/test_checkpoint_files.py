@@ -17,8 +17,9 @@ from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
 from test_training import train as train_smoe
 
+from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.checkpoint.names import pending
-from smoe_fairseq.checkpoint.record import Inaccessible, open_checkpoint, record_of
+from smoe_fairseq.checkpoint.record import record_of
 from smoe_fairseq.checkpoint.shards import Shards
 from smoe_fairseq.system import checkpoint_file
 from smoe_fairseq.system.errors import UsageError
@@ -137,6 +138,31 @@ def test_checkpoints_of_older_torch_have_no_checksums(pre_norm, tmp_path):
     state = torch.load(pre_norm, weights_only=True)
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "old.pt"))["model"]
+    assert open_checkpoint(tmp_path / "old.pt")["model"]
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "is missing"),
+        (b"", "is cut off or not a checkpoint"),
+        (b"no checkpoint", "is cut off or not a checkpoint"),
+        (b"\x80\x02junk", "is cut off or not a checkpoint"),
+        (b"PK\x03\x04junk", "is cut off or not a checkpoint"),
+        ({"weights": 1}, "is not a checkpoint of fairseq"),
+        ([1, 2], "is not a checkpoint of fairseq"),
+    ],
+    ids=str,
+)
+def test_whatever_a_file_holds_there_is_a_sentence_for_it(tmp_path, content, words):
+    path = tmp_path / "some.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(UsageError) as ended:
+        open_checkpoint(path)
+    assert str(ended.value) == f"{path} {words}"
 
 
 # Files of another user
@@ -174,7 +200,7 @@ def test_a_file_that_may_be_sound_is_not_taken_for_a_useless_one(sparse, tmp_pat
     """Else what a killed run left to be published would be dropped at the next start."""
     secret = pending(tmp_path / "secret-rank-0.pt")
     shutil.copy(sparse, secret)
-    with pytest.raises(Inaccessible, match="Permission denied"):
+    with pytest.raises(checkpoint_file.InaccessibleCheckpoint, match="Permission denied"):
         record_of(secret)
     (tmp_path / "cut.pt").write_bytes(sparse.read_bytes()[:5000])
     assert record_of(tmp_path / "cut.pt") is None and record_of(tmp_path / "none.pt") is None

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from commands import SCRIPTS, TINY, generation, preprocess, run, run_python
 
 import smoe_fairseq
@@ -86,25 +85,9 @@ def test_without_dataclass_hash_fairseq_is_not_imported():
 def test_without_safe_globals_checkpoints_do_not_load(corpus, post_norm):
     command = ("fairseq-generate", *generation(corpus, post_norm))
     result = run_without("allow_checkpoint_types", *command)
-    assert result.returncode and "Weights only load failed" in result.stdout
-
-
-def test_unknown_types_in_a_checkpoint_stay_refused(corpus, post_norm, tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    torch.save(torch.load(post_norm) | {"intruder": Intruder(tmp_path / "trace")}, path)
-    result = run("fairseq-generate", *generation(corpus, path), check=False)
-    assert result.returncode and "Weights only load failed" in result.stdout
-    assert not (tmp_path / "trace").exists()
-
-
-class Intruder:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
+    assert result.returncode == 1
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith(f"error: {post_norm} holds argparse.Namespace") and "not loaded" in last
 
 
 def test_without_its_patch_a_cut_off_checkpoint_ends_in_a_stack_trace(corpus, post_norm, tmp_path):

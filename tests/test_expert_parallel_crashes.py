@@ -12,8 +12,9 @@ import pytest
 from ranks import Ranks
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
+from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.checkpoint.names import rank_file
-from smoe_fairseq.checkpoint.record import Record, open_checkpoint
+from smoe_fairseq.checkpoint.record import Record
 from smoe_fairseq.system.errors import UsageError
 
 KILLS = 20

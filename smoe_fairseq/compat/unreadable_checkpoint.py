@@ -2,14 +2,15 @@
 
 For fairseq 0.12.2 on any torch. A full disk or a killed process leaves files that are cut off, a
 failing disk changes bytes of a tensor, which torch takes without a word, and a file of another user is not
-for this one to read; the user has to know which file it is, and what is wrong. A file with types
-that are not loaded for safety stays refused in torch's words.
+for this one to read; the user has to know which file it is, and what is wrong. Where a file holds a
+type that is not loaded for safety, torch's words go on to say how to load it all the same, which runs
+whatever program the file brings along; ours name the type.
 """
 
 import functools
 from types import ModuleType
 
-from smoe_fairseq.system.checkpoint_file import CutOffCheckpoint, UnreadableCheckpoint, reading
+from smoe_fairseq.system.checkpoint_file import CutOffCheckpoint, reading
 from smoe_fairseq.system.errors import UsageError
 
 
@@ -28,7 +29,5 @@ def _checked(load):
             raise UsageError(
                 f"{error}: resume from another one with --restore-file, or remove it to start anew"
             ) from None
-        except UnreadableCheckpoint as error:
-            raise UsageError(str(error)) from None
 
     return load_checked

@@ -9,11 +9,12 @@ from types import ModuleType
 from fairseq.trainer import Trainer
 from omegaconf import open_dict
 
+from smoe_fairseq.checkpoint import dictionaries
 from smoe_fairseq.checkpoint.names import pending
 from smoe_fairseq.checkpoint.record import KEY, Record
 from smoe_fairseq.distributed.folder import hold_folder
 from smoe_fairseq.distributed.gradients import ExpertNorm
-from smoe_fairseq.distributed.loading import check_files
+from smoe_fairseq.distributed.loading import check_dictionaries, check_files
 from smoe_fairseq.distributed.options import check_options
 from smoe_fairseq.distributed.same_run import check_data, check_flags
 from smoe_fairseq.distributed.saving import new_save_name, publish
@@ -69,11 +70,13 @@ class SMoETrainer(Trainer):
         return self.expert_placement is not None or super().should_save_checkpoint_on_current_rank
 
     def state_dict(self):
-        """The checkpoint's content says whose experts it holds; its config does not say how it was trained.
+        """fairseq's content; also which words its numbers stand for, and whose experts it holds.
 
-        So what `smoe consolidate` makes of it loads anywhere without a flag.
+        Its config does not say how it was trained, so that what `smoe consolidate` makes of it loads
+        anywhere without a flag.
         """
         state = super().state_dict()
+        state[dictionaries.KEY] = dictionaries.noted(self.task)
         block = first_block(self.get_model())
         if block is None:
             return state
@@ -111,6 +114,7 @@ class SMoETrainer(Trainer):
     def load_checkpoint(self, filename, reset_optimizer=False, *others, **options):
         """As fairseq's, of files that have been checked; a run that has ended stays so."""
         check_files(self, Path(filename), reset_optimizer)
+        check_dictionaries(self, Path(filename))
         try:
             extra_state = super().load_checkpoint(filename, reset_optimizer, *others, **options)
         except Exception as error:  # fairseq puts a sentence of its own in the place of the model's
