@@ -6,6 +6,7 @@ import sys
 
 from smoe_fairseq.compat import require_fairseq
 from smoe_fairseq.system.errors import ends_with_sentence
+from smoe_fairseq.system.output import writes_all
 
 # name: (module, one line of help). The module has `add_arguments(parser)` and `run(args)`, which
 # returns None or an exit status.
@@ -32,6 +33,7 @@ COMMANDS = {
 
 
 @ends_with_sentence
+@writes_all
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv

@@ -1,7 +1,9 @@
 """``smoe analyze`` on models whose gates are fixed by hand: every number is known on paper."""
 
 import csv
+import errno
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -380,6 +382,47 @@ def test_numbers_stay_where_a_picture_fails(data, by_hand, tmp_path, monkeypatch
     assert read(folder / "blocks.csv") and read(folder / "tokens.csv")
     assert json.loads((folder / "run.json").read_text())["subset"] == "valid"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def no_room(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_without_room_for_a_picture_the_numbers_and_the_others_stay(
+    data, by_hand, tmp_path, monkeypatch
+):
+    from matplotlib.figure import Figure
+
+    savefig = Figure.savefig
+
+    def full(figure, path, **options):
+        savefig(figure, path, **options)
+        if "load.svg" in str(path):
+            no_room()
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    given = ["analyze", str(data), "--path", str(by_hand), "--cpu", "--lang-pairs", "aa-bb"]
+    with pytest.raises(SystemExit) as error:
+        main([*given, "--output", str(tmp_path / "out")])
+    reason = (
+        "load.svg cannot be saved: No space left on device; files saved before are as they were"
+    )
+    assert str(error.value).endswith(f"the report could not be drawn: {reason}")
+    assert read(tmp_path / "out/tokens.csv")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"by_direction.png", "by_depth.svg", "load.png"} <= names
+    assert not any("load.svg" in name or name == "report.html" for name in names)
+
+
+def test_without_room_for_the_numbers_there_is_no_folder(data, by_hand, tmp_path, monkeypatch):
+    from smoe_fairseq.analysis import results
+
+    monkeypatch.setattr(results, "write", no_room)
+    given = ["analyze", str(data), "--path", str(by_hand), "--cpu", "--lang-pairs", "aa-bb"]
+    with pytest.raises(SystemExit) as error:
+        main([*given, "--output", str(tmp_path / "out")])
+    words = f"error: --output {tmp_path / 'out'} cannot be saved: No space left on device"
+    assert str(error.value).startswith(words) and not list(tmp_path.iterdir())
 
 
 def bad_inputs(tmp_path):

@@ -24,7 +24,7 @@ from smoe_fairseq.analysis.figures import style
 from smoe_fairseq.analysis.figures.sentence import draw as draw_sentence
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.system.errors import UsageError
-from smoe_fairseq.system.files import whole_folder
+from smoe_fairseq.system.files import whole_folder, write_whole
 
 EXAMPLE_TOKENS = 16  # a sentence of about this many makes the report's example
 
@@ -72,7 +72,7 @@ def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespac
             sections = pictures.draw(folder, found, example, series, args.min_count)
             title = f"Requested capacity of {args.path.resolve().parent.name}/{args.path.name}"
             text = report.page(title, _for_people(found.run), sections, folder)
-            (folder / "report.html").write_text(text, encoding="utf-8")
+            write_whole(folder / "report.html", text, called="report.html")
         except Exception as error:  # the numbers may have taken hours: they stay
             problem = " ".join(str(error).split()) or type(error).__name__
     if problem:

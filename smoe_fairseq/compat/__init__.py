@@ -24,6 +24,7 @@ from .cpu_overflow import skip_overflow_on_cpu
 from .dataclass_hash import hash_dataclasses
 from .encoder_fast_path import avoid_fast_path
 from .fasta_index import index_without_shell
+from .full_disk import name_full_disk
 from .hidden_checkpoint import name_hidden_checkpoints
 from .hydra_user_dir import import_user_dir_first
 from .hydra_warnings import quiet_hydra
@@ -45,6 +46,7 @@ MENDS = (
     ("dataclasses", hash_dataclasses),
     ("torch.serialization", allow_checkpoint_types),
     *((module, evaluate_literals_only) for module in EVALUATING),
+    ("fairseq.distributed.utils", name_full_disk),
     ("fairseq.distributed.utils", end_commands_with_sentence),
     ("fairseq.distributed.utils", send_plain_state),
     ("fairseq.dataclass.utils", quiet_hydra),

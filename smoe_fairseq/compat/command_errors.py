@@ -11,11 +11,12 @@ from smoe_fairseq.system.errors import ends_with_sentence, print_sentences_of_co
 
 
 def end_commands_with_sentence(utils: ModuleType) -> None:
-    """All commands but fairseq-preprocess do their work in ``call_main``, or in processes of their own."""
+    """Most commands do their work in ``call_main``, or in processes of their own; others have the hook."""
     for name in ("call_main", "distributed_main"):
         setattr(utils, name, ends_with_sentence(getattr(utils, name)))
-    print_sentences_of_commands(_is_fairseq_command)  # options are read before
+    print_sentences_of_commands(is_fairseq_command)  # options are read before
 
 
-def _is_fairseq_command() -> bool:
+def is_fairseq_command() -> bool:
+    """Whether this process is one of fairseq's programs."""
     return any(name.startswith("fairseq_cli.") for name in sys.modules)

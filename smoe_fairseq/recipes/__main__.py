@@ -7,9 +7,11 @@ from pathlib import Path
 from smoe_fairseq.recipes import table
 from smoe_fairseq.settings.dataset import load_dataset
 from smoe_fairseq.system.errors import ends_with_sentence
+from smoe_fairseq.system.output import writes_all
 
 
 @ends_with_sentence
+@writes_all
 def main() -> int:
     """Runs one recipe or one step of it."""
     given = _parser().parse_args()

@@ -2,10 +2,11 @@
 
 import hashlib
 import http.client
-import shutil
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from smoe_fairseq.system.files import put_in_place
 
 ATTEMPTS = 3
 TIMEOUT_SECONDS = 60
+_BLOCK = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,11 @@ def download(remote: Remote, target: Path) -> None:
     """Downloads to ``target.part`` and renames; resumes what an earlier attempt left there.
 
     Raises ``OSError`` when the server stays out of reach or keeps cutting off, `UsageError` when
-    the content is not what was expected; in neither case does ``target`` exist afterwards.
+    the content is not what was expected or the disk is full; in no case does ``target`` exist afterwards.
     """
     part = target.with_name(f"{target.name}.part")
-    part.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(part):
+        part.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, ATTEMPTS + 1):
         try:
             _append_rest(remote.url, part)
@@ -85,7 +88,8 @@ def download(remote: Remote, target: Path) -> None:
     if fault := _fault(remote, part):
         part.unlink()
         raise UsageError(f"{remote.url} has {fault}")
-    put_in_place(part, target)
+    with _writing(part):
+        put_in_place(part, target)
 
 
 def _append_rest(url: str, part: Path) -> None:
@@ -105,12 +109,30 @@ def _append_rest(url: str, part: Path) -> None:
         resumed = response.status == http.client.PARTIAL_CONTENT
         have = have if resumed else 0
         length = response.headers.get("Content-Length")
-        with open(part, "ab" if resumed else "wb") as output:
-            shutil.copyfileobj(response, output)
-            size = output.tell()
+        with _writing(part):
+            output = open(part, "ab" if resumed else "wb")
+        try:
+            while block := response.read(_BLOCK):
+                with _writing(part):
+                    output.write(block)
+        finally:
+            with _writing(part):
+                output.close()
+        size = part.stat().st_size
     if length is not None and size < have + int(length):
         raise ConnectionError(f"cut off after {size} of {have + int(length)} bytes")
     print(f"{url}: {size:,} bytes", flush=True)
+
+
+@contextmanager
+def _writing(part: Path) -> Iterator[None]:
+    """A disk that refuses is not a network that does, and is not asked again."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{part} cannot be written: {error.strerror}; what is there already is used by the next attempt"
+        ) from None
 
 
 def _fault(remote: Remote, path: Path) -> str | None:

@@ -7,7 +7,7 @@ from smoe_fairseq.checkpoint.names import rank_files
 from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.raw import check
-from smoe_fairseq.recipes.shell import command, dry_run, pipe, report, run
+from smoe_fairseq.recipes.shell import command, dry_run, pipe, report, run, unfinished
 from smoe_fairseq.recipes.train import data_arguments
 from smoe_fairseq.settings.dataset import Dataset, arguments, method_flags
 from smoe_fairseq.system.errors import UsageError
@@ -43,17 +43,19 @@ def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         whole = folder / "consolidated" / checkpoint.name
         run(_consolidate(checkpoint, whole))
         checkpoint = whole
-    partial = Path(f"{folder / 'test'}.partial")
     run(_tokenizer(dataset))
-    run([command("rm", "-rf", partial), command("mkdir", "-p", partial)])
-    for direction in directions:
-        run(_commands(dataset, direction, checkpoint, partial, extra))
-        if not dry_run():
-            _show(direction, scores.read_score(partial, direction))
-    run([command("rm", "-rf", folder / "test"), command("mv", partial, folder / "test")])
-    if not dry_run():
-        settings = [*arguments(dataset.generate), *extra]
-        scores.write(folder, checkpoint, settings, directions)
+    with unfinished(folder / "test.partial") as partial:
+        run([command("rm", "-rf", partial), command("mkdir", "-p", partial)])
+        for direction in directions:
+            run(_commands(dataset, direction, checkpoint, partial, extra))
+            if not dry_run():
+                _show(direction, scores.read_score(partial, direction))
+        if (
+            not dry_run()
+        ):  # first, so that on a full disk the old translations stay, with their scores
+            settings = [*arguments(dataset.generate), *extra]
+            scores.write(folder, partial, checkpoint, settings, directions)
+        run([command("rm", "-rf", folder / "test"), command("mv", partial, folder / "test")])
 
 
 def _show(direction: str, score: scores.Score) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from smoe_fairseq.recipes.download import remote_files
 from smoe_fairseq.recipes.folders import Folders, shard_names
 from smoe_fairseq.recipes.raw import check
-from smoe_fairseq.recipes.shell import command, dry_run, report, run
+from smoe_fairseq.recipes.shell import command, dry_run, report, run, unfinished
 from smoe_fairseq.settings.dataset import Dataset, arguments
 from smoe_fairseq.system.errors import UsageError
 
@@ -25,20 +25,23 @@ def prepare(dataset: Dataset, extra: Sequence[str] = ()) -> None:
         return
     given = os.environ.get("RAW")
     if given or not folders.raw.exists():
-        run(_raw_text(dataset, folders, given))
+        with unfinished(Path(f"{folders.raw}.partial")) as partial:
+            run(_raw_text(dataset, folders, partial, given))
     if dry_run() and not folders.raw.exists():
         tested = dataset.pairs
     else:
         tested = check(dataset, folders.raw)
     for pair in sorted(set(dataset.pairs) - set(tested)):
         report(f"{folders.raw}/test.{pair}.* is missing: {pair} will not be scored")
-    run(_binarised(dataset, folders, tested, extra))
+    with unfinished(Path(f"{folders.binary}.partial")) as partial:
+        run(_binarised(dataset, folders, partial, tested, extra))
 
 
-def _raw_text(dataset: Dataset, folders: Folders, given: str | None) -> Iterator[str]:
+def _raw_text(
+    dataset: Dataset, folders: Folders, partial: Path, given: str | None
+) -> Iterator[str]:
     generator = dataset.raw.get("generator")
     if generator and not given:
-        partial = f"{folders.raw}.partial"
         yield f"# {dataset.name}: generate the text"
         yield command("rm", "-rf", partial)
         yield command("python", "-m", generator, partial)
@@ -57,9 +60,12 @@ def _raw_text(dataset: Dataset, folders: Folders, given: str | None) -> Iterator
 
 
 def _binarised(
-    dataset: Dataset, folders: Folders, tested: tuple[str, ...], extra: Sequence[str]
+    dataset: Dataset,
+    folders: Folders,
+    partial: Path,
+    tested: tuple[str, ...],
+    extra: Sequence[str],
 ) -> Iterator[str]:
-    partial = Path(f"{folders.binary}.partial")
     text = partial / "text"
     # Sources of the test set, binarised for translation only, must not exceed the model's positions,
     # of which the language's token and the end of the sentence take two.

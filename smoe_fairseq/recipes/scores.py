@@ -59,13 +59,17 @@ def read_score(folder: Path, direction: str) -> Score:
 
 
 def write(
-    folder: Path, checkpoint: Path, settings: Sequence[str], directions: Sequence[str]
+    folder: Path,
+    scored: Path,
+    checkpoint: Path,
+    settings: Sequence[str],
+    directions: Sequence[str],
 ) -> None:
-    """Gathers the scores of ``folder/test`` into ``folder/scores.json``.
+    """Gathers the scores in the folder ``scored`` into ``folder/scores.json``.
 
     ``settings`` are the flags of the search that made the translations, kept beside their scores.
     """
-    scores = {d: asdict(read_score(folder / "test", d)) for d in directions}
+    scores = {d: asdict(read_score(scored, d)) for d in directions}
     content = {
         "checkpoint": checkpoint.name,
         "generate": " ".join(settings),

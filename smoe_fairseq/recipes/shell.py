@@ -2,13 +2,20 @@
 
 import os
 import shlex
+import shutil
 import signal
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from smoe_fairseq.recipes import child
 from smoe_fairseq.system.errors import UsageError
+
+# Programs whose last words are a sentence about what went wrong.
+_TELL = {"python", "smoe", "fairseq-train", "fairseq-generate", "fairseq-preprocess"}
+_TELL |= {"torchrun", "srun"}  # about how they themselves ended, below the former's
 
 
 def command(*words: object, output: object = None) -> str:
@@ -31,7 +38,8 @@ def run(lines: Iterable[str]) -> None:
     """Prints each line and, unless ``DRY_RUN`` is set, runs it; comments are printed only.
 
     The programs of this Python's environment come first on the path. The first command that fails
-    ends the recipe, with its own words and exit status; a signal that ends this process is passed on to
+    ends the recipe, with its own words; those of programs that do not end in a sentence are given one. A
+    signal that ends this process is passed on to
     all that the command has started, and waited for (child.py). Python's warnings are off, since fairseq,
     older than its libraries, draws dozens of them in each command; ``PYTHONWARNINGS=default`` shows
     them.
@@ -53,8 +61,21 @@ def run(lines: Iterable[str]) -> None:
         status = child.run(["bash", "-o", "pipefail", "-c", line], environment)
         if status < 0:
             raise UsageError(f"{line.split()[0]} was stopped by {signal.Signals(-status).name}")
-        if status:
+        if status and line.split()[0] in _TELL:
             raise SystemExit(status)
+        if status:
+            programs = " | ".join(part.split()[0] for part in line.split(" | "))
+            raise UsageError(f"{programs} failed with exit status {status}, for the reason above")
+
+
+@contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """A folder that commands write to before they give it its name; where they fail, it is removed."""
+    try:
+        yield folder
+    finally:
+        if not dry_run():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def report(message: str) -> None:

@@ -55,9 +55,9 @@ def unpack(dataset: Dataset, archives: list[Path], target: Path) -> None:
                 f"{archive} is missing: run scripts/prepare.sh {dataset.name} to fetch it"
             )
     with whole_folder(target) as partial:
-        for archive in archives:
-            count = _unpack_one(archive, wanted, partial)
-            print(f"{archive}: {count} files unpacked", flush=True)
+        counts = {archive: _unpack_one(archive, wanted, partial) for archive in archives}
+    for archive, count in counts.items():
+        print(f"{archive}: {count} files unpacked", flush=True)
 
 
 def _unpack_one(archive: Path, wanted: set[str], folder: Path) -> int:

@@ -14,6 +14,7 @@ import fcntl
 import os
 import socket
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -41,8 +42,10 @@ def take(folder: Path, name: str = TRAINING) -> None:
         atexit.register(release_all, os.getpid())
     _held[file] = opened
     since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    os.ftruncate(opened, 0)
-    os.write(opened, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())
+    with suppress(OSError):  # on a full disk it is locked all the same
+        os.ftruncate(opened, 0)
+        holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+        os.write(opened, holder.encode())
 
 
 def check_free(folder: Path, name: str = TRAINING) -> None:

@@ -9,6 +9,8 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
+from smoe_fairseq.system.files import whole_file  # noqa: E402
+
 DARK, LIGHT, MIDDLE = "#1d3f72", "#f0b45f", "#7f8c9a"  # luminance 0.05, 0.53, 0.25
 HATCH = "///"
 SHADES = "Blues"  # light to dark, so it is read in grey as well
@@ -44,11 +46,15 @@ def new(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 3.0
 
 
 def save(figure: Figure, stem: Path) -> None:
-    """``stem.png`` and ``stem.svg``; closes the figure."""
-    with plt.rc_context(STYLE):
-        figure.savefig(stem.with_name(f"{stem.name}.png"), dpi=130)
-        figure.savefig(stem.with_name(f"{stem.name}.svg"), metadata={"Date": None})
-    plt.close(figure)
+    """``stem.png`` and ``stem.svg``, each whole or not at all; closes the figure."""
+    try:
+        with plt.rc_context(STYLE):
+            for kind, options in (("png", {"dpi": 130}), ("svg", {"metadata": {"Date": None}})):
+                file = stem.with_name(f"{stem.name}.{kind}")
+                with whole_file(file, called=file.name) as partial:
+                    figure.savefig(partial, format=kind, **options)
+    finally:
+        plt.close(figure)
 
 
 def text_on(share: float) -> str:

@@ -4,9 +4,11 @@ import argparse
 
 from smoe_fairseq.recipes.phrasebook.corpus import write_corpus
 from smoe_fairseq.system.errors import ends_with_sentence
+from smoe_fairseq.system.output import writes_all
 
 
 @ends_with_sentence
+@writes_all
 def main() -> None:
     """Writes the corpus and says how many sentences each split has."""
     parser = argparse.ArgumentParser(

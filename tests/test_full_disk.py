@@ -1,0 +1,261 @@
+"""A disk without room, in every command: one sentence, exit status 1, and what was there before stays."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import SCRIPTS, generation
+from test_compat import run_without
+from test_recipes import server, write_dataset, write_text
+from test_recipes_archives import opus100
+from test_table import FULL, ROOT, write_scores
+
+from smoe_fairseq.recipes import evaluate, identity, scores, shell
+from smoe_fairseq.settings.dataset import load_dataset
+from smoe_fairseq.system import files, lock
+from smoe_fairseq.system.errors import UsageError
+
+assert server  # a fixture
+
+
+def limited(size: int, *command, cwd=None, **environment) -> subprocess.CompletedProcess:
+    """A command, of which no file may become larger; its disk seems to be full."""
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    program, *words = map(str, command)
+    program = sys.executable if program == "python" else str(SCRIPTS / program)
+    return subprocess.run(
+        [program, *words],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", **environment},
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        timeout=300,
+    )
+
+
+def sentence(result: subprocess.CompletedProcess) -> str:
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr and "Exception ignored" not in result.stderr
+    (last,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert last == result.stderr.splitlines()[-1]
+    return last.removeprefix("error: ")
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+# Standard output
+
+PRINTING = {
+    "path": ["path"],
+    "help": ["cost", "--help"],
+    "cost": ["cost", "--arch", "smoe_transformer_tiny"],
+    "table": ["table", "multi30k"],
+}
+
+
+def printing(tmp_path: Path, command: str, output, **environment) -> subprocess.CompletedProcess:
+    if command == "table":
+        write_scores(tmp_path / "runs/multi30k/dense", FULL)
+    given = {"CONFIG_DIR": str(ROOT / "configs"), "RUN_DIR": str(tmp_path / "runs")}
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    words = [str(SCRIPTS / "smoe"), *PRINTING[command]]
+    return subprocess.run(
+        words, env=inherited | given | environment, stdout=output, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("command", PRINTING)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written(tmp_path, command, unbuffered):
+    with open("/dev/full", "w") as full:
+        result = printing(tmp_path, command, full, PYTHONUNBUFFERED=unbuffered)
+    assert result.returncode == 1
+    reason = "error: standard output cannot be written: No space left on device\n"
+    assert result.stderr.endswith(reason) and "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", PRINTING)
+def test_a_reader_that_has_gone_is_no_error(tmp_path, command):
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = printing(tmp_path, command, writing)
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_recipe_and_the_phrasebook_whose_output_cannot_be_written(tmp_path):
+    for words in (["train", "m4", "moe"], ["phrasebook"]):
+        module = "smoe_fairseq.recipes" + (".phrasebook" if words == ["phrasebook"] else "")
+        words = [str(tmp_path / "text")] if words == ["phrasebook"] else words
+        with open("/dev/full", "w") as full:
+            result = subprocess.run(
+                [sys.executable, "-m", module, *words],
+                env=os.environ | {"DRY_RUN": "1", "GPUS": "1"},
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        assert result.returncode == 1
+        assert (
+            result.stderr == "error: standard output cannot be written: No space left on device\n"
+        )
+
+
+# The steps of prepare.sh
+
+
+def step(tmp_path: Path, size: int, *words, **environment) -> str:
+    command = ("python", "-m", "smoe_fairseq.recipes", *words)
+    return sentence(limited(size, *command, cwd=tmp_path, **environment))
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Text of 300 sentences, and the environment of a data set that it is for."""
+    write_text(tmp_path / "text", "en-fr", train=300, valid=20, test=12)
+    return write_dataset(tmp_path / "configs", "tiny", pairs=["en-fr"], raw={})
+
+
+def test_fetch(tmp_path, server):
+    server.files["train.en"] = b"text\n" * 4000
+    server.bytes_per_reply = 10**6
+    raw = {"files": "{split}.{language}", "url": f"http://127.0.0.1:{server.server_port}/{{file}}"}
+    given = write_dataset(tmp_path / "configs", "remote", pairs=["en-fr"], raw=raw)
+    told = step(tmp_path, 5000, "fetch", "remote", "download", **given)
+    assert told.startswith("download/train.en.part cannot be written: File too large; ")
+    assert server.starts == [0]  # The network is well and is not asked again.
+    assert list(tree(tmp_path / "download")) == ["train.en.part"]
+
+
+def test_unpack(tmp_path):
+    (tmp_path / "download").mkdir()
+    (tmp_path / "download/opus-100-corpus-v1.0.tar.gz").write_bytes(opus100())
+    told = step(tmp_path, 500, "unpack", "opus100", "download", "unpacked")
+    assert "File too large" in told and "unpacked" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["download"]
+
+
+def test_gather(tmp_path, tiny):
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/old").write_text("old")
+    told = step(tmp_path, 1000, "gather", "tiny", "text", "raw", **tiny)
+    assert told.startswith("raw cannot be saved: File too large")
+    assert tree(tmp_path / "raw") == {"old": b"old"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "raw", "text"]
+
+
+def test_learn_and_encode(tmp_path, tiny):
+    learn = ("learn", "text", "bin", "--vocab-size", "60")
+    told = step(tmp_path, 2000, *learn)
+    assert told.startswith("bin/dict.txt cannot be saved: File too large")
+    assert tree(tmp_path / "bin") == {}
+    assert (
+        limited(10**6, "python", "-m", "smoe_fairseq.recipes", *learn, cwd=tmp_path).returncode == 0
+    )
+    told = step(tmp_path, 1000, "encode", "bin/spm.model", "text", "encoded")
+    assert told.startswith("encoded cannot be saved: File too large")
+    assert not list(tmp_path.glob("encoded*"))
+
+
+def test_the_phrasebook(tmp_path):
+    command = ("python", "-m", "smoe_fairseq.recipes.phrasebook", "text")
+    told = sentence(limited(10_000, *command, cwd=tmp_path))
+    assert told.startswith("OUTPUT_DIR text cannot be saved: File too large")
+    assert tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_preprocess(tmp_path, raw_corpus, workers):
+    command = ("fairseq-preprocess", "-s", "src", "-t", "tgt", "--trainpref", raw_corpus / "train")
+    command += ("--destdir", tmp_path / "bin", "--workers", workers)
+    told = sentence(limited(1000, *command))
+    assert told == f"--destdir {tmp_path / 'bin'} cannot be written: File too large"
+
+
+def test_generate(tmp_path, corpus, pre_norm):
+    command = ("fairseq-generate", *generation(corpus, pre_norm), "--results-path", tmp_path)
+    command += ("--num-workers", 0)  # others hand batches over in files, which are limited too
+    assert (
+        sentence(limited(1000, *command))
+        == f"--results-path {tmp_path} cannot be written: File too large"
+    )
+
+
+def test_without_the_mend_there_is_a_stack_trace(tmp_path, corpus, pre_norm, raw_corpus):
+    """With a place that is always full, since a limit would be that of all the files."""
+    (tmp_path / "generate-test.txt").symlink_to("/dev/full")
+    (tmp_path / "train.src-tgt.src.bin").symlink_to("/dev/full")
+    generate = ("fairseq-generate", *generation(corpus, pre_norm), "--results-path", tmp_path)
+    preprocess = ("fairseq-preprocess", "-s", "src", "-t", "tgt", "--destdir", tmp_path)
+    preprocess += ("--trainpref", raw_corpus / "train")
+    for command in (generate, preprocess):
+        output = run_without("name_full_disk", *command).stdout
+        assert "Traceback" in output and "No space left" in output
+
+
+# train.sh and evaluate.sh
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_run_whose_identity_cannot_be_saved(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    folder = tmp_path / "run"
+    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(lock.os, "write", full)
+    with pytest.raises(
+        UsageError, match=r"identity\.json cannot be saved: No space left on device"
+    ):
+        identity.claim("moe", tmp_path / "data", ["--save-dir", str(folder), "--lr", "1"], 1)
+    assert [path.name for path in folder.iterdir()] == [lock.RECIPE]
+    lock.release_all(os.getpid())
+    assert not list(folder.iterdir())
+
+
+def test_scores_that_cannot_be_saved_leave_the_old_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/multi30k/moe"
+    (run / "test").mkdir(parents=True)
+    for name in ("test/en-de.txt", "scores.json", "checkpoint_best.pt"):
+        (run / name).write_text("old")
+    (run / "test.partial").mkdir()
+    raw = tmp_path / "data/multi30k/raw"
+    raw.mkdir(parents=True)
+    for pair in ("en-de", "en-fr", "en-cs"):
+        write_text(raw, pair, train=1, valid=1, test=1)
+    before = tree(run)
+    printed = []
+    monkeypatch.setattr(evaluate, "run", lambda lines: printed.extend(lines))
+    monkeypatch.setattr(scores, "read_score", lambda *_: scores.Score(30.0, "s", 1, 1.0))
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(UsageError, match=r"scores\.json cannot be saved: No space left on device"):
+        evaluate.evaluate(load_dataset("multi30k"), "moe", [])
+    assert tree(run) == before and not (run / "test.partial").exists()
+    assert not any(line.startswith("mv ") for line in printed)
+
+
+def test_a_program_that_does_not_say_what_went_wrong_is_named(capfd):
+    with pytest.raises(UsageError) as error:
+        shell.run(["env python -c 'print(1)' > /dev/full"])
+    assert str(error.value).startswith("env failed with exit status ")
+    with pytest.raises(
+        UsageError, match=r"^echo \| cut failed with exit status 1, for the reason above"
+    ):
+        shell.run(["echo 1 | cut -c1 > /dev/full"])
+    assert "No space left on device" in capfd.readouterr().err
