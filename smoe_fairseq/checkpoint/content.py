@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from smoe_fairseq.system.checkpoint_file import CutOffCheckpoint, is_archive, reading
+from smoe_fairseq.system.checkpoint_file import CutOffCheckpoint, check_content, is_archive, reading
 from smoe_fairseq.system.errors import UsageError
 
 
@@ -28,6 +28,5 @@ def open_checkpoint(path: Path | str) -> dict:
         raise UsageError(f"{path} is missing") from None
     except Exception:  # what torch raises for bytes that are no pickle is of many kinds
         raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
-    if not isinstance(state, dict) or "model" not in state:
-        raise UsageError(f"{path} is not a checkpoint of fairseq")
+    check_content(path, state)
     return state

@@ -10,13 +10,14 @@ whatever program the file brings along; ours name the type.
 import functools
 from types import ModuleType
 
-from smoe_fairseq.system.checkpoint_file import CutOffCheckpoint, reading
+from smoe_fairseq.system.checkpoint_file import CutOffCheckpoint, check_content, reading
 from smoe_fairseq.system.errors import UsageError
 
 
 def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:
     for name in ("load_checkpoint_to_cpu", "load_ema_from_checkpoint"):
         setattr(checkpoint_utils, name, _checked(getattr(checkpoint_utils, name)))
+    checkpoint_utils.load_checkpoint_to_cpu = _whole(checkpoint_utils.load_checkpoint_to_cpu)
 
 
 def _checked(load):
@@ -31,3 +32,23 @@ def _checked(load):
             ) from None
 
     return load_checked
+
+
+def _whole(load):
+    """Of a file that can be read: what fairseq makes of it has to be the content of a checkpoint."""
+
+    @functools.wraps(load)
+    def load_whole(path, *others, **options):
+        try:
+            state = load(path, *others, **options)
+        except FileNotFoundError:
+            raise UsageError(f"{path} is missing") from None
+        except (LookupError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"{path} is not a checkpoint of fairseq, or parts of it are missing: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}"
+            ) from None
+        check_content(path, state)
+        return state
+
+    return load_whole

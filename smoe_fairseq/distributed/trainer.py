@@ -120,6 +120,12 @@ class SMoETrainer(Trainer):
         except Exception as error:  # fairseq puts a sentence of its own in the place of the model's
             if isinstance(error.__context__, UsageError):
                 raise error.__context__ from None
+            if isinstance(error, ValueError | LookupError | TypeError | AttributeError):
+                raise UsageErrorOfAll(
+                    f"{filename} does not fit this run ({type(error).__name__}: "
+                    f"{' '.join(str(error).split())}); with --reset-optimizer --reset-lr-scheduler "
+                    "--reset-dataloader --reset-meters only its parameters are taken"
+                ) from None
             raise
         optimization = self.cfg.optimization
         if 0 < optimization.max_update <= self.get_num_updates() and first_block(self.get_model()):

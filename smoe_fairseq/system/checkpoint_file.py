@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,6 +58,22 @@ def reading(path: Path | str) -> Iterator[None]:
         if isinstance(error, OSError) and error.strerror:
             raise InaccessibleCheckpoint(f"{path} cannot be read: {error.strerror}") from None
         raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
+
+
+def check_content(path: Path | str, state) -> None:
+    """Raise UnreadableCheckpoint unless the parts that every checkpoint of fairseq has are of their kinds."""
+    kinds = {"model": Mapping, "optimizer_history": list, "extra_state": Mapping}
+    if not isinstance(state, Mapping) or "model" not in state:
+        raise UnreadableCheckpoint(f"{path} is not a checkpoint of fairseq")
+    for part, kind in kinds.items():
+        if part in state and not isinstance(state[part], kind):
+            raise UnreadableCheckpoint(
+                f"{path} is not a checkpoint of fairseq: {part} in it is of another kind"
+            )
+    if state.get("cfg") is None and state.get("args") is None:
+        raise UnreadableCheckpoint(
+            f"{path} does not say of what model it is: neither cfg nor args is in it"
+        )
 
 
 def _refusal(path: Path | str, words: str) -> str:
