@@ -1,6 +1,6 @@
 """A file that appears under its name only when it is complete.
 
-Kept free of torch and of fairseq, as is all that the patches share with the rest of the package.
+Kept free of torch and of fairseq, as is all that the mends share with the rest of the package.
 """
 
 import os
