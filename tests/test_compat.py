@@ -1,4 +1,4 @@
-"""The start-up hook, registration, the patches, each with what happens without it, and versions."""
+"""The start-up hook, registration, the mends, each with what happens without it, and versions."""
 
 from pathlib import Path
 

@@ -4,6 +4,7 @@ All imports are read, those within functions too, without running anything.
 """
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ NAMED_BY_COMPAT = (Path("compat/__init__.py"), "ADDITIONS")
 WITHOUT_FAIRSEQ = ("system", "modules")
 STANDARD_LIBRARY_ONLY = ("system",)  # at import time: the start-up hook waits for it
 MAY_SHARE_A_NAME = ("__init__.py", "__main__.py")
+TOLD = {"modules": "nothing, nor fairseq", "system": "Python's own library"}
 PICTURES = Path("analysis/figures")  # one for each thing that is drawn, under its name
 
 
@@ -109,6 +111,18 @@ def imports(tree: ast.Module, path: Path) -> Iterator[tuple[int, str, bool]]:
 
 def test_the_package_keeps_its_layers():
     assert violations(PACKAGE) == []
+
+
+def test_contributing_tells_the_same():
+    lines = (PACKAGE.parent / "CONTRIBUTING.md").read_text("utf-8").splitlines()
+    told = [line[2:].split("  ") for line in lines if re.match(r"  \w+ {3}", line)]
+    told = {name.strip(): next(filter(None, rest)).strip() for name, *rest in told}
+    expected = {}
+    for layer in reversed([layer for layer in LAYERS if layer not in (ROOT, "path")]):
+        lower = ", ".join(sorted(LAYERS[layer])) or TOLD[layer]
+        expected[layer] = "all below" if ROOT in LAYERS[layer] else lower
+    expected["__init__"] = ", ".join(LAYERS[ROOT])
+    assert list(told.items()) == list(expected.items())
 
 
 WRONG = {

@@ -3,8 +3,9 @@
 `MENDS` let it work on current Python, torch and numpy, for every fairseq command, with the plugin or
 without. Each is one function in a file of its own here, which says what it mends and why. `ADDITIONS` are
 what the plugin (``--user-dir``) brings: models, criterion, and what training does otherwise. They are where
-they belong, and named here. Both are called with the module that they change as soon as it has been
-imported, so nothing heavy is loaded on their behalf.
+they belong, and here only by name: nothing in this package imports what is above it (tests/test_layers.py).
+Both are called with the module that they change as soon as it has been imported, so nothing heavy is loaded
+on their behalf.
 
 The start-up hook loads this package without its parent. Write ``from .file import name`` in it:
 ``from . import file`` would import the parent.
