@@ -9,6 +9,7 @@ import pytest
 from smoe_fairseq.recipes.phrasebook import catalan, english, malay, sotho, tagalog, write_corpus
 from smoe_fairseq.recipes.phrasebook.lexicon import ADJECTIVES, NOUNS, PLACES, TIMES, VERBS
 from smoe_fairseq.recipes.phrasebook.meaning import Clause, Pair, Person, Thing
+from smoe_fairseq.system.errors import UsageError
 
 OTHERS = ("nso", "msa", "tgl", "cat")
 SIZES = {"train": 800, "valid": 60, "test": 70}
@@ -142,7 +143,7 @@ def test_nothing_appears_before_all_is_written(tmp_path, monkeypatch):
         return write_bytes(path, content)
 
     monkeypatch.setattr(type(tmp_path), "write_bytes", full_disk)
-    with pytest.raises(SystemExit, match="No space left on device"):
+    with pytest.raises(UsageError, match="No space left on device"):
         write_corpus(tmp_path, train=9, valid=9, test=9, seed=3)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

@@ -196,7 +196,7 @@ def test_pair_without_test_data_is_reported(tmp_path, server):
     for language in ("en", "fr"):
         for split in ("train", "dev"):  # As the publisher names them.
             (folder / f"opus.en-fr-{split}.{language}").write_bytes(sentences(language, split))
-    result = step(tmp_path, given, "collect", "opus100", folder, "data/opus100/raw")
+    result = step(tmp_path, given, "gather", "opus100", folder, "data/opus100/raw")
     assert "warning: " in result.stdout and "opus.en-fr-test." in result.stdout
     result = recipe(tmp_path, "evaluate", "opus100", "moe", DRY_RUN="1", **given)
     assert len(commands(result, "fairseq-generate")) == 2

@@ -87,7 +87,7 @@ def test_evaluation_is_the_papers(tmp_path, dataset):
 def test_preparation(tmp_path, dataset, vocabulary, shards):
     result = dry(tmp_path, "prepare", dataset)
     steps = {words[3]: words for words in commands(result, "python")}
-    assert list(steps) == ["fetch", "unpack", "collect", "learn", "encode"]
+    assert list(steps) == ["fetch", "unpack", "gather", "learn", "encode"]
     assert value(steps["learn"], "--vocab-size") == vocabulary
     assert value(steps["encode"], "--shards") == str(shards)
     binarised = commands(result, "fairseq-preprocess")

@@ -197,7 +197,9 @@ def test_hydra_train(small_corpus, tmp_path):
         cwd=tmp_path,
     )
     checkpoint = tmp_path / "checkpoints" / "checkpoint_last.pt"
-    assert state_of(checkpoint)["model"]["encoder.layers.1.moe.gates.1.weight"].shape == (2, 32)
+    state = state_of(checkpoint)
+    assert state["model"]["encoder.layers.1.moe.gates.1.weight"].shape == (2, 32)
+    assert "smoe_experts" in state  # so it is our trainer
     hypotheses, _ = generate(small_corpus, checkpoint, "--max-len-b", 10)
     assert len(hypotheses) == SENTENCES
 

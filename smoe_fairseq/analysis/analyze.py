@@ -13,7 +13,6 @@ from smoe_fairseq.analysis import (
     capacity_check,
     frequency,
     inputs,
-    output,
     pictures,
     report,
     results,
@@ -25,6 +24,7 @@ from smoe_fairseq.analysis.figures import style
 from smoe_fairseq.analysis.figures.sentence import draw as draw_sentence
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import whole_folder
 
 EXAMPLE_TOKENS = 16  # a sentence of about this many makes the report's example
 
@@ -55,7 +55,7 @@ def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespac
         ),
     )
     sentences, too_long = {}, {}
-    with output.complete_folder(args.output) as folder:
+    with whole_folder(args.output, called=f"--output {args.output}") as folder:
         with results.TokenTable(folder / "tokens.csv", found) as table:
             for direction in collect(
                 model, task, directions, args.gen_subset, args.sentences, args.max_tokens
@@ -88,7 +88,7 @@ def analyze_sentence(
     """One sentence in one direction, for a terminal and, with a folder, as a picture."""
     sides = sentence.run_sentence(model, task, directions[0], text, inputs.folders(task)[0])
     if folder is not None:
-        with output.complete_folder(folder) as partial:
+        with whole_folder(folder, called=f"--output {folder}") as partial:
             style.save(draw_sentence(sides), partial / "sentence")
     return f"{directions[0]}\n{sentence.show(sides, sentence.wants_colour(stream))}"
 

@@ -5,8 +5,8 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
-from smoe_fairseq.analysis import output
 from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import refuse_existing
 from smoe_fairseq.system.quiet import quietly
 
 TOO_FEW = 10
@@ -55,7 +55,7 @@ def run(args: Namespace) -> None:
     if args.sentence is None and args.output is None:
         raise UsageError("--output is missing: name a folder for the results")
     if args.output is not None:
-        output.refuse_existing(args.output)
+        refuse_existing(args.output, f"--output {args.output}")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("smoe analyze draws with matplotlib: pip install matplotlib")
     with quietly():

@@ -1,6 +1,5 @@
 """Writes checkpoints that only appear under their names when they are complete and verified."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +11,7 @@ from smoe_fairseq.checkpoint.record import open_checkpoint
 from smoe_fairseq.checkpoint.shards import Shards, same_bits
 from smoe_fairseq.modules.placement import Placement
 from smoe_fairseq.system.errors import UsageError
-from smoe_fairseq.system.files import reason_of
-
-PARTIAL = ".partial"
+from smoe_fairseq.system.files import whole_files
 
 
 def output_files(output: Path, world_size: int) -> list[Path]:
@@ -27,7 +24,8 @@ def write(shards: Shards, output: Path, world_size: int, force: bool) -> list[Pa
     """The checkpoint, or set, for ``world_size`` processes; returns its files.
 
     Raises:
-        UsageError: a file is there already and not to be overwritten, or what was read back differs.
+        UsageError: a file is there already and not to be overwritten, or what was read back differs, or
+            the system refuses a file.
     """
     try:
         places = [Placement(shards.record.num_experts, world_size, r) for r in range(world_size)]
@@ -41,31 +39,28 @@ def write(shards: Shards, output: Path, world_size: int, force: bool) -> list[Pa
     _check_output(shards, [*files, *left_over], force)
     shards.check_agreement()
 
-    partial = [file.with_name(file.name + PARTIAL) for file in files]
     per_file = sum(1 for _ in shards.tensors(shards.states[0]))
-    try:
+    with whole_files(files, called=f"--output {output}") as partials:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tqdm(total=2 * per_file * world_size, unit=" tensors", desc=output.name) as bar:
-            for place, file in zip(places, partial, strict=True):
+            for place, file in zip(places, partials, strict=True):
                 state = shards.state_for(place, bar.update)
                 with open(file, "wb") as opened:
                     torch.save(state, opened)
-                    opened.flush()
-                    os.fsync(opened.fileno())
                 del state
-                _verify(shards, place, file, bar.update)
-        for file, final in zip(partial, files, strict=True):
-            os.replace(file, final)
-        for file in left_over:
-            file.unlink()
-    except (OSError, RuntimeError) as error:  # torch raises the second where a disk is full
-        raise UsageError(
-            f"--output {output} cannot be written: {reason_of(error) or error}"
-        ) from None
-    finally:
-        for file in partial:
-            file.unlink(missing_ok=True)
+                _verify(shards, place, Path(file), bar.update)
+    for file in left_over:
+        _remove(file)
     return files
+
+
+def _remove(file: Path) -> None:
+    try:
+        file.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{file} is of another set and cannot be removed: {error.strerror}; the new files are complete"
+        ) from None
 
 
 def _check_output(shards: Shards, files: list[Path], force: bool) -> None:

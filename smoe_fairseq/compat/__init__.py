@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 
 from .bf16_device import keep_bf16_off_tpu
+from .broadcast_state import send_plain_state
 from .cached_dataset import read_past_cache
 from .checkpoint_autocast import keep_autocast
 from .command_errors import end_commands_with_sentence
@@ -35,6 +36,7 @@ from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
 from .small_batches import name_too_small_batches
 from .unreadable_checkpoint import name_unreadable_checkpoints
+from .unused_copies import leave_copies_alone
 from .version import is_installed, problem, require_fairseq
 
 __all__ = ["ADDITIONS", "MENDS", "install", "register", "require_fairseq", "when_imported"]
@@ -44,6 +46,7 @@ MENDS = (
     ("torch.serialization", allow_checkpoint_types),
     *((module, evaluate_literals_only) for module in EVALUATING),
     ("fairseq.distributed.utils", end_commands_with_sentence),
+    ("fairseq.distributed.utils", send_plain_state),
     ("fairseq.dataclass.utils", quiet_hydra),
     ("fairseq.data.data_utils", name_too_small_batches),
     ("fairseq.data.indexed_dataset", read_past_cache),
@@ -54,6 +57,7 @@ MENDS = (
     ("fairseq.modules.checkpoint_activations", keep_autocast),
     ("fairseq.modules.transformer_layer", avoid_fast_path),
     ("fairseq.models.distributed_fairseq_model", name_no_gpu),
+    ("fairseq.models.distributed_fairseq_model", leave_copies_alone),
     ("fairseq.options", keep_bf16_off_tpu),
     ("fairseq.file_io", name_hidden_checkpoints),
     ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
@@ -76,7 +80,7 @@ ADDITIONS = (
     ("fairseq.distributed.utils", "smoe_fairseq.distributed.start:start_together"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.distributed.saving:save_sets"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.distributed.loading:load_sets"),
-    ("fairseq.trainer", "smoe_fairseq.distributed.trainer:tell_trainer"),
+    ("fairseq.trainer", "smoe_fairseq.distributed.trainer:ask_for_ours"),
 )
 
 _installed = False

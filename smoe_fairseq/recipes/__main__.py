@@ -59,10 +59,10 @@ def _unpack(given) -> None:
     unpack(dataset, archives, given.target)
 
 
-def _collect(given) -> None:
-    from smoe_fairseq.recipes.raw import collect
+def _gather(given) -> None:
+    from smoe_fairseq.recipes.raw import gather
 
-    collect(load_dataset(given.dataset), given.source, given.target)
+    gather(load_dataset(given.dataset), given.source, given.target)
 
 
 def _learn(given) -> None:
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     add("fetch", _fetch, "step: download the raw files", "dataset", paths=("folder",))
     paths = ("downloads", "target")
     add("unpack", _unpack, "step: the archives' files that are needed", "dataset", paths=paths)
-    add("collect", _collect, "step: one text layout", "dataset", paths=("source", "target"))
+    add("gather", _gather, "step: one text layout", "dataset", paths=("source", "target"))
     learn = add("learn", _learn, "step: sentencepiece model", paths=("raw", "output"))
     learn.add_argument("--vocab-size", type=int, required=True)
     learn.add_argument("--character-coverage", type=float, default=0.9995)

@@ -2,7 +2,6 @@
 
 import hashlib
 import http.client
-import os
 import shutil
 import sys
 import urllib.error
@@ -13,6 +12,7 @@ from pathlib import Path
 from smoe_fairseq.recipes.layout import all_publisher_names
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import put_in_place
 
 ATTEMPTS = 3
 TIMEOUT_SECONDS = 60
@@ -85,7 +85,7 @@ def download(remote: Remote, target: Path) -> None:
     if fault := _fault(remote, part):
         part.unlink()
         raise UsageError(f"{remote.url} has {fault}")
-    os.replace(part, target)
+    put_in_place(part, target)
 
 
 def _append_rest(url: str, part: Path) -> None:

@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from smoe_fairseq.recipes.batch import TOLERANCE
 from smoe_fairseq.system import lock
 from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import write_whole
 
 FILE = "identity.json"
 
@@ -84,12 +84,7 @@ def claim(method: str, data: Path, words: Sequence[str], processes: int) -> None
                 "folder for a new run"
             )
         return  # what it was started with stays
-    partial = file.with_name(f"{FILE}.partial")
-    try:
-        partial.write_text(json.dumps(own, indent=2) + "\n", "utf-8")
-        os.replace(partial, file)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from None
+    write_whole(file, json.dumps(own, indent=2) + "\n")
 
 
 def _given(words: Sequence[str]) -> dict[str, str]:

@@ -53,7 +53,7 @@ def _raw_text(dataset: Dataset, folders: Folders, given: str | None) -> Iterator
         if dataset.raw.get("archives"):
             source = folders.unpacked
             yield _step("unpack", dataset.name, folders.download, folders.unpacked)
-    yield _step("collect", dataset.name, source, folders.raw)
+    yield _step("gather", dataset.name, source, folders.raw)
 
 
 def _binarised(

@@ -6,8 +6,6 @@ UTF-8, line ``n`` of both sides of a pair being the same sentence.
 
 import gzip
 import json
-import os
-import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,11 +16,12 @@ from smoe_fairseq.recipes.layout import SHARED, SPLITS, Section, find
 from smoe_fairseq.recipes.shell import report
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import whole_folder, write_whole
 
 SIZES = "sizes.json"
 
 
-def collect(dataset: Dataset, source: Path, target: Path) -> None:
+def gather(dataset: Dataset, source: Path, target: Path) -> None:
     """Brings the text of a folder (see `layout.find`) into the shared layout.
 
     Runs of white space become single spaces, which also removes the line separators that other
@@ -35,32 +34,27 @@ def collect(dataset: Dataset, source: Path, target: Path) -> None:
         raise UsageError(
             f"{source} is not a folder: RAW has to name one with {dataset.name}'s text"
         )
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     sizes = {}
-    for split in SPLITS:
-        for pair in dataset.pairs:
-            section = find(dataset, source, split, pair)
-            if isinstance(section, Section):
-                lines = _copy_pair(
-                    section, partial / f"{split}.{pair}", keep_empty=split != "train"
-                )
+    with whole_folder(target, replace=True) as partial:
+        for split in SPLITS:
+            for pair in dataset.pairs:
+                lines = _one_pair(dataset, source, split, pair, partial)
                 if split == "train":
                     sizes[pair.split("-")[1]] = lines
-            elif split == "test":
-                report(f"{section} is missing: {pair} has no test data and will not be scored")
-            else:
-                shared = SHARED.format(split=split, pair=pair, language=pair.split("-")[0])
-                other = "" if section.name == shared else f" (nor has {source} such as {shared})"
-                raise UsageError(
-                    f"{section} (or .gz) is missing{other}: {pair} needs it to {split}"
-                )
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(partial, target)
-    partial = target.with_name(f"{SIZES}.partial")
-    partial.write_text(json.dumps(sizes, indent=2) + "\n", "utf-8")
-    os.replace(partial, target.with_name(SIZES))
+    write_whole(target.with_name(SIZES), json.dumps(sizes, indent=2) + "\n")
+
+
+def _one_pair(dataset: Dataset, source: Path, split: str, pair: str, target: Path) -> int:
+    """Copies a pair's text, if there is any, and returns the number of lines."""
+    section = find(dataset, source, split, pair)
+    if isinstance(section, Section):
+        return _copy_pair(section, target / f"{split}.{pair}", keep_empty=split != "train")
+    if split == "test":
+        report(f"{section} is missing: {pair} has no test data and will not be scored")
+        return 0
+    shared = SHARED.format(split=split, pair=pair, language=pair.split("-")[0])
+    other = "" if section.name == shared else f" (nor has {source} such as {shared})"
+    raise UsageError(f"{section} (or .gz) is missing{other}: {pair} needs it to {split}")
 
 
 def check(dataset: Dataset, raw: Path) -> tuple[str, ...]:
@@ -111,3 +105,5 @@ def _lines(path: Path) -> Iterator[str]:
         raise UsageError(f"{path} is not UTF-8 text: {error.reason}") from None
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise UsageError(f"{path} is damaged: delete it and get it again") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None

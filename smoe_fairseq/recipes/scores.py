@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import write_whole
 
 FILE = "scores.json"
 
@@ -72,9 +72,7 @@ def write(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "scores": scores,
     }
-    partial = folder / f"{FILE}.partial"
-    partial.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    os.replace(partial, folder / FILE)
+    write_whole(folder / FILE, json.dumps(content, indent=2) + "\n")
 
 
 def read(folder: Path) -> dict[str, Score]:

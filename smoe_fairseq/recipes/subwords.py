@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import sentencepiece
 from smoe_fairseq.recipes.folders import shard_names
 from smoe_fairseq.recipes.shell import report
 from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import whole_files, whole_folder
 
 _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq's dictionary adds by itself
 _BATCH_CHARACTERS = 1_000_000
@@ -41,9 +41,10 @@ def learn(raw: Path, output: Path, options: dict[str, Any]) -> None:
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     # fairseq's format is a piece and its count on each line; the counts matter only for sorting.
     dictionary = "".join(f"{piece} 1\n" for piece in pieces[_SPECIAL_PIECES:])
-    output.mkdir(parents=True, exist_ok=True)
-    _write(output / "dict.txt", dictionary.encode())
-    _write(output / "spm.model", model.getvalue())
+    with whole_files([output / "dict.txt", output / "spm.model"]) as (words, pieces_file):
+        output.mkdir(parents=True, exist_ok=True)
+        Path(words).write_text(dictionary, "utf-8")
+        Path(pieces_file).write_bytes(model.getvalue())
     print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
 
 
@@ -55,14 +56,15 @@ def encode(model: Path, raw: Path, output: Path, shards: int = 1, longest: int =
     after ``longest`` pieces (0: never), and how many were is reported.
     """
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    folders = [output / name for name in shard_names(shards)]
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(raw.glob("*.*-*.*")):
-        if file.name.startswith("train."):
-            _encode_file(processor, file, folders, longest=0)
-        elif cut := _encode_file(processor, file, folders[:1], longest):
-            report(f"{cut} lines of {file} have more than {longest} pieces and are cut off")
+    with whole_folder(output, replace=True) as partial:
+        folders = [partial / name for name in shard_names(shards)]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(raw.glob("*.*-*.*")):
+            if file.name.startswith("train."):
+                _encode_file(processor, file, folders, longest=0)
+            elif cut := _encode_file(processor, file, folders[:1], longest):
+                report(f"{cut} lines of {file} have more than {longest} pieces and are cut off")
 
 
 def _encode_file(processor, file: Path, folders: list[Path], longest: int) -> int:
@@ -80,9 +82,3 @@ def _encode_file(processor, file: Path, folders: list[Path], longest: int) -> in
                     cut += 1
                 next(outputs).write(" ".join(pieces) + "\n")
     return cut
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)

@@ -36,13 +36,13 @@ def run(args: Namespace) -> None:
 
         grid = compare(dataset, *args.compare)
     else:
-        grid = collect(dataset)
+        grid = side_by_side(dataset)
     print(FORMATS[args.format](grid))
     if args.format == "csv":
         print("\n".join(grid.notes), file=sys.stderr)
 
 
-def collect(dataset: Dataset) -> Grid:
+def side_by_side(dataset: Dataset) -> Grid:
     """A row for each run and, where the paper has the system, its values and the differences.
 
     The average of a class of which any direction is missing is missing itself, and a note gives the

@@ -5,7 +5,6 @@ that the data set's ``raw.files`` asks for, and then under that one.
 """
 
 import gzip
-import os
 import shutil
 import stat
 import struct
@@ -21,6 +20,7 @@ from typing import IO
 from smoe_fairseq.recipes.layout import all_publisher_names
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import whole_folder
 
 _DAMAGE = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, gzip.BadGzipFile),
@@ -49,21 +49,15 @@ def unpack(dataset: Dataset, archives: list[Path], target: Path) -> None:
         return
     names = {name for names in all_publisher_names(dataset) for name in names}
     wanted = names | {f"{name}.gz" for name in names}
-    partial = target.with_name(f"{target.name}.partial")
     for archive in archives:
         if not archive.is_file():
             raise UsageError(
                 f"{archive} is missing: run scripts/prepare.sh {dataset.name} to fetch it"
             )
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with whole_folder(target) as partial:
         for archive in archives:
             count = _unpack_one(archive, wanted, partial)
             print(f"{archive}: {count} files unpacked", flush=True)
-        os.replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _unpack_one(archive: Path, wanted: set[str], folder: Path) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-import smoe_fairseq
 from smoe_fairseq.system.errors import UsageError
 
 Flags = dict[str, Any]
@@ -126,7 +125,7 @@ def config_folder() -> Path:
     if given := os.environ.get("CONFIG_DIR"):
         folder = Path(given)
     else:
-        folder = Path(smoe_fairseq.__file__).parents[1] / "configs"
+        folder = Path(__file__).parents[2] / "configs"
     if not (folder / "datasets").is_dir():
         raise UsageError(
             f"{folder} holds no recipes: set CONFIG_DIR to the folder with datasets/ and methods/"

@@ -3,8 +3,10 @@
 import argparse
 
 from smoe_fairseq.recipes.phrasebook.corpus import write_corpus
+from smoe_fairseq.system.errors import ends_with_sentence
 
 
+@ends_with_sentence
 def main() -> None:
     """Writes the corpus and says how many sentences each split has."""
     parser = argparse.ArgumentParser(

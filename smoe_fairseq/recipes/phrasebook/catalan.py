@@ -2,9 +2,9 @@
 
 import re
 
+from smoe_fairseq.recipes.phrasebook.joining import sentence, words
 from smoe_fairseq.recipes.phrasebook.lexicon import ADJECTIVES, NAMES, NOUNS, PLACES, TIMES, VERBS
 from smoe_fairseq.recipes.phrasebook.meaning import PRONOUNS, Clause, Pair, Person, Thing
-from smoe_fairseq.recipes.phrasebook.sentence import sentence, words
 
 # Forms by person: first, second and third singular, first and third plural.
 _PERSONS = {"I": 0, "you": 1, "we": 3, "they": 4}

@@ -2,13 +2,13 @@
 
 import os
 import random
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from smoe_fairseq.recipes.phrasebook import catalan, english, malay, sotho, tagalog
 from smoe_fairseq.recipes.phrasebook.sampler import draw
 from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import whole_files
 
 LANGUAGES = {
     "eng": english.render,
@@ -46,13 +46,7 @@ def write_corpus(
         if other != "eng"
         for language in ("eng", other)
     }
-    try:
-        _write(Path(output_dir), texts)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write to {output_dir} ({error.strerror}): OUTPUT_DIR has to be a folder that "
-            "can be written, or the name of a new one"
-        ) from None
+    _write(Path(output_dir), texts)
     return {name: len(lines) for name, lines in texts.items()}
 
 
@@ -84,10 +78,13 @@ def _check(sizes: dict[str, int], seed: int) -> None:
 
 
 def _write(folder: Path, texts: dict[str, list[str]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".phrasebook-", dir=folder) as partial:
-        for name, lines in texts.items():
-            content = "".join(f"{line}\n" for line in lines)
-            Path(partial, name).write_bytes(content.encode())
-        for name in texts:
-            os.replace(Path(partial, name), folder / name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"OUTPUT_DIR {folder} cannot be made: {error.strerror}; it has to be a folder that can be "
+            "written, or the name of a new one"
+        ) from None
+    with whole_files([folder / name for name in texts], f"OUTPUT_DIR {folder}") as partials:
+        for partial, lines in zip(partials, texts.values(), strict=True):
+            Path(partial).write_bytes("".join(f"{line}\n" for line in lines).encode())

@@ -1,7 +1,7 @@
 """Names, adjectives, places and times, one row each, and the door to the whole lexicon."""
 
+from smoe_fairseq.recipes.phrasebook.entries import Adjective, Name, Place, Time, read
 from smoe_fairseq.recipes.phrasebook.nouns import NOUNS
-from smoe_fairseq.recipes.phrasebook.rows import Adjective, Name, Place, Time, read
 from smoe_fairseq.recipes.phrasebook.verbs import VERBS
 
 __all__ = ["ADJECTIVES", "NAMES", "NOUNS", "PLACES", "TIMES", "VERBS"]

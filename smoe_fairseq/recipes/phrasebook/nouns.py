@@ -4,7 +4,7 @@ Columns: English singular and plural (``-``: not counted); Northern Sotho singul
 their noun classes; Malay word and classifier; Tagalog; Catalan singular, plural and gender; kinds.
 """
 
-from smoe_fairseq.recipes.phrasebook.rows import Noun, read
+from smoe_fairseq.recipes.phrasebook.entries import Noun, read
 
 _PEOPLE_AND_ANIMALS = """
 teacher teachers    morutiši barutiši 1 2   guru orang      guro       mestre mestres m     person

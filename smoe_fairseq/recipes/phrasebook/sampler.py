@@ -2,9 +2,9 @@
 
 from random import Random
 
+from smoe_fairseq.recipes.phrasebook.entries import Noun
 from smoe_fairseq.recipes.phrasebook.lexicon import ADJECTIVES, NAMES, NOUNS, PLACES, TIMES, VERBS
 from smoe_fairseq.recipes.phrasebook.meaning import PRONOUNS, Clause, Pair, Person, Thing
-from smoe_fairseq.recipes.phrasebook.rows import Noun
 
 _TENSES = ("present", "past", "future")
 _LINKS = ("and", "because", "but")

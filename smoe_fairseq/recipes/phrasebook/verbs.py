@@ -9,7 +9,7 @@ Tagalog forms focus on the object where there is one, because a definite object 
 of its sentence, and on the actor otherwise.
 """
 
-from smoe_fairseq.recipes.phrasebook.rows import Verb, read
+from smoe_fairseq.recipes.phrasebook.entries import Verb, read
 
 _WITH_OBJECT = """
 read read reading  bala badile  membaca  person text \

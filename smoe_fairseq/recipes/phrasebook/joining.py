@@ -1,4 +1,4 @@
-"""What all renderers share: joining words and clauses, capital and punctuation."""
+"""What all renderers share: words and clauses are joined, with a capital and punctuation."""
 
 from collections.abc import Callable
 

@@ -1,0 +1,116 @@
+"""Files and folders of `smoe_fairseq.system.files`: whole or not there, whatever goes wrong."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from smoe_fairseq.system import files
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import whole_file, whole_files, whole_folder, write_whole
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path):
+    write_whole(tmp_path / "a", "old")
+    write_whole(tmp_path / "a", "neü\n")
+    write_whole(str(tmp_path / "b"), b"bytes")
+    assert contents(tmp_path) == {"a": "neü\n", "b": "bytes"}
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_what_was_there_stays_where_the_system_refuses(tmp_path, monkeypatch, fails):
+    write_whole(tmp_path / "a", "old")
+    monkeypatch.setattr(os, fails, full)
+    with pytest.raises(UsageError) as error:
+        write_whole(tmp_path / "a", "new")
+    assert str(error.value).startswith(
+        f"{tmp_path / 'a'} cannot be saved: No space left on device; "
+    )
+    assert contents(tmp_path) == {"a": "old"}
+
+
+def test_several_files_appear_together_or_not_at_all(tmp_path):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with whole_files(paths) as partials:
+        for partial in partials:
+            Path(partial).write_text("1")
+        assert not any(path.exists() for path in paths)
+    with pytest.raises(UsageError, match="^--output x cannot be saved: No space"):
+        with whole_files(paths, called="--output x") as partials:
+            Path(partials[0]).write_text("2")
+            full()
+    assert contents(tmp_path) == {"a": "1", "b": "1"}
+
+
+def test_a_file_that_was_not_written_is_no_file(tmp_path):
+    with pytest.raises(UsageError, match="a cannot be saved: No such file"):
+        with whole_file(tmp_path / "a"):
+            pass
+    with pytest.raises(UsageError, match="none/a cannot be saved: No such file"):
+        write_whole(tmp_path / "none/a", "text")
+
+
+@pytest.mark.parametrize("writer", [whole_file, whole_folder])
+def test_errors_of_other_files_are_left_as_they_are(tmp_path, writer):
+    """Such as one that is read meanwhile: it is not this one that cannot be saved."""
+    with pytest.raises(FileNotFoundError, match="elsewhere"), writer(tmp_path / "a"):
+        open(tmp_path / "elsewhere")
+    with pytest.raises(KeyError), writer(tmp_path / "a"):
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_replaces_another_at_the_end_alone(tmp_path):
+    folder = tmp_path / "above/folder"
+    for text in ("old", "new"):
+        with whole_folder(folder, replace=True) as partial:
+            (partial / "in").mkdir()
+            (partial / "in/file").write_text(text)
+            assert contents(folder) == ({} if text == "old" else {"in/file": "old"})
+    assert contents(tmp_path) == {"above/folder/in/file": "new"}
+    with pytest.raises(UsageError, match="^--output x exists already: name a folder that does not"):
+        with whole_folder(folder, called="--output x"):
+            pass
+
+
+@pytest.mark.parametrize("fails", ["fsync", "write", "replace"])
+def test_a_folder_without_room_leaves_the_old_one(tmp_path, monkeypatch, fails):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").write_text("old")
+    original = os.replace
+
+    def refuse(source, target):
+        if "partial" in str(source):
+            full()
+        original(source, target)
+
+    if fails != "write":
+        monkeypatch.setattr(files.os, fails, {"fsync": full, "replace": refuse}[fails])
+    with pytest.raises(UsageError, match="folder cannot be saved: No space left on device"):
+        with whole_folder(tmp_path / "folder", replace=True) as partial:
+            (partial / "file").write_text("new")
+            if fails == "write":
+                full()
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert contents(tmp_path) == {"folder/file": "old"}
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="file/folder cannot be saved: Not a directory"):
+        with whole_folder(tmp_path / "file/folder"):
+            pass
+    assert contents(tmp_path) == {"file": "mine"}
