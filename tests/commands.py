@@ -2,12 +2,14 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 
+import programs
 from programs import Server
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -59,6 +61,14 @@ def run_python(program: str, *arguments) -> subprocess.CompletedProcess:
     """``python -c``, forked from a process that has imported torch, but nothing of fairseq."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return _fork(TORCH, ["-c", program, *map(str, arguments)], environment, os.getcwd(), "")
+
+
+def bash_functions() -> dict[str, str]:
+    """The environment in which bash forks the same commands; it takes a function before a program."""
+    start = shlex.join(
+        [sys.executable, "-I", "-S", programs.__file__, FAIRSEQ.address, f"{SCRIPTS}/"]
+    )
+    return {f"BASH_FUNC_{name}%%": f'() {{ {start}{name} "$@"; }}' for name in COMMANDS}
 
 
 def _fork(server: Server, command, environment, folder, stdin) -> subprocess.CompletedProcess:

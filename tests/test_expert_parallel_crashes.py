@@ -84,6 +84,7 @@ def resume(ranks: Ranks, data, folder, uninterrupted):
     return expected
 
 
+@pytest.mark.soak
 def test_killed_at_random_moments(ranks, small_corpus, tmp_path, uninterrupted):
     reference, seconds = uninterrupted
     chance = random.Random(7)

@@ -23,7 +23,7 @@ COMMANDS = {
 def test_every_command_trains_with_ours(small_corpus, tmp_path, name):
     """fairseq-hydra-train too, which test_training.py runs."""
     flags = GLOO if name == "torchrun" else ()
-    run(*COMMANDS[name], small_corpus, "--save-dir", tmp_path, *MOE, *flags)
+    run(*COMMANDS[name], small_corpus, "--save-dir", tmp_path, *MOE, *flags, fresh=True)
     assert OURS in torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)
 
 
