@@ -19,12 +19,12 @@ M15_CLASSES = {
 }
 
 
-def table(folder: Path, *words: str, check: bool = True):
+def table(folder: Path, *words: str, check: bool = True, configs: str = str(ROOT / "configs")):
     return run(
         *("smoe", "table", *words),
         check=check,
         cwd=folder,
-        CONFIG_DIR=str(ROOT / "configs"),
+        CONFIG_DIR=configs,
         DATA_DIR=str(folder / "data"),
         RUN_DIR=str(folder / "runs"),
     )
