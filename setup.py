@@ -108,6 +108,7 @@ setup(
         "regex",
         "sacrebleu>=2.3",
         "sentencepiece>=0.2",
+        "tabulate>=0.9,<1",
         "tqdm>=4.60",
     ],
     extras_require={
