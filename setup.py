@@ -18,22 +18,30 @@ STARTUP_FILES = {
 }
 
 
-class BuildWithHook(build_py):
-    """Copies the start-up files to the root of an ordinary wheel."""
+# The recipes, which an editable installation finds in the checkout.
+CONFIGS = {
+    f"smoe_fairseq/settings/configs/{path.relative_to(ROOT / 'configs').as_posix()}": path
+    for path in sorted((ROOT / "configs").rglob("*.yaml"))
+}
+
+
+class BuildWithMore(build_py):
+    """Copies to an ordinary wheel what is not in the package's own folder."""
+
+    FILES = STARTUP_FILES | CONFIGS
 
     def run(self):
         super().run()
         if not self.editable_mode:
-            for name, source in STARTUP_FILES.items():
+            for name, source in self.FILES.items():
+                self.mkpath(str(Path(self._target(name)).parent))
                 self.copy_file(str(source), self._target(name))
 
     def _target(self, name):
         return str(Path(self.build_lib, name))
 
     def get_outputs(self, include_bytecode=1):
-        return super().get_outputs(include_bytecode) + [
-            self._target(name) for name in STARTUP_FILES
-        ]
+        return super().get_outputs(include_bytecode) + [self._target(name) for name in self.FILES]
 
 
 class EditableWheelWithHook(editable_wheel):
@@ -100,6 +108,7 @@ setup(
         "regex",
         "sacrebleu>=2.3",
         "sentencepiece>=0.2",
+        "tabulate>=0.9,<1",
         "tqdm>=4.60",
     ],
     extras_require={
@@ -113,5 +122,5 @@ setup(
             "tensorboard>=2.14",
         ],
     },
-    cmdclass={"build_py": BuildWithHook, "editable_wheel": EditableWheelWithHook},
+    cmdclass={"build_py": BuildWithMore, "editable_wheel": EditableWheelWithHook},
 )

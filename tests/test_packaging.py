@@ -4,6 +4,8 @@ The installations go into a bare environment that sees the packages of this one,
 files, so that nothing mends fairseq but what has been installed there.
 """
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +27,7 @@ def source(tmp_path):
     folder = tmp_path / "source"
     unwanted = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "smoe_fairseq", folder / "smoe_fairseq", ignore=unwanted)
+    shutil.copytree(ROOT / "configs", folder / "configs")
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     return folder
@@ -66,6 +69,20 @@ def check_installation(python, package):
     assert path == f"{package}\n"
 
 
+def recipes(python, *words, **environment):
+    """What a command prints that needs the recipes."""
+    given = {name: value for name, value in os.environ.items() if name != "CONFIG_DIR"}
+    words = [python.parent / "smoe", *words]
+    return subprocess.run(
+        words,
+        cwd=python.parent,
+        env=given | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
 def test_wheel(source, bare, tmp_path):
     options = ("--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", tmp_path)
     run("python", "-m", "pip", "wheel", *options, source)
@@ -75,17 +92,26 @@ def test_wheel(source, bare, tmp_path):
         line = archive.read("smoe_fairseq.pth").decode()
     files = [path for path in source.glob("smoe_fairseq/**/*") if path.is_file()]
     packaged = {str(path.relative_to(source)) for path in files} | HOOK_FILES
+    configs = source.glob("configs/**/*.yaml")
+    packaged |= {f"smoe_fairseq/settings/{path.relative_to(source)}" for path in configs}
     assert packaged == {name for name in names if ".dist-info/" not in name}
     assert line.count("\n") == 1 and line.startswith("import ")
 
     install(bare, wheel)
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     check_installation(bare, bare.parent.parent / "lib" / python / "site-packages/smoe_fairseq")
+    shutil.rmtree(source)  # and with it the checkout
+    assert "smoe-2-2-2-2" in recipes(bare, "cost", "--paper", "m4")
+    scores = {"nso-eng": {"bleu": 30.0, "signature": "s", "sentences": 1}}
+    (tmp_path / "runs/m4/moe").mkdir(parents=True)
+    (tmp_path / "runs/m4/moe/scores.json").write_text(json.dumps({"scores": scores}))
+    assert "30.00" in recipes(bare, "table", "m4", RUN_DIR=str(tmp_path / "runs"))
 
 
 def test_editable_installation(source, bare):
     install(bare, "-e", source)
     check_installation(bare, source / "smoe_fairseq")
+    assert "smoe-2-2-2-2" in recipes(bare, "cost", "--paper", "m4")
 
     # A checkout that has gone leaves fairseq as it was, and other programs undisturbed.
     source.rename(source.with_name("elsewhere"))

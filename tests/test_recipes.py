@@ -281,7 +281,7 @@ def test_direction_without_test_data_is_reported_and_left_out(tiny):
     assert "test.en-de" in results["prepare"].stderr
     assert all(f"warning: {d}" in results["evaluate"].stderr for d in ("de-en", "en-de"))
     assert "| smoe-2-2 |" in results["table"].stdout.splitlines()[2]
-    assert results["table"].stdout.splitlines()[2].count("| - ") == 3  # two directions, average
+    assert results["table"].stdout.splitlines()[2].count(" - |") == 3  # two directions, average
 
 
 def test_experts_of_several_processes_are_evaluated_as_those_of_one(tiny):

@@ -13,7 +13,7 @@ with quietly():
     from smoe_fairseq.analysis import checkpoint_cost, paper
     from smoe_fairseq.analysis.cost import CONTEXT, READING, Cost, count
     from smoe_fairseq.analysis.meta_model import add_model_arguments, build_meta_model
-    from smoe_fairseq.analysis.process_cost import print_process_costs, process_costs
+    from smoe_fairseq.analysis.process_cost import aligned, print_process_costs, process_costs
 
 LIMIT_PERCENT = 0.5  # of the paper's parameters
 VOCABULARY = 32_000
@@ -138,23 +138,23 @@ def _print_cost(cost: Cost, routing: str) -> None:
         print(f"{name:18}{value / 1e6:>12,.3f} M")
 
 
+def _paper_row(e: dict) -> list[str]:
+    over = e["flops_over_moe"] - e["paper_flops_over_moe"]
+    return [
+        e["method"],
+        *(f"{e['parameters']:.1f}", f"{e['paper_parameters']}", f"{e['parameters_percent']:+.2f}"),
+        *(f"{e['flops']:.1f}", f"{e['paper_flops']}", f"{e['flops_difference']:+.1f}"),
+        *(f"{e['flops_over_moe']:+.1f}", f"{e['paper_flops_over_moe']:+d}", f"{over:+.1f}"),
+    ]
+
+
 def _print_paper(entries: list[dict], args: Namespace) -> None:
     if args.json:
         print(json.dumps(entries, indent=2))
         return
-    print("in millions       parameters               FLOPs per token          FLOPs over moe")
-    print(
-        "method              ours   paper       %     ours   paper    diff     ours   paper    diff"
-    )
-    for e in entries:
-        over = e["flops_over_moe"] - e["paper_flops_over_moe"]
-        print(
-            f"{e['method']:16}{e['parameters']:8.1f}{e['paper_parameters']:8d}"
-            f"{e['parameters_percent']:+8.2f}{e['flops']:9.1f}{e['paper_flops']:8d}"
-            f"{e['flops_difference']:+8.1f}{e['flops_over_moe']:+9.1f}"
-            f"{e['paper_flops_over_moe']:+8d}{over:+8.1f}"
-        )
-    print()
+    header = ["in millions\nmethod", "parameters\nours", "\npaper", "\n%"]
+    header += ["FLOPs/token\nours", "\npaper", "\ndiff", "over moe\nours", "\npaper", "\ndiff"]
+    print(f"{aligned(header, [_paper_row(entry) for entry in entries])}\n")
     for e in entries:
         if abs(e["parameters_percent"]) > LIMIT_PERCENT:
             cut = int(e["parameters"]) == e["paper_parameters"]

@@ -4,30 +4,25 @@ from typing import Any
 
 from smoe_fairseq.analysis.cost import CONTEXT, Cost, count
 from smoe_fairseq.analysis.meta_model import build_meta_model, parse_model
-from smoe_fairseq.settings.paper_tables import flags, tables
+from smoe_fairseq.settings.dataset import Dataset, load_dataset
+from smoe_fairseq.settings.flags import arguments
+from smoe_fairseq.settings.method import method_flags
+from smoe_fairseq.settings.paper_tables import tables
 
 WITH_COSTS = ("m4", "m15")
 BASELINE = "moe"  # the row that differences between rows are taken from
 
 
+def system_cost(dataset: Dataset, method: str, context: int = CONTEXT) -> Cost:
+    """Of the model that a method's flags make of a data set's; an unknown method is a `UsageError`."""
+    args = parse_model(arguments(dataset.train | method_flags(method, dataset)))
+    return count(build_meta_model(args, int(dataset.subwords["vocab-size"])), context)
+
+
 def costs(table: str, context: int = CONTEXT) -> dict[str, Cost]:
     """Our counts for each row of table "m4" or "m15"."""
-    setting = tables()["training"][table]
-    return {
-        method: count(
-            build_meta_model(
-                parse_model(
-                    [
-                        *("--arch", setting["arch"]),
-                        *flags(method, row.get("experts", tables()[table]["experts"])),
-                    ]
-                ),
-                setting["vocabulary"],
-            ),
-            context,
-        )
-        for method, row in tables()[table]["rows"].items()
-    }
+    dataset = load_dataset(table)
+    return {method: system_cost(dataset, method, context) for method in tables()[table]["rows"]}
 
 
 def compare(table: str, context: int = CONTEXT) -> list[dict[str, Any]]:

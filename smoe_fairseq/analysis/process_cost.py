@@ -6,6 +6,7 @@ each sends 2 (n - 1) / n of what is reduced.
 
 from dataclasses import asdict, dataclass
 
+from tabulate import tabulate
 from torch import nn
 
 from smoe_fairseq.models.moe_layers import moe_blocks
@@ -81,13 +82,18 @@ def _width(block) -> int:
 
 def print_process_costs(costs: dict[str, ProcessCost], world_size: int, tokens: int) -> None:
     print(f"\neach of {world_size} processes, {tokens} tokens per batch, uniform routing")
-    print(f"{'experts':18}{'parameters and':>16}{'sent per update':>18}{'of it':>14}{'of it':>14}")
-    print(f"{'':18}{'optimizer':>16}{'':>18}{'gradients':>14}{'tokens':>14}")
-    for name, cost in costs.items():
-        print(
-            f"{name:18}{_mega(cost.memory):>16}{_mega(cost.sent):>18}{_mega(cost.gradients):>14}"
-            f"{_mega(cost.tokens):>14}"
-        )
+    header = ["experts", "parameters and\noptimizer", "sent per update"]
+    rows = [
+        [name, *map(_mega, (cost.memory, cost.sent, cost.gradients, cost.tokens))]
+        for name, cost in costs.items()
+    ]
+    print(aligned([*header, "of it\ngradients", "of it\ntokens"], rows))
+
+
+def aligned(header: list[str], rows: list[list[str]]) -> str:
+    """A name and numbers in each row, for a terminal; a header may have several lines."""
+    alignment = ["left", *["right"] * (len(header) - 1)]
+    return tabulate(rows, header, tablefmt="plain", colalign=alignment, disable_numparse=True)
 
 
 def _mega(number: float) -> str:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.settings.dataset import Dataset
-from smoe_fairseq.settings.paper_tables import tables
+from smoe_fairseq.settings.paper_tables import resource_classes
 from smoe_fairseq.system.errors import UsageError
 
 SIZES = "sizes.json"  # in the data set's folder: {language: training sentence pairs}
-HIGH, LOW = 900_000, 100_000  # OPUS-100: high above, low below, medium between
 
 
 @dataclass(frozen=True)
@@ -23,31 +22,32 @@ class Column:
 
 def columns(dataset: Dataset) -> list[Column]:
     """In the paper's order; the last one is the average over all directions."""
-    if dataset.name == "m15":
-        found = _by_class(dataset, tables()["m15_classes"])
-    elif dataset.name == "opus100":
-        found = _by_class(dataset, opus_classes(dataset))
+    if classes := resource_classes(dataset.name):
+        if None in classes.values():
+            classes = resource_classes(dataset.name, _counted(dataset))
+        found = _by_class(dataset, classes)
     else:
         found = [Column(direction, (direction,)) for direction in dataset.directions]
     return [*found, Column("average", dataset.directions)]
 
 
-def opus_classes(dataset: Dataset) -> dict[str, list[str] | None]:
-    """Languages by the size of their training text, which prepare.sh counted; None: not counted."""
+def _counted(dataset: Dataset) -> dict[str, int] | None:
+    """Sentence pairs of each language's training text, as prepare.sh counted them; None: it did not."""
     path = Folders(dataset.name).data / SIZES
     if not path.exists():
-        return {"high": None, "medium": None, "low": None}
+        return None
     try:
         sizes = json.loads(path.read_text("utf-8"))
-        missing = [language for language in dataset.languages[1:] if language not in sizes]
-        if missing:
-            raise UsageError(f"{path} has no size for {', '.join(missing)}: prepare the data again")
-        high = [language for language, size in sizes.items() if size > HIGH]
-        low = [language for language, size in sizes.items() if size < LOW]
-    except (ValueError, TypeError, AttributeError):
+        if not all(isinstance(size, int) for size in sizes.values()):
+            raise ValueError
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, AttributeError):
         raise UsageError(f"{path} has to hold {{language: sentence pairs}} in JSON") from None
-    medium = [language for language in sizes if language not in {*high, *low}]
-    return {"high": high, "medium": medium, "low": low}
+    missing = [language for language in dataset.languages[1:] if language not in sizes]
+    if missing:
+        raise UsageError(f"{path} has no size for {', '.join(missing)}: prepare the data again")
+    return sizes
 
 
 def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> list[Column]:

@@ -9,7 +9,9 @@ from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.raw import check
 from smoe_fairseq.recipes.shell import command, dry_run, pipe, report, run, unfinished
 from smoe_fairseq.recipes.train import data_arguments
-from smoe_fairseq.settings.dataset import Dataset, arguments, method_flags
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.settings.flags import arguments
+from smoe_fairseq.settings.method import method_flags
 from smoe_fairseq.system.errors import UsageError
 
 

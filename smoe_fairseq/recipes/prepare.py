@@ -8,7 +8,8 @@ from smoe_fairseq.recipes.download import remote_files
 from smoe_fairseq.recipes.folders import Folders, shard_names
 from smoe_fairseq.recipes.raw import check
 from smoe_fairseq.recipes.shell import command, dry_run, report, run, unfinished
-from smoe_fairseq.settings.dataset import Dataset, arguments
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.settings.flags import arguments
 from smoe_fairseq.system.errors import UsageError
 
 FAIRSEQ_POSITIONS = 1024  # --max-source-positions where it is not given

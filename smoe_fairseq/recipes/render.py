@@ -3,10 +3,11 @@
 import csv
 import io
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from tabulate import tabulate
 
 MISSING = "-"
-_LATEX = {"\\": r"\textbackslash{}", **{c: f"\\{c}" for c in "&%$#_{}"}}
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,7 @@ def number(value: float | None, digits: int = 2, sign: bool = False) -> str:
 
 def markdown(grid: Grid) -> str:
     """A table and, below it, the notes."""
-    rule = ["---"] * grid.texts + ["---:"] * (len(grid.header) - grid.texts)
-    table = "\n".join(f"| {' | '.join(line)} |" for line in (grid.header, rule, *grid.rows))
-    return "\n".join([table, "", *grid.notes])
+    return "\n".join([_table(grid, "pipe"), "", *grid.notes])
 
 
 def as_csv(grid: Grid) -> str:
@@ -42,23 +41,16 @@ def as_csv(grid: Grid) -> str:
 
 def latex(grid: Grid) -> str:
     """A tabular that needs no package, with the notes as comments before it."""
+    rows = [["--" if word == MISSING else word for word in row] for row in grid.rows]
+    comments = [f"% {note}" for note in grid.notes]
+    return "\n".join([*comments, _table(replace(grid, rows=rows), "latex")])
 
-    def line(words: list[str]) -> str:
-        escaped = ("".join(_LATEX.get(c, c) for c in word) for word in words)
-        return " & ".join("--" if word == MISSING else word for word in escaped) + r" \\"
 
-    columns = "l" * grid.texts + "r" * (len(grid.header) - grid.texts)
-    return "\n".join(
-        [
-            *(f"% {note}" for note in grid.notes),
-            rf"\begin{{tabular}}{{{columns}}}",
-            r"\hline",
-            line(grid.header),
-            r"\hline",
-            *map(line, grid.rows),
-            r"\hline",
-            r"\end{tabular}",
-        ]
+def _table(grid: Grid, kind: str) -> str:
+    numbers = len(grid.header) - grid.texts
+    alignment = ["left"] * grid.texts + ["right"] * numbers
+    return tabulate(
+        grid.rows, grid.header, tablefmt=kind, colalign=alignment, disable_numparse=True
     )
 
 

@@ -8,7 +8,8 @@ from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.columns import SIZES, Column, columns
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.render import FORMATS, Grid, number
-from smoe_fairseq.settings.dataset import Dataset, arguments, load_dataset, method_flags
+from smoe_fairseq.settings.dataset import Dataset, load_dataset
+from smoe_fairseq.settings.method import method_flags
 from smoe_fairseq.settings.paper_tables import tables
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.quiet import quietly
@@ -54,7 +55,8 @@ def side_by_side(dataset: Dataset) -> Grid:
         raise UsageError(
             f"{folder} holds no runs: start with scripts/train.sh {dataset.name} METHOD"
         )
-    paper = tables().get(dataset.name, {}).get("rows", {})
+    table = tables().get(dataset.name, {})
+    paper = table.get("rows", {})
     order = list(paper)
     names.sort(key=lambda n: (order.index(n) if n in paper else len(order), n))
     found = columns(dataset)
@@ -69,7 +71,8 @@ def side_by_side(dataset: Dataset) -> Grid:
         else:
             printed = paper.get(name, {})
             paper_cost = [printed.get("parameters"), printed.get("flops_per_token")]
-            paper_bleu = printed.get("bleu", [None] * len(bleu))
+            by_name = dict(zip(table["columns"], printed.get("bleu", []), strict=False))
+            paper_bleu = [by_name.get(column.name) for column in found]
             rows.append([name, "ours", *_words(cost, bleu)])
             rows.append([name, "paper", *_words(paper_cost, paper_bleu, digits=0)])
             rows.append(
@@ -100,15 +103,13 @@ def average(result: Scores, column: Column) -> float | None:
 def _cost(dataset: Dataset, method: str) -> list[float | None]:
     """Parameters and FLOPs per token in millions, of the model that the recipe's flags describe."""
     try:
-        flags = method_flags(method, dataset)
+        method_flags(method, dataset)
     except UsageError:  # a folder that is no method's, such as a copy
         return [None, None]
     with quietly():
-        from smoe_fairseq.analysis.cost import count
-        from smoe_fairseq.analysis.meta_model import build_meta_model, parse_model
+        from smoe_fairseq.analysis.paper import system_cost
 
-        args = parse_model(arguments(dataset.train | flags))
-        cost = count(build_meta_model(args, int(dataset.subwords["vocab-size"])))
+        cost = system_cost(dataset, method)
     return [cost.parameters / 1e6, cost.flops_per_token / 1e6]
 
 

@@ -6,7 +6,9 @@ from smoe_fairseq.recipes import batch, identity
 from smoe_fairseq.recipes.folders import Folders, user_dir
 from smoe_fairseq.recipes.launch import launch
 from smoe_fairseq.recipes.shell import command, dry_run, report, run
-from smoe_fairseq.settings.dataset import Dataset, arguments, method_flags
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.settings.flags import arguments
+from smoe_fairseq.settings.method import method_flags
 from smoe_fairseq.system.errors import UsageError
 
 

@@ -1,23 +1,20 @@
-"""Data sets and methods: YAML files, composed into the flags of fairseq's commands."""
+"""Data sets: what is trained and scored on, as YAML files that stand on one another."""
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import DictConfig, OmegaConf
 
+from smoe_fairseq.settings.flags import Flags
+from smoe_fairseq.settings.reading import config_folder, read
 from smoe_fairseq.system.errors import UsageError
 
-Flags = dict[str, Any]
-
-_DATASET_KEYS = {
+_KEYS = {
     *("base", "pairs", "experts", "shards", "batch", "raw", "subwords"),
     *("task", "train", "generate", "checkpoint", "sacrebleu"),
 }
-_METHOD_KEYS = {"train"}
-_FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>[1-9]\d*(-[1-9]\d*)*)")
 
 
 @dataclass(frozen=True)
@@ -64,88 +61,26 @@ def load_dataset(name: str) -> Dataset:
     known = sorted(file.stem for file in path.parent.glob("*.yaml"))
     if name not in known:
         raise UsageError(f"unknown dataset {name!r}: choose one of {', '.join(known)}")
-    merged = _with_base(folder, path)
-    pairs = merged["pairs"] or []
-    if not pairs or not all(re.fullmatch(r"[^-\s]+-[^-\s]+", str(pair)) for pair in pairs):
+    merged = OmegaConf.to_container(OmegaConf.merge(*_layers(folder, path)))
+    pairs = merged.get("pairs")
+    if not isinstance(pairs, list) or not all(
+        re.fullmatch(r"[^-\s]+-[^-\s]+", str(pair)) for pair in pairs or [""]
+    ):
         raise UsageError(f"{path}: `pairs` has to list language pairs such as eng-nso")
-    return Dataset(name=name, **(merged | {"pairs": tuple(pairs)}))
+    values = {key: merged.get(key) for key in _KEYS - {"base"}}
+    return Dataset(name=name, **(values | {"pairs": tuple(pairs)}))
 
 
-def _with_base(folder: Path, path: Path) -> dict[str, Any]:
-    """A file over its ``base`` (``configs/BASE.yaml``), that over its own, down to ``common``."""
-    own = _read(path, _DATASET_KEYS)
-    base = own.pop("base", "common")
-    if path.stem == "common":
-        return own
-    below = _with_base(folder, folder / f"{base}.yaml")
-    return {key: _overlay(below.get(key), own.get(key)) for key in _DATASET_KEYS - {"base"}}
-
-
-def method_flags(name: str, dataset: Dataset) -> Flags:
-    """The training flags of a method: ``NAME.yaml``, or for ``FAMILY-4-12`` the family's file.
-
-    In a method file ``{experts}`` stands for the data set's number of experts and, in a family's,
-    ``{strata}`` for what follows the family's name. An unknown name is a `UsageError`.
-    """
-    folder = config_folder() / "methods"
-    files = {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
-    families = {stem for stem, path in files.items() if "{strata}" in path.read_text("utf-8")}
-    match = _FAMILY.fullmatch(name)
-    if name in files.keys() - families:
-        path, strata = files[name], ""
-    elif match and match["family"] in families:
-        path, strata = files[match["family"]], match["strata"]
-    else:
-        known = [f"{stem}-A-B-..." if stem in families else stem for stem in files]
-        raise UsageError(f"unknown method {name!r}: choose one of {', '.join(known)}")
-
-    def fill(value):
-        if not isinstance(value, str):
-            return value
-        return value.replace("{strata}", strata).replace("{experts}", str(dataset.experts))
-
-    flags = _read(path, _METHOD_KEYS).get("train") or {}
-    return {key: fill(value) for key, value in flags.items()}
-
-
-def arguments(flags: Flags) -> list[str]:
-    """Command-line words for flags: ``true`` is the bare flag, ``false`` and null leave it out."""
-    words: list[str] = []
-    for key, value in flags.items():
-        if value is None or value is False:
-            continue
-        words.append(f"--{key}")
-        if value is not True:
-            words.append(str(value))
-    return words
-
-
-def config_folder() -> Path:
-    """``CONFIG_DIR``, or else the ``configs`` folder of the checkout this package is part of."""
-    if given := os.environ.get("CONFIG_DIR"):
-        folder = Path(given)
-    else:
-        folder = Path(__file__).parents[2] / "configs"
-    if not (folder / "datasets").is_dir():
-        raise UsageError(
-            f"{folder} holds no recipes: set CONFIG_DIR to the folder with datasets/ and methods/"
-        )
-    return folder
-
-
-def _overlay(base, own):
-    if isinstance(base, dict) and isinstance(own, dict):
-        return base | own
-    return base if own is None else own
-
-
-def _read(path: Path, keys: set[str]) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text("utf-8")) or {}
-    except FileNotFoundError:
-        raise UsageError(f"{path} is missing") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict) or not keys.issuperset(content):
-        raise UsageError(f"{path} may only have the keys {', '.join(sorted(keys))}")
-    return content
+def _layers(folder: Path, path: Path) -> list[DictConfig]:
+    """``common``, what stands on it and so on, up to the file itself: what each has as its ``base``."""
+    layers, names = [], []
+    while True:
+        names.append(path.stem)
+        own = read(path, _KEYS)
+        base = own.pop("base", "common")
+        layers.insert(0, own)
+        if path.stem == "common":
+            return layers
+        if base in names:
+            raise UsageError(f"{path}: its `base` {base} stands on it in turn")
+        path = folder / f"{base}.yaml"

@@ -1,26 +1,39 @@
-"""The paper's tables (arXiv 2305.02176), and the model flags of the systems in them."""
+"""The paper's tables (arXiv 2305.02176): its numbers, and the classes of languages that they average over."""
 
-import re
+import math
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 
 @cache
 def tables() -> dict[str, Any]:
-    """All numbers of ``paper_tables.yaml``; parameters and FLOPs are in millions."""
-    file = resources.files(__package__).joinpath("paper_tables.yaml")
-    return yaml.safe_load(file.read_text("utf-8"))
+    """All of ``paper_tables.yaml`` by table; parameters and FLOPs are in millions."""
+    with resources.as_file(resources.files(__package__).joinpath("paper_tables.yaml")) as file:
+        return OmegaConf.to_container(OmegaConf.load(file))
 
 
-def flags(method: str, experts: int) -> list[str]:
-    """Model flags of a row of the paper, in a table whose vanilla models have ``experts`` experts."""
-    if method == "dense":
-        return ["--moe-freq", "0"]
-    if strata := re.fullmatch(r"(stacked|smoe)-([\d-]+)", method):
-        stacked = ["--moe-stacked"] if strata[1] == "stacked" else []
-        return ["--smoe-strata", strata[2], *stacked]
-    extra = {"switch": ["--moe-top-k", "1"], "moe-cmr": ["--moe-cmr"]}.get(method, [])
-    return ["--smoe-strata", str(experts), *extra]
+def resource_classes(
+    table: str, counted: Mapping[str, int] | None = None
+) -> dict[str, list[str] | None]:
+    """Languages by the size of their training text; empty where a table has no classes.
+
+    Args:
+        counted: sentence pairs of each language, for a table that prints no sizes.
+
+    Returns:
+        Classes in the paper's order, with None for their languages where no sizes are known.
+    """
+    content = tables().get(table, {})
+    sizes = content.get("sizes", counted)
+
+    def languages(bounds: dict[str, int]) -> list[str] | None:
+        if sizes is None:
+            return None
+        least, most = bounds.get("least", 0), bounds.get("most", math.inf)
+        return [language for language, size in sizes.items() if least <= size <= most]
+
+    return {name: languages(bounds) for name, bounds in content.get("classes", {}).items()}

@@ -1,0 +1,151 @@
+"""Data sets, methods and the paper's tables, as YAML files compose them: what holds, and what is refused."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+import yaml
+from test_recipes import ROOT
+from test_table import table, write_scores
+
+from smoe_fairseq.settings import reading
+from smoe_fairseq.settings.dataset import load_dataset
+from smoe_fairseq.settings.flags import arguments
+from smoe_fairseq.settings.method import method_flags
+from smoe_fairseq.settings.paper_tables import resource_classes, tables
+from smoe_fairseq.system.errors import UsageError
+
+
+@pytest.fixture
+def configs(tmp_path, monkeypatch):
+    """Writes a data set, or another file, into a folder that stands on the real common.yaml."""
+    folder = tmp_path / "configs"
+    (folder / "datasets").mkdir(parents=True)
+    for name in ("common.yaml", "methods"):
+        (folder / name).symlink_to(ROOT / "configs" / name)
+    monkeypatch.setenv("CONFIG_DIR", str(folder))
+
+    def write(content: dict | str | bytes, path: str = "datasets/odd.yaml") -> Path:
+        if isinstance(content, dict):
+            content = yaml.safe_dump(content)
+        content = content.encode() if isinstance(content, str) else content
+        (folder / path).write_bytes(content)
+        return folder / path
+
+    return write
+
+
+def refusal(name: str = "odd") -> str:
+    with pytest.raises(UsageError) as error:
+        load_dataset(name)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_file_stands_on_its_base(configs):
+    base = {"train": {"lr": 1, "seed": 2}, "raw": {"codes": {"en": "eng", "fr": "fra"}}}
+    configs(base, "below.yaml")
+    own = {"base": "below", "pairs": ["en-fr"], "raw": {"codes": {"fr": "f"}}, "generate": None}
+    configs(own | {"train": {"lr": 3, "new": True}})
+    dataset = load_dataset("odd")
+    assert dataset.pairs == ("en-fr",) and dataset.languages == ("en", "fr")
+    assert (dataset.train["lr"], dataset.train["seed"], dataset.train["new"]) == (3, 2, True)
+    assert dataset.train["adam-eps"] == 1e-6 and dataset.train["adam-betas"] == "(0.9, 0.98)"
+    assert dataset.raw["codes"] == {"en": "eng", "fr": "f"}
+    assert dataset.generate["beam"] == 5  # a key without a value leaves all as it was
+    assert dataset.experts is None and dataset.shards == 1
+    assert type(dataset.train) is dict and type(dataset.raw["codes"]) is dict
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (
+            {"pairs": ["a-b"], "trian": {}},
+            "may only have the keys base, batch, checkpoint, experts",
+        ),
+        ("- a\n- b\n", "may only have the keys"),
+        ("5\n", "may only have the keys"),
+        ("words\n", "may only have the keys"),
+        ("pairs: [a-b\n", "is not valid YAML: "),
+        ("train: {lr: 1, lr: 2}\n", "is not valid YAML: "),
+        ("checkpoint: ${\n", "is not valid YAML: "),
+        (b"\xff\xfe\xfa", "is not valid YAML: "),
+        ({"pairs": ["a-b"], "train": 5}, "`train` has to hold keys and values"),
+        ({"pairs": ["ab"]}, "`pairs` has to list language pairs such as eng-nso"),
+        ({"pairs": "a-b"}, "`pairs` has to list language pairs such as eng-nso"),
+        ({"experts": 8}, "`pairs` has to list language pairs such as eng-nso"),
+    ],
+)
+def test_what_a_file_may_not_hold(configs, content, words):
+    path = configs(content)
+    assert refusal().startswith(f"{path}") and words in refusal()
+
+
+def test_bases_that_are_missing_or_stand_on_one_another(configs):
+    configs({"pairs": ["a-b"], "base": "none"})
+    assert "none.yaml is missing" in refusal()
+    configs({"base": "two"}, "one.yaml")
+    configs({"base": "one"}, "two.yaml")
+    configs({"pairs": ["a-b"], "base": "one"})
+    assert "two.yaml: its `base` one stands on it in turn" in refusal()
+
+
+def test_a_file_that_cannot_be_read(configs):
+    configs({}).unlink()
+    (Path(reading.config_folder()) / "datasets/odd.yaml").mkdir()
+    assert refusal().endswith("datasets/odd.yaml cannot be read: Is a directory")
+
+
+def test_methods_fill_in_experts_and_strata(configs):
+    configs({"pairs": ["a-b"], "experts": 6})
+    dataset = load_dataset("odd")
+    assert arguments(method_flags("moe", dataset)) == [
+        *("--moe-freq", "2", "--smoe-strata", "6", "--moe-top-k", "2")
+    ]
+    assert method_flags("smoe-2-4", dataset)["smoe-strata"] == "2-4"
+    assert arguments({"a": True, "b": False, "c": None, "d": 0, "e": "x y"}) == [
+        *("--a", "--d", "0", "--e", "x y")
+    ]
+
+
+def test_recipes_are_found_beside_an_installed_package_too(tmp_path, monkeypatch):
+    monkeypatch.delenv("CONFIG_DIR", raising=False)
+    assert reading.config_folder() == ROOT / "configs"
+    (tmp_path / "configs/datasets").mkdir(parents=True)
+    monkeypatch.setattr(reading, "__file__", str(tmp_path / "reading.py"))
+    assert reading.config_folder() == tmp_path / "configs"
+    monkeypatch.setenv("CONFIG_DIR", str(tmp_path))
+    with pytest.raises(UsageError, match="holds no recipes: set CONFIG_DIR to the folder with"):
+        reading.config_folder()
+
+
+def test_every_system_and_column_of_the_paper_is_one_of_the_recipes():
+    for name in ("m4", "m15", "opus100"):
+        dataset, content = load_dataset(name), tables()[name]
+        assert all(method_flags(method, dataset) for method in content["rows"])
+        assert all(len(row["bleu"]) == len(content["columns"]) for row in content["rows"].values())
+        classes = resource_classes(name, dict.fromkeys(dataset.languages[1:], 1))
+        sides = [f"{side} {c}" for side in ("eng-xxx", "xxx-eng") for c in ("all", *classes)]
+        assert content["columns"] == [*(sides if classes else dataset.directions), "average"]
+        in_classes = [language for languages in classes.values() for language in languages]
+        assert not classes or sorted(in_classes) == sorted(dataset.languages[1:])
+
+
+def test_bounds_of_classes():
+    sizes = {"a": 900_001, "b": 900_000, "c": 100_000, "d": 99_999}
+    assert resource_classes("opus100", sizes) == {"high": ["a"], "medium": ["b", "c"], "low": ["d"]}
+    assert list(resource_classes("opus100").values()) == [None] * 3
+    assert resource_classes("multi30k") == {}
+
+
+def test_the_papers_numbers_stand_in_the_columns_that_a_smaller_data_set_has(configs, tmp_path):
+    content = yaml.safe_load((ROOT / "configs/datasets/m4.yaml").read_text())
+    configs(content | {"base": "common", "pairs": ["eng-msa"]}, "datasets/m4.yaml")
+    write_scores(tmp_path / "runs/m4/smoe-4-4", {"msa-eng": 31.0, "eng-msa": 32.0})
+    folder = str(tmp_path / "configs")
+    text = table(tmp_path, "m4", "--format", "csv", configs=folder).stdout
+    rows = list(csv.DictReader(io.StringIO(text[text.index("method,") :])))
+    assert rows[0]["msa-eng"] == "31.00" and rows[1]["msa-eng"] == "41.05"
+    assert rows[2]["eng-msa"] == "-15.48"
