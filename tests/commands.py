@@ -17,7 +17,8 @@ COMMANDS = {"smoe"} | {
     f"fairseq-{name}"
     for name in ("preprocess", "train", "hydra-train", "generate", "interactive", "validate")
 }
-FAIRSEQ, TORCH = Server("fairseq"), Server("torch")
+PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
+FAIRSEQ, WITH_PLUGIN, TORCH = Server("fairseq"), Server("plugin"), Server("torch")
 
 # The stock model, small and shortly trained.
 TINY = """--arch transformer --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32
@@ -32,15 +33,16 @@ def run(
 ) -> subprocess.CompletedProcess:
     """Runs a program of this environment (``fairseq-train``, ``smoe``, ``python``, ...).
 
-    In the result, ``stdout`` holds stderr too; ``check`` fails the test on a non-zero status. The commands
-    of fairseq and ours are forked from a process that has imported fairseq, unless they are to be
-    ``fresh``: where a test is about how they start.
+    In the result, ``stdout`` holds stderr too; ``check`` fails the test on a non-zero status.
+    fresh: the commands of fairseq and ours are started from nothing, as a shell does it. Else they are forked
+    from a process that has made their imports, the plugin's too where they name it.
     """
     program, *arguments = map(str, command)
     path = sys.executable if program == "python" else str(SCRIPTS / program)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     if program in COMMANDS and not fresh:
-        result = _fork(FAIRSEQ, [path, *arguments], environment, cwd or os.getcwd(), stdin)
+        server = server_of(arguments)
+        result = _fork(server, [path, *arguments], environment, cwd or os.getcwd(), stdin)
     else:
         result = subprocess.run(
             [path, *arguments],
@@ -57,6 +59,11 @@ def run(
     return result
 
 
+def server_of(arguments) -> Server:
+    """The one that has imported the plugin, where this is what ``--user-dir`` says."""
+    return WITH_PLUGIN if str(PLUGIN) in map(str, arguments) else FAIRSEQ
+
+
 def run_python(program: str, *arguments) -> subprocess.CompletedProcess:
     """``python -c``, forked from a process that has imported torch, but nothing of fairseq."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -65,10 +72,13 @@ def run_python(program: str, *arguments) -> subprocess.CompletedProcess:
 
 def bash_functions() -> dict[str, str]:
     """The environment in which bash forks the same commands; it takes a function before a program."""
-    start = shlex.join(
-        [sys.executable, "-I", "-S", programs.__file__, FAIRSEQ.address, f"{SCRIPTS}/"]
-    )
-    return {f"BASH_FUNC_{name}%%": f'() {{ {start}{name} "$@"; }}' for name in COMMANDS}
+    start = shlex.join([sys.executable, "-I", "-S", programs.__file__])
+
+    def function(name: str) -> str:
+        server = FAIRSEQ if name in ("smoe", "fairseq-preprocess") else WITH_PLUGIN
+        return f'() {{ {start} {shlex.quote(server.address)} {SCRIPTS / name} "$@"; }}'
+
+    return {f"BASH_FUNC_{name}%%": function(name) for name in COMMANDS}
 
 
 def _fork(server: Server, command, environment, folder, stdin) -> subprocess.CompletedProcess:

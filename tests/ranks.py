@@ -11,10 +11,8 @@ import socket
 import time
 from pathlib import Path
 
-from commands import FAIRSEQ, SCRIPTS, TORCH
+from commands import SCRIPTS, TORCH, WITH_PLUGIN, server_of
 from programs import Program
-
-PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 
 
 class Run:
@@ -74,12 +72,16 @@ class Ranks:
         if not one:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             environment |= address | {"WORLD_SIZE": str(world_size)}
-        server = TORCH if program else FAIRSEQ
-        if function is None:
-            start = ["-c", program] if program else [SCRIPTS / "fairseq-train"]
-            arguments = [str(word) for word in (*start, *arguments)]
-        else:
+        server = WITH_PLUGIN
+        if function is not None:
             function = (function.__code__.co_filename, function.__name__)
+        elif program is not None:
+            server, arguments = TORCH, ["-c", program, *map(str, arguments)]
+        else:
+            server, arguments = (
+                server_of(arguments),
+                [str(SCRIPTS / "fairseq-train"), *map(str, arguments)],
+            )
         programs = []
         for rank, log in enumerate(logs):
             if not one:

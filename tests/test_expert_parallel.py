@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import SCRIPTS, run
-from ranks import PLUGIN
+from commands import PLUGIN, SCRIPTS, run
 
 from smoe_fairseq.checkpoint.shards import Shards
 from smoe_fairseq.modules.placement import Placement

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import run
-from ranks import PLUGIN
+from commands import PLUGIN, run
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoint.names import rank_file

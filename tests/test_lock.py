@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from ranks import PLUGIN
+from commands import PLUGIN
 
 from smoe_fairseq.system import lock
 from smoe_fairseq.system.errors import UsageError

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from commands import TINY
-from ranks import PLUGIN
+from commands import PLUGIN, TINY
 from test_expert_parallel import flags
 
 from smoe_fairseq.models.transformer_layer import STOCK_LAYER_COPIES

@@ -9,6 +9,7 @@ import argparse
 import atexit
 import gc
 import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -20,6 +21,8 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+
+PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 
 
 def import_torch() -> None:
@@ -45,10 +48,19 @@ def import_fairseq() -> None:
 
     # The parser of every command's options keeps what it has found out about their grammar.
     OverridesParser.create().parse_overrides(override_module_args(argparse.Namespace())[0])
+    inspect.stack()  # which hydra asks for, and which keeps the files of all modules
     # One of fairseq's tasks sets up the log, which a command does before it imports fairseq.
     for handler in logging.root.handlers[:]:
         logging.root.removeHandler(handler)
     logging.root.setLevel(logging.WARNING)
+
+
+def import_plugin() -> None:
+    """The plugin too, as ``--user-dir`` does before anything else."""
+    import_fairseq()
+    import fairseq.utils
+
+    fairseq.utils.import_user_module(argparse.Namespace(user_dir=str(PLUGIN)))
 
 
 class Server:
@@ -177,7 +189,7 @@ def main(imports: str, listener: str) -> None:
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     os.close(nowhere)
-    {"torch": import_torch, "fairseq": import_fairseq}[imports]()
+    {"torch": import_torch, "fairseq": import_fairseq, "plugin": import_plugin}[imports]()
     gc.collect()
     gc.freeze()  # children do not touch, and so not copy, the memory of all these modules
     request = Server(socket.socket(fileno=int(listener)), control).serve()
