@@ -48,16 +48,18 @@ def wait_for(condition, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture
-def training(tmp_path):
-    """``scripts/train.sh`` once its command runs, and the processes of the command."""
+@pytest.fixture(params=[["train.sh", "m15", "moe"]])
+def training(tmp_path, request):
+    """A script that trains, once its command runs, and the processes of the command."""
+    script, *words = request.param
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/srun").write_text(SRUN)
     (tmp_path / "bin/srun").chmod(0o755)
-    (tmp_path / "data/m15/bin").mkdir(parents=True)
+    for dataset in ("m15", "phrasebook"):
+        (tmp_path / "data" / dataset / "bin").mkdir(parents=True)
     path = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
     process = subprocess.Popen(
-        [ROOT / "scripts/train.sh", "m15", "moe"],
+        [ROOT / "scripts" / script, *words],
         cwd=tmp_path,
         env=os.environ | {"PATH": os.pathsep.join(path), "GPUS": "1", "LAUNCHER": "slurm"},
         stdout=subprocess.PIPE,
@@ -86,6 +88,15 @@ def test_signal_reaches_training_and_is_waited_for(tmp_path, training, number):
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("training", [["demo.sh"]], indirect=True)
+def test_signal_to_the_demo_reaches_training_too(tmp_path, training):
+    process, pids = training
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert (tmp_path / "heeded").exists() and all(map(ended, pids)), output
+    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in output
+
+
 def test_pause_reaches_training(training):
     process, pids = training
 
@@ -103,7 +114,8 @@ RUN = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 from smoe_fairseq.recipes.shell import run
-run([sys.argv[1]])
+from smoe_fairseq.system.errors import ends_with_sentence
+ends_with_sentence(run)([sys.argv[1]])
 """
 
 

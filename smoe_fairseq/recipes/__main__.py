@@ -41,9 +41,9 @@ def _evaluate(given) -> None:
 
 
 def _demo(given) -> None:
-    from smoe_fairseq.recipes.demo import show
+    from smoe_fairseq.recipes.demo import demo
 
-    show(load_dataset(given.dataset), given.method)
+    demo(load_dataset(given.dataset), given.method)
 
 
 def _fetch(given) -> None:
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         recipe = add(name, run, text, "dataset", "method")
         recipe.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER)
     table.add_arguments(add("table", table.run, "print the scores of all methods"))
-    add("demo", _demo, "print what a trained and evaluated method does", "dataset", "method")
+    add("demo", _demo, "all of these, and what has been learnt", "dataset", "method")
     add("fetch", _fetch, "step: download the raw files", "dataset", paths=("folder",))
     paths = ("downloads", "target")
     add("unpack", _unpack, "step: the archives' files that are needed", "dataset", paths=paths)

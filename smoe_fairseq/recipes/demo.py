@@ -1,18 +1,37 @@
-"""What ``scripts/demo.sh`` shows at the end: scores, sample translations, requested capacity."""
+"""``scripts/demo.sh``: prepare, train and evaluate in one, and what has been learnt in the end."""
 
-from smoe_fairseq.analysis.inputs import load
-from smoe_fairseq.analysis.requested_capacity import requested_capacity
-from smoe_fairseq.models.moe_layers import moe_blocks
+import os
+
 from smoe_fairseq.recipes import scores, table
+from smoe_fairseq.recipes.evaluate import evaluate
 from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.prepare import prepare
 from smoe_fairseq.recipes.render import markdown
-from smoe_fairseq.recipes.shell import command, run
+from smoe_fairseq.recipes.shell import command, dry_run, run
+from smoe_fairseq.recipes.train import train
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.quiet import quietly
 
 
-def show(dataset: Dataset, method: str) -> None:
-    """Prints what a method that was trained and evaluated has learnt."""
+def demo(dataset: Dataset, method: str) -> None:
+    """All steps in one process, so that a signal to it reaches whatever command is running."""
+    prepare(dataset)
+    train(dataset, method, [])
+    os.environ["LOGLEVEL"] = (
+        "WARNING"  # training prints its progress, the rest only what went wrong
+    )
+    evaluate(dataset, method, [])
+    if not dry_run():
+        _show(dataset, method)
+
+
+def _show(dataset: Dataset, method: str) -> None:
+    """Scores, sample translations and requested capacity of a method that was trained and evaluated."""
+    # Not before: fairseq and torch would take up memory during training.
+    from smoe_fairseq.analysis.inputs import load
+    from smoe_fairseq.analysis.requested_capacity import requested_capacity
+    from smoe_fairseq.models.moe_layers import moe_blocks
+
     folders = Folders(dataset.name)
     folder = folders.run(method)
     print("\nSample translations of the test set:")
