@@ -56,13 +56,19 @@ def gradients(y, loss, x, params):
     }
 
 
-def assert_agrees(block, x, mask, **options):
+def expected(block, x, mask, **options):
+    """What ``reference`` says, and the gradients of it."""
+    params = dict(block.named_parameters())
+    y, loss, *others = reference(params, str(block.strata), x, mask, **options)
+    return y, loss, *others, gradients(y, loss, x, params)
+
+
+def assert_agrees(block, x, mask, want=None, **options):
     params = dict(block.named_parameters())
     drops = watch_drops(block)
     y, stats = block(x, mask)
-    want_y, want_loss, want_rc, want_dropped, visits = reference(
-        params, str(block.strata), x, mask, **options
-    )
+    want = want or expected(block, x, mask, **options)
+    want_y, want_loss, want_rc, want_dropped, visits, want_gradients = want
     assert torch.allclose(y, want_y, rtol=1e-10, atol=1e-10)
     assert torch.allclose(stats.balance_loss, want_loss, rtol=1e-10)
     assert torch.equal(stats.requested_capacity, want_rc)
@@ -74,7 +80,6 @@ def assert_agrees(block, x, mask, **options):
     if block.execution == "per-expert":
         rows = [(i, row, k) for i, found in enumerate(drops) for row, k in found]
         assert {(i, visits[i][row], k) for i, row, k in rows} == want_dropped
-    want_gradients = gradients(want_y, want_loss, x, params)
     for name, got in gradients(y, stats.balance_loss, x, params).items():
         assert torch.allclose(got, want_gradients[name].expand_as(got), atol=1e-9), name
     return want_dropped
@@ -92,9 +97,10 @@ def test_agrees_with_plain_loops(strata, top_k, normalization, padding):
     for factor in (0, 0.5, 1.0, 2.0):
         options = {"top_k": top_k, "capacity_factor": float(factor)}
         block = make_block(strata, gate_normalization=normalization, **options)
+        want = expected(block, x, mask, normalization=normalization, **options)
         for execution in ("per-expert", "grouped"):
             block.execution = execution
-            dropped[factor] = assert_agrees(block, x, mask, normalization=normalization, **options)
+            dropped[factor] = assert_agrees(block, x, mask, want)
     if padding != "all":
         assert dropped[0.5] and not dropped[0]  # the cases above are what they claim to be
 
