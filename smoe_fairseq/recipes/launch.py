@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 
+from smoe_fairseq.recipes.rendezvous import endpoint
 from smoe_fairseq.system.errors import UsageError
 
 LAUNCHERS = ("plain", "torchrun", "slurm")
@@ -21,15 +22,19 @@ class Launch:
         """Over all machines: what distributed training calls the world size."""
         return self.nodes * max(1, self.gpus)
 
+    @property
+    def meets_at_port(self) -> bool:
+        """Whether ``MASTER_PORT`` is used; otherwise torchrun takes a free one."""
+        return self.launcher == "slurm" or (self.launcher == "torchrun" and self.nodes > 1)
+
     def words(self, program: str) -> list[str]:
         """The command that starts a program in every process."""
         if self.launcher == "plain":
             return [program]
         each = ["--nproc-per-node", str(max(1, self.gpus)), "--no-python", program]
-        if self.launcher == "torchrun" and self.nodes == 1:
+        if not self.meets_at_port:
             return ["torchrun", "--standalone", *each]
-        address = os.environ.get("MASTER_ADDR") or "localhost"
-        port = os.environ.get("MASTER_PORT") or "29500"
+        address, port = endpoint()
         nodes = ["--nnodes", str(self.nodes), "--rdzv-backend", "c10d"]
         nodes += ["--rdzv-id", os.environ.get("SLURM_JOB_ID") or "smoe"]
         start = ["torchrun", *nodes, "--rdzv-endpoint", f"{address}:{port}", *each]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from smoe_fairseq.recipes import batch, identity
+from smoe_fairseq.recipes import batch, identity, rendezvous
 from smoe_fairseq.recipes.folders import Folders, user_dir
 from smoe_fairseq.recipes.launch import launch
 from smoe_fairseq.recipes.shell import command, dry_run, report, run
@@ -38,16 +38,24 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     folder = folders.run(method)
     words = [*data_arguments(dataset), *arguments(flags)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / "train.log"), *extra]
+    lines = [
+        f"# {dataset.name} {method}: train; resumes from checkpoint_last.pt if there is one",
+        *notes,
+        command("mkdir", "-p", folder),
+        command(*place.words("fairseq-train"), *words),
+    ]
     if not dry_run():
+        if place.meets_at_port:
+            rendezvous.check_port()
         identity.claim(method, folders.binary, words, place.processes)
-    run(
-        [
-            f"# {dataset.name} {method}: train; resumes from checkpoint_last.pt if there is one",
-            *notes,
-            command("mkdir", "-p", folder),
-            command(*place.words("fairseq-train"), *words),
-        ]
-    )
+    try:
+        run(lines)
+    except SystemExit as ended:
+        # Of another run, whose torchrun answers: ours has waited for its own machines in vain. A status of
+        # 128 and above is that of a signal.
+        if place.meets_at_port and ended.code < 128:
+            rendezvous.raise_if_taken()
+        raise
 
 
 def data_arguments(dataset: Dataset) -> list[str]:
