@@ -128,6 +128,40 @@ def test_a_missing_language_is_named(corpus, tmp_path, patch, languages, sentenc
     assert result.returncode and f"error: {sentence}" not in result.stdout
 
 
+@pytest.mark.parametrize("impl", ["mmap", "cached"])
+def test_a_data_file_without_sentences_is_named(raw_corpus, tmp_path, impl):
+    raw, data = tmp_path / "raw", tmp_path / "bin"
+    raw.mkdir()
+    for language in ("src", "tgt"):
+        (raw / f"train.{language}").write_text((raw_corpus / f"train.{language}").read_text())
+        (raw / f"valid.{language}").write_text("")
+    prefixes = [f"--{split}pref={raw / split}" for split in ("train", "valid")]
+    command = ("fairseq-preprocess", "-s", "src", "-t", "tgt", "--destdir", data)
+    run(*command, *prefixes, "--dataset-impl", impl)
+    command = ("fairseq-train", data, "--save-dir", tmp_path / "run", *TINY)
+    result = run(*command, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    sentence = (
+        f"error: {data}/valid.src-tgt.src.bin has no sentences: expected at least one in every"
+    )
+    assert result.stdout.splitlines()[-1].startswith(sentence)
+    assert not list(tmp_path.glob("run/*.pt"))
+    without = run_without("name_empty_files", *command).stdout
+    if impl == "mmap":
+        assert "Traceback" in without
+    else:  # and only when there is something to validate
+        assert sentence not in without and "begin training epoch 1" in without
+
+
+def test_data_of_which_all_sentences_are_too_long(corpus, tmp_path):
+    command = ("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, "--max-source-positions", 2)
+    result = run(*command, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    sentence = "error: no sentence of the data is short enough for the model: expected at least one"
+    assert result.stdout.splitlines()[-1].startswith(sentence)
+    assert "Traceback" in run_without("name_no_batches", *command).stdout
+
+
 def test_without_its_patch_hydra_knows_no_plugin(tmp_path):
     command = (
         *("fairseq-hydra-train", "--cfg", "job", f"common.user_dir={USER_DIR}"),

@@ -182,6 +182,29 @@ def test_sides_of_different_length_are_named(tmp_path):
     assert not (tmp_path / "data/tiny/raw").exists()
 
 
+@pytest.mark.parametrize("name", ["train.en-fr.fr", "valid.en-fr.en", "test.en-fr.en"])
+def test_text_without_lines_is_named(tmp_path, name):
+    raw = write_text(tmp_path / "text", "en-fr", train=5, valid=5, test=5)
+    for language in ("en", "fr"):
+        (raw / f"{name[:-3]}.{language}").write_text("")
+    first = f"{raw}/{name[:-3]}.en is empty: en-fr needs at least one line to {name.split('.')[0]}"
+    assert first in refusal(prepare_from(tmp_path, raw))
+    assert not (tmp_path / "data/tiny/raw").exists()
+    own = tmp_path / "data/tiny/raw"  # text that is there already is looked at too
+    own.parent.mkdir(parents=True, exist_ok=True)
+    raw.rename(own)
+    given = {"CONFIG_DIR": str(tmp_path / "configs")}
+    assert ".en is empty: " in refusal(recipe(tmp_path, "prepare", "tiny", **given))
+
+
+def test_training_text_without_a_whole_pair_is_named(tmp_path):
+    raw = write_text(tmp_path / "text", "en-fr", train=2, valid=5, test=5)
+    (raw / "train.en-fr.en").write_text("a\n\n")
+    (raw / "train.en-fr.fr").write_text(" \nb\n")
+    sentence = refusal(prepare_from(tmp_path, raw))
+    assert "train.en-fr.en and" in sentence and "no line with text on both sides" in sentence
+
+
 def test_damaged_archive_is_named(tmp_path):
     raw = write_text(tmp_path / "text", "en-fr", train=5, valid=5, test=5)
     (raw / "test.en-fr.fr").rename(raw / "test.en-fr.fr.gz")

@@ -23,6 +23,7 @@ from .command_errors import end_commands_with_sentence
 from .cpu_ddp import name_no_gpu
 from .cpu_overflow import skip_overflow_on_cpu
 from .dataclass_hash import hash_dataclasses
+from .empty_data import name_empty_files, name_no_batches
 from .encoder_fast_path import avoid_fast_path
 from .fasta_index import index_without_shell
 from .full_disk import name_full_disk
@@ -53,6 +54,8 @@ MENDS = (
     ("fairseq.dataclass.utils", quiet_hydra),
     ("fairseq.data.data_utils", name_too_small_batches),
     ("fairseq.data.indexed_dataset", read_past_cache),
+    ("fairseq.data.indexed_dataset", name_empty_files),
+    ("fairseq.data.iterators", name_no_batches),
     ("fairseq.data.fasta_dataset", index_without_shell),
     ("fairseq.logging.progress_bar", keep_lines_short),
     ("fairseq.trainer", skip_overflow_on_cpu),

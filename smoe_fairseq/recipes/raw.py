@@ -48,7 +48,15 @@ def _one_pair(dataset: Dataset, source: Path, split: str, pair: str, target: Pat
     """Copies a pair's text, if there is any, and returns the number of lines."""
     section = find(dataset, source, split, pair)
     if isinstance(section, Section):
-        return _copy_pair(section, target / f"{split}.{pair}", keep_empty=split != "train")
+        count = _copy_pair(section, target / f"{split}.{pair}", keep_empty=split != "train")
+        if not count:
+            first, second = section.files.values()
+            raise UsageError(
+                f"{first} and {second} have no line with text on both sides: {pair} needs one to {split}"
+                if first.stat().st_size and second.stat().st_size
+                else _without_lines(second if first.stat().st_size else first, split, pair)
+            )
+        return count
     if split == "test":
         report(f"{section} is missing: {pair} has no test data and will not be scored")
         return 0
@@ -58,7 +66,9 @@ def _one_pair(dataset: Dataset, source: Path, split: str, pair: str, target: Pat
 
 
 def check(dataset: Dataset, raw: Path) -> tuple[str, ...]:
-    """The pairs that have test data; missing training or validation text is a `UsageError`."""
+    """The pairs that have test data; missing training or validation text, or a file without lines, is a
+    `UsageError`.
+    """
     tested = []
     for pair in dataset.pairs:
         for split in SPLITS:
@@ -68,7 +78,15 @@ def check(dataset: Dataset, raw: Path) -> tuple[str, ...]:
                 tested.append(pair)
             elif split != "test" and missing:
                 raise UsageError(f"{missing[0]} is missing: {pair} needs it to {split}")
+            for file in files:
+                if file not in missing and not file.stat().st_size:
+                    raise UsageError(_without_lines(file, split, pair))
     return tuple(tested)
+
+
+def _without_lines(file: Path, split: str, pair: str) -> str:
+    leave_out = f", or remove the files to leave {pair} out of it" if split == "test" else ""
+    return f"{file} is empty: {pair} needs at least one line to {split}{leave_out}"
 
 
 def _copy_pair(section: Section, prefix: Path, keep_empty: bool) -> int:
