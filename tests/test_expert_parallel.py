@@ -283,7 +283,7 @@ REFUSED = {
     "--fp16": "add --fp16-no-flatten-grads",
     "--amp": "use --bf16",
     "--encoder-layerdrop 0.1": "leave it out",
-    "--smoe-strata 3-4": "7 experts, which --expert-parallel cannot spread evenly over 2 processes",
+    "--smoe-strata 3-4": "with --expert-parallel: 7 experts cannot be spread evenly over 2 processes",
     "--eval-bleu": "smoe consolidate",
 }
 

@@ -107,7 +107,9 @@ def test_order_does_not_matter_when_capacity_goes_by_score(case):
     shuffled_y, shuffled_stats = block(x[order], mask[order])
     assert torch.allclose(shuffled_y, y[order], atol=1e-12)
     assert torch.equal(shuffled_stats.dropped_choices, stats.dropped_choices[order])
-    assert stats.dropped.any() or int((~mask).sum()) < 4  # an expert takes one token at least
+    tokens, experts = int((~mask).sum()), block.strata.visible[0]
+    room = experts * math.ceil(0.3 * tokens / experts)  # an expert takes one token at least
+    assert stats.dropped.any() or tokens <= room
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
