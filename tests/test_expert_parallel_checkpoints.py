@@ -96,7 +96,8 @@ def test_the_consolidated_checkpoint_needs_no_flag(small_corpus, resharded):
     assert len(re.findall(r"^H-\d+\t", generated.stdout, re.M)) == 50
     answer = run("fairseq-interactive", *arguments, "--max-len-b", 9, stdin="ax by\n")
     assert re.search(r"^H-0\t", answer.stdout, re.M)
-    valid = run("fairseq-validate", *arguments, "--task", "translation", "--max-tokens", 400)
+    arguments += ["--task", "translation", "--max-tokens", 400, "--num-workers", 0]
+    valid = run("fairseq-validate", *arguments)
     assert "requested_capacity" in valid.stdout
 
 

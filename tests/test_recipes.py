@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import yaml
-from commands import bash_functions
+from commands import bash_functions, run
 
 from smoe_fairseq.recipes import scores
 
@@ -44,6 +44,12 @@ def recipe(
         capture_output=True,
         text=True,
     )
+
+
+def table(cwd: Path, dataset: str, **environment: str) -> str:
+    """What ``scripts/table.sh DATASET`` prints, which by itself has to import fairseq first."""
+    folders = {"CONFIG_DIR": str(ROOT / "configs"), "DATA_DIR": "data", "RUN_DIR": "runs"}
+    return run("smoe", "table", dataset, cwd=cwd, **folders | environment).stdout
 
 
 def commands(result: subprocess.CompletedProcess, program: str) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from commands import SCRIPTS, run
+from commands import SCRIPTS, run, run_python
 from test_lock import SMALL
 
 OURS = "smoe_experts"  # what only our trainer writes into a checkpoint
@@ -37,8 +37,10 @@ assert type(Trainer.__new__(Trainer, 1, task=2)) is SMoETrainer
 assert type(MegatronTrainer.__new__(MegatronTrainer)) is MegatronTrainer
 assert issubclass(SMoETrainer, Trainer)
 """
-    run("python", "-c", program)
+    result = run_python(program)
+    assert result.returncode == 0, result.stdout
 
 
 def test_without_the_plugin_the_trainer_is_fairseqs():
-    run("python", "-c", "from fairseq.trainer import Trainer as T; assert type(T.__new__(T)) is T")
+    program = "from fairseq.trainer import Trainer as T; assert type(T.__new__(T)) is T"
+    assert run_python(program).returncode == 0
