@@ -18,7 +18,9 @@ COMMANDS = {"smoe"} | {
     for name in ("preprocess", "train", "hydra-train", "generate", "interactive", "validate")
 }
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
-FAIRSEQ, WITH_PLUGIN, TORCH = Server("fairseq"), Server("plugin"), Server("torch")
+TORCH = Server(None, "import_torch")
+FAIRSEQ = Server(TORCH, "import_fairseq")
+WITH_PLUGIN = Server(FAIRSEQ, "import_plugin")
 
 # The stock model, small and shortly trained.
 TINY = """--arch transformer --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32

@@ -21,10 +21,13 @@ class Program:
 
     Args:
         request: what ``warm.py`` is to run.
-        files: descriptors of its standard input, output and error output.
+        files: descriptors of its standard input, output, error output, and of more that it is to hold.
+
+    Raises:
+        ConnectionError: the process that it is forked from has ended.
     """
 
-    def __init__(self, address: str, request: dict, files: tuple[int, int, int]):
+    def __init__(self, address: str, request: dict, files: tuple[int, ...]):
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(address)
         content = json.dumps(request).encode() + b"\n"
@@ -53,50 +56,82 @@ class Program:
 
 
 class Server:
-    """A warm process, there from the first program on, which has imported "torch" or "fairseq"."""
+    """A warm process, there from the first program on.
 
-    def __init__(self, imports: str):
-        self.imports = imports
-        self.process = None
-        self.folder = None
+    Args:
+        parent: the one that it is forked from; None: it is the first.
+        function: name of what it does in ``warm.py`` before it forks programs.
+        arguments: of the function.
+    """
+
+    def __init__(self, parent: "Server | None", function: str, *arguments: str):
+        self.parent = parent
+        self.function = function
+        self.arguments = arguments
+        self.folder: tempfile.TemporaryDirectory | None = None
 
     @property
     def address(self) -> str:
-        if self.process is None:
+        if self.folder is None:
             self._open()
         return f"{self.folder.name}/socket"
 
     def start(self, arguments, environment, folder, files, function=None) -> Program:
-        """A program by its path, ``-c`` and what Python is to do, or a function: (file, name)."""
-        request = {"arguments": arguments, "environment": environment, "folder": str(folder)}
+        """A program by its path, ``-c`` and what Python is to do, or a function: (file, name).
+
+        What Python reads from the environment at its start it has read: that has to be the same.
+
+        Raises:
+            ConnectionError: the process has ended; with its last words.
+        """
         address = self.address
+        request = {"arguments": arguments, "environment": environment, "folder": str(folder)}
         try:
-            # What Python reads from the environment at its start, it has read: so it has to be the same.
             return Program(address, request | {"function": function}, files)
-        except ConnectionError as error:
-            raise AssertionError(Path(f"{self.folder.name}/log").read_text()) from error
+        except ConnectionError:
+            raise ConnectionError(Path(f"{self.folder.name}/log").read_text()) from None
 
     def _open(self) -> None:
+        if self.parent is not None:
+            self.parent.address  # noqa: B018  (so that it is closed after this one)
         self.folder = tempfile.TemporaryDirectory(prefix="warm-")
-        atexit.register(self.close)
-        log = open(f"{self.folder.name}/log", "w")
-        with log, socket.socket(socket.AF_UNIX) as listener:
+        reading, self.control = os.pipe()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with (
+            open(f"{self.folder.name}/log", "w+") as log,
+            open(reading) as control,
+            socket.socket(socket.AF_UNIX) as listener,
+        ):
             listener.bind(f"{self.folder.name}/socket")
             listener.listen(64)
-            self.process = subprocess.Popen(
-                [sys.executable, str(WARM), self.imports, str(listener.fileno())],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[listener.fileno()],
-            )
+            if self.parent is None:
+                self.process = subprocess.Popen(
+                    [sys.executable, str(WARM), str(listener.fileno())],
+                    env=environment,
+                    stdin=control,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[listener.fileno()],
+                )
+            else:
+                files = (control.fileno(), log.fileno(), log.fileno(), listener.fileno())
+                function = (str(WARM), self.function)
+                self.process = self.parent.start(
+                    self.arguments, environment, os.getcwd(), files, function
+                )
+        atexit.register(self.close)
+
+    def finish(self) -> None:
+        """It ends with the last of its programs; there is no other."""
+        if self.control is not None:
+            os.close(self.control)
+            self.control = None
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.stdin.close()
-            self.process.wait()
+        self.finish()
+        self.process.wait()
         self.folder.cleanup()
+        atexit.unregister(self.close)
 
 
 def main(address: str, *arguments: str) -> int:

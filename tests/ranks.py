@@ -12,16 +12,20 @@ import time
 from pathlib import Path
 
 from commands import SCRIPTS, TORCH, WITH_PLUGIN, server_of
-from programs import Program
+from programs import Program, Server
 
 
 class Run:
-    """One rank's process each: ``pids``, and ``logs`` with what they print."""
+    """One rank's process each: ``pids``, and ``logs`` with what they print.
 
-    def __init__(self, programs: list[Program], logs: list[Path]):
+    server: what they are forked from, where nothing else is.
+    """
+
+    def __init__(self, programs: list[Program], logs: list[Path], server: Server | None):
         self.programs = programs
         self.pids = [program.pid for program in programs]
         self.logs = logs
+        self.server = server
         self.started = time.monotonic()
 
     def output(self, rank: int | None = None) -> str:
@@ -41,6 +45,9 @@ class Run:
         if None in statuses:
             self.kill()
             raise AssertionError(f"{statuses} after {seconds} s:\n{self.output()[-4000:]}")
+        if self.server is not None:
+            self.server.close()
+            self.server = None
         return statuses
 
     def finish(self) -> "Run":
@@ -68,31 +75,39 @@ class Ranks:
         folder.mkdir(parents=True, exist_ok=True)
         number = len(list(folder.glob("*.rank0.log")))
         logs = [folder / f"{number}.rank{rank}.log" for rank in range(world_size)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environments = [{**os.environ, "OMP_NUM_THREADS": "1"} for _ in logs]
         if not one:
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            environment |= address | {"WORLD_SIZE": str(world_size)}
-        server = WITH_PLUGIN
+            port = str(free_port())
+            for rank, environment in enumerate(environments):
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                environment |= {"WORLD_SIZE": str(world_size), "RANK": str(rank)}
+                environment |= {"LOCAL_RANK": str(rank)}
         if function is not None:
             function = (function.__code__.co_filename, function.__name__)
-        elif program is not None:
-            server, arguments = TORCH, ["-c", program, *map(str, arguments)]
-        else:
-            server, arguments = (
-                server_of(arguments),
-                [str(SCRIPTS / "fairseq-train"), *map(str, arguments)],
-            )
-        programs = []
-        for rank, log in enumerate(logs):
-            if not one:
-                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with open(os.devnull) as nothing, open(log, "w") as output:
-                files = (nothing.fileno(), output.fileno(), output.fileno())
-                programs.append(server.start(arguments, environment, os.getcwd(), files, function))
-        return Run(programs, logs)
+            return _run(WITH_PLUGIN, logs, environments, arguments, function)
+        words = [str(word) for word in arguments]
+        if program is not None:
+            return _run(TORCH, logs, environments, ["-c", program, *words])
+        words = [str(SCRIPTS / "fairseq-train"), *words]
+        if world_size > 1:
+            server = Server(server_of(words), "read_options", *words)
+            try:
+                return _run(server, logs, environments, [], own=True)
+            except ConnectionError:
+                server.close()  # the options are wrong, which each rank has to find out
+        return _run(server_of(words), logs, environments, words)
 
     def train(self, folder: Path, world_size: int, *flags, **options) -> Run:
         return self.start(folder, world_size, *flags, **options).finish()
+
+
+def _run(server: Server, logs, environments, arguments, function=None, own=False) -> Run:
+    programs = []
+    for log, environment in zip(logs, environments, strict=True):
+        with open(os.devnull) as nothing, open(log, "w") as output:
+            files = (nothing.fileno(), output.fileno(), output.fileno())
+            programs.append(server.start(arguments, environment, os.getcwd(), files, function))
+    return Run(programs, logs, server if own else None)
 
 
 def free_port() -> int:
