@@ -31,6 +31,8 @@ OTHER_KINDS = {
     "a list of parameters": lambda state: state.update(model=[1]),
     "a history of no kind": lambda state: state.update(optimizer_history=3),
     "extra state of no kind": lambda state: state.update(extra_state="x"),
+    "options of no kind": lambda state: state.update(cfg=[1]),
+    "a position of no kind": lambda state: state["extra_state"].update(train_iterator="x"),
     "no options": lambda state: state.update(cfg=None, args=None),
 }
 
@@ -65,3 +67,14 @@ def test_state_of_another_run_is_named(small_corpus, sparse, tmp_path):
     last = result.stdout.splitlines()[-1]
     assert last.startswith(f"error: {file} does not fit this run (ValueError: loaded state dict")
     assert "--reset-optimizer" in last and "Traceback" not in result.stdout
+
+
+@pytest.mark.parametrize("record", ["x", {"rank": 0}, {"extra": 1, "parameters": []}])
+def test_a_record_of_another_kind_is_named(sparse, tmp_path, record):
+    file = changed(sparse, tmp_path / "c.pt", lambda state: state.update(smoe_experts=record))
+    result = run(
+        *("smoe", "reshard", file, "--world-size", 2, "--output", tmp_path / "new" / "c.pt"),
+        check=False,
+    )
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    assert "what a checkpoint says of its experts (smoe_experts)" in result.stdout.splitlines()[-1]

@@ -41,7 +41,13 @@ class Record:
         content = state.get(KEY)
         if content is None:
             return None
-        return cls(**{**content, "parameters": tuple(content["parameters"])})
+        try:
+            return cls(**{**content, "parameters": tuple(content["parameters"])})
+        except (TypeError, LookupError):
+            raise UsageError(
+                f"what a checkpoint says of its experts ({KEY}) is of another kind: it is damaged, or of "
+                "a later version"
+            ) from None
 
 
 def record_of(path: Path | str) -> Record | None:

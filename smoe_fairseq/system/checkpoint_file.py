@@ -62,14 +62,20 @@ def reading(path: Path | str) -> Iterator[None]:
 
 def check_content(path: Path | str, state) -> None:
     """Raise UnreadableCheckpoint unless the parts that every checkpoint of fairseq has are of their kinds."""
-    kinds = {"model": Mapping, "optimizer_history": list, "extra_state": Mapping}
+    kinds = {"model": Mapping, "optimizer_history": list, "extra_state": Mapping, "cfg": Mapping}
     if not isinstance(state, Mapping) or "model" not in state:
         raise UnreadableCheckpoint(f"{path} is not a checkpoint of fairseq")
     for part, kind in kinds.items():
+        if part == "cfg" and state.get(part) is None:
+            continue  # older ones have args in its place
         if part in state and not isinstance(state[part], kind):
             raise UnreadableCheckpoint(
                 f"{path} is not a checkpoint of fairseq: {part} in it is of another kind"
             )
+    if not isinstance(state.get("extra_state", {}).get("train_iterator", {}), Mapping):
+        raise UnreadableCheckpoint(
+            f"{path} is not a checkpoint of fairseq: train_iterator in it is of another kind"
+        )
     if state.get("cfg") is None and state.get("args") is None:
         raise UnreadableCheckpoint(
             f"{path} does not say of what model it is: neither cfg nor args is in it"
