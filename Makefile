@@ -1,5 +1,6 @@
 # make demo   train and evaluate an SMoE on the built-in corpus
 # make test   run the tests
+# make soak   run those that repeat something for many minutes
 # make lint   check format and style
 # make bench  measure speed and memory, beside other packages' layers: benchmarks/results/report.md
 # make setup  make the environment in .venv; the others do so themselves
@@ -27,12 +28,15 @@ BENCH_PIP := $(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install
     -c constraints.txt
 BENCH_RUN := LOGLEVEL=WARNING PYTHONWARNINGS=ignore
 
-.PHONY: demo test lint bench setup
+.PHONY: demo test soak lint bench setup
 demo: $(DONE)
 	@$(RUN) bash scripts/demo.sh
 
 test: $(DONE)
 	@$(RUN) OMP_NUM_THREADS=1 python -m pytest -n $(JOBS) --dist loadfile
+
+soak: $(DONE)
+	@$(RUN) OMP_NUM_THREADS=1 python -m pytest -m soak -n $(JOBS)
 
 lint: $(DONE)
 	@$(RUN) ruff format --check .

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from smoe_fairseq.modules import Strata, StratifiedMoE
-from smoe_fairseq.modules.gate import Gate, Routing
+from smoe_fairseq.modules.gate import TopKGate
+from smoe_fairseq.modules.routing import Routing
 
 
 @torch.no_grad()
@@ -27,7 +28,7 @@ def routed_tokens(block: StratifiedMoE, x_TD: Tensor) -> list[list[int]]:
     return counts_LE
 
 
-def experts_of_gate(gate: Gate, routing: Routing, strata: Strata) -> list[int]:
+def experts_of_gate(gate: TopKGate, routing: Routing, strata: Strata) -> list[int]:
     """How many tokens one gate sends to each expert of its block ``(E,)``."""
     first = (
         strata.num_experts - gate.num_experts

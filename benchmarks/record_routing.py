@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 from benchmarks.floor import experts_of_gate
-from smoe_fairseq.modules.gate import Gate
+from smoe_fairseq.modules.gate import TopKGate
 from smoe_fairseq.modules.strata import Strata
 
 
 def main(out: Path, strata: Strata, program: str) -> None:
     gates, decisions = [], []
-    forward = Gate.forward
+    forward = TopKGate.forward
 
     def counting_forward(gate, *args, **kwargs):
         routing = forward(gate, *args, **kwargs)
@@ -26,7 +26,7 @@ def main(out: Path, strata: Strata, program: str) -> None:
         decisions.append((number, tokens, experts_of_gate(gate, routing, strata)))
         return routing
 
-    Gate.forward = counting_forward
+    TopKGate.forward = counting_forward
     if program == "train":
         from fairseq_cli.train import cli_main
     else:

@@ -22,7 +22,8 @@ from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.capacity_check import nll, samples
 from smoe_fairseq.analysis.training_log import read_lines
 from smoe_fairseq.models.moe_layers import moe_blocks
-from smoe_fairseq.modules.drops import by_position, gates_of, percent_dropped
+from smoe_fairseq.modules.drops import by_position, percent_dropped
+from smoe_fairseq.modules.gate import TopKGate
 from smoe_fairseq.recipes import scores
 
 LAST = 300  # updates over which the training loss is averaged
@@ -39,19 +40,19 @@ MODES = {
 @contextmanager
 def mode(model, draws: bool, limited: bool, dropout: bool):
     """A gate in training mode draws second experts and has training's capacity."""
-    gates = gates_of(model)
-    factors = [(gate.capacity_factor, gate.eval_capacity_factor) for gate in gates]
+    gates = [module for module in model.modules() if isinstance(module, TopKGate)]
+    factors = [(gate.capacity.factor, gate.capacity.eval_factor) for gate in gates]
     model.train(dropout)
     for gate in gates:
         gate.train(draws)
-        factor = gate.capacity_factor if limited else 0.0
-        gate.capacity_factor = gate.eval_capacity_factor = factor
+        factor = gate.capacity.factor if limited else 0.0
+        gate.capacity.factor = gate.capacity.eval_factor = factor
     try:
         yield
     finally:
         model.eval()
         for gate, (train, evaluate) in zip(gates, factors, strict=True):
-            gate.capacity_factor, gate.eval_capacity_factor = train, evaluate
+            gate.capacity.factor, gate.capacity.eval_factor = train, evaluate
 
 
 @torch.no_grad()

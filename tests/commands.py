@@ -1,13 +1,26 @@
-"""Commands run as a user runs them, in processes of their own."""
+"""Commands run as a user runs them, each in a process of its own, which mostly is a forked one."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
+import programs
+from programs import Server
+
 SCRIPTS = Path(sysconfig.get_path("scripts"))
+COMMANDS = {"smoe"} | {
+    f"fairseq-{name}"
+    for name in ("preprocess", "train", "hydra-train", "generate", "interactive", "validate")
+}
+PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
+TORCH = Server(None, "import_torch")
+FAIRSEQ = Server(TORCH, "import_fairseq")
+WITH_PLUGIN = Server(FAIRSEQ, "import_plugin")
 
 # The stock model, small and shortly trained.
 TINY = """--arch transformer --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32
@@ -17,26 +30,69 @@ TINY = """--arch transformer --encoder-layers 2 --decoder-layers 2 --encoder-emb
     --max-tokens 300 --max-epoch 2 --no-epoch-checkpoints --cpu""".split()
 
 
-def run(*command, check=True, cwd=None, stdin="", **environment) -> subprocess.CompletedProcess:
+def run(
+    *command, check=True, cwd=None, stdin="", fresh=False, **environment
+) -> subprocess.CompletedProcess:
     """Runs a program of this environment (``fairseq-train``, ``smoe``, ``python``, ...).
 
     In the result, ``stdout`` holds stderr too; ``check`` fails the test on a non-zero status.
+    fresh: the commands of fairseq and ours are started from nothing, as a shell does it. Else they are forked
+    from a process that has made their imports, the plugin's too where they name it.
     """
     program, *arguments = map(str, command)
-    program = sys.executable if program == "python" else str(SCRIPTS / program)
-    result = subprocess.run(
-        [program, *arguments],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        input=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
+    path = sys.executable if program == "python" else str(SCRIPTS / program)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    if program in COMMANDS and not fresh:
+        server = server_of(arguments)
+        result = _fork(server, [path, *arguments], environment, cwd or os.getcwd(), stdin)
+    else:
+        result = subprocess.run(
+            [path, *arguments],
+            cwd=cwd,
+            env=environment,
+            input=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
     if check:
         assert result.returncode == 0, result.stdout[-4000:]
     return result
+
+
+def server_of(arguments) -> Server:
+    """The one that has imported the plugin, where this is what ``--user-dir`` says."""
+    return WITH_PLUGIN if str(PLUGIN) in map(str, arguments) else FAIRSEQ
+
+
+def run_python(program: str, *arguments) -> subprocess.CompletedProcess:
+    """``python -c``, forked from a process that has imported torch, but nothing of fairseq."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return _fork(TORCH, ["-c", program, *map(str, arguments)], environment, os.getcwd(), "")
+
+
+def bash_functions() -> dict[str, str]:
+    """The environment in which bash forks the same commands; it takes a function before a program."""
+    start = shlex.join([sys.executable, "-I", "-S", programs.__file__])
+
+    def function(name: str) -> str:
+        server = FAIRSEQ if name in ("smoe", "fairseq-preprocess") else WITH_PLUGIN
+        return f'() {{ {start} {shlex.quote(server.address)} {SCRIPTS / name} "$@"; }}'
+
+    return {f"BASH_FUNC_{name}%%": function(name) for name in COMMANDS}
+
+
+def _fork(server: Server, command, environment, folder, stdin) -> subprocess.CompletedProcess:
+    with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as printed:
+        given.write(stdin)
+        given.seek(0)
+        files = (given.fileno(), printed.fileno(), printed.fileno())
+        status = server.start(command, environment, folder, files).wait(300)
+        printed.seek(0)
+        output = printed.read()
+    assert status is not None, f"still running after 300 s:\n{output[-4000:]}"
+    return subprocess.CompletedProcess(command, status, output)
 
 
 def preprocess(raw: Path, folder: Path, *flags) -> None:

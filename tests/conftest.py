@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import preprocess, train
-from ranks import Server
+from ranks import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +62,4 @@ def post_norm(corpus, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def ranks():
     """Starts runs of several processes."""
-    server = Server()
-    yield server
-    server.close()
+    return Ranks()

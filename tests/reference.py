@@ -20,8 +20,10 @@ def layer_norm(params, index, x):
 
 
 def softmax(logits):
-    powers = [math.e ** (value - max(logits)) for value in logits]
-    return [power / sum(powers) for power in powers]
+    largest = max(logits)
+    powers = [math.e ** (value - largest) for value in logits]
+    total = sum(powers)
+    return [power / total for power in powers]
 
 
 def run_gate(params, i, inputs, top_k, normalization, capacity_factor, drop_order):

@@ -30,7 +30,7 @@ from test_compat import run_without
 
 from smoe_fairseq.analysis import capacity_check, inputs, training_log
 from smoe_fairseq.cli import main
-from smoe_fairseq.modules.drops import gates_of
+from smoe_fairseq.modules.drops import capacities_of
 
 
 @pytest.fixture(scope="module")
@@ -264,12 +264,12 @@ def test_shapes_that_do_not_depend_on_the_routing(loaded):
     want = collected(loaded)
     blocks = moe_blocks(loaded[0]).values()
     for block in blocks:
-        block.static_shapes = True
+        block.execution = "grouped"
     try:
         assert collected(loaded) == want
     finally:
         for block in blocks:
-            block.static_shapes = None
+            block.execution = "auto"
 
 
 def test_one_direction_with_the_translation_task(data, tmp_path):
@@ -315,8 +315,8 @@ def test_losses_with_and_without_the_limit_are_those_of_validation(data, trained
     ).stdout
     line = json.loads(re.findall(r"^.*(\{.*valid_nll_loss.*\})", output, re.MULTILINE)[-1])
     model, task = inputs.load(trained, str(data))
-    for gate in gates_of(model):
-        gate.drop_order = "score"
+    for capacity in capacities_of(model):
+        capacity.order = "score"
     found = capacity_check.check(model, task, DIRECTIONS)
     assert found.nll_loss == pytest.approx(float(line["valid_nll_loss"]), abs=0.0006)
     assert found.limited_nll_loss == pytest.approx(float(line["valid_capacity_nll_loss"]), abs=6e-4)
@@ -324,7 +324,7 @@ def test_losses_with_and_without_the_limit_are_those_of_validation(data, trained
     percent = 100 * table[1] / table[0]
     logged = [float(line[f"valid_capacity_overflow_fifth{i}"]) for i in range(1, 6)]
     assert percent.tolist() == pytest.approx(logged, abs=0.002)
-    assert found.gap != 0 and model.encoder.layers[1].moe.gates[0].eval_capacity_factor == 0
+    assert found.gap != 0 and model.encoder.layers[1].moe.gates[0].capacity.eval_factor == 0
 
 
 def test_naive_stacking(data, tmp_path):
@@ -453,7 +453,7 @@ def test_a_bad_checkpoint_gets_one_sentence(data, tmp_path):
     (tmp_path / "text.pt").write_text("no checkpoint")
     for path, words in (
         (dense, "is a dense model: expected one with MoE layers"),
-        (tmp_path / "text.pt", "is not a checkpoint of fairseq-train"),
+        (tmp_path / "text.pt", "is cut off or not a checkpoint"),
         (tmp_path, "cannot be read: Is a directory"),
         (tmp_path / "none.pt", "is missing"),
     ):

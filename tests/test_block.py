@@ -5,6 +5,7 @@ import torch
 from reference import reference
 
 from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.grouped import can_group
 
 T, D, F = 18, 8, 6
 STRATA = ["8", "4-4", "4-12", "2-2-2-2", "1-1-1"]
@@ -55,13 +56,19 @@ def gradients(y, loss, x, params):
     }
 
 
-def assert_agrees(block, x, mask, **options):
+def expected(block, x, mask, **options):
+    """What ``reference`` says, and the gradients of it."""
+    params = dict(block.named_parameters())
+    y, loss, *others = reference(params, str(block.strata), x, mask, **options)
+    return y, loss, *others, gradients(y, loss, x, params)
+
+
+def assert_agrees(block, x, mask, want=None, **options):
     params = dict(block.named_parameters())
     drops = watch_drops(block)
     y, stats = block(x, mask)
-    want_y, want_loss, want_rc, want_dropped, visits = reference(
-        params, str(block.strata), x, mask, **options
-    )
+    want = want or expected(block, x, mask, **options)
+    want_y, want_loss, want_rc, want_dropped, visits, want_gradients = want
     assert torch.allclose(y, want_y, rtol=1e-10, atol=1e-10)
     assert torch.allclose(stats.balance_loss, want_loss, rtol=1e-10)
     assert torch.equal(stats.requested_capacity, want_rc)
@@ -70,10 +77,9 @@ def assert_agrees(block, x, mask, **options):
     for _, t, k in want_dropped:
         want_of_token[t, k] += 1
     assert torch.equal(stats.dropped_choices, want_of_token)
-    if not block.static_shapes:
+    if block.execution == "per-expert":
         rows = [(i, row, k) for i, found in enumerate(drops) for row, k in found]
         assert {(i, visits[i][row], k) for i, row, k in rows} == want_dropped
-    want_gradients = gradients(want_y, want_loss, x, params)
     for name, got in gradients(y, stats.balance_loss, x, params).items():
         assert torch.allclose(got, want_gradients[name].expand_as(got), atol=1e-9), name
     return want_dropped
@@ -91,35 +97,36 @@ def test_agrees_with_plain_loops(strata, top_k, normalization, padding):
     for factor in (0, 0.5, 1.0, 2.0):
         options = {"top_k": top_k, "capacity_factor": float(factor)}
         block = make_block(strata, gate_normalization=normalization, **options)
-        for static_shapes in (False, True):
-            block.static_shapes = static_shapes
-            dropped[factor] = assert_agrees(block, x, mask, normalization=normalization, **options)
+        want = expected(block, x, mask, normalization=normalization, **options)
+        for execution in ("per-expert", "grouped"):
+            block.execution = execution
+            dropped[factor] = assert_agrees(block, x, mask, want)
     if padding != "all":
         assert dropped[0.5] and not dropped[0]  # the cases above are what they claim to be
 
 
 @pytest.mark.parametrize("padding", PADDING)
-@pytest.mark.parametrize("static_shapes", [False, True])
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 @pytest.mark.parametrize("strata", ["4-4", "2-2-2-2"])
-def test_naive_stacking_agrees_with_plain_loops(strata, static_shapes, padding):
+def test_naive_stacking_agrees_with_plain_loops(strata, execution, padding):
     x, mask = make_input(padding)
     block = make_block(strata, stacked=True, capacity_factor=1.0)
-    block.static_shapes = static_shapes
+    block.execution = execution
     assert_agrees(block, x, mask, stacked=True, capacity_factor=1.0)
     assert len(block.layer_norms) == 1
     assert [gate.weight.shape[0] for gate in block.gates] == list(block.strata.sizes)
 
 
-@pytest.mark.parametrize("static_shapes", [False, True])
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("strata", ["8", "2-2-2-2"])
-def test_order_of_scores_agrees_with_plain_loops(strata, top_k, static_shapes):
+def test_order_of_scores_agrees_with_plain_loops(strata, top_k, execution):
     x, mask = make_input("some")
     dropped = {}
     for order in ("sentence", "score"):
         options = {"drop_order": order, "top_k": top_k, "capacity_factor": 0.5}
         block = make_block(strata, **options)
-        block.static_shapes = static_shapes
+        block.execution = execution
         dropped[order] = assert_agrees(block, x, mask, **options)
     assert dropped["sentence"] != dropped["score"]
 
@@ -130,20 +137,20 @@ def test_random_order_keeps_each_token_as_often():
     gate = StratifiedMoE(D, F, "8", top_k=1, capacity_factor=2.0, drop_order="random").gates[0]
     torch.nn.init.zeros_(gate.weight)
     for training in (True, False):  # evaluation is limited only where that is asked for
-        gate.train(training).eval_capacity_factor = 2.0
+        gate.train(training).capacity.eval_factor = 2.0
         kept_T = sum((gate(torch.randn(16, D)).expert_TK[:, 0] == 0).long() for _ in range(2000))
         assert int(kept_T.sum()) == 4 * 2000
         assert (kept_T - 500).abs().max() < 100  # five standard deviations
 
 
-@pytest.mark.parametrize("static_shapes", [False, True])
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("strata", STRATA)
-def test_norms_of_the_released_code_agree_with_plain_loops(strata, padding, static_shapes):
+def test_norms_of_the_released_code_agree_with_plain_loops(strata, padding, execution):
     x, mask = make_input(padding)
     options = {"norms": "released", "top_k": 1, "capacity_factor": 1.0}
     block = make_block(strata, **options)
-    block.static_shapes = static_shapes
+    block.execution = execution
     assert_agrees(block, x, mask, **options)
     assert len(block.layer_norms) == (len(block.gates) + 1 if len(block.gates) > 1 else 1)
 
@@ -159,11 +166,11 @@ def test_norms_of_the_released_code_leave_a_skipped_batch_in_scale():
     assert torch.equal(y[mask], 5 * x[mask])
 
 
-@pytest.mark.parametrize("static_shapes", [False, True])
-def test_dropout_of_the_layer_is_of_all_that_it_adds(static_shapes):
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+def test_dropout_of_the_layer_is_of_all_that_it_adds(execution):
     x, mask = make_input("some")
     block = make_block("2-2-2-2", capacity_factor=0, dropout=0.25, dropout_per="layer")
-    block.static_shapes = static_shapes
+    block.execution = execution
     added = block.eval()(x, mask)[0] - x
     with_dropout = block.train()(x, mask)[0] - x
     left_out = with_dropout.isclose(torch.zeros(()).double())
@@ -208,7 +215,7 @@ def test_sampled_second_expert_follows_the_scores():
     assert (routing.first_choice_T == first).all()
     want = probs.clone().index_fill(0, torch.tensor([first]), 0)
     want = want / want.sum()
-    block.gates[0].capacity_factor = 0.0
+    block.gates[0].capacity.factor = 0.0
     second = block.gates[0](x.expand(draws, D)).expert_TK[:, 1]
     got = torch.bincount(second, minlength=4) / draws
     assert torch.allclose(got.double(), want, atol=0.015)
@@ -276,37 +283,40 @@ def test_state_dict_has_the_contracts_names_and_shapes():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"strata": ""}, "--smoe-strata ''"),
-        ({"strata": "4--4"}, "--smoe-strata '4--4'"),
+        ({"strata": ""}, "strata ''"),
+        ({"strata": "4--4"}, "strata '4--4'"),
         ({"strata": "4-0"}, "such as 16, 4-12"),
-        ({"strata": "-4"}, "--smoe-strata '-4'"),
-        ({"strata": "four"}, "--smoe-strata 'four'"),
-        ({"strata": "7-1"}, "--moe-top-k 2: a gate of --smoe-strata 7-1 sees 1 expert"),
-        ({"strata": "1-4", "stacked": True}, "--moe-top-k 2"),
-        ({"top_k": 3}, "--moe-top-k 3: expected 1 or 2"),
-        ({"capacity_factor": -1.0}, "--moe-capacity-factor -1.0"),
-        ({"eval_capacity_factor": float("nan")}, "--moe-eval-capacity-factor nan"),
-        ({"gate_normalization": "softmax"}, "--moe-gate-normalization 'softmax'"),
-        ({"second_expert_policy": "best"}, "--moe-second-expert-policy 'best'"),
+        ({"strata": "-4"}, "strata '-4'"),
+        ({"strata": "four"}, "strata 'four'"),
+        ({"strata": "7-1"}, "top_k 2: a gate of strata 7-1 sees 1 expert"),
+        ({"strata": "1-4", "stacked": True}, "top_k 2"),
+        ({"top_k": 3}, "top_k 3: expected 1 or 2"),
+        ({"capacity_factor": -1.0}, "capacity_factor -1.0"),
+        ({"eval_capacity_factor": float("nan")}, "eval_capacity_factor nan"),
+        ({"gate_normalization": "softmax"}, "gate_normalization 'softmax'"),
+        ({"second_expert_policy": "best"}, "second_expert_policy 'best'"),
         (
             {"drop_order": "first"},
-            "--moe-drop-order 'first': expected one of sentence, score, random",
+            "drop_order 'first': expected one of sentence, score, random",
         ),
-        ({"norms": "post"}, "--moe-norms 'post'"),
-        ({"dropout_per": "token"}, "--moe-dropout-per 'token'"),
+        ({"norms": "post"}, "norms 'post'"),
+        ({"dropout_per": "token"}, "dropout_per 'token'"),
         (
             {"dropout_per": "layer", "norms": "released"},
-            "--moe-dropout-per layer: with --moe-norms",
+            "dropout_per layer: with norms",
         ),
         (
             {"norms": "released", "stacked": True, "strata": "4-4"},
-            "--moe-norms released: --moe-stacked",
+            "norms released: stacked",
         ),
-        ({"gate_init_scale": 0.0}, "--moe-gate-init-scale 0.0: expected a positive number"),
-        ({"output_init_scale": -1.0}, "--moe-output-init-scale -1.0"),
+        ({"gate_init_scale": 0.0}, "gate_init_scale 0.0: expected a positive number"),
+        ({"output_init_scale": -1.0}, "output_init_scale -1.0"),
+        ({"activation_fn": "reluu"}, "activation_fn 'reluu': expected a function, or the name"),
+        ({"execution": "fast"}, "execution 'fast': expected one of auto, per-expert, grouped"),
+        ({"cmr": True, "strata": "4-4"}, "cmr: expected one stratum, such as strata 8, not 4-4"),
     ],
 )
-def test_bad_options_are_refused_by_the_flags_name(options, words):
+def test_bad_options_are_refused_by_the_parameters_name(options, words):
     with pytest.raises(ValueError) as error:
         StratifiedMoE(D, F, **options)
     assert words in str(error.value)
@@ -321,12 +331,12 @@ def test_grouped_products_equal_one_product_per_expert(strata, capacity_factor):
     x = x.detach().float().requires_grad_()
     params = dict(block.named_parameters())
     outputs = {}
-    for static_shapes in (False, True):
-        block.static_shapes = static_shapes
+    for execution in ("per-expert", "grouped"):
+        block.execution = execution
         y, stats = block(x, mask)
-        outputs[static_shapes] = y, stats, gradients(y, stats.balance_loss, x, params)
+        outputs[execution] = y, stats, gradients(y, stats.balance_loss, x, params)
     (y, stats, grads), (grouped_y, grouped_stats, grouped_grads) = outputs.values()
-    assert block.experts.can_group(x)
+    assert can_group(block.experts.w1)
     assert torch.allclose(y, grouped_y, atol=1e-5)
     for a, b in zip(stats, grouped_stats, strict=True):
         assert a is b is None or torch.allclose(a, b)
@@ -334,12 +344,12 @@ def test_grouped_products_equal_one_product_per_expert(strata, capacity_factor):
         assert torch.allclose(grads[name], grouped_grads[name], atol=1e-4), name
 
 
-@pytest.mark.parametrize("static_shapes", [False, True])
-def test_a_pass_for_the_inputs_alone_leaves_nothing_behind(static_shapes):
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+def test_a_pass_for_the_inputs_alone_leaves_nothing_behind(execution):
     """`torch.autograd.grad` of x first, then `backward`: the gradients of one pass, not of two."""
     x, mask = make_input("some")
     block = make_block("2-2-2-2", capacity_factor=0)
-    block.static_shapes = static_shapes
+    block.execution = execution
     params = dict(block.named_parameters())
     y, stats = block(x, mask)
     want = gradients(y, stats.balance_loss, x, params)

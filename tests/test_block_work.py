@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.execution import PerExpert
 
 T, D, F, K = 96, 16, 64, 2
 STRATA = ["8", "4-4", "2-2-2-2"]
@@ -65,19 +66,21 @@ def run_block(block, x):
 def test_grouped_products_per_stratum(strata):
     """Two in the forward pass of a stratum, and four backwards."""
     block = make_block(strata)
-    block.static_shapes = True
+    block.execution = "grouped"
     forward, backward, _ = run_block(block, torch.randn(T, D, requires_grad=True))
     assert forward.calls({"_grouped_mm"}) == 2 * len(block.strata)
     assert backward.calls({"_grouped_mm"}) == 4 * len(block.strata)
 
 
 @pytest.mark.parametrize("strata", STRATA)
-def test_products_on_cpu(strata):
+def test_products_on_cpu(strata, monkeypatch):
     """Two for each touched expert and one for the gate, twice as many backwards; none for the others."""
     block = make_block(strata)
     touched = []
-    experts = block.experts.forward_expert
-    block.experts.forward_expert = lambda e, *rest: (touched.append(e), experts(e, *rest))[1]
+    compute = PerExpert.compute_expert
+    monkeypatch.setattr(
+        PerExpert, "compute_expert", lambda self, e, x: (touched.append(e), compute(self, e, x))[1]
+    )
     forward, backward, _ = run_block(block, torch.randn(T, D, requires_grad=True))
     gates = len(block.strata)
     assert forward.calls(PRODUCTS) == 2 * len(touched) + gates
@@ -96,12 +99,12 @@ def test_weights_get_one_gradient_each_and_no_copies_of_it(strata):
     assert sum(large.values()) == 2, large
 
 
-@pytest.mark.parametrize("static_shapes", [False, True])
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 @pytest.mark.parametrize("strata", STRATA)
-def test_token_sized_tensors(strata, static_shapes):
+def test_token_sized_tensors(strata, execution):
     """A stratum makes few tensors as large as its routed copies, and none of size T x E x C."""
     block = make_block(strata)
-    block.static_shapes = static_shapes
+    block.execution = execution
     forward, backward, routed = run_block(block, torch.randn(T, D, requires_grad=True))
     largest = max(size for operations in (forward, backward) for _, size in operations.made)
     assert largest <= max(T * K * F, block.experts.w1.numel())
@@ -110,9 +113,9 @@ def test_token_sized_tensors(strata, static_shapes):
         hidden = forward.as_large_as(T * K * F)
         # gathered, second product (of all experts), weighted; with static shapes also masked, twice, and
         # the second product's bias gathered and added
-        assert sum((made - hidden).values()) <= (7 if static_shapes else 3), made
+        assert sum((made - hidden).values()) <= (7 if execution == "grouped" else 3), made
         # first product, its bias gathered and added, masked, activation; else each expert has its own
-        assert sum(hidden.values()) <= (5 if static_shapes else 0), hidden
+        assert sum(hidden.values()) <= (5 if execution == "grouped" else 0), hidden
 
 
 def saved_bytes(function, parameters) -> int:
@@ -152,7 +155,7 @@ def test_memory_kept_for_the_backward_pass(strata):
 @pytest.mark.parametrize("strata", STRATA)
 def test_compiles_without_graph_breaks(strata, dtype, tolerance):
     block = make_block(strata).to(dtype)
-    block.static_shapes = True  # which tracing asks for by itself
+    block.execution = "grouped"  # which tracing asks for by itself
     x = torch.randn(T, D, dtype=dtype)
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import SCRIPTS, TINY, generation, run
+from commands import SCRIPTS, TINY, generation, run, run_python
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 from test_compat import WITHOUT, run_without
@@ -17,8 +17,9 @@ from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
 from test_training import train as train_smoe
 
+from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.checkpoint.names import pending
-from smoe_fairseq.checkpoint.record import Inaccessible, open_checkpoint, record_of
+from smoe_fairseq.checkpoint.record import record_of
 from smoe_fairseq.checkpoint.shards import Shards
 from smoe_fairseq.system import checkpoint_file
 from smoe_fairseq.system.errors import UsageError
@@ -137,6 +138,31 @@ def test_checkpoints_of_older_torch_have_no_checksums(pre_norm, tmp_path):
     state = torch.load(pre_norm, weights_only=True)
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "old.pt"))["model"]
+    assert open_checkpoint(tmp_path / "old.pt")["model"]
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "is missing"),
+        (b"", "is cut off or not a checkpoint"),
+        (b"no checkpoint", "is cut off or not a checkpoint"),
+        (b"\x80\x02junk", "is cut off or not a checkpoint"),
+        (b"PK\x03\x04junk", "is cut off or not a checkpoint"),
+        ({"weights": 1}, "is not a checkpoint of fairseq"),
+        ([1, 2], "is not a checkpoint of fairseq"),
+    ],
+    ids=str,
+)
+def test_whatever_a_file_holds_there_is_a_sentence_for_it(tmp_path, content, words):
+    path = tmp_path / "some.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(UsageError) as ended:
+        open_checkpoint(path)
+    assert str(ended.value) == f"{path} {words}"
 
 
 # Files of another user
@@ -174,7 +200,7 @@ def test_a_file_that_may_be_sound_is_not_taken_for_a_useless_one(sparse, tmp_pat
     """Else what a killed run left to be published would be dropped at the next start."""
     secret = pending(tmp_path / "secret-rank-0.pt")
     shutil.copy(sparse, secret)
-    with pytest.raises(Inaccessible, match="Permission denied"):
+    with pytest.raises(checkpoint_file.InaccessibleCheckpoint, match="Permission denied"):
         record_of(secret)
     (tmp_path / "cut.pt").write_bytes(sparse.read_bytes()[:5000])
     assert record_of(tmp_path / "cut.pt") is None and record_of(tmp_path / "none.pt") is None
@@ -244,8 +270,7 @@ def run_saving(condition: str, patch: str, source: Path, folder: Path):
     """The same under a condition, with every patch but one."""
     program = folder.parent / "saving.py"
     program.write_text(SAVING)
-    words = ("python", "-c", condition + WITHOUT, patch, program, source, folder)
-    return run(*words, check=False)
+    return run_python(condition + WITHOUT, patch, program, source, folder)
 
 
 @pytest.fixture
@@ -260,8 +285,8 @@ def test_a_kill_while_saving_leaves_the_old_checkpoint(pre_norm, corpus, folder)
     """The copy of the newest checkpoint to checkpoint_last.pt is where the run ends."""
     before = contents(folder)
     program, *flags = resume(corpus, folder, "--max-epoch", 3)
-    words = ("python", "-c", KILLED + WITHOUT, "read_past_cache", SCRIPTS / program, *flags)
-    assert run(*words, check=False).returncode == -9  # that patch has nothing to do with it
+    result = run_python(KILLED + WITHOUT, "read_past_cache", SCRIPTS / program, *flags)
+    assert result.returncode == -9  # that patch has nothing to do with it
     assert (folder / "checkpoint_best.pt").exists()
     assert contents(folder).items() > before.items()
     assert run_saving(KILLED, "publish_checkpoints", pre_norm, folder).returncode == -9
@@ -281,8 +306,7 @@ def test_without_room_the_old_checkpoint_stays(pre_norm, corpus, folder):
     assert pre_norm.stat().st_size > 150_000
     before = contents(folder)
     program, *flags = resume(corpus, folder, "--max-epoch", 3)
-    words = ("python", "-c", FULL + WITHOUT, "read_past_cache", SCRIPTS / program, *flags)
-    result = run(*words, check=False)
+    result = run_python(FULL + WITHOUT, "read_past_cache", SCRIPTS / program, *flags)
     assert result.returncode == 1 and "Traceback" not in result.stdout
     sentence = f"error: {folder / 'checkpoint_best.pt'} cannot be saved: File too large; files"
     assert result.stdout.splitlines()[-1].startswith(sentence)
@@ -309,14 +333,9 @@ def test_a_copy_without_room_leaves_what_was_there(tmp_path, monkeypatch):
 
 def test_consolidating_without_room_says_why(sparse, tmp_path):
     """torch's own words are about its archive."""
-    result = run(
-        *(
-            "python",
-            "-c",
-            FULL + "import sys; from smoe_fairseq.cli import main; main(sys.argv[1:])",
-        ),
+    result = run_python(
+        FULL + "import sys; from smoe_fairseq.cli import main; main(sys.argv[1:])",
         *("reshard", sparse, "--world-size", 2, "--output", tmp_path / "set.pt"),
-        check=False,
     )
     assert result.returncode == 1 and "Traceback" not in result.stdout
     words = f"error: --output {tmp_path / 'set.pt'} cannot be saved: File too large; files"

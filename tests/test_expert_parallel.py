@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import SCRIPTS, run
-from ranks import PLUGIN
+from commands import PLUGIN, SCRIPTS, run
 
 from smoe_fairseq.checkpoint.shards import Shards
 from smoe_fairseq.modules.placement import Placement
@@ -210,6 +209,36 @@ def test_precisions_and_checkpointing_train(ranks, small_corpus, tmp_path, preci
         assert furthest(whole(plain), whole(tmp_path)) < 1e-5
 
 
+def norm_of_all(name: str, scale: float):
+    """On each of two ranks with two experts each: the norm over shared parameters and all experts."""
+    import torch.distributed as dist
+
+    from smoe_fairseq.distributed.agree import from_all
+    from smoe_fairseq.distributed.gradients import ExpertNorm
+
+    dist.init_process_group("gloo")
+    dtype = getattr(torch, name)
+    torch.manual_seed(1)
+    shared = [scale * torch.randn(40, 30, dtype=dtype) for _ in range(5)]
+    experts = [[scale * torch.randn(2, 30, dtype=dtype) for _ in range(3)] for _ in range(2)]
+    wanted = torch.cat([g.double().flatten() for g in [*shared, *experts[0], *experts[1]]]).norm()
+    norm = ExpertNorm(Placement(4, 2, dist.get_rank()))
+    found = norm(shared, experts[dist.get_rank()])
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    tolerance = 1e-14 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=0)
+    assert len(set(from_all(found.item()))) == 1
+    if dist.get_rank() == 1:
+        experts[1][0].view(-1)[0] = float("inf")
+    assert norm(shared, experts[dist.get_rank()]).isinf()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_the_norm_is_in_single_precision_at_least(ranks, tmp_path, name):
+    """Of each gradient in half precision it is beyond what that can hold."""
+    ranks.start(tmp_path, 2, name, 4000.0, function=norm_of_all).finish()
+
+
 def overflow_on_one_rank(arguments):
     """In the third update one rank's expert alone has a gradient that is not finite."""
     import sys
@@ -254,7 +283,7 @@ REFUSED = {
     "--fp16": "add --fp16-no-flatten-grads",
     "--amp": "use --bf16",
     "--encoder-layerdrop 0.1": "leave it out",
-    "--smoe-strata 3-4": "7 experts, which --expert-parallel cannot spread evenly over 2 processes",
+    "--smoe-strata 3-4": "with --expert-parallel: 7 experts cannot be spread evenly over 2 processes",
     "--eval-bleu": "smoe consolidate",
 }
 

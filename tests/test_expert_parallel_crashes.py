@@ -9,11 +9,12 @@ import sys
 import time
 
 import pytest
-from ranks import Server
+from ranks import Ranks
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
+from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.checkpoint.names import rank_file
-from smoe_fairseq.checkpoint.record import Record, open_checkpoint
+from smoe_fairseq.checkpoint.record import Record
 from smoe_fairseq.system.errors import UsageError
 
 KILLS = 20
@@ -71,7 +72,7 @@ def newest_complete(folder):
     return max((updates for updates, _ in one & other), default=0)
 
 
-def resume(ranks: Server, data, folder, uninterrupted):
+def resume(ranks: Ranks, data, folder, uninterrupted):
     expected = newest_complete(folder)
     run = ranks.train(folder, 2, *saving_flags(data, folder))
     loaded = re.search(r"Loaded checkpoint .* @ (\d+) updates", run.output(0))
@@ -83,6 +84,7 @@ def resume(ranks: Server, data, folder, uninterrupted):
     return expected
 
 
+@pytest.mark.soak
 def test_killed_at_random_moments(ranks, small_corpus, tmp_path, uninterrupted):
     reference, seconds = uninterrupted
     chance = random.Random(7)

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 import torch
-from commands import TINY, run
-from ranks import PLUGIN, free_port
+from commands import PLUGIN, TINY, run
+from ranks import free_port
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoint.names import pending, rank_file

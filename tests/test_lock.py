@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from ranks import PLUGIN
+from commands import PLUGIN
 
 from smoe_fairseq.system import lock
 from smoe_fairseq.system.errors import UsageError
@@ -25,7 +25,8 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from smoe_fairseq.system import lock
-lock.take(Path(sys.argv[1]))
+from smoe_fairseq.system.errors import ends_with_sentence
+ends_with_sentence(lock.take)(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """

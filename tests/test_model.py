@@ -169,12 +169,12 @@ def test_half_precision_forward_and_backward(dtype):
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("static_shapes", [False, True])
-def test_autocast(static_shapes):
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+def test_autocast(execution):
     model = tiny("--smoe-strata", "2-2-2-2")
     for layer in [*model.encoder.layers, *model.decoder.layers]:
         if layer.is_moe:
-            layer.moe.static_shapes = static_shapes
+            layer.moe.execution = execution
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, extra = model(*make_batch())
     assert extra["moe_stats"][0].balance_loss.dtype == torch.float32

@@ -8,7 +8,7 @@ import pytest
 from smoe_fairseq.recipes import rendezvous, train
 from smoe_fairseq.recipes.launch import Launch
 from smoe_fairseq.settings.dataset import load_dataset
-from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
+from smoe_fairseq.system.errors import UsageError
 
 
 def test_port_in_use_is_named(monkeypatch):
@@ -26,7 +26,9 @@ def test_port_in_use_is_named(monkeypatch):
             dist.init_process_group("gloo")
 
         monkeypatch.setattr(start, "_fairseqs", [fairseqs])
-        with pytest.raises(UsageErrorOfAll, match=f"MASTER_PORT {port} is in use by another prog"):
+        with pytest.raises(
+            SystemExit, match=f"error: MASTER_PORT {port} is in use by another prog"
+        ):
             start.distributed_main(0, None, None, {})
 
 

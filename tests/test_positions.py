@@ -100,7 +100,7 @@ def test_drops_by_position_are_means_over_all_batches():
     with metrics.aggregate(new_root=True) as meters:
         for factor in (1.0, 4.0):
             for layer in (model.encoder.layers[1], model.decoder.layers[1]):
-                layer.moe.gates[0].capacity_factor = factor
+                layer.moe.gates[0].capacity.factor = factor
             criterion.reduce_metrics([criterion(model, make_sample())[2]])
     assert meters["overflow_expert1"].avg == 37.5
     assert [meters[f"overflow_fifth{i}"].avg for i in range(1, 6)] == [37.5] * 5
@@ -112,7 +112,7 @@ def test_fifths_of_sentences_with_padding():
     source = sample["net_input"]["src_tokens"]
     source[1, :10] = PAD  # ten tokens, at positions 10 to 19: fifths of two
     source[2:, 3:] = PAD  # three tokens, in fifths 0, 1 and 3
-    model.encoder.layers[1].moe.gates[0].capacity_factor = 25 * 4 / 48
+    model.encoder.layers[1].moe.gates[0].capacity.factor = 25 * 4 / 48
     stats = model.encoder(**{k: v for k, v in sample["net_input"].items() if "src" in k})
     (stats,) = stats["moe_stats"]
     table = by_position(stats)
@@ -137,7 +137,7 @@ def test_validation_compares_with_training_capacity():
     assert abs(got["capacity_gap"]) > 1e-4
     assert [got[f"capacity_overflow_fifth{i}"] for i in range(1, 6)] == [75.0] * 5
     assert "overflow_fifth1" not in got  # validation itself drops nothing
-    assert model.encoder.layers[1].moe.gates[0].eval_capacity_factor == 0
+    assert model.encoder.layers[1].moe.gates[0].capacity.eval_factor == 0
 
     criterion(model.train(), sample)  # the next validation begins with its first batch again
     assert "capacity_gap" in criterion(model.eval(), sample)[2]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import yaml
+from commands import bash_functions, run
 
 from smoe_fairseq.recipes import scores
 
@@ -25,10 +26,17 @@ METHODS = {
 }
 
 
-def recipe(cwd: Path, script: str, *words: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs ``scripts/SCRIPT.sh WORDS`` in ``cwd``, with this Python where the checkout has none."""
+def recipe(
+    cwd: Path, script: str, *words: str, fresh: bool = False, **environment: str
+) -> subprocess.CompletedProcess:
+    """Runs ``scripts/SCRIPT.sh WORDS`` in ``cwd``, with this Python where the checkout has none.
+
+    fresh: the commands that it runs are started from nothing, as they are for a user.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     inherited = {k: v for k, v in os.environ.items() if k not in ("RAW", "DATA_DIR", "RUN_DIR")}
+    if not fresh and "DRY_RUN" not in environment:
+        inherited |= bash_functions()
     return subprocess.run(
         [ROOT / "scripts" / f"{script}.sh", *words],
         cwd=cwd,
@@ -36,6 +44,12 @@ def recipe(cwd: Path, script: str, *words: str, **environment: str) -> subproces
         capture_output=True,
         text=True,
     )
+
+
+def table(cwd: Path, dataset: str, **environment: str) -> str:
+    """What ``scripts/table.sh DATASET`` prints, which by itself has to import fairseq first."""
+    folders = {"CONFIG_DIR": str(ROOT / "configs"), "DATA_DIR": "data", "RUN_DIR": "runs"}
+    return run("smoe", "table", dataset, cwd=cwd, **folders | environment).stdout
 
 
 def commands(result: subprocess.CompletedProcess, program: str) -> list[list[str]]:
@@ -84,7 +98,8 @@ def write_text(folder: Path, pair: str, **lines: int) -> Path:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_dry_run_prints_training(tmp_path, dataset, method):
-    result = recipe(tmp_path, "train", dataset, method, "--max-update", "7", DRY_RUN="1")
+    given = {"DRY_RUN": "1", "GPUS": "0"}  # else torch is imported to count them
+    result = recipe(tmp_path, "train", dataset, method, "--max-update", "7", **given)
     (words,) = commands(result, "fairseq-train")
     assert words[1] == f"data/{dataset}/bin"
     assert Path(value(words, "--user-dir")).name == "smoe_fairseq"

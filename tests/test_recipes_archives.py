@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import run
-from test_recipes import ROOT, Files, commands, recipe, refusal
+from test_recipes import ROOT, Files, commands, recipe, refusal, table
 
 SPLITS = {"train": 60, "dev": 8, "test": 6}
 LONG = " ".join("x" * 700)  # The last sentence of each test set: longer than the model's positions.
@@ -152,7 +152,7 @@ def test_opus100_from_archive_to_table(tmp_path, server):
     assert list(scores) == ["af-en", "fr-en", "en-af", "en-fr"]
     assert {score["sentences"] for score in scores.values()} == {7}
     assert all("tok:flores200" in score["signature"] for score in scores.values())
-    assert "| smoe-2-2 |" in recipe(tmp_path, "table", "opus100", **given).stdout
+    assert "| smoe-2-2 |" in table(tmp_path, "opus100", **given)
 
 
 @pytest.mark.parametrize("pair", ["eng-nso", "nso-eng"])

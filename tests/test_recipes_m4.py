@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_recipes import ROOT, recipe, refusal, write_dataset
+from test_recipes import ROOT, recipe, refusal, table, write_dataset
 
 NTREX = ROOT.parent / "shared/data/ntrex-m4"
 LANGUAGES = ("eng", "nso", "msa", "tgl", "cat")
@@ -49,16 +49,16 @@ def test_m4_from_text_to_table(tmp_path):
         expected = [" ".join(line.split()) for line in text["tgl"][lines]]
         assert (raw / f"{split}.eng-tgl.tgl").read_text("utf-8").splitlines() == expected
 
-    flags = {"arch": "smoe_transformer_tiny", "max-update": 40, "max-tokens": 1500, "lr": 0.005}
+    flags = {"arch": "smoe_transformer_tiny", "max-update": 12, "max-tokens": 1500, "lr": 0.005}
     flags |= {
         "update-freq": 1,
-        "warmup-updates": 20,
+        "warmup-updates": 6,
         "num-workers": 0,
         "validate-interval-updates": 0,
     }
     run("train", "m4", "smoe-4-4", *(str(x) for k, v in flags.items() for x in (f"--{k}", v)))
     log = (tmp_path / "runs/m4/smoe-4-4/train.log").read_text("utf-8")
-    assert "num_updates 40" in log and "requested_capacity" in log
+    assert "num_updates 12" in log and "requested_capacity" in log
 
     # So few updates teach no words: the reference's first pieces are given.
     flags = ["--beam", "1", "--prefix-size", "8", "--max-len-a", "0", "--max-len-b", "12"]
@@ -74,8 +74,8 @@ def test_m4_from_text_to_table(tmp_path):
         assert sum(starts) > 150, direction  # In order, without a language's token.
         assert 0 < scores[direction]["bleu"] < 100
 
-    table = run("table", "m4").stdout.splitlines()
-    header, row = ([cell.strip() for cell in line.split("|")] for line in (table[0], table[2]))
+    lines = table(tmp_path, "m4").splitlines()
+    header, row = ([cell.strip() for cell in line.split("|")] for line in (lines[0], lines[2]))
     cells = dict(zip(header, row, strict=True))
     assert cells["method"] == "smoe-4-4"
     assert {direction: cells[direction] for direction in DIRECTIONS} == {

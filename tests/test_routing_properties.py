@@ -33,7 +33,7 @@ def cases(
     ).double()
     for gate in block.gates:
         torch.nn.init.normal_(gate.weight)
-    block.static_shapes = draw(st.booleans())
+    block.execution = draw(st.sampled_from(["per-expert", "grouped"]))
     x = torch.randn(draw(st.integers(1, 30)), D, dtype=torch.float64)
     return block, x, torch.rand(len(x)) < draw(st.sampled_from([0.0, 0.4, 1.0]))
 
@@ -74,7 +74,7 @@ def test_tokens_advance_and_capacity_holds(case):
         assert (stats.first_choices[i, : strata.first_experts[i]] == 0).all()  # never back
         for expert, tokens in enumerate(stats.first_choices[i].tolist()):
             waiting[strata.stratum_of_expert[expert] + 1] += tokens
-        factor = block.gates[i].capacity_factor
+        factor = block.gates[i].capacity.factor
         capacity = math.ceil(factor * here / strata.visible[i]) if factor else math.inf
         load = torch.bincount(routing.expert_TK.flatten(), minlength=strata.visible[i] + 1)[:-1]
         assert load.max() <= capacity
@@ -107,7 +107,9 @@ def test_order_does_not_matter_when_capacity_goes_by_score(case):
     shuffled_y, shuffled_stats = block(x[order], mask[order])
     assert torch.allclose(shuffled_y, y[order], atol=1e-12)
     assert torch.equal(shuffled_stats.dropped_choices, stats.dropped_choices[order])
-    assert stats.dropped.any() or int((~mask).sum()) < 4  # an expert takes one token at least
+    tokens, experts = int((~mask).sum()), block.strata.visible[0]
+    room = experts * math.ceil(0.3 * tokens / experts)  # an expert takes one token at least
+    assert stats.dropped.any() or tokens <= room
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -38,15 +38,15 @@ def cmr_reference(params, x, padding, drops, capacity_factor):
     return torch.stack(rows), loss, gate_sum
 
 
-@pytest.mark.parametrize("static_shapes", [False, True])
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 @pytest.mark.parametrize("gate_drop", [0.0, 0.4])
-def test_cmr_agrees_with_plain_loops(gate_drop, static_shapes, monkeypatch):
+def test_cmr_agrees_with_plain_loops(gate_drop, execution, monkeypatch):
     x, mask = make_input("some")
     block = make_block("8", cmr=True, cmr_gate_drop=gate_drop, capacity_factor=1.0)
-    block.static_shapes = static_shapes
+    block.execution = execution
     draws = torch.rand(T, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     drops = (draws < gate_drop).squeeze(1)
-    rows = draws if static_shapes else draws[~mask]
+    rows = draws if execution == "grouped" else draws[~mask]
     if gate_drop:
         assert drops[~mask].any() and not drops[~mask].all()
         draws_as_made(monkeypatch, rows)
@@ -108,18 +108,18 @@ def test_final_output_masking(monkeypatch):
     assert torch.allclose(block.eval()(x, mask)[0], want, atol=1e-9)
 
     everything, nothing = torch.zeros(T, 1).double(), torch.ones(T, 1).double()
-    block.train().static_shapes = True
+    block.train().execution = "grouped"
     draws_as_made(monkeypatch, everything, everything)
     assert torch.equal(block(x, mask)[0], x)
     draws_as_made(monkeypatch, nothing, nothing)
     assert torch.allclose(block(x, mask)[0], plain(x, mask)[0])
 
 
-@pytest.mark.parametrize("static_shapes", [False, True])
-def test_gating_dropout_skips_the_block_for_a_whole_batch(static_shapes, monkeypatch):
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+def test_gating_dropout_skips_the_block_for_a_whole_batch(execution, monkeypatch):
     x, mask = make_input("some")
     block = make_block("2-2-2-2", gating_dropout=0.3)
-    block.static_shapes = static_shapes
+    block.execution = execution
     draws_as_made(monkeypatch, torch.tensor(0.2), torch.tensor(0.4))
     y, stats = block(x, mask)
     assert torch.equal(y, x) and int(stats.requested_capacity.sum()) == 0
@@ -130,11 +130,11 @@ def test_gating_dropout_skips_the_block_for_a_whole_batch(static_shapes, monkeyp
     assert torch.equal(block.eval()(x, mask)[0], block(x, mask)[0])  # never in evaluation
 
 
-@pytest.mark.parametrize("static_shapes", [False, True])
-def test_z_loss_agrees_with_plain_loops(static_shapes):
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+def test_z_loss_agrees_with_plain_loops(execution):
     x, mask = make_input("some")
     block = make_block("8")
-    block.static_shapes = static_shapes
+    block.execution = execution
     params = dict(block.named_parameters())
     total = 0
     for row in x[~mask]:
@@ -151,14 +151,14 @@ def test_z_loss_agrees_with_plain_loops(static_shapes):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"cmr": True, "strata": "4-4"}, "--moe-cmr: expected one stratum, such as"),
-        ({"eom": 1.0}, "--moe-eom 1.0: expected a probability"),
-        ({"fom": -0.1}, "--moe-fom -0.1"),
-        ({"gating_dropout": 2.0}, "--moe-gating-dropout 2.0"),
-        ({"cmr": True, "strata": "8", "cmr_gate_drop": 1.5}, "--cmr-gate-drop 1.5"),
+        ({"cmr": True, "strata": "4-4"}, "cmr: expected one stratum, such as"),
+        ({"eom": 1.0}, "eom 1.0: expected a probability"),
+        ({"fom": -0.1}, "fom -0.1"),
+        ({"gating_dropout": 2.0}, "gating_dropout 2.0"),
+        ({"cmr": True, "strata": "8", "cmr_gate_drop": 1.5}, "cmr_gate_drop 1.5"),
     ],
 )
-def test_bad_options_are_refused_by_the_flags_name(options, words):
+def test_bad_options_are_refused_by_the_parameters_name(options, words):
     with pytest.raises(ValueError) as error:
         StratifiedMoE(D, F, **options)
     assert words in str(error.value)

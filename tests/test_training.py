@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,21 @@ def train(data, save_dir, *flags, check=True):
     )
 
 
+@pytest.fixture(scope="module")
+def two_updates(small_corpus, tmp_path_factory) -> Path:
+    """The folder of a run that has ended."""
+    folder = tmp_path_factory.mktemp("two-updates")
+    train(small_corpus, folder, "--max-update", 2)
+    return folder
+
+
+@pytest.fixture
+def finished(two_updates, tmp_path) -> Path:
+    """A copy of it."""
+    shutil.copytree(two_updates, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
 def log_lines(process, tag="train_inner"):
     lines = re.findall(rf"\| {tag} \| (\{{.*\}})", process.stdout)
     return [json.loads(line) for line in lines]
@@ -42,10 +58,9 @@ def state_of(checkpoint):
 def overfitted(small_corpus, tmp_path_factory):
     """(process, checkpoint) of a model that has learnt the 50 sentences by heart."""
     folder = tmp_path_factory.mktemp("overfitted")
-    flags = ["--max-update", 500, "--dropout", 0, "--lr", 0.004, "--lr-scheduler", "inverse_sqrt"]
-    process = train(
-        small_corpus, folder, *flags, "--warmup-updates", 100, "--validate-interval", 50
-    )
+    flags = ["--max-update", 350, "--dropout", 0, "--lr", 0.004, "--lr-scheduler", "inverse_sqrt"]
+    flags += ["--warmup-updates", 70, "--validate-interval", 50, "--save-interval", 1000]
+    process = train(small_corpus, folder, *flags)
     return process, folder / "checkpoint_last.pt"
 
 
@@ -91,7 +106,8 @@ def test_interactive_and_validate(overfitted, small_corpus):
     answer = run("fairseq-interactive", small_corpus, *flags, stdin="ax by cz\n").stdout
     assert re.search(r"^H-0\t\S+\t\S+", answer, re.M)
     valid = run(
-        "fairseq-validate", small_corpus, *flags, "--task", "translation", "--max-tokens", 400
+        *("fairseq-validate", small_corpus, *flags, "--task", "translation"),
+        *("--max-tokens", 400, "--num-workers", 0),
     ).stdout
     assert "requested_capacity" in valid and "overflow_expert1 0" in valid
 
@@ -114,12 +130,11 @@ def test_resuming_equals_never_having_stopped(small_corpus, tmp_path, flags):
     assert different <= UNINITIALISED
 
 
-def test_resuming_a_finished_run_changes_nothing(small_corpus, tmp_path):
-    train(small_corpus, tmp_path, "--max-update", 2)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    process = train(small_corpus, tmp_path, "--max-update", 2)
+def test_resuming_a_finished_run_changes_nothing(small_corpus, finished):
+    before = {path: path.read_bytes() for path in finished.iterdir()}
+    process = train(small_corpus, finished, "--max-update", 2)
     assert "nothing is left to train" in process.stdout and not log_lines(process)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
 @pytest.mark.parametrize(
@@ -141,24 +156,22 @@ def test_precisions_and_checkpointing_train(small_corpus, tmp_path, flags):
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
-def test_other_strata_on_resume_are_refused(small_corpus, tmp_path):
-    train(small_corpus, tmp_path, "--max-update", 2)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    process = train(small_corpus, tmp_path, "--max-update", 4, "--smoe-strata", "4-4", check=False)
+def test_other_strata_on_resume_are_refused(small_corpus, finished):
+    before = {path: path.read_bytes() for path in finished.iterdir()}
+    process = train(small_corpus, finished, "--max-update", 4, "--smoe-strata", "4-4", check=False)
     assert process.returncode == 1
     assert "Traceback" not in process.stdout
     assert "trained with --smoe-strata 2-2-2-2" in process.stdout.splitlines()[-1]
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
 @pytest.mark.parametrize("size", [0, 3_000, -100])
-def test_a_checkpoint_that_was_cut_off_is_named(small_corpus, tmp_path, size):
-    train(small_corpus, tmp_path, "--max-update", 2)
-    last = tmp_path / "checkpoint_last.pt"
+def test_a_checkpoint_that_was_cut_off_is_named(small_corpus, finished, size):
+    last = finished / "checkpoint_last.pt"
     last.write_bytes(last.read_bytes()[:size])
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in finished.iterdir()}
     for process in (
-        train(small_corpus, tmp_path, "--max-update", 4, check=False),
+        train(small_corpus, finished, "--max-update", 4, check=False),
         run(
             "fairseq-generate",
             small_corpus,
@@ -175,7 +188,7 @@ def test_a_checkpoint_that_was_cut_off_is_named(small_corpus, tmp_path, size):
         assert re.search(
             r"^error: .*checkpoint_last\.pt is cut off or not a", process.stdout.splitlines()[-1]
         )
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
 def test_bad_flags_end_before_training(small_corpus, tmp_path):
@@ -197,7 +210,9 @@ def test_hydra_train(small_corpus, tmp_path):
         cwd=tmp_path,
     )
     checkpoint = tmp_path / "checkpoints" / "checkpoint_last.pt"
-    assert state_of(checkpoint)["model"]["encoder.layers.1.moe.gates.1.weight"].shape == (2, 32)
+    state = state_of(checkpoint)
+    assert state["model"]["encoder.layers.1.moe.gates.1.weight"].shape == (2, 32)
+    assert "smoe_experts" in state  # so it is our trainer
     hypotheses, _ = generate(small_corpus, checkpoint, "--max-len-b", 10)
     assert len(hypotheses) == SENTENCES
 

@@ -29,7 +29,7 @@ from smoe_fairseq.system.files import whole_folder, write_whole
 EXAMPLE_TOKENS = 16  # a sentence of about this many makes the report's example
 
 
-def open_checkpoint(
+def load_sparse_model(
     checkpoint: Path, data: str, lang_pairs: str | None, cpu: bool
 ) -> tuple[nn.Module, object, list[str]]:
     """Model, task and directions; a dense checkpoint is a `UsageError`."""

@@ -61,7 +61,7 @@ def run(args: Namespace) -> None:
     with quietly():
         from smoe_fairseq.analysis import analyze
 
-        model, task, directions = analyze.open_checkpoint(
+        model, task, directions = analyze.load_sparse_model(
             args.path, args.data, args.lang_pairs, args.cpu
         )
         if args.sentence is None:

@@ -3,23 +3,24 @@
 from argparse import Namespace
 from pathlib import Path
 
-from fairseq import checkpoint_utils
-from omegaconf import OmegaConf
-
 from smoe_fairseq.analysis.cost import Cost, count
 from smoe_fairseq.analysis.inputs import load
 from smoe_fairseq.analysis.meta_model import ARCHITECTURES, build_meta_model
 from smoe_fairseq.analysis.requested_capacity import requested_capacity
+from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.system.errors import UsageError
 
 
 def expected(checkpoint: Path, context: int) -> Cost:
-    """Under uniform routing; of the checkpoint only the options and one shape are used."""
-    if not checkpoint.exists():
-        raise UsageError(f"{checkpoint} is missing")
-    state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))
-    config = state["cfg"]["model"]
-    values = OmegaConf.to_container(config) if OmegaConf.is_config(config) else vars(config)
+    """Under uniform routing; of the checkpoint only the options and one shape are used.
+
+    Raises:
+        UsageError: the checkpoint cannot be read, or holds another model.
+    """
+    state = open_checkpoint(checkpoint)
+    # Before fairseq had a config, checkpoints held the flat command line.
+    config = state["cfg"]["model"] if state.get("cfg") else state.get("args")
+    values = vars(config) if isinstance(config, Namespace) else config or {}
     arch = values.get("arch") or values.get("_name")
     if arch not in ARCHITECTURES:
         raise UsageError(

@@ -1,6 +1,5 @@
 """Checkpoints, their directions and the text to run them on."""
 
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from fairseq.data.multilingual.multilingual_utils import get_lang_tok
 from fairseq.utils import split_paths
 from torch import nn
 
+from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.system.errors import UsageError
 
 TOKENS_PER_BATCH = 4096
@@ -23,30 +23,19 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
 
     ``data`` is a folder or several, joined by ":" as fairseq does. No expert's capacity is limited,
     so that what a token asks for does not depend on its batch.
+
+    Raises:
+        UsageError: the data is missing, or the checkpoint cannot be used.
     """
-    for path in (checkpoint, *map(Path, split_paths(str(data)))):
+    open_checkpoint(checkpoint)  # fairseq has a sentence for some of its faults only
+    for path in map(Path, split_paths(str(data))):
         if not path.exists():
             raise UsageError(f"{path} is missing")
-    _check_file(checkpoint)
     overrides = {"data": str(data), "moe_eval_capacity_factor": 0.0}
-    try:
-        models, _, task = checkpoint_utils.load_model_ensemble_and_task(
-            [str(checkpoint)], arg_overrides=overrides
-        )
-    except pickle.UnpicklingError:
-        raise UsageError(f"{checkpoint} holds types that are not loaded for safety") from None
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(checkpoint)], arg_overrides=overrides
+    )
     return models[0].eval(), task
-
-
-def _check_file(checkpoint: Path) -> None:
-    """What is neither an archive nor a pickle ends in any of torch's exceptions."""
-    try:
-        with open(checkpoint, "rb") as file:
-            start = file.read(2)
-    except OSError as error:
-        raise UsageError(f"{checkpoint} cannot be read: {error.strerror}") from None
-    if start != b"PK" and start[:1] != b"\x80":
-        raise UsageError(f"{checkpoint} is not a checkpoint of fairseq-train")
 
 
 def is_multilingual(task) -> bool:

@@ -4,14 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
+from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.checkpoint.names import rank_file, rank_of, set_name
-from smoe_fairseq.system.checkpoint_file import (
-    InaccessibleCheckpoint,
-    UnreadableCheckpoint,
-    reading,
-)
+from smoe_fairseq.system.checkpoint_file import InaccessibleCheckpoint
 from smoe_fairseq.system.errors import UsageError
 
 KEY = "smoe_experts"  # of the record in a checkpoint
@@ -49,37 +44,6 @@ class Record:
         return cls(**{**content, "parameters": tuple(content["parameters"])})
 
 
-class Inaccessible(UsageError):
-    """There is a file, perhaps a sound one, that the system does not let be read."""
-
-
-def open_checkpoint(path: Path | str) -> dict:
-    """The content of a checkpoint, its tensors left on disk until they are used.
-
-    Raises:
-        UsageError: it is missing, cut off, damaged, or no checkpoint.
-        Inaccessible: the system does not let it be read.
-    """
-    try:
-        with reading(path):
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except FileNotFoundError:
-        raise UsageError(f"{path} is missing") from None
-    except InaccessibleCheckpoint as error:
-        raise Inaccessible(str(error)) from None
-    except UnreadableCheckpoint as error:
-        raise UsageError(str(error)) from None
-    except Exception as error:  # what torch raises for a bad file is of many kinds
-        if "WeightsUnpickler" in str(error) or "weights_only" in str(error).lower():
-            raise UsageError(
-                f"{path} holds types that are not loaded for safety, or is damaged"
-            ) from None
-        raise UsageError(f"{path} is cut off or not a checkpoint") from None
-    if not isinstance(state, dict) or "model" not in state:
-        raise UsageError(f"{path} is not a checkpoint of fairseq")
-    return state
-
-
 def record_of(path: Path | str) -> Record | None:
     """Of a file; None where it is missing, cut off or damaged, or has no record.
 
@@ -87,7 +51,7 @@ def record_of(path: Path | str) -> Record | None:
     """
     try:
         return Record.of(open_checkpoint(path))
-    except Inaccessible:
+    except InaccessibleCheckpoint:
         raise
     except UsageError:
         return None

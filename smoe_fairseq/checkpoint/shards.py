@@ -10,15 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.checkpoint.names import PENDING, pending, rank_file, rank_files, rank_of, set_name
-from smoe_fairseq.checkpoint.record import (
-    KEY,
-    Record,
-    check_set,
-    newest_whole,
-    open_checkpoint,
-    record_of,
-)
+from smoe_fairseq.checkpoint.record import KEY, Record, check_set, newest_whole, record_of
 from smoe_fairseq.modules.placement import Placement
 from smoe_fairseq.system.errors import UsageError
 

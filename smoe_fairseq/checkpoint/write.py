@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.checkpoint.names import PENDING, rank_file, rank_files
-from smoe_fairseq.checkpoint.record import open_checkpoint
 from smoe_fairseq.checkpoint.shards import Shards, same_bits
 from smoe_fairseq.modules.placement import Placement
 from smoe_fairseq.system.errors import UsageError

@@ -3,8 +3,9 @@
 `MENDS` let it work on current Python, torch and numpy, for every fairseq command, with the plugin or
 without. Each is one function in a file of its own here, which says what it mends and why. `ADDITIONS` are
 what the plugin (``--user-dir``) brings: models, criterion, and what training does otherwise. They are where
-they belong, and named here. Both are called with the module that they change as soon as it has been
-imported, so nothing heavy is loaded on their behalf.
+they belong, and here only by name: nothing in this package imports what is above it (tests/test_layers.py).
+Both are called with the module that they change as soon as it has been imported, so nothing heavy is loaded
+on their behalf.
 
 The start-up hook loads this package without its parent. Write ``from .file import name`` in it:
 ``from . import file`` would import the parent.
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Sequence
 
 from .bf16_device import keep_bf16_off_tpu
+from .broadcast_state import send_plain_state
 from .cached_dataset import read_past_cache
 from .checkpoint_autocast import keep_autocast
 from .command_errors import end_commands_with_sentence
@@ -37,6 +39,7 @@ from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
 from .small_batches import name_too_small_batches
 from .unreadable_checkpoint import name_unreadable_checkpoints
+from .unused_copies import leave_copies_alone
 from .version import is_installed, problem, require_fairseq
 
 __all__ = ["ADDITIONS", "MENDS", "install", "register", "require_fairseq", "when_imported"]
@@ -47,6 +50,7 @@ MENDS = (
     *((module, evaluate_literals_only) for module in EVALUATING),
     ("fairseq.distributed.utils", name_full_disk),
     ("fairseq.distributed.utils", end_commands_with_sentence),
+    ("fairseq.distributed.utils", send_plain_state),
     ("fairseq.dataclass.utils", quiet_hydra),
     ("fairseq.data.data_utils", name_too_small_batches),
     ("fairseq.data.indexed_dataset", read_past_cache),
@@ -59,6 +63,7 @@ MENDS = (
     ("fairseq.modules.checkpoint_activations", keep_autocast),
     ("fairseq.modules.transformer_layer", avoid_fast_path),
     ("fairseq.models.distributed_fairseq_model", name_no_gpu),
+    ("fairseq.models.distributed_fairseq_model", leave_copies_alone),
     ("fairseq.options", keep_bf16_off_tpu),
     ("fairseq.file_io", name_hidden_checkpoints),
     ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
@@ -81,7 +86,9 @@ ADDITIONS = (
     ("fairseq.distributed.utils", "smoe_fairseq.distributed.start:start_together"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.distributed.saving:save_sets"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.distributed.loading:load_sets"),
-    ("fairseq.trainer", "smoe_fairseq.distributed.trainer:tell_trainer"),
+    ("fairseq.checkpoint_utils", "smoe_fairseq.checkpoint.dictionaries:compare_when_loaded"),
+    ("fairseq.data.dictionary", "smoe_fairseq.checkpoint.dictionaries:remember_file"),
+    ("fairseq.trainer", "smoe_fairseq.distributed.trainer:ask_for_ours"),
 )
 
 _installed = False

@@ -5,14 +5,12 @@ training saves is written whole, see publish_checkpoints.py.) A log on that disk
 for, as Python's logging means it, but without a stack trace for every line; the terminal has them all.
 """
 
-import errno
 import logging
 import sys
 from types import ModuleType
 
-from .command_errors import is_fairseq_command
+from .command_errors import NO_ROOM, is_fairseq_command
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PLACES = ("--destdir", "--results-path", "--save-dir")  # what commands call where they write to
 
 

@@ -14,10 +14,17 @@ def name_too_small_batches(data_utils: ModuleType) -> None:
 
     @functools.wraps(original)
     def batch_by_size(
-        indices, num_tokens_fn, num_tokens_vec=None, max_tokens=None, *others, **options
+        indices, num_tokens_fn, num_tokens_vec=None, max_tokens=None, max_sentences=None, **options
     ):
+        if max_tokens is not None and max_tokens < 1 and max_sentences is None:  # no batch at all
+            raise UsageError(
+                f"--max-tokens {max_tokens} (--max-tokens-valid in validation): expected a whole number "
+                "of at least 1"
+            )
         try:
-            return original(indices, num_tokens_fn, num_tokens_vec, max_tokens, *others, **options)
+            return original(
+                indices, num_tokens_fn, num_tokens_vec, max_tokens, max_sentences, **options
+            )
         except AssertionError as error:
             if "max_tokens" not in str(error):
                 raise

@@ -2,20 +2,22 @@
 
 For fairseq 0.12.2 on any torch. A full disk or a killed process leaves files that are cut off, a
 failing disk changes bytes of a tensor, which torch takes without a word, and a file of another user is not
-for this one to read; the user has to know which file it is, and what is wrong. A file with types
-that are not loaded for safety stays refused in torch's words.
+for this one to read; the user has to know which file it is, and what is wrong. Where a file holds a
+type that is not loaded for safety, torch's words go on to say how to load it all the same, which runs
+whatever program the file brings along; ours name the type.
 """
 
 import functools
 from types import ModuleType
 
-from smoe_fairseq.system.checkpoint_file import CutOffCheckpoint, UnreadableCheckpoint, reading
+from smoe_fairseq.system.checkpoint_file import CutOffCheckpoint, check_content, reading
 from smoe_fairseq.system.errors import UsageError
 
 
 def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:
     for name in ("load_checkpoint_to_cpu", "load_ema_from_checkpoint"):
         setattr(checkpoint_utils, name, _checked(getattr(checkpoint_utils, name)))
+    checkpoint_utils.load_checkpoint_to_cpu = _whole(checkpoint_utils.load_checkpoint_to_cpu)
 
 
 def _checked(load):
@@ -28,7 +30,25 @@ def _checked(load):
             raise UsageError(
                 f"{error}: resume from another one with --restore-file, or remove it to start anew"
             ) from None
-        except UnreadableCheckpoint as error:
-            raise UsageError(str(error)) from None
 
     return load_checked
+
+
+def _whole(load):
+    """Of a file that can be read: what fairseq makes of it has to be the content of a checkpoint."""
+
+    @functools.wraps(load)
+    def load_whole(path, *others, **options):
+        try:
+            state = load(path, *others, **options)
+        except FileNotFoundError:
+            raise UsageError(f"{path} is missing") from None
+        except (LookupError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"{path} is not a checkpoint of fairseq, or parts of it are missing: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}"
+            ) from None
+        check_content(path, state)
+        return state
+
+    return load_whole

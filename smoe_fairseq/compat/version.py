@@ -1,4 +1,4 @@
-"""Which fairseq the patches are for, and the sentence to read where another one is installed."""
+"""Which fairseq the mends are for, and the sentence to read where another one is installed."""
 
 from importlib import metadata
 

@@ -39,7 +39,7 @@ def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict
         else:
             columns = 3 + 2 * top_k + block.strata.num_experts
             sums[key] = block.stratum_of_expert.new_zeros(len(block.gates), columns)
-        if block.gates[0].factor_in_force:
+        if block.gates[0].capacity.factor_in_force:
             none = block.stratum_of_expert.new_zeros(2, FIFTHS)
             sums[f"{_FIFTHS}{name}"] = by_position(ran[name]) if name in ran else none
         if block.cmr is not None:

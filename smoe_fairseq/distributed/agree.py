@@ -3,6 +3,11 @@
 import torch.distributed as dist
 
 
+def several() -> bool:
+    """Whether there are other processes in this run."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def from_first(value):
     """The value of the first process, in all of them."""
     values = [value]

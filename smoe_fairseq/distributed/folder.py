@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from smoe_fairseq.distributed.agree import from_first
+from smoe_fairseq.distributed.agree import from_first, several
 from smoe_fairseq.system import lock
 from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 
@@ -18,16 +18,15 @@ def hold_folder(checkpoint) -> None:
     Args:
         checkpoint: fairseq's ``CheckpointConfig``.
     """
-    several = dist.is_initialized() and dist.get_world_size() > 1
     refusal = None
     folder = Path(checkpoint.save_dir)
     # fairseq has made the folder; where it has not, nothing is going to be saved.
-    if not (several and dist.get_rank()) and not checkpoint.no_save and folder.is_dir():
+    if not (several() and dist.get_rank()) and not checkpoint.no_save and folder.is_dir():
         try:
             lock.take(folder)
         except UsageError as error:
             refusal = str(error)
-    if several:
+    if several():
         refusal = from_first(refusal)
     if refusal:
         raise UsageErrorOfAll(refusal)

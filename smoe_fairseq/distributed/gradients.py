@@ -6,6 +6,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from smoe_fairseq.models.moe_layers import placement_of
 from smoe_fairseq.modules.placement import Placement
@@ -41,6 +42,9 @@ def _replica_group(num_experts: int, world_size: int):
     return found
 
 
+_HALF = (torch.float16, torch.bfloat16)
+
+
 class ExpertNorm:
     """The norm over shared parameters and the experts of all processes.
 
@@ -53,18 +57,23 @@ class ExpertNorm:
     def __call__(self, shared: list[Tensor], experts: list[Tensor]) -> Tensor:
         """Scalar, the same on every process; in at least float32, not finite if any gradient is not."""
         # The shared part too, though all have it: so the sum has the same bits on machines of any kind.
-        squared = _squared_norm(shared) / self.place.world_size
-        squared = squared + _squared_norm(experts) / self.place.num_replicas
+        squared = _norm(shared).square() / self.place.world_size
+        squared = squared + _norm(experts).square() / self.place.num_replicas
         dist.all_reduce(squared)
         return squared.sqrt()
 
 
-def _squared_norm(gradients: list[Tensor]) -> Tensor | float:
-    norms = [
-        torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
-        for g in gradients
-    ]
-    return torch.stack(norms).square().sum() if norms else 0.0
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """Scalar; torch's own would have the norm of a gradient in half precision in half precision too.
+
+    That overflows at 65,504, and the norm of norms is that of all, so each of these is first taken by itself.
+    """
+    return get_total_norm(
+        [
+            torch.linalg.vector_norm(g, dtype=torch.float32) if g.dtype in _HALF else g
+            for g in gradients
+        ]
+    )
 
 
 def norm_over_all_experts(utils: ModuleType) -> None:
@@ -83,9 +92,7 @@ def norm_over_all_experts(utils: ModuleType) -> None:
         )
         norm = aggregate_norm_fn(shared, experts)
         if max_norm > 0:
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1)
-            for gradient in shared + experts:
-                gradient.mul_(factor)
+            clip_grads_with_norm_(with_gradient, max_norm, norm)
         return norm
 
     utils.clip_grad_norm_ = clip_grad_norm_

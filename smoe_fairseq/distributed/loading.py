@@ -4,9 +4,11 @@ import functools
 from pathlib import Path
 from types import ModuleType
 
+from smoe_fairseq.checkpoint.content import open_checkpoint
+from smoe_fairseq.checkpoint.dictionaries import content_of, difference
 from smoe_fairseq.checkpoint.names import rank_file, rank_files, rank_of, set_name
-from smoe_fairseq.checkpoint.record import Record, check_set, open_checkpoint, record_of
-from smoe_fairseq.distributed.agree import from_all
+from smoe_fairseq.checkpoint.record import Record, check_set, record_of
+from smoe_fairseq.distributed.agree import from_all, several
 from smoe_fairseq.distributed.saving import recover
 from smoe_fairseq.models.moe_layers import first_block
 from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
@@ -50,6 +52,16 @@ def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
         _check_whole(path, reset_optimizer)
     else:
         _check_sharded(trainer, path, place)
+
+
+def check_dictionaries(trainer, path: Path) -> None:
+    """Raise UsageErrorOfAll, on all processes, where the file's dictionaries are others of the same size."""
+    loads = trainer.expert_placement is not None or trainer.data_parallel_rank == 0
+    found = difference(path, content_of(path), trainer.task) if loads else None
+    if several():
+        found = next(filter(None, from_all(found)), None)
+    if found:
+        raise UsageErrorOfAll(found)
 
 
 def _check_unsharded(trainer, path: Path) -> None:

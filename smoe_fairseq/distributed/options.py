@@ -44,18 +44,3 @@ def check_options(cfg) -> None:
             "--write-checkpoints-asynchronously with --expert-parallel: the files of all processes "
             "have to be complete at the same time; leave it out"
         )
-
-
-def check_model(config, task) -> None:
-    """The same for the model's and the task's options: what would take processes out of step."""
-    for side in ("encoder", "decoder"):
-        if getattr(config, f"{side}_layerdrop"):
-            raise UsageErrorOfAll(
-                f"--{side}-layerdrop with --expert-parallel: every process would drop other layers, "
-                "and wait for ever for the rest; leave it out"
-            )
-    if getattr(getattr(task, "cfg", None), "eval_bleu", False):
-        raise UsageErrorOfAll(
-            "--eval-bleu with --expert-parallel: translations take another number of steps on every "
-            "process; leave it out, and score the checkpoint after smoe consolidate"
-        )

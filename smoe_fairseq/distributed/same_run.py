@@ -4,13 +4,12 @@ A process with another ``--max-update`` or ``--update-freq`` stops making the co
 others make; one with another ``--lr`` trains another model without a word.
 """
 
-import hashlib
 from argparse import Namespace
 
-import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from smoe_fairseq.distributed.agree import from_all
+from smoe_fairseq.checkpoint.dictionaries import noted
+from smoe_fairseq.distributed.agree import from_all, several
 from smoe_fairseq.system.errors import UsageErrorOfAll
 
 # What may differ: who a process is, and where on its machine things are. Data is compared by its content.
@@ -24,13 +23,10 @@ OF_EACH = {
 
 def check_flags(cfg, task) -> None:
     """Raise UsageErrorOfAll on all processes where one has other flags or dictionaries than the first."""
-    if _several():
+    if several():
         found = _settings(cfg)
-        for side in ("source", "target"):
-            dictionary = getattr(task, f"{side}_dictionary", None)
-            if hasattr(dictionary, "symbols"):
-                symbols = "\n".join(dictionary.symbols).encode("utf-8", "surrogatepass")
-                found[f"the {side} dictionary"] = hashlib.sha256(symbols).hexdigest()[:12]
+        for name, dictionary in noted(task).items():
+            found[f"the {name} dictionary"] = dictionary["sha256"][:12]
         for split, dataset in getattr(task, "datasets", {}).items():
             found |= _data(split, dataset)
         _compare(found)
@@ -38,12 +34,8 @@ def check_flags(cfg, task) -> None:
 
 def check_data(split: str, dataset) -> None:
     """The same for data that has been loaded since."""
-    if _several():
+    if several():
         _compare(_data(split, dataset))
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _settings(cfg) -> dict[str, str]:

@@ -3,17 +3,22 @@
 Kept light: a process that fairseq spawns imports this file before anything else of the plugin.
 """
 
+import inspect
 import os
 from types import ModuleType
+
+from smoe_fairseq.system.errors import ends_with_sentence
 
 _fairseqs = []  # its own function, which ours takes the place of
 
 
 def start_together(utils: ModuleType) -> None:
-    _fairseqs.append(utils.distributed_main)
+    # Without what ends it with a sentence: ours does so, after it has told the others.
+    _fairseqs.append(inspect.unwrap(utils.distributed_main))
     utils.distributed_main = distributed_main
 
 
+@ends_with_sentence
 def distributed_main(i, main, cfg, kwargs):
     """As fairseq's: ``main`` in this process of several; with sharded experts, on a lifeline.
 

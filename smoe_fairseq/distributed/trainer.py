@@ -1,19 +1,20 @@
 """What fairseq's trainer does otherwise, above all where the experts are spread over processes."""
 
 import copy
-import functools
 import logging
 import os
 from pathlib import Path
 from types import ModuleType
 
+from fairseq.trainer import Trainer
 from omegaconf import open_dict
 
+from smoe_fairseq.checkpoint import dictionaries
 from smoe_fairseq.checkpoint.names import pending
 from smoe_fairseq.checkpoint.record import KEY, Record
 from smoe_fairseq.distributed.folder import hold_folder
 from smoe_fairseq.distributed.gradients import ExpertNorm
-from smoe_fairseq.distributed.loading import check_files
+from smoe_fairseq.distributed.loading import check_dictionaries, check_files
 from smoe_fairseq.distributed.options import check_options
 from smoe_fairseq.distributed.same_run import check_data, check_flags
 from smoe_fairseq.distributed.saving import new_save_name, publish
@@ -24,129 +25,146 @@ from smoe_fairseq.system.memory import keep_freed_memory
 logger = logging.getLogger(__name__)
 
 
-def tell_trainer(trainer: ModuleType) -> None:
-    """Each function below takes the place of the trainer's method of its name, and calls it."""
-    for function in (
-        *(__init__, state_dict, save_checkpoint, load_checkpoint, get_train_iterator),
-        *(train_step, clip_grad_norm, _log_oom),
-    ):
-        _add_to(trainer.Trainer, function)
-    saves = trainer.Trainer.should_save_checkpoint_on_current_rank
-    trainer.Trainer.should_save_checkpoint_on_current_rank = property(
-        lambda self: self.expert_placement is not None or saves.fget(self)
-    )
+def ask_for_ours(trainer: ModuleType) -> None:
+    """Lets ``Trainer(...)`` make an `SMoETrainer`; subclasses of fairseq's stay what they are.
 
-
-def _add_to(cls, function) -> None:
-    original = getattr(cls, function.__name__)
-
-    @functools.wraps(original)
-    def method(self, *arguments, **options):
-        return function(original, self, *arguments, **options)
-
-    setattr(cls, function.__name__, method)
-
-
-def __init__(original, self, cfg, task, model, *others, **options):
-    check_flags(cfg, task)
-    self.expert_placement = place = placement_of(model)
-    self.save_name = None  # of a set, while all processes save one
-    if place is not None:
-        check_options(cfg)
-        with open_dict(cfg):
-            cfg.checkpoint.checkpoint_suffix += f"-rank-{place.rank}"
-            cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
-    original(self, cfg, task, model, *others, **options)
-    hold_folder(self.cfg.checkpoint)
-    if not self.cuda:
-        keep_freed_memory()
-
-
-def state_dict(original, self):
-    """The checkpoint's content says whose experts it holds; its config does not say how it was trained.
-
-    So what `smoe consolidate` makes of it loads anywhere without a flag.
+    ``fairseq_cli.train`` has taken the class out of its module before it reads ``--user-dir``, and may
+    itself be ``__main__``: another class under the old one's name would be seen by neither. So it is what
+    the class makes that is changed.
     """
-    state = original(self)
-    block = first_block(self.get_model())
-    if block is None:
+    fairseqs = trainer.Trainer
+
+    def __new__(cls, *arguments, **options):
+        return object.__new__(SMoETrainer if cls is fairseqs else cls)
+
+    fairseqs.__new__ = staticmethod(__new__)
+
+
+class SMoETrainer(Trainer):
+    """fairseq's trainer with the checks of this package, and with sets of checkpoints.
+
+    ``expert_placement`` is None where every process has all experts, and ``save_name`` but while all
+    processes save a set.
+
+    Raises:
+        UsageError, UsageErrorOfAll: flags, data, folder or checkpoint do not go with the run.
+    """
+
+    def __init__(self, cfg, task, model, *others, **options):
+        check_flags(cfg, task)
+        self.expert_placement = place = placement_of(model)
+        self.save_name = None
+        if place is not None:
+            check_options(cfg)
+            with open_dict(cfg):
+                cfg.checkpoint.checkpoint_suffix += f"-rank-{place.rank}"
+                cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
+        super().__init__(cfg, task, model, *others, **options)
+        hold_folder(self.cfg.checkpoint)
+        if not self.cuda:
+            keep_freed_memory()
+
+    @property
+    def should_save_checkpoint_on_current_rank(self) -> bool:
+        """With sharded experts each process has a file of its own."""
+        return self.expert_placement is not None or super().should_save_checkpoint_on_current_rank
+
+    def state_dict(self):
+        """fairseq's content; also which words its numbers stand for, and whose experts it holds.
+
+        Its config does not say how it was trained, so that what `smoe consolidate` makes of it loads
+        anywhere without a flag.
+        """
+        state = super().state_dict()
+        state[dictionaries.KEY] = dictionaries.noted(self.task)
+        block = first_block(self.get_model())
+        if block is None:
+            return state
+        place = block.experts.placement
+        state["cfg"] = cfg = copy.copy(state["cfg"])
+        cfg["model"] = model = copy.copy(cfg["model"])
+        if isinstance(model, dict):
+            model["expert_parallel"] = False
+        else:
+            model.expert_parallel = False
+        cfg["checkpoint"] = {**cfg["checkpoint"], "checkpoint_suffix": ""}
+        named = [*self.get_model().named_parameters(), *self.get_criterion().named_parameters()]
+        state[KEY] = Record(
+            save=self.save_name or new_save_name(),
+            num_updates=self.get_num_updates(),
+            num_experts=place.num_experts,
+            world_size=place.world_size,
+            rank=place.rank,
+            parameters=tuple(name for name, parameter in named if parameter.requires_grad),
+        ).as_dict()
         return state
-    place = block.experts.placement
-    state["cfg"] = cfg = copy.copy(state["cfg"])
-    cfg["model"] = model = copy.copy(cfg["model"])
-    if isinstance(model, dict):
-        model["expert_parallel"] = False
-    else:
-        model.expert_parallel = False
-    cfg["checkpoint"] = {**cfg["checkpoint"], "checkpoint_suffix": ""}
-    named = [*self.get_model().named_parameters(), *self.get_criterion().named_parameters()]
-    state[KEY] = Record(
-        save=self.save_name or new_save_name(),
-        num_updates=self.get_num_updates(),
-        num_experts=place.num_experts,
-        world_size=place.world_size,
-        rank=place.rank,
-        parameters=tuple(name for name, parameter in named if parameter.requires_grad),
-    ).as_dict()
-    return state
 
+    def save_checkpoint(self, filename, extra_state):
+        """As fairseq's; with sharded experts, together with all others."""
+        if self.expert_placement is None:
+            super().save_checkpoint(filename, extra_state)
+        elif self.save_name is not None:
+            super().save_checkpoint(str(pending(filename)), extra_state)
+            publish(filename)
+        else:  # crash.pt, perhaps of this process alone: nothing that waits for others
+            path, ending = os.path.splitext(filename)
+            rank = self.expert_placement.rank
+            super().save_checkpoint(f"{path}-rank-{rank}{ending}", extra_state)
 
-def save_checkpoint(original, self, filename, extra_state):
-    if self.expert_placement is None:
-        return original(self, filename, extra_state)
-    if self.save_name is not None:
-        original(self, str(pending(filename)), extra_state)
-        return publish(filename)
-    # crash.pt, perhaps of this process alone: nothing that waits for others
-    path, ending = os.path.splitext(filename)
-    return original(self, f"{path}-rank-{self.expert_placement.rank}{ending}", extra_state)
+    def load_checkpoint(self, filename, reset_optimizer=False, *others, **options):
+        """As fairseq's, of files that have been checked; a run that has ended stays so."""
+        check_files(self, Path(filename), reset_optimizer)
+        check_dictionaries(self, Path(filename))
+        try:
+            extra_state = super().load_checkpoint(filename, reset_optimizer, *others, **options)
+        except Exception as error:  # fairseq puts a sentence of its own in the place of the model's
+            if isinstance(error.__context__, UsageError):
+                raise error.__context__ from None
+            if isinstance(error, ValueError | LookupError | TypeError | AttributeError):
+                raise UsageErrorOfAll(
+                    f"{filename} does not fit this run ({type(error).__name__}: "
+                    f"{' '.join(str(error).split())}); with --reset-optimizer --reset-lr-scheduler "
+                    "--reset-dataloader --reset-meters only its parameters are taken"
+                ) from None
+            raise
+        optimization = self.cfg.optimization
+        if 0 < optimization.max_update <= self.get_num_updates() and first_block(self.get_model()):
+            # fairseq looks at --max-update only after an update: resuming a finished run makes one more.
+            logger.info(f"--max-update {optimization.max_update}: nothing is left to train")
+            optimization.max_epoch = -1
+        return extra_state
 
+    def get_train_iterator(self, *arguments, **options):
+        """As fairseq's, of data that all processes have alike."""
+        iterator = super().get_train_iterator(*arguments, **options)
+        check_data(self.cfg.dataset.train_subset, iterator.dataset)
+        return iterator
 
-def load_checkpoint(original, self, filename, reset_optimizer=False, *others, **options):
-    check_files(self, Path(filename), reset_optimizer)
-    try:
-        extra_state = original(self, filename, reset_optimizer, *others, **options)
-    except Exception as error:  # fairseq puts a sentence of its own in the place of the model's
-        if isinstance(error.__context__, UsageError):
-            raise error.__context__ from None
-        raise
-    optimization = self.cfg.optimization
-    if 0 < optimization.max_update <= self.get_num_updates() and first_block(self.get_model()):
-        # fairseq looks at --max-update only after an update, so that resuming a finished run makes one more.
-        logger.info(f"--max-update {optimization.max_update}: nothing is left to train")
-        optimization.max_epoch = -1
-    return extra_state
+    def train_step(self, *arguments, **options):
+        """As fairseq's; one sentence where numbers stop being numbers."""
+        try:
+            return super().train_step(*arguments, **options)
+        except (
+            FloatingPointError
+        ) as error:  # which all processes come to, by the norm of all gradients
+            raise UsageErrorOfAll(
+                f"update {self.get_num_updates() + 1}: {str(error).partition(chr(10))[0]}; the log names "
+                "the module where it begins, where there is one; lower --lr, lengthen --warmup-updates "
+                "or set --clip-norm"
+            ) from None
 
+    def clip_grad_norm(self, clip_norm):
+        """By the norm over the experts of all processes."""
+        if self.expert_placement is None:
+            return super().clip_grad_norm(clip_norm)
+        norm = ExpertNorm(self.expert_placement)
+        return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=norm)
 
-def get_train_iterator(original, self, *arguments, **options):
-    iterator = original(self, *arguments, **options)
-    check_data(self.cfg.dataset.train_subset, iterator.dataset)
-    return iterator
-
-
-def train_step(original, self, *arguments, **options):
-    try:
-        return original(self, *arguments, **options)
-    except FloatingPointError as error:  # which all processes come to, by the norm of all gradients
-        raise UsageErrorOfAll(
-            f"update {self.get_num_updates() + 1}: {str(error).partition(chr(10))[0]}; the log names the "
-            "module where it begins, where there is one; lower --lr, lengthen --warmup-updates or set "
-            "--clip-norm"
-        ) from None
-
-
-def clip_grad_norm(original, self, clip_norm):
-    if self.expert_placement is None:
-        return original(self, clip_norm)
-    norm = ExpertNorm(self.expert_placement)
-    return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=norm)
-
-
-def _log_oom(original, self, exc):
-    original(self, exc)
-    if self.expert_placement is not None:
-        # fairseq would skip this batch, while the other processes wait for this one's tokens.
-        raise UsageError(
-            f"process {self.expert_placement.rank} is out of memory, and with --expert-parallel no "
-            "process can skip a batch; lower --max-tokens"
-        ) from exc
+    def _log_oom(self, exc):
+        super()._log_oom(exc)
+        if self.expert_placement is not None:
+            # fairseq would skip this batch, while the other processes wait for this one's tokens.
+            raise UsageError(
+                f"process {self.expert_placement.rank} is out of memory, and with --expert-parallel no "
+                "process can skip a batch; lower --max-tokens"
+            ) from exc

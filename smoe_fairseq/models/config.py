@@ -8,7 +8,8 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models.transformer import TransformerConfig
 
-from smoe_fairseq.modules.gate import DROP_ORDERS, GATE_NORMALIZATIONS, SECOND_EXPERT_POLICIES
+from smoe_fairseq.modules.capacity import DROP_ORDERS
+from smoe_fairseq.modules.gate import GATE_NORMALIZATIONS, SECOND_EXPERT_POLICIES
 from smoe_fairseq.modules.smoe import DROPOUTS, NORMS
 
 
@@ -134,7 +135,7 @@ class SMoETransformerConfig(FairseqDataclass):
         for f in fields(cls):
             if f.default is True:
                 parser.add_argument(
-                    f"--{f.name.replace('_', '-')}",
+                    flag(f.name),
                     action=BooleanOptionalAction,
                     default=SUPPRESS,
                     help=f.metadata["help"],
@@ -155,29 +156,44 @@ class SMoETransformerConfig(FairseqDataclass):
 
     def moe_options(self) -> dict:
         """Arguments of `StratifiedMoE`."""
-        return {
-            "strata": self.smoe_strata,
-            "stacked": self.moe_stacked,
-            "top_k": self.moe_top_k,
-            "capacity_factor": self.moe_capacity_factor,
-            "eval_capacity_factor": self.moe_eval_capacity_factor,
-            "second_expert_policy": str(self.moe_second_expert_policy),
-            "gate_normalization": str(self.moe_gate_normalization),
-            "drop_order": str(self.moe_drop_order),
-            "norms": str(self.moe_norms),
-            "dropout_per": str(self.moe_dropout_per),
-            "gate_init_scale": self.moe_gate_init_scale,
-            "output_init_scale": self.moe_output_init_scale,
-            "activation_fn": str(self.activation_fn),
-            "dropout": self.dropout,
-            "activation_dropout": self.activation_dropout,
-            "eom": self.moe_eom,
-            "fom": self.moe_fom,
-            "gating_dropout": self.moe_gating_dropout,
-            "cmr": self.moe_cmr,
-            "cmr_gate_drop": self.cmr_gate_drop,
-            "expert_parallel": self.expert_parallel,
-        }
+        options = {name: getattr(self, option) for name, option in BLOCK_OPTIONS.items()}
+        for name in ("gate_normalization", "second_expert_policy", "drop_order"):
+            options[name] = str(options[name])  # which are of an enumeration
+        options |= {"norms": str(self.moe_norms), "dropout_per": str(self.moe_dropout_per)}
+        return options | {"activation_fn": utils.get_activation_fn(str(self.activation_fn))}
 
 
+# Parameters of the block, and the options that set them.
+BLOCK_OPTIONS = {
+    "strata": "smoe_strata",
+    "stacked": "moe_stacked",
+    "top_k": "moe_top_k",
+    "capacity_factor": "moe_capacity_factor",
+    "eval_capacity_factor": "moe_eval_capacity_factor",
+    "second_expert_policy": "moe_second_expert_policy",
+    "gate_normalization": "moe_gate_normalization",
+    "drop_order": "moe_drop_order",
+    "norms": "moe_norms",
+    "dropout_per": "moe_dropout_per",
+    "gate_init_scale": "moe_gate_init_scale",
+    "output_init_scale": "moe_output_init_scale",
+    "activation_fn": "activation_fn",
+    "dropout": "dropout",
+    "activation_dropout": "activation_dropout",
+    "eom": "moe_eom",
+    "fom": "moe_fom",
+    "gating_dropout": "moe_gating_dropout",
+    "cmr": "moe_cmr",
+    "cmr_gate_drop": "cmr_gate_drop",
+    "expert_parallel": "expert_parallel",
+}
 FIELDS = tuple(f.name for f in fields(SMoETransformerConfig) if not f.name.startswith("_"))
+
+
+def flag(name: str) -> str:
+    """The flag of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
+# By the block's parameters.
+BLOCK_FLAGS = {name: flag(option) for name, option in BLOCK_OPTIONS.items()}

@@ -2,14 +2,21 @@
 
 import torch
 
-from smoe_fairseq.models.config import SMoETransformerConfig
+from smoe_fairseq.models.config import BLOCK_FLAGS, SMoETransformerConfig, flag
 from smoe_fairseq.models.size import check_size
-from smoe_fairseq.modules import Strata, StratifiedMoE
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
+from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 
 
 def check_config(config: SMoETransformerConfig, task) -> None:
     """Raise ValueError with one sentence that names the flag and what would be accepted."""
+    try:
+        _check_config(config, task)
+    except OptionError as error:  # the block's, of its own parameters
+        raise ValueError(error.named(BLOCK_FLAGS)) from None
+
+
+def _check_config(config: SMoETransformerConfig, task) -> None:
     _check_numbers(config)
     for side in ("encoder", "decoder"):
         freq = config.moe_freq_of(side)
@@ -54,13 +61,13 @@ def _check_numbers(config: SMoETransformerConfig) -> None:
     for name in (*sizes, "max_source_positions", "max_target_positions"):
         if getattr(config, name) < 1:
             raise ValueError(
-                f"{_flag(name)} {getattr(config, name)}: expected a whole number of at least 1"
+                f"{flag(name)} {getattr(config, name)}: expected a whole number of at least 1"
             )
     dropouts = ("dropout", "attention_dropout", "activation_dropout")
     for name in (*dropouts, "encoder_layerdrop", "decoder_layerdrop"):
         if not 0 <= getattr(config, name) < 1:  # nan is neither
             raise ValueError(
-                f"{_flag(name)} {getattr(config, name)}: expected a probability from 0 to below 1"
+                f"{flag(name)} {getattr(config, name)}: expected a probability from 0 to below 1"
             )
 
 
@@ -78,8 +85,23 @@ def _check_cmr(config: SMoETransformerConfig, has_experts: bool) -> None:
         )
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def check_model(config, task) -> None:
+    """Raise UsageErrorOfAll where sharded experts do not go with an option of the model or the task.
+
+    These would take the processes out of step, so that each waits for another (the trainer's options:
+    distributed/options.py).
+    """
+    for side in ("encoder", "decoder"):
+        if getattr(config, f"{side}_layerdrop"):
+            raise UsageErrorOfAll(
+                f"--{side}-layerdrop with --expert-parallel: every process would drop other layers, "
+                "and wait for ever for the rest; leave it out"
+            )
+    if getattr(getattr(task, "cfg", None), "eval_bleu", False):
+        raise UsageErrorOfAll(
+            "--eval-bleu with --expert-parallel: translations take another number of steps on every "
+            "process; leave it out, and score the checkpoint after smoe consolidate"
+        )
 
 
 def check_checkpoint(model, state_dict) -> None:

@@ -14,10 +14,9 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.distributed.options import check_model
 from smoe_fairseq.models.config import FIELDS, SMoETransformerConfig
 from smoe_fairseq.models.moe_layers import placement_of
-from smoe_fairseq.models.preflight import check_checkpoint, check_config
+from smoe_fairseq.models.preflight import check_checkpoint, check_config, check_model
 from smoe_fairseq.models.transformer_layer import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,

@@ -1,10 +1,11 @@
-"""The building blocks: strata, gate, dispatcher, experts, and the block that composes them."""
+"""The block: strata, gate, dispatcher, experts, and what composes them. Needs torch only.
 
+Nothing here imports from the rest of the package or from fairseq, so that the block can be a layer of any
+PyTorch model.
+"""
+
+from smoe_fairseq.modules.option_error import OptionError
 from smoe_fairseq.modules.smoe import RoutingStats, StratifiedMoE
 from smoe_fairseq.modules.strata import Strata
 
-__all__ = ["RoutingStats", "StratifiedMoE", "Strata"]
-
-# Loading fairseq registers our models, which import from here: so it comes when all is in place.
-# isort: split
-import fairseq  # noqa: E402, F401
+__all__ = ["OptionError", "RoutingStats", "Strata", "StratifiedMoE"]

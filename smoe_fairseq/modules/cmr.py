@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smoe_fairseq.modules.experts import Activation, activation
+
 
 class CMRStats(NamedTuple):
     """What the budget loss needs, real tokens only."""
@@ -29,17 +31,15 @@ class ConditionalRouting(nn.Module):
         self,
         embed_dim: int,
         ffn_embed_dim: int,
-        activation_fn: str = "relu",
+        activation_fn: Activation = "relu",
         activation_dropout: float = 0.0,
         gate_drop: float = 0.0,
     ):
-        from fairseq.utils import get_activation_fn  # here, as in `Experts`
-
         super().__init__()
         self.gate = nn.Linear(embed_dim, 1, bias=False)
         self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
         self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
-        self.activation_fn = get_activation_fn(activation_fn)
+        self.activation_fn = activation(activation_fn)
         self.activation_dropout = activation_dropout
         self.gate_drop = gate_drop
 

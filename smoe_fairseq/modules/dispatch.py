@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smoe_fairseq.modules.execution import Grouped, PerExpert
 from smoe_fairseq.modules.placement import Placement
 from smoe_fairseq.modules.rows import WeightedSum
 
@@ -19,7 +20,6 @@ class DispatchPlan:
 
     copy_N: Tensor  # row n holds copy t * K + k
     token_N: Tensor  # of token t
-    exchange: "Exchange | None" = None  # where experts are spread over processes
 
 
 class LocalDispatcher:
@@ -33,18 +33,16 @@ class LocalDispatcher:
         self.num_experts = num_experts
 
     def dispatch(
-        self, x_TD: Tensor, expert_TK: Tensor, static_shapes: bool = False
+        self, x_TD: Tensor, expert_TK: Tensor, run: PerExpert | Grouped
     ) -> tuple[Tensor, Tensor, DispatchPlan]:
         """Sort the copies by expert.
 
         Returns:
-            the copies ``x_ND``, where each expert's rows end ``(E,)``, and the plan. With
-            ``static_shapes`` N is T * K: rows past the last end belong to no expert, and nothing
-            waits for the device. Otherwise N counts just the dispatched copies.
+            those copies ``x_ND`` that the execution ``run`` computes, where each expert's rows end
+            ``(E,)``, and the plan.
         """
         copy_N, ends_E = self.sort(expert_TK)
-        if not static_shapes:
-            copy_N = copy_N[: int(ends_E[-1])]
+        copy_N = run.dispatched(copy_N, ends_E)
         token_N = copy_N // expert_TK.shape[1]
         return x_TD.index_select(0, token_N), ends_E, DispatchPlan(copy_N, token_N)
 
@@ -69,11 +67,18 @@ class Exchange:
     by_expert_N: Tensor  # the rows received, from their order by sender to that by expert
 
     def to_experts(self, x_ND: Tensor) -> Tensor:
-        return all_to_all(x_ND, self.sent, self.received).index_select(0, self.by_expert_N)
+        return AllToAll.apply(x_ND, self.sent, self.received).index_select(0, self.by_expert_N)
 
     def back(self, y_ND: Tensor) -> Tensor:
         by_sender_ND = torch.empty_like(y_ND).index_copy(0, self.by_expert_N, y_ND)
-        return all_to_all(by_sender_ND, self.received, self.sent)
+        return AllToAll.apply(by_sender_ND, self.received, self.sent)
+
+
+@dataclass(frozen=True)
+class ShardedPlan(DispatchPlan):
+    """And by which way the copies came."""
+
+    exchange: Exchange
 
 
 class ShardedDispatcher(LocalDispatcher):
@@ -89,17 +94,20 @@ class ShardedDispatcher(LocalDispatcher):
         self.placement = placement
 
     def dispatch(
-        self, x_TD: Tensor, expert_TK: Tensor, static_shapes: bool = False
-    ) -> tuple[Tensor, Tensor, DispatchPlan]:
-        """As `LocalDispatcher.dispatch`, but the copies and ends are those of this process's experts."""
+        self, x_TD: Tensor, expert_TK: Tensor, run: PerExpert | Grouped
+    ) -> tuple[Tensor, Tensor, ShardedPlan]:
+        """As `LocalDispatcher.dispatch`, but the copies and ends are those of this process's experts.
+
+        Which copies travel is known on the host, whatever the execution.
+        """
         copy_N, ends_E = self.sort(expert_TK)
         exchange, ends_E = self._plan_exchange(ends_E)
         copy_N = copy_N[: sum(exchange.sent)]
         token_N = copy_N // expert_TK.shape[1]
         x_ND = exchange.to_experts(x_TD.index_select(0, token_N))
-        return x_ND, ends_E, DispatchPlan(copy_N, token_N, exchange)
+        return x_ND, ends_E, ShardedPlan(copy_N, token_N, exchange)
 
-    def combine(self, y_ND: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor:
+    def combine(self, y_ND: Tensor, weight_TK: Tensor, plan: ShardedPlan) -> Tensor:
         return super().combine(plan.exchange.back(y_ND), weight_TK, plan)
 
     def _plan_exchange(self, ends_E: Tensor) -> tuple[Exchange, Tensor]:
@@ -121,8 +129,23 @@ class ShardedDispatcher(LocalDispatcher):
         return Exchange(sent, received, by_expert_N), received_PE.sum(0).cumsum(0)
 
 
-def all_to_all(x_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
-    """fairseq's all-to-all, with gradient: ``sent`` and ``received`` rows to and from each process."""
-    from fairseq.modules.base_layer import All2All  # not above: modules import without fairseq
+class AllToAll(torch.autograd.Function):
+    """``sent`` and ``received`` rows to and from each process; their gradients travel the other way.
 
-    return All2All.apply(x_ND.contiguous(), sent, received)
+    torch's own with gradient is deprecated, and what shall take its place is not public.
+    """
+
+    @staticmethod
+    def forward(ctx, x_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        ctx.sent, ctx.received = sent, received
+        return exchange_rows(x_ND, sent, received)
+
+    @staticmethod
+    def backward(ctx, grad_ND: Tensor):
+        return exchange_rows(grad_ND, ctx.received, ctx.sent), None, None
+
+
+def exchange_rows(x_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    y_ND = x_ND.new_empty(sum(received), *x_ND.shape[1:])
+    dist.all_to_all_single(y_ND, x_ND.contiguous(), received, sent)
+    return y_ND

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.gate import Gate
+from smoe_fairseq.modules.capacity import Capacity
 from smoe_fairseq.modules.smoe import RoutingStats
 
 FIFTHS = 5
@@ -37,23 +37,23 @@ def percent_dropped(table_25):
     return 100 * dropped / chosen.clip(min=1)
 
 
-def gates_of(model: nn.Module) -> list[Gate]:
-    return [module for module in model.modules() if isinstance(module, Gate)]
+def capacities_of(model: nn.Module) -> list[Capacity]:
+    return [module for module in model.modules() if isinstance(module, Capacity)]
 
 
 def is_limited_in_training(model: nn.Module) -> bool:
     """Whether training drops what evaluation does not; no for a dense model."""
-    return any(g.capacity_factor not in (0, g.eval_capacity_factor) for g in gates_of(model))
+    return any(each.factor not in (0, each.eval_factor) for each in capacities_of(model))
 
 
 @contextmanager
 def training_capacity(model: nn.Module) -> Iterator[None]:
     """Within it, evaluation limits the experts as training does; nothing else changes."""
-    before = [(gate, gate.eval_capacity_factor) for gate in gates_of(model)]
-    for gate, _ in before:
-        gate.eval_capacity_factor = gate.capacity_factor
+    before = [(capacity, capacity.eval_factor) for capacity in capacities_of(model)]
+    for capacity, _ in before:
+        capacity.eval_factor = capacity.factor
     try:
         yield
     finally:
-        for gate, factor in before:
-            gate.eval_capacity_factor = factor
+        for capacity, factor in before:
+            capacity.eval_factor = factor

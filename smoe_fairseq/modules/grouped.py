@@ -1,7 +1,7 @@
-"""Grouped products that `torch.compile` can trace, whatever their type.
+"""Products of each expert's rows with its weights, in one kernel where torch has one.
 
 torch 2.13 computes `torch.nn.functional.grouped_mm` in float32 and float16 too, but only knows the shape
-of its result, which tracing needs, in bfloat16.
+of its result, which `torch.compile` needs, in bfloat16.
 
 Shapes: N rows sorted by expert, I inputs, O outputs, E experts.
 """
@@ -11,8 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def can_group(weight: Tensor) -> bool:
+    """Whether torch has a grouped product for such weights: rows of a multiple of 16 bytes."""
+    per_16_bytes = 16 // weight.element_size()
+    sizes_fit = all(size % per_16_bytes == 0 for size in weight.shape[1:])
+    return sizes_fit and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
 def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """``x W_e`` for the rows of each expert ``(N, O)``; rows past the last end are uninitialised."""
+    """``x W_e`` for the rows of each expert ``(N, O)``; rows past the last end are uninitialised.
+
+    Where torch has no grouped product, one after the other, and the ends are read on the host.
+    """
+    if not can_group(w_EIO):
+        sizes = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).tolist()
+        *rows, rest = x_NI.split([*sizes, len(x_NI) - sum(sizes)])
+        products = [x @ w_IO for x, w_IO in zip(rows, w_EIO, strict=True)]
+        return torch.cat([*products, rest.new_zeros(len(rest), w_EIO.shape[2])])
     if torch.compiler.is_compiling() and x_NI.dtype != torch.bfloat16:
         return _traced(x_NI, w_EIO, ends_E)
     return F.grouped_mm(x_NI, w_EIO, offs=ends_E)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smoe_fairseq.modules.capacity import DROP_ORDERS, Capacity
 from smoe_fairseq.modules.checks import (
     check_choice,
     check_cmr,
@@ -20,18 +21,14 @@ from smoe_fairseq.modules.checks import (
 )
 from smoe_fairseq.modules.cmr import CMRStats, ConditionalRouting
 from smoe_fairseq.modules.dispatch import LocalDispatcher, ShardedDispatcher
-from smoe_fairseq.modules.experts import Experts, Weights
-from smoe_fairseq.modules.gate import (
-    DROP_ORDERS,
-    GATE_NORMALIZATIONS,
-    SECOND_EXPERT_POLICIES,
-    Gate,
-    Routing,
-)
+from smoe_fairseq.modules.execution import EXECUTIONS, Grouped, PerExpert, start_pass
+from smoe_fairseq.modules.experts import Activation, Experts
+from smoe_fairseq.modules.gate import GATE_NORMALIZATIONS, SECOND_EXPERT_POLICIES, TopKGate
 from smoe_fairseq.modules.masking import drop_gating, mask_outputs
+from smoe_fairseq.modules.option_error import OptionError
 from smoe_fairseq.modules.placement import Placement
+from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.strata import Strata
-from smoe_fairseq.modules.tokens import IndexedTokens, MaskedTokens
 
 
 class RoutingStats(NamedTuple):
@@ -67,14 +64,14 @@ class StratifiedMoE(nn.Module):
         strata: sizes of the strata in the paper's notation: "16" is vanilla, "4-12" has two.
         stacked: naive stacking, the paper's baseline: the strata are ordinary MoE layers in a row, with
             one layer norm before the first and one residual around all.
-        top_k, capacity_factor, eval_capacity_factor, gate_normalization, second_expert_policy,
-            drop_order: see `Gate`.
+        top_k, gate_normalization, second_expert_policy: see `TopKGate`.
+        capacity_factor, eval_capacity_factor, drop_order: see `Capacity`.
         norms: "paper" normalises what each stratum's gate and experts get, and adds their output to what
             was there before; "released" computes as the paper's released code: from the second stratum
             on the residual is normalised too, and the block's output once more. The same with one stratum.
         gate_init_scale: of the gates' initial weights, over those of ``nn.Linear``.
         output_init_scale: the same of the experts' second weights and biases.
-        activation_fn: fairseq's name of the experts' activation.
+        activation_fn: the experts' activation: a function, or the name of one in `torch.nn.functional`.
         dropout: of each stratum's output, before its residual, or of all they added to a token.
         dropout_per: "stratum" or "layer": which of the two.
         activation_dropout: after the activation in the experts.
@@ -85,9 +82,10 @@ class StratifiedMoE(nn.Module):
         cmr_gate_drop: in training, the probability that a token has only the shared network.
         expert_parallel: the experts are spread over the processes of `torch.distributed`; its default
             process group has to be there before the block. Every process has to make the same passes.
+        execution: how experts are computed, see `start_pass`; an attribute that may be changed.
 
     Raises:
-        ValueError: a value that the block cannot take; the sentence names the fairseq flag.
+        OptionError: a ValueError, for a value that the block cannot take; it names the parameter.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class StratifiedMoE(nn.Module):
         norms: str = "paper",
         gate_init_scale: float = 1.0,
         output_init_scale: float = 1.0,
-        activation_fn: str = "relu",
+        activation_fn: Activation = "relu",
         dropout: float = 0.0,
         dropout_per: str = "stratum",
         activation_dropout: float = 0.0,
@@ -115,25 +113,27 @@ class StratifiedMoE(nn.Module):
         cmr: bool = False,
         cmr_gate_drop: float = 0.0,
         expert_parallel: bool = False,
+        execution: str = "auto",
     ):
         super().__init__()
         self.strata = Strata.parse(strata, stacked)
         check_top_k(top_k, self.strata)
-        check_factor("--moe-capacity-factor", capacity_factor)
-        check_factor("--moe-eval-capacity-factor", eval_capacity_factor)
-        check_choice("--moe-gate-normalization", gate_normalization, GATE_NORMALIZATIONS)
-        check_choice("--moe-second-expert-policy", second_expert_policy, SECOND_EXPERT_POLICIES)
-        check_choice("--moe-drop-order", drop_order, DROP_ORDERS)
-        check_choice("--moe-norms", norms, NORMS)
-        check_choice("--moe-dropout-per", dropout_per, DROPOUTS)
+        check_factor("capacity_factor", capacity_factor)
+        check_factor("eval_capacity_factor", eval_capacity_factor)
+        check_choice("gate_normalization", gate_normalization, GATE_NORMALIZATIONS)
+        check_choice("second_expert_policy", second_expert_policy, SECOND_EXPERT_POLICIES)
+        check_choice("drop_order", drop_order, DROP_ORDERS)
+        check_choice("norms", norms, NORMS)
+        check_choice("dropout_per", dropout_per, DROPOUTS)
         check_norms(norms, dropout_per, stacked)
-        check_scale("--moe-gate-init-scale", gate_init_scale)
-        check_scale("--moe-output-init-scale", output_init_scale)
+        check_scale("gate_init_scale", gate_init_scale)
+        check_scale("output_init_scale", output_init_scale)
         check_cmr(cmr, self.strata)
-        check_probability("--moe-eom", eom)
-        check_probability("--moe-fom", fom)
-        check_probability("--moe-gating-dropout", gating_dropout)
-        check_probability("--cmr-gate-drop", cmr_gate_drop)
+        check_probability("eom", eom)
+        check_probability("fom", fom)
+        check_probability("gating_dropout", gating_dropout)
+        check_probability("cmr_gate_drop", cmr_gate_drop)
+        check_choice("execution", execution, EXECUTIONS)
         self.dropout = dropout
         self.dropout_per = dropout_per
         self.normalize_residual = norms == "released" and len(self.strata) > 1
@@ -145,26 +145,23 @@ class StratifiedMoE(nn.Module):
             for _ in range(1 if stacked else len(self.strata) + self.normalize_residual)
         )
         self.gates = nn.ModuleList(
-            Gate(
+            TopKGate(
                 embed_dim,
                 num_visible,
+                Capacity(capacity_factor, eval_capacity_factor, drop_order),
                 top_k=top_k,
-                capacity_factor=capacity_factor,
-                eval_capacity_factor=eval_capacity_factor,
                 normalization=gate_normalization,
                 second_expert_policy=second_expert_policy,
-                drop_order=drop_order,
                 init_scale=gate_init_scale,
             )
             for num_visible in self.strata.visible
         )
-        num_experts = self.strata.num_experts
-        place = Placement.over_processes(num_experts) if expert_parallel else Placement(num_experts)
+        place = self._placement(expert_parallel)
         self.experts = Experts(
             place, embed_dim, ffn_embed_dim, activation_fn, activation_dropout, output_init_scale
         )
         self.dispatcher = (
-            ShardedDispatcher(place) if place.is_sharded else LocalDispatcher(num_experts)
+            ShardedDispatcher(place) if place.is_sharded else LocalDispatcher(place.num_experts)
         )
         self.cmr = None
         if cmr:
@@ -174,9 +171,18 @@ class StratifiedMoE(nn.Module):
         self.register_buffer(
             "stratum_of_expert", torch.tensor(self.strata.stratum_of_expert), persistent=False
         )
-        # None: shapes that depend on the routing on CPU, where they save work, and shapes that do
-        # not elsewhere, where reading them would wait for the device.
-        self.static_shapes: bool | None = None
+        self.execution = execution
+
+    def _placement(self, expert_parallel: bool) -> Placement:
+        num_experts = self.strata.num_experts
+        if not expert_parallel:
+            return Placement(num_experts)
+        try:
+            return Placement.over_processes(num_experts)
+        except ValueError as error:
+            raise OptionError(
+                "{strata} {sizes} with {expert_parallel}: {reason}", sizes=self.strata, reason=error
+            ) from None
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, RoutingStats]:
         """``x`` of shape ``(..., D)``, ``padding_mask`` of ``x.shape[:-1]`` (True: padding).
@@ -189,9 +195,7 @@ class StratifiedMoE(nn.Module):
             statistics.
         """
         x_TD = x.reshape(-1, x.shape[-1])
-        static_shapes = self._static_shapes(x)
-        select = MaskedTokens if static_shapes else IndexedTokens
-        weights = self.experts.weights(grouped=static_shapes)
+        run = start_pass(self.execution, self.experts, x)
         position_T = torch.zeros(x_TD.shape[0], dtype=torch.long, device=x.device)
         padding_T = padding_mask.reshape(-1) if padding_mask is not None else position_T > 0
         left_out_T = drop_gating(padding_T, self.gating_dropout, self.training)
@@ -205,14 +209,14 @@ class StratifiedMoE(nn.Module):
 
         for i, gate in enumerate(self.gates):
             here_T = position_T == i
-            tokens = select(here_T)
+            tokens = run.tokens(here_T)
             h_TD = tokens.take(y_TD)
             if not stacked:
                 h_TD = self.layer_norms[i](h_TD)
             if self.normalize_residual and i > 0:
                 y_TD = tokens.replace(y_TD, h_TD)
             routing = gate(h_TD, tokens.active_T)
-            out_TD = self._mix_experts(i, h_TD, routing, weights, static_shapes)
+            out_TD = self._mix_experts(i, h_TD, routing, run)
             if self.cmr is not None:
                 out_TD, cmr_stats = self.cmr(h_TD, out_TD, tokens.active_T)
             if stacked:
@@ -227,27 +231,22 @@ class StratifiedMoE(nn.Module):
         if stacked:  # every real token was in the last stratum
             y_TD = tokens.add(x_TD, F.dropout(tokens.take(y_TD), self.dropout, self.training))
         elif self.normalize_residual:
-            real = select(~padding_T)  # of a skipped batch too, or its scale would be another
+            real = run.tokens(~padding_T)  # of a skipped batch too, or its scale would be another
             y_TD = real.replace(y_TD, self.layer_norms[-1](real.take(y_TD)))
         elif self.dropout_per == "layer" and self.training and self.dropout > 0:
             y_TD = x_TD + F.dropout(y_TD - x_TD, self.dropout, self.training)
         stats = self._stats(routings, requested_T, dropped_TK, x.shape[:-1], cmr_stats)
         return y_TD.view_as(x), stats
 
-    def _static_shapes(self, x: Tensor) -> bool:
-        if self.static_shapes is not None:
-            return self.static_shapes
-        return x.device.type != "cpu" or torch.compiler.is_compiling()
-
     def _mix_experts(
-        self, i: int, h_TD: Tensor, routing: Routing, weights: Weights, static_shapes: bool
+        self, i: int, h_TD: Tensor, routing: Routing, run: PerExpert | Grouped
     ) -> Tensor:
         """``sum_e G_e FFN_e(h)`` over the kept experts of stratum ``i``'s gate."""
         no_expert_TK = routing.expert_TK == self.gates[i].num_experts
         expert_TK = routing.expert_TK + self.strata.first_experts[i]
         expert_TK = expert_TK.masked_fill(no_expert_TK, self.strata.num_experts)
-        h_ND, ends_E, plan = self.dispatcher.dispatch(h_TD, expert_TK, static_shapes)
-        h_ND = self.experts(h_ND, ends_E, weights)
+        h_ND, ends_E, plan = self.dispatcher.dispatch(h_TD, expert_TK, run)
+        h_ND = run.compute(h_ND, ends_E)
         weight_TK = mask_outputs(routing.weight_TK, self.eom, self.training)
         out_TD = self.dispatcher.combine(h_ND, weight_TK, plan)
         if self.fom > 0:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
+from smoe_fairseq.modules.option_error import OptionError
+
 
 @dataclass(frozen=True)
 class Strata:
@@ -20,13 +22,14 @@ class Strata:
         """Read the paper's notation.
 
         Raises:
-            ValueError: a stratum is empty, not a number, zero or negative; the sentence names the flag.
+            OptionError: a stratum is empty, not a number, zero or negative.
         """
         sizes = str(text).split("-")
         if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
-            raise ValueError(
-                f"--smoe-strata {text!r}: expected positive numbers of experts joined by '-', "
-                "such as 16, 4-12 or 2-2-2-2"
+            raise OptionError(
+                "{strata} {given}: expected positive numbers of experts joined by '-', such as 16, 4-12 "
+                "or 2-2-2-2",
+                given=repr(text),
             )
         return cls(tuple(map(int, sizes)), stacked)
 

@@ -8,7 +8,6 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import smoe_fairseq
 from smoe_fairseq.system.errors import UsageError
 
 # Those that hold keys and values of their own.
@@ -22,7 +21,7 @@ def config_folder() -> Path:
     else:
         # Installed first: beside an installed package, a folder of that name is somebody else's.
         installed = Path(__file__).parent / "configs"
-        checkout = Path(smoe_fairseq.__file__).parents[1] / "configs"
+        checkout = Path(__file__).parents[2] / "configs"
         folder = installed if installed.is_dir() else checkout
     if not (folder / "datasets").is_dir():
         raise UsageError(

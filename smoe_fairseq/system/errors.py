@@ -16,27 +16,39 @@ class UsageErrorOfAll(UsageError):
     """One that every process of a run comes to by itself, so that none has to tell the others."""
 
 
-def ends_with_sentence(command: Callable) -> Callable:
-    """The command, whose UsageError becomes its last words and its exit status."""
+Sentence = Callable[
+    [BaseException], str | None
+]  # for an error; None where it is to show its stack trace
+
+
+def of_usage(error: BaseException) -> str | None:
+    """The sentence of a UsageError."""
+    return str(error) if isinstance(error, UsageError) else None
+
+
+def ends_with_sentence(command: Callable, sentence: Sentence = of_usage) -> Callable:
+    """The command; an error that has a sentence ends it with that and exit status 1."""
 
     @functools.wraps(command)
     def run(*arguments, **options):
         try:
             return command(*arguments, **options)
-        except UsageError as error:
-            raise SystemExit(f"error: {error}") from None
+        except Exception as error:
+            if (words := sentence(error)) is None:
+                raise
+            raise SystemExit(f"error: {words}") from None
 
     return run
 
 
-def print_sentences_of_commands(is_command: Callable[[], bool]) -> None:
-    """The same for errors that nobody catches, while ``is_command``; others keep their stack traces."""
+def print_sentences(sentence: Sentence) -> None:
+    """The same for errors that nobody catches; those without a sentence keep their stack traces."""
     previous = sys.excepthook
 
     def print_sentence(kind, error, trace):
-        if isinstance(error, UsageError) and is_command():
-            print(f"error: {error}", file=sys.stderr)
-        else:
+        if (words := sentence(error)) is None:
             previous(kind, error, trace)
+        else:
+            print(f"error: {words}", file=sys.stderr)
 
     sys.excepthook = print_sentence

@@ -1,6 +1,6 @@
 """Files and folders that appear under their names only when they are complete, or not at all.
 
-Kept free of torch and of fairseq, as is all that the patches share with the rest of the package.
+Kept free of torch and of fairseq, as is all that the mends share with the rest of the package.
 """
 
 import os

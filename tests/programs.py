@@ -1,0 +1,144 @@
+"""Programs forked from a warm process (warm.py): as in a process of their own, seconds sooner.
+
+As a program, this file starts one for bash: ``programs.py ADDRESS PROGRAM [ARGUMENT...]``.
+"""
+
+import atexit
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+WARM = Path(__file__).with_name("warm.py")
+
+
+class Program:
+    """One that has been started: its ``pid``. Where nobody refers to it any more, it is killed.
+
+    Args:
+        request: what ``warm.py`` is to run.
+        files: descriptors of its standard input, output, error output, and of more that it is to hold.
+
+    Raises:
+        ConnectionError: the process that it is forked from has ended.
+    """
+
+    def __init__(self, address: str, request: dict, files: tuple[int, ...]):
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(address)
+        content = json.dumps(request).encode() + b"\n"
+        sent = socket.send_fds(self.connection, [content], files)
+        self.connection.sendall(content[sent:])
+        self.received = b""
+        self.status: int | None = None
+        self.pid = self._number(None)
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Its exit status, negative where a signal ended it; None where it has not ended by then."""
+        if self.status is None:
+            self.status = self._number(seconds)
+        return self.status
+
+    def _number(self, seconds: float | None) -> int | None:
+        while b"\n" not in self.received:
+            if not select.select([self.connection], [], [], seconds)[0]:
+                return None
+            content = self.connection.recv(100)
+            if not content:
+                raise ConnectionError("the process that programs are forked from has ended")
+            self.received += content
+        line, _, self.received = self.received.partition(b"\n")
+        return int(line)
+
+
+class Server:
+    """A warm process, there from the first program on.
+
+    Args:
+        parent: the one that it is forked from; None: it is the first.
+        function: name of what it does in ``warm.py`` before it forks programs.
+        arguments: of the function.
+    """
+
+    def __init__(self, parent: "Server | None", function: str, *arguments: str):
+        self.parent = parent
+        self.function = function
+        self.arguments = arguments
+        self.folder: tempfile.TemporaryDirectory | None = None
+
+    @property
+    def address(self) -> str:
+        if self.folder is None:
+            self._open()
+        return f"{self.folder.name}/socket"
+
+    def start(self, arguments, environment, folder, files, function=None) -> Program:
+        """A program by its path, ``-c`` and what Python is to do, or a function: (file, name).
+
+        What Python reads from the environment at its start it has read: that has to be the same.
+
+        Raises:
+            ConnectionError: the process has ended; with its last words.
+        """
+        address = self.address
+        request = {"arguments": arguments, "environment": environment, "folder": str(folder)}
+        try:
+            return Program(address, request | {"function": function}, files)
+        except ConnectionError:
+            raise ConnectionError(Path(f"{self.folder.name}/log").read_text()) from None
+
+    def _open(self) -> None:
+        if self.parent is not None:
+            self.parent.address  # noqa: B018  (so that it is closed after this one)
+        self.folder = tempfile.TemporaryDirectory(prefix="warm-")
+        reading, self.control = os.pipe()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with (
+            open(f"{self.folder.name}/log", "w+") as log,
+            open(reading) as control,
+            socket.socket(socket.AF_UNIX) as listener,
+        ):
+            listener.bind(f"{self.folder.name}/socket")
+            listener.listen(64)
+            if self.parent is None:
+                self.process = subprocess.Popen(
+                    [sys.executable, str(WARM), str(listener.fileno())],
+                    env=environment,
+                    stdin=control,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[listener.fileno()],
+                )
+            else:
+                files = (control.fileno(), log.fileno(), log.fileno(), listener.fileno())
+                function = (str(WARM), self.function)
+                self.process = self.parent.start(
+                    self.arguments, environment, os.getcwd(), files, function
+                )
+        atexit.register(self.close)
+
+    def finish(self) -> None:
+        """It ends with the last of its programs; there is no other."""
+        if self.control is not None:
+            os.close(self.control)
+            self.control = None
+
+    def close(self) -> None:
+        self.finish()
+        self.process.wait()
+        self.folder.cleanup()
+        atexit.unregister(self.close)
+
+
+def main(address: str, *arguments: str) -> int:
+    request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+    status = Program(address, request | {"function": None}, (0, 1, 2)).wait()
+    return 128 - status if status < 0 else status  # as shells say which signal it was
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

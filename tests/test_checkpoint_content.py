@@ -1,0 +1,67 @@
+"""Files that can be read, and are not what a checkpoint of fairseq is: one sentence, in every command."""
+
+import pytest
+import torch
+from commands import generation, run
+from fairseq import checkpoint_utils
+from test_training import train as train_smoe
+
+from smoe_fairseq.checkpoint.content import open_checkpoint
+from smoe_fairseq.system.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def sparse(small_corpus, tmp_path_factory):
+    """A checkpoint of a tiny SMoE."""
+    folder = tmp_path_factory.mktemp("sparse")
+    train_smoe(small_corpus, folder, "--max-update", 2)
+    return folder / "checkpoint_last.pt"
+
+
+def changed(source, path, change):
+    state = torch.load(source, weights_only=True)
+    change(state)
+    torch.save(state, path)
+    return path
+
+
+OTHER_KINDS = {
+    "no model": lambda state: state.pop("model"),
+    "no parameters": lambda state: state.update(model=None),
+    "a list of parameters": lambda state: state.update(model=[1]),
+    "a history of no kind": lambda state: state.update(optimizer_history=3),
+    "extra state of no kind": lambda state: state.update(extra_state="x"),
+    "no options": lambda state: state.update(cfg=None, args=None),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+@pytest.mark.parametrize(
+    "load", [open_checkpoint, checkpoint_utils.load_checkpoint_to_cpu], ids=["ours", "fairseqs"]
+)
+def test_a_part_of_another_kind_is_refused(sparse, tmp_path, kind, load):
+    file = changed(sparse, tmp_path / "checkpoint.pt", OTHER_KINDS[kind])
+    with pytest.raises(UsageError) as error:
+        load(str(file))
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_empty_history_is_named_by_the_command(small_corpus, sparse, tmp_path):
+    file = changed(sparse, tmp_path / "c.pt", lambda state: state.update(optimizer_history=[]))
+    result = run("fairseq-generate", *generation(small_corpus, file), check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    words = f"error: {file} is not a checkpoint of fairseq, or parts of it are missing: IndexError"
+    assert result.stdout.splitlines()[-1].startswith(words)
+
+
+def test_state_of_another_run_is_named(small_corpus, sparse, tmp_path):
+    file = changed(
+        sparse,
+        tmp_path / "c.pt",
+        lambda state: state["last_optimizer_state"].update(param_groups=[]),
+    )
+    more = ("--restore-file", file, "--max-update", 4)
+    result = train_smoe(small_corpus, tmp_path / "new", *more, check=False)
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith(f"error: {file} does not fit this run (ValueError: loaded state dict")
+    assert "--reset-optimizer" in last and "Traceback" not in result.stdout

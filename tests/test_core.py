@@ -1,0 +1,98 @@
+"""The block as a layer of any PyTorch model: without fairseq, under its parameters' own names."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from smoe_fairseq.modules import OptionError, StratifiedMoE
+from smoe_fairseq.modules.placement import Placement
+
+WITHOUT_FAIRSEQ = """
+import sys
+
+class NoFairseq:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in ("fairseq", "fairseq_cli", "omegaconf", "hydra", "yaml"):
+            raise ImportError(f"{name} is not here")
+
+sys.meta_path.insert(0, NoFairseq)
+"""
+
+
+def python(program: str, *options: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *options, "-c", WITHOUT_FAIRSEQ + textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_block_trains_without_fairseq():
+    result = python("""
+        import torch
+        from smoe_fairseq.modules import StratifiedMoE
+        torch.manual_seed(1)
+        block = StratifiedMoE(8, 16, "2-2", activation_fn="gelu", cmr=False, expert_parallel=True)
+        optimizer = torch.optim.SGD(block.parameters(), 0.1)
+        x, target = torch.randn(4, 6, 8), torch.randn(4, 6, 8)
+        losses = []
+        for _ in range(20):
+            y, stats = block(x)
+            loss = (y - target).square().mean()
+            (loss + 0.01 * stats.balance_loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < 0.9 * losses[0], losses
+        print("trained", "fairseq" in sys.modules)
+    """)
+    assert result.stdout == "trained False\n", result.stderr
+
+
+def test_a_bad_argument_is_an_ordinary_exception():
+    """One that a notebook shows, and goes on after."""
+    result = python("""
+        from smoe_fairseq.modules import StratifiedMoE
+        try:
+            StratifiedMoE(8, 16, "4-x")
+        except Exception as error:
+            print(type(error).__name__, error)
+    """)
+    words = "OptionError strata '4-x': expected positive numbers of experts joined by '-'"
+    assert result.stdout.startswith(words), result.stderr
+
+
+def test_names_of_another_side_take_the_place_of_the_parameters():
+    with pytest.raises(OptionError) as error:
+        StratifiedMoE(8, 16, "7-1")
+    names = {"top_k": "--moe-top-k", "strata": "--smoe-strata"}
+    assert str(error.value).startswith("top_k 2: a gate of strata 7-1 sees 1 expert")
+    assert error.value.named(names).startswith("--moe-top-k 2: a gate of --smoe-strata 7-1 sees 1")
+
+
+def test_a_value_is_never_taken_for_a_name():
+    with pytest.raises(OptionError, match=r"strata '\{top_k\}': expected"):
+        StratifiedMoE(8, 16, "{top_k}")
+
+
+def test_experts_that_cannot_be_spread(monkeypatch):
+    monkeypatch.setattr(
+        Placement, "over_processes", classmethod(lambda cls, experts: cls(experts, 3, 0))
+    )
+    with pytest.raises(OptionError) as error:
+        StratifiedMoE(8, 16, "4-4", expert_parallel=True)
+    words = "strata 4-4 with expert_parallel: 8 experts cannot be spread evenly over 3 processes; accepted"
+    assert str(error.value).startswith(words)
+
+
+@pytest.mark.parametrize("given", ["gelu", torch.nn.functional.gelu, torch.nn.GELU()])
+def test_activation(given):
+    torch.manual_seed(1)
+    block, other = StratifiedMoE(8, 16, "4", activation_fn=given).eval(), None
+    x = torch.randn(5, 8)
+    torch.manual_seed(1)
+    other = StratifiedMoE(8, 16, "4", activation_fn=torch.nn.functional.gelu).eval()
+    assert torch.equal(block(x)[0], other(x)[0])

@@ -1,0 +1,181 @@
+"""A dictionary of the same size in another order: noticed wherever a checkpoint meets it."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import preprocess, run
+from fairseq.data import Dictionary
+from test_expert_parallel_checkpoints import call, refusal
+from test_lock import SMALL
+from test_trainer import GLOO, MOE
+
+from smoe_fairseq.checkpoint.content import open_checkpoint
+from smoe_fairseq.checkpoint.dictionaries import KEY, difference, noted
+
+PLUGIN = SMALL[1]
+
+
+@pytest.fixture(scope="module")
+def data(raw_corpus, tmp_path_factory) -> list[Path]:
+    """The same text by a dictionary, and by one with its words in reverse order."""
+    top = tmp_path_factory.mktemp("dictionaries")
+    preprocess(raw_corpus, top / "one", "--joined-dictionary")
+    words = (top / "one/dict.src.txt").read_text().splitlines()
+    (top / "dict.txt").write_text("\n".join(reversed(words)) + "\n")
+    preprocess(raw_corpus, top / "other", "--joined-dictionary", "--srcdict", top / "dict.txt")
+    return [top / "one", top / "other"]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks, data, tmp_path_factory) -> Path:
+    """A sparse model, trained with the first."""
+    folder = tmp_path_factory.mktemp("trained")
+    ranks.train(folder / "logs", 1, data[0], "--save-dir", folder, *MOE, one=True)
+    return folder / "checkpoint_last.pt"
+
+
+def sentence(checkpoint, file, name="source") -> str:
+    number = noted(Namespace(source_dictionary=Dictionary.load(str(file))))["source"]["symbols"]
+    return (
+        f"{checkpoint} was trained with another {name} dictionary than {file}: as many words ({number}), "
+        "but others or in another order; expected the dictionary of its training and data made with it"
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--restore-file"], ["--restore-file", "--reset-optimizer", "--reset-dataloader"]]
+    + [["--finetune-from-model"]],
+    ids=lambda given: given[0].strip("-") + "-reset" * (len(given) > 1),
+)
+def test_training(ranks, data, trained, tmp_path, given):
+    words = ["--save-dir", tmp_path / "new", *MOE, "--max-update", 2, *given[1:], given[0], trained]
+    process = ranks.start(tmp_path, 1, data[1], *words, one=True)
+    assert process.wait() == [1]
+    last = process.output().strip().splitlines()[-1]
+    assert last == f"error: {sentence(trained, data[1] / 'dict.src.txt')}"
+    assert not list((tmp_path / "new").glob("*.pt"))
+    assert ranks.start(tmp_path, 1, data[0], *words, one=True).wait() == [0]
+
+
+def test_training_over_processes(ranks, data, trained, tmp_path):
+    """Each ends by itself, with the sentence: with experts of its own and with all of them."""
+    call("reshard", trained, "--world-size", 2, "--output", tmp_path / "run/checkpoint_last.pt")
+    assert open_checkpoint(tmp_path / "run/checkpoint_last-rank-1.pt")[KEY]
+    call(
+        *("consolidate", tmp_path / "run/checkpoint_last.pt"),
+        *("--output", tmp_path / "one.pt", "--optimizer-state"),
+    )
+    for given in (
+        ["--save-dir", tmp_path / "run", "--expert-parallel"],
+        ["--save-dir", tmp_path / "new", "--restore-file", tmp_path / "one.pt"],
+    ):
+        words = [*MOE, *GLOO, "--max-update", 2, *given]
+        process = ranks.start(tmp_path / "logs", 2, data[1], *words)
+        assert process.wait(60) == [1, 1], process.output()
+        for rank in (0, 1):
+            assert "was trained with another source dictionary than" in process.output(rank)
+            assert "Traceback" not in process.output(rank)
+
+
+def test_translating_and_validating(data, trained):
+    given = ["--user-dir", PLUGIN, "--path", trained, "--cpu"]
+    validate = ["fairseq-validate", "--task", "translation", "--max-tokens", 400]
+    for program, *more in (["fairseq-generate", "--max-len-b", 5], validate):
+        result = run(program, data[1], *given, *more, check=False)
+        assert result.returncode == 1 and "Traceback" not in result.stdout
+        expected = f"error: {sentence(trained, data[1] / 'dict.src.txt')}"
+        assert result.stdout.splitlines()[-1] == expected
+
+
+def test_analysing(data, trained, tmp_path):
+    words = sentence(trained, data[1] / "dict.src.txt")
+    output = tmp_path / "new"
+    given = refusal("analyze", data[1], "--path", trained, "--output", output, "--cpu")
+    assert given == f"error: {words}" and not output.exists()
+    assert refusal("cost", "--path", trained, data[1]) == f"error: {words}"
+    call("cost", "--path", trained, data[0])
+
+
+def test_a_checkpoint_that_does_not_say_is_loaded_as_before(ranks, data, trained, tmp_path):
+    content = torch.load(trained, weights_only=True)
+    del content[KEY]
+    torch.save(content, tmp_path / "old.pt")
+    words = ["--save-dir", tmp_path / "new", *MOE, "--finetune-from-model", tmp_path / "old.pt"]
+    ranks.train(tmp_path / "logs", 1, data[1], *words, one=True)
+    call("cost", "--path", tmp_path / "old.pt", data[1])
+
+
+def test_languages_in_another_order(ranks, data, tmp_path):
+    """Their tokens are the last words of the dictionary: each would stand for another language."""
+    several = ["--task", "translation_multi_simple_epoch", "--encoder-langtok", "tgt"]
+    pairs = ["--lang-pairs", "src-tgt,tgt-src"]
+    words = ["--save-dir", tmp_path, *MOE, *several, *pairs, "--langs", "src,tgt"]
+    ranks.train(tmp_path / "logs", 1, data[0], *words, one=True)
+    trained = tmp_path / "checkpoint_last.pt"
+    given = [data[0], "--user-dir", PLUGIN, "--path", trained, "--cpu", "--max-len-b", 5, *several]
+    given += [*pairs, "-s", "src", "-t", "tgt", "--langs"]
+    result = run("fairseq-generate", *given, "tgt,src", check=False)
+    assert result.returncode == 1
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith(f"error: {trained} was trained with another src dictionary than")
+    assert str(data[0] / "dict.src.txt") in last and "--langs in the same order" in last
+    assert "H-0\t" in run("fairseq-generate", *given, "src,tgt").stdout
+
+
+# What is noted, of tasks of all kinds
+
+
+def dictionary(*words) -> Dictionary:
+    made = Dictionary()
+    for word in words:
+        made.add_symbol(word)
+    return made
+
+
+class Silent:
+    """A task without text."""
+
+    @property
+    def source_dictionary(self):
+        raise NotImplementedError
+
+    target_dictionary = None
+
+
+def test_tasks_of_several_languages_note_each():
+    """In training and translation fairseq calls other languages source and target."""
+    several = {"en": dictionary("a", "b"), "de": dictionary("b", "a"), "fr": dictionary("a")}
+    trained = Namespace(data_manager=Namespace(dicts=several), source_dictionary=several["en"])
+    assert set(noted(trained)) == set(noted(Namespace(dicts=several))) == {"en", "de", "fr"}
+    content = {KEY: noted(trained)}
+    of_one = Namespace(data_manager=Namespace(dicts={"de": several["de"]}))
+    assert difference("model.pt", content, of_one) is None
+    of_one.data_manager.dicts = {"de": several["en"]}
+    found = difference("model.pt", content, of_one)
+    assert "another de dictionary than the de dictionary: as many words (6)" in found
+    assert "--langs in the same order" in found
+
+
+def test_other_sizes_are_left_to_the_model():
+    """Some models take a dictionary with a word less (BART, which is trained with a mask)."""
+    one, other = (
+        Namespace(source_dictionary=d) for d in (dictionary("a", "<mask>"), dictionary("a"))
+    )
+    assert difference("model.pt", {KEY: noted(one)}, other) is None
+
+
+@pytest.mark.parametrize("content", [{}, {KEY: None}, {KEY: "x"}, {KEY: {"source": 1}}])
+def test_without_a_note_nothing_is_compared(content):
+    assert difference("model.pt", content, Namespace(source_dictionary=dictionary("a"))) is None
+    assert noted(Silent()) == {}
+
+
+def test_it_is_the_order_of_the_words_that_counts():
+    one, same, other = dictionary("a", "b"), dictionary("a", "b"), dictionary("b", "a")
+    one.add_symbol("a", n=7)  # counts are not compared
+    one, same, other = (noted(Namespace(target_dictionary=d)) for d in (one, same, other))
+    assert one == same != other
+    assert set(one["target"]) == {"symbols", "sha256"} and len(one["target"]["sha256"]) == 64

@@ -1,0 +1,125 @@
+"""Checkpoints that hold more than data: every command names file and type, and runs nothing of them."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from commands import TINY, generation, run
+from fairseq import checkpoint_utils
+from test_compat import run_without
+from test_expert_parallel_checkpoints import refusal
+
+from smoe_fairseq.checkpoint.content import open_checkpoint
+from smoe_fairseq.system.checkpoint_file import RefusedCheckpoint
+
+NORMS = ("--encoder-normalize-before", "--decoder-normalize-before")
+REST = (
+    "which is not loaded since it could run a program; expected tensors, numbers, text, and lists"
+)
+
+
+class Intruder:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+class Settings:
+    """A class of a program of its own; its objects do nothing when they are unpickled."""
+
+
+@pytest.fixture
+def trace(tmp_path) -> Path:
+    """A folder that is there once a program has been run."""
+    return tmp_path / "trace"
+
+
+@pytest.fixture
+def intruded(pre_norm, tmp_path, trace) -> Path:
+    path = tmp_path / "checkpoint.pt"
+    torch.save(torch.load(pre_norm) | {"intruder": Intruder(trace)}, path)
+    return path
+
+
+def commands(corpus, file, new) -> dict[str, tuple]:
+    train = ("fairseq-train", corpus, "--save-dir", new, *TINY, *NORMS)
+    return {
+        "generate": ("fairseq-generate", *generation(corpus, file)),
+        "resume": (*train, "--restore-file", file),
+        "finetune": (*train, "--finetune-from-model", file),
+    }
+
+
+@pytest.mark.parametrize("name", ["generate", "resume", "finetune"])
+def test_commands_of_fairseq_name_file_and_type(intruded, corpus, tmp_path, trace, name):
+    command = commands(corpus, intruded, tmp_path / "new")[name]
+    result = run(*command, check=False)
+    assert result.returncode == 1 and not trace.exists() and not list(tmp_path.glob("new/*"))
+    sentence = f"error: {intruded} holds posix.mkdir (a type or function), {REST}"
+    assert result.stdout.splitlines()[-1].startswith(sentence)
+    # torch's words explain how to load it all the same.
+    for word in ("Traceback", "weights_only", "safe_globals", "trust"):
+        assert word not in result.stdout
+
+
+def test_without_its_mend_torch_says_how_to_run_the_program(intruded, corpus):
+    command = ("fairseq-generate", *generation(corpus, intruded))
+    result = run_without("name_unreadable_checkpoints", *command)
+    assert result.returncode and "Traceback" in result.stdout
+    assert "Weights only load failed" in result.stdout and "weights_only" in result.stdout
+
+
+def test_our_commands_too(intruded, corpus, tmp_path, trace):
+    new = tmp_path / "new"
+    for words in (
+        ["reshard", intruded, "--world-size", 2, "--output", new],
+        ["analyze", corpus, "--path", intruded, "--output", new, "--cpu"],
+        ["cost", "--path", intruded],
+    ):
+        assert f"{intruded} holds posix.mkdir (a type or function), {REST}" in refusal(*words)
+    assert not new.exists() and not trace.exists()
+
+
+def saved(content, path: Path, **options) -> Path:
+    torch.save(content, path, **options)
+    return path
+
+
+@pytest.mark.parametrize(
+    "content, options, named",
+    [
+        (Settings(), {}, f"{__name__}.Settings (a type"),
+        (Settings(), {"_use_new_zipfile_serialization": False}, f"{__name__}.Settings (a type"),
+        (print, {}, "print (a type or function)"),
+        (Settings(), {"pickle_protocol": 4}, "more than data"),  # which torch does not read
+    ],
+    ids=["class", "older format", "function", "protocol"],
+)
+def test_kinds_of_content(tmp_path, content, options, named):
+    path = saved({"model": {}, "own": content}, tmp_path / "checkpoint.pt", **options)
+    for load in (open_checkpoint, checkpoint_utils.load_checkpoint_to_cpu):
+        with pytest.raises(RefusedCheckpoint) as refused:
+            load(str(path))
+        assert str(refused.value).startswith(f"{path} holds {named}")
+        assert REST in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_pickle_that_torch_has_not_written(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(pickle.dumps(Settings(), protocol=2))
+    with pytest.raises(RefusedCheckpoint, match=f"holds {__name__}.Settings "):
+        open_checkpoint(path)
+
+
+def test_a_name_that_would_write_to_the_terminal_is_not_shown(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(pickle.dumps(Settings(), protocol=2).replace(b"Settings", b"\x1b[31mred"))
+    with pytest.raises(RefusedCheckpoint, match="holds more than data") as refused:
+        open_checkpoint(path)
+    assert str(refused.value).isprintable()

@@ -1,0 +1,85 @@
+"""Several processes that all hold all experts, or none: start, resume and finetune, with any back end."""
+
+import pytest
+import torch
+from commands import PLUGIN, TINY
+from test_expert_parallel import flags
+
+from smoe_fairseq.models.transformer_layer import STOCK_LAYER_COPIES
+
+LAST = "checkpoint_last.pt"
+GLOO = ("--distributed-backend", "gloo", "--cpu", "--num-workers", "0")
+
+
+def stock(data, save_dir, *more) -> list:
+    """fairseq's own model without the plugin's, which the trainer of the plugin trains all the same."""
+    own = [data, "--save-dir", save_dir, "--user-dir", PLUGIN, *TINY, *GLOO, "--batch-size", 4]
+    return [*own, "--max-epoch", 0, "--max-update", 4, "--disable-validation", *more]
+
+
+def content(folder) -> dict:
+    """Of the checkpoint, without what nothing computes with: a buffer never set, copies of weights."""
+    state = torch.load(folder / LAST, weights_only=True)
+    unused = ("_float_tensor", *STOCK_LAYER_COPIES)
+    return {**state, "model": {n: t for n, t in state["model"].items() if not n.endswith(unused)}}
+
+
+def assert_same_bits(one, other) -> None:
+    for part in ("model", "last_optimizer_state"):
+        assert_equal(one[part], other[part], part)
+
+
+def assert_equal(one, other, where: str) -> None:
+    assert type(one) is type(other), where
+    if torch.is_tensor(one):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_equal(one[key], other[key], f"{where} {key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for i, pair in enumerate(zip(one, other, strict=True)):
+            assert_equal(*pair, f"{where} {i}")
+    else:
+        assert one == other, where
+
+
+CASES = [
+    (2, "smoe", "legacy_ddp"),
+    (2, "smoe", "pytorch_ddp"),
+    (4, "smoe", "legacy_ddp"),
+    (2, "stock", "pytorch_ddp"),
+    (2, "stock", "legacy_ddp"),
+]
+
+
+@pytest.mark.parametrize("world_size, model, backend", CASES)
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    ranks, small_corpus, tmp_path, world_size, model, backend
+):
+    make = flags if model == "smoe" else stock
+    more = ["--ddp-backend", backend, "--max-update", 4]
+    if backend == "pytorch_ddp" and model == "smoe":
+        more.append("--find-unused-parameters")  # an expert may have no token in a batch
+    ranks.train(tmp_path / "logs", world_size, *make(small_corpus, tmp_path / "whole", *more))
+    for updates in (2, 4):
+        arguments = make(small_corpus, tmp_path / "parts", *more, "--max-update", updates)
+        run = ranks.train(tmp_path / "logs", world_size, *arguments)
+    assert f"Loaded checkpoint {tmp_path / 'parts' / LAST}" in run.output(0)
+    assert_same_bits(content(tmp_path / "parts"), content(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("model", ["smoe", "stock"])
+def test_finetuning(ranks, small_corpus, tmp_path, model):
+    """Each process gets the parameters that the first one has read."""
+    make = flags if model == "smoe" else stock
+    first = make(small_corpus, tmp_path / "first", "--ddp-backend", "legacy_ddp", "--max-update", 2)
+    ranks.train(tmp_path / "logs", 2, *first)
+    then = make(small_corpus, tmp_path / "then", "--ddp-backend", "legacy_ddp", "--max-update", 1)
+    then += ["--finetune-from-model", tmp_path / "first" / LAST, "--lr", "1e-9"]
+    run = ranks.train(tmp_path / "logs", 2, *then)
+    assert "loading pretrained model" in run.output(0)
+    before, after = (content(tmp_path / name)["model"] for name in ("first", "then"))
+    for name, tensor in before.items():
+        assert torch.allclose(tensor, after[name], atol=1e-6), name

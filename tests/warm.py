@@ -1,0 +1,154 @@
+"""Processes that programs and ranks are forked from: they have made the imports, which takes seconds.
+
+A child runs what a client (programs.py) asks for, with the client's arguments, environment, folder and
+open files. Beyond imports of other packages nothing is there before it starts, neither of fairseq's commands
+nor, but where it is asked for, of the plugin; and at its end it is gone: no run can tell what others did.
+
+The first process has imported torch; others are forked from it, and import more.
+"""
+
+import argparse
+import atexit
+import importlib.util
+import logging
+import os
+import runpy
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+from forking import serve
+
+PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
+
+
+# What is done before programs are forked; each is called in a process of its own
+
+
+def import_torch(listener: int) -> None:
+    """What takes long of what fairseq imports, and nothing of fairseq."""
+    import hydra.core.plugins
+    import numpy
+    import torch._dynamo  # which every optimizer imports
+    import torch.utils.tensorboard  # noqa: F401
+
+    hydra.core.plugins.Plugins.instance()
+    # Python's own generator is seeded anew in each process by itself.
+    os.register_at_fork(after_in_child=numpy.random.seed)
+    run(serve(listener))
+
+
+def import_fairseq(listener: int) -> None:
+    """What all commands of fairseq import."""
+    import fairseq.trainer  # noqa: F401
+    import pytest  # noqa: F401  (for functions of test files)
+    from fairseq.dataclass.utils import override_module_args
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    # The parser of every command's options keeps what it has found out about their grammar.
+    OverridesParser.create().parse_overrides(override_module_args(argparse.Namespace())[0])
+    # One of fairseq's tasks sets up the log, which a command does before it imports fairseq.
+    for handler in logging.root.handlers[:]:
+        logging.root.removeHandler(handler)
+    logging.root.setLevel(logging.WARNING)
+    run(serve(listener))
+
+
+def import_plugin(listener: int) -> None:
+    """The plugin too, as ``--user-dir`` does before anything else."""
+    import fairseq.utils
+
+    fairseq.utils.import_user_module(argparse.Namespace(user_dir=str(PLUGIN)))
+    run(serve(listener))
+
+
+def read_options(*words_and_listener) -> None:
+    """``fairseq-train`` until it has read its options, which takes it half of a short run's time.
+
+    What follows depends on the rank, and is done in each child.
+    """
+    import fairseq.distributed.utils as utils
+
+    *words, listener = words_and_listener
+    call_main, log = utils.call_main, os.dup(1)
+
+    def go_on_in_each_rank(cfg, main, **options):
+        request = serve(listener)
+        if request is None:
+            return None
+        os.write(1, os.pread(log, 2**20, 0))  # what was said so far
+        os.close(log)
+        enter(request)
+        utils.call_main = call_main
+        return call_main(cfg, main, **options)
+
+    utils.call_main = go_on_in_each_rank
+    run_program(words)
+
+
+# What is done in their children
+
+
+def run(request: dict | None) -> None:
+    if request is None:
+        return
+    enter(request)
+    if request["function"] is None:
+        run_program(request["arguments"])
+        return
+    file, name = request["function"]
+    sys.path[0] = str(Path(file).parent)
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    getattr(module, name)(*request["arguments"], *request["held"])
+
+
+def enter(request: dict) -> None:
+    """The client's environment and folder."""
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    for setting in filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")):
+        warnings._setoption(setting)
+
+
+def run_program(words: list[str]) -> None:
+    """A program by its path, or what follows ``python``: ``-c``, what it is to do, its arguments."""
+    if words[0] == "-c":
+        sys.path[0] = ""
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.path[0] = str(Path(words[0]).parent)
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def status_of(function, *arguments) -> int:
+    """Calls the function; the exit status, and the last words, that Python would end with."""
+    try:
+        function(*arguments)
+        return 0
+    except SystemExit as ended:
+        if isinstance(ended.code, int | None):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+
+
+def end(status: int) -> None:
+    """As Python ends, but for taking apart all modules."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    end(status_of(import_torch, int(sys.argv[1])))
