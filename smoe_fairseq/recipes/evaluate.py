@@ -52,9 +52,8 @@ def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
             run(_commands(dataset, direction, checkpoint, partial, extra))
             if not dry_run():
                 _show(direction, scores.read_score(partial, direction))
-        if (
-            not dry_run()
-        ):  # first, so that on a full disk the old translations stay, with their scores
+        # Before the translations take their place: on a full disk the old ones stay, with their scores.
+        if not dry_run():
             settings = [*arguments(dataset.generate), *extra]
             scores.write(folder, partial, checkpoint, settings, directions)
         run([command("rm", "-rf", folder / "test"), command("mv", partial, folder / "test")])

@@ -41,7 +41,7 @@ def gather(dataset: Dataset, source: Path, target: Path) -> None:
                 lines = _one_pair(dataset, source, split, pair, partial)
                 if split == "train":
                     sizes[pair.split("-")[1]] = lines
-    write_whole(target.with_name(SIZES), json.dumps(sizes, indent=2) + "\n")
+        write_whole(target.with_name(SIZES), json.dumps(sizes, indent=2) + "\n")
 
 
 def _one_pair(dataset: Dataset, source: Path, split: str, pair: str, target: Path) -> int:
@@ -50,11 +50,11 @@ def _one_pair(dataset: Dataset, source: Path, split: str, pair: str, target: Pat
     if isinstance(section, Section):
         count = _copy_pair(section, target / f"{split}.{pair}", keep_empty=split != "train")
         if not count:
+            for file in section.files.values():
+                _refuse_empty(file, split, pair)
             first, second = section.files.values()
             raise UsageError(
                 f"{first} and {second} have no line with text on both sides: {pair} needs one to {split}"
-                if first.stat().st_size and second.stat().st_size
-                else _without_lines(second if first.stat().st_size else first, split, pair)
             )
         return count
     if split == "test":
@@ -66,9 +66,7 @@ def _one_pair(dataset: Dataset, source: Path, split: str, pair: str, target: Pat
 
 
 def check(dataset: Dataset, raw: Path) -> tuple[str, ...]:
-    """The pairs that have test data; missing training or validation text, or a file without lines, is a
-    `UsageError`.
-    """
+    """The pairs that have test data; what is missing to train or validate, or empty, is a `UsageError`."""
     tested = []
     for pair in dataset.pairs:
         for split in SPLITS:
@@ -79,14 +77,15 @@ def check(dataset: Dataset, raw: Path) -> tuple[str, ...]:
             elif split != "test" and missing:
                 raise UsageError(f"{missing[0]} is missing: {pair} needs it to {split}")
             for file in files:
-                if file not in missing and not file.stat().st_size:
-                    raise UsageError(_without_lines(file, split, pair))
+                if file not in missing:
+                    _refuse_empty(file, split, pair)
     return tuple(tested)
 
 
-def _without_lines(file: Path, split: str, pair: str) -> str:
-    leave_out = f", or remove the files to leave {pair} out of it" if split == "test" else ""
-    return f"{file} is empty: {pair} needs at least one line to {split}{leave_out}"
+def _refuse_empty(file: Path, split: str, pair: str) -> None:
+    if not file.stat().st_size:
+        leave_out = f", or remove the files to leave {pair} out of it" if split == "test" else ""
+        raise UsageError(f"{file} is empty: {pair} needs at least one line to {split}{leave_out}")
 
 
 def _copy_pair(section: Section, prefix: Path, keep_empty: bool) -> int:

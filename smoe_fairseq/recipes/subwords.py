@@ -55,7 +55,12 @@ def encode(model: Path, raw: Path, output: Path, shards: int = 1, longest: int =
     ``n`` modulo ``shards``, and other splits go to the first. A line of the other splits is cut off
     after ``longest`` pieces (0: never), and how many were is reported.
     """
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    except (OSError, RuntimeError) as error:
+        raise UsageError(
+            f"{model} is not a model that the step learn has written: {error}"
+        ) from None
     with whole_folder(output, replace=True) as partial:
         folders = [partial / name for name in shard_names(shards)]
         for folder in folders:
