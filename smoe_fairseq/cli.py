@@ -1,11 +1,12 @@
 """The ``smoe`` command: a table of subcommands, each loaded when it is called."""
 
 import argparse
+import functools
 import importlib
 import sys
 
 from smoe_fairseq.compat import require_fairseq
-from smoe_fairseq.system.errors import ends_with_sentence
+from smoe_fairseq.system.errors import ends_with_sentence, of_command
 from smoe_fairseq.system.output import writes_all
 
 # name: (module, one line of help). The module has `add_arguments(parser)` and `run(args)`, which
@@ -32,7 +33,7 @@ COMMANDS = {
 }
 
 
-@ends_with_sentence
+@functools.partial(ends_with_sentence, sentence=of_command)
 @writes_all
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""

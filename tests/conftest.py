@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import handmade
 import pytest
 from commands import preprocess, train
 from ranks import Ranks
@@ -57,6 +58,26 @@ def post_norm(corpus, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("post-norm")
     train(corpus, folder, "--eval-bleu", "--eval-bleu-remove-bpe")
     return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="session")
+def three_languages(tmp_path_factory) -> Path:
+    """Two language pairs with one dictionary, of which all is known on paper."""
+    return handmade.write_corpus(tmp_path_factory.mktemp("three-languages"))
+
+
+@pytest.fixture(scope="session")
+def multilingual(three_languages, tmp_path_factory) -> Path:
+    """A checkpoint of all directions after two updates, with its log and TensorBoard's events."""
+    folder = tmp_path_factory.mktemp("multilingual")
+    events = ("--tensorboard-logdir", folder / "events")
+    handmade.train(three_languages, folder, *handmade.MULTILINGUAL, *events)
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="session")
+def gates_by_hand(multilingual) -> Path:
+    return handmade.fix_gates(multilingual, handmade.symbols(len(handmade.LANGUAGES)))
 
 
 @pytest.fixture(scope="session")

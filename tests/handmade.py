@@ -1,5 +1,6 @@
 """A corpus of three small languages, and an SMoE whose gates are fixed by hand: all is known on paper."""
 
+import csv
 import random
 from pathlib import Path
 
@@ -33,6 +34,32 @@ def class_of(word):
 def text(language, seed, lengths):
     generator = random.Random(f"{language}{seed}")
     return [generator.choices(words_of(language), k=k) for k in lengths]
+
+
+def write_corpus(folder: Path) -> Path:
+    """Makes the folder that fairseq-train takes, of two language pairs with one dictionary."""
+    raw, binary = folder / "raw", folder / "bin"
+    raw.mkdir()
+    for pair in ("aa-bb", "aa-cc"):
+        for language in pair.split("-"):
+            for split, lengths in (
+                ("train", [5] * (20 if pair == "aa-bb" else 10)),
+                ("valid", LENGTHS),
+            ):
+                lines = text(language, pair + split, lengths)
+                content = "".join(" ".join(line) + "\n" for line in lines)
+                (raw / f"{split}.{pair}.{language}").write_text(content)
+    words = "".join(f"{word} 1\n" for language in LANGUAGES for word in words_of(language))
+    (raw / "dict.txt").write_text(words)
+    dictionary = ["--srcdict", raw / "dict.txt", "--tgtdict", raw / "dict.txt"]
+    for pair in ("aa-bb", "aa-cc"):
+        source, target = pair.split("-")
+        run(
+            *("fairseq-preprocess", "-s", source, "-t", target, *dictionary),
+            *("--trainpref", raw / f"train.{pair}", "--validpref", raw / f"valid.{pair}"),
+            *("--destdir", binary),
+        )
+    return binary
 
 
 def training(data, save_dir, *flags):
@@ -88,3 +115,13 @@ def fix_gates(checkpoint: Path, symbols: list[str]) -> Path:
 def symbols(language_tokens):
     text = [word for language in LANGUAGES for word in words_of(language)]
     return [None] * 4 + text + [None] * language_tokens
+
+
+def read(path: Path) -> list[dict]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def one_direction(data: Path, checkpoint: Path) -> list[str]:
+    """The arguments of ``smoe`` that analyze one direction of the corpus."""
+    return ["analyze", str(data), "--path", str(checkpoint), "--cpu", "--lang-pairs", "aa-bb"]

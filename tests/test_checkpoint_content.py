@@ -4,6 +4,7 @@ import pytest
 import torch
 from commands import generation, run
 from fairseq import checkpoint_utils
+from handmade import PLUGIN
 from test_training import train as train_smoe
 
 from smoe_fairseq.checkpoint.content import open_checkpoint
@@ -33,6 +34,7 @@ OTHER_KINDS = {
     "extra state of no kind": lambda state: state.update(extra_state="x"),
     "options of no kind": lambda state: state.update(cfg=[1]),
     "a position of no kind": lambda state: state["extra_state"].update(train_iterator="x"),
+    "an epoch of no kind": lambda state: state["extra_state"]["train_iterator"].update(epoch=-4),
     "no options": lambda state: state.update(cfg=None, args=None),
 }
 
@@ -78,3 +80,34 @@ def test_a_record_of_another_kind_is_named(sparse, tmp_path, record):
     )
     assert result.returncode == 1 and "Traceback" not in result.stdout
     assert "what a checkpoint says of its experts (smoe_experts)" in result.stdout.splitlines()[-1]
+
+
+MISSING = {
+    "extra_state is missing": lambda state: state.pop("extra_state"),
+    "w1 is missing": lambda state: state["model"].pop("decoder.layers.1.moe.experts.w1"),
+    "expected 8 experts": lambda state: state["model"].update(
+        {"decoder.layers.1.moe.experts.w1": torch.zeros(3)}
+    ),
+}
+
+
+@pytest.mark.parametrize("words", MISSING)
+def test_a_part_that_cannot_be_divided_is_named(sparse, tmp_path, words):
+    file = changed(sparse, tmp_path / "c.pt", MISSING[words])
+    output = tmp_path / "new" / "c.pt"
+    result = run("smoe", "reshard", file, "--world-size", 2, "--output", output, check=False)
+    assert result.returncode == 1 and result.stdout.startswith(f"error: {file}")
+    assert words in result.stdout and not output.parent.exists()
+
+
+def test_a_model_that_has_diverged_is_named(small_corpus, sparse, tmp_path):
+    file = changed(sparse, tmp_path / "c.pt", lambda state: _first(state).fill_(float("nan")))
+    command = ("fairseq-generate", *generation(small_corpus, file), "--user-dir", PLUGIN)
+    result = run(*command, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    words = f"error: {file}: encoder.embed_tokens.weight has values that are not numbers"
+    assert result.stdout.splitlines()[-1].startswith(words)
+
+
+def _first(state) -> torch.Tensor:
+    return state["model"]["encoder.embed_tokens.weight"]

@@ -146,7 +146,7 @@ def test_a_data_file_without_sentences_is_named(raw_corpus, tmp_path, impl):
     )
     assert result.stdout.splitlines()[-1].startswith(sentence)
     assert not list(tmp_path.glob("run/*.pt"))
-    without = run_without("name_empty_files", *command).stdout
+    without = run_without("name_unusable_files", *command).stdout
     if impl == "mmap":
         assert "Traceback" in without
     else:  # and only when there is something to validate

@@ -54,6 +54,8 @@ class Shards:
         self.places = [
             Placement(self.record.num_experts, len(files), rank) for rank in range(len(files))
         ]
+        for file, state in zip(files, self.states, strict=True):
+            self._check_parts(file, state)
 
     @classmethod
     def open(cls, path: Path, optimizer_state: bool = True) -> "Shards":
@@ -71,6 +73,20 @@ class Shards:
         if waiting:
             chosen = _newest_set(chosen)
         return cls(chosen, optimizer_state)
+
+    def _check_parts(self, file: Path, state: dict) -> None:
+        """Raise UsageError unless all is there that the file's record speaks of."""
+        local = self.places[0].num_local
+        if not isinstance(state.get("extra_state"), dict):
+            raise UsageError(f"{file} is not a checkpoint of fairseq: extra_state is missing in it")
+        for name in self.record.parameters:
+            tensor = state["model"].get(name)
+            if not torch.is_tensor(tensor):
+                raise UsageError(f"{file}: {name} is missing in its model")
+            if _EXPERTS in name and tensor.shape[:1] != (local,):
+                raise UsageError(
+                    f"{file}: {name} is {tuple(tensor.shape)} in its model; expected {local} experts"
+                )
 
     def tensors(self, state: dict) -> Iterator[tuple[str, Tensor, bool]]:
         """(name, tensor, whether its first dimension counts experts) of model and optimizer."""

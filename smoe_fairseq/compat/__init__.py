@@ -22,8 +22,8 @@ from .checkpoint_autocast import keep_autocast
 from .command_errors import end_commands_with_sentence
 from .cpu_ddp import name_no_gpu
 from .cpu_overflow import skip_overflow_on_cpu
+from .data_files import name_foreign_words, name_no_batches, name_unusable_files
 from .dataclass_hash import hash_dataclasses
-from .empty_data import name_empty_files, name_no_batches
 from .encoder_fast_path import avoid_fast_path
 from .fasta_index import index_without_shell
 from .full_disk import name_full_disk
@@ -34,6 +34,7 @@ from .imports import Action, when_imported
 from .literal_eval import EVALUATING, evaluate_literals_only
 from .missing_language import name_missing_dictionary, name_unlisted_language
 from .nan_detector import hook_forward_only
+from .option_values import name_bad_values
 from .progress_line import keep_lines_short
 from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
@@ -51,10 +52,12 @@ MENDS = (
     ("fairseq.distributed.utils", name_full_disk),
     ("fairseq.distributed.utils", end_commands_with_sentence),
     ("fairseq.distributed.utils", send_plain_state),
+    ("fairseq.distributed.utils", name_bad_values),
     ("fairseq.dataclass.utils", quiet_hydra),
     ("fairseq.data.data_utils", name_too_small_batches),
     ("fairseq.data.indexed_dataset", read_past_cache),
-    ("fairseq.data.indexed_dataset", name_empty_files),
+    ("fairseq.data.indexed_dataset", name_unusable_files),
+    ("fairseq.data.language_pair_dataset", name_foreign_words),
     ("fairseq.data.iterators", name_no_batches),
     ("fairseq.data.fasta_dataset", index_without_shell),
     ("fairseq.logging.progress_bar", keep_lines_short),

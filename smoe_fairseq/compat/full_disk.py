@@ -9,7 +9,9 @@ import logging
 import sys
 from types import ModuleType
 
-from .command_errors import NO_ROOM, is_fairseq_command
+from smoe_fairseq.system.errors import NO_ROOM
+
+from .command_errors import is_fairseq_command
 
 _PLACES = ("--destdir", "--results-path", "--save-dir")  # what commands call where they write to
 

@@ -1,6 +1,7 @@
 """One sentence for a language that the data or ``--langs`` does not have, not a stack trace.
 
-For fairseq 0.12.2 on any Python. The sentence names the language and those that there are.
+For fairseq 0.12.2 on any Python. The sentence names the language and those that there are, or the
+dictionary that is not one.
 """
 
 import functools
@@ -28,6 +29,8 @@ def name_missing_dictionary(dictionary: ModuleType) -> None:
                 f"language {language[1]!r} is not in the data: {path} is missing; languages "
                 f"there: {', '.join(found) or 'none'}"
             ) from None
+        except ValueError as error:
+            raise UsageError(f"{f}: {' '.join(str(error).split())}") from None
 
     dictionary.Dictionary.load = classmethod(load)
 

@@ -18,6 +18,8 @@ def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:
     for name in ("load_checkpoint_to_cpu", "load_ema_from_checkpoint"):
         setattr(checkpoint_utils, name, _checked(getattr(checkpoint_utils, name)))
     checkpoint_utils.load_checkpoint_to_cpu = _whole(checkpoint_utils.load_checkpoint_to_cpu)
+    name = "load_model_ensemble_and_task"
+    setattr(checkpoint_utils, name, _usable(getattr(checkpoint_utils, name)))
 
 
 def _checked(load):
@@ -52,3 +54,30 @@ def _whole(load):
         return state
 
     return load_whole
+
+
+def _usable(load):
+    """Of a model to translate with: it has to fit, and not to have diverged, which the search asserts."""
+
+    @functools.wraps(load)
+    def load_usable(filenames, *others, **options):
+        try:
+            models, *rest = load(filenames, *others, **options)
+        except RuntimeError as error:
+            if not (said := str(error)).startswith("Error(s) in loading state_dict"):
+                raise
+            first = " ".join(said.splitlines()[1].split())
+            raise UsageError(
+                f"{', '.join(filenames)} does not fit the model that its options and the data's dictionaries "
+                f"ask for: {first}"
+            ) from None
+        for file, model in zip(filenames, models):
+            for name, parameter in model.named_parameters():
+                if not parameter.isfinite().all():
+                    raise UsageError(
+                        f"{file}: {name} has values that are not numbers (NaN or infinity): its training has "
+                        "diverged; take an earlier checkpoint"
+                    )
+        return models, *rest
+
+    return load_usable

@@ -72,7 +72,9 @@ def check_content(path: Path | str, state) -> None:
             raise UnreadableCheckpoint(
                 f"{path} is not a checkpoint of fairseq: {part} in it is of another kind"
             )
-    if not isinstance(state.get("extra_state", {}).get("train_iterator", {}), Mapping):
+    position = state.get("extra_state", {}).get("train_iterator", {})
+    epoch = position.get("epoch", 1) if isinstance(position, Mapping) else None
+    if not isinstance(epoch, int) or epoch < 1:
         raise UnreadableCheckpoint(
             f"{path} is not a checkpoint of fairseq: train_iterator in it is of another kind"
         )

@@ -1,8 +1,13 @@
 """Bad input: an exception for Python programs, one sentence and exit status 1 for people at a command."""
 
+import errno
 import functools
+import logging
 import sys
 from collections.abc import Callable
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # these have sentences of their own
+logger = logging.getLogger(__name__)
 
 
 class UsageError(Exception):
@@ -24,6 +29,29 @@ Sentence = Callable[
 def of_usage(error: BaseException) -> str | None:
     """The sentence of a UsageError."""
     return str(error) if isinstance(error, UsageError) else None
+
+
+def of_command(error: BaseException) -> str | None:
+    """The sentence of whatever ends a command of ours or of fairseq's on purpose.
+
+    Beside a UsageError: files that the system does not hand out, the plain exceptions that fairseq raises
+    with a sentence ("The dataset is empty ..."), and its sentences about a flag. With ``LOGLEVEL=DEBUG``
+    their stack traces are shown all the same.
+    """
+    if words := of_usage(error):
+        return words
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return None
+    said = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        words = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, FileNotFoundError) or type(error) in (Exception, OSError):
+        words = said
+    elif isinstance(error, ValueError) and said.startswith("--"):
+        words = said
+    if words:
+        logger.debug("where it comes from:", exc_info=error)
+    return words
 
 
 def ends_with_sentence(command: Callable, sentence: Sentence = of_usage) -> Callable:

@@ -1,0 +1,75 @@
+"""fairseq's own options with values that it takes unseen, and data that is not what its index says."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import TINY, run
+from test_compat import run_without
+
+GPUS = "expected at most as many"
+BAD = {
+    "--batch-size 99999999999999999999": "expected a whole number of at least -1 and at most",
+    "--seed 4294967296": "expected a whole number of at least 0 and at most 4294967295",
+    "--num-workers -1": "expected a whole number of at least 0",
+    "--log-interval 0": "expected a whole number of at least 1",
+    "--required-batch-size-multiple 0": "expected a whole number of at least 1",
+    "--adam-betas (1,2)": "expected two numbers from 0 to below 1",
+    "--adam-betas 0.9": "expected two numbers from 0 to below 1",
+    "--adam-betas x": "expected two numbers from 0 to below 1",
+    "--update-freq 0": "expected a number of at least 1, or one for each epoch",
+    "--update-freq 1,-1": "expected a number of at least 1, or one for each epoch",
+    "--update-freq []": "expected a number of at least 1, or one for each epoch",
+    "--lr []": "expected a number of at least 0, or one for each epoch",
+    "--distributed-world-size 0": "expected a whole number of at least 1",
+    "--distributed-world-size 9000": "torchrun --nproc-per-node 9000",
+    "--finetune-from-model /none.pt": "does not exist",
+}
+
+
+@pytest.mark.parametrize("given", BAD)
+def test_a_bad_value_is_named(corpus, tmp_path, given):
+    command = ("fairseq-train", corpus, "--save-dir", tmp_path / "run", *TINY, *given.split())
+    result = run(*command, check=False)
+    last = result.stdout.splitlines()[-1]
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    assert last.startswith(f"error: {given.split()[0]} ") and BAD[given] in last
+    assert not list((tmp_path / "run").glob("*.pt"))
+
+
+def test_it_is_the_mend(corpus, tmp_path):
+    command = ("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, "--update-freq", 0)
+    assert "Traceback" in run_without("name_bad_values", *command).stdout
+
+
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+FAULTS = {
+    "idx of no length": (lambda d: cut(d / "train.src-tgt.src.idx", 0), "src.idx is cut off"),
+    "idx cut off": (lambda d: cut(d / "train.src-tgt.src.idx", 40), "src.idx is not as long as"),
+    "text": (lambda d: (d / "train.src-tgt.src.idx").write_text("x" * 99), "or not an index"),
+    "bin cut off": (lambda d: cut(d / "train.src-tgt.src.bin", 20), "src.bin has 20 bytes, and"),
+    "dictionary": (lambda d: (d / "dict.src.txt").write_text("a b c\n"), "dict.src.txt: Incorrect"),
+    "small dictionary": (lambda d: (d / "dict.src.txt").write_text("a 1\n"), "only 5 words"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("program", ["fairseq-train", "fairseq-generate"])
+def test_data_that_is_not_whole_is_named(corpus, pre_norm, tmp_path, fault, program):
+    break_it, words = FAULTS[fault]
+    data = shutil.copytree(corpus, tmp_path / "data")
+    break_it(data)
+    save = ("--save-dir", tmp_path / "run")
+    command = {
+        "fairseq-train": ("fairseq-train", data, *save, *TINY),
+        "fairseq-generate": ("fairseq-generate", data, "--path", pre_norm, "--gen-subset", "train"),
+    }[program]
+    result = run(*command, check=False)
+    last = result.stdout.splitlines()[-1]
+    assert result.returncode == 1 and "Traceback" not in result.stdout, result.stdout[-3000:]
+    assert last.startswith("error: ")
+    if "dictionary" not in fault:  # where the checkpoint is of another one, this is found first
+        assert words in last

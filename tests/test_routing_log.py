@@ -1,0 +1,53 @@
+"""The routing metrics of each layer: in TensorBoard and in the log, not on the console."""
+
+from pathlib import Path
+
+import pytest
+from commands import run
+from handmade import MULTILINGUAL, training
+from test_compat import run_without
+
+from smoe_fairseq.analysis import training_log
+
+
+def events_of(folder: Path) -> set[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return set(events.Tags()["scalars"])
+
+
+def test_routing_metrics_reach_the_loggers(multilingual):
+    blocks = [f"{side}.layer.{layer}" for side in ("encoder", "decoder") for layer in (1, 3)]
+    names = {f"{block}/requested_capacity" for block in blocks}
+    for metric in (
+        "tokens",
+        "load_max",
+        "overflow_expert1",
+        "overflow_expert2",
+        "unused_expert1_count",
+    ):
+        names |= {f"{block}/stratum.{i}/{metric}" for block in blocks for i in range(4)}
+    for tag in ("train_inner", "valid"):
+        found = {name for name in events_of(multilingual.parent / "events" / tag) if "/" in name}
+        fifths = {f"{block}/overflow_fifth{i}" for block in blocks for i in range(1, 6)}
+        assert found == (
+            names | fifths if tag == "train_inner" else names
+        )  # where there is a limit
+    series = training_log.read(multilingual.parent / "train.log")
+    assert names <= series.keys() and set(series["requested_capacity"]) == {1, 2}
+    shares = [series[f"encoder.layer.1/stratum.{i}/tokens"][2] for i in range(4)]
+    assert shares[0] == 100
+    mean = series["encoder.layer.1/requested_capacity"][2]
+    assert sum(shares) / 100 == pytest.approx(mean, abs=0.003)
+
+
+def test_console_lines_stay_short(three_languages, tmp_path):
+    command = training(three_languages, tmp_path, *MULTILINGUAL, "--log-format", "simple")
+    output = run(*command).stdout
+    assert "requested_capacity=" in output and "encoder.layer.1/" not in output
+    assert set(training_log.read(tmp_path / "train.log")["requested_capacity"]) == {1, 2}
+    (tmp_path / "checkpoint_last.pt").unlink()
+    program, *arguments = map(str, command)
+    assert "encoder.layer.1/" in run_without("keep_lines_short", program, *arguments).stdout
