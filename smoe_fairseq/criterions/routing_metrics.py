@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from fairseq import metrics
 from torch import Tensor
@@ -43,15 +44,17 @@ def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict
             none = block.stratum_of_expert.new_zeros(2, FIFTHS)
             sums[f"{_FIFTHS}{name}"] = by_position(ran[name]) if name in ran else none
         if block.cmr is not None:
-            gates = (ran[name].cmr_gate_sum, ran[name].cmr_tokens) if name in ran else (0.0, 0.0)
-            pair = [torch.as_tensor(g, device=block.stratum_of_expert.device) for g in gates]
-            sums[f"{_CMR}{name}"] = torch.stack([g.detach().float() for g in pair])
+            gates = [ran[name].cmr_gate_sum, ran[name].cmr_tokens] if name in ran else []
+            pair = [gate.detach().float() for gate in gates]
+            sums[f"{_CMR}{name}"] = (
+                torch.stack(pair) if pair else block.cmr.gate.weight.new_zeros(2)
+            )
     return sums
 
 
 def _table(block: StratifiedMoE, stats: RoutingStats) -> Tensor:
-    visible = [(1, gate.num_experts) for gate in block.gates]
-    head = stats.unused.new_tensor(visible)
+    visible = block.visible_of_gate
+    head = torch.stack([torch.ones_like(visible), visible], dim=1)
     tail = [stats.unused.unsqueeze(1), stats.chosen, stats.dropped, stats.first_choices]
     return torch.cat([head, *tail], dim=1)
 
@@ -70,13 +73,13 @@ def log_routing(logging_outputs: list[dict]) -> None:
       its first fifth to its last, where experts are limited
     - ``cmr_gate``: with CMR, the gate between the shared network (0) and the experts (1)
 
-    and of each MoE layer what `log_block` says.
+    and of each MoE layer what `log_block` says. Takes them as `on_host` returns them.
     """
 
     def summed(prefix):
         keys = dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(prefix))
         return {
-            key.removeprefix(prefix): sum(log[key] for log in logging_outputs if key in log).cpu()
+            key.removeprefix(prefix): sum(log[key] for log in logging_outputs if key in log)
             for key in keys
         }
 
@@ -154,7 +157,7 @@ def log_block(name: str, strata: list[_Row]) -> None:
         log(f"stratum.{i}/unused_expert1_count", row.unused, row.batches)
 
 
-def log_fifths(table_25: Tensor, prefix: str = "", priority: int = 10) -> None:
+def log_fifths(table_25: np.ndarray, prefix: str = "", priority: int = 10) -> None:
     """Log the percentages of `by_position` as ``{prefix}overflow_fifth1`` and so on."""
-    for fifth, (chosen, dropped) in enumerate(table_25.t().tolist(), start=1):
+    for fifth, (chosen, dropped) in enumerate(table_25.T.tolist(), start=1):
         _log_ratio(f"{prefix}overflow_fifth{fifth}", dropped, chosen, 100, priority)

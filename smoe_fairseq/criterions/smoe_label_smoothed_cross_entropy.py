@@ -21,6 +21,7 @@ from smoe_fairseq.criterions.routing_metrics import (
 from smoe_fairseq.models.moe_layers import first_block
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
 from smoe_fairseq.modules.drops import by_position, is_limited_in_training, training_capacity
+from smoe_fairseq.modules.transfer import on_host
 from smoe_fairseq.system.errors import UsageError
 
 GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "cmr_gate_loss")
@@ -176,6 +177,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         above 0: the experts get tokens that they were never trained on); ``capacity_overflow_fifth1`` and
         so on, the percent of first choices that the limit drops, by position in the sentence.
         """
+        logging_outputs = on_host(logging_outputs)
         super().reduce_metrics(logging_outputs)
         sample_size = sum(log["sample_size"] for log in logging_outputs)
         for name in GATE_LOSSES:

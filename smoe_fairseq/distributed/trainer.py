@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from fairseq.trainer import Trainer
 from omegaconf import open_dict
 
@@ -19,6 +20,7 @@ from smoe_fairseq.distributed.options import check_options
 from smoe_fairseq.distributed.same_run import check_data, check_flags
 from smoe_fairseq.distributed.saving import new_save_name, publish
 from smoe_fairseq.models.moe_layers import first_block, placement_of
+from smoe_fairseq.modules.transfer import on_host
 from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 from smoe_fairseq.system.memory import keep_freed_memory
 
@@ -152,6 +154,15 @@ class SMoETrainer(Trainer):
                 "the module where it begins, where there is one; lower --lr, lengthen --warmup-updates "
                 "or set --clip-norm"
             ) from None
+
+    def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
+        """As fairseq's, which reads each number from the device by itself."""
+        logs = [*(logging_outputs or []), {"norm": grad_norm}]
+        *logs, norm = on_host(logs)
+        if torch.is_tensor(grad_norm):
+            grad_norm = torch.tensor(norm["norm"])
+        kept = None if logging_outputs is None else logs
+        return super()._reduce_and_log_stats(kept, sample_size, grad_norm)
 
     def clip_grad_norm(self, clip_norm):
         """By the norm over the experts of all processes."""

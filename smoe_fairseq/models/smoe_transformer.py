@@ -111,7 +111,7 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
     ):
         """fairseq's encoder output for ``src_tokens (B, S)``, with "moe_stats" beside it."""
         padding_mask = src_tokens.eq(self.padding_idx)
-        has_padding = bool(padding_mask.any())
+        has_padding = may_have_padding(padding_mask)
         x, embedding = self.forward_embedding(src_tokens, token_embeddings)
         if has_padding:
             x = x.masked_fill(padding_mask.unsqueeze(-1), 0)
@@ -164,7 +164,10 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
         x = self.embed(prev_output_tokens, incremental_state)
         if incremental_state is not None:
             padding_mask = padding_mask[:, -1:]
-        padding_mask = padding_mask if padding_mask.any() else None
+            has_padding = bool(padding_mask.any())  # the search reads its results at every step
+        else:
+            has_padding = may_have_padding(padding_mask)
+        padding_mask = padding_mask if has_padding else None
         future_mask = None
         if incremental_state is None and not full_context_alignment:
             future_mask = self.buffered_future_mask(x)
@@ -227,6 +230,11 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
             mask = torch.ones(size, size, dtype=torch.bool, device=tensor.device).triu(1)
             self._future_mask = mask
         return mask[:size, :size]
+
+
+def may_have_padding(padding_mask: Tensor) -> bool:
+    """Whether to mask; on a device always, since asking would wait for it, and the result is the same."""
+    return padding_mask.device.type != "cpu" or bool(padding_mask.any())
 
 
 def _first(items: list):

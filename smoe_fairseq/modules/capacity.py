@@ -3,10 +3,20 @@
 Shapes: T tokens, K choices per token, N copies, E experts that the gate sees.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 DROP_ORDERS = ("sentence", "score", "random")
+
+
+class Places(NamedTuple):
+    """The place of each copy among those that ask for its expert, and how many the experts keep."""
+
+    rank_TK: Tensor  # copies of the same expert that come before it
+    kept_TK: Tensor  # whether it fits in; yes for a copy without an expert
+    kept_E: Tensor  # copies that each expert keeps: those of ranks 0 to this - 1
 
 
 class Capacity(nn.Module):
@@ -32,19 +42,21 @@ class Capacity(nn.Module):
         """The factor of this mode; 0: no limit."""
         return self.factor if self.training else self.eval_factor
 
-    def forward(self, expert_TK: Tensor, probs_TE: Tensor, num_tokens: Tensor) -> Tensor:
+    def forward(self, expert_TK: Tensor, probs_TE: Tensor, num_tokens: Tensor) -> Places:
         """Which copies fit in ``(T, K)``; a copy for expert E or above needs no room.
 
         Args:
             probs_TE: the gate's probabilities, for `order`.
             num_tokens: scalar, of tokens that count.
         """
-        factor = self.factor_in_force
-        if factor == 0:
-            return torch.ones_like(expert_TK, dtype=torch.bool)
-        rank_TK = rank_within_expert(expert_TK, self.row_order(probs_TE.detach()))
+        num_experts = probs_TE.shape[1]
+        order_T = self.row_order(probs_TE.detach()) if self.factor_in_force else None
+        rank_TK, asked_E = rank_within_expert(expert_TK, num_experts, order_T)
+        if not self.factor_in_force:
+            return Places(rank_TK, torch.ones_like(expert_TK, dtype=torch.bool), asked_E)
         # The number of tokens stays on the device, so that routing waits for nothing.
-        return rank_TK < torch.ceil(factor * num_tokens.double() / probs_TE.shape[1])
+        most = torch.ceil(self.factor_in_force * num_tokens.double() / num_experts)
+        return Places(rank_TK, rank_TK < most, asked_E.minimum(most.long()))
 
     def row_order(self, probs_TE: Tensor) -> Tensor | None:
         """Rows ``(T,)`` in the order in which capacity is given to them; None: as they come."""
@@ -55,20 +67,22 @@ class Capacity(nn.Module):
         return None
 
 
-def rank_within_expert(expert_TK: Tensor, order_T: Tensor | None = None) -> Tensor:
-    """For each copy, how many copies before it have the same expert.
+def rank_within_expert(
+    expert_TK: Tensor, num_experts: int, order_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """For each copy, how many copies before it have the same expert ``(T, K)``; and all of each ``(E,)``.
 
     All first choices come before all second ones (as in GShard), and of each the rows in ``order_T``.
     """
-    if order_T is None:
-        return rank(expert_TK.t().flatten()).view_as(expert_TK.t()).t()
-    ranks_TK = rank_within_expert(expert_TK.index_select(0, order_T))
-    return torch.empty_like(ranks_TK).index_copy_(0, order_T, ranks_TK)
-
-
-def rank(expert_N: Tensor) -> Tensor:
-    """For each copy, how many earlier copies have the same expert."""
-    sorted_N, order_N = expert_N.sort(stable=True)
-    rank_N = torch.arange(len(sorted_N), device=sorted_N.device)
-    rank_N = rank_N - torch.searchsorted(sorted_N, sorted_N)
-    return torch.empty_like(rank_N).scatter_(0, order_N, rank_N)
+    if order_T is not None:
+        rank_TK, count_E = rank_within_expert(expert_TK.index_select(0, order_T), num_experts)
+        return torch.empty_like(rank_TK).index_copy_(0, order_T, rank_TK), count_E
+    expert_KT = expert_TK.t()
+    sorted_N, order_N = expert_KT.flatten().sort(stable=True)
+    bounds_E1 = torch.arange(num_experts + 1, device=sorted_N.device)
+    start_E1 = torch.searchsorted(sorted_N, bounds_E1)  # of expert E: copies without an expert
+    rank_N = torch.arange(len(sorted_N), device=sorted_N.device) - start_E1.index_select(
+        0, sorted_N
+    )
+    rank_KT = torch.empty_like(rank_N).scatter_(0, order_N, rank_N).view_as(expert_KT)
+    return rank_KT.t(), start_E1.diff()

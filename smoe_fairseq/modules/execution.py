@@ -1,41 +1,72 @@
 """How one pass through a block computes its experts, and in which shapes: chosen here, once per pass.
 
-Shapes: T tokens, N copies sorted by expert, D embedding, F feed-forward, E experts of this process.
+Shapes: T tokens, N rows of copies, which lie by expert, and of nobody's at the end, D embedding, F
+feed-forward, E experts of this process.
 """
 
+import functools
+import logging
+from itertools import accumulate
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.modules.experts import Experts
-from smoe_fairseq.modules.grouped import can_group, grouped_mm
+from smoe_fairseq.modules.grouped import can_group, grouped_linear, one_kernel
 from smoe_fairseq.modules.products import SharedGradient, ShareGradient, expert_linear
 from smoe_fairseq.modules.tokens import IndexedTokens, MaskedTokens
+from smoe_fairseq.modules.transfer import read
 
 EXECUTIONS = ("auto", "per-expert", "grouped")
+Ends = list[int] | Tensor  # where each expert's rows end: on the host, or (E,) on the device
+logger = logging.getLogger(__name__)
 
 
 def start_pass(execution: str, experts: Experts, x: Tensor) -> "PerExpert | Grouped":
     """The execution of one pass over tokens ``x``.
 
     Args:
-        execution: one of `EXECUTIONS`. "auto" takes "grouped" on any device but a CPU, and while
-            `torch.compile` traces, where torch has a grouped product for these experts.
+        execution: one of `EXECUTIONS`. "auto" takes "grouped" where the device computes it in one kernel,
+            and while `torch.compile` traces; "per-expert" anywhere else.
     """
     weights = experts.weights()
     if execution == "auto":
-        on_device = x.device.type != "cpu" or torch.compiler.is_compiling()
-        execution = "grouped" if on_device and can_group(weights[0]) else "per-expert"
+        execution = best_execution(x.device, weights[0])
     return (Grouped if execution == "grouped" else PerExpert)(experts, *weights)
+
+
+def best_execution(device: torch.device, weight: Tensor) -> str:
+    """Of experts with such weights ``(E, O, I)``; for a device beside the CPU the log says it once."""
+    if not can_group(weight):
+        return "per-expert"
+    if torch.compiler.is_compiling():
+        return "grouped"
+    if device.type == "cpu":
+        return "per-expert"
+    grouped = one_kernel(device, weight.dtype)
+    log_once(str(device), str(weight.dtype).removeprefix("torch."), grouped)
+    return "grouped" if grouped else "per-expert"
+
+
+@functools.cache
+def log_once(device: str, dtype: str, grouped: bool) -> None:
+    if grouped:
+        logger.info("experts on %s in %s: products of all experts in one kernel", device, dtype)
+    else:
+        logger.info(
+            "experts on %s in %s: a product per expert, whose sizes are read once per stratum; torch has "
+            "one kernel for all in bfloat16 on GPUs of compute capability 9 and 10",
+            device,
+            dtype,
+        )
 
 
 class PerExpert:
     """A product for each expert that has rows, on just these: least work, and fastest on a CPU.
 
-    How many rows each expert has is read on the host; a GPU would be waited for in every stratum.
+    How many rows each expert has is read on the host, once per stratum, together with how many tokens
+    the next one has.
     """
-
-    tokens = IndexedTokens
 
     def __init__(self, experts: Experts, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor):
         self.experts = experts
@@ -46,15 +77,39 @@ class PerExpert:
             w1, b1 = ShareGradient.apply(w1, b1, self.gradient1)
             w2, b2 = ShareGradient.apply(w2, b2, self.gradient2)
         self.w1, self.b1, self.w2, self.b2 = w1, b1, w2, b2
+        self.upcoming: Tensor | None = None  # number of tokens of the next stratum
+        self.number: int | None = None  # the same, once it has been read
 
-    def dispatched(self, copy_N: Tensor, ends_E: Tensor) -> Tensor:
-        """Of all copies, sorted by expert, those that are computed: the ones that have an expert."""
-        return copy_N[: int(ends_E[-1])]
+    def tokens(self, here_T: Tensor) -> IndexedTokens:
+        """Those that stand in a stratum."""
+        number = int(here_T.sum()) if self.number is None else self.number
+        self.number = None
+        return IndexedTokens(here_T, number)
 
-    def compute(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
-        """``(N, D)``: each expert's network on its rows, which end at ``ends_E``; rows past them are 0."""
+    def announce(self, here_T: Tensor) -> None:
+        """Says before the experts' sizes are read who will be in the next stratum."""
+        self.upcoming = here_T.sum().unsqueeze(0)
+
+    def read(self, *values: Tensor) -> list[list[int]]:
+        """Vectors of integers, on the host; the only one of a stratum to wait for the device."""
+        if self.upcoming is None:
+            return read(*values)
+        *result, (self.number,) = read(*values, self.upcoming)
+        self.upcoming = None
+        return result
+
+    def ends(self, kept_E: Tensor, sizes: list[int] | None = None) -> list[int]:
+        """Where each expert's rows end; ``sizes`` are ``kept_E`` where these are on the host already."""
+        return list(accumulate(self.read(kept_E)[0] if sizes is None else sizes))
+
+    def rows(self, ends: list[int], copies: int) -> int:
+        """N of so many copies: the ones that have an expert, and nobody's."""
+        return ends[-1] + 1
+
+    def compute(self, x_ND: Tensor, ends: list[int]) -> Tensor:
+        """``(N, D)``: each expert's network on its rows; those of no expert are 0."""
         x_ND = x_ND.to(self.w1.dtype)
-        sizes = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).tolist()
+        sizes = [end - start for start, end in zip([0, *ends], ends)]
         *rows, rest = x_ND.split([*sizes, len(x_ND) - sum(sizes)])
         # One expert is always passed, or a process without rows would leave out the backward exchange.
         busy = [(e, x) for e, x in enumerate(rows) if len(x) > 0] or [(0, rows[0])]
@@ -73,27 +128,39 @@ class Grouped:
 
     def __init__(self, experts: Experts, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor):
         self.experts = experts
+        self.gradient1 = self.gradient2 = None
+        shared = can_group(w1) and not torch.compiler.is_compiling()
+        if shared and torch.is_grad_enabled():
+            self.gradient1, self.gradient2 = SharedGradient(), SharedGradient()
+            w1, b1 = ShareGradient.apply(w1, b1, self.gradient1)
+            w2, b2 = ShareGradient.apply(w2, b2, self.gradient2)
         self.w1, self.b1, self.w2, self.b2 = w1, b1, w2, b2
 
-    def dispatched(self, copy_N: Tensor, ends_E: Tensor) -> Tensor:
-        """As of `PerExpert`, but all: rows past the last end belong to no expert."""
-        return copy_N
+    def announce(self, here_T: Tensor) -> None:
+        """As of `PerExpert`, which has to know."""
+
+    def read(self, *values: Tensor) -> list[list[int]]:
+        """As of `PerExpert`; asked for where copies travel between processes."""
+        return read(*values)
+
+    def ends(self, kept_E: Tensor, sizes: list[int] | None = None) -> Tensor:
+        """As of `PerExpert`, on the device."""
+        return kept_E.cumsum(0).int()
+
+    def rows(self, ends: Tensor, copies: int) -> int:
+        """As of `PerExpert`, for all copies: those without an expert leave rows of nobody's behind."""
+        return copies + 1
 
     def compute(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
         """As of `PerExpert`."""
-        x_ND = x_ND.to(self.w1.dtype)
-        if len(x_ND) == 0:  # which a grouped product does not take
-            h_NF = self.experts.hidden(F.linear(x_ND, self.w1[0], self.b1[0]))
-            return F.linear(h_NF, self.w2[0], self.b2[0])
         row_N1 = torch.arange(x_ND.shape[0], device=x_ND.device).unsqueeze(1)
+        # Of the experts' rows, 1 in the column of each one's expert; rows of nobody's are 0.
+        expert_NE = (row_N1 < ends_E) & (row_N1 >= torch.cat([ends_E.new_zeros(1), ends_E[:-1]]))
         routed_N1 = row_N1 < ends_E[-1]
-        expert_N = torch.searchsorted(ends_E, row_N1.squeeze(1), right=True)
-        expert_N = expert_N.clamp(max=ends_E.shape[0] - 1)
-        ends_E = ends_E.int()
-        # Rows that are no expert's come back uninitialised, in the gradient too, and NaN times 0
-        # is NaN: `where` keeps them out in both directions.
-        x_ND = torch.where(routed_N1, x_ND, 0)
-        h_NF = grouped_mm(x_ND, self.w1.transpose(1, 2), ends_E)
-        h_NF = self.experts.hidden(torch.where(routed_N1, h_NF + self.b1[expert_N], 0))
-        y_ND = grouped_mm(h_NF, self.w2.transpose(1, 2), ends_E)
-        return torch.where(routed_N1, y_ND + self.b2[expert_N], 0)
+        # Nobody's rows come back uninitialised, in the gradient too, and NaN times 0 is NaN: `where` keeps
+        # them out in both directions.
+        x_ND = torch.where(routed_N1, x_ND.to(self.w1.dtype), 0)
+        h_NF = grouped_linear(x_ND, self.w1, self.b1, ends_E, expert_NE, self.gradient1)
+        h_NF = self.experts.hidden(torch.where(routed_N1, h_NF, 0))
+        y_ND = grouped_linear(h_NF, self.w2, self.b2, ends_E, expert_NE, self.gradient2)
+        return torch.where(routed_N1, y_ND, 0)

@@ -74,7 +74,8 @@ class TopKGate(nn.Module):
         chosen_TK = self.sample(weight_TK) & active_T.unsqueeze(1)
 
         asked_TK = expert_TK.masked_fill(~chosen_TK, self.num_experts)
-        kept_TK = chosen_TK & self.capacity(asked_TK, probs_TE, active_T.sum())
+        places = self.capacity(asked_TK, probs_TE, active_T.sum())
+        kept_TK = chosen_TK & places.kept_TK
         weight_TK = weight_TK * kept_TK
         if self.normalization == "after-drop":
             weight_TK = normalize(weight_TK)
@@ -84,6 +85,8 @@ class TopKGate(nn.Module):
         return Routing(
             expert_TK=expert_TK.masked_fill(~kept_TK, self.num_experts),
             weight_TK=weight_TK,
+            rank_TK=places.rank_TK,
+            kept_E=places.kept_E,
             first_choice_T=first_T,
             first_choices_E=first_choices_E,
             chosen_K=chosen_TK.sum(0),

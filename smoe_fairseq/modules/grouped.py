@@ -1,14 +1,20 @@
 """Products of each expert's rows with its weights, in one kernel where torch has one.
 
 torch 2.13 computes `torch.nn.functional.grouped_mm` in float32 and float16 too, but only knows the shape
-of its result, which `torch.compile` needs, in bfloat16.
+of its result, which `torch.compile` needs, in bfloat16; and on a GPU it does so one expert after the other,
+reading the ends on the host for every product.
 
-Shapes: N rows sorted by expert, I inputs, O outputs, E experts.
+Shapes: N rows that lie by expert, I inputs, O outputs, E experts.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from smoe_fairseq.modules.products import SharedGradient
+
+_CAPABILITIES = (9, 10)  # major ones, for which torch has the kernel
 
 
 def can_group(weight: Tensor) -> bool:
@@ -16,6 +22,68 @@ def can_group(weight: Tensor) -> bool:
     per_16_bytes = 16 // weight.element_size()
     sizes_fit = all(size % per_16_bytes == 0 for size in weight.shape[1:])
     return sizes_fit and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device computes grouped products in one kernel, and nothing waits for it."""
+    if device.type != "cuda" or torch.version.cuda is None or dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in _CAPABILITIES
+
+
+def grouped_linear(
+    x_NI: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    ends_E: Tensor,
+    expert_NE: Tensor,
+    gradient: SharedGradient | None,
+) -> Tensor:
+    """``y = W_e x + b_e`` for the rows of each expert ``(N, O)``; rows past the last end are undefined.
+
+    Args:
+        weight, bias: ``(E, O, I)`` and ``(E, O)``; with ``gradient`` as `ShareGradient` returns them.
+        expert_NE: which rows are of which expert.
+        gradient: where their gradient goes; None leaves it to autograd.
+    """
+    if gradient is None:
+        return _linear(x_NI, weight, bias, ends_E, expert_NE)
+    return _GroupedLinear.apply(x_NI, weight, bias, ends_E, expert_NE, gradient)
+
+
+def _linear(x_NI, weight, bias, ends_E, expert_NE):
+    # The bias by a product: the gradient of a gather of it would be a sum in which one warp walks all rows
+    # of an expert.
+    y_NO = grouped_mm(x_NI, weight.transpose(1, 2), ends_E)
+    return torch.addmm(y_NO, expert_NE.to(y_NO.dtype), bias)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_NI, weight, bias, ends_E, expert_NE, gradient):
+        ctx.save_for_backward(x_NI, weight, ends_E, expert_NE)
+        ctx.gradient = gradient
+        return _linear(x_NI, weight, bias, ends_E, expert_NE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, y_grad_NO: Tensor):
+        x_NI, weight, ends_E, expert_NE = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            bias_grad_EO = expert_NE.t().to(y_grad_NO.dtype) @ y_grad_NO
+            weight_grad_EOI = weight_gradient(y_grad_NO, x_NI, ends_E)
+            ctx.gradient.add_all(weight_grad_EOI, bias_grad_EO)
+        x_grad_NI = None
+        if ctx.needs_input_grad[0]:
+            x_grad_NI = grouped_mm(y_grad_NO, weight, ends_E)
+        return x_grad_NI, None, None, None, None, None
+
+
+def weight_gradient(y_grad_NO: Tensor, x_NI: Tensor, ends_E: Tensor) -> Tensor:
+    """``(E, O, I)``: of the weights of each expert; 0 for those without rows, which kernels leave as is."""
+    gradient_EOI = _product(y_grad_NO.t(), x_NI, ends_E)
+    empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+    return gradient_EOI.masked_fill_(empty_E.view(-1, 1, 1), 0)
 
 
 def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
@@ -28,9 +96,13 @@ def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
         *rows, rest = x_NI.split([*sizes, len(x_NI) - sum(sizes)])
         products = [x @ w_IO for x, w_IO in zip(rows, w_EIO, strict=True)]
         return torch.cat([*products, rest.new_zeros(len(rest), w_EIO.shape[2])])
-    if torch.compiler.is_compiling() and x_NI.dtype != torch.bfloat16:
-        return _traced(x_NI, w_EIO, ends_E)
-    return F.grouped_mm(x_NI, w_EIO, offs=ends_E)
+    return _product(x_NI, w_EIO, ends_E)
+
+
+def _product(x: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
+        return _traced(x, w, ends_E)
+    return F.grouped_mm(x, w, offs=ends_E)
 
 
 @torch.library.custom_op("smoe_fairseq::grouped_mm", mutates_args=())
@@ -52,7 +124,7 @@ def _save(ctx, inputs, output):
 def _backward(ctx, grad_NO):
     x_NI, w_EIO, ends_E = ctx.saved_tensors
     x_grad_NI = _traced(grad_NO, w_EIO.transpose(1, 2), ends_E)
-    return x_grad_NI, _traced(x_NI.t(), grad_NO, ends_E), None
+    return x_grad_NI, weight_gradient(grad_NO, x_NI, ends_E).transpose(1, 2), None
 
 
 _traced.register_autograd(_backward, setup_context=_save)

@@ -38,6 +38,16 @@ class SharedGradient:
             torch.sum(y_grad_NO, 0, out=self.bias[expert])
             self.written.add(expert)
 
+    def add_all(self, weight_grad: Tensor, bias_grad: Tensor) -> None:
+        """Adds what the rows of all experts say, in tensors that are this one's from now on."""
+        if self.backward_pass != _backward_pass():
+            self.backward_pass = _backward_pass()
+            self.weight, self.bias = weight_grad, bias_grad
+            self.written = set(range(len(weight_grad)))
+        else:
+            self.weight.add_(weight_grad)
+            self.bias.add_(bias_grad)
+
     def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of this backward pass, 0 for experts without rows."""
         if self.backward_pass != _backward_pass():

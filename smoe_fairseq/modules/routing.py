@@ -18,6 +18,8 @@ class Routing(NamedTuple):
 
     expert_TK: Tensor
     weight_TK: Tensor
+    rank_TK: Tensor  # how many copies that the same expert keeps come before
+    kept_E: Tensor  # copies that each expert keeps
     first_choice_T: Tensor  # before dropping: it decides where the token stands next
     first_choices_E: Tensor  # active tokens per first choice
     chosen_K: Tensor  # copies chosen

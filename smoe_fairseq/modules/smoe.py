@@ -171,6 +171,9 @@ class StratifiedMoE(nn.Module):
         self.register_buffer(
             "stratum_of_expert", torch.tensor(self.strata.stratum_of_expert), persistent=False
         )
+        self.register_buffer(
+            "visible_of_gate", torch.tensor(self.strata.visible), persistent=False
+        )  # experts that each sees
         self.execution = execution
 
     def _placement(self, expert_parallel: bool) -> Placement:
@@ -216,6 +219,9 @@ class StratifiedMoE(nn.Module):
             if self.normalize_residual and i > 0:
                 y_TD = tokens.replace(y_TD, h_TD)
             routing = gate(h_TD, tokens.active_T)
+            position_T = tokens.replace(position_T, self._next_stratum(i, routing))
+            if i + 1 < len(self.gates):
+                run.announce(position_T == i + 1)
             out_TD = self._mix_experts(i, h_TD, routing, run)
             if self.cmr is not None:
                 out_TD, cmr_stats = self.cmr(h_TD, out_TD, tokens.active_T)
@@ -223,7 +229,6 @@ class StratifiedMoE(nn.Module):
                 y_TD = tokens.replace(y_TD, out_TD)
             else:
                 y_TD = tokens.add(y_TD, F.dropout(out_TD, stratum_dropout, self.training))
-            position_T = tokens.replace(position_T, self._next_stratum(i, routing))
             requested_T = requested_T + here_T
             dropped_TK = tokens.add(dropped_TK, routing.dropped_TK)
             routings.append(routing)
@@ -245,8 +250,9 @@ class StratifiedMoE(nn.Module):
         no_expert_TK = routing.expert_TK == self.gates[i].num_experts
         expert_TK = routing.expert_TK + self.strata.first_experts[i]
         expert_TK = expert_TK.masked_fill(no_expert_TK, self.strata.num_experts)
-        h_ND, ends_E, plan = self.dispatcher.dispatch(h_TD, expert_TK, run)
-        h_ND = run.compute(h_ND, ends_E)
+        kept_E = self._on_all_experts(i, routing.kept_E)
+        h_ND, ends, plan = self.dispatcher.dispatch(h_TD, expert_TK, routing.rank_TK, kept_E, run)
+        h_ND = run.compute(h_ND, ends)
         weight_TK = mask_outputs(routing.weight_TK, self.eom, self.training)
         out_TD = self.dispatcher.combine(h_ND, weight_TK, plan)
         if self.fom > 0:
@@ -259,6 +265,11 @@ class StratifiedMoE(nn.Module):
             return torch.full_like(routing.first_choice_T, i + 1)
         return self.stratum_of_expert[routing.first_choice_T + self.strata.first_experts[i]] + 1
 
+    def _on_all_experts(self, i: int, number_E: Tensor) -> Tensor:
+        """Numbers of the experts that gate ``i`` sees, with 0 for those that it does not see."""
+        first = self.strata.first_experts[i]
+        return F.pad(number_E, (first, self.strata.num_experts - first - len(number_E)))
+
     def _stats(
         self,
         routings: list[Routing],
@@ -267,16 +278,11 @@ class StratifiedMoE(nn.Module):
         shape: torch.Size,
         cmr_stats: CMRStats | None,
     ) -> RoutingStats:
-        def on_all_experts(i, first_choices_E):
-            first = self.strata.first_experts[i]
-            behind = self.strata.num_experts - first - len(first_choices_E)
-            return F.pad(first_choices_E, (first, behind))
-
         return RoutingStats(
             balance_loss=torch.stack([r.balance_loss for r in routings]).mean(),
             requested_capacity=requested_T.view(shape),
             first_choices=torch.stack(
-                [on_all_experts(i, r.first_choices_E) for i, r in enumerate(routings)]
+                [self._on_all_experts(i, r.first_choices_E) for i, r in enumerate(routings)]
             ),
             unused=torch.stack([(r.first_choices_E == 0).sum() for r in routings]),
             chosen=torch.stack([r.chosen_K for r in routings]),

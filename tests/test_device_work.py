@@ -1,0 +1,190 @@
+"""What a GPU would do and wait for, counted on a CPU: no value is read on the host, little is done twice."""
+
+from collections import Counter
+
+import pytest
+import torch
+from test_block_work import STRATA, Operations, make_block, run_block
+from torch.overrides import TorchFunctionMode
+
+from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.execution import best_execution
+from smoe_fairseq.modules.transfer import on_host
+
+T, D = 96, 16
+READING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "is_nonzero"}
+TRANSFERS = {
+    "tolist",
+    "item",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "cpu",
+    "numpy",
+    "nonzero",
+}
+MADE_ON_HOST = {"tensor", "as_tensor", "new_tensor", "from_numpy"}
+
+
+class HostReads(TorchFunctionMode):
+    """Counts calls that read a value on the host, or make a tensor of the host's values."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in TRANSFERS | MADE_ON_HOST:
+            self.calls[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def device_like(monkeypatch):
+    """A model that treats its tensors as a GPU's."""
+    from smoe_fairseq.models import smoe_transformer
+
+    monkeypatch.setattr(smoe_transformer, "may_have_padding", lambda mask: True)
+
+
+@pytest.fixture(scope="module")
+def training(small_corpus):
+    """(criterion, model, batch) of a training with padding."""
+    from fairseq import options, tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from handmade import PLUGIN
+
+    parser = options.get_training_parser()
+    given = (
+        f"{small_corpus} --user-dir {PLUGIN} --arch smoe_transformer_tiny --smoe-strata 2-2 "
+        "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --dropout 0.1 --max-tokens 100 --cpu "
+        "--criterion smoe_label_smoothed_cross_entropy --label-smoothing 0.1"
+    )
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, given.split()))
+    task = tasks.setup_task(cfg.task)
+    task.load_dataset("train")
+    model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
+    dataset = task.dataset("train")
+    for module in model.modules():
+        if isinstance(module, StratifiedMoE):
+            module.execution = "grouped"
+    return criterion, model.train(), dataset.collater([dataset[i] for i in range(6)])
+
+
+def test_grouped_training_reads_nothing(training, device_like):
+    criterion, model, sample = training
+    criterion(model, sample)  # what is made once, as the mask of the future
+    with HostReads() as calls, Operations() as operations:
+        loss, _, _ = criterion(model, sample)
+        loss.backward()
+    assert operations.called["_grouped_mm"] >= 12
+    # fairseq's positions ask twice about a shape, which is on the host.
+    assert calls.calls == {"__bool__": 2}
+    assert [n for n in operations.called.elements() if n in READING] == ["_local_scalar_dense"] * 2
+
+
+def test_the_counter_sees_what_it_counts(training):
+    criterion, model, sample = training
+    with HostReads() as calls:
+        criterion(model, sample)  # asks whether there is padding, as it may on a CPU
+    assert calls.calls == {"__bool__": 4}
+
+
+@pytest.mark.parametrize("strata", STRATA)
+def test_a_product_per_expert_reads_once_per_stratum(strata):
+    """The sizes of its experts, with the number of tokens of the next; and that of the first."""
+    block = make_block(strata)
+    x = torch.randn(T, D, requires_grad=True)
+    mask = torch.zeros(T, dtype=torch.bool)
+    with HostReads() as calls, Operations() as operations:
+        y, _ = block(x, mask)
+        y.sum().backward()
+    assert calls.calls == {"tolist": len(block.strata), "__int__": 1}
+    assert sum(operations.called[name] for name in READING) <= 1  # that of the first
+
+
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+@pytest.mark.parametrize("capacity_factor", [0.0, 1.0])
+@pytest.mark.parametrize("strata", STRATA)
+def test_one_sort_per_stratum_and_no_atomics(strata, capacity_factor, execution):
+    block = make_block(strata)
+    block.execution = execution
+    for gate in block.gates:
+        gate.capacity.factor = capacity_factor
+    forward, backward, _ = run_block(block, torch.randn(T, D, requires_grad=True))
+    assert forward.called["sort"] == len(block.strata) and not backward.called["sort"]
+    for operations in (forward, backward):
+        large = operations.as_large_as(T * D)
+        assert not {"index_add_", "index_put_", "_index_put_impl_", "scatter_add_"} & large.keys()
+        if execution == "grouped" or strata == "8":
+            assert "index_add" not in large
+
+
+@pytest.mark.parametrize("strata", STRATA)
+def test_experts_without_rows_get_a_gradient_of_exactly_zero(strata, monkeypatch):
+    """Whatever a kernel leaves there."""
+    from smoe_fairseq.modules import grouped
+
+    product = grouped._product
+
+    def leaves_garbage(x, w, ends_E):
+        result = product(x, w, ends_E)
+        if w.dim() == 2:
+            result[ends_E.diff(prepend=ends_E.new_zeros(1)) == 0] = float("nan")
+        return result
+
+    monkeypatch.setattr(grouped, "_product", leaves_garbage)
+    x = torch.randn(2, D)
+    gradients = {}
+    for execution in ("per-expert", "grouped"):
+        block = make_block(strata)
+        block.execution = execution
+        block(x)[0].sum().backward()
+        gradients[execution] = [p.grad for p in block.experts.parameters()]
+    for ours, plain in zip(*gradients.values(), strict=True):
+        torch.testing.assert_close(ours, plain)
+        assert torch.equal(ours == 0, plain == 0)
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, expected",
+    [((9, 0), "bfloat16", "grouped"), ((10, 0), "bfloat16", "grouped")]
+    + [((9, 0), "float16", "per-expert"), ((9, 0), "float32", "per-expert")]
+    + [((8, 0), "bfloat16", "per-expert"), ((12, 0), "bfloat16", "per-expert")],
+)
+def test_execution_by_what_the_device_can_do(monkeypatch, capability, dtype, expected, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    device = torch.device(f"cuda:{capability[0]}")
+    weight = torch.empty(4, 16, 16, dtype=getattr(torch, dtype))
+    with caplog.at_level("INFO"):
+        assert best_execution(device, weight) == expected
+        assert best_execution(device, weight) == expected
+    assert sum(dtype in record.message for record in caplog.records) <= 1  # once in a process
+
+
+def test_logged_numbers_leave_in_one_transfer():
+    logs = [
+        {"loss": torch.tensor(1.5), "ntokens": 7, "moe_top2 a": torch.arange(6).view(2, 3)},
+        {"loss": torch.tensor(2.5), "many": torch.tensor(2**40 + 1)},
+    ]
+    with HostReads() as calls:
+        found = on_host(logs)
+    assert calls.calls["cpu"] == 1 and set(calls.calls) <= {"cpu", "numpy"}
+    assert found[0]["loss"] == 1.5 and found[0]["ntokens"] == 7
+    assert found[0]["moe_top2 a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found[1] == {"loss": 2.5, "many": 2**40 + 1}
+
+
+def test_an_update_logs_by_one_transfer(training):
+    """The criterion's metrics, from a batch with all kinds of them."""
+    criterion, model, sample = training
+    _, _, log = criterion(model, sample)
+    from fairseq import metrics
+
+    with HostReads() as calls, metrics.aggregate() as found:
+        criterion.reduce_metrics([log, log])
+    assert calls.calls["cpu"] == 1 and set(calls.calls) <= {"cpu", "numpy"}
+    assert found["requested_capacity"].avg > 1
