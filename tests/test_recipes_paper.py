@@ -6,6 +6,9 @@ import subprocess
 import pytest
 from test_recipes import ROOT, commands, recipe, refusal, value
 
+from smoe_fairseq.recipes import precision
+from smoe_fairseq.recipes.launch import Launch
+
 PAPER = {
     "m4": {"--arch": "smoe_transformer_base", "--lr": "0.0008", "--sampling-temperature": "1"},
     "m15": {"--arch": "smoe_transformer_big", "--lr": "0.0008", "--sampling-temperature": "1"},
@@ -64,7 +67,7 @@ def test_hyperparameters_are_the_papers(tmp_path, dataset):
     (words,) = commands(dry(tmp_path, "train", dataset, "smoe-4-12"), "fairseq-train")
     expected = TRAINING | PAPER[dataset]
     assert {flag: value(words, flag) for flag in expected} == expected
-    assert "--fp16" in words
+    assert {"--fp16", "--bf16"} & set(words)  # by what this machine's GPU has
 
 
 @pytest.mark.parametrize("dataset", PAPER)
@@ -170,9 +173,39 @@ def test_launchers(tmp_path):
     assert "torchrun or slurm" in sentence
 
 
-def test_without_gpu_no_fp16(tmp_path):
-    (words,) = commands(dry(tmp_path, "train", "m4", "moe", GPUS="0"), "fairseq-train")
-    assert "--fp16" not in words and "--cpu" in words
+PRECISIONS = {
+    ("GPUS=0",): set(),
+    ("GPUS=0", "PRECISION=fp16"): set(),
+    ("GPUS=1", "PRECISION=fp32"): set(),
+    ("GPUS=1", "PRECISION=fp16"): {"--fp16"},
+    ("GPUS=0", "PRECISION=bf16"): {"--bf16"},  # a CPU has it
+    ("GPUS=1", "PRECISION=bf16", "--expert-parallel"): {"--bf16"},
+    ("GPUS=1", "PRECISION=fp16", "--expert-parallel"): {"--fp16", "--fp16-no-flatten-grads"},
+    ("GPUS=1", "PRECISION=fp16", "--amp"): {"--amp"},
+}
+
+
+@pytest.mark.parametrize("given", PRECISIONS)
+def test_precision(tmp_path, given):
+    set_to = dict(word.split("=") for word in given if "=" in word)
+    flags = [word for word in given if word.startswith("--")]
+    (words,) = commands(dry(tmp_path, "train", "m4", "moe", *flags, **set_to), "fairseq-train")
+    known = {"--fp16", "--bf16", "--amp", "--fp16-no-flatten-grads"}
+    assert known & set(words) == PRECISIONS[given]
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_precision_follows_the_gpu(monkeypatch, bf16):
+    monkeypatch.delenv("PRECISION", raising=False)
+    monkeypatch.setattr(precision, "has_bf16", lambda: bf16)
+    flags, notes = precision.precision_flags({"fp16": True}, Launch("plain", 1, 1), [])
+    assert flags == {"fp16": not bf16, "bf16": bf16} and len(notes) == bf16
+    assert precision.precision_flags({}, Launch("plain", 1, 1), []) == ({}, [])
+
+
+def test_a_precision_that_there_is_not(tmp_path):
+    sentence = refusal(dry(tmp_path, "train", "m4", "moe", PRECISION="int8"))
+    assert "PRECISION=int8: choose one of bf16, fp16, fp32" in sentence
 
 
 def test_unknown_system_lists_the_known(tmp_path):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from smoe_fairseq.recipes import batch, identity, rendezvous
 from smoe_fairseq.recipes.folders import Folders, user_dir
 from smoe_fairseq.recipes.launch import launch
+from smoe_fairseq.recipes.precision import precision_flags
 from smoe_fairseq.recipes.shell import command, dry_run, report, run
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.settings.flags import arguments
@@ -29,12 +30,9 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         notes += [f"# {planned}", f"# BATCH: {batch.choices(dataset)}"]
         if not planned.kept:
             report(f"the batch is not of the size asked for: {planned}")
-    if flags.get("fp16") and (place.gpus == 0 or "--cpu" in extra):
-        flags["fp16"] = False
-        notes.append("# without a GPU there is no fp16")
-    if flags.get("fp16") and "--expert-parallel" in extra:
-        flags["fp16-no-flatten-grads"] = True
-        notes.append("# with sharded experts, fp16 gradients are not flattened")
+    chosen, said = precision_flags(flags, place, extra)
+    flags |= chosen
+    notes += said
     folder = folders.run(method)
     words = [*data_arguments(dataset), *arguments(flags)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / "train.log"), *extra]
