@@ -20,18 +20,21 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         raise UsageError(
             f"{folders.binary} is missing: run scripts/prepare.sh {dataset.name} first"
         )
-    place = launch()
+    place = launch(extra)
     flags |= place.flags()
     notes = []
+    if place.cpu and place.gpus:
+        each = "process computes" if place.processes == 1 else "processes compute"
+        notes.append(f"# {place.processes} {each} on the CPU")
     if dataset.batch:
         planned = batch.plan(dataset, place.processes, extra)
         flags |= {"max-tokens": planned.max_tokens, "update-freq": planned.update_freq}
         notes += [f"# {planned}", f"# BATCH: {batch.choices(dataset)}"]
         if not planned.kept:
             report(f"the batch is not of the size asked for: {planned}")
-    if flags.get("fp16") and (place.gpus == 0 or "--cpu" in extra):
+    if flags.get("fp16") and place.cpu:
         flags["fp16"] = False
-        notes.append("# without a GPU there is no fp16")
+        notes.append("# on the CPU there is no fp16")
     if flags.get("fp16") and "--expert-parallel" in extra:
         flags["fp16-no-flatten-grads"] = True
         notes.append("# with sharded experts, fp16 gradients are not flattened")
