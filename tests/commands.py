@@ -83,6 +83,13 @@ def bash_functions() -> dict[str, str]:
     return {f"BASH_FUNC_{name}%%": function(name) for name in COMMANDS}
 
 
+def bash_torchrun() -> dict[str, str]:
+    """The environment in which bash has the ranks of ``torchrun`` forked too (torchrun.py)."""
+    file = Path(__file__).with_name("torchrun.py")
+    words = [sys.executable, "-I", "-S", file, WITH_PLUGIN.address, SCRIPTS]
+    return {"BASH_FUNC_torchrun%%": f'() {{ exec {shlex.join(map(str, words))} "$@"; }}'}
+
+
 def _fork(server: Server, command, environment, folder, stdin) -> subprocess.CompletedProcess:
     with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as printed:
         given.write(stdin)

@@ -65,9 +65,16 @@ class Ranks:
     """Starts runs."""
 
     def start(
-        self, folder: Path, world_size: int, *arguments, function=None, program=None, one=False
+        self,
+        folder: Path,
+        world_size: int,
+        *arguments,
+        command="fairseq-train",
+        function=None,
+        program=None,
+        one=False,
     ) -> Run:
-        """``fairseq-train`` with ``arguments`` on so many ranks, ``function(*arguments)``, or ``python -c``.
+        """A command with ``arguments`` on so many ranks, ``function(*arguments)``, or ``python -c``.
 
         program: what Python is to do, before which nothing of fairseq has been imported.
         one: without torchrun's environment, a run of one process.
@@ -88,7 +95,7 @@ class Ranks:
         words = [str(word) for word in arguments]
         if program is not None:
             return _run(TORCH, logs, environments, ["-c", program, *words])
-        words = [str(SCRIPTS / "fairseq-train"), *words]
+        words = [str(SCRIPTS / command), *words]
         if world_size > 1:
             server = Server(server_of(words), "read_options", *words)
             try:

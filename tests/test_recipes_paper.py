@@ -198,9 +198,9 @@ def test_precision(tmp_path, given):
 def test_precision_follows_the_gpu(monkeypatch, bf16):
     monkeypatch.delenv("PRECISION", raising=False)
     monkeypatch.setattr(precision, "has_bf16", lambda: bf16)
-    flags, notes = precision.precision_flags({"fp16": True}, Launch("plain", 1, 1), [])
+    flags, notes = precision.precision_flags({"fp16": True}, Launch("plain", 1, 1, False), [])
     assert flags == {"fp16": not bf16, "bf16": bf16} and len(notes) == bf16
-    assert precision.precision_flags({}, Launch("plain", 1, 1), []) == ({}, [])
+    assert precision.precision_flags({}, Launch("plain", 1, 1, False), []) == ({}, [])
 
 
 def test_a_precision_that_there_is_not(tmp_path):

@@ -1,8 +1,13 @@
-"""Several processes that all hold all experts, or none: start, resume and finetune, with any back end."""
+"""Several processes that all hold all experts, or none: start, resume, finetune and validate, with any back end."""
+
+import importlib.util
+import json
+import re
 
 import pytest
 import torch
-from commands import PLUGIN, TINY
+from commands import PLUGIN, SCRIPTS, TINY, run
+from test_compat import run_without
 from test_expert_parallel import flags
 
 from smoe_fairseq.models.transformer_layer import STOCK_LAYER_COPIES
@@ -51,6 +56,7 @@ CASES = [
     (4, "smoe", "legacy_ddp"),
     (2, "stock", "pytorch_ddp"),
     (2, "stock", "legacy_ddp"),
+    (4, "stock", "pytorch_ddp"),
 ]
 
 
@@ -83,3 +89,96 @@ def test_finetuning(ranks, small_corpus, tmp_path, model):
     before, after = (content(tmp_path / name)["model"] for name in ("first", "then"))
     for name, tensor in before.items():
         assert torch.allclose(tensor, after[name], atol=1e-6), name
+
+
+def test_a_run_under_torchrun_is_resumed(ranks, small_corpus, tmp_path):
+    """The command as a user types it, on what the test's own launcher has saved."""
+    ranks.train(tmp_path / "logs", 2, *flags(small_corpus, tmp_path / "whole", "--max-update", 4))
+    ranks.train(tmp_path / "logs", 2, *flags(small_corpus, tmp_path / "parts", "--max-update", 2))
+    run(
+        *("torchrun", "--standalone", "--nproc-per-node", 2, "--no-python"),
+        SCRIPTS / "fairseq-train",
+        *flags(small_corpus, tmp_path / "parts", "--max-update", 4),
+    )
+    assert_same_bits(content(tmp_path / "parts"), content(tmp_path / "whole"))
+
+
+ZERO = ("--zero-sharding", "os")
+HAS_FAIRSCALE = importlib.util.find_spec("fairscale") is not None
+
+
+@pytest.mark.skipif(not HAS_FAIRSCALE, reason="ZeRO needs fairscale")
+@pytest.mark.parametrize(
+    "world_size, model, backend", [(2, "smoe", "legacy_ddp"), (4, "stock", "pytorch_ddp")]
+)
+def test_zero_trains_and_resumes_as_without(
+    ranks, small_corpus, tmp_path, world_size, model, backend
+):
+    """Bit for bit, and what it saves is what is saved without: each can go on with the other's."""
+    make = flags if model == "smoe" else stock
+    for name, updates, zero in (
+        *(("plain", 4, ()), ("zero", 2, ZERO), ("zero", 4, ZERO)),
+        *(("mixed", 2, ()), ("mixed", 4, ZERO)),
+    ):
+        more = ("--ddp-backend", backend, "--max-update", updates, *zero)
+        ranks.train(tmp_path / "logs", world_size, *make(small_corpus, tmp_path / name, *more))
+    for name in ("zero", "mixed"):
+        assert_same_bits(content(tmp_path / name), content(tmp_path / "plain"))
+
+
+def train_with(has_fairscale, *arguments) -> None:
+    """``fairseq-train`` where fairscale has been installed, or has not."""
+    import sys
+
+    from fairseq.optim import shard
+    from fairseq_cli.train import cli_main
+
+    shard._has_fairscale = has_fairscale
+    sys.argv = ["fairseq-train", *map(str, arguments)]
+    cli_main()
+
+
+@pytest.mark.parametrize(
+    "has_fairscale, more, sentence",
+    [
+        (False, (), "needs the package fairscale: pip install fairscale, or leave the flag out"),
+        (True, ["--use-bmuf"], "does not go with --use-bmuf"),
+        (True, ["--fp16"], "with --fp16: flattened gradients are one parameter"),
+    ],
+)
+def test_what_zero_lacks_is_said(ranks, small_corpus, tmp_path, has_fairscale, more, sentence):
+    arguments = [has_fairscale, *map(str, stock(small_corpus, tmp_path / "new", *ZERO, *more))]
+    started = ranks.start(tmp_path / "logs", 2, *arguments, function=train_with)
+    assert started.wait() == [1, 1]
+    assert f"error: --zero-sharding os {sentence}" in started.output(0)
+    assert "Traceback" not in started.output() and not (tmp_path / "new").exists()
+
+
+def test_zero_of_one_process_trains(ranks, small_corpus, tmp_path):
+    """It has nobody to share with, whatever is installed."""
+    arguments = stock(small_corpus, tmp_path / "new", *ZERO, "--max-update", 1)
+    ranks.train(tmp_path / "logs", 1, *arguments, one=True)
+    assert (tmp_path / "new" / LAST).exists()
+    command = ("fairseq-train", *stock(small_corpus, tmp_path / "none", *ZERO))
+    assert "Traceback" in run_without("leave_one_process_whole", *command).stdout
+
+
+def validated(run) -> dict:
+    """What the first process says of the validation set; without speed."""
+    lines = re.findall(r"\| valid \| (\{.*\})", run.output(0))
+    found = json.loads(lines[-1])
+    return {name: value for name, value in found.items() if name not in ("valid_wps", "valid_wpb")}
+
+
+@pytest.mark.parametrize("model, size", [("smoe", 10), ("stock", 50)])
+def test_validation(ranks, small_corpus, tmp_path, model, size):
+    """Two processes find what one finds; the second has one batch less, of three, or none at all."""
+    make = flags if model == "smoe" else stock
+    one = make(small_corpus, tmp_path / "new", "--max-update", 1)
+    ranks.train(tmp_path / "logs", 1, *one, one=True)
+    command = [small_corpus, "--user-dir", PLUGIN, "--task", "translation", "--cpu"]
+    command += ["--path", tmp_path / "new" / LAST, "--log-format", "json", "--num-workers", 0]
+    command += ["--distributed-backend", "gloo", "--batch-size", size]
+    given = {"command": "fairseq-validate"}
+    alone = ranks.train(tmp_path / "logs", 1, *command, **given, one=True)
+    assert validated(ranks.train(tmp_path / "logs", 2, *command, **given)) == validated(alone)

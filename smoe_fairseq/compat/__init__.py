@@ -27,6 +27,7 @@ from .dataclass_hash import hash_dataclasses
 from .encoder_fast_path import avoid_fast_path
 from .fasta_index import index_without_shell
 from .full_disk import name_full_disk
+from .gathered_logs import gather_on_any_device
 from .hidden_checkpoint import name_hidden_checkpoints
 from .hydra_user_dir import import_user_dir_first
 from .hydra_warnings import quiet_hydra
@@ -40,8 +41,10 @@ from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
 from .small_batches import name_too_small_batches
 from .unreadable_checkpoint import name_unreadable_checkpoints
+from .uneven_validation import validate_uneven_shares
 from .unused_copies import leave_copies_alone
 from .version import is_installed, problem, require_fairseq
+from .zero_sharding import leave_one_process_whole, name_missing_fairscale
 
 __all__ = ["ADDITIONS", "MENDS", "install", "register", "require_fairseq", "when_imported"]
 
@@ -53,6 +56,8 @@ MENDS = (
     ("fairseq.distributed.utils", end_commands_with_sentence),
     ("fairseq.distributed.utils", send_plain_state),
     ("fairseq.distributed.utils", name_bad_values),
+    ("fairseq.distributed.utils", name_missing_fairscale),
+    ("fairseq.distributed.utils", gather_on_any_device),
     ("fairseq.dataclass.utils", quiet_hydra),
     ("fairseq.data.data_utils", name_too_small_batches),
     ("fairseq.data.indexed_dataset", read_past_cache),
@@ -72,6 +77,8 @@ MENDS = (
     ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
     ("fairseq.checkpoint_utils", publish_checkpoints),
     ("fairseq.checkpoint_utils", name_unwritable_folder),
+    ("fairseq.checkpoint_utils", validate_uneven_shares),
+    ("fairseq.optim.shard", leave_one_process_whole),
     ("fairseq.data.dictionary", name_missing_dictionary),
     ("fairseq.data.multilingual.multilingual_data_manager", name_unlisted_language),
     ("fairseq.dataclass.initialize", import_user_dir_first),

@@ -1,9 +1,11 @@
 """Where training runs: processes without or with one GPU, on one machine, or on several by SLURM."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smoe_fairseq.recipes.rendezvous import endpoint
+from smoe_fairseq.recipes.shell import dry_run
 from smoe_fairseq.system.errors import UsageError
 
 LAUNCHERS = ("plain", "torchrun", "slurm")
@@ -11,11 +13,15 @@ LAUNCHERS = ("plain", "torchrun", "slurm")
 
 @dataclass(frozen=True)
 class Launch:
-    """``gpus`` of each of ``nodes`` machines, one process on each; no GPU is one process too."""
+    """``gpus`` of each of ``nodes`` machines, one process on each; no GPU is one process too.
+
+    cpu: whether the processes compute on the CPU, for want of GPUs or because they are told to.
+    """
 
     launcher: str
     nodes: int
     gpus: int
+    cpu: bool = False
 
     @property
     def processes(self) -> int:
@@ -44,14 +50,21 @@ class Launch:
 
     def flags(self) -> dict[str, object]:
         """What fairseq has to know of it."""
+        flags = {"cpu": self.cpu}
+        if self.cpu and self.launcher != "plain":
+            flags["distributed-backend"] = "gloo"  # fairseq's default is for GPUs only
         if self.processes > 1:
-            return {"ddp-backend": "legacy_ddp"}
+            return flags | {"ddp-backend": "legacy_ddp"}
         # Without it fairseq would start a process for every GPU that it sees.
-        return {"distributed-world-size": 1, "cpu": self.gpus == 0}
+        return flags | {"distributed-world-size": 1}
 
 
-def launch() -> Launch:
-    """From ``GPUS`` (those of this machine), ``NODES`` (1) and ``LAUNCHER`` (as these numbers need)."""
+def launch(extra: Sequence[str]) -> Launch:
+    """From ``GPUS`` (those of this machine), ``NODES`` (1) and ``LAUNCHER`` (as these numbers need).
+
+    ``GPUS`` processes compute on the CPU where ``extra`` flags say ``--cpu``, or where this machine has no
+    GPU. A dry run and SLURM take it as it is given: they are for other machines.
+    """
     gpus = _number("GPUS", least=0, default=None)
     nodes = _number("NODES", least=1, default=1)
     if gpus is None:
@@ -67,7 +80,22 @@ def launch() -> Launch:
             f"LAUNCHER=plain is for one process, not for NODES={nodes} with GPUS={gpus}: choose "
             "torchrun or slurm"
         )
-    return Launch(launcher, nodes, gpus)
+    cpu = gpus == 0 or "--cpu" in extra
+    if not cpu and launcher != "slurm" and not dry_run():
+        cpu = not _has_gpus(gpus)
+    return Launch(launcher, nodes, gpus, cpu)
+
+
+def _has_gpus(wanted: int) -> bool:
+    """Whether this machine has them; False where it has none at all."""
+    import torch
+
+    there = torch.cuda.device_count()
+    if 0 < there < wanted:
+        raise UsageError(
+            f"GPUS={wanted}: this machine has {there}; expected at most as many, or --cpu behind the method"
+        )
+    return there > 0
 
 
 def _number(name: str, least: int, default: int | None) -> int | None:

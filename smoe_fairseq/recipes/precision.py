@@ -25,11 +25,10 @@ def precision_flags(flags: Flags, place: Launch, extra: Sequence[str]) -> tuple[
         raise UsageError(f"PRECISION={asked}: choose one of {', '.join(PRECISIONS)}")
     if any(flag in extra for flag in _FLAGS):
         return {"fp16": False}, []
-    on_cpu = place.gpus == 0 or "--cpu" in extra
     if asked is None and not flags.get("fp16"):
         return {}, []
-    if on_cpu and asked != "bf16":
-        notes = [] if asked == "fp32" else ["# without a GPU there is no fp16"]
+    if place.cpu and asked != "bf16":
+        notes = [] if asked == "fp32" else ["# on the CPU there is no fp16"]
         return {"fp16": False}, notes
     chosen = asked or ("bf16" if has_bf16() else "fp16")
     notes = []

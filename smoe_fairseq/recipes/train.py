@@ -21,9 +21,12 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         raise UsageError(
             f"{folders.binary} is missing: run scripts/prepare.sh {dataset.name} first"
         )
-    place = launch()
+    place = launch(extra)
     flags |= place.flags()
     notes = []
+    if place.cpu and place.gpus:
+        each = "process computes" if place.processes == 1 else "processes compute"
+        notes.append(f"# {place.processes} {each} on the CPU")
     if dataset.batch:
         planned = batch.plan(dataset, place.processes, extra)
         flags |= {"max-tokens": planned.max_tokens, "update-freq": planned.update_freq}

@@ -1,0 +1,101 @@
+"""Recipes of several processes on a machine without a GPU: interrupted, they go on to the same bits."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from commands import bash_functions, bash_torchrun
+from test_recipes import ROOT, commands, recipe, refusal, value, write_dataset
+from test_several_processes import LAST, assert_same_bits, content
+from test_signals import heed_signals, wait_for
+
+from smoe_fairseq.recipes.launch import Launch, launch
+from smoe_fairseq.system.errors import UsageError
+
+# SLURM's: a step is what srun starts; a job that is put into the queue again is ended before.
+SLURM = {
+    "scontrol": 'if [[ $1 == show ]]; then echo node1; else echo "$@" > requeued; kill "$(< step)"; fi',
+    "srun": 'while [[ $1 != torchrun ]]; do shift; done; "$@" & echo $! > step; wait $!',
+}
+
+
+@pytest.fixture
+def place(tmp_path, small_corpus) -> dict[str, str]:
+    """The environment of a machine without a GPU, where a tiny data set has been prepared."""
+    given = write_dataset(
+        *(tmp_path / "configs", "tiny"),
+        pairs=["src-tgt"],
+        raw={},
+        train={
+            **{
+                "arch": "smoe_transformer_tiny",
+                "encoder-embed-dim": 32,
+                "encoder-ffn-embed-dim": 48,
+            },
+            **{"batch-size": 4, "lr": 0.01, "num-workers": 0, "fp16": True},
+            **{"save-interval-updates": 2, "keep-interval-updates": 1},
+        },
+    )
+    (tmp_path / "data/tiny").mkdir(parents=True)
+    (tmp_path / "data/tiny/bin").symlink_to(small_corpus)
+    (tmp_path / "bin").mkdir()
+    for name, body in SLURM.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    given |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | bash_torchrun()
+    return given | {"PATH": f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"}
+
+
+def interrupted(folder: Path, script: str, words, send: signal.Signals, environment) -> int:
+    """The exit status of a run that is sent a signal once it has saved, which would go on for hours."""
+    process = subprocess.Popen(
+        [ROOT / "scripts" / script, *words, "--max-update", "1000000"],
+        cwd=folder,
+        env=os.environ | bash_functions() | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=heed_signals,
+    )
+    try:
+        wait_for((folder / "runs/tiny/smoe-2-2" / LAST).exists, process)
+        process.send_signal(send)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "Traceback" not in output and "gloo" in output, output
+    return process.returncode
+
+
+def goes_on_to_the_same_bits(tmp_path: Path, script: str, words, given) -> None:
+    """Two updates more, against a run of as many at once."""
+    parts = tmp_path / "runs/tiny/smoe-2-2"
+    saved = torch.load(parts / LAST, weights_only=True)["optimizer_history"][-1]["num_updates"]
+    more = ("--max-update", str(saved + 2))
+    resumed = recipe(tmp_path, script, *words, *more, **given)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"Loaded checkpoint runs/tiny/smoe-2-2/{LAST}" in resumed.stdout
+    whole = recipe(tmp_path, script, *words, *more, **given, RUN_DIR="whole")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert_same_bits(content(parts), content(tmp_path / "whole/tiny/smoe-2-2"))
+
+
+def test_interrupted_on_a_machine_without_gpu(tmp_path, place):
+    """GPUS=2 is two processes; what they need for that is added, and fp16 left out."""
+    words = ["tiny", "smoe-2-2", "--disable-validation"]
+    given = place | {"GPUS": "2"}
+    assert interrupted(tmp_path, "train.sh", words, signal.SIGTERM, given) == 128 + signal.SIGTERM
+    goes_on_to_the_same_bits(tmp_path, "train", words, given)
+
+
+def test_requeued_by_slurm(tmp_path, place):
+    """Four processes; the job is ended while it puts itself into the queue, and runs again from there."""
+    words = ["tiny", "smoe-2-2", "--disable-validation", "--cpu"]
+    job = {"SLURM_JOB_ID": "11", "SLURM_JOB_NODELIST": "node1", "SLURM_SUBMIT_DIR": str(ROOT)}
+    given = place | job | {"GPUS": "4"}
+    assert interrupted(tmp_path, "slurm.sh", words, signal.SIGUSR1, given) > 0
+    assert (tmp_path / "requeued").read_text() == "requeue 11\n"
+    goes_on_to_the_same_bits(tmp_path, "slurm", words, given | {"SLURM_RESTART_COUNT": "1"})
