@@ -113,7 +113,9 @@ setup(
     ],
     extras_require={
         "analysis": ["matplotlib>=3.8"],
+        "zero": ["fairscale>=0.4.13"],
         "dev": [
+            "fairscale>=0.4.13",
             "hypothesis>=6",
             "pytest>=8",
             "pytest-xdist>=3",

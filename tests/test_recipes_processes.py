@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import bash_functions, bash_torchrun
-from test_recipes import ROOT, commands, recipe, refusal, value, write_dataset
+from test_recipes import ROOT, commands, recipe, value, write_dataset
 from test_several_processes import LAST, assert_same_bits, content
 from test_signals import heed_signals, wait_for
 
@@ -88,7 +88,8 @@ def test_interrupted_on_a_machine_without_gpu(tmp_path, place):
     words = ["tiny", "smoe-2-2", "--disable-validation"]
     given = place | {"GPUS": "2"}
     assert interrupted(tmp_path, "train.sh", words, signal.SIGTERM, given) == 128 + signal.SIGTERM
-    goes_on_to_the_same_bits(tmp_path, "train", words, given)
+    # Told so, the recipe need not import torch to count GPUs.
+    goes_on_to_the_same_bits(tmp_path, "train", [*words, "--cpu"], given)
 
 
 def test_requeued_by_slurm(tmp_path, place):
@@ -99,3 +100,47 @@ def test_requeued_by_slurm(tmp_path, place):
     assert interrupted(tmp_path, "slurm.sh", words, signal.SIGUSR1, given) > 0
     assert (tmp_path / "requeued").read_text() == "requeue 11\n"
     goes_on_to_the_same_bits(tmp_path, "slurm", words, given | {"SLURM_RESTART_COUNT": "1"})
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Chooses how many GPUs this machine has, and ``GPUS``."""
+
+    def choose(there: int, gpus: str, **more: str) -> None:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: there)
+        given = {"LAUNCHER": "", "NODES": "", "DRY_RUN": "", "GPUS": gpus, **more}
+        for name, setting in given.items():
+            monkeypatch.setenv(name, setting)
+
+    return choose
+
+
+def test_gpus_that_are_not_there(machine):
+    machine(1, "2")
+    with pytest.raises(
+        UsageError, match="^GPUS=2: this machine has 1; expected at most as many, or"
+    ):
+        launch([])
+    assert launch(["--cpu"]) == Launch("torchrun", 1, 2, cpu=True)
+    machine(0, "1")  # one process needs no word about it
+    assert launch([]).flags() == {"cpu": True, "distributed-world-size": 1}
+    machine(2, "2")
+    assert launch([]).flags() == {"cpu": False, "ddp-backend": "legacy_ddp"}
+    for elsewhere in ({"LAUNCHER": "slurm"}, {"DRY_RUN": "1"}):
+        machine(0, "2", **elsewhere)
+        assert not launch([]).cpu
+
+
+def test_machines_without_gpu_talk_over_gloo(machine):
+    machine(0, "0", NODES="2")
+    gloo = {"cpu": True, "distributed-backend": "gloo", "ddp-backend": "legacy_ddp"}
+    assert launch([]).flags() == gloo
+
+
+def test_what_a_machine_without_gpu_adds_is_in_the_dry_run(tmp_path):
+    result = recipe(tmp_path, "train", "m4", "moe", DRY_RUN="1", GPUS="2")
+    assert "# a machine without a GPU adds --cpu --distributed-backend gloo" in result.stdout
+    (words,) = commands(
+        recipe(tmp_path, "train", "m4", "moe", "--cpu", DRY_RUN="1", GPUS="2"), "torchrun"
+    )
+    assert value(words, "--distributed-backend") == "gloo" and "--fp16" not in words

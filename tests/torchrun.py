@@ -1,7 +1,7 @@
 """In torchrun's place: forks the ranks of one machine from a warm process (programs.py), seconds sooner.
 
-``torchrun.py ADDRESS SCRIPTS [OPTION...] --nproc-per-node N --no-python PROGRAM [ARGUMENT...]``. Like torchrun it
-passes on what it is sent, and ends all ranks when one has failed.
+``torchrun.py ADDRESS SCRIPTS [OPTION...] --nproc-per-node N --no-python PROGRAM [ARGUMENT...]``. Like
+torchrun it passes on what it is sent, and ends all ranks when one has failed.
 """
 
 import os

@@ -40,8 +40,8 @@ from .progress_line import keep_lines_short
 from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
 from .small_batches import name_too_small_batches
-from .unreadable_checkpoint import name_unreadable_checkpoints
 from .uneven_validation import validate_uneven_shares
+from .unreadable_checkpoint import name_unreadable_checkpoints
 from .unused_copies import leave_copies_alone
 from .version import is_installed, problem, require_fairseq
 from .zero_sharding import leave_one_process_whole, name_missing_fairscale

@@ -1,9 +1,9 @@
-"""``--zero-sharding os`` without a stack trace: a sentence for what it lacks, and nothing to do for one process.
+"""A sentence for what ``--zero-sharding os`` lacks, and no error where a single process has nothing to share.
 
 For fairseq 0.12.2 on any torch. Each process keeps the optimizer's state of a part of the parameters, by
-fairscale, which fairseq does not install: without it, with flattened fp16 gradients or with BMUF it ends in a
-stack trace once the model has been built, and a single process, which has no others to share with, does so too
-("Default process group has not been initialized").
+fairscale, which fairseq does not install: without it, with flattened fp16 gradients or with BMUF training
+ends in a stack trace once the model has been built; so it does with one process ("Default process group has
+not been initialized").
 """
 
 import functools

@@ -27,6 +27,8 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     if place.cpu and place.gpus:
         each = "process computes" if place.processes == 1 else "processes compute"
         notes.append(f"# {place.processes} {each} on the CPU")
+    elif dry_run() and place.launcher == "torchrun":
+        notes.append("# a machine without a GPU adds --cpu --distributed-backend gloo, less fp16")
     if dataset.batch:
         planned = batch.plan(dataset, place.processes, extra)
         flags |= {"max-tokens": planned.max_tokens, "update-freq": planned.update_freq}
