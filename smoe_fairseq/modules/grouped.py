@@ -7,15 +7,16 @@ Shapes: N rows sorted by expert, I inputs, O outputs, E experts.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from smoe_fairseq.modules import torch_features
 
 
 def can_group(weight: Tensor) -> bool:
     """Whether torch has a grouped product for such weights: rows of a multiple of 16 bytes."""
     per_16_bytes = 16 // weight.element_size()
     sizes_fit = all(size % per_16_bytes == 0 for size in weight.shape[1:])
-    return sizes_fit and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return sizes_fit and torch_features.has_grouped_mm(weight)
 
 
 def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
@@ -30,12 +31,12 @@ def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
         return torch.cat([*products, rest.new_zeros(len(rest), w_EIO.shape[2])])
     if torch.compiler.is_compiling() and x_NI.dtype != torch.bfloat16:
         return _traced(x_NI, w_EIO, ends_E)
-    return F.grouped_mm(x_NI, w_EIO, offs=ends_E)
+    return torch_features.grouped_mm(x_NI, w_EIO, offs=ends_E)
 
 
 @torch.library.custom_op("smoe_fairseq::grouped_mm", mutates_args=())
 def _traced(x: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
-    return F.grouped_mm(x, w, offs=ends_E)
+    return torch_features.grouped_mm(x, w, offs=ends_E)
 
 
 @_traced.register_fake
