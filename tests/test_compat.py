@@ -82,6 +82,12 @@ def test_without_dataclass_hash_fairseq_is_not_imported():
     assert "mutable default" in output
 
 
+def test_mended_dataclass_names_its_options():
+    """torch 2.6 asks it for them."""
+    program = "import dataclasses, fairseq; print('kw_only' in dataclasses.dataclass.__kwdefaults__)"
+    assert run("python", "-c", program).stdout.splitlines()[-1] == "True"
+
+
 def test_without_safe_globals_checkpoints_do_not_load(corpus, post_norm):
     command = ("fairseq-generate", *generation(corpus, post_norm))
     result = run_without("allow_checkpoint_types", *command)
