@@ -2,9 +2,12 @@
 # make test   run the tests
 # make soak   run those that repeat something for many minutes
 # make lint   check format and style
+# make matrix run them with other versions of torch and Python: docs/compatibility.md
 # make bench  measure speed and memory, beside other packages' layers: benchmarks/results/report.md
 # make setup  make the environment in .venv; the others do so themselves
 # Variables: PYTHON (interpreter for .venv, 3.11 or later), JOBS (test processes),
+#   KEEP_TORCH=1 (.venv takes the torch, and whatever else it can, from the packages of PYTHON),
+#   ONLY and PYTHONS (environments of the matrix, and Pythons for it that are not in PATH),
 #   BENCH (flags of both benchmarks/block.py and program.py: make bench BENCH=--quick).
 
 SHELL := /bin/bash -o pipefail
@@ -28,7 +31,7 @@ BENCH_PIP := $(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install
     -c constraints.txt
 BENCH_RUN := LOGLEVEL=WARNING PYTHONWARNINGS=ignore
 
-.PHONY: demo test soak lint bench setup
+.PHONY: demo test soak lint matrix bench setup
 demo: $(DONE)
 	@$(RUN) bash scripts/demo.sh
 
@@ -41,6 +44,9 @@ soak: $(DONE)
 lint: $(DONE)
 	@$(RUN) ruff format --check .
 	@$(RUN) ruff check .
+
+matrix:
+	@$(PYTHON) tests/matrix.py --jobs $(JOBS) $(PYTHONS:%=--python %) $(ONLY)
 
 bench: $(DONE) $(BENCH_VENV)/setup-done
 	@$(BENCH_RUN) $(BENCH_VENV)/bin/python -m benchmarks.block $(BENCH)
@@ -64,14 +70,17 @@ $(VENV)/bin/pip:
 	    { echo "error: $(PYTHON) is not Python 3.11 or later; name one that is: make PYTHON=/path/to/python3.11"; \
 	      exit 1; }
 	@echo "[1/3] A Python environment in $(VENV)"
-	@$(PYTHON) -m venv $(VENV) || \
+	@$(PYTHON) -m venv $(if $(KEEP_TORCH),--system-site-packages) $(VENV) || \
 	    { echo "error: $(PYTHON) cannot make a virtual environment: install its venv package (Debian: apt install python3-venv)"; \
 	      exit 1; }
+	@test -z "$(KEEP_TORCH)" || $(VENV)/bin/python -c 'import torch' 2> /dev/null || \
+	    { rm -r $(VENV); echo "error: $(PYTHON) has no torch to keep, or is itself a virtual environment;" \
+	      "install into that one as the README says"; exit 1; }
 
 # fairseq comes alone (--no-deps), for the reason in setup.py; it holds C++ code, compiled here.
 $(DONE): setup.py pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "[2/3] torch and the other packages, with smoe_fairseq"
-	@$(PIP) -c constraints.txt -e '.[dev,analysis]' $(SHOW) || \
+	@$(PIP) $(if $(KEEP_TORCH),,-c constraints.txt) -e '.[dev,analysis]' $(SHOW) || \
 	    $(call failed,the packages were not installed)
 	@echo "[3/3] fairseq 0.12.2, compiled in about half a minute"
 	@$(PIP) --no-deps fairseq==0.12.2 $(SHOW) || \

@@ -98,21 +98,21 @@ setup(
     # omegaconf<2.1) cannot be installed by current pip. `pip install --no-deps fairseq==0.12.2`
     # leaves them out; `make setup` does so.
     install_requires=[
-        "torch==2.13.0",  # an open range may draw another torch with gigabytes of CUDA packages
+        "torch>=2.6,<2.16",
         "hydra-core>=1.3.2,<1.4",
         "omegaconf>=2.3,<2.4",
         "numpy>=2,<3",
-        "bitarray>=2",
-        "cffi>=1.15",
-        "pyyaml>=6",
-        "regex",
+        "bitarray>=2.6",
+        "cffi>=1.15.1",
+        "pyyaml>=6.0.1",
+        "regex>=2022.10.31",
         "sacrebleu>=2.3",
         "sentencepiece>=0.2",
         "tabulate>=0.9,<1",
         "tqdm>=4.60",
     ],
     extras_require={
-        "analysis": ["matplotlib>=3.8"],
+        "analysis": ["matplotlib>=3.9"],
         "zero": ["fairscale>=0.4.13"],
         "dev": [
             "fairscale>=0.4.13",

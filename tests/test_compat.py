@@ -82,6 +82,25 @@ def test_without_dataclass_hash_fairseq_is_not_imported():
     assert "mutable default" in output
 
 
+def test_deprecation_of_jit_is_not_told_to_those_who_cannot_help_it(tmp_path):
+    """torch 2.14 warns five times while fairseq is imported; here any torch does."""
+    message = (
+        "`torch.jit.script` is deprecated. Please switch to `torch.compile` or `torch.export`."
+    )
+    program = tmp_path / "program.py"
+    program.write_text(f"import fairseq, warnings; warnings.warn({message!r}, FutureWarning)\n")
+    assert message not in run("python", program).stdout
+    assert message in run_without("quiet_jit", program).stdout
+
+
+def test_mended_dataclass_names_its_options():
+    """torch 2.6 asks it for them."""
+    program = (
+        "import dataclasses, fairseq; print('kw_only' in dataclasses.dataclass.__kwdefaults__)"
+    )
+    assert run("python", "-c", program).stdout.splitlines()[-1] == "True"
+
+
 def test_without_safe_globals_checkpoints_do_not_load(corpus, post_norm):
     command = ("fairseq-generate", *generation(corpus, post_norm))
     result = run_without("allow_checkpoint_types", *command)

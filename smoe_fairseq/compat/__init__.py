@@ -32,6 +32,7 @@ from .hidden_checkpoint import name_hidden_checkpoints
 from .hydra_user_dir import import_user_dir_first
 from .hydra_warnings import quiet_hydra
 from .imports import Action, when_imported
+from .jit_warning import quiet_jit
 from .literal_eval import EVALUATING, evaluate_literals_only
 from .missing_language import name_missing_dictionary, name_unlisted_language
 from .nan_detector import hook_forward_only
@@ -51,6 +52,7 @@ __all__ = ["ADDITIONS", "MENDS", "install", "register", "require_fairseq", "when
 MENDS = (
     ("dataclasses", hash_dataclasses),
     ("torch.serialization", allow_checkpoint_types),
+    ("torch.jit", quiet_jit),
     *((module, evaluate_literals_only) for module in EVALUATING),
     ("fairseq.distributed.utils", name_full_disk),
     ("fairseq.distributed.utils", end_commands_with_sentence),

@@ -21,4 +21,6 @@ def hash_dataclasses(dataclasses: ModuleType) -> None:
             options.setdefault("unsafe_hash", True)
         return original(cls, **options)
 
+    # torch 2.6 reads the names of the options there (torch/distributed/tensor/placement_types.py).
+    dataclass.__kwdefaults__ = original.__kwdefaults__
     dataclasses.dataclass = dataclass

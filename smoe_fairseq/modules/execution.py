@@ -37,13 +37,11 @@ def start_pass(execution: str, experts: Experts, x: Tensor) -> "PerExpert | Grou
 
 def best_execution(device: torch.device, weight: Tensor) -> str:
     """Of experts with such weights ``(E, O, I)``; for a device beside the CPU the log says it once."""
-    if not can_group(weight):
-        return "per-expert"
     if torch.compiler.is_compiling():
-        return "grouped"
+        return "grouped" if can_group(weight) else "per-expert"
     if device.type == "cpu":
         return "per-expert"
-    grouped = one_kernel(device, weight.dtype)
+    grouped = can_group(weight) and one_kernel(device, weight.dtype)
     log_once(str(device), str(weight.dtype).removeprefix("torch."), grouped)
     return "grouped" if grouped else "per-expert"
 

@@ -8,10 +8,10 @@ Shapes: N rows that lie by expert, I inputs, O outputs, E experts.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.products import SharedGradient
 
 _CAPABILITIES = (9, 10)  # major ones, for which torch has the kernel
@@ -21,7 +21,7 @@ def can_group(weight: Tensor) -> bool:
     """Whether torch has a grouped product for such weights: rows of a multiple of 16 bytes."""
     per_16_bytes = 16 // weight.element_size()
     sizes_fit = all(size % per_16_bytes == 0 for size in weight.shape[1:])
-    return sizes_fit and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return sizes_fit and torch_features.has_grouped_mm(weight)
 
 
 def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -102,12 +102,12 @@ def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
 def _product(x: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
     if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
         return _traced(x, w, ends_E)
-    return F.grouped_mm(x, w, offs=ends_E)
+    return torch_features.grouped_mm(x, w, offs=ends_E)
 
 
 @torch.library.custom_op("smoe_fairseq::grouped_mm", mutates_args=())
 def _traced(x: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
-    return F.grouped_mm(x, w, offs=ends_E)
+    return torch_features.grouped_mm(x, w, offs=ends_E)
 
 
 @_traced.register_fake
