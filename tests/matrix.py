@@ -2,8 +2,10 @@
 
     python3 tests/matrix.py [--python FILE] [--jobs N] [NAME ...]
 
-Each environment is made in .venv-matrix, several GB for a torch with CUDA, and deleted. What came out goes to
-docs/compatibility.json as soon as one is finished, and from there into the table of docs/compatibility.md.
+Each environment is made in .venv-matrix, several GB for a torch with CUDA, and deleted. The tests run in a
+clone of the last commit beside it, since recipes would take the other torch in .venv of this checkout. What
+came out goes to docs/compatibility.json as soon as one is finished, and from there into the table of
+docs/compatibility.md.
 Environments whose result still holds, since nothing but documentation has changed after its commit, are not
 run again unless named. Needs Python's own library only.
 """
@@ -143,31 +145,34 @@ def find_python(version: str, more: list[str]) -> str | None:
 
 def run_one(environment: Environment, python: str, jobs: int) -> dict:
     """Makes an environment, runs the tests in it, deletes it; returns what came out."""
-    folder = FOLDER / environment.name
+    folder = FOLDER / environment.name  # which holds env and source
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     free = shutil.disk_usage(ROOT).free
     print(f"{environment.name}: {free / GB:.0f} GB of the disk are free", flush=True)
     if free < NEEDED:
         raise MatrixError(f"{free / GB:.0f} GB of the disk are free, {NEEDED / GB:.0f} are needed")
     try:
+        commit = execute("git", "rev-parse", "--short", "HEAD", output=True).strip()
+        execute("git", "clone", "-q", ROOT, folder / "source")
         install(environment, python, folder)
-        return test(environment, folder, jobs)
+        return test(environment, folder, jobs) | {"commit": commit}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def install(environment: Environment, python: str, folder: Path) -> None:
     """torch first, then the rest around it: no version that constraints.txt names takes torch's place."""
-    execute(python, "-m", "venv", folder)
-    pip = folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check"
+    source = folder / "source"
+    execute(python, "-m", "venv", folder / "env")
+    pip = folder / "env/bin/python", "-m", "pip", "--disable-pip-version-check"
     get = *pip, "install", "-q", "--no-cache-dir", "--progress-bar", "off"
     execute(*get, f"torch=={environment.torch}", "setuptools>=70")
     there = execute(*pip, "freeze", "--all", "--exclude", "pip", output=True)
-    tested = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    lowest = lowest_versions((ROOT / "setup.py").read_text(encoding="utf-8"))
+    tested = (source / "constraints.txt").read_text(encoding="utf-8")
+    lowest = lowest_versions((source / "setup.py").read_text(encoding="utf-8"))
     constraints = folder / "constraints.txt"
     constraints.write_text(around(there, lowest if environment.oldest else "", tested))
-    execute(*get, "-c", constraints, "-e", f"{ROOT}[dev,analysis]")
+    execute(*get, "-c", constraints, "-e", f"{source}[dev,analysis]")
     execute(*get, "--no-deps", "fairseq==0.12.2")
 
 
@@ -189,25 +194,23 @@ def around(*constraints: str) -> str:
 
 def test(environment: Environment, folder: Path, jobs: int) -> dict:
     """Runs the tests in an environment."""
-    report = folder / "report.xml"
+    python, report = folder / "env/bin/python", folder / "report.xml"
     words = ("-q", "-n", jobs, "--dist", "loadfile", "-p", "no:cacheprovider", "--junitxml", report)
-    execute(folder / "bin" / "python", "-m", "pytest", *words, check=False)
+    execute(python, "-m", "pytest", *words, check=False, folder=folder / "source")
     if not report.exists():
         raise MatrixError("the tests ended without a report")
     program = (
         "import platform, torch, numpy; "
         "print(platform.python_version(), torch.__version__, numpy.__version__)"
     )
-    versions = execute(folder / "bin" / "python", "-c", program, output=True).split()
-    commit = execute("git", "rev-parse", "--short", "HEAD", output=True).strip()
-    size = int(execute("du", "-sk", folder, output=True).split()[0]) * 1024
+    versions = execute(python, "-c", program, output=True).split()
+    size = int(execute("du", "-sk", folder / "env", output=True).split()[0]) * 1024
     return {
         **dict(zip(("python", "torch", "numpy"), versions)),
         "oldest": environment.oldest,
         **read_report(report.read_text(encoding="utf-8")),
         "size_gb": round(size / GB, 1),
         "date": datetime.date.today().isoformat(),
-        "commit": commit,
     }
 
 
@@ -225,8 +228,8 @@ def read_report(xml_text: str) -> dict:
     }
 
 
-def execute(*command, check: bool = True, output: bool = False) -> str:
-    """Runs a command in the checkout; its output where that is asked for."""
+def execute(*command, check: bool = True, output: bool = False, folder: Path = ROOT) -> str:
+    """Runs a command in a folder, the checkout; its output where that is asked for."""
     command = [str(word) for word in command]
     environment = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "PYTHONHOME")}
     environment["OMP_NUM_THREADS"] = "1"
@@ -235,7 +238,7 @@ def execute(*command, check: bool = True, output: bool = False) -> str:
     ):  # the commands that belong to this Python come before others of their name
         environment["PATH"] = f"{Path(command[0]).parent}{os.pathsep}{environment['PATH']}"
     pipe = subprocess.PIPE if output else None
-    result = subprocess.run(command, cwd=ROOT, env=environment, stdout=pipe, text=True)
+    result = subprocess.run(command, cwd=folder, env=environment, stdout=pipe, text=True)
     if check and result.returncode:
         raise MatrixError(f"`{' '.join(command)}` ended with status {result.returncode}")
     return result.stdout or ""
