@@ -12,22 +12,21 @@ run again unless named. Needs Python's own library only.
 
 import argparse
 import datetime
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
+import matrix_table
+from matrix_table import counts, read_report, read_results
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-matrix"
-RESULTS = ROOT / "docs" / "compatibility.json"
-PAGE = ROOT / "docs" / "compatibility.md"
-START, END = "<!-- from here to the end mark: tests/matrix.py -->", "<!-- end -->"
-DOCUMENTATION = (":!docs", ":!*.md")
+# What no result depends on: documentation, and how the results are made.
+ASIDE = (":!docs", ":!*.md", ":!tests/matrix*.py", ":!tests/test_matrix.py")
 GB = 1e9
 # An environment of torch 2.15 with CUDA, and beside it the archive that pip unpacks and the tests' own files.
 NEEDED = 14 * GB
@@ -84,7 +83,7 @@ def run(names: list[str], pythons: list[str], jobs: int) -> int:
     chosen = choose(names, results, holds)
     for environment in set(ENVIRONMENTS) - set(chosen):
         if not names:
-            print(f"{environment.name}: its result in {RESULTS.name} still holds")
+            print(f"{environment.name}: its result still holds")
     if chosen and changed("HEAD"):
         raise MatrixError("files differ from the last commit, which a result names: commit first")
     failed = False
@@ -104,10 +103,8 @@ def run(names: list[str], pythons: list[str], jobs: int) -> int:
             continue
         failed |= result["failed"] > 0
         results[environment.name] = result
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        write_page(results)
+        matrix_table.write(results)
         print(f"{environment.name}: {counts(result)}")
-    write_page(results)
     return int(failed)
 
 
@@ -128,7 +125,7 @@ def holds(result: dict) -> bool:
 
 def changed(commit: str) -> bool:
     """Whether the files have changed since a commit, documentation aside; an unknown commit counts too."""
-    command = ["git", "diff", "--quiet", commit, "--", ".", *DOCUMENTATION]
+    command = ["git", "diff", "--quiet", commit, "--", ".", *ASIDE]
     return subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode != 0
 
 
@@ -214,20 +211,6 @@ def test(environment: Environment, folder: Path, jobs: int) -> dict:
     }
 
 
-def read_report(xml_text: str) -> dict:
-    """Numbers of tests in pytest's report, and the names of those that failed."""
-    cases = list(xml.etree.ElementTree.fromstring(xml_text).iter("testcase"))
-    bad = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
-    skipped = sum(c.find("skipped") is not None for c in cases)
-    failures = sorted({f"{c.get('classname')}::{c.get('name')}" for c in bad})
-    return {
-        "passed": len(cases) - len(bad) - skipped,
-        "failed": len(failures),
-        "skipped": skipped,
-        "failures": failures,
-    }
-
-
 def execute(*command, check: bool = True, output: bool = False, folder: Path = ROOT) -> str:
     """Runs a command in a folder, the checkout; its output where that is asked for."""
     command = [str(word) for word in command]
@@ -242,44 +225,6 @@ def execute(*command, check: bool = True, output: bool = False, folder: Path = R
     if check and result.returncode:
         raise MatrixError(f"`{' '.join(command)}` ended with status {result.returncode}")
     return result.stdout or ""
-
-
-def read_results() -> dict[str, dict]:
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-
-
-def write_page(results: dict[str, dict]) -> None:
-    """Puts the table between its marks; the rest of the page is written by hand."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{START}\n\n{table(results)}\n{END}{after}", encoding="utf-8")
-
-
-def table(results: dict[str, dict]) -> str:
-    """Markdown of all results, the environments in order of torch and Python, then what failed."""
-    lines = [
-        "| Python | torch | numpy | others | passed | failed | skipped | size | date | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    failures = []
-    for name, row in sorted(results.items(), key=lambda item: _order(item[1])):
-        others = "lowest" if row["oldest"] else "as tested"
-        cells = [row[key] for key in ("python", "torch", "numpy")]
-        cells += [others, *(row[key] for key in ("passed", "failed", "skipped"))]
-        cells += [f"{row['size_gb']:.1f} GB", row["date"], row["commit"]]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-        failures += [f"- {name}: `{failure}`" for failure in row["failures"]]
-    if failures:
-        lines += ["", "Failed:", "", *failures]
-    return "\n".join(lines) + "\n"
-
-
-def _order(row: dict) -> list[list[int]]:
-    return [[int(n) for n in re.findall(r"\d+", row[key])][:3] for key in ("torch", "python")]
-
-
-def counts(result: dict) -> str:
-    return f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
 
 
 if __name__ == "__main__":
