@@ -2,30 +2,31 @@
 
     python3 tests/matrix.py [--python FILE] [--jobs N] [NAME ...]
 
-Each environment is made in .venv-matrix, several GB for a torch with CUDA, and deleted. What came out goes to
-docs/compatibility.json as soon as one is finished, and from there into the table of docs/compatibility.md.
+Each environment is made in .venv-matrix, several GB for a torch with CUDA, and deleted. The tests run in a
+clone of the last commit beside it, since recipes would take the other torch in .venv of this checkout. What
+came out goes to docs/compatibility.json as soon as one is finished, and from there into the table of
+docs/compatibility.md.
 Environments whose result still holds, since nothing but documentation has changed after its commit, are not
 run again unless named. Needs Python's own library only.
 """
 
 import argparse
 import datetime
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
+import matrix_table
+from matrix_table import counts, read_report, read_results
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-matrix"
-RESULTS = ROOT / "docs" / "compatibility.json"
-PAGE = ROOT / "docs" / "compatibility.md"
-START, END = "<!-- from here to the end mark: tests/matrix.py -->", "<!-- end -->"
-DOCUMENTATION = (":!docs", ":!*.md")
+# What no result depends on: documentation, and how the results are made.
+ASIDE = (":!docs", ":!*.md", ":!tests/matrix*.py", ":!tests/test_matrix.py")
 GB = 1e9
 # An environment of torch 2.15 with CUDA, and beside it the archive that pip unpacks and the tests' own files.
 NEEDED = 14 * GB
@@ -82,7 +83,7 @@ def run(names: list[str], pythons: list[str], jobs: int) -> int:
     chosen = choose(names, results, holds)
     for environment in set(ENVIRONMENTS) - set(chosen):
         if not names:
-            print(f"{environment.name}: its result in {RESULTS.name} still holds")
+            print(f"{environment.name}: its result still holds")
     if chosen and changed("HEAD"):
         raise MatrixError("files differ from the last commit, which a result names: commit first")
     failed = False
@@ -102,10 +103,8 @@ def run(names: list[str], pythons: list[str], jobs: int) -> int:
             continue
         failed |= result["failed"] > 0
         results[environment.name] = result
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        write_page(results)
+        matrix_table.write(results)
         print(f"{environment.name}: {counts(result)}")
-    write_page(results)
     return int(failed)
 
 
@@ -126,7 +125,7 @@ def holds(result: dict) -> bool:
 
 def changed(commit: str) -> bool:
     """Whether the files have changed since a commit, documentation aside; an unknown commit counts too."""
-    command = ["git", "diff", "--quiet", commit, "--", ".", *DOCUMENTATION]
+    command = ["git", "diff", "--quiet", commit, "--", ".", *ASIDE]
     return subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode != 0
 
 
@@ -143,31 +142,34 @@ def find_python(version: str, more: list[str]) -> str | None:
 
 def run_one(environment: Environment, python: str, jobs: int) -> dict:
     """Makes an environment, runs the tests in it, deletes it; returns what came out."""
-    folder = FOLDER / environment.name
+    folder = FOLDER / environment.name  # which holds env and source
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     free = shutil.disk_usage(ROOT).free
     print(f"{environment.name}: {free / GB:.0f} GB of the disk are free", flush=True)
     if free < NEEDED:
         raise MatrixError(f"{free / GB:.0f} GB of the disk are free, {NEEDED / GB:.0f} are needed")
     try:
+        commit = execute("git", "rev-parse", "--short", "HEAD", output=True).strip()
+        execute("git", "clone", "-q", ROOT, folder / "source")
         install(environment, python, folder)
-        return test(environment, folder, jobs)
+        return test(environment, folder, jobs) | {"commit": commit}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def install(environment: Environment, python: str, folder: Path) -> None:
     """torch first, then the rest around it: no version that constraints.txt names takes torch's place."""
-    execute(python, "-m", "venv", folder)
-    pip = folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check"
+    source = folder / "source"
+    execute(python, "-m", "venv", folder / "env")
+    pip = folder / "env/bin/python", "-m", "pip", "--disable-pip-version-check"
     get = *pip, "install", "-q", "--no-cache-dir", "--progress-bar", "off"
     execute(*get, f"torch=={environment.torch}", "setuptools>=70")
     there = execute(*pip, "freeze", "--all", "--exclude", "pip", output=True)
-    tested = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    lowest = lowest_versions((ROOT / "setup.py").read_text(encoding="utf-8"))
+    tested = (source / "constraints.txt").read_text(encoding="utf-8")
+    lowest = lowest_versions((source / "setup.py").read_text(encoding="utf-8"))
     constraints = folder / "constraints.txt"
     constraints.write_text(around(there, lowest if environment.oldest else "", tested))
-    execute(*get, "-c", constraints, "-e", f"{ROOT}[dev,analysis]")
+    execute(*get, "-c", constraints, "-e", f"{source}[dev,analysis]")
     execute(*get, "--no-deps", "fairseq==0.12.2")
 
 
@@ -189,44 +191,28 @@ def around(*constraints: str) -> str:
 
 def test(environment: Environment, folder: Path, jobs: int) -> dict:
     """Runs the tests in an environment."""
-    report = folder / "report.xml"
+    python, report = folder / "env/bin/python", folder / "report.xml"
     words = ("-q", "-n", jobs, "--dist", "loadfile", "-p", "no:cacheprovider", "--junitxml", report)
-    execute(folder / "bin" / "python", "-m", "pytest", *words, check=False)
+    execute(python, "-m", "pytest", *words, check=False, folder=folder / "source")
     if not report.exists():
         raise MatrixError("the tests ended without a report")
     program = (
         "import platform, torch, numpy; "
         "print(platform.python_version(), torch.__version__, numpy.__version__)"
     )
-    versions = execute(folder / "bin" / "python", "-c", program, output=True).split()
-    commit = execute("git", "rev-parse", "--short", "HEAD", output=True).strip()
-    size = int(execute("du", "-sk", folder, output=True).split()[0]) * 1024
+    versions = execute(python, "-c", program, output=True).split()
+    size = int(execute("du", "-sk", folder / "env", output=True).split()[0]) * 1024
     return {
         **dict(zip(("python", "torch", "numpy"), versions)),
         "oldest": environment.oldest,
         **read_report(report.read_text(encoding="utf-8")),
         "size_gb": round(size / GB, 1),
         "date": datetime.date.today().isoformat(),
-        "commit": commit,
     }
 
 
-def read_report(xml_text: str) -> dict:
-    """Numbers of tests in pytest's report, and the names of those that failed."""
-    cases = list(xml.etree.ElementTree.fromstring(xml_text).iter("testcase"))
-    bad = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
-    skipped = sum(c.find("skipped") is not None for c in cases)
-    failures = sorted({f"{c.get('classname')}::{c.get('name')}" for c in bad})
-    return {
-        "passed": len(cases) - len(bad) - skipped,
-        "failed": len(failures),
-        "skipped": skipped,
-        "failures": failures,
-    }
-
-
-def execute(*command, check: bool = True, output: bool = False) -> str:
-    """Runs a command in the checkout; its output where that is asked for."""
+def execute(*command, check: bool = True, output: bool = False, folder: Path = ROOT) -> str:
+    """Runs a command in a folder, the checkout; its output where that is asked for."""
     command = [str(word) for word in command]
     environment = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "PYTHONHOME")}
     environment["OMP_NUM_THREADS"] = "1"
@@ -235,48 +221,10 @@ def execute(*command, check: bool = True, output: bool = False) -> str:
     ):  # the commands that belong to this Python come before others of their name
         environment["PATH"] = f"{Path(command[0]).parent}{os.pathsep}{environment['PATH']}"
     pipe = subprocess.PIPE if output else None
-    result = subprocess.run(command, cwd=ROOT, env=environment, stdout=pipe, text=True)
+    result = subprocess.run(command, cwd=folder, env=environment, stdout=pipe, text=True)
     if check and result.returncode:
         raise MatrixError(f"`{' '.join(command)}` ended with status {result.returncode}")
     return result.stdout or ""
-
-
-def read_results() -> dict[str, dict]:
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-
-
-def write_page(results: dict[str, dict]) -> None:
-    """Puts the table between its marks; the rest of the page is written by hand."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{START}\n\n{table(results)}\n{END}{after}", encoding="utf-8")
-
-
-def table(results: dict[str, dict]) -> str:
-    """Markdown of all results, the environments in order of torch and Python, then what failed."""
-    lines = [
-        "| Python | torch | numpy | others | passed | failed | skipped | size | date | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    failures = []
-    for name, row in sorted(results.items(), key=lambda item: _order(item[1])):
-        others = "lowest" if row["oldest"] else "as tested"
-        cells = [row[key] for key in ("python", "torch", "numpy")]
-        cells += [others, *(row[key] for key in ("passed", "failed", "skipped"))]
-        cells += [f"{row['size_gb']:.1f} GB", row["date"], row["commit"]]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-        failures += [f"- {name}: `{failure}`" for failure in row["failures"]]
-    if failures:
-        lines += ["", "Failed:", "", *failures]
-    return "\n".join(lines) + "\n"
-
-
-def _order(row: dict) -> list[list[int]]:
-    return [[int(n) for n in re.findall(r"\d+", row[key])][:3] for key in ("torch", "python")]
-
-
-def counts(result: dict) -> str:
-    return f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import sys
 
 import matrix
+import matrix_table
 import pytest
 from matrix import ENVIRONMENTS, Environment, MatrixError, choose
 
@@ -48,7 +49,6 @@ def test_what_has_a_result_is_not_run_again_unless_named():
 def test_missing_python_is_left_out_with_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr(matrix, "ENVIRONMENTS", (Environment("2.1", "2.6.0"),))
     monkeypatch.setattr(matrix, "changed", lambda commit: False)
-    monkeypatch.setattr(matrix, "write_page", lambda results: None)
     assert matrix.main([]) == 0
     assert "python2.1-torch2.6.0 is left out: there is no python2.1" in capsys.readouterr().out
 
@@ -63,7 +63,6 @@ def test_full_disk_is_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr(matrix, "NEEDED", 1e30)
     monkeypatch.setattr(matrix, "changed", lambda commit: False)
     monkeypatch.setattr(matrix, "find_python", lambda version, more: "python")
-    monkeypatch.setattr(matrix, "write_page", lambda results: None)
     name = ENVIRONMENTS[0].name
     assert matrix.main([name]) == 1
     assert f"{name}: " in (said := capsys.readouterr()).err and "are needed" in said.err
@@ -88,7 +87,7 @@ def test_lowest_versions_and_what_torch_brings_come_before_the_tested_ones():
 
 
 def test_report_of_the_tests_is_counted():
-    assert matrix.read_report(REPORT) == {
+    assert matrix_table.read_report(REPORT) == {
         "passed": 1,
         "failed": 1,
         "skipped": 1,
@@ -98,11 +97,11 @@ def test_report_of_the_tests_is_counted():
 
 def test_page_has_one_table_however_often_it_is_written(tmp_path, monkeypatch):
     page = tmp_path / "compatibility.md"
-    page.write_text(f"Before.\n\n{matrix.START}\n{matrix.END}\n\nAfter.\n")
-    monkeypatch.setattr(matrix, "PAGE", page)
+    page.write_text(f"Before.\n\n{matrix_table.START}\n{matrix_table.END}\n\nAfter.\n")
+    monkeypatch.setattr(matrix_table, "PAGE", page)
     newer = {**ROW, "torch": "2.15.0", "oldest": False, "failed": 1, "failures": ["tests.a::b"]}
     for _ in range(2):
-        matrix.write_page({"python3.11-torch2.15.0": newer, "python3.11-torch2.6.0": ROW})
+        matrix_table.write_page({"python3.11-torch2.15.0": newer, "python3.11-torch2.6.0": ROW})
     text = page.read_text()
     assert text.startswith("Before.\n") and text.endswith("After.\n")
     rows = [line for line in text.splitlines() if line.startswith("| 3")]
@@ -114,5 +113,8 @@ def test_page_has_one_table_however_often_it_is_written(tmp_path, monkeypatch):
 
 
 def test_page_in_the_repository_is_what_its_results_say():
-    text = matrix.PAGE.read_text(encoding="utf-8")
-    assert f"{matrix.START}\n\n{matrix.table(matrix.read_results())}\n{matrix.END}" in text
+    text = matrix_table.PAGE.read_text(encoding="utf-8")
+    assert (
+        f"{matrix_table.START}\n\n{matrix_table.table(matrix_table.read_results())}\n{matrix_table.END}"
+        in text
+    )

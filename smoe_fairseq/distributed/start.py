@@ -45,18 +45,23 @@ def distributed_main(i, main, cfg, kwargs):
         return _fairseqs[0](i, main, cfg, kwargs)
     except UsageErrorOfAll:
         raise
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        where = os.environ.get("MASTER_PORT") or cfg.distributed_training.distributed_init_method
-        raise UsageErrorOfAll(
-            f"MASTER_PORT {where} is in use by another program on this machine: choose another one "
-            "(MASTER_PORT, or torchrun --master-port), the same for all processes"
-        ) from None
     except BaseException as error:
+        # A DistNetworkError in newer torch, in 2.6 any RuntimeError.
+        if isinstance(error, RuntimeError) and "EADDRINUSE" in str(error):
+            raise _port_in_use(cfg) from None
         words = str(error).strip().partition("\n")[0]
         reason = f"process {dist.get_rank() if dist.is_initialized() else '?'} has ended: "
         reason += words or type(error).__name__
         raise
     finally:
         lifeline.close(reason)
+
+
+def _port_in_use(cfg) -> Exception:
+    from smoe_fairseq.system.errors import UsageErrorOfAll
+
+    where = os.environ.get("MASTER_PORT") or cfg.distributed_training.distributed_init_method
+    return UsageErrorOfAll(
+        f"MASTER_PORT {where} is in use by another program on this machine: choose another one "
+        "(MASTER_PORT, or torchrun --master-port), the same for all processes"
+    )

@@ -88,6 +88,7 @@ def _refusal(path: Path | str, words: str) -> str:
     """One sentence for torch's several, which go on to say how to have the file run its program."""
     found = _REFUSED.search(words)
     name = next(filter(None, found.groups())) if found else ""
+    name = name.removeprefix("builtins.")  # which torch 2.6 says and newer ones leave out
     if name.isprintable() and 0 < len(name) <= _LONGEST:  # else it is made to be printed
         what = f"{name} (a type or function)"
     else:
