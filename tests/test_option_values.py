@@ -24,6 +24,7 @@ BAD = {
     "--distributed-world-size 0": "expected a whole number of at least 1",
     "--distributed-world-size 9000": "torchrun --nproc-per-node 9000",
     "--finetune-from-model /none.pt": "does not exist",
+    "--fp16": "expected --fp16-no-flatten-grads beside it",
 }
 
 
@@ -33,7 +34,7 @@ def test_a_bad_value_is_named(corpus, tmp_path, given):
     result = run(*command, check=False)
     last = result.stdout.splitlines()[-1]
     assert result.returncode == 1 and "Traceback" not in result.stdout
-    assert last.startswith(f"error: {given.split()[0]} ") and BAD[given] in last
+    assert last.startswith(f"error: {given.split()[0]}") and BAD[given] in last
     assert not list((tmp_path / "run").glob("*.pt"))
 
 

@@ -54,6 +54,18 @@ def _faults(cfg) -> Iterator[str]:
     betas = OmegaConf.select(cfg, "optimizer.adam_betas")
     if betas is not None and not _are_betas(betas):
         yield f"--adam-betas {betas}: expected two numbers from 0 to below 1, as in '(0.9, 0.98)'"
+    if cfg.optimizer is not None and _flattens_without_gpu(cfg.common):
+        yield (
+            "--fp16: flattened gradients need a GPU; expected --fp16-no-flatten-grads beside it, "
+            "--memory-efficient-fp16 or --bf16 in its place, or none of these"
+        )
+
+
+def _flattens_without_gpu(common) -> bool:
+    import torch
+
+    flattens = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
+    return flattens and not common.tpu and (common.cpu or not torch.cuda.is_available())
 
 
 def _flag(name: str) -> str:

@@ -8,6 +8,7 @@ from smoe_fairseq.settings.flags import Flags
 from smoe_fairseq.system.errors import UsageError
 
 PRECISIONS = ("bf16", "fp16", "fp32")
+_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of these under Windows, of AMD
 _FLAGS = ("--fp16", "--bf16", "--amp", "--memory-efficient-fp16", "--memory-efficient-bf16")
 
 
@@ -45,6 +46,9 @@ def precision_flags(flags: Flags, place: Launch, extra: Sequence[str]) -> tuple[
 
 def has_bf16() -> bool:
     """Whether this machine's GPU computes bf16 products itself; torch also says so of those that emulate."""
+    if not any(os.path.exists(device) for device in _DEVICES):
+        return False  # without the second that torch takes to say so
+
     import torch
 
     if not torch.cuda.is_available():
