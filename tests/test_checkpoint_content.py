@@ -5,6 +5,7 @@ import torch
 from commands import generation, run
 from fairseq import checkpoint_utils
 from handmade import PLUGIN
+from test_compat import run_without
 from test_training import train as train_smoe
 
 from smoe_fairseq.checkpoint.content import open_checkpoint
@@ -56,6 +57,15 @@ def test_an_empty_history_is_named_by_the_command(small_corpus, sparse, tmp_path
     assert result.returncode == 1 and "Traceback" not in result.stdout
     words = f"error: {file} is not a checkpoint of fairseq, or parts of it are missing: IndexError"
     assert result.stdout.splitlines()[-1].startswith(words)
+
+
+def test_without_its_plugin_a_model_is_named(small_corpus, sparse):
+    command = ("fairseq-generate", *generation(small_corpus, sparse))
+    result = run(*command, check=False)
+    words = "error: --user-dir is missing or another: the model is a smoe_transformer"
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    assert result.stdout.splitlines()[-1].startswith(words) and "$(smoe path)" in result.stdout
+    assert "KeyError: \"'_name'\"" in run_without("name_unknown_model", *command).stdout
 
 
 def test_state_of_another_run_is_named(small_corpus, sparse, tmp_path):

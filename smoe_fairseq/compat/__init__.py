@@ -42,6 +42,7 @@ from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
 from .small_batches import name_too_small_batches
 from .uneven_validation import validate_uneven_shares
+from .unknown_model import name_unknown_model
 from .unreadable_checkpoint import name_unreadable_checkpoints
 from .unused_copies import leave_copies_alone
 from .version import is_installed, problem, require_fairseq
@@ -75,6 +76,7 @@ MENDS = (
     ("fairseq.models.distributed_fairseq_model", name_no_gpu),
     ("fairseq.models.distributed_fairseq_model", leave_copies_alone),
     ("fairseq.options", keep_bf16_off_tpu),
+    ("fairseq.models", name_unknown_model),
     ("fairseq.file_io", name_hidden_checkpoints),
     ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
     ("fairseq.checkpoint_utils", publish_checkpoints),
