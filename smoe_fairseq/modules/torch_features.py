@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The grouped product: public since torch 2.10, for all three types; before that private (2.8, 2.9), in
-# bfloat16 on GPUs of compute capability 9 alone, or missing.
+# The grouped product: public since torch 2.10, for all three types; private in 2.8 and 2.9, and taken only
+# for what both compute in one kernel, bfloat16 on GPUs of compute capability 9; missing before.
 PUBLIC = getattr(F, "grouped_mm", None)
 PRIVATE = getattr(torch, "_grouped_mm", None)
 grouped_mm = PUBLIC or PRIVATE
