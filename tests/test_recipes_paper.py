@@ -1,12 +1,18 @@
 """The recipes of the paper's data sets and systems, as they are printed."""
 
+import contextlib
+import io
+import os
 import shlex
 import subprocess
+import sys
+from unittest import mock
 
 import pytest
 from test_recipes import ROOT, commands, recipe, refusal, value
 
 from smoe_fairseq.recipes import precision
+from smoe_fairseq.recipes.__main__ import main
 from smoe_fairseq.recipes.launch import Launch
 
 PAPER = {
@@ -45,10 +51,36 @@ BARE = {"moe-cmr": {"--moe-cmr"}, "stacked-2-2-2-2": {"--moe-stacked"}}
 DATASETS = {"phrasebook": 8, "multi30k": 6, "m4": 8, "m15": 30, "opus100": 188}
 
 
-def dry(tmp_path, *words, **environment) -> subprocess.CompletedProcess:
-    result = recipe(tmp_path, *words, **{"DRY_RUN": "1", "GPUS": "1"} | environment)
+def dry(tmp_path, script: str, *words, **environment) -> subprocess.CompletedProcess:
+    """What a script prints; but for one of them in this process, where all of it happens but its start."""
+    environment = {"DRY_RUN": "1", "GPUS": "1"} | environment
+    if script == "slurm" or "NODES" in environment:
+        result = recipe(tmp_path, script, *words, **environment)
+    else:
+        result = in_this_process(tmp_path, [script, *words], environment)
     assert list(tmp_path.iterdir()) == []
     return result
+
+
+def in_this_process(cwd, words, environment) -> subprocess.CompletedProcess:
+    output, errors = io.StringIO(), io.StringIO()
+    kept = {k: v for k, v in os.environ.items() if k not in ("RAW", "DATA_DIR", "RUN_DIR")}
+    given = kept | {"CONFIG_DIR": str(ROOT / "configs")} | environment
+    with (
+        mock.patch.dict(os.environ, given, clear=True),
+        mock.patch.object(sys, "argv", ["recipes", *words]),
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            status = main()
+        except SystemExit as error:
+            status = error.code
+    if isinstance(status, str):
+        errors.write(f"{status}\n")
+        status = 1
+    return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
 
 
 @pytest.mark.parametrize("method", SYSTEMS)
