@@ -280,7 +280,7 @@ REFUSED = {
     "--ddp-backend pytorch_ddp": "use --ddp-backend legacy_ddp",
     "--ddp-backend fully_sharded": "use --ddp-backend legacy_ddp",
     "--zero-sharding os": "sharded already",
-    "--fp16": "add --fp16-no-flatten-grads",
+    "--fp16": "--fp16-no-flatten-grads",
     "--amp": "use --bf16",
     "--encoder-layerdrop 0.1": "leave it out",
     "--smoe-strata 3-4": "with --expert-parallel: 7 experts cannot be spread evenly over 2 processes",
