@@ -1,6 +1,6 @@
 # make demo   train and evaluate an SMoE on the built-in corpus
 # make test   run the tests
-# make soak   run those that repeat something for many minutes
+# make soak   run the others: twenty kills, more settings, real launchers
 # make lint   check format and style
 # make matrix run them with other versions of torch and Python: docs/compatibility.md
 # make bench  measure speed and memory, beside other packages' layers: benchmarks/results/report.md
@@ -39,7 +39,7 @@ test: $(DONE)
 	@$(RUN) OMP_NUM_THREADS=1 python -m pytest -n $(JOBS) --dist loadfile
 
 soak: $(DONE)
-	@$(RUN) OMP_NUM_THREADS=1 python -m pytest -m soak -n $(JOBS)
+	@$(RUN) OMP_NUM_THREADS=1 python -m pytest -m soak -n $(JOBS) --dist loadfile
 
 lint: $(DONE)
 	@$(RUN) ruff format --check .

@@ -71,7 +71,8 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 assert "smoe_transformer" in ARCH_MODEL_REGISTRY
 assert "smoe_label_smoothed_cross_entropy" in CRITERION_REGISTRY
 """
-    run("python", "-c", program)
+    result = run_python(program)
+    assert result.returncode == 0, result.stdout
 
 
 # Each patch: what happens without it
@@ -98,7 +99,7 @@ def test_mended_dataclass_names_its_options():
     program = (
         "import dataclasses, fairseq; print('kw_only' in dataclasses.dataclass.__kwdefaults__)"
     )
-    assert run("python", "-c", program).stdout.splitlines()[-1] == "True"
+    assert run_python(program).stdout.splitlines()[-1] == "True"
 
 
 def test_without_safe_globals_checkpoints_do_not_load(corpus, post_norm):

@@ -1,5 +1,6 @@
 """Experts spread over processes: the same training as in one process, whatever their number."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -97,9 +98,18 @@ def one_process(ranks, small_corpus, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("strata", STRATA)
-@pytest.mark.parametrize("setting", SETTINGS)
+def some(chosen: list[tuple], *values) -> list:
+    """All combinations, of which those that are not chosen are left to ``make soak``."""
+    return [
+        pytest.param(*case, marks=() if case in chosen else pytest.mark.soak)
+        for case in itertools.product(*values)
+    ]
+
+
+@pytest.mark.parametrize(
+    "strata, setting, world_size",
+    some([("2-2-2-2", "accumulated-clipped", 4), ("4-4", "plain", 2)], STRATA, SETTINGS, (2, 4)),
+)
 def test_equals_one_process(
     ranks, small_corpus, tmp_path, one_process, strata, setting, world_size
 ):
@@ -132,8 +142,10 @@ def in_double(arguments):
     train.cli_main()
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("strata", STRATA)
+@pytest.mark.parametrize(
+    "strata, setting",
+    some([("2-2-2-2", "accumulated-clipped"), ("8", "plain")], STRATA, SETTINGS),
+)
 def test_equals_one_process_in_double_precision(ranks, small_corpus, tmp_path, strata, setting):
     for world_size in (1, 2, 4):
         folder = tmp_path / str(world_size)
@@ -173,6 +185,7 @@ def test_replicated_experts_equal_one_process(ranks, small_corpus, tmp_path, one
         compare(folder, one, logged=1e-5, parameters=2e-5)
 
 
+@pytest.mark.soak
 def test_torchrun_and_the_default_launcher_agree(small_corpus, tmp_path, ranks):
     """The command as a user types it gives what the test's own launcher gives."""
     arguments = flags(small_corpus, tmp_path / "torchrun", "--expert-parallel")

@@ -138,7 +138,9 @@ def killed_while_publishing(moment: str, arguments):
     train.cli_main()
 
 
-@pytest.mark.parametrize("moment", ["before", "after", "alone"])
+@pytest.mark.parametrize(
+    "moment", ["before", *(pytest.param(m, marks=pytest.mark.soak) for m in ("after", "alone"))]
+)
 def test_killed_between_two_renamings(ranks, small_corpus, tmp_path, uninterrupted, moment):
     reference, _ = uninterrupted
     arguments = list(map(str, saving_flags(small_corpus, tmp_path)))

@@ -75,13 +75,15 @@ def test_any_share_of_the_tokens(ranks, tmp_path, strata, tokens, padding):
 
 
 def test_epochs_and_validation_of_uneven_length(ranks, small_corpus, tmp_path):
-    """50 batches of training for 4 ranks, one of validation: the others get dummy batches."""
-    arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--max-update", 26)
+    """25 batches of training for 4 ranks, one of validation: the others get dummy batches."""
+    arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--max-update", 14)
     arguments = [a for a in arguments if a != "--disable-validation"]
-    run = ranks.start(tmp_path, 4, *arguments, "--batch-size-valid", 50, "--save-interval", 9)
+    run = ranks.start(
+        tmp_path, 4, *arguments, "--batch-size-valid", 50, "--batch-size", 2, "--save-interval", 9
+    )
     assert run.wait(120) == [0] * 4, run.output()[-3000:]
     assert re.search(r'"epoch": 2, "valid_loss"', run.output(0))
-    assert averages(tmp_path)["bsz"] <= 4
+    assert averages(tmp_path)["bsz"] <= 8
 
 
 def train_until(moment: str, arguments):

@@ -161,6 +161,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.soak
 def test_processes_that_fairseq_spawns_itself(small_corpus, tmp_path):
     """Without torchrun, on one machine with several GPUs; here they have none."""
     (tmp_path / "spawned.py").write_text(SPAWNED)

@@ -108,6 +108,7 @@ def test_wheel(source, bare, tmp_path):
     assert "30.00" in recipes(bare, "table", "m4", RUN_DIR=str(tmp_path / "runs"))
 
 
+@pytest.mark.soak
 def test_editable_installation(source, bare):
     install(bare, "-e", source)
     check_installation(bare, source / "smoe_fairseq")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import yaml
-from commands import bash_functions, run
+from commands import bash_functions, bash_torchrun, run
 
 from smoe_fairseq.recipes import scores
 
@@ -316,6 +316,7 @@ def test_direction_without_test_data_is_reported_and_left_out(tiny):
 def test_experts_of_several_processes_are_evaluated_as_those_of_one(tiny):
     folder, results = tiny
     given = dict(CONFIG_DIR=str(folder / "configs"), RUN_DIR="sharded", OMP_NUM_THREADS="1")
+    given |= bash_torchrun()
     flags = ["--cpu", "--expert-parallel"]
     trained = recipe(folder, "train", "tiny", "smoe-2-2", *flags, GPUS="2", **given)
     assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]

@@ -111,7 +111,11 @@ HAS_FAIRSCALE = importlib.util.find_spec("fairscale") is not None
 
 @pytest.mark.skipif(not HAS_FAIRSCALE, reason="ZeRO needs fairscale")
 @pytest.mark.parametrize(
-    "world_size, model, backend", [(2, "smoe", "legacy_ddp"), (4, "stock", "legacy_ddp")]
+    "world_size, model, backend",
+    [
+        (2, "smoe", "legacy_ddp"),
+        pytest.param(4, "stock", "legacy_ddp", marks=pytest.mark.soak),
+    ],
 )
 def test_zero_trains_and_resumes_as_without(
     ranks, small_corpus, tmp_path, world_size, model, backend

@@ -19,7 +19,10 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name",
+    ["fairseq-train", *(pytest.param(n, marks=pytest.mark.soak) for n in ("module", "torchrun"))],
+)
 def test_every_command_trains_with_ours(small_corpus, tmp_path, name):
     """fairseq-hydra-train too, which test_training.py runs."""
     flags = GLOO if name == "torchrun" else ()
