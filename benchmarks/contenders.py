@@ -82,12 +82,12 @@ def _gradient(output: Tensor) -> Tensor:
 
 
 class Ours(nn.Module):
-    """The block with just what a training step uses: the output and the balance loss."""
+    """The block with just what is used of it: the output, and in training the balance loss."""
 
     def __init__(self, block: StratifiedMoE):
         super().__init__()
         self.block = block
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
-        y_TD, stats = self.block(x_TD)
-        return y_TD, stats.balance_loss if self.training else None
+        y_TD, stats = self.block(x_TD, with_stats=self.training)
+        return y_TD, stats and stats.balance_loss

@@ -380,3 +380,14 @@ def test_an_interrupted_pass_leaves_nothing_behind():
     total.backward()
     for name in ("experts.w1", "experts.b1", "experts.w2", "experts.b2"):
         assert torch.allclose(params[name].grad, want[name]), name
+
+
+@pytest.mark.parametrize("strata", ["8", "4-4", "2-2-2-2"])
+def test_without_statistics_the_output_is_the_same(strata):
+    block = StratifiedMoE(16, 24, strata, capacity_factor=1.0).eval()
+    x = torch.randn(6, 5, 16)
+    mask = torch.rand(6, 5) < 0.2
+    (y, stats), (z, nothing) = block(x, mask), block(x, mask, with_stats=False)
+    assert torch.equal(y, z) and stats is not None and nothing is None
+    with torch.no_grad():  # adds up the experts' outputs another way
+        torch.testing.assert_close(block(x, mask)[0], y)

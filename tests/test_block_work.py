@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from sampling import soak
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,7 +86,8 @@ def test_products_on_cpu(strata, monkeypatch):
     touched = []
     compute = PerExpert.compute_expert
     monkeypatch.setattr(
-        PerExpert, "compute_expert", lambda self, e, x: (touched.append(e), compute(self, e, x))[1]
+        *(PerExpert, "compute_expert"),
+        lambda self, e, *rows: (touched.append(e), compute(self, e, *rows))[1],
     )
     forward, backward, _ = run_block(block, torch.randn(T, D, requires_grad=True))
     gates = len(block.strata)
@@ -142,7 +144,7 @@ def saved_bytes(function, parameters) -> int:
 
 @pytest.mark.parametrize("strata", STRATA)
 def test_memory_kept_for_the_backward_pass(strata):
-    """At the base model's proportions, at most half more than the bare products keep."""
+    """At the base model's proportions, at most a tenth more than the bare products keep."""
     torch.manual_seed(0)
     dim, width, tokens = 128, 512, 512
     block = StratifiedMoE(dim, width, strata, capacity_factor=0, second_expert_policy="all")
@@ -154,7 +156,7 @@ def test_memory_kept_for_the_backward_pass(strata):
     inputs = torch.randn(rows, dim)
     bare = saved_bytes(lambda: floor(inputs), floor.parameters())
     assert bare == rows * (dim + width) * 4
-    assert ours <= 1.5 * bare
+    assert ours <= 1.1 * bare
 
 
 @needs_grouped_mm
@@ -163,8 +165,8 @@ def test_memory_kept_for_the_backward_pass(strata):
     [
         ("2-2-2-2", torch.float32, 1e-5),
         ("4-4", torch.bfloat16, 0.02),
-        pytest.param("8", torch.float32, 1e-5, marks=pytest.mark.soak),
-        pytest.param("2-2-2-2", torch.bfloat16, 0.02, marks=pytest.mark.soak),
+        soak("8", torch.float32, 1e-5),
+        soak("2-2-2-2", torch.bfloat16, 0.02),
     ],
 )
 def test_compiles_without_graph_breaks(strata, dtype, tolerance):

@@ -1,12 +1,12 @@
 """Experts spread over processes: the same training as in one process, whatever their number."""
 
-import itertools
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from commands import PLUGIN, SCRIPTS, run
+from sampling import sample, soak
 
 from smoe_fairseq.checkpoint.shards import Shards
 from smoe_fairseq.modules.placement import Placement
@@ -98,17 +98,9 @@ def one_process(ranks, small_corpus, tmp_path_factory):
     return get
 
 
-def some(chosen: list[tuple], *values) -> list:
-    """All combinations, of which those that are not chosen are left to ``make soak``."""
-    return [
-        pytest.param(*case, marks=() if case in chosen else pytest.mark.soak)
-        for case in itertools.product(*values)
-    ]
-
-
 @pytest.mark.parametrize(
     "strata, setting, world_size",
-    some([("2-2-2-2", "accumulated-clipped", 4), ("4-4", "plain", 2)], STRATA, SETTINGS, (2, 4)),
+    sample([("2-2-2-2", "accumulated-clipped", 4), ("4-4", "plain", 2)], STRATA, SETTINGS, (2, 4)),
 )
 def test_equals_one_process(
     ranks, small_corpus, tmp_path, one_process, strata, setting, world_size
@@ -144,7 +136,7 @@ def in_double(arguments):
 
 @pytest.mark.parametrize(
     "strata, setting",
-    some([("2-2-2-2", "accumulated-clipped"), ("8", "plain")], STRATA, SETTINGS),
+    sample([("2-2-2-2", "accumulated-clipped"), ("8", "plain")], STRATA, SETTINGS),
 )
 def test_equals_one_process_in_double_precision(ranks, small_corpus, tmp_path, strata, setting):
     for world_size in (1, 2, 4):
@@ -204,8 +196,8 @@ def test_torchrun_and_the_default_launcher_agree(small_corpus, tmp_path, ranks):
     "precision",
     [
         ["--bf16"],
-        ["--fp16", "--fp16-no-flatten-grads"],
-        ["--memory-efficient-fp16"],
+        soak(["--fp16", "--fp16-no-flatten-grads"]),
+        soak(["--memory-efficient-fp16"]),
         ["--checkpoint-activations"],
     ],
     ids=lambda flags: flags[0].strip("-"),

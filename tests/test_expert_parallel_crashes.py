@@ -10,6 +10,7 @@ import time
 
 import pytest
 from ranks import Ranks
+from sampling import soak
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoint.content import open_checkpoint
@@ -138,9 +139,7 @@ def killed_while_publishing(moment: str, arguments):
     train.cli_main()
 
 
-@pytest.mark.parametrize(
-    "moment", ["before", *(pytest.param(m, marks=pytest.mark.soak) for m in ("after", "alone"))]
-)
+@pytest.mark.parametrize("moment", ["before", soak("after"), soak("alone")])
 def test_killed_between_two_renamings(ranks, small_corpus, tmp_path, uninterrupted, moment):
     reference, _ = uninterrupted
     arguments = list(map(str, saving_flags(small_corpus, tmp_path)))

@@ -3,11 +3,12 @@
 import re
 
 import pytest
+from sampling import soak
 from test_recipes import recipe
 
 METHODS = [
-    *("dense", "moe", "switch", "moe-eom", "moe-cmr", "moe-32"),
-    *("stacked-4-4", "stacked-2-2-2-2", "smoe-4-4", "smoe-2-2-2-2", "smoe-1-3-4"),
+    *("dense", "moe", "switch", "moe-eom", "moe-cmr", "stacked-4-4", "smoe-2-2-2-2"),
+    *map(soak, ("moe-32", "stacked-2-2-2-2", "smoe-4-4", "smoe-1-3-4")),
 ]
 SMALL = [
     *("--encoder-embed-dim", "64", "--encoder-ffn-embed-dim", "64", "--max-tokens", "500"),

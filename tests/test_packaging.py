@@ -83,6 +83,7 @@ def recipes(python, *words, **environment):
     ).stdout
 
 
+@pytest.mark.soak
 def test_wheel(source, bare, tmp_path):
     options = ("--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", tmp_path)
     run("python", "-m", "pip", "wheel", *options, source)

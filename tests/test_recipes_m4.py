@@ -23,6 +23,7 @@ DIRECTIONS = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not NTREX.is_dir(), reason=f"{NTREX} (NTREX in the M4 languages) is not there")
 def test_m4_from_text_to_table(tmp_path):
     text = {}

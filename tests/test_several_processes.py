@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from commands import PLUGIN, SCRIPTS, TINY, run
+from sampling import soak
 from test_compat import run_without
 from test_expert_parallel import flags
 
@@ -51,10 +52,10 @@ def assert_equal(one, other, where: str) -> None:
 
 
 CASES = [
-    (2, "smoe", "legacy_ddp"),
+    soak(2, "smoe", "legacy_ddp"),
     (2, "smoe", "pytorch_ddp"),
     (4, "smoe", "legacy_ddp"),
-    (2, "stock", "pytorch_ddp"),
+    soak(2, "stock", "pytorch_ddp"),
     (2, "stock", "legacy_ddp"),
     (4, "stock", "pytorch_ddp"),
 ]
@@ -114,7 +115,7 @@ HAS_FAIRSCALE = importlib.util.find_spec("fairscale") is not None
     "world_size, model, backend",
     [
         (2, "smoe", "legacy_ddp"),
-        pytest.param(4, "stock", "legacy_ddp", marks=pytest.mark.soak),
+        soak(4, "stock", "legacy_ddp"),
     ],
 )
 def test_zero_trains_and_resumes_as_without(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from commands import SCRIPTS, run, run_python
+from sampling import soak
 from test_lock import SMALL
 
 OURS = "smoe_experts"  # what only our trainer writes into a checkpoint
@@ -19,10 +20,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["fairseq-train", *(pytest.param(n, marks=pytest.mark.soak) for n in ("module", "torchrun"))],
-)
+@pytest.mark.parametrize("name", ["fairseq-train", soak("module"), soak("torchrun")])
 def test_every_command_trains_with_ours(small_corpus, tmp_path, name):
     """fairseq-hydra-train too, which test_training.py runs."""
     flags = GLOO if name == "torchrun" else ()

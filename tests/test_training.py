@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import run
+from sampling import soak
 
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 SENTENCES = 50  # of the small corpus
@@ -112,7 +113,7 @@ def test_interactive_and_validate(overfitted, small_corpus):
     assert "requested_capacity" in valid and "overflow_expert1 0" in valid
 
 
-@pytest.mark.parametrize("flags", [[], ["--update-freq", "2"]], ids=["plain", "accumulated"])
+@pytest.mark.parametrize("flags", [soak([]), ["--update-freq", "2"]], ids=["plain", "accumulated"])
 def test_resuming_equals_never_having_stopped(small_corpus, tmp_path, flags):
     """Dropout and sampled experts included: same losses, same parameters, bit for bit."""
     whole = train(small_corpus, tmp_path / "whole", "--max-update", 14, *flags)

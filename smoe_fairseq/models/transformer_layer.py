@@ -56,13 +56,15 @@ class TransformerLayer(nn.Module):
         y = x + F.dropout(y, self.dropout, self.training)
         return y if self.normalize_before else layer_norm(y)
 
-    def feed_forward(self, x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, ...]:
+    def feed_forward(
+        self, x: Tensor, padding_mask: Tensor | None, with_stats: bool = True
+    ) -> tuple[Tensor, ...]:
         """The last sublayer on ``x (S, B, D)``: ``(y,)``, or ``(y, *RoutingStats)`` of a MoE layer."""
         if self.is_moe:
             # Sentence after sentence, not position after position: see `StratifiedMoE.forward`. No
             # copy: the embeddings lie so in memory, and sums of them keep their order.
-            y_BSD, stats = self.moe(x.transpose(0, 1), padding_mask)
-            return y_BSD.transpose(0, 1), *stats
+            y_BSD, stats = self.moe(x.transpose(0, 1), padding_mask, with_stats)
+            return y_BSD.transpose(0, 1), *(stats or ())
         return (self.sublayer(x, self.final_layer_norm, self.dense),)
 
     def upgrade_state_dict_named(self, state_dict: dict, name: str) -> None:
@@ -114,8 +116,9 @@ class TransformerDecoderLayer(TransformerLayer):
         """``x (S, B, D)``, ``encoder_out (S', B, D)``, padding masks ``(B, S)``.
 
         Returns:
-            ``(y, attention)`` or ``(y, attention, *RoutingStats)``; the attention over the source,
-            ``(heads, B, S, S')``, is None unless ``need_attn``.
+            ``(y, attention)`` or, of a MoE layer that does not decode step by step,
+            ``(y, attention, *RoutingStats)``; the attention over the source, ``(heads, B, S, S')``, is
+            None unless ``need_attn``.
         """
         attention = None
 
@@ -146,5 +149,7 @@ class TransformerDecoderLayer(TransformerLayer):
 
         x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
         x = self.sublayer(x, self.encoder_attn_layer_norm, encoder_attention)
-        x, *stats = self.feed_forward(x, self_attn_padding_mask)
+        # Nobody asks for the statistics of single steps of a search.
+        with_stats = incremental_state is None
+        x, *stats = self.feed_forward(x, self_attn_padding_mask, with_stats)
         return x, attention, *stats

@@ -1,6 +1,4 @@
-"""Bring the copies of tokens to their experts and the outputs back.
-
-Copies lie by expert, and behind them is one row of nobody: a copy without an expert reads 0 there.
+"""Bring the copies of tokens to their experts, in this process or in others, and the outputs back.
 
 Shapes: T tokens, K choices per token, N rows of copies and nobody's, D embedding, E experts.
 """
@@ -13,28 +11,7 @@ from torch import Tensor
 
 from smoe_fairseq.modules.execution import Ends, Grouped, PerExpert
 from smoe_fairseq.modules.placement import Placement
-from smoe_fairseq.modules.rows import TakeRows, WeightedSum
-
-
-@dataclass(frozen=True)
-class DispatchPlan:
-    """What `dispatch` learnt and `combine` needs: which copy stands in which row."""
-
-    row_TK: Tensor  # of each copy
-    copy_N: Tensor  # row n holds copy t * K + k
-
-    @classmethod
-    def of(cls, expert_TK: Tensor, rank_TK: Tensor, kept_E: Tensor, rows: int) -> "DispatchPlan":
-        """Each copy behind those before it for the same expert, and these behind all earlier experts'."""
-        start_E1 = torch.cat([kept_E.new_zeros(1), kept_E.cumsum(0)])
-        row_TK = start_E1[expert_TK] + rank_TK
-        row_TK = row_TK.masked_fill_(expert_TK == len(kept_E), rows - 1)
-        copy_N = torch.arange(row_TK.numel(), device=row_TK.device)
-        return cls(row_TK, row_TK.new_zeros(rows).scatter_(0, row_TK.flatten(), copy_N))
-
-    def take(self, x_TD: Tensor) -> Tensor:
-        """``(N, D)``: the token of each row; nobody's is any."""
-        return TakeRows.apply(x_TD, self.copy_N // self.row_TK.shape[1], self.row_TK)
+from smoe_fairseq.modules.plan import DispatchPlan
 
 
 class LocalDispatcher:
@@ -47,30 +24,24 @@ class LocalDispatcher:
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
 
-    def dispatch(
+    def mix(
         self,
         x_TD: Tensor,
         expert_TK: Tensor,
+        weight_TK: Tensor,
         rank_TK: Tensor,
         kept_E: Tensor,
         run: PerExpert | Grouped,
-    ) -> tuple[Tensor, Ends, DispatchPlan]:
-        """Lay the copies by expert.
+    ) -> Tensor:
+        """``sum_k weight[t, k] FFN_expert[t, k](x[t])``, ``(T, D)``; 0 for a token without any expert.
 
         Args:
             rank_TK, kept_E: as of `Routing`, of all experts.
-
-        Returns:
-            those copies ``x_ND`` that the execution ``run`` computes, where each expert's rows end, and
-            the plan.
+            run: how the experts are computed.
         """
         ends = run.ends(kept_E)
         plan = DispatchPlan.of(expert_TK, rank_TK, kept_E, run.rows(ends, expert_TK.numel()))
-        return plan.take(x_TD), ends, plan
-
-    def combine(self, y_ND: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor:
-        """Weighted sum of each token's expert outputs ``(T, D)``; 0 for a token without any."""
-        return WeightedSum.apply(y_ND, weight_TK.to(y_ND.dtype), plan.row_TK, plan.copy_N)
+        return run.mix(x_TD, weight_TK, plan, ends)
 
 
 @dataclass(frozen=True)
@@ -92,13 +63,6 @@ class Exchange:
         return AllToAll.apply(by_sender_ND, self.received, self.sent)
 
 
-@dataclass(frozen=True)
-class ShardedPlan(DispatchPlan):
-    """And by which way the copies came."""
-
-    exchange: Exchange
-
-
 class ShardedDispatcher(LocalDispatcher):
     """The experts are spread over processes: copies travel to theirs by all-to-all, outputs back.
 
@@ -111,25 +75,20 @@ class ShardedDispatcher(LocalDispatcher):
         super().__init__(placement.num_experts)
         self.placement = placement
 
-    def dispatch(
+    def mix(
         self,
         x_TD: Tensor,
         expert_TK: Tensor,
+        weight_TK: Tensor,
         rank_TK: Tensor,
         kept_E: Tensor,
         run: PerExpert | Grouped,
-    ) -> tuple[Tensor, Ends, ShardedPlan]:
-        """As `LocalDispatcher.dispatch`, but the copies and ends are those of this process's experts.
-
-        Which copies travel is known on the host, whatever the execution.
-        """
+    ) -> Tensor:
+        """As of `LocalDispatcher`. Which copies travel is known on the host, whatever the execution."""
         exchange, ends = self._plan_exchange(kept_E, run)
         plan = DispatchPlan.of(expert_TK, rank_TK, kept_E, sum(exchange.sent) + 1)
-        x_ND = exchange.to_experts(plan.take(x_TD))
-        return x_ND, ends, ShardedPlan(plan.row_TK, plan.copy_N, exchange)
-
-    def combine(self, y_ND: Tensor, weight_TK: Tensor, plan: ShardedPlan) -> Tensor:
-        return super().combine(plan.exchange.back(y_ND), weight_TK, plan)
+        y_ND = exchange.back(run.compute(exchange.to_experts(plan.take(x_TD)), ends))
+        return plan.weighted_sum(y_ND, weight_TK)
 
     def _plan_exchange(self, kept_E: Tensor, run: PerExpert | Grouped) -> tuple[Exchange, Ends]:
         """The exchange, and where the rows of each of this process's experts end after it."""

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.grouped import can_group, grouped_linear, one_kernel
+from smoe_fairseq.modules.plan import DispatchPlan
 from smoe_fairseq.modules.products import SharedGradient, ShareGradient, expert_linear
+from smoe_fairseq.modules.rows import AddRowsInPlace
 from smoe_fairseq.modules.tokens import IndexedTokens, MaskedTokens
 from smoe_fairseq.modules.transfer import read
 
@@ -104,19 +106,52 @@ class PerExpert:
         """N of so many copies: the ones that have an expert, and nobody's."""
         return ends[-1] + 1
 
+    def mix(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan, ends: list[int]) -> Tensor:
+        """``(T, D)``: the weighted sum of each token's experts.
+
+        Each expert weighs its own rows and adds them to the sum, and what the rows were taken from is
+        kept in their place: beside what stands between its two products nothing is kept of them.
+        """
+        x_TD = x_TD.to(self.w1.dtype)
+        if not torch.is_grad_enabled():  # all in one call is faster, where nothing is kept
+            return plan.weighted_sum(self.compute(plan.take(x_TD), ends), weight_TK)
+        sizes = self._sizes(ends, len(plan.copy_N))
+        rows = plan.take(x_TD).split(sizes)
+        weights = plan.take_copies(weight_TK).to(self.w1.dtype).split(sizes)
+        tokens = plan.token_N.split(sizes)
+        y_TD = rows[0].new_zeros(x_TD.shape)
+        for e in self._busy(sizes):
+            y_ND = self.compute_expert(e, rows[e], weights[e], (x_TD, tokens[e]))
+            y_TD = AddRowsInPlace.apply(y_TD, tokens[e], y_ND)
+        return y_TD
+
     def compute(self, x_ND: Tensor, ends: list[int]) -> Tensor:
         """``(N, D)``: each expert's network on its rows; those of no expert are 0."""
-        x_ND = x_ND.to(self.w1.dtype)
-        sizes = [end - start for start, end in zip([0, *ends], ends)]
-        *rows, rest = x_ND.split([*sizes, len(x_ND) - sum(sizes)])
-        # One expert is always passed, or a process without rows would leave out the backward exchange.
-        busy = [(e, x) for e, x in enumerate(rows) if len(x) > 0] or [(0, rows[0])]
-        outputs = [self.compute_expert(e, x) for e, x in busy]
+        sizes = self._sizes(ends, len(x_ND))
+        *rows, rest = x_ND.to(self.w1.dtype).split(sizes)
+        outputs = [self.compute_expert(e, rows[e]) for e in self._busy(sizes)]
         return torch.cat([*outputs, torch.zeros_like(rest)])
 
-    def compute_expert(self, expert: int, x_ND: Tensor) -> Tensor:
-        h_NF = expert_linear(x_ND, self.w1, self.b1, expert, self.gradient1)
-        return expert_linear(self.experts.hidden(h_NF), self.w2, self.b2, expert, self.gradient2)
+    def compute_expert(
+        self,
+        expert: int,
+        x_ND: Tensor,
+        weight_N: Tensor | None = None,
+        origin: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        h_NF = expert_linear(x_ND, self.w1, self.b1, expert, self.gradient1, origin=origin)
+        h_NF = self.experts.hidden(h_NF)
+        return expert_linear(h_NF, self.w2, self.b2, expert, self.gradient2, weight_N)
+
+    @staticmethod
+    def _sizes(ends: list[int], rows: int) -> list[int]:
+        """Rows of each expert, and nobody's."""
+        return [end - start for start, end in zip([0, *ends], [*ends, rows])]
+
+    @staticmethod
+    def _busy(sizes: list[int]) -> list[int]:
+        """Experts with rows; one at least, or a process without rows would skip the exchange going back."""
+        return [e for e, size in enumerate(sizes[:-1]) if size > 0] or [0]
 
 
 class Grouped:
@@ -148,6 +183,10 @@ class Grouped:
     def rows(self, ends: Tensor, copies: int) -> int:
         """As of `PerExpert`, for all copies: those without an expert leave rows of nobody's behind."""
         return copies + 1
+
+    def mix(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan, ends_E: Tensor) -> Tensor:
+        """As of `PerExpert`."""
+        return plan.weighted_sum(self.compute(plan.take(x_TD), ends_E), weight_TK)
 
     def compute(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
         """As of `PerExpert`."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smoe_fairseq.modules.capacity import Capacity
-from smoe_fairseq.modules.routing import Routing, balance_loss, count, z_loss
+from smoe_fairseq.modules.routing import Routing
 
 SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
 GATE_NORMALIZATIONS = ("after-drop", "before-drop", "none")
@@ -80,19 +80,17 @@ class TopKGate(nn.Module):
         if self.normalization == "after-drop":
             weight_TK = normalize(weight_TK)
 
-        first_T = expert_TK[:, 0]
-        first_choices_E = count(first_T.masked_fill(~active_T, self.num_experts), self.num_experts)
         return Routing(
             expert_TK=expert_TK.masked_fill(~kept_TK, self.num_experts),
             weight_TK=weight_TK,
             rank_TK=places.rank_TK,
             kept_E=places.kept_E,
-            first_choice_T=first_T,
-            first_choices_E=first_choices_E,
-            chosen_K=chosen_TK.sum(0),
-            dropped_TK=chosen_TK & ~kept_TK,
-            balance_loss=balance_loss(probs_TE, active_T, first_choices_E),
-            z_loss=z_loss(logits_TE, active_T),
+            first_choice_T=expert_TK[:, 0],
+            active_T=active_T,
+            logits_TE=logits_TE,
+            probs_TE=probs_TE,
+            chosen_TK=chosen_TK,
+            kept_TK=kept_TK,
         )
 
     def logits(self, x_TD: Tensor) -> Tensor:

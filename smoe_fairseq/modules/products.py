@@ -82,32 +82,67 @@ class ShareGradient(torch.autograd.Function):
 
 
 def expert_linear(
-    x_NI: Tensor, weight: Tensor, bias: Tensor, expert: int, gradient: SharedGradient
+    x_NI: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    expert: int,
+    gradient: SharedGradient,
+    scale_N: Tensor | None = None,
+    origin: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``y = W_e x + b_e`` of one expert ``(N, O)``.
+    """``y = scale (W_e x + b_e)`` of one expert ``(N, O)``.
 
-    ``weight`` and ``bias`` are those of all experts, as `ShareGradient` returns them, and the gradient of
-    this one goes to ``gradient``.
+    Args:
+        weight, bias: those of all experts, as `ShareGradient` returns them; the gradient of this one goes
+            to ``gradient``.
+        scale_N: 1 where there is none. Its gradient is found without keeping what was scaled.
+        origin: ``(z, index)`` with ``x = z[index]``, where that is kept anyway: ``x`` is then taken again for
+            the gradient and not kept.
     """
     if torch.is_grad_enabled():
-        return _ExpertLinear.apply(x_NI, weight, bias, expert, gradient)
-    return F.linear(x_NI, weight[expert], bias[expert])
+        kept = (x_NI, None) if origin is None else (origin[0].detach(), origin[1])
+        return _ExpertLinear.apply(x_NI, weight, bias, scale_N, *kept, expert, gradient)
+    return _scaled_linear(x_NI, weight[expert], bias[expert], scale_N)
 
 
 class _ExpertLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x_NI: Tensor, weight: Tensor, bias: Tensor, expert: int, gradient: SharedGradient
+        ctx,
+        x_NI: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        scale_N: Tensor | None,
+        kept: Tensor,
+        index_N: Tensor | None,
+        expert: int,
+        gradient: SharedGradient,
     ) -> Tensor:
-        ctx.save_for_backward(x_NI, weight)
+        ctx.save_for_backward(weight, bias, scale_N, kept, index_N)
         ctx.expert, ctx.gradient = expert, gradient
-        return F.linear(x_NI, weight[expert], bias[expert])
+        return _scaled_linear(x_NI, weight[expert], bias[expert], scale_N)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, y_grad_NO: Tensor):
-        x_NI, weight = ctx.saved_tensors
+        weight, bias, scale_N, x_NI, index_N = ctx.saved_tensors
+        if index_N is not None:
+            x_NI = x_NI.index_select(0, index_N)
+        x_grad_NI = scale_grad_N = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
+            x_grad_NI = y_grad_NO @ weight[ctx.expert]
+        if scale_N is not None:
+            if ctx.needs_input_grad[3]:  # <g, W x + b> = <W' g, x> + <g, b>
+                scale_grad_N = torch.linalg.vecdot(x_grad_NI, x_NI)
+                scale_grad_N.addmv_(y_grad_NO, bias[ctx.expert])
+            scale_N1 = scale_N.unsqueeze(1)
+            y_grad_NO = y_grad_NO * scale_N1
+            x_grad_NI = x_grad_NI.mul_(scale_N1) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             ctx.gradient.add(ctx.expert, y_grad_NO, x_NI, weight)
-        x_grad_NI = y_grad_NO @ weight[ctx.expert] if ctx.needs_input_grad[0] else None
-        return x_grad_NI, None, None, None, None
+        return x_grad_NI, None, None, scale_grad_N, None, None, None, None
+
+
+def _scaled_linear(x_NI: Tensor, weight: Tensor, bias: Tensor, scale_N: Tensor | None) -> Tensor:
+    y_NO = F.linear(x_NI, weight, bias)
+    return y_NO if scale_N is None else y_NO.mul_(scale_N.unsqueeze(1))

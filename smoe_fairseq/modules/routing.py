@@ -1,4 +1,4 @@
-"""What a gate decides, whatever its kind, and the losses that keep gates in order.
+"""What a gate decides, whatever its kind, with the counts and losses that follow from it.
 
 Shapes: T tokens, E experts that the gate sees, K choices per token.
 """
@@ -21,28 +21,41 @@ class Routing(NamedTuple):
     rank_TK: Tensor  # how many copies that the same expert keeps come before
     kept_E: Tensor  # copies that each expert keeps
     first_choice_T: Tensor  # before dropping: it decides where the token stands next
-    first_choices_E: Tensor  # active tokens per first choice
-    chosen_K: Tensor  # copies chosen
-    dropped_TK: Tensor  # of those, copies beyond their expert's capacity
-    balance_loss: Tensor  # scalar: E * sum_e f_e p_e
-    z_loss: Tensor  # scalar: mean squared log of the softmax's denominator
+    active_T: Tensor
+    logits_TE: Tensor
+    probs_TE: Tensor
+    chosen_TK: Tensor  # copies chosen
+    kept_TK: Tensor  # of those, copies within their expert's capacity
+
+    @property
+    def chosen_K(self) -> Tensor:
+        return self.chosen_TK.sum(0)
+
+    @property
+    def dropped_TK(self) -> Tensor:
+        """Copies beyond their expert's capacity."""
+        return self.chosen_TK & ~self.kept_TK
+
+    @property
+    def first_choices_E(self) -> Tensor:
+        """Active tokens per first choice."""
+        num_experts = self.probs_TE.shape[1]
+        return count(self.first_choice_T.masked_fill(~self.active_T, num_experts), num_experts)
+
+    def balance_loss(self, first_choices_E: Tensor) -> Tensor:
+        """``E * sum_e f_e p_e``: 1 when balanced, up to E when not, 0 without tokens (paper, equation 3)."""
+        num_tokens = self.active_T.sum().clamp(min=1)
+        fraction_E = first_choices_E.to(self.probs_TE.dtype) / num_tokens
+        mean_probs_E = (self.probs_TE * self.active_T.unsqueeze(1)).sum(0) / num_tokens
+        return self.probs_TE.shape[1] * (fraction_E * mean_probs_E).sum()
+
+    def z_loss(self) -> Tensor:
+        """Mean of ``logsumexp(logits)^2`` over tokens, small when logits are (Zoph et al. 2022, eq. 5)."""
+        squared_T = self.logits_TE.logsumexp(dim=-1).square()
+        return (squared_T * self.active_T).sum() / self.active_T.sum().clamp(min=1)
 
 
 def count(index_N: Tensor, size: int) -> Tensor:
     """How often each of ``0..size-1`` occurs, without waiting for the device as ``bincount`` does."""
     counts = index_N.new_zeros(size + 1)
     return counts.scatter_add_(0, index_N, torch.ones_like(index_N))[:size]
-
-
-def balance_loss(probs_TE: Tensor, active_T: Tensor, first_choices_E: Tensor) -> Tensor:
-    """``E * sum_e f_e p_e``: 1 when balanced, up to E when not, 0 without tokens (paper, equation 3)."""
-    num_tokens = active_T.sum().clamp(min=1)
-    fraction_E = first_choices_E.to(probs_TE.dtype) / num_tokens
-    mean_probs_E = (probs_TE * active_T.unsqueeze(1)).sum(0) / num_tokens
-    return probs_TE.shape[1] * (fraction_E * mean_probs_E).sum()
-
-
-def z_loss(logits_TE: Tensor, active_T: Tensor) -> Tensor:
-    """Mean of ``logsumexp(logits)^2`` over the tokens, small when logits are (Zoph et al. 2022, eq. 5)."""
-    squared_T = logits_TE.logsumexp(dim=-1).square()
-    return (squared_T * active_T).sum() / active_T.sum().clamp(min=1)

@@ -27,6 +27,16 @@ class AddRows(torch.autograd.Function):
         return grad_TD, None, grad_TD.index_select(0, index_N)
 
 
+class AddRowsInPlace(AddRows):
+    """The same, in ``x`` itself."""
+
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, index_N: Tensor, y_ND: Tensor) -> Tensor:
+        ctx.save_for_backward(index_N)
+        ctx.mark_dirty(x_TD)
+        return x_TD.index_add_(0, index_N, y_ND)
+
+
 class TakeRows(torch.autograd.Function):
     """Row n of the result ``(N, D)`` is row ``token[n]`` of ``x (T, D)``.
 
@@ -44,24 +54,35 @@ class TakeRows(torch.autograd.Function):
         return F.embedding_bag(row_TK, grad_ND, mode="sum"), None, None
 
 
-class WeightedSum(torch.autograd.Function):
-    """Row t of the result ``(T, D)`` sums ``weight[t, k] * y[row[t, k]]`` over k.
+class SumRows(torch.autograd.Function):
+    """Row t of the result ``(T, D)`` sums ``y[row[t, k]]`` over k: what `TakeRows` does going back.
 
-    ``copy (N,)`` says the inverse: row n is of copy ``t * K + k``.
+    ``token (N,)`` says the inverse.
     """
 
     @staticmethod
-    def forward(ctx, y_ND: Tensor, weight_TK: Tensor, row_TK: Tensor, copy_N: Tensor) -> Tensor:
-        ctx.save_for_backward(y_ND, weight_TK, row_TK, copy_N)
-        return F.embedding_bag(row_TK, y_ND, per_sample_weights=weight_TK, mode="sum")
+    def forward(ctx, y_ND: Tensor, row_TK: Tensor, token_N: Tensor) -> Tensor:
+        ctx.save_for_backward(token_N)
+        return F.embedding_bag(row_TK, y_ND, mode="sum")
 
     @staticmethod
     def backward(ctx, grad_TD: Tensor):
-        y_ND, weight_TK, row_TK, copy_N = ctx.saved_tensors
-        grad_ND = select(grad_TD, copy_N // row_TK.shape[1])
-        weight_grad_N = torch.linalg.vecdot(grad_ND, y_ND)
-        weight_N = select(weight_TK.flatten(), copy_N)
-        return grad_ND.mul_(weight_N.unsqueeze(1)), weight_grad_N[row_TK], None, None
+        (token_N,) = ctx.saved_tensors
+        return select(grad_TD, token_N), None, None
+
+
+class TakeCopies(torch.autograd.Function):
+    """Number n of the result ``(N,)`` is that of copy ``copy[n]`` in ``x (T, K)``; ``row`` as above."""
+
+    @staticmethod
+    def forward(ctx, x_TK: Tensor, copy_N: Tensor, row_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(row_TK)
+        return select(x_TK.flatten(), copy_N)
+
+    @staticmethod
+    def backward(ctx, grad_N: Tensor):
+        (row_TK,) = ctx.saved_tensors
+        return grad_N[row_TK], None, None
 
 
 def select(x_T: Tensor, index_N: Tensor) -> Tensor:
