@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import goals, plot
@@ -11,7 +12,7 @@ from benchmarks.goals import Goal
 def main(folder: Path) -> None:
     runs = {
         name: json.loads(path.read_text())
-        for name in ("block", "program")
+        for name in ("block", "block-2-threads", "program")
         if (path := folder / f"{name}.json").exists()
     }
     parts, all_goals = [], []
@@ -20,6 +21,13 @@ def main(folder: Path) -> None:
         parts += [machine_lines(run), block_table(run["cases"]), peer_table(run["cases"])]
         plot.draw(run["cases"], folder / "block.png")
         parts.append("![Block over floor](block.png)")
+    if run := runs.get("block-2-threads"):
+        all_goals += [
+            replace(goal, text=f"two threads: {goal.text}")
+            for goal in goals.block_goals(run["cases"])
+            if goal.value is not None
+        ]
+        parts += ["## Two threads", machine_lines(run), block_table(run["cases"])]
     if run := runs.get("program"):
         all_goals += goals.program_goals(run["results"])
         parts += [machine_lines(run), program_table(run["results"])]

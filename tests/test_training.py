@@ -67,12 +67,12 @@ def overfitted(small_corpus, tmp_path_factory):
 
 def test_overfits_to_the_label_smoothing_floor(overfitted):
     process, checkpoint = overfitted
-    last = log_lines(process)[-1]
+    last = log_lines(process)[-20:]  # a single update may be far off
     vocabulary = state_of(checkpoint)["model"]["decoder.embed_tokens.weight"].shape[0]
     floor = -(0.9 * math.log2(0.9) + 0.1 * math.log2(0.1 / (vocabulary - 1)))
-    balance = 0.01 * float(last["moe_gate_loss"]) / math.log(2)
-    assert floor <= float(last["loss"]) - balance < floor + 0.1
-    assert 1 <= float(last["requested_capacity"]) <= 4
+    losses = [float(x["loss"]) - 0.01 * float(x["moe_gate_loss"]) / math.log(2) for x in last]
+    assert floor <= min(losses) and sum(losses) / len(losses) < floor + 0.1
+    assert 1 <= float(last[-1]["requested_capacity"]) <= 4
 
 
 def generate(data, checkpoint, *flags):
