@@ -146,7 +146,7 @@ def saved_bytes(function, parameters) -> int:
 def test_memory_kept_for_the_backward_pass(strata):
     """At the base model's proportions, at most a tenth more than the bare products keep."""
     torch.manual_seed(0)
-    dim, width, tokens = 128, 512, 512
+    dim, width, tokens = 128, 512, 2048
     block = StratifiedMoE(dim, width, strata, capacity_factor=0, second_expert_policy="all")
     x = torch.randn(tokens, dim, requires_grad=True)
     ours = saved_bytes(lambda: block(x), block.parameters())

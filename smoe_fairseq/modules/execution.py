@@ -20,6 +20,8 @@ from smoe_fairseq.modules.tokens import IndexedTokens, MaskedTokens
 from smoe_fairseq.modules.transfer import read
 
 EXECUTIONS = ("auto", "per-expert", "grouped")
+# Per expert: from here on, what is kept of rows counts more than a few calls for each expert.
+MANY_ROWS = 256
 Ends = list[int] | Tensor  # where each expert's rows end: on the host, or (E,) on the device
 logger = logging.getLogger(__name__)
 
@@ -109,13 +111,13 @@ class PerExpert:
     def mix(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan, ends: list[int]) -> Tensor:
         """``(T, D)``: the weighted sum of each token's experts.
 
-        Each expert weighs its own rows and adds them to the sum, and what the rows were taken from is
-        kept in their place: beside what stands between its two products nothing is kept of them.
+        With many rows, each expert weighs its own and adds them to the sum, and what they were taken from
+        is kept in their place: beside what stands between its two products nothing is kept of them.
         """
         x_TD = x_TD.to(self.w1.dtype)
-        if not torch.is_grad_enabled():  # all in one call is faster, where nothing is kept
-            return plan.weighted_sum(self.compute(plan.take(x_TD), ends), weight_TK)
         sizes = self._sizes(ends, len(plan.copy_N))
+        if not torch.is_grad_enabled() or ends[-1] < MANY_ROWS * len(self._busy(sizes)):
+            return plan.weighted_sum(self.compute(plan.take(x_TD), ends), weight_TK)
         rows = plan.take(x_TD).split(sizes)
         weights = plan.take_copies(weight_TK).to(self.w1.dtype).split(sizes)
         tokens = plan.token_N.split(sizes)
