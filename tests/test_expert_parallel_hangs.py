@@ -74,6 +74,24 @@ def test_any_share_of_the_tokens(ranks, tmp_path, strata, tokens, padding):
     assert run.wait(60) == [0] * len(tokens), run.output()
 
 
+def pass_as_often_as(passes: list[int]):
+    """On each of four ranks, with two experts: as many forward and backward passes as its group makes."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    block = StratifiedMoE(16, 24, "2", second_expert_policy="all", expert_parallel=True)
+    for _ in range(passes[dist.get_rank() // 2]):
+        y, _ = block(torch.randn(10, 16, requires_grad=True))
+        y.sum().backward()
+    print("passed", flush=True)
+    dist.barrier()
+
+
+def test_groups_do_not_wait_for_one_another(ranks, tmp_path):
+    """Exchanges are among the processes that hold one set of experts."""
+    run = ranks.start(tmp_path, 4, [1, 4], function=pass_as_often_as)
+    assert run.wait(60) == [0] * 4, run.output()
+
+
 def test_epochs_and_validation_of_uneven_length(ranks, small_corpus, tmp_path):
     """25 batches of training for 4 ranks, one of validation: the others get dummy batches."""
     arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--max-update", 14)

@@ -140,6 +140,22 @@ def test_strata_of_a_family_and_words_at_the_end(tmp_path):
     assert words[-2:] == ["--lr", "1"]
 
 
+def test_a_seed_has_a_run_of_its_own(tmp_path):
+    """But for the data set's own, whether it is given or not."""
+    for given, folder in (("", "moe"), ("1", "moe"), ("2", "moe.seed-2")):
+        environment = {"DRY_RUN": "1", "GPUS": "0", "SEED": given}
+        result = recipe(tmp_path, "train", "multi30k", "moe", **environment)
+        (words,) = commands(result, "fairseq-train")
+        assert value(words, "--seed") == (given or "1")
+        assert value(words, "--save-dir") == f"runs/multi30k/{folder}"
+        evaluated = recipe(tmp_path, "evaluate", "multi30k", "moe", **environment)
+        for words in commands(evaluated, "fairseq-generate"):
+            assert value(words, "--path") == f"runs/multi30k/{folder}/checkpoint_best.pt"
+    for bad in ("two", "-1", "1.5", "99999999999"):
+        sentence = refusal(recipe(tmp_path, "train", "multi30k", "moe", DRY_RUN="1", SEED=bad))
+        assert f"SEED={bad}: expected a whole number from 0 to" in sentence
+
+
 @pytest.mark.parametrize("method", ["smoe", "smoe-", "smoe-0-4", "moe-4", "../methods/moe", ""])
 def test_unknown_method(tmp_path, method):
     sentence = refusal(recipe(tmp_path, "train", "phrasebook", method, DRY_RUN="1"))

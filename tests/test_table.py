@@ -274,3 +274,37 @@ def test_comparing_what_cannot_be_compared(two_systems):
     hypotheses = folder / "runs/multi30k/moe/test/en-de.txt"
     hypotheses.write_text("one line\n")
     assert "has 1 lines" in refusal(folder, "multi30k", "--compare", "dense", "moe")
+
+
+def test_seeds_of_a_method_are_one_row_with_their_spread(tmp_path):
+    """A run that is not scored yet counts in neither."""
+    runs = tmp_path / "runs/multi30k"
+    for name, more in (("moe", 0), ("moe.seed-2", 1.5), ("moe.seed-10", 3)):
+        write_scores(runs / name, {d: bleu + more for d, bleu in FULL.items()})
+    (runs / "moe.seed-3").mkdir()
+    write_scores(runs / "dense", FULL)
+    found = cells(tmp_path, "multi30k")
+    assert [method for method, _ in found] == [
+        "dense",
+        "moe, mean of 3 seeds",
+        "moe, standard deviation",
+    ]
+    mean, spread = list(found.values())[1:]
+    assert (mean["de-en"], spread["de-en"]) == ("31.50", "1.50")
+    assert (mean["average"], spread["average"]) == ("26.56", "1.50")
+    assert mean["parameters (M)"] != "-" and spread["parameters (M)"] == "-"
+    notes = table(tmp_path, "multi30k").stdout
+    assert "moe.seed-3: 0 of 6 directions are scored" in notes
+    assert notes.index("moe.seed-2: sacre") < notes.index("moe.seed-10: sacre")
+
+
+def test_seeds_beside_the_papers_values(tmp_path):
+    runs = tmp_path / "runs/m15"
+    scores = {d: 10.0 for pair in M15 for d in (f"eng-{pair}", f"{pair}-eng")}
+    for name, more in (("moe", 0), ("moe.seed-2", 1)):
+        write_scores(runs / name, {d: bleu + more for d, bleu in scores.items()})
+    found = cells(tmp_path, "m15")
+    assert found["moe", "ours, mean of 2 seeds"]["average"] == "10.50"
+    assert found["moe", "standard deviation"]["average"] == "0.71"
+    paper = float(found["moe", "paper"]["average"])
+    assert float(found["moe", "difference"]["average"]) == pytest.approx(10.5 - paper, abs=0.011)

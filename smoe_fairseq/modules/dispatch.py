@@ -51,24 +51,26 @@ class Exchange:
     Nobody's row stays where it is.
     """
 
-    sent: list[int]  # rows to each process
-    received: list[int]  # rows from each process
+    group: dist.ProcessGroup
+    sent: list[int]  # rows to each process of the group
+    received: list[int]  # rows from each
     by_expert_N: Tensor  # the rows received, from their order by sender to that by expert
 
     def to_experts(self, x_ND: Tensor) -> Tensor:
-        return AllToAll.apply(x_ND, self.sent, self.received).index_select(0, self.by_expert_N)
+        x_ND = AllToAll.apply(x_ND, self.sent, self.received, self.group)
+        return x_ND.index_select(0, self.by_expert_N)
 
     def back(self, y_ND: Tensor) -> Tensor:
         by_sender_ND = torch.empty_like(y_ND).index_copy(0, self.by_expert_N, y_ND)
-        return AllToAll.apply(by_sender_ND, self.received, self.sent)
+        return AllToAll.apply(by_sender_ND, self.received, self.sent, self.group)
 
 
 class ShardedDispatcher(LocalDispatcher):
     """The experts are spread over processes: copies travel to theirs by all-to-all, outputs back.
 
-    Every pass makes the same three collective calls on every process, with tokens or without: one
-    exchange of counts and two of rows; nothing is padded. How many rows go where has to be known on the
-    host, so each pass waits for the device once.
+    Every pass makes the same three collective calls on every process that holds the same set of experts,
+    with tokens or without: one exchange of counts and two of rows; nothing is padded. How many rows go
+    where has to be known on the host, so each pass waits for the device once.
     """
 
     def __init__(self, placement: Placement):
@@ -93,16 +95,14 @@ class ShardedDispatcher(LocalDispatcher):
     def _plan_exchange(self, kept_E: Tensor, run: PerExpert | Grouped) -> tuple[Exchange, Ends]:
         """The exchange, and where the rows of each of this process's experts end after it."""
         place = self.placement
-        group = slice(place.group_ranks.start, place.group_ranks.stop)
-        # A row per process; those of other replicas get nothing.
-        to_send_PE = kept_E.new_zeros(place.world_size, place.num_local)
-        to_send_PE[group] = kept_E.view(place.group_size, place.num_local)
+        group = place.process_group()
+        to_send_PE = kept_E.view(place.group_size, place.num_local)
         received_PE = torch.empty_like(to_send_PE)
-        dist.all_to_all_single(received_PE, to_send_PE)
+        dist.all_to_all_single(received_PE, to_send_PE, group=group)
         of_expert_E = received_PE.sum(0)
         sent, received, sizes = run.read(to_send_PE.sum(1), received_PE.sum(1), of_expert_E)
         rows = by_expert(received_PE, sum(received))
-        return Exchange(sent, received, rows), run.ends(of_expert_E, sizes)
+        return Exchange(group, sent, received, rows), run.ends(of_expert_E, sizes)
 
 
 def by_expert(received_PE: Tensor, number: int) -> Tensor:
@@ -129,17 +129,21 @@ class AllToAll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        ctx.sent, ctx.received = sent, received
-        return exchange_rows(x_ND, sent, received)
+    def forward(
+        ctx, x_ND: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return exchange_rows(x_ND, sent, received, group)
 
     @staticmethod
     def backward(ctx, grad_ND: Tensor):
-        return exchange_rows(grad_ND, ctx.received, ctx.sent), None, None
+        return exchange_rows(grad_ND, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def exchange_rows(x_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
+def exchange_rows(
+    x_ND: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
     y_ND = x_ND.new_empty(sum(received) + 1, *x_ND.shape[1:])
     y_ND[-1] = 0
-    dist.all_to_all_single(y_ND[:-1], x_ND.contiguous()[:-1], received, sent)
+    dist.all_to_all_single(y_ND[:-1], x_ND.contiguous()[:-1], received, sent, group=group)
     return y_ND

@@ -1,5 +1,6 @@
 """Which process holds which experts."""
 
+import functools
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -50,11 +51,15 @@ class Placement:
         """Processes that hold the same expert."""
         return self.world_size // self.group_size
 
-    @property
-    def group_ranks(self) -> range:
-        """The processes that this one exchanges tokens with, itself among them."""
-        first = self.rank - self.rank % self.group_size
-        return range(first, first + self.group_size)
+    def process_group(self) -> dist.ProcessGroup:
+        """The processes that this one exchanges tokens with, itself among them.
+
+        At the first call every process of the run has to call it.
+        """
+        if self.num_replicas == 1:
+            return dist.group.WORLD
+        groups = _groups(dist.group.WORLD, self.world_size, self.group_size)
+        return groups[self.rank // self.group_size]
 
     @property
     def num_local(self) -> int:
@@ -65,3 +70,9 @@ class Placement:
         """The experts of this process."""
         first = self.rank % self.group_size * self.num_local
         return range(first, first + self.num_local)
+
+
+@functools.cache
+def _groups(world: dist.ProcessGroup, world_size: int, size: int) -> list[dist.ProcessGroup]:
+    """One group for every ``size`` consecutive processes of ``world``."""
+    return [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]

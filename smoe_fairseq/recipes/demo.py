@@ -7,6 +7,7 @@ from smoe_fairseq.recipes.evaluate import evaluate
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.prepare import prepare
 from smoe_fairseq.recipes.render import markdown
+from smoe_fairseq.recipes.seeds import run_name
 from smoe_fairseq.recipes.shell import command, dry_run, run
 from smoe_fairseq.recipes.train import train
 from smoe_fairseq.settings.dataset import Dataset
@@ -33,7 +34,7 @@ def _show(dataset: Dataset, method: str) -> None:
     from smoe_fairseq.models.moe_layers import moe_blocks
 
     folders = Folders(dataset.name)
-    folder = folders.run(method)
+    folder = folders.run(run_name(dataset, method))
     print("\nSample translations of the test set:")
     for i, direction in enumerate(scores.read(folder)):
         print(f"\n  {direction}")
@@ -62,7 +63,7 @@ def _sample(dataset: Dataset, method: str, direction: str, line: int) -> dict[st
     files = {
         "source": f"{test}.{source}",
         "reference": f"{test}.{target}",
-        "translation": folders.run(method) / "test" / f"{direction}.txt",
+        "translation": folders.run(run_name(dataset, method)) / "test" / f"{direction}.txt",
     }
     sentences = {}
     for name, file in files.items():

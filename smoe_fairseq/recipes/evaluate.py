@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq.checkpoint.names import rank_files
-from smoe_fairseq.recipes import scores
+from smoe_fairseq.recipes import scores, seeds
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.raw import check
 from smoe_fairseq.recipes.shell import command, dry_run, pipe, report, run, unfinished
@@ -23,7 +23,7 @@ def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     """
     method_flags(method, dataset)  # An unknown method is named as such.
     folders = Folders(dataset.name)
-    folder = folders.run(method)
+    folder = folders.run(seeds.run_name(dataset, method))
     checkpoint = folder / f"checkpoint_{dataset.checkpoint}.pt"
     directions = dataset.directions
     sharded = list(rank_files(checkpoint).values())

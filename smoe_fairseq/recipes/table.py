@@ -1,10 +1,12 @@
 """``smoe table`` and ``scripts/table.sh``: the runs of a data set side by side, in the paper's layout."""
 
+import itertools
+import statistics
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from smoe_fairseq.recipes import scores
+from smoe_fairseq.recipes import scores, seeds
 from smoe_fairseq.recipes.columns import SIZES, Column, columns
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.render import FORMATS, Grid, number
@@ -44,8 +46,9 @@ def run(args: Namespace) -> None:
 
 
 def side_by_side(dataset: Dataset) -> Grid:
-    """A row for each run and, where the paper has the system, its values and the differences.
+    """A row for each method and, where the paper has the system, its values and the differences.
 
+    Of several seeds the row has the mean of those that are scored, and the next one the standard deviation.
     The average of a class of which any direction is missing is missing itself, and a note gives the
     count; scores of different sacreBLEU signatures are not averaged.
     """
@@ -58,22 +61,34 @@ def side_by_side(dataset: Dataset) -> Grid:
     table = tables().get(dataset.name, {})
     paper = table.get("rows", {})
     order = list(paper)
-    names.sort(key=lambda n: (order.index(n) if n in paper else len(order), n))
+    names.sort(key=seeds.order)
+    runs = {m: list(found) for m, found in itertools.groupby(names, key=seeds.method_of)}
+    methods = sorted(runs, key=lambda m: (order.index(m) if m in paper else len(order), m))
     found = columns(dataset)
 
     rows, notes = [], []
-    for name in names:
-        result = scores.read(folder / name)
+    for name in methods:
+        results = {run: scores.read(folder / run) for run in runs[name]}
+        scored = {run: result for run, result in results.items() if result} or results
         cost = _cost(dataset, name)
-        bleu = [average(result, column) for column in found]
+        each = [[average(result, column) for column in found] for result in scored.values()]
+        bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
+        spread = [_over_seeds(statistics.stdev, values) for values in zip(*each, strict=True)]
+        count = f"mean of {len(scored)} seeds"
         if not paper:
             rows.append([name, *_words(cost, bleu)])
+            if len(scored) > 1:
+                rows[-1][0] += f", {count}"
+                rows.append([f"{name}, standard deviation", *_words([None, None], spread)])
         else:
             printed = paper.get(name, {})
             paper_cost = [printed.get("parameters"), printed.get("flops_per_token")]
             by_name = dict(zip(table["columns"], printed.get("bleu", []), strict=False))
             paper_bleu = [by_name.get(column.name) for column in found]
             rows.append([name, "ours", *_words(cost, bleu)])
+            if len(scored) > 1:
+                rows[-1][1] += f", {count}"
+                rows.append([name, "standard deviation", *_words([None, None], spread)])
             rows.append([name, "paper", *_words(paper_cost, paper_bleu, digits=0)])
             rows.append(
                 [
@@ -81,7 +96,8 @@ def side_by_side(dataset: Dataset) -> Grid:
                     *_words(_less(cost, paper_cost), _less(bleu, paper_bleu), sign=True),
                 ]
             )
-        notes += _notes(dataset, name, result)
+        for run, result in results.items():
+            notes += _notes(dataset, run, result)
     if any(column.directions is None for column in found):
         path = Folders(dataset.name).data / SIZES
         notes.append(f"{path} is missing: run scripts/prepare.sh {dataset.name} for the classes")
@@ -98,6 +114,14 @@ def average(result: Scores, column: Column) -> float | None:
     if len({score.signature for score in chosen}) > 1:
         return None
     return sum(score.bleu for score in chosen) / len(chosen)
+
+
+def _over_seeds(function, values: Sequence[float | None]) -> float | None:
+    """None where a run has no such value, or there are too few of them."""
+    try:
+        return None if None in values else function(values)
+    except statistics.StatisticsError:
+        return None
 
 
 def _cost(dataset: Dataset, method: str) -> list[float | None]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from smoe_fairseq.recipes import batch, identity, rendezvous
+from smoe_fairseq.recipes import batch, identity, rendezvous, seeds
 from smoe_fairseq.recipes.folders import Folders, user_dir
 from smoe_fairseq.recipes.launch import launch
 from smoe_fairseq.recipes.precision import precision_flags
@@ -15,7 +15,7 @@ from smoe_fairseq.system.errors import UsageError
 
 def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     """Trains a method, or resumes from its last checkpoint; ``extra`` flags have the last word."""
-    flags = dataset.train | method_flags(method, dataset)
+    flags = dataset.train | method_flags(method, dataset) | {"seed": seeds.seed_of(dataset)}
     folders = Folders(dataset.name)
     if not dry_run() and not folders.binary.exists():
         raise UsageError(
@@ -38,11 +38,11 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     chosen, said = precision_flags(flags, place, extra)
     flags |= chosen
     notes += said
-    folder = folders.run(method)
+    folder = folders.run(seeds.run_name(dataset, method))
     words = [*data_arguments(dataset), *arguments(flags)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / "train.log"), *extra]
     lines = [
-        f"# {dataset.name} {method}: train; resumes from checkpoint_last.pt if there is one",
+        f"# {dataset.name} {folder.name}: train; resumes from checkpoint_last.pt if there is one",
         *notes,
         command("mkdir", "-p", folder),
         command(*place.words("fairseq-train"), *words),

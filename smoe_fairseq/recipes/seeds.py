@@ -1,0 +1,46 @@
+"""A run is a method and a seed: ``SEED=2 scripts/train.sh m4 moe`` has a folder of its own."""
+
+import os
+import re
+
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.system.errors import UsageError
+
+_NAME = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
+LARGEST = 2**31 - 1
+
+
+def seed_of(dataset: Dataset) -> int:
+    """``SEED``, or the data set's own.
+
+    Raises:
+        UsageError: it is no number.
+    """
+    given = os.environ.get("SEED", "")
+    if not given:
+        return _own(dataset)
+    if not (given.isascii() and given.isdecimal() and int(given) <= LARGEST):
+        raise UsageError(f"SEED={given}: expected a whole number from 0 to {LARGEST:,}")
+    return int(given)
+
+
+def run_name(dataset: Dataset, method: str) -> str:
+    """The run's folder; that of the data set's own seed has just the method's name."""
+    seed = seed_of(dataset)
+    return method if seed == _own(dataset) else f"{method}.seed-{seed}"
+
+
+def _own(dataset: Dataset) -> int:
+    return dataset.train.get("seed", 1)  # fairseq's
+
+
+def method_of(name: str) -> str:
+    """Of a run's folder."""
+    found = _NAME.fullmatch(name)
+    return found["method"] if found else name
+
+
+def order(name: str) -> tuple[str, int]:
+    """Runs of a method one after the other, that of the data set's own seed first."""
+    found = _NAME.fullmatch(name)
+    return (found["method"], int(found["seed"])) if found else (name, -1)
