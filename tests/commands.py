@@ -80,7 +80,12 @@ def bash_functions() -> dict[str, str]:
         server = FAIRSEQ if name in ("smoe", "fairseq-preprocess") else WITH_PLUGIN
         return f'() {{ {start} {shlex.quote(server.address)} {SCRIPTS / name} "$@"; }}'
 
-    return {f"BASH_FUNC_{name}%%": function(name) for name in COMMANDS}
+    functions = {f"BASH_FUNC_{name}%%": function(name) for name in COMMANDS}
+    translate = f"{start} {shlex.quote(WITH_PLUGIN.address)} -m smoe_fairseq.recipes generator"
+    functions["BASH_FUNC_python%%"] = (
+        f'() {{ if [[ ${{3:-}} == generator ]]; then {translate}; else command python "$@"; fi; }}'
+    )
+    return functions
 
 
 def bash_torchrun() -> dict[str, str]:

@@ -16,7 +16,8 @@ from test_recipes import server, write_dataset, write_text
 from test_recipes_archives import opus100
 from test_table import FULL, ROOT, write_scores
 
-from smoe_fairseq.recipes import evaluate, identity, scores, shell
+from smoe_fairseq.recipes import identity, scores, shell
+from smoe_fairseq.recipes.evaluation import Evaluation
 from smoe_fairseq.settings.dataset import load_dataset
 from smoe_fairseq.system import files, lock
 from smoe_fairseq.system.errors import UsageError
@@ -234,23 +235,17 @@ def test_a_run_whose_identity_cannot_be_saved(tmp_path, monkeypatch):
 def test_scores_that_cannot_be_saved_leave_the_old_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs/multi30k/moe"
-    (run / "test").mkdir(parents=True)
-    for name in ("test/en-de.txt", "scores.json", "checkpoint_best.pt"):
+    for folder in ("test", "test.partial"):
+        (run / folder).mkdir(parents=True)
+    for name in ("test/en-de.txt", "scores.json", "checkpoint_best.pt", "test.partial/en-de.txt"):
         (run / name).write_text("old")
-    (run / "test.partial").mkdir()
-    raw = tmp_path / "data/multi30k/raw"
-    raw.mkdir(parents=True)
-    for pair in ("en-de", "en-fr", "en-cs"):
-        write_text(raw, pair, train=1, valid=1, test=1)
     before = tree(run)
-    printed = []
-    monkeypatch.setattr(evaluate, "run", lambda lines: printed.extend(lines))
-    monkeypatch.setattr(scores, "read_score", lambda *_: scores.Score(30.0, "s", 1, 1.0))
+    dataset = load_dataset("multi30k")
+    evaluation = Evaluation(dataset, run, run / "checkpoint_best.pt", ("en-de",))
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(UsageError, match=r"scores\.json cannot be saved: No space left on device"):
-        evaluate.evaluate(load_dataset("multi30k"), "moe", [])
-    assert tree(run) == before and not (run / "test.partial").exists()
-    assert not any(line.startswith("mv ") for line in printed)
+        evaluation.finish({"en-de": scores.Score(30.0, "s", 1, 1.0)})
+    assert tree(run) == before
 
 
 def test_a_program_that_does_not_say_what_went_wrong_is_named(capfd):

@@ -1,7 +1,6 @@
 """Recipes through their scripts: what they print, run, write and refuse."""
 
 import http.server
-import json
 import os
 import shlex
 import subprocess
@@ -10,11 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
-import sacrebleu
 import yaml
-from commands import bash_functions, bash_torchrun, run
-
-from smoe_fairseq.recipes import scores
+from commands import bash_functions, run
 
 ROOT = Path(__file__).parents[1]
 DATASETS = {"phrasebook": 8, "multi30k": 6}
@@ -33,17 +29,21 @@ def recipe(
 
     fresh: the commands that it runs are started from nothing, as they are for a user.
     """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RAW", "DATA_DIR", "RUN_DIR")}
-    if not fresh and "DRY_RUN" not in environment:
-        inherited |= bash_functions()
     return subprocess.run(
         [ROOT / "scripts" / f"{script}.sh", *words],
         cwd=cwd,
-        env=inherited | {"PATH": path, "NO_PROXY": "127.0.0.1"} | environment,
+        env=surroundings(fresh or "DRY_RUN" in environment) | environment,
         capture_output=True,
         text=True,
     )
+
+
+def surroundings(fresh: bool = False) -> dict[str, str]:
+    """The environment of a recipe."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RAW", "DATA_DIR", "RUN_DIR")}
+    functions = {} if fresh else bash_functions()
+    return inherited | functions | {"PATH": path, "NO_PROXY": "127.0.0.1"}
 
 
 def table(cwd: Path, dataset: str, **environment: str) -> str:
@@ -235,120 +235,6 @@ def test_damaged_archive_is_named(tmp_path):
 
 def test_raw_has_to_be_a_folder(tmp_path):
     assert "RAW" in refusal(prepare_from(tmp_path, tmp_path / "nowhere"))
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A run from raw text to scores: one pair with test data, one without, three updates."""
-    folder = tmp_path_factory.mktemp("tiny")
-    raw = write_text(folder / "text", "en-fr", train=300, valid=20, test=12)
-    write_text(raw, "en-de", train=300, valid=20)
-    given = write_dataset(
-        *(folder / "configs", "tiny"),
-        pairs=["en-fr", "en-de"],
-        raw={},
-        subwords={"vocab-size": 60},
-        train={
-            **{"arch": "smoe_transformer_tiny", "max-tokens": 500, "max-update": 3},
-            **{"lr": 0.01, "warmup-updates": 1, "num-workers": 0},
-        },
-        generate={"max-tokens": 1000, "max-len-b": 10, "num-workers": 0},
-    )
-    given |= {"OMP_NUM_THREADS": "1"}
-    results = {
-        "prepare": recipe(folder, "prepare", "tiny", RAW=str(raw), **given),
-        "train": recipe(folder, "train", "tiny", "smoe-2-2", **given),
-        "evaluate": recipe(folder, "evaluate", "tiny", "smoe-2-2", "--beam", "2", **given),
-        "table": recipe(folder, "table", "tiny", **given),
-        "again": recipe(folder, "prepare", "tiny", RAW=str(raw), **given),
-    }
-    for result in results.values():
-        assert result.returncode == 0, result.stdout + result.stderr
-    return folder, results
-
-
-def test_prepared_text_is_the_raw_text(tiny):
-    from fairseq.data import Dictionary, data_utils
-
-    folder, results = tiny
-    binary = folder / "data/tiny/bin"
-    dictionaries = {(binary / f"dict.{lang}.txt").read_text() for lang in ("en", "fr", "de")}
-    assert dictionaries == {(binary / "dict.txt").read_text()}
-    dictionary = Dictionary.load(str(binary / "dict.txt"))
-    for split, language in (("train", "en"), ("valid", "fr"), ("test", "fr")):
-        name = f"{split}.en-fr.{language}"
-        data = data_utils.load_indexed_dataset(str(binary / name), dictionary)
-        decoded = [dictionary.string(line, "sentencepiece") for line in data]
-        assert decoded == (folder / "data/tiny/raw" / name).read_text().splitlines()
-        assert decoded == [" ".join(x.split()) for x in open(folder / "text" / name, newline="\n")]
-    assert not list(folder.glob("data/**/*.partial"))
-    assert "prepared already" in results["again"].stdout
-
-
-def test_scores_are_those_of_the_translations_against_raw_references(tiny):
-    folder, results = tiny
-    run = folder / "runs/tiny/smoe-2-2"
-    content = json.loads((run / "scores.json").read_text())
-    assert list(content["scores"]) == ["fr-en", "en-fr"]
-    for direction, score in content["scores"].items():
-        target = direction.split("-")[1]
-        generated = (run / "test" / direction / "generate-test.txt").read_text().splitlines()
-        found = [line.split("\t") for line in generated if line.startswith("D-")]
-        ordered = [text for _, _, text in sorted(found, key=lambda words: int(words[0][2:]))]
-        assert (run / f"test/{direction}.txt").read_text().splitlines() == ordered
-        references = (folder / f"text/test.en-fr.{target}").read_text().split("\n")[:-1]
-        bleu = sacrebleu.corpus_bleu(ordered, [references], force=True)
-        expected = bleu.score
-        assert score["bleu"] == pytest.approx(expected, abs=0.005)
-        assert score["sentences"] == 12 and "tok:13a" in score["signature"]
-        assert score["length_ratio"] == pytest.approx(bleu.sys_len / bleu.ref_len, abs=0.0005)
-        said = f"# {direction}: BLEU {expected:.2f}, {score['length_ratio']:.2f} of the references' length"
-        assert said in results["evaluate"].stdout
-        warned = f"warning: the translations of {direction}" in results["evaluate"].stderr
-        assert warned == (not 0.8 <= score["length_ratio"] <= 1.2)
-    assert content["checkpoint"] == "checkpoint_best.pt"
-    assert content["generate"].endswith("--beam 2")
-    assert not (run / "test.partial").exists()
-
-
-def test_a_score_without_lengths_is_shown_without():
-    """As in files from before they were kept."""
-    assert str(scores.Score(30.0, "s", 3)) == "BLEU 30.00"
-    assert str(scores.Score(30.0, "s", 3, 1.234)) == "BLEU 30.00, 1.23 of the references' length"
-    odd = [
-        r for r in (0.7, 0.8, 1.0, 1.2, 1.3, None) if scores.Score(30.0, "s", 3, r).has_odd_length
-    ]
-    assert odd == [0.7, 1.3]
-
-
-def test_direction_without_test_data_is_reported_and_left_out(tiny):
-    _, results = tiny
-    assert "test.en-de" in results["prepare"].stderr
-    assert all(f"warning: {d}" in results["evaluate"].stderr for d in ("de-en", "en-de"))
-    assert "| smoe-2-2 |" in results["table"].stdout.splitlines()[2]
-    assert results["table"].stdout.splitlines()[2].count(" - |") == 3  # two directions, average
-
-
-def test_experts_of_several_processes_are_evaluated_as_those_of_one(tiny):
-    folder, results = tiny
-    given = dict(CONFIG_DIR=str(folder / "configs"), RUN_DIR="sharded", OMP_NUM_THREADS="1")
-    given |= bash_torchrun()
-    flags = ["--cpu", "--expert-parallel"]
-    trained = recipe(folder, "train", "tiny", "smoe-2-2", *flags, GPUS="2", **given)
-    assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
-    run = folder / "sharded/tiny/smoe-2-2"
-    assert (run / "checkpoint_best-rank-1.pt").exists()
-    for _ in range(2):  # the second time over what the first one wrote
-        evaluated = recipe(folder, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
-        assert evaluated.returncode == 0, evaluated.stderr
-    assert commands(evaluated, "smoe")[0][1] == "consolidate"
-    assert list(json.loads((run / "scores.json").read_text())["scores"]) == ["fr-en", "en-fr"]
-
-
-def test_training_goes_to_terminal_and_log(tiny):
-    folder, results = tiny
-    log = (folder / "runs/tiny/smoe-2-2/train.log").read_text()
-    assert "requested_capacity" in log and "requested_capacity" in results["train"].stdout
 
 
 class Files(http.server.BaseHTTPRequestHandler):

@@ -115,11 +115,14 @@ def enter(request: dict) -> None:
 
 
 def run_program(words: list[str]) -> None:
-    """A program by its path, or what follows ``python``: ``-c``, what it is to do, its arguments."""
+    """A program by its path, or what follows ``python``: ``-c`` and what it is to do, ``-m`` and a module."""
     if words[0] == "-c":
         sys.path[0] = ""
         sys.argv = ["-c", *words[2:]]
         exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(words[0]).parent)
         sys.argv = words

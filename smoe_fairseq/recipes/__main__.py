@@ -40,6 +40,19 @@ def _evaluate(given) -> None:
     evaluate(load_dataset(given.dataset), given.method, given.flags)
 
 
+def _translate(given) -> None:
+    from smoe_fairseq.recipes.evaluate import plan
+    from smoe_fairseq.recipes.translate import translate
+
+    translate(plan(load_dataset(given.dataset), given.method, given.flags))
+
+
+def _generator(_) -> None:
+    from smoe_fairseq.recipes.generator import serve
+
+    serve()
+
+
 def _demo(given) -> None:
     from smoe_fairseq.recipes.demo import demo
 
@@ -104,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("train", _train, "train a method; FLAGS go to fairseq-train"),
         ("evaluate", _evaluate, "translate and score; FLAGS go to fairseq-generate"),
+        (
+            "translate",
+            _translate,
+            "step: the directions that are left; FLAGS go to fairseq-generate",
+        ),
     ):
         recipe = add(name, run, text, "dataset", "method")
         recipe.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER)
@@ -121,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     encode = add("encode", _encode, "step: text to subwords", paths=("model", "raw", "output"))
     encode.add_argument("--shards", type=int, default=1)
     encode.add_argument("--longest", type=int, default=0)
+    add("generator", _generator, "step: fairseq-generate for each line of standard input")
     add("tokenizer", _tokenizer, "step: sacreBLEU's tokenizer model", "name")
     return parser
 

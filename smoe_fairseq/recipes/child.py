@@ -6,6 +6,8 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
+from smoe_fairseq.system.errors import UsageError
+
 # What ends a program: Ctrl-C, the end of a terminal, and what `kill`, batch systems and containers send.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE = (
@@ -59,6 +61,24 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     if received:
         raise SystemExit(128 + received[0])
     return status
+
+
+def quietly_run(line: str, environment: Mapping[str, str]) -> None:
+    """A line of shell that says nothing unless it fails; it gets the signals of this process's group.
+
+    Raises:
+        UsageError: it failed; with its last words.
+    """
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        said = (done.stderr.splitlines() or ["it does not say why"])[-1]
+        raise UsageError(f"{line.split()[0]} failed with exit status {done.returncode}: {said}")
 
 
 def _send(group: int, number: int) -> bool:

@@ -65,8 +65,8 @@ def launch(extra: Sequence[str]) -> Launch:
     ``GPUS`` processes compute on the CPU where ``extra`` flags say ``--cpu``, or where this machine has no
     GPU. A dry run and SLURM take it as it is given: they are for other machines.
     """
-    gpus = _number("GPUS", least=0, default=None)
-    nodes = _number("NODES", least=1, default=1)
+    gpus = whole_number("GPUS", least=0, default=None)
+    nodes = whole_number("NODES", least=1, default=1)
     if gpus is None:
         import torch
 
@@ -98,7 +98,12 @@ def _has_gpus(wanted: int) -> bool:
     return there > 0
 
 
-def _number(name: str, least: int, default: int | None) -> int | None:
+def whole_number(name: str, least: int, default: int | None) -> int | None:
+    """A variable of the environment.
+
+    Raises:
+        UsageError: it is no number, or less than ``least``.
+    """
     given = os.environ.get(name) or None
     if given is None:
         return default

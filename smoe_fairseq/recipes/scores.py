@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import write_whole
 
 FILE = "scores.json"
+UNFINISHED = "test.partial"  # beside it: an evaluation that goes on, and what it has so far
+BLEU, CHRF, SPBLEU = METRICS = ("BLEU", "chrF++", "spBLEU")
 
 
 @dataclass(frozen=True)
@@ -19,26 +21,33 @@ class Score:
     """One direction: BLEU in points (0 to 100) and how sacreBLEU computed it.
 
     ``length_ratio`` is that of the translations' tokens to the references', sacreBLEU's own count; None
-    in files that were written before it was kept.
+    in files that were written before it was kept. ``others`` has, by its name in `METRICS`, points and
+    signature of what else was computed.
     """
 
     bleu: float
     signature: str
     sentences: int
     length_ratio: float | None = None
+    others: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        bleu = f"BLEU {self.bleu:.2f}"
-        if self.length_ratio is None:
-            return bleu
-        return f"{bleu}, {self.length_ratio:.2f} of the references' length"
+        said = [f"BLEU {self.bleu:.2f}"]
+        if self.length_ratio is not None:
+            said.append(f"{self.length_ratio:.2f} of the references' length")
+        return ", ".join([*said, *(f"{name} {self.others[name][0]:.2f}" for name in self.others)])
+
+    def of(self, metric: str) -> tuple[float, str] | None:
+        """Points and signature of one of `METRICS`; None where it was not computed."""
+        return (self.bleu, self.signature) if metric == BLEU else self.others.get(metric)
 
     @property
     def is_sound(self) -> bool:
         """Whether all is of its type, and no number negative or none; a file may hold anything."""
         ratio = 1 if self.length_ratio is None else self.length_ratio
-        numbers = (self.bleu, self.sentences, ratio)
-        return isinstance(self.signature, str) and all(
+        found = [self.of(metric) for metric in (BLEU, *self.others)]
+        numbers = (self.sentences, ratio, *(points for points, _ in found))
+        return all(isinstance(signature, str) for _, signature in found) and all(
             isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < math.inf
             for n in numbers
         )
@@ -50,43 +59,61 @@ class Score:
 
 
 def read_score(folder: Path, direction: str) -> Score:
-    """What sacreBLEU wrote for a direction, with the number of sentences translated."""
-    result = json.loads((folder / f"{direction}.json").read_text("utf-8"))
+    """What sacreBLEU wrote for a direction, with the number of sentences translated.
+
+    The files are ``DIRECTION.json`` and, where BLEU was computed with sentencepiece too,
+    ``DIRECTION.spbleu.json``.
+    """
+    results = {}
+    for file in (f"{direction}.json", f"{direction}.spbleu.json"):
+        if (folder / file).exists():
+            found = json.loads((folder / file).read_text("utf-8"))
+            for result in found if isinstance(found, list) else [found]:
+                results.setdefault(_metric_of(file, result), result)
+    bleu = results.pop(BLEU)
+    others = {name: (result["score"], result["signature"]) for name, result in results.items()}
+    if "tok:flores" in bleu["signature"]:
+        others[SPBLEU] = (bleu["score"], bleu["signature"])
     sentences = (folder / f"{direction}.txt").read_text("utf-8").count("\n")
     # Its only place in sacreBLEU's result: "62.1/36.8/... (BP = 0.984 ratio = 0.984 hyp_len = ...".
-    ratio = re.search(r"ratio = ([\d.]+)", result.get("verbose_score", ""))
-    return Score(result["score"], result["signature"], sentences, ratio and float(ratio[1]))
+    ratio = re.search(r"ratio = ([\d.]+)", bleu.get("verbose_score", ""))
+    return Score(bleu["score"], bleu["signature"], sentences, ratio and float(ratio[1]), others)
 
 
-def write(
-    folder: Path,
-    scored: Path,
-    checkpoint: Path,
-    settings: Sequence[str],
-    directions: Sequence[str],
-) -> None:
-    """Gathers the scores in the folder ``scored`` into ``folder/scores.json``.
+def _metric_of(file: str, result: dict) -> str:
+    if result["name"] == "chrF2++":  # 2: its beta
+        return CHRF
+    return SPBLEU if file.endswith(".spbleu.json") else result["name"]
 
-    ``settings`` are the flags of the search that made the translations, kept beside their scores.
+
+def write(folder: Path, scores: dict[str, Score], checkpoint: str, settings: Sequence[str]) -> None:
+    """Puts the scores, by direction, into ``folder/scores.json``.
+
+    ``checkpoint`` is its name; ``settings`` are the flags of the search that made the translations, kept
+    beside their scores.
     """
-    scores = {d: asdict(read_score(scored, d)) for d in directions}
     content = {
-        "checkpoint": checkpoint.name,
+        "checkpoint": checkpoint,
         "generate": " ".join(settings),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "scores": scores,
+        "scores": {direction: asdict(score) for direction, score in scores.items()},
     }
     write_whole(folder / FILE, json.dumps(content, indent=2) + "\n")
 
 
 def read(folder: Path) -> dict[str, Score]:
-    """Scores by direction; empty where the run has not been evaluated yet."""
+    """Scores by direction; empty where the run has not been evaluated yet.
+
+    As long as a first evaluation is not complete these are the scores that it has so far.
+    """
     path = folder / FILE
+    if not path.exists():
+        path = folder / UNFINISHED / FILE
     if not path.exists():
         return {}
     try:
         content = json.loads(path.read_text("utf-8"))
-        scores = {direction: Score(**score) for direction, score in content["scores"].items()}
+        scores = {direction: _score(**score) for direction, score in content["scores"].items()}
         if not all(score.is_sound for score in scores.values()):
             raise ValueError
         return scores
@@ -96,3 +123,8 @@ def read(folder: Path) -> dict[str, Score]:
         raise UsageError(
             f"{path} is not a file of scores: delete it and run scripts/evaluate.sh again"
         ) from None
+
+
+def _score(others: dict | None = None, **values) -> Score:
+    others = {metric: (points, signature) for metric, (points, signature) in (others or {}).items()}
+    return Score(**values, others=others)

@@ -34,31 +34,35 @@ def dry_run() -> bool:
     return os.environ.get("DRY_RUN", "0") not in ("", "0")
 
 
-def run(lines: Iterable[str]) -> None:
-    """Prints each line and, unless ``DRY_RUN`` is set, runs it; comments are printed only.
+def environment() -> dict[str, str]:
+    """Of the commands: the programs of this Python's environment come first on the path.
 
-    The programs of this Python's environment come first on the path. The first command that fails
-    ends the recipe, with its own words; those of programs that do not end in a sentence are given one. A
-    signal that ends this process is passed on to
-    all that the command has started, and waited for (child.py). Python's warnings are off, since fairseq,
-    older than its libraries, draws dozens of them in each command; ``PYTHONWARNINGS=default`` shows
-    them.
+    Python's warnings are off, since fairseq, older than its libraries, draws dozens of them in each command;
+    ``PYTHONWARNINGS=default`` shows them.
     """
     scripts = sysconfig.get_path("scripts")
-    path = f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"
-    environment = {
+    return {
         "PYTHONWARNINGS": "ignore",
         # libgomp's threads spin for long while they wait, and take the core from those they wait for as
         # soon as anything else runs on the machine: twice to ten times as slow. This is a short spin.
         "GOMP_SPINCOUNT": "2000",
         **os.environ,
-        "PATH": path,
+        "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}",
     }
+
+
+def run(lines: Iterable[str]) -> None:
+    """Prints each line and, unless ``DRY_RUN`` is set, runs it; comments are printed only.
+
+    The first command that fails ends the recipe, with its own words; those of programs that do not end
+    in a sentence are given one. A signal that ends this process is passed on to all that the command has
+    started, and waited for (child.py).
+    """
     for line in lines:
         print(line, flush=True)
         if dry_run() or line.startswith("#"):
             continue
-        status = child.run(["bash", "-o", "pipefail", "-c", line], environment)
+        status = child.run(["bash", "-o", "pipefail", "-c", line], environment())
         if status < 0:
             raise UsageError(f"{line.split()[0]} was stopped by {signal.Signals(-status).name}")
         if status and line.split()[0] in _TELL:

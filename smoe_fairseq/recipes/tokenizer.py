@@ -12,12 +12,8 @@ def fetch_tokenizer(name: str) -> None:
     sacreBLEU would fetch it too, but only after everything is translated, and a download that fails
     leaves an empty file, which it later takes for the model.
     """
-    from sacrebleu.tokenizers.tokenizer_spm import SPM_MODELS
-    from sacrebleu.utils import SACREBLEU_DIR
-
-    url = SPM_MODELS[name]["url"]
-    target = Path(SACREBLEU_DIR) / "models" / Path(url).name
-    if target.exists() and target.stat().st_size:
+    url, target = _place(name)
+    if tokenizer_file(name):
         return
     try:
         download(Remote(url, target.name), target)
@@ -26,3 +22,18 @@ def fetch_tokenizer(name: str) -> None:
             f"cannot fetch sacreBLEU's {name} tokenizer ({error}): download {url} where there is a "
             f"network and put it at {target} (the folder is $SACREBLEU, or else ~/.sacrebleu)"
         ) from None
+
+
+def tokenizer_file(name: str) -> Path | None:
+    """The model, where it is there."""
+    file = _place(name)[1]
+    return file if file.exists() and file.stat().st_size else None
+
+
+def _place(name: str) -> tuple[str, Path]:
+    """Its address, and where sacreBLEU looks for it."""
+    from sacrebleu.tokenizers.tokenizer_spm import SPM_MODELS
+    from sacrebleu.utils import SACREBLEU_DIR
+
+    url = SPM_MODELS[name]["url"]
+    return url, Path(SACREBLEU_DIR) / "models" / Path(url).name

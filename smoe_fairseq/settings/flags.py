@@ -6,12 +6,15 @@ Flags = dict[str, Any]
 
 
 def arguments(flags: Flags) -> list[str]:
-    """Command-line words for flags: ``true`` is the bare flag, ``false`` and null leave it out."""
+    """Command-line words for flags: ``true`` is the bare flag, ``false`` and null leave it out.
+
+    A list is a flag with several words behind it.
+    """
     words: list[str] = []
     for key, value in flags.items():
         if value is None or value is False:
             continue
         words.append(f"--{key}")
         if value is not True:
-            words.append(str(value))
+            words += map(str, value if isinstance(value, list) else [value])
     return words

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from smoe_fairseq.system.errors import UsageError
 
-TRAINING, RECIPE = "training.lock", "recipe.lock"
+TRAINING, RECIPE, EVALUATION = "training.lock", "recipe.lock", "evaluation.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 _held: dict[Path, int] = {}  # this process's, with their descriptors

@@ -1,0 +1,310 @@
+"""From raw text to scores: what a small run prepares, trains, translates and keeps when it is interrupted."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import sacrebleu
+from commands import bash_torchrun, run
+from sampling import soak
+from test_recipes import commands, recipe, refusal, surroundings, table, write_dataset, write_text
+
+from smoe_fairseq.recipes import scores
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A run from raw text to scores: one pair with test data, one without, three updates."""
+    folder = tmp_path_factory.mktemp("tiny")
+    raw = write_text(folder / "text", "en-fr", train=300, valid=20, test=12)
+    write_text(raw, "en-de", train=300, valid=20)
+    given = write_dataset(
+        *(folder / "configs", "tiny"),
+        pairs=["en-fr", "en-de"],
+        raw={},
+        subwords={"vocab-size": 60},
+        train={
+            **{"arch": "smoe_transformer_tiny", "max-tokens": 500, "max-update": 3},
+            **{"lr": 0.01, "warmup-updates": 1, "num-workers": 0},
+        },
+        generate={"max-tokens": 1000, "max-len-b": 10, "num-workers": 0},
+    )
+    given |= {"OMP_NUM_THREADS": "1"}
+    results = {
+        "prepare": recipe(folder, "prepare", "tiny", RAW=str(raw), **given),
+        "train": recipe(folder, "train", "tiny", "smoe-2-2", **given),
+        "evaluate": recipe(folder, "evaluate", "tiny", "smoe-2-2", "--beam", "2", **given),
+        "table": recipe(folder, "table", "tiny", **given),
+        "again": recipe(folder, "prepare", "tiny", RAW=str(raw), **given),
+    }
+    for result in results.values():
+        assert result.returncode == 0, result.stdout + result.stderr
+    return folder, results
+
+
+def test_prepared_text_is_the_raw_text(tiny):
+    from fairseq.data import Dictionary, data_utils
+
+    folder, results = tiny
+    binary = folder / "data/tiny/bin"
+    dictionaries = {(binary / f"dict.{lang}.txt").read_text() for lang in ("en", "fr", "de")}
+    assert dictionaries == {(binary / "dict.txt").read_text()}
+    dictionary = Dictionary.load(str(binary / "dict.txt"))
+    for split, language in (("train", "en"), ("valid", "fr"), ("test", "fr")):
+        name = f"{split}.en-fr.{language}"
+        data = data_utils.load_indexed_dataset(str(binary / name), dictionary)
+        decoded = [dictionary.string(line, "sentencepiece") for line in data]
+        assert decoded == (folder / "data/tiny/raw" / name).read_text().splitlines()
+        assert decoded == [" ".join(x.split()) for x in open(folder / "text" / name, newline="\n")]
+    assert not list(folder.glob("data/**/*.partial"))
+    assert "prepared already" in results["again"].stdout
+
+
+def test_scores_are_those_of_the_translations_against_raw_references(tiny):
+    folder, results = tiny
+    run = folder / "runs/tiny/smoe-2-2"
+    content = json.loads((run / "scores.json").read_text())
+    assert list(content["scores"]) == ["fr-en", "en-fr"]
+    for direction, score in content["scores"].items():
+        target = direction.split("-")[1]
+        generated = (run / "test" / direction / "generate-test.txt").read_text().splitlines()
+        found = [line.split("\t") for line in generated if line.startswith("D-")]
+        ordered = [text for _, _, text in sorted(found, key=lambda words: int(words[0][2:]))]
+        assert (run / f"test/{direction}.txt").read_text().splitlines() == ordered
+        references = (folder / f"text/test.en-fr.{target}").read_text().split("\n")[:-1]
+        bleu = sacrebleu.corpus_bleu(ordered, [references], force=True)
+        expected = bleu.score
+        assert score["bleu"] == pytest.approx(expected, abs=0.005)
+        assert score["sentences"] == 12 and "tok:13a" in score["signature"]
+        assert score["length_ratio"] == pytest.approx(bleu.sys_len / bleu.ref_len, abs=0.0005)
+        said = f"# {direction}: BLEU {expected:.2f}, {score['length_ratio']:.2f} of the references' length"
+        assert said in results["evaluate"].stdout
+        warned = f"warning: the translations of {direction}" in results["evaluate"].stderr
+        assert warned == (not 0.8 <= score["length_ratio"] <= 1.2)
+    assert content["checkpoint"] == "checkpoint_best.pt"
+    assert content["generate"].endswith("--beam 2")
+    assert not (run / "test.partial").exists()
+    chrf = sacrebleu.corpus_chrf(ordered, [references], word_order=2).score
+    found = content["scores"]["en-fr"]["others"]["chrF++"]
+    assert found[0] == pytest.approx(chrf, abs=0.005) and "nw:2" in found[1]
+
+
+def test_a_score_without_lengths_is_shown_without():
+    """As in files from before they were kept."""
+    assert str(scores.Score(30.0, "s", 3)) == "BLEU 30.00"
+    assert str(scores.Score(30.0, "s", 3, 1.234)) == "BLEU 30.00, 1.23 of the references' length"
+    odd = [
+        r for r in (0.7, 0.8, 1.0, 1.2, 1.3, None) if scores.Score(30.0, "s", 3, r).has_odd_length
+    ]
+    assert odd == [0.7, 1.3]
+
+
+def test_direction_without_test_data_is_reported_and_left_out(tiny):
+    _, results = tiny
+    assert "test.en-de" in results["prepare"].stderr
+    assert all(f"warning: {d}" in results["evaluate"].stderr for d in ("de-en", "en-de"))
+    assert "| smoe-2-2 |" in results["table"].stdout.splitlines()[2]
+    assert results["table"].stdout.splitlines()[2].count(" - |") == 3  # two directions, average
+
+
+def test_experts_of_several_processes_are_evaluated_as_those_of_one(tiny):
+    folder, results = tiny
+    given = dict(CONFIG_DIR=str(folder / "configs"), RUN_DIR="sharded", OMP_NUM_THREADS="1")
+    given |= bash_torchrun()
+    flags = ["--cpu", "--expert-parallel"]
+    trained = recipe(folder, "train", "tiny", "smoe-2-2", *flags, GPUS="2", **given)
+    assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
+    run = folder / "sharded/tiny/smoe-2-2"
+    assert (run / "checkpoint_best-rank-1.pt").exists()
+    for names in (["consolidate"], []):  # again only when there is something newer
+        evaluated = recipe(folder, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
+        assert [words[1] for words in commands(evaluated, "smoe")] == names
+    (run / "checkpoint_best-rank-1.pt").touch()
+    evaluated = recipe(folder, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
+    assert [words[1] for words in commands(evaluated, "smoe")] == ["consolidate"]
+    assert list(json.loads((run / "scores.json").read_text())["scores"]) == ["fr-en", "en-fr"]
+
+
+def test_training_goes_to_terminal_and_log(tiny):
+    folder, results = tiny
+    log = (folder / "runs/tiny/smoe-2-2/train.log").read_text()
+    assert "requested_capacity" in log and "requested_capacity" in results["train"].stdout
+
+
+# Interruption
+
+
+def start_evaluation(folder: Path, runs: str, *flags: str, **given: str) -> subprocess.Popen:
+    """In a session of its own, so that all of it can be killed at once."""
+    environment = surroundings() | {"OMP_NUM_THREADS": "1", "RUN_DIR": runs}
+    return subprocess.Popen(
+        [
+            Path(__file__).parents[1] / "scripts/evaluate.sh",
+            "tiny",
+            "smoe-2-2",
+            "--beam",
+            "2",
+            *flags,
+        ],
+        cwd=folder,
+        env=environment | {"CONFIG_DIR": str(folder / "configs")} | given,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def kill_session(session: int) -> None:
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            if os.getsid(int(process)) == session:
+                os.kill(int(process), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def wait_until(happens, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def works_in(folder: Path) -> bool:
+    """Whether any process has this working directory."""
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{process}/cwd") == str(folder):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+@pytest.fixture
+def unevaluated(tiny, tmp_path):
+    """A folder with the run of ``tiny``, as it was before it was evaluated."""
+    folder, _ = tiny
+    for name in ("configs", "data"):
+        shutil.copytree(folder / name, tmp_path / name, symlinks=True)
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    shutil.rmtree(tmp_path / "runs/tiny/smoe-2-2/test")
+    (tmp_path / "runs/tiny/smoe-2-2/scores.json").unlink()
+    return tmp_path
+
+
+def result_of(run: Path) -> dict:
+    content = json.loads((run / "scores.json").read_text())
+    del content["date"]
+    return content
+
+
+def evaluate_again(folder: Path, *flags: str, **given: str) -> subprocess.CompletedProcess:
+    given = {"CONFIG_DIR": str(folder / "configs"), "OMP_NUM_THREADS": "1", **given}
+    return recipe(folder, "evaluate", "tiny", "smoe-2-2", "--beam", "2", *flags, **given)
+
+
+def test_translations_are_those_of_fairseq_generate_to_the_byte(tiny, tmp_path):
+    """The commands of the dry run, each in a process of its own."""
+    folder, _ = tiny
+    printed = evaluate_again(folder, DRY_RUN="1")
+    generated = commands(printed, "fairseq-generate")
+    assert len(generated) == 2
+    for i, words in enumerate(generated):
+        run(*words, "--results-path", tmp_path / str(i), cwd=folder)
+        direction = words[words.index("--results-path") + 1].rsplit("/", 1)[-1]
+        ours = folder / "runs/tiny/smoe-2-2/test" / direction / "generate-test.txt"
+        assert lines_of(ours) == lines_of(tmp_path / str(i) / "generate-test.txt")
+
+
+def lines_of(file: Path) -> list[str]:
+    """Without those of the log, which are there where nothing has set up one before (warm.py)."""
+    return [line for line in file.read_text().splitlines() if not line.startswith("20")]
+
+
+def test_a_killed_evaluation_goes_on_with_what_is_left(tiny, unevaluated):
+    expected = result_of(tiny[0] / "runs/tiny/smoe-2-2")
+    run = unevaluated / "runs/tiny/smoe-2-2"
+    process = start_evaluation(unevaluated, "runs", JOBS="1")
+    wait_until(lambda: list(run.glob("test.partial/scores.json")) or process.poll() is not None)
+    kill_session(process.pid)
+    process.wait()
+    wait_until(lambda: not works_in(unevaluated))  # nobody translates for a dead process
+    assert not (run / "scores.json").exists()
+    (done,) = json.loads((run / "test.partial/scores.json").read_text())["scores"]
+    row = table(unevaluated, "tiny", CONFIG_DIR=str(unevaluated / "configs")).splitlines()
+    assert "1 of 4 directions are scored" in row[-1]
+    assert f"{expected['scores'][done]['bleu']:.2f}" in row[2]
+
+    before = (run / "test.partial" / done / "generate-test.txt").stat().st_mtime_ns
+    again = evaluate_again(unevaluated)
+    assert again.returncode == 0, again.stderr
+    assert f"# {done}: " in again.stdout and "(as it was)" in again.stdout
+    assert (run / "test" / done / "generate-test.txt").stat().st_mtime_ns == before
+    assert result_of(run) == expected
+    assert not (run / "test.partial").exists() and not list(run.glob("**/*.log*"))[1:]  # train.log
+
+
+@pytest.mark.parametrize("seconds", [soak(0.2 + 0.3 * i) for i in range(8)])
+def test_killed_at_any_time_it_ends_in_the_same_scores(tiny, unevaluated, seconds):
+    run = unevaluated / "runs/tiny/smoe-2-2"
+    process = start_evaluation(unevaluated, "runs")
+    time.sleep(seconds)
+    kill_session(process.pid)
+    process.wait()
+    again = evaluate_again(unevaluated)
+    assert again.returncode == 0, again.stderr
+    assert result_of(run) == result_of(tiny[0] / "runs/tiny/smoe-2-2")
+
+
+def test_what_is_evaluated_is_not_evaluated_again_unless_anything_is_new(unevaluated):
+    run = unevaluated / "runs/tiny/smoe-2-2"
+    file = run / "scores.json"
+
+    def is_new(*flags: str) -> bool:
+        before = file.stat().st_mtime_ns if file.exists() else 0
+        assert evaluate_again(unevaluated, *flags).returncode == 0
+        return file.stat().st_mtime_ns != before
+
+    assert [is_new(), is_new()] == [True, False]
+    assert [is_new("--lenpen", "2"), is_new("--lenpen", "2")] == [True, False]
+    (run / "checkpoint_best.pt").touch()
+    assert is_new("--lenpen", "2")
+    reference = unevaluated / "data/tiny/raw/test.en-fr.fr"
+    reference.write_text(reference.read_text().replace("nombre", "chiffre"))
+    assert is_new("--lenpen", "2")
+
+
+def test_what_an_unfinished_evaluation_with_other_flags_has_left_is_not_used(tiny, unevaluated):
+    run = unevaluated / "runs/tiny/smoe-2-2"
+    shutil.copytree(tiny[0] / "runs/tiny/smoe-2-2/test", run / "test.partial")
+    (run / "test.partial/fr-en.txt").write_text("what nobody has translated\n" * 12)
+    assert "as it was" not in evaluate_again(unevaluated, "--lenpen", "2").stdout
+    assert (run / "test/fr-en.txt").read_text() != "what nobody has translated\n" * 12
+
+
+def test_what_goes_wrong_in_a_translation_is_one_sentence(unevaluated):
+    run = unevaluated / "runs/tiny/smoe-2-2"
+    sentence = refusal(evaluate_again(unevaluated, "--lenpen", "much"))
+    assert sentence == "error: argument --lenpen: invalid float value: 'much'"
+    assert "JOBS=0: expected a whole number of at least 1" in refusal(
+        evaluate_again(unevaluated, JOBS="0")
+    )
+    checkpoint = run / "checkpoint_best.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    assert "checkpoint_best.pt" in refusal(evaluate_again(unevaluated))
+    assert not (run / "scores.json").exists() and not (run / "test").exists()
+
+
+def test_two_evaluations_of_a_run_are_not_made_at_once(unevaluated):
+    process = start_evaluation(unevaluated, "runs")
+    run = unevaluated / "runs/tiny/smoe-2-2"
+    wait_until(lambda: list(run.glob("test.partial/process-0.log")))
+    assert "smoe-2-2 is in use by another run" in refusal(evaluate_again(unevaluated))
+    assert process.wait() == 0
+    assert (run / "scores.json").exists()
