@@ -22,10 +22,10 @@ def run(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/dict.en.txt").write_text("a 2\nb 1\n")
 
-    def claim(*extra: str, method="moe", processes=1, words=WORDS) -> str | None:
+    def claim(*extra, method="moe", processes=1, words=WORDS, force=False, left=True) -> str | None:
         words = [*words, "--save-dir", str(tmp_path / "runs/x/moe"), *extra]
         try:
-            identity.claim(method, tmp_path / "bin", words, processes)
+            assert identity.claim(method, tmp_path / "bin", words, processes, force) == left
         except UsageError as error:
             return str(error)
         finally:
@@ -65,8 +65,38 @@ def test_another_flag_is_refused(run, started, flags):
     before = {path: path.read_bytes() for path in started.iterdir()}
     sentence = run(*flags)
     assert f"{started} {CHANGES[flags]}" in sentence
-    assert "repeat what it was started with, or set RUN_DIR" in sentence
+    assert "repeat what it was started with, set RUN_DIR" in sentence
+    assert "or add --force-resume" in sentence
     assert {path: path.read_bytes() for path in started.iterdir()} == before
+
+
+def test_another_flag_may_be_forced(run, started, capsys):
+    """And is what the run was started with from then on."""
+    assert run("--lr", "0.003", force=True) is None
+    said = f"warning: {started} was started with --lr 0.002, not with --lr 0.003, and goes on so"
+    assert said in capsys.readouterr().err
+    assert run("--lr", "0.003") is None
+    assert "--lr 0.003, not with --lr 0.002" in run()
+
+
+def test_another_method_or_dictionary_may_not_be_forced(run, started, tmp_path):
+    assert "was started as moe, not as dense, which --force-resume is not for" in run(
+        "--lr", "1", method="dense", force=True
+    )
+    (tmp_path / "bin/dict.en.txt").write_text("b 1\na 2\n")
+    assert "other dictionaries" in run(force=True)
+
+
+def test_what_is_trained_is_trained_again_only_to_go_further(run, started):
+    folder = ["--save-dir", str(started)]
+    identity.finish([*WORDS, *folder, "--stop-time-hours", "1"])  # stopped, not finished
+    assert run() is None
+    identity.finish([*WORDS, *folder])
+    assert run(left=False) is None
+    assert run("--log-interval", "5", left=False) is None
+    assert run("--max-update", "20") is None
+    assert run("--max-epoch", "3") is None
+    assert "--seed 1, not with --seed 2" in run("--seed", "2")
 
 
 def test_flag_that_is_missing_is_refused(run, started):

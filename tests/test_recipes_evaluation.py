@@ -136,6 +136,24 @@ def test_training_goes_to_terminal_and_log(tiny):
     assert "requested_capacity" in log and "requested_capacity" in results["train"].stdout
 
 
+def test_a_trained_run_is_not_trained_again(tiny, unevaluated):
+    run = unevaluated / "runs/tiny/smoe-2-2"
+    before = (run / "checkpoint_last.pt").stat().st_mtime_ns
+    given = {"CONFIG_DIR": str(unevaluated / "configs"), "OMP_NUM_THREADS": "1"}
+    again = recipe(unevaluated, "train", "tiny", "smoe-2-2", **given)
+    assert again.returncode == 0 and "fairseq-train" not in again.stdout
+    assert "runs/tiny/smoe-2-2 is trained already" in again.stdout
+    further = recipe(unevaluated, "train", "tiny", "smoe-2-2", "--max-update", "4", **given)
+    assert "num_updates: 4" in further.stdout
+    flags = ("--lr", "0.02", "--max-update", "5")
+    assert "--lr 0.01, not with --lr 0.02" in refusal(
+        recipe(unevaluated, "train", "tiny", "smoe-2-2", *flags, **given)
+    )
+    forced = recipe(unevaluated, "train", "tiny", "smoe-2-2", *flags, "--force-resume", **given)
+    assert "num_updates: 5" in forced.stdout, forced.stderr
+    assert (run / "checkpoint_last.pt").stat().st_mtime_ns > before
+
+
 # Interruption
 
 

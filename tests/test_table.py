@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,8 @@ def test_damaged_scores_are_named(tmp_path):
         ('"bleu": 40.0', '"blue": 40.0'),
         ('"sentences": 3', '"sentences": 3, "length_ratio": "x"'),
         ('"sentences": 3', '"sentences": Infinity'),
+        ('"sentences": 3', '"sentences": 3, "others": {"chrF++": [1]}'),
+        ('"sentences": 3', '"sentences": 3, "others": {"chrF++": ["1", "s"]}'),
         ('"signature": "', '"signature": 1, "x": "'),
         ('{"scores": {', '[{"scores": {'),
         ('{"scores": {', '{"scores": 1, "x": {'),
@@ -258,6 +261,78 @@ def test_paired_bootstrap(two_systems):
     assert rows["en-fr"]["p"] == rows["en-fr"]["dense"] == "-"
     again = table(folder, "multi30k", "--compare", "dense", "moe", "--format", "csv").stdout
     assert again == lines
+
+
+def test_seeds_are_compared_by_sentences_and_by_seeds(two_systems):
+    """p-values by hand: of 6 ways to take two of four runs, two are as far apart as these."""
+    folder, a, b = two_systems
+    runs = folder / "runs/multi30k"
+    for name in ("dense", "moe"):
+        shutil.copytree(runs / name, runs / f"{name}.seed-2")
+    file = runs / "moe.seed-2/scores.json"
+    file.write_text(file.read_text().replace(f'"bleu": {b}', f'"bleu": {b - 1}'))
+    words = ("multi30k", "--compare", "dense", "moe")
+    printed = table(folder, *words).stdout
+    rows = {
+        r[0]: r[1:]
+        for r in ([w.strip() for w in x.split("|")[1:-1]] for x in printed.splitlines())
+        if r
+    }
+    assert rows["direction"] == [
+        *("dense, mean of 2", "moe, mean of 2", "difference", "p (sentences)", "p (seeds)")
+    ]
+    assert rows["en-de"][:3] == [f"{a:.2f}", f"{b - 0.5:.2f}", f"{b - 0.5 - a:+.2f}"]
+    assert float(rows["en-de"][3]) < 0.01 and rows["en-de"][4] == "0.3333"
+    assert rows["average"] == [*rows["en-de"][:3], "-", "0.3333"]
+    assert "moe: moe, moe.seed-2" in printed and "at least 0.3333" in printed
+    one = table(folder, *words[:2], "dense.seed-2", "moe.seed-2").stdout
+    assert "mean of" not in one and f"{b - 1:.2f}" in one
+
+
+def test_a_sentence_is_drawn_with_the_translations_of_all_seeds(two_systems):
+    """The same translations three times are no more sentences: the p-value is that of one."""
+    folder = two_systems[0]
+    runs = folder / "runs/multi30k"
+    reference = (folder / "data/multi30k/raw/test.en-de.de").read_text().split("\n")[:-1]
+    # A difference of chance: each is right where the other is not, one of them in two more.
+    for name, right in (("dense", range(0, 60, 2)), ("moe", [*range(1, 60, 2), 0, 2])):
+        lines = [x if i in right else "nein" for i, x in enumerate(reference)]
+        (runs / name / "test/en-de.txt").write_text("".join(f"{x}\n" for x in lines))
+
+    def p_value() -> float:
+        printed = table(folder, "multi30k", "--compare", "dense", "moe", "--format", "csv").stdout
+        row = next(line for line in printed.splitlines() if line.startswith("en-de"))
+        return float(row.split(",")[4])
+
+    one = p_value()
+    assert 0.02 < one < 0.9
+    for name in ("dense", "moe"):
+        for seed in (2, 3):
+            shutil.copytree(runs / name, runs / f"{name}.seed-{seed}")
+    assert p_value() == one
+
+
+def test_other_metrics_have_a_table_of_their_own(two_systems):
+    folder, *_ = two_systems
+    runs = folder / "runs/multi30k"
+    chrf = ("chrF++", [50.0, "nrefs:1|nw:2"])
+    for name, others in (
+        ("dense", dict([chrf])),
+        ("moe", dict([chrf, ("spBLEU", [7.0, "tok:f"])])),
+    ):
+        file = runs / name / "scores.json"
+        content = json.loads(file.read_text())
+        content["scores"]["en-de"]["others"] = others
+        file.write_text(json.dumps(content))
+    printed = table(folder, "multi30k", "--metric", "chrf++").stdout
+    assert printed.count(" 50.00 |") == 2 and "sacreBLEU's chrF++ nrefs:1|nw:2" in printed
+    printed = table(folder, "multi30k", "--metric", "spbleu").stdout
+    assert printed.count("7.00 |") == 1 and "dense: 0 of 6 directions are scored" in printed
+    compared = table(folder, "multi30k", "--metric", "chrf++", "--compare", "dense", "moe").stdout
+    assert "50.00" in compared and "0.00" in compared
+    write_scores(folder / "runs/m4/moe", {"eng-nso": 20.0})
+    assert "paper" in table(folder, "m4").stdout
+    assert "paper" not in table(folder, "m4", "--metric", "chrf++").stdout
 
 
 def test_comparing_what_cannot_be_compared(two_systems):

@@ -1,11 +1,16 @@
-"""Is one run better than another? sacreBLEU's paired bootstrap on their saved translations."""
+"""Is one system better than another? By the sentences of the test set, and by the seeds of both."""
 
+import itertools
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
-from sacrebleu.metrics import BLEU
+import numpy as np
+from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.significance import PairedTest
 
-from smoe_fairseq.recipes import scores
+from smoe_fairseq.recipes import scores, seeds
+from smoe_fairseq.recipes.evaluation import SPBLEU_TOKENIZER
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.render import Grid, number
 from smoe_fairseq.settings.dataset import Dataset
@@ -15,66 +20,164 @@ from smoe_fairseq.system.quiet import quietly
 SAMPLES = 1000
 
 
-def compare(dataset: Dataset, first: str, second: str) -> Grid:
-    """BLEU of both runs, the difference and its p-value for each direction; missing where either is.
+def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU) -> Grid:
+    """Means of both over their seeds, the difference and its p-values; missing where either is.
 
-    The seed is sacreBLEU's own (``SACREBLEU_SEED``), so a comparison repeats itself exactly.
+    ``first`` and ``second`` are methods, with all seeds that are scored, or runs (``moe.seed-2``). The
+    p-value of the sentences is that of sacreBLEU's paired bootstrap, where a sentence is drawn with the
+    translations of all seeds; its own seed is sacreBLEU's (``SACREBLEU_SEED``), so a comparison repeats
+    itself exactly. That of the seeds is exact: the share of all ways to call so many of the runs ``first``
+    that are as far apart.
+
+    Raises:
+        UsageError: either is not scored, or not as the other one.
     """
     if first == second:
         raise UsageError(f"--compare {first} {second}: expected two different methods")
-    folders = Folders(dataset.name)
-    for name in (first, second):
-        if not (folders.run(name) / scores.FILE).exists():
-            raise UsageError(
-                f"{folders.run(name) / scores.FILE} is missing: run scripts/evaluate.sh "
-                f"{dataset.name} {name} first"
-            )
-    results = [scores.read(folders.run(name)) for name in (first, second)]
+    systems = {name: _System(dataset, name, metric) for name in (first, second)}
+    one, other = systems.values()
+    several = len(one.runs) + len(other.runs) > 2
     rows, signatures = [], set()
     for direction in dataset.directions:
-        if not all(direction in result for result in results):
-            rows.append([direction, *(number(None) for _ in range(4))])
+        if not all(system.has(direction) for system in systems.values()):
+            rows.append([direction, *(number(None) for _ in range(4 + several))])
             continue
-        kinds = {result[direction].signature for result in results}
+        kinds = one.signatures(direction) | other.signatures(direction)
         if len(kinds) > 1:
             raise UsageError(
                 f"{first} and {second} were scored differently on {direction} "
                 f"({' and '.join(sorted(kinds))}): evaluate both again with the same settings"
             )
         signatures |= kinds
-        rows.append([direction, *_tested(dataset, direction, first, second)])
-    notes = [
-        f"paired bootstrap, {SAMPLES} samples: the difference is significant where p < 0.05",
-        *(f"sacreBLEU {signature}" for signature in sorted(signatures)),
-    ]
-    return Grid(["direction", first, second, "difference", "p"], rows, notes)
+        points = [system.points([direction]) for system in systems.values()]
+        rows.append([direction, *_row(points, _bootstrap(dataset, direction, one, other, metric))])
+        if several:
+            rows[-1].append(number(by_seeds(*points), digits=4))
+    names = [f"{name}, mean of {len(s.runs)}" if several else name for name, s in systems.items()]
+    header = ["direction", *names, "difference", "p (sentences)" if several else "p"]
+    notes = [f"paired bootstrap, {SAMPLES} samples: the difference is significant where p < 0.05"]
+    if several:
+        header.append("p (seeds)")
+        both = [d for d in dataset.directions if one.has(d) and other.has(d)]
+        points = [system.points(both) for system in systems.values()]
+        rows.append(["average", *_row(points, None), number(by_seeds(*points), digits=4)])
+        notes += [f"{name}: {', '.join(system.runs)}" for name, system in systems.items()]
+        notes.append(_smallest(*points))
+    said = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
+    notes += [f"{said} {signature}" for signature in sorted(signatures)]
+    return Grid(header, rows, notes)
 
 
-def _tested(dataset: Dataset, direction: str, first: str, second: str) -> list[str]:
-    folders = Folders(dataset.name)
-    target = direction.split("-")[1]
-    reference = folders.raw / f"test.{dataset.pair_of(direction)}.{target}"
-    files = [folders.run(name) / "test" / f"{direction}.txt" for name in (first, second)]
-    references, *hypotheses = (_lines(path) for path in (reference, *files))
-    for path, lines in zip(files, hypotheses, strict=True):
-        if len(lines) != len(references):
+class _System:
+    """A method's scored runs, or one run."""
+
+    def __init__(self, dataset: Dataset, name: str, metric: str):
+        self.metric, self.folder = metric, Folders(dataset.name).runs
+        found = sorted((p.name for p in self.folder.glob("*") if p.is_dir()), key=seeds.order)
+        runs = [run for run in found if name in (run, seeds.method_of(run))]
+        self.runs = {run: scores.read(self.folder / run) for run in runs}
+        self.runs = {run: result for run, result in self.runs.items() if result}
+        if not self.runs:
             raise UsageError(
-                f"{path} has {len(lines)} lines and {reference} has {len(references)}: "
-                "evaluate again"
+                f"{self.folder / name / scores.FILE} is missing: run scripts/evaluate.sh "
+                f"{dataset.name} {name} first"
             )
-    tokenize = str(dataset.sacrebleu.get("tokenize", "13a"))
+
+    def has(self, direction: str) -> bool:
+        return all(
+            direction in result and result[direction].of(self.metric)
+            for result in self.runs.values()
+        )
+
+    def signatures(self, direction: str) -> set[str]:
+        return {result[direction].of(self.metric)[1] for result in self.runs.values()}
+
+    def points(self, directions: Sequence[str]) -> list[float]:
+        """Of each run, their mean."""
+        return [
+            statistics.fmean(result[d].of(self.metric)[0] for d in directions)
+            for result in self.runs.values()
+        ]
+
+    def translations(self, direction: str) -> list[Path]:
+        return [self.folder / run / "test" / f"{direction}.txt" for run in self.runs]
+
+
+def by_seeds(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """The permutation test's two-sided p-value; None where one side has no second run."""
+    if min(len(first), len(second)) < 2:
+        return None
+    everything = [*first, *second]
+    total, far = sum(everything), abs(statistics.fmean(first) - statistics.fmean(second))
+
+    def distance(chosen: tuple[float, ...]) -> float:
+        rest = (total - sum(chosen)) / len(second)
+        return abs(sum(chosen) / len(first) - rest)
+
+    distances = [distance(c) for c in itertools.combinations(everything, len(first))]
+    return sum(d >= far - 1e-9 for d in distances) / len(distances)
+
+
+def _smallest(first: Sequence[float], second: Sequence[float]) -> str:
+    if by_seeds(first, second) is None:
+        return "p (seeds) takes two runs of each"
+    apart = by_seeds(range(len(first)), range(100, 100 + len(second)))
+    return f"p (seeds): permutation test over the runs; with so many it is at least {apart:.4f}"
+
+
+def _row(points: Sequence[Sequence[float]], p: float | None) -> list[str]:
+    means = [statistics.fmean(values) for values in points]
+    difference = number(means[1] - means[0], sign=True)
+    return [*(number(mean) for mean in means), difference, number(p, digits=4)]
+
+
+def _bootstrap(
+    dataset: Dataset, direction: str, first: _System, second: _System, metric: str
+) -> float:
+    """The p-value of sacreBLEU's paired bootstrap."""
+    target = direction.split("-")[1]
+    reference = Folders(dataset.name).raw / f"test.{dataset.pair_of(direction)}.{target}"
+    references = _lines(reference)
+    systems = []
+    for system in (first, second):
+        each = []
+        for path in system.translations(direction):
+            each.append(_lines(path))
+            if len(each[-1]) != len(references):
+                raise UsageError(
+                    f"{path} has {len(each[-1])} lines and {reference} has {len(references)}: "
+                    "evaluate again"
+                )
+        systems.append(list(zip(*each, strict=True)))
+    if metric == scores.CHRF:
+        computed = CHRF(word_order=2, references=[references])
+    else:
+        own = str(dataset.sacrebleu.get("tokenize", "13a"))
+        tokenize = SPBLEU_TOKENIZER if metric == scores.SPBLEU else own
+        computed = BLEU(tokenize=tokenize, references=[references])
+    _pool(computed)
     with quietly():
         test = PairedTest(
-            [(first, hypotheses[0]), (second, hypotheses[1])],
-            {"BLEU": BLEU(tokenize=tokenize, references=[references])},
+            [("first", systems[0]), ("second", systems[1])],
+            {metric: computed},
             references=None,
             test_type="bs",
             n_samples=SAMPLES,
         )
-        a, b = test()[1]["BLEU"]
-    return [*(number(n) for n in (a.score, b.score)), number(b.score - a.score, sign=True)] + [
-        number(b.p_value, digits=4)
-    ]
+        (result,) = (values for name, values in test()[1].items() if name != "System")
+    return result[1].p_value
+
+
+def _pool(metric) -> None:
+    """For a hypothesis that is one translation per seed, its counts are those of all of them."""
+    extract = metric._extract_corpus_statistics
+
+    def extract_all(hypotheses, references):
+        return sum(
+            np.array(extract(list(one), references)) for one in zip(*hypotheses, strict=True)
+        )
+
+    metric._extract_corpus_statistics = extract_all
 
 
 def _lines(path: Path) -> list[str]:

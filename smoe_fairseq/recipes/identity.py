@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smoe_fairseq.recipes.batch import TOLERANCE
+from smoe_fairseq.recipes.shell import report
 from smoe_fairseq.system import lock
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import write_whole
 
 FILE = "identity.json"
+_TRAINED = "trained"  # in it, once that is so: how far
+_LIMITS = ("--max-update", "--max-epoch", "--patience")
 
 # Flags that may differ when a run is resumed. All others are part of what is trained. So is the precision
 # (--fp16, --bf16, --amp and their variants): rounding is part of the result, and the optimizer's state of
@@ -48,19 +51,25 @@ _OTHER_NAMES = {
 }
 
 
-def claim(method: str, data: Path, words: Sequence[str], processes: int) -> None:
+def claim(
+    method: str, data: Path, words: Sequence[str], processes: int, force: bool = False
+) -> bool:
     """Takes ``--save-dir`` for this process and, where it holds a run, makes sure that it is this one.
 
     Args:
         data: the folder of the dictionaries.
         words: the arguments of ``fairseq-train``; of a flag that is repeated the last one counts.
+        force: whether the run goes on with other flags than before, which are said.
+
+    Returns:
+        Whether there is anything to train: not where it has been trained as far as it is to be.
 
     Raises:
         UsageError: another run is being trained there, or what is there was started as another.
     """
     given = _given(words)
     if "--no-save" in given:
-        return
+        return True
     folder = Path(given["--save-dir"])
     flags = {n: v for n, v in given.items() if n not in _FREE and not n.startswith(_FREE_PREFIXES)}
     own = {
@@ -77,14 +86,40 @@ def claim(method: str, data: Path, words: Sequence[str], processes: int) -> None
     lock.take(folder, lock.RECIPE)
     lock.check_free(folder)
     file = folder / FILE
-    if any(folder.glob("checkpoint*.pt")) and file.exists():
-        if difference := _difference(_read(file), own, data):
-            raise UsageError(
-                f"{folder} {difference}: repeat what it was started with, or set RUN_DIR to another "
-                "folder for a new run"
-            )
-        return  # what it was started with stays
+    if not (any(folder.glob("checkpoint*.pt")) and file.exists()):
+        write_whole(file, json.dumps(own, indent=2) + "\n")
+        return True
+    was = _read(file)
+    difference = _difference(was, own, data)
+    if not difference:  # what it was started with stays
+        return was.get(_TRAINED) is None or was[_TRAINED] != _limits(given)
+    if not (force and _difference(was, own | {"flags": was["flags"]}, data) is None):
+        otherwise = "set RUN_DIR to another folder for a new run"
+        if force:
+            raise UsageError(f"{folder} {difference}, which --force-resume is not for: {otherwise}")
+        raise UsageError(
+            f"{folder} {difference}: repeat what it was started with, {otherwise}, or add --force-resume "
+            "to go on with this one"
+        )
+    report(f"{folder} {difference}, and goes on so, as --force-resume asks for")
     write_whole(file, json.dumps(own, indent=2) + "\n")
+    return True
+
+
+def finish(words: Sequence[str]) -> None:
+    """Notes that the run has been trained as far as it was to be, so that it is not trained again.
+
+    That of fairseq would begin with one more update and end there.
+    """
+    given = _given(words)
+    file = Path(given["--save-dir"]) / FILE
+    if "--no-save" not in given and file.exists() and "--stop-time-hours" not in given:
+        content = _read(file) | {_TRAINED: _limits(given)}
+        write_whole(file, json.dumps(content, indent=2) + "\n")
+
+
+def _limits(given: dict[str, str]) -> dict[str, str]:
+    return {name: given[name] for name in _LIMITS if name in given}
 
 
 def _given(words: Sequence[str]) -> dict[str, str]:

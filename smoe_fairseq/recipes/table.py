@@ -24,30 +24,39 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET")
     parser.add_argument("--format", choices=FORMATS, default="markdown", help="default: markdown")
     parser.add_argument(
+        "--metric",
+        choices=[metric.lower() for metric in scores.METRICS],
+        default=scores.BLEU.lower(),
+        help="default: bleu; the paper's numbers are beside this one only",
+    )
+    parser.add_argument(
         "--compare",
         nargs=2,
         metavar=("A", "B"),
-        help="is B better or worse than A? sacreBLEU's paired bootstrap, per direction",
+        help="is B better or worse than A, by direction? over all seeds of both methods (A.seed-2 is one): "
+        "paired bootstrap over sentences, permutations of the seeds",
     )
 
 
 def run(args: Namespace) -> None:
     """Prints the table of a data set, or the comparison of two of its runs."""
     dataset = load_dataset(args.dataset)
+    metric = next(metric for metric in scores.METRICS if metric.lower() == args.metric)
     if args.compare:
         from smoe_fairseq.recipes.compare import compare
 
-        grid = compare(dataset, *args.compare)
+        grid = compare(dataset, *args.compare, metric)
     else:
-        grid = side_by_side(dataset)
+        grid = side_by_side(dataset, metric)
     print(FORMATS[args.format](grid))
     if args.format == "csv":
         print("\n".join(grid.notes), file=sys.stderr)
 
 
-def side_by_side(dataset: Dataset) -> Grid:
+def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     """A row for each method and, where the paper has the system, its values and the differences.
 
+    The paper's values are BLEU; beside another ``metric`` of `scores.METRICS` they are left out.
     Of several seeds the row has the mean of those that are scored, and the next one the standard deviation.
     The average of a class of which any direction is missing is missing itself, and a note gives the
     count; scores of different sacreBLEU signatures are not averaged.
@@ -59,7 +68,7 @@ def side_by_side(dataset: Dataset) -> Grid:
             f"{folder} holds no runs: start with scripts/train.sh {dataset.name} METHOD"
         )
     table = tables().get(dataset.name, {})
-    paper = table.get("rows", {})
+    paper = table.get("rows", {}) if metric == scores.BLEU else {}
     order = list(paper)
     names.sort(key=seeds.order)
     runs = {m: list(found) for m, found in itertools.groupby(names, key=seeds.method_of)}
@@ -71,7 +80,7 @@ def side_by_side(dataset: Dataset) -> Grid:
         results = {run: scores.read(folder / run) for run in runs[name]}
         scored = {run: result for run, result in results.items() if result} or results
         cost = _cost(dataset, name)
-        each = [[average(result, column) for column in found] for result in scored.values()]
+        each = [[average(result, column, metric) for column in found] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
         spread = [_over_seeds(statistics.stdev, values) for values in zip(*each, strict=True)]
         count = f"mean of {len(scored)} seeds"
@@ -97,7 +106,7 @@ def side_by_side(dataset: Dataset) -> Grid:
                 ]
             )
         for run, result in results.items():
-            notes += _notes(dataset, run, result)
+            notes += _notes(dataset, run, result, metric)
     if any(column.directions is None for column in found):
         path = Folders(dataset.name).data / SIZES
         notes.append(f"{path} is missing: run scripts/prepare.sh {dataset.name} for the classes")
@@ -106,14 +115,19 @@ def side_by_side(dataset: Dataset) -> Grid:
     return Grid([*texts, *costs, *(c.name for c in found)], rows, notes, texts=len(texts))
 
 
-def average(result: Scores, column: Column) -> float | None:
-    """BLEU in points; None where a direction is missing or they were not computed alike."""
-    if not column.directions or not all(d in result for d in column.directions):
+def average(result: Scores, column: Column, metric: str = scores.BLEU) -> float | None:
+    """In points; None where a direction is missing or they were not computed alike."""
+    there = _of(result, metric)
+    if not column.directions or not all(d in there for d in column.directions):
         return None
-    chosen = [result[d] for d in column.directions]
-    if len({score.signature for score in chosen}) > 1:
-        return None
-    return sum(score.bleu for score in chosen) / len(chosen)
+    points, signatures = zip(*(there[d] for d in column.directions), strict=True)
+    return None if len(set(signatures)) > 1 else statistics.fmean(points)
+
+
+def _of(result: Scores, metric: str) -> dict[str, tuple[float, str]]:
+    """Points and signature of the directions that have this metric."""
+    found = {direction: score.of(metric) for direction, score in result.items()}
+    return {direction: value for direction, value in found.items() if value is not None}
 
 
 def _over_seeds(function, values: Sequence[float | None]) -> float | None:
@@ -145,15 +159,16 @@ def _words(cost, bleu, digits: int = 1, sign: bool = False) -> list[str]:
     return [*(number(n, digits, sign) for n in cost), *(number(n, 2, sign) for n in bleu)]
 
 
-def _notes(dataset: Dataset, name: str, result: Scores) -> list[str]:
+def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str]:
     """What a reader of a row has to know: how it was scored and why averages are missing."""
-    missing = [d for d in dataset.directions if d not in result]
-    signatures = sorted({score.signature for score in result.values()})
-    notes = [f"{name}: sacreBLEU {signature}" for signature in signatures]
+    there = _of(result, metric)
+    missing = [d for d in dataset.directions if d not in there]
+    signatures = sorted({signature for _, signature in there.values()})
+    said = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
+    notes = [f"{name}: {said} {signature}" for signature in signatures]
     if missing:
-        there = len(dataset.directions) - len(missing)
         notes.append(
-            f"{name}: {there} of {len(dataset.directions)} directions are scored, "
+            f"{name}: {len(there)} of {len(dataset.directions)} directions are scored, "
             "averages over missing ones are left out"
         )
     if len(signatures) > 1:

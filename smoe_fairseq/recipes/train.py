@@ -12,9 +12,16 @@ from smoe_fairseq.settings.flags import arguments
 from smoe_fairseq.settings.method import method_flags
 from smoe_fairseq.system.errors import UsageError
 
+FORCE = "--force-resume"
+
 
 def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
-    """Trains a method, or resumes from its last checkpoint; ``extra`` flags have the last word."""
+    """Trains a method, or resumes from its last checkpoint; ``extra`` flags have the last word.
+
+    Beside those of fairseq-train there is ``--force-resume``: go on with other flags than before.
+    """
+    force = FORCE in extra
+    extra = [word for word in extra if word != FORCE]
     flags = dataset.train | method_flags(method, dataset) | {"seed": seeds.seed_of(dataset)}
     folders = Folders(dataset.name)
     if not dry_run() and not folders.binary.exists():
@@ -50,7 +57,12 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     if not dry_run():
         if place.meets_at_port:
             rendezvous.check_port()
-        identity.claim(method, folders.binary, words, place.processes)
+        if not identity.claim(method, folders.binary, words, place.processes, force):
+            print(
+                f"{folder} is trained already, as far as asked for: give a larger --max-update to go on, or "
+                "another SEED for another run"
+            )
+            return
     try:
         run(lines)
     except SystemExit as ended:
@@ -59,6 +71,8 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         if place.meets_at_port and ended.code < 128:
             rendezvous.raise_if_taken()
         raise
+    if not dry_run():
+        identity.finish(words)
 
 
 def data_arguments(dataset: Dataset) -> list[str]:
