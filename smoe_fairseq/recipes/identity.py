@@ -107,10 +107,7 @@ def claim(
 
 
 def finish(words: Sequence[str]) -> None:
-    """Notes that the run has been trained as far as it was to be, so that it is not trained again.
-
-    That of fairseq would begin with one more update and end there.
-    """
+    """Notes that the run has been trained as far as it was to be, so that it is not started for nothing."""
     given = _given(words)
     file = Path(given["--save-dir"]) / FILE
     if "--no-save" not in given and file.exists() and "--stop-time-hours" not in given:
