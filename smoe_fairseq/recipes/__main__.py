@@ -53,6 +53,17 @@ def _generator(_) -> None:
     serve()
 
 
+def _study(given) -> None:
+    from smoe_fairseq.recipes.shell import dry_run
+    from smoe_fairseq.recipes.study.runs import study
+    from smoe_fairseq.recipes.study.study_report import write_report
+
+    dataset = load_dataset(given.dataset)
+    study(dataset, given.flags)
+    if not dry_run():
+        write_report(dataset)
+
+
 def _demo(given) -> None:
     from smoe_fairseq.recipes.demo import demo
 
@@ -125,6 +136,10 @@ def _parser() -> argparse.ArgumentParser:
     ):
         recipe = add(name, run, text, "dataset", "method")
         recipe.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER)
+    recipe = add(
+        "study", _study, "all methods and SEEDS; METHODS, then flags of fairseq-train", "dataset"
+    )
+    recipe.add_argument("flags", metavar="METHODS", nargs=argparse.REMAINDER)
     table.add_arguments(add("table", table.run, "print the scores of all methods"))
     add("demo", _demo, "all of these, and what has been learnt", "dataset", "method")
     add("fetch", _fetch, "step: download the raw files", "dataset", paths=("folder",))

@@ -21,46 +21,70 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     Raises:
         SystemExit: this process was sent one of `ENDING`, with the shell's status for it, 128 + n.
     """
-    group = None
-    received: list[int] = []
-
-    def pass_on(number: int, _frame) -> None:
-        received.append(number)
-        if group is not None:
-            _send(group, number)
-
-    def pause(_number: int, _frame) -> None:
-        # Ctrl-Z reaches this process alone, since the command is in a group of its own.
-        if group is not None:
-            _send(group, signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        if group is not None:
-            _send(group, signal.SIGCONT)
-
-    actions = dict.fromkeys(ENDING, pass_on) | {signal.SIGTSTP: pause}
-    # What is ignored (nohup, a shell's background jobs) stays so, in the command too.
-    before = {n: signal.getsignal(n) for n in actions}
-    before = {n: action for n, action in before.items() if action is not signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, actions[number])
-    try:
-        # A group of its own has one address for the command, its pipe and all that they start. It cannot
-        # read from the terminal, and no command of a recipe does.
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, process_group=0
-        )
-        group = process.pid
-        for number in list(received):  # what came while it was being started
-            _send(group, number)
+    with Groups() as groups:
+        process = groups.start(command, environment)
         status = process.wait()
-        if received:
-            _wait_for(group)
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action)
-    if received:
-        raise SystemExit(128 + received[0])
     return status
+
+
+class Groups:
+    """Commands in groups of their own, to which signals to this process are passed on.
+
+    A group has one address for the command, its pipe and all that they start. It cannot read from the
+    terminal, and no command of a recipe does. At the end, where a signal was received, all that is left of
+    the groups is waited for.
+
+    Raises:
+        SystemExit: at the end, where this process was sent one of `ENDING`: the shell's status for it.
+    """
+
+    def __init__(self):
+        self.groups: list[int] = []
+        self.received: list[int] = []
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], **options):
+        """A `subprocess.Popen`; ``options`` are more of its arguments."""
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, process_group=0, **options
+        )
+        self.groups.append(process.pid)
+        for number in list(self.received):  # what came while it was being started
+            _send(process.pid, number)
+        return process
+
+    def __enter__(self):
+        actions = dict.fromkeys(ENDING, self._pass_on) | {signal.SIGTSTP: self._pause}
+        # What is ignored (nohup, a shell's background jobs) stays so, in the commands too.
+        before = {n: signal.getsignal(n) for n in actions}
+        self.before = {n: action for n, action in before.items() if action is not signal.SIG_IGN}
+        for number in self.before:
+            signal.signal(number, actions[number])
+        return self
+
+    def __exit__(self, *_):
+        try:
+            if self.received:
+                for group in self.groups:
+                    _wait_for(group)
+        finally:
+            for number, action in self.before.items():
+                signal.signal(number, action)
+        if self.received:
+            raise SystemExit(128 + self.received[0])
+
+    def _pass_on(self, number: int, _frame) -> None:
+        self.received.append(number)
+        self._send_all(number)
+
+    def _pause(self, _number: int, _frame) -> None:
+        # Ctrl-Z reaches this process alone, since the commands are in groups of their own.
+        self._send_all(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._send_all(signal.SIGCONT)
+
+    def _send_all(self, number: int) -> None:
+        for group in self.groups:
+            _send(group, number)
 
 
 def quietly_run(line: str, environment: Mapping[str, str]) -> None:

@@ -17,16 +17,35 @@ def seed_of(dataset: Dataset) -> int:
         UsageError: it is no number.
     """
     given = os.environ.get("SEED", "")
-    if not given:
-        return _own(dataset)
+    return _number("SEED", given) if given else _own(dataset)
+
+
+def several(dataset: Dataset) -> tuple[int, ...]:
+    """``SEEDS``, with blanks between them, or the data set's own.
+
+    Raises:
+        UsageError: one is no number, or is there twice.
+    """
+    given = os.environ.get("SEEDS", "").split()
+    found = tuple(_number("SEEDS", word) for word in given) or (_own(dataset),)
+    if len(set(found)) < len(found):
+        raise UsageError(f"SEEDS={' '.join(given)}: expected each seed once")
+    return found
+
+
+def _number(variable: str, given: str) -> int:
     if not (given.isascii() and given.isdecimal() and int(given) <= LARGEST):
-        raise UsageError(f"SEED={given}: expected a whole number from 0 to {LARGEST:,}")
+        raise UsageError(f"{variable}={given}: expected a whole number from 0 to {LARGEST:,}")
     return int(given)
 
 
 def run_name(dataset: Dataset, method: str) -> str:
-    """The run's folder; that of the data set's own seed has just the method's name."""
-    seed = seed_of(dataset)
+    """The run's folder, of the seed that is chosen."""
+    return name_of(dataset, method, seed_of(dataset))
+
+
+def name_of(dataset: Dataset, method: str, seed: int) -> str:
+    """A run's folder; that of the data set's own seed has just the method's name."""
     return method if seed == _own(dataset) else f"{method}.seed-{seed}"
 
 

@@ -79,7 +79,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     for name in methods:
         results = {run: scores.read(folder / run) for run in runs[name]}
         scored = {run: result for run, result in results.items() if result} or results
-        cost = _cost(dataset, name)
+        cost = system_costs(dataset, name)
         each = [[average(result, column, metric) for column in found] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
         spread = [_over_seeds(statistics.stdev, values) for values in zip(*each, strict=True)]
@@ -138,7 +138,7 @@ def _over_seeds(function, values: Sequence[float | None]) -> float | None:
         return None
 
 
-def _cost(dataset: Dataset, method: str) -> list[float | None]:
+def system_costs(dataset: Dataset, method: str) -> list[float | None]:
     """Parameters and FLOPs per token in millions, of the model that the recipe's flags describe."""
     try:
         method_flags(method, dataset)

@@ -13,7 +13,7 @@ from smoe_fairseq.system.errors import UsageError
 
 _KEYS = {
     *("base", "pairs", "experts", "shards", "batch", "raw", "subwords"),
-    *("task", "train", "generate", "checkpoint", "sacrebleu"),
+    *("task", "train", "generate", "checkpoint", "sacrebleu", "study"),
 }
 
 
@@ -23,6 +23,7 @@ class Dataset:
 
     ``pairs`` are language pairs as their files are named (``eng-nso``); each is two directions.
     ``batch`` holds tokens per update by name and is empty where ``train`` fixes the batch instead.
+    ``study`` are the methods that ``scripts/study.sh`` compares.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Dataset:
     generate: Flags
     checkpoint: str
     sacrebleu: Flags
+    study: list[str]
 
     @property
     def languages(self) -> tuple[str, ...]:

@@ -1,0 +1,155 @@
+"""What is kept of a run: small text files in ``results/DATASET/RUN``, from which all else is made."""
+
+import csv
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import smoe_fairseq
+from smoe_fairseq.analysis.training_log import UPDATES, read_lines
+from smoe_fairseq.recipes import scores
+from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.scores import Score
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import whole_folder
+
+FILE = "run.json"
+CURVE = "curve.csv"
+COLUMNS = ("update", "training_nll", "validation_nll", "words", "seconds")
+_VALID = re.compile(r"valid on '[^']*' subset \|.*? \| nll_loss ([\d.]+) \|.*\| num_updates (\d+)")
+
+
+def folder_of(dataset: str) -> Path:
+    """``RESULTS_DIR`` (results/) of the data set."""
+    return Path(os.environ.get("RESULTS_DIR") or "results") / dataset
+
+
+def there(dataset: Dataset, name: str) -> bool:
+    """Whether a run's results are kept."""
+    return (folder_of(dataset.name) / name / FILE).exists()
+
+
+def keep(dataset: Dataset, name: str, line: str) -> None:
+    """Gathers the results of a run that is trained and scored; ``line`` is the command that made them."""
+    run = Folders(dataset.name).run(name)
+    curve = _curve(run / "train.log")
+    content = {
+        "command": line,
+        "flags": json.loads((run / "identity.json").read_text("utf-8"))["flags"],
+        "commit": _commit(),
+        "versions": {p: version(p) for p in ("torch", "fairseq", "sacrebleu")},
+        "python": platform.python_version(),
+        "machine": _machine(),
+        "updates": curve[-1]["update"] if curve else None,
+    }
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(curve)
+    with whole_folder(folder_of(dataset.name) / name, replace=True) as folder:
+        shutil.copyfile(run / scores.FILE, folder / scores.FILE)
+        (folder / CURVE).write_text(text.getvalue(), "utf-8")
+        (folder / FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _curve(log: Path) -> list[dict]:
+    """By update: training loss since the last line, validation loss, target words seen, seconds trained.
+
+    Losses are bits per target token. Of an update that was made twice, before and after an interruption, the
+    later one counts; the seconds are those of the updates in the curve, from the words per second of each.
+    """
+    rows: dict[int, dict] = {}
+    for values in read_lines(log):
+        if "nll_loss" in values and "wpb" in values:
+            update = int(values[UPDATES])
+            row = rows.setdefault(update, dict.fromkeys(COLUMNS) | {"update": update})
+            row |= {"training_nll": values["nll_loss"], "wpb": values["wpb"], "wps": values["wps"]}
+    for line in log.read_text("utf-8", "replace").splitlines():
+        if found := _VALID.search(line):
+            update = int(found[2])
+            row = rows.setdefault(update, dict.fromkeys(COLUMNS) | {"update": update})
+            row["validation_nll"] = float(found[1])
+    curve, words, seconds, last = [], 0.0, 0.0, 0
+    for update in sorted(rows):
+        row = rows[update]
+        if "wpb" in row:
+            new = row.pop("wpb") * (update - last)
+            words, last = words + new, update
+            rate = row.pop("wps")
+            seconds += new / rate if rate else 0.0
+        curve.append(row | {"words": round(words), "seconds": round(seconds, 1)})
+    return curve
+
+
+def _commit() -> str:
+    folder = Path(smoe_fairseq.__file__).parent
+    try:
+        return subprocess.run(
+            ["git", "-C", folder, "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return f"version {version('smoe_fairseq')}"
+
+
+def _machine() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run as it is kept."""
+
+    name: str
+    scores: dict[str, Score]
+    curve: list[dict[str, float | None]]
+    about: dict
+
+    @property
+    def bleu(self) -> float:
+        """Mean over the directions."""
+        return sum(score.bleu for score in self.scores.values()) / len(self.scores)
+
+    @property
+    def validation(self) -> float:
+        """The lowest loss, which is that of the checkpoint that was scored."""
+        return min(row["validation_nll"] for row in self.curve if row["validation_nll"] is not None)
+
+
+def read(dataset: str) -> list[Result]:
+    """All runs that are kept, in the order of their names."""
+    folders = sorted(file.parent for file in folder_of(dataset).glob(f"*/{FILE}"))
+    return [_read(folder) for folder in folders if folder.suffix not in (".partial", ".old")]
+
+
+def _read(folder: Path) -> Result:
+    try:
+        about = json.loads((folder / FILE).read_text("utf-8"))
+        with open(folder / CURVE, encoding="utf-8", newline="") as lines:
+            curve = [
+                {name: float(value) if value else None for name, value in row.items()}
+                for row in csv.DictReader(lines)
+            ]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder} does not hold a run's results ({error})") from None
+    found = Result(folder.name, scores.read(folder), curve, about)
+    if not found.scores or not any(row.get("validation_nll") for row in curve):
+        raise UsageError(f"{folder} has no scores or no validation loss: delete it and study again")
+    return found

@@ -1,0 +1,198 @@
+"""Trains and scores every method and seed that is not done, several at a time."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from smoe_fairseq.recipes import scores, seeds
+from smoe_fairseq.recipes.child import Groups
+from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.launch import launch, whole_number
+from smoe_fairseq.recipes.shell import command, dry_run, environment, report
+from smoe_fairseq.recipes.study import kept
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.settings.method import method_flags
+from smoe_fairseq.settings.paper_tables import tables
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.memory import machine_memory
+
+POLL_SECONDS = 1
+NEWS_SECONDS = 600  # between two lines about what is running, where there is no terminal
+LOG = "study.log"
+_MEMORY = 3 << 30  # bytes that a run on a CPU may take, in round numbers
+_UPDATES = re.compile(rb"num_updates[=: ]+(\d+)")
+
+
+@dataclass
+class Run:
+    """A method and a seed, as it is started: ``updates`` is how many it is to make."""
+
+    dataset: Dataset
+    method: str
+    seed: int
+    flags: tuple[str, ...]
+    updates: int
+    process: subprocess.Popen | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        return seeds.name_of(self.dataset, self.method, self.seed)
+
+    @property
+    def folder(self) -> Path:
+        return Folders(self.dataset.name).run(self.name)
+
+    @property
+    def line(self) -> str:
+        """What it takes, both of which do nothing where it is done."""
+        words = ("python", "-m", "smoe_fairseq.recipes")
+        train = command(*words, "train", self.dataset.name, self.method, *self.flags)
+        return f"{train} && {command(*words, 'evaluate', self.dataset.name, self.method)}"
+
+    def done(self) -> int:
+        """Updates that its log speaks of."""
+        try:
+            with open(self.folder / "train.log", "rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - 50_000))
+                found = _UPDATES.findall(log.read())
+        except OSError:
+            return 0
+        return min(self.updates, int(found[-1])) if found else 0
+
+
+def study(dataset: Dataset, words: Sequence[str]) -> None:
+    """``words``: methods (by default the data set's), then flags of fairseq-train for all of them.
+
+    The results of a run are written when it ends. One that fails does not end the others.
+
+    Raises:
+        UsageError: a method or a seed is unknown, or a run failed.
+        SystemExit: a signal; all runs have been stopped by it, and go on at the next start.
+    """
+    runs = _runs(dataset, words)
+    left = [run for run in runs if not kept.there(dataset, run.name)]
+    print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are left", flush=True)
+    if dry_run():
+        for run in left:
+            print(f"SEED={run.seed} {run.line}")
+        return
+    if not Folders(dataset.name).binary.exists():
+        raise UsageError(
+            f"{Folders(dataset.name).binary} is missing: run scripts/prepare.sh {dataset.name} first"
+        )
+    failed = _work(dataset, left) if left else []
+    if failed:
+        names = ", ".join(run.name for run in failed)
+        raise UsageError(
+            f"{len(failed)} of {len(left)} runs failed ({names}): {failed[0].folder / LOG} and so on say "
+            "why; the same command tries them again"
+        )
+
+
+def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
+    first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    methods, flags = words[:first_flag] or dataset.study, tuple(words[first_flag:])
+    methods = methods or list(tables().get(dataset.name, {}).get("rows", {}))
+    if not methods:
+        raise UsageError(f"{dataset.name} has no methods to study: name them behind it")
+    runs = []
+    for seed in seeds.several(dataset):  # of one seed all methods first: a table from early on
+        for method in methods:
+            given = dataset.train | method_flags(method, dataset)
+            runs.append(Run(dataset, method, seed, flags, _updates(given, flags)))
+    return runs
+
+
+def _updates(given: dict, flags: Sequence[str]) -> int:
+    behind = [b for a, b in zip(flags, flags[1:], strict=False) if a == "--max-update"]
+    return int(behind[-1] if behind else given.get("max-update", 0))
+
+
+def _work(dataset: Dataset, left: list[Run]) -> list[Run]:
+    """Those that failed."""
+    from tqdm import tqdm
+
+    slots, failed, running = _slots(), [], {}
+    waiting = deque(left)
+    total = sum(run.updates for run in left)
+    news = time.monotonic()
+    with (
+        Groups() as groups,
+        tqdm(total=total, unit=" updates", disable=not sys.stderr.isatty()) as bar,
+    ):
+        before = sum(run.done() for run in left)
+        bar.initial = bar.n = before
+        started = time.monotonic()
+        while (waiting or running) and not groups.received:
+            for slot in [s for s in slots if s not in running]:
+                if waiting:
+                    run = running[slot] = waiting.popleft()
+                    _start(groups, run, slots[slot])
+            time.sleep(POLL_SECONDS)
+            updates = sum(run.done() for run in left)
+            bar.update(updates - bar.n)
+            for slot, run in list(running.items()):
+                if (status := run.process.poll()) is not None and not groups.received:
+                    del running[slot]
+                    if status:
+                        failed.append(run)
+                        report(f"{run.name} failed: {run.folder / LOG}")
+                    else:
+                        kept.keep(dataset, run.name, run.line)
+                        _tell(run, len(left) - len(waiting) - len(running), len(left))
+            if bar.disable and time.monotonic() > news + NEWS_SECONDS:
+                news = time.monotonic()
+                _tell_news(running, updates, updates - before, total, news - started)
+    return failed
+
+
+def _slots() -> dict[int, dict[str, str]]:
+    """Where runs are trained at the same time: for each place the variables that say so.
+
+    Without a GPU there are ``JOBS`` places, by default as many as the machine has cores and memory for, of
+    one thread each. With GPUs there is one with all of them, or ``JOBS`` places that share them out.
+    """
+    asked = whole_number("JOBS", least=1, default=None)
+    where = launch(())
+    if where.cpu:
+        cores = os.cpu_count() or 1
+        fit = max(1, (machine_memory() or 1 << 62) // _MEMORY)
+        places = asked or min(cores, fit)
+        threads = str(max(1, cores // places))
+        one = {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": threads}
+        return {i: one for i in range(places)}
+    places = min(asked or 1, where.gpus)
+    gpus = [",".join(str(g) for g in range(i, where.gpus, places)) for i in range(places)]
+    if places == 1:
+        return {0: {"JOBS": ""}}
+    return {
+        i: {"CUDA_VISIBLE_DEVICES": g, "GPUS": str(g.count(",") + 1), "JOBS": ""}
+        for i, g in enumerate(gpus)
+    }
+
+
+def _start(groups: Groups, run: Run, variables: dict[str, str]) -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    variables = environment() | variables | {"SEED": str(run.seed)}
+    with open(run.folder / LOG, "ab") as log:
+        run.process = groups.start(
+            ["bash", "-c", run.line], variables, stdout=log, stderr=subprocess.STDOUT
+        )
+
+
+def _tell(run: Run, count: int, total: int) -> None:
+    bleu = [score.bleu for score in scores.read(run.folder).values()]
+    mean = f"BLEU {sum(bleu) / len(bleu):.2f} over {len(bleu)} directions" if bleu else "no scores"
+    print(f"# {run.name}: {mean} ({count} of {total} runs)", flush=True)
+
+
+def _tell_news(running: dict[int, Run], updates: int, made: int, total: int, seconds: float):
+    where = ", ".join(f"{run.name} {run.done()} of {run.updates}" for run in running.values())
+    hours = f", about {(total - updates) * seconds / made / 3600:.1f} h left" if made > 0 else ""
+    print(f"# {updates:,} of {total:,} updates{hours}; {where}", flush=True)

@@ -1,0 +1,142 @@
+"""Of what is kept of a study: its table, verdicts and pictures, as ``report.md`` beside the runs."""
+
+import statistics
+from pathlib import Path
+
+from smoe_fairseq.recipes import seeds
+from smoe_fairseq.recipes.columns import Column
+from smoe_fairseq.recipes.render import Grid, markdown, number
+from smoe_fairseq.recipes.study import kept
+from smoe_fairseq.recipes.study.verdicts import verdicts
+from smoe_fairseq.recipes.table import system_costs
+from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import write_whole
+
+FILE = "report.md"
+BASELINE = "moe"
+
+
+def write_report(dataset: Dataset) -> Path:
+    """Writes ``results/DATASET/report.md`` and, where matplotlib is there, the pictures in it.
+
+    Raises:
+        UsageError: no run is kept.
+    """
+    folder = kept.folder_of(dataset.name)
+    systems = _systems(dataset)
+    costs = {method: system_costs(dataset, method) for method in systems}
+    parts = [
+        f"# Study: {dataset.name}",
+        markdown(_table(systems, costs)),
+        "## The paper's claims",
+        markdown(_claims(systems)),
+        "## BLEU by direction",
+        markdown(_directions(systems)),
+        *_pictures(folder, systems, costs),
+        "## Runs",
+        markdown(_made(systems)),
+    ]
+    write_whole(folder / FILE, "\n\n".join(part.rstrip() for part in parts) + "\n")
+    print(f"# {folder / FILE}: what {sum(map(len, systems.values()))} runs show", flush=True)
+    return folder / FILE
+
+
+def _systems(dataset: Dataset) -> dict[str, list[kept.Result]]:
+    """By method in the study's order, its runs in the order of their seeds."""
+    results = sorted(kept.read(dataset.name), key=lambda result: seeds.order(result.name))
+    if not results:
+        raise UsageError(
+            f"{kept.folder_of(dataset.name)} holds no runs: scripts/study.sh makes them"
+        )
+    found: dict[str, list[kept.Result]] = {}
+    for result in results:
+        found.setdefault(seeds.method_of(result.name), []).append(result)
+    order = {method: i for i, method in enumerate(dataset.study)}
+    return dict(sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+
+
+def _table(systems, costs) -> Grid:
+    rows = []
+    for method, results in systems.items():
+        parameters, flops = costs[method]
+        bleu = [result.bleu for result in results]
+        losses = [result.validation for result in results]
+        updates = {result.about["updates"] for result in results}
+        rows.append(
+            [
+                method,
+                number(parameters, 1),
+                number(flops, 1),
+                str(len(results)),
+                " ".join(f"{u:,}" for u in sorted(updates)),
+                _with_spread(losses, 3),
+                _with_spread(bleu, 2),
+            ]
+        )
+    header = ["method", "parameters (M)", "FLOPs/token (M)", "seeds", "updates"]
+    header += ["validation loss", "BLEU"]
+    notes = [
+        "Validation loss in bits per target token, the lowest of a run; BLEU of that checkpoint, mean over "
+        "the directions. Mean over seeds and, behind it, their standard deviation."
+    ]
+    return Grid(header, rows, notes)
+
+
+def _with_spread(values: list[float], digits: int) -> str:
+    mean = number(statistics.fmean(values), digits)
+    return f"{mean} ± {number(statistics.stdev(values), digits)}" if len(values) > 1 else mean
+
+
+def _claims(systems) -> Grid:
+    points = {m: [result.bleu for result in results] for m, results in systems.items()}
+    rows = [[v.claim, str(v.difference), v.verdict] for v in verdicts(points)]
+    notes = [
+        "Differences of the mean BLEU, with the 95 percent interval over seeds (Welch's t). Significance by "
+        "sentences: `smoe table DATASET --compare A B`."
+    ]
+    return Grid(["claim", "difference", "verdict"], rows, notes, texts=3)
+
+
+def _directions(systems) -> Grid:
+    first = next(iter(systems.values()))[0]
+    columns = [Column(direction, (direction,)) for direction in first.scores]
+    rows = []
+    for method, results in systems.items():
+        row = [method]
+        for column in columns:
+            (direction,) = column.directions
+            bleu = [r.scores[direction].bleu for r in results if direction in r.scores]
+            row.append(number(statistics.fmean(bleu) if bleu else None))
+        rows.append(row)
+    signatures = {s.signature for rs in systems.values() for r in rs for s in r.scores.values()}
+    notes = [f"sacreBLEU {signature}" for signature in sorted(signatures)]
+    return Grid(["method", *(column.name for column in columns)], rows, notes)
+
+
+def _pictures(folder: Path, systems, costs) -> list[str]:
+    try:
+        from smoe_fairseq.analysis.figures import style
+    except ImportError:
+        return []
+    from smoe_fairseq.recipes.study import study_figures as figures
+
+    flops = {m: cost[1] * 1e6 for m, cost in costs.items() if cost[1] is not None}
+    drawn = {"costs": figures.draw_costs(systems, flops)}
+    if BASELINE in systems and len(systems) > 1:
+        drawn["directions"] = figures.draw_directions(systems, BASELINE)
+    for name, figure in drawn.items():
+        style.save(figure, folder / name)
+    return ["## Pictures", *(f"![{name}]({name}.png)" for name in drawn)]
+
+
+def _made(systems) -> Grid:
+    rows = []
+    for results in systems.values():
+        for result in results:
+            about = result.about
+            versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
+            rows.append(
+                [result.name, about["commit"], versions, about["machine"], about["command"]]
+            )
+    return Grid(["run", "commit", "versions", "machine", "command"], rows, texts=5)

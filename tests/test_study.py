@@ -1,0 +1,201 @@
+"""A study: every method and seed, interrupted and resumed, and what its report says of them."""
+
+import csv
+import json
+import math
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
+from test_recipes_evaluation import kill_session, wait_until
+
+from smoe_fairseq.recipes.study import kept
+from smoe_fairseq.recipes.study.student import difference, quantile
+from smoe_fairseq.recipes.study.verdicts import CONFIRMED, OPEN, REFUTED, verdicts
+
+ROOT = Path(__file__).parents[1]
+RUNS = ("moe", "smoe-2-2", "moe.seed-2", "smoe-2-2.seed-2")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A data set to study, prepared."""
+    folder = tmp_path_factory.mktemp("study")
+    raw = write_text(folder / "text", "en-fr", train=100, valid=10, test=6)
+    given = write_dataset(
+        *(folder / "configs", "tiny"),
+        pairs=["en-fr"],
+        experts=2,
+        raw={},
+        subwords={"vocab-size": 60},
+        train={
+            **{"arch": "smoe_transformer_tiny", "max-tokens": 500, "max-update": 2},
+            **{"lr": 0.01, "warmup-updates": 1, "num-workers": 0, "log-interval": 1},
+        },
+        generate={"max-tokens": 1000, "max-len-b": 10, "num-workers": 0},
+        study=["moe", "smoe-2-2"],
+    )
+    given |= {"OMP_NUM_THREADS": "1", "SEEDS": "1 2", "GPUS": "0"}
+    prepared = recipe(folder, "prepare", "tiny", RAW=str(raw), **given)
+    assert prepared.returncode == 0, prepared.stderr
+    return folder, given
+
+
+@pytest.fixture(scope="module")
+def studied(data):
+    """Killed when the first run was kept, and started again."""
+    folder, given = data
+    first = subprocess.Popen(
+        [ROOT / "scripts/study.sh", "tiny"],
+        cwd=folder,
+        env=surroundings() | given | {"JOBS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    wait_until(lambda: kept_runs(folder) or first.poll() is not None)
+    kill_session(first.pid)
+    first.wait()
+    (done,) = kept_runs(folder)
+    before = (folder / "results/tiny" / done / kept.FILE).stat().st_mtime_ns
+    result = recipe(folder, "study", "tiny", JOBS="2", **given)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (folder / "results/tiny" / done / kept.FILE).stat().st_mtime_ns == before
+    return folder, result.stdout
+
+
+def kept_runs(folder: Path) -> list[str]:
+    names = [path.parent.name for path in folder.glob(f"results/tiny/*/{kept.FILE}")]
+    return [name for name in names if not name.endswith(".partial")]
+
+
+def test_an_interrupted_study_goes_on_with_what_is_left(studied):
+    folder, said = studied
+    assert "# tiny: 3 of 4 runs are left" in said and "(3 of 3 runs)" in said
+    assert sorted(kept_runs(folder)) == sorted(RUNS)
+    for name in RUNS:
+        about = json.loads((folder / "results/tiny" / name / kept.FILE).read_text())
+        assert about["updates"] == 2
+        assert about["flags"]["--seed"] == ("2" if name.endswith("seed-2") else "1")
+        assert set(about["versions"]) == {"torch", "fairseq", "sacrebleu"}
+        same = folder / "runs/tiny" / name / "scores.json"
+        assert (folder / "results/tiny" / name / "scores.json").read_text() == same.read_text()
+
+
+def test_the_curve_is_that_of_the_log(studied):
+    folder, _ = studied
+    with open(folder / "results/tiny/moe/curve.csv") as lines:
+        rows = list(csv.DictReader(lines))
+    log = (folder / "runs/tiny/moe/train.log").read_text()
+    assert [row["update"] for row in rows] == ["1", "2"]
+    for row in rows:
+        number = float(row["training_nll"])
+        assert f"nll_loss={number:g}, " in log
+    assert f"nll_loss {float(rows[-1]['validation_nll']):g} " in log
+    assert float(rows[-1]["words"]) > float(rows[0]["words"]) > 0
+
+
+def test_the_report_is_made_of_what_is_kept(studied, tmp_path):
+    """On a machine without the runs; again the same."""
+    folder, _ = studied
+    report = (folder / "results/tiny/report.md").read_text()
+    shutil.copytree(folder / "results", tmp_path / "results")
+    shutil.copytree(folder / "configs", tmp_path / "configs", symlinks=True)
+    given = {"CONFIG_DIR": str(tmp_path / "configs"), "SEEDS": "1 2", "GPUS": "0"}
+    (tmp_path / "data/tiny/bin").mkdir(parents=True)
+    again = recipe(tmp_path, "study", "tiny", **given)
+    assert again.returncode == 0 and "0 of 4 runs are left" in again.stdout, again.stderr
+    assert (tmp_path / "results/tiny/report.md").read_text() == report
+    scores = [json.loads((folder / "results/tiny" / n / "scores.json").read_text()) for n in RUNS]
+    bleu = {n: sum(d["bleu"] for d in s["scores"].values()) / 2 for n, s in zip(RUNS, scores)}
+    mean = (bleu["moe"] + bleu["moe.seed-2"]) / 2
+    spread = abs(bleu["moe"] - bleu["moe.seed-2"]) / math.sqrt(2)
+    row = next(line for line in report.splitlines() if line.startswith("| moe "))
+    assert f"{mean:.2f} ± {spread:.2f}" in row and " 2 |" in row
+    assert "(a) smoe-2-2 is above moe" in report
+    for name in ("costs", "directions"):
+        assert f"![{name}]({name}.png)" in report
+        assert (tmp_path / f"results/tiny/{name}.png").stat().st_size > 10_000
+
+
+def test_a_dry_run_prints_what_is_left(data, tmp_path):
+    folder, given = data
+    result = recipe(tmp_path, "study", "tiny", "dense", "--lr", "1", DRY_RUN="1", **given)
+    lines = result.stdout.splitlines()
+    assert lines[0] == "# tiny: 2 of 2 runs are left"
+    assert lines[2].startswith("SEED=2 python -m smoe_fairseq.recipes train tiny dense --lr 1 && ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_of_a_study_is_one_sentence(data, tmp_path):
+    _, given = data
+    assert "'odd'" in refusal(recipe(tmp_path, "study", "tiny", "odd", **given))
+    assert "SEEDS=1x: expected" in refusal(
+        recipe(tmp_path, "study", "tiny", **given | {"SEEDS": "1x"})
+    )
+    assert "each seed once" in refusal(
+        recipe(tmp_path, "study", "tiny", **given | {"SEEDS": "1 1"})
+    )
+    assert "JOBS=no" in refusal(recipe(data[0], "study", "tiny", "dense", JOBS="no", **given))
+    assert "prepare.sh tiny" in refusal(recipe(tmp_path, "study", "tiny", **given))
+
+
+def test_a_run_that_fails_does_not_end_the_others(data, tmp_path):
+    folder, given = data
+    for name in ("configs", "data"):
+        os.symlink(folder / name, tmp_path / name)
+    odd = tmp_path / "runs/tiny/smoe-2-2"
+    odd.mkdir(parents=True)
+    (odd / "checkpoint_last.pt").write_text("no checkpoint")
+    given = given | {"SEEDS": "1"}
+    sentence = refusal(recipe(tmp_path, "study", "tiny", "smoe-2-2", "moe", JOBS="1", **given))
+    assert "1 of 2 runs failed (smoe-2-2)" in sentence and "smoe-2-2/study.log" in sentence
+    assert kept_runs(tmp_path) == ["moe"]
+    assert "checkpoint_last.pt" in (odd / "study.log").read_text()
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    "freedom, expected",  # of any table of Student's t, two-sided 95 percent
+    [(1, 12.706), (2, 4.303), (4, 2.776), (10, 2.228), (30, 2.042)],
+)
+def test_students_t(freedom, expected):
+    assert quantile(0.975, freedom) == pytest.approx(expected, abs=0.001 * expected)
+
+
+def test_welchs_interval_by_hand():
+    found = difference([1.0, 2.0, 3.0], [4.0, 6.0, 8.0])
+    # Variances 1 and 4 of three each: standard error sqrt(5/3), 25/9 / (1/18 + 16/18) = 2.941 degrees.
+    assert found.mean == 4
+    width = quantile(0.975, 50 / 17) * math.sqrt(5 / 3)
+    assert (found.low, found.high) == pytest.approx((4 - width, 4 + width))
+    assert difference([1.0], [2.0, 3.0]).low is None
+
+
+def test_verdicts_follow_the_interval():
+    points = {
+        "moe": [30.0, 30.1, 30.2],
+        "switch": [28.0, 28.1, 28.2],
+        "moe-cmr": [33.0, 33.1, 33.2],
+        "moe-16": [30.7, 30.8, 30.9],
+        "stacked-4-4": [20.0],
+        "smoe-4-4": [29.0, 30.0, 31.5],
+        "smoe-2-2-2-2": [30.5, 30.6, 30.7],
+    }
+    found = {v.claim[:3] + v.claim.split(" ")[-1]: v.verdict for v in verdicts(points)}
+    assert found == {
+        "(a)moe": CONFIRMED,
+        "(a)switch": CONFIRMED,
+        "(a)moe-cmr": REFUTED,
+        "(b)stacked-4-4": f"{OPEN}: a single run",
+        "(c)BLEU": OPEN,
+        "(d)smoe-4-4": OPEN,
+    }
+    closer = points | {"moe-16": [30.55, 30.6, 30.65]}
+    assert {v.claim[:3]: v.verdict for v in verdicts(closer)}["(c)"] == CONFIRMED
+    assert verdicts({"dense": [1.0]}) == []
