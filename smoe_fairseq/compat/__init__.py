@@ -93,6 +93,7 @@ ADDITIONS = (
     ("fairseq.criterions", "smoe_fairseq.criterions"),
     ("fairseq.models", "smoe_fairseq.models"),
     ("fairseq.utils", "smoe_fairseq.distributed.gradients:norm_over_all_experts"),
+    ("fairseq.optim", "smoe_fairseq.distributed.zero:spread_shared_state"),
     (
         "fairseq.distributed.legacy_distributed_data_parallel",
         "smoe_fairseq.distributed.gradients:sum_over_replicas",

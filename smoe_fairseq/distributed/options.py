@@ -12,12 +12,6 @@ def check_options(cfg) -> None:
         cfg: fairseq's ``FairseqConfig`` of a run with more than one process and ``--expert-parallel``.
     """
     distributed, common = cfg.distributed_training, cfg.common
-    if distributed.zero_sharding != "none":
-        raise UsageErrorOfAll(
-            f"--zero-sharding {distributed.zero_sharding} with --expert-parallel: it would send one "
-            "process's experts to all others; leave it out, the experts' optimizer state is sharded "
-            "already"
-        )
     if str(distributed.ddp_backend) not in KNOWS_EXPERTS:
         raise UsageErrorOfAll(
             f"--ddp-backend {distributed.ddp_backend} with --expert-parallel: it would mix the experts "
