@@ -156,7 +156,9 @@ def test_a_process_holds_its_part(ranks, small_corpus, tmp_path, world_size):
         assert len(found) == world_size
         held[name] = [json.loads(line) for line in found]
     shared = held["plain"][0][1]
-    saved = [plain - zero for (plain, _), (zero, _) in zip(held["plain"], held["zero"], strict=True)]
+    saved = [
+        plain - zero for (plain, _), (zero, _) in zip(held["plain"], held["zero"], strict=True)
+    ]
     moments = 2 * 4 * shared
     assert sum(saved) == pytest.approx(moments * (world_size - 1), rel=0.01)
     assert min(saved) > 0.8 * moments * (world_size - 1) / world_size
