@@ -1,6 +1,6 @@
 """Sharded experts beside replicated ones, in a step of one block: python -m benchmarks.processes
 
-    python -m benchmarks.processes [--processes 2] [--tokens 2048] [--strata 4-4]
+    python -m benchmarks.processes [--processes 2] [--tokens 2048] [--strata 4-4] [--cmr]
 
 Processes on this machine, over gloo, one thread each. A step is forward and backward; replicated experts
 then sum their gradients over the processes, sharded ones have exchanged tokens on the way. Prints the
@@ -11,6 +11,8 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=2048, help="of each process")
     parser.add_argument("--strata", default="4-4")
+    parser.add_argument("--cmr", action="store_true", help="with a shared network; one stratum")
     parser.add_argument("--embed-dim", type=int, default=512)
     parser.add_argument("--ffn-embed-dim", type=int, default=2048)
     parser.add_argument("--port", type=int, default=29511)
@@ -39,7 +42,7 @@ def process(rank: int, args: argparse.Namespace) -> None:
     keep_freed_memory()
     address = f"tcp://127.0.0.1:{args.port}"
     dist.init_process_group("gloo", address, rank=rank, world_size=args.processes)
-    options = dict(capacity_factor=0, second_expert_policy="all", strata=args.strata)
+    options = dict(capacity_factor=0, second_expert_policy="all", strata=args.strata, cmr=args.cmr)
     blocks = {
         name: StratifiedMoE(
             args.embed_dim, args.ffn_embed_dim, **options, expert_parallel=name == "sharded"
@@ -83,7 +86,7 @@ def step(block: StratifiedMoE, x_TD: torch.Tensor) -> None:
 
 
 class Stopwatch:
-    """Seconds within the functions that it is put around."""
+    """Seconds within the functions that it is put around, and waiting for what they have started."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -92,11 +95,18 @@ class Stopwatch:
         def timed(*arguments, **options):
             start = time.perf_counter()
             try:
-                return function(*arguments, **options)
+                started = function(*arguments, **options)
             finally:
                 self.seconds += time.perf_counter() - start
+            return started and Started(self.around(started.wait))
 
         return timed
+
+
+class Started(NamedTuple):
+    """Of a collective call that goes on, what its caller knows."""
+
+    wait: Callable[[], bool]
 
 
 if __name__ == "__main__":
