@@ -4,24 +4,25 @@
 
 Processes on this machine, over gloo, one thread each. A step is forward and backward; replicated experts
 then sum their gradients over the processes, sharded ones have exchanged tokens on the way. Prints the
-ratio, and the share of the sharded step that passes in exchanges, waiting for the others included.
+ratio, and the share of the sharded step that passes in exchanges, waiting for the others included. With
+--cmr there is a third contender, sharded experts whose outputs are waited for before anything else.
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.cmr import ConditionalRouting
 from smoe_fairseq.system.memory import keep_freed_memory
 
-ROUNDS = 10
+ROUNDS = 12
 
 
 def main() -> None:
@@ -43,17 +44,20 @@ def process(rank: int, args: argparse.Namespace) -> None:
     address = f"tcp://127.0.0.1:{args.port}"
     dist.init_process_group("gloo", address, rank=rank, world_size=args.processes)
     options = dict(capacity_factor=0, second_expert_policy="all", strata=args.strata, cmr=args.cmr)
+    names = ("replicated", "sharded", *(("waiting",) if args.cmr else ()))
     blocks = {
         name: StratifiedMoE(
-            args.embed_dim, args.ffn_embed_dim, **options, expert_parallel=name == "sharded"
+            args.embed_dim, args.ffn_embed_dim, **options, expert_parallel=name != "replicated"
         )
-        for name in ("replicated", "sharded")
+        for name in names
     }
+    if args.cmr:
+        wait_first(blocks["waiting"].cmr)
     exchanges = Stopwatch()
     dist.all_to_all_single = exchanges.around(dist.all_to_all_single)  # of counts and of rows
     x_TD = torch.randn(args.tokens, args.embed_dim)
     times = {name: [] for name in blocks}
-    shares = []
+    shares = {name: [] for name in blocks}
     for number in range(ROUNDS + 2):
         for name, block in blocks.items():
             exchanges.seconds = 0.0
@@ -63,13 +67,14 @@ def process(rank: int, args: argparse.Namespace) -> None:
             dist.barrier()
             if number >= 2:
                 times[name].append(time.perf_counter() - start)
-                if name == "sharded":
-                    shares.append(exchanges.seconds / times[name][-1])
+                shares[name].append(exchanges.seconds / times[name][-1])
     if rank == 0:
-        ratios = [s / r for s, r in zip(times["sharded"], times["replicated"], strict=True)]
         found = {name: statistics.median(values) for name, values in times.items()}
-        found |= {"sharded / replicated": statistics.median(ratios)}
-        found |= {"share of exchanges": statistics.median(shares)}
+        for other in (name for name in names if name != "sharded"):
+            ratios = [s / o for s, o in zip(times["sharded"], times[other], strict=True)]
+            found[f"sharded / {other}"] = statistics.quantiles(ratios, n=4)
+        for name in names[1:]:
+            found[f"share of exchanges, {name}"] = statistics.median(shares[name])
         print(json.dumps({**vars(args), "torch": torch.__version__, **found}, indent=1))
     dist.destroy_process_group()
 
@@ -85,28 +90,36 @@ def step(block: StratifiedMoE, x_TD: torch.Tensor) -> None:
             dist.all_reduce(parameter.grad)
 
 
+def wait_first(cmr: ConditionalRouting) -> None:
+    """Lets it wait for the experts' outputs, and only then compute the shared network."""
+    original = cmr.forward
+
+    def forward(x_TD, moe, active_T):
+        moe_TD = moe()
+        return original(x_TD, lambda: moe_TD, active_T)
+
+    cmr.forward = forward
+
+
 class Stopwatch:
-    """Seconds within the functions that it is put around, and waiting for what they have started."""
+    """Seconds within a collective call, and waiting for what it has started."""
 
     def __init__(self):
         self.seconds = 0.0
 
-    def around(self, function):
+    def around(self, call):
         def timed(*arguments, **options):
-            start = time.perf_counter()
-            try:
-                started = function(*arguments, **options)
-            finally:
-                self.seconds += time.perf_counter() - start
-            return started and Started(self.around(started.wait))
+            work = self._time(call, *arguments, **options)
+            return work and SimpleNamespace(wait=lambda: self._time(work.wait))
 
         return timed
 
-
-class Started(NamedTuple):
-    """Of a collective call that goes on, what its caller knows."""
-
-    wait: Callable[[], bool]
+    def _time(self, function, *arguments, **options):
+        start = time.perf_counter()
+        try:
+            return function(*arguments, **options)
+        finally:
+            self.seconds += time.perf_counter() - start
 
 
 if __name__ == "__main__":
