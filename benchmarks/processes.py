@@ -53,14 +53,14 @@ def process(rank: int, args: argparse.Namespace) -> None:
     }
     if args.cmr:
         wait_first(blocks["waiting"].cmr)
-    exchanges = Stopwatch()
+    exchanges = Exchanges()
     dist.all_to_all_single = exchanges.around(dist.all_to_all_single)  # of counts and of rows
     x_TD = torch.randn(args.tokens, args.embed_dim)
     times = {name: [] for name in blocks}
-    shares = {name: [] for name in blocks}
+    shares, sent = {name: [] for name in blocks}, {}
     for number in range(ROUNDS + 2):
         for name, block in blocks.items():
-            exchanges.seconds = 0.0
+            exchanges.seconds, exchanges.bytes = 0.0, 0
             dist.barrier()
             start = time.perf_counter()
             step(block, x_TD)
@@ -68,6 +68,7 @@ def process(rank: int, args: argparse.Namespace) -> None:
             if number >= 2:
                 times[name].append(time.perf_counter() - start)
                 shares[name].append(exchanges.seconds / times[name][-1])
+                sent[name] = exchanges.bytes
     if rank == 0:
         found = {name: statistics.median(values) for name, values in times.items()}
         for other in (name for name in names if name != "sharded"):
@@ -75,6 +76,11 @@ def process(rank: int, args: argparse.Namespace) -> None:
             found[f"sharded / {other}"] = statistics.quantiles(ratios, n=4)
         for name in names[1:]:
             found[f"share of exchanges, {name}"] = statistics.median(shares[name])
+        found["MiB of rows sent to others, sharded"] = sent["sharded"] / 2**20
+        numel = sum(p.numel() for p in blocks["replicated"].experts.parameters())
+        found["MiB of gradients sent, replicated"] = (
+            2 * (args.processes - 1) / args.processes * 4 * numel / 2**20
+        )
         print(json.dumps({**vars(args), "torch": torch.__version__, **found}, indent=1))
     dist.destroy_process_group()
 
@@ -101,15 +107,18 @@ def wait_first(cmr: ConditionalRouting) -> None:
     cmr.forward = forward
 
 
-class Stopwatch:
-    """Seconds within a collective call, and waiting for what it has started."""
+class Exchanges:
+    """Seconds within exchanges, waiting for what they have started included, and bytes sent to others."""
 
     def __init__(self):
-        self.seconds = 0.0
+        self.seconds, self.bytes = 0.0, 0
 
-    def around(self, call):
-        def timed(*arguments, **options):
-            work = self._time(call, *arguments, **options)
+    def around(self, all_to_all_single):
+        def timed(output, given, received=None, sent=None, **options):
+            if sent:
+                own = sent[dist.get_rank()]
+                self.bytes += (sum(sent) - own) * given[:1].numel() * given.element_size()
+            work = self._time(all_to_all_single, output, given, received, sent, **options)
             return work and SimpleNamespace(wait=lambda: self._time(work.wait))
 
         return timed

@@ -46,7 +46,7 @@ class SMoETrainer(Trainer):
     """fairseq's trainer with the checks of this package, and with sets of checkpoints.
 
     ``expert_placement`` is None where every process has all experts, and ``save_name`` but while all
-    processes save a set.
+    processes save a set; ``in_update`` says whether an update is being made.
 
     Raises:
         UsageError, UsageErrorOfAll: flags, data, folder or checkpoint do not go with the run.
@@ -108,7 +108,7 @@ class SMoETrainer(Trainer):
         Within an update it is for crash.pt, perhaps of this process alone: it cannot ask the others for
         their part of an optimizer's state, and is saved without any.
         """
-        if self.in_update and self.cfg.distributed_training.zero_sharding != "none":
+        if self.in_update and hasattr(self.optimizer.optimizer, "consolidate_state_dict"):
             self._gathered_optim_state = {}
         else:
             super().consolidate_optimizer()
