@@ -104,6 +104,7 @@ setup(
         "numpy>=2,<3",
         "bitarray>=2.6",
         "cffi>=1.15.1",
+        "fairscale>=0.4.13,<0.5",
         "pyyaml>=6.0.1",
         "regex>=2022.10.31",
         "sacrebleu>=2.3",
@@ -113,9 +114,7 @@ setup(
     ],
     extras_require={
         "analysis": ["matplotlib>=3.9"],
-        "zero": ["fairscale>=0.4.13"],
         "dev": [
-            "fairscale>=0.4.13",
             "hypothesis>=6",
             "pytest>=8",
             "pytest-xdist>=3",

@@ -1,25 +1,28 @@
 """Sharded experts beside replicated ones, in a step of one block: python -m benchmarks.processes
 
-    python -m benchmarks.processes [--processes 2] [--tokens 2048] [--strata 4-4]
+    python -m benchmarks.processes [--processes 2] [--tokens 2048] [--strata 4-4] [--cmr]
 
 Processes on this machine, over gloo, one thread each. A step is forward and backward; replicated experts
 then sum their gradients over the processes, sharded ones have exchanged tokens on the way. Prints the
-ratio, and the share of the sharded step that passes in exchanges, waiting for the others included.
+ratio, and the share of the sharded step that passes in exchanges, waiting for the others included. With
+--cmr there is a third contender, sharded experts whose outputs are waited for before anything else.
 """
 
 import argparse
 import json
 import statistics
 import time
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.cmr import ConditionalRouting
 from smoe_fairseq.system.memory import keep_freed_memory
 
-ROUNDS = 10
+ROUNDS = 12
 
 
 def main() -> None:
@@ -27,6 +30,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=2048, help="of each process")
     parser.add_argument("--strata", default="4-4")
+    parser.add_argument("--cmr", action="store_true", help="with a shared network; one stratum")
     parser.add_argument("--embed-dim", type=int, default=512)
     parser.add_argument("--ffn-embed-dim", type=int, default=2048)
     parser.add_argument("--port", type=int, default=29511)
@@ -39,34 +43,44 @@ def process(rank: int, args: argparse.Namespace) -> None:
     keep_freed_memory()
     address = f"tcp://127.0.0.1:{args.port}"
     dist.init_process_group("gloo", address, rank=rank, world_size=args.processes)
-    options = dict(capacity_factor=0, second_expert_policy="all", strata=args.strata)
+    options = dict(capacity_factor=0, second_expert_policy="all", strata=args.strata, cmr=args.cmr)
+    names = ("replicated", "sharded", *(("waiting",) if args.cmr else ()))
     blocks = {
         name: StratifiedMoE(
-            args.embed_dim, args.ffn_embed_dim, **options, expert_parallel=name == "sharded"
+            args.embed_dim, args.ffn_embed_dim, **options, expert_parallel=name != "replicated"
         )
-        for name in ("replicated", "sharded")
+        for name in names
     }
-    exchanges = Stopwatch()
+    if args.cmr:
+        wait_first(blocks["waiting"].cmr)
+    exchanges = Exchanges()
     dist.all_to_all_single = exchanges.around(dist.all_to_all_single)  # of counts and of rows
     x_TD = torch.randn(args.tokens, args.embed_dim)
     times = {name: [] for name in blocks}
-    shares = []
+    shares, sent = {name: [] for name in blocks}, {}
     for number in range(ROUNDS + 2):
         for name, block in blocks.items():
-            exchanges.seconds = 0.0
+            exchanges.seconds, exchanges.bytes = 0.0, 0
             dist.barrier()
             start = time.perf_counter()
             step(block, x_TD)
             dist.barrier()
             if number >= 2:
                 times[name].append(time.perf_counter() - start)
-                if name == "sharded":
-                    shares.append(exchanges.seconds / times[name][-1])
+                shares[name].append(exchanges.seconds / times[name][-1])
+                sent[name] = exchanges.bytes
     if rank == 0:
-        ratios = [s / r for s, r in zip(times["sharded"], times["replicated"], strict=True)]
         found = {name: statistics.median(values) for name, values in times.items()}
-        found |= {"sharded / replicated": statistics.median(ratios)}
-        found |= {"share of exchanges": statistics.median(shares)}
+        for other in (name for name in names if name != "sharded"):
+            ratios = [s / o for s, o in zip(times["sharded"], times[other], strict=True)]
+            found[f"sharded / {other}"] = statistics.quantiles(ratios, n=4)
+        for name in names[1:]:
+            found[f"share of exchanges, {name}"] = statistics.median(shares[name])
+        found["MiB of rows sent to others, sharded"] = sent["sharded"] / 2**20
+        numel = sum(p.numel() for p in blocks["replicated"].experts.parameters())
+        found["MiB of gradients sent, replicated"] = (
+            2 * (args.processes - 1) / args.processes * 4 * numel / 2**20
+        )
         print(json.dumps({**vars(args), "torch": torch.__version__, **found}, indent=1))
     dist.destroy_process_group()
 
@@ -82,21 +96,39 @@ def step(block: StratifiedMoE, x_TD: torch.Tensor) -> None:
             dist.all_reduce(parameter.grad)
 
 
-class Stopwatch:
-    """Seconds within the functions that it is put around."""
+def wait_first(cmr: ConditionalRouting) -> None:
+    """Lets it wait for the experts' outputs, and only then compute the shared network."""
+    original = cmr.forward
+
+    def forward(x_TD, moe, active_T):
+        moe_TD = moe()
+        return original(x_TD, lambda: moe_TD, active_T)
+
+    cmr.forward = forward
+
+
+class Exchanges:
+    """Seconds within exchanges, waiting for what they have started included, and bytes sent to others."""
 
     def __init__(self):
-        self.seconds = 0.0
+        self.seconds, self.bytes = 0.0, 0
 
-    def around(self, function):
-        def timed(*arguments, **options):
-            start = time.perf_counter()
-            try:
-                return function(*arguments, **options)
-            finally:
-                self.seconds += time.perf_counter() - start
+    def around(self, all_to_all_single):
+        def timed(output, given, received=None, sent=None, **options):
+            if sent:
+                own = sent[dist.get_rank()]
+                self.bytes += (sum(sent) - own) * given[:1].numel() * given.element_size()
+            work = self._time(all_to_all_single, output, given, received, sent, **options)
+            return work and SimpleNamespace(wait=lambda: self._time(work.wait))
 
         return timed
+
+    def _time(self, function, *arguments, **options):
+        start = time.perf_counter()
+        try:
+            return function(*arguments, **options)
+        finally:
+            self.seconds += time.perf_counter() - start
 
 
 if __name__ == "__main__":

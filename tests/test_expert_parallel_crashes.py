@@ -20,14 +20,15 @@ from smoe_fairseq.system.errors import UsageError
 
 KILLS = 20
 UPDATES = 8
+ZERO = ("--zero-sharding", "os")  # changes no bit of what is trained and saved
 
 
-def saving_flags(data, folder):
+def saving_flags(data, folder, *more):
     """Saves after every update; dropout and sampled experts, which have to be drawn again the same."""
     return [
         *flags(data, folder, "--expert-parallel", "--max-update", UPDATES, "--dropout", 0.1),
         *("--moe-second-expert-policy", "sampling", "--save-interval-updates", 1),
-        *("--keep-interval-updates", 2),
+        *("--keep-interval-updates", 2, *more),
     ]
 
 
@@ -73,9 +74,9 @@ def newest_complete(folder):
     return max((updates for updates, _ in one & other), default=0)
 
 
-def resume(ranks: Ranks, data, folder, uninterrupted):
+def resume(ranks: Ranks, data, folder, uninterrupted, *more):
     expected = newest_complete(folder)
-    run = ranks.train(folder, 2, *saving_flags(data, folder))
+    run = ranks.train(folder, 2, *saving_flags(data, folder, *more))
     loaded = re.search(r"Loaded checkpoint .* @ (\d+) updates", run.output(0))
     assert (int(loaded[1]) if loaded else 0) == expected
     assert checkpoint(folder).record.num_updates == UPDATES
@@ -92,12 +93,13 @@ def test_killed_at_random_moments(ranks, small_corpus, tmp_path, uninterrupted):
     resumed_from = set()
     for number in range(KILLS):
         folder = tmp_path / str(number)
-        run = ranks.start(folder, 2, *saving_flags(small_corpus, folder))
+        more = ZERO if number % 2 else ()
+        run = ranks.start(folder, 2, *saving_flags(small_corpus, folder, *more))
         wait_for_training(run)
         time.sleep(chance.uniform(0, seconds))
         run.kill()
         run.wait(10)
-        resumed_from.add(resume(ranks, small_corpus, folder, reference))
+        resumed_from.add(resume(ranks, small_corpus, folder, reference, *more))
         shutil.rmtree(folder)
     assert len(resumed_from) > 3  # the moments were spread over the run
 
@@ -139,14 +141,16 @@ def killed_while_publishing(moment: str, arguments):
     train.cli_main()
 
 
-@pytest.mark.parametrize("moment", ["before", soak("after"), soak("alone")])
-def test_killed_between_two_renamings(ranks, small_corpus, tmp_path, uninterrupted, moment):
+@pytest.mark.parametrize(
+    "moment, more", [("before", ()), ("before", ZERO), soak("after", ()), soak("alone", ())]
+)
+def test_killed_between_two_renamings(ranks, small_corpus, tmp_path, uninterrupted, moment, more):
     reference, _ = uninterrupted
-    arguments = list(map(str, saving_flags(small_corpus, tmp_path)))
+    arguments = list(map(str, saving_flags(small_corpus, tmp_path, *more)))
     run = ranks.start(tmp_path, 2, moment, arguments, function=killed_while_publishing)
     run.wait(60)
     assert -9 in run.statuses()
-    assert resume(ranks, small_corpus, tmp_path, reference) == 5
+    assert resume(ranks, small_corpus, tmp_path, reference, *more) == 5
 
 
 def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, uninterrupted):

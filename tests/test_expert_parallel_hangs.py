@@ -4,6 +4,7 @@ import random
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,14 +16,14 @@ from smoe_fairseq.modules import StratifiedMoE
 SECONDS = 20  # in which all processes have to end when one does; collective calls wait half an hour
 
 
-def pass_through_block(strata: str, tokens: list[int], padding: list[bool]):
+def pass_through_block(strata: str, tokens: list[int], padding: list[bool], cmr: bool = False):
     """On every rank: forward and backward of a sharded block, beside one with all experts.
 
     Rank r has ``tokens[r]`` tokens, all of them padding where ``padding[r]``.
     """
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    options = dict(capacity_factor=0, second_expert_policy="all", strata=strata)
+    options = dict(capacity_factor=0, second_expert_policy="all", strata=strata, cmr=cmr)
     torch.manual_seed(1)
     sharded = StratifiedMoE(16, 24, **options, expert_parallel=True).double()
     torch.manual_seed(1)
@@ -72,6 +73,42 @@ def test_any_share_of_the_tokens(ranks, tmp_path, strata, tokens, padding):
     arguments = (strata, tokens, padding)
     run = ranks.start(tmp_path, len(tokens), *arguments, function=pass_through_block)
     assert run.wait(60) == [0] * len(tokens), run.output()
+
+
+@pytest.mark.parametrize("tokens", [[40, 40], [40, 0]], ids=str)
+def test_a_shared_network_beside_them(ranks, tmp_path, tokens):
+    arguments = ("8", tokens, [False] * 2, True)
+    run = ranks.start(tmp_path, 2, *arguments, function=pass_through_block)
+    assert run.wait(60) == [0] * 2, run.output()
+
+
+def order_of_events():
+    """Of one pass with a shared network, forward and backward: exchanges of rows, and that network."""
+    dist.init_process_group("gloo")
+    events, original = [], dist.all_to_all_single
+
+    def all_to_all_single(output, *others, **options):
+        work = original(output, *others, **options)
+        if not output.is_floating_point():  # how many rows go where
+            return work
+        events.append("depart")
+        wait = work.wait
+        return SimpleNamespace(wait=lambda: (events.append("arrive"), wait()))
+
+    dist.all_to_all_single = all_to_all_single
+    block = StratifiedMoE(16, 24, "8", cmr=True, expert_parallel=True)
+    block.cmr.fc1.register_forward_hook(lambda *_: events.append("shared"))
+    block.cmr.fc1.weight.register_hook(lambda _: events.append("shared"))
+    y, _ = block(torch.randn(10, 16, requires_grad=True))
+    y.sum().backward()
+    one_way = ["depart", "arrive", "depart", "shared", "arrive"]
+    assert events == [*one_way, "depart", "shared", "arrive", "depart", "arrive"], events
+
+
+def test_a_shared_network_is_computed_while_outputs_travel(ranks, tmp_path):
+    """And its backward pass while their gradients do."""
+    run = ranks.start(tmp_path, 2, function=order_of_events)
+    assert run.wait(60) == [0] * 2, run.output()
 
 
 def pass_as_often_as(passes: list[int]):

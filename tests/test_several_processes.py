@@ -1,6 +1,5 @@
 """Several processes that all hold all experts, or none: start, resume, finetune, validate, any back end."""
 
-import importlib.util
 import json
 import re
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from commands import PLUGIN, SCRIPTS, TINY, run
 from sampling import soak
-from test_compat import run_without
 from test_expert_parallel import flags
 
 from smoe_fairseq.models.transformer_layer import STOCK_LAYER_COPIES
@@ -104,66 +102,6 @@ def test_a_run_under_torchrun_is_resumed(ranks, small_corpus, tmp_path):
         *flags(small_corpus, tmp_path / "parts", "--max-update", 4),
     )
     assert_same_bits(content(tmp_path / "parts"), content(tmp_path / "whole"))
-
-
-ZERO = ("--zero-sharding", "os")
-HAS_FAIRSCALE = importlib.util.find_spec("fairscale") is not None
-
-
-@pytest.mark.skipif(not HAS_FAIRSCALE, reason="ZeRO needs fairscale")
-@pytest.mark.parametrize(
-    "world_size, model, backend",
-    [
-        (2, "smoe", "legacy_ddp"),
-        soak(4, "stock", "legacy_ddp"),
-    ],
-)
-def test_zero_trains_and_resumes_as_without(
-    ranks, small_corpus, tmp_path, world_size, model, backend
-):
-    """Bit for bit, the optimizer's state too: either can go on with what the other has saved."""
-    make = flags if model == "smoe" else stock
-    for name, updates, zero in (("plain", 4, ()), ("zero", 2, ZERO), ("zero", 4, ZERO)):
-        more = ("--ddp-backend", backend, "--max-update", updates, *zero)
-        ranks.train(tmp_path / "logs", world_size, *make(small_corpus, tmp_path / name, *more))
-    assert_same_bits(content(tmp_path / "zero"), content(tmp_path / "plain"))
-
-
-def train_with(has_fairscale, *arguments) -> None:
-    """``fairseq-train`` where fairscale has been installed, or has not."""
-    import sys
-
-    from fairseq.optim import shard
-    from fairseq_cli.train import cli_main
-
-    shard._has_fairscale = has_fairscale
-    sys.argv = ["fairseq-train", *map(str, arguments)]
-    cli_main()
-
-
-@pytest.mark.parametrize(
-    "has_fairscale, more, sentence",
-    [
-        (False, (), "needs the package fairscale: pip install fairscale, or leave the flag out"),
-        (True, ["--use-bmuf"], "does not go with --use-bmuf"),
-        (True, ["--fp16"], "with --fp16: flattened gradients are one parameter"),
-    ],
-)
-def test_what_zero_lacks_is_said(ranks, small_corpus, tmp_path, has_fairscale, more, sentence):
-    arguments = [has_fairscale, *map(str, stock(small_corpus, tmp_path / "new", *ZERO, *more))]
-    started = ranks.start(tmp_path / "logs", 2, *arguments, function=train_with)
-    assert started.wait() == [1, 1]
-    assert f"error: --zero-sharding os {sentence}" in started.output(0)
-    assert "Traceback" not in started.output() and not (tmp_path / "new").exists()
-
-
-def test_zero_of_one_process_trains(ranks, small_corpus, tmp_path):
-    """It has nobody to share with, whatever is installed."""
-    arguments = stock(small_corpus, tmp_path / "new", *ZERO, "--max-update", 1)
-    ranks.train(tmp_path / "logs", 1, *arguments, one=True)
-    assert (tmp_path / "new" / LAST).exists()
-    command = ("fairseq-train", *stock(small_corpus, tmp_path / "none", *ZERO))
-    assert "Traceback" in run_without("leave_one_process_whole", *command).stdout
 
 
 def validated(run) -> dict:

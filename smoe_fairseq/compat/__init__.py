@@ -27,6 +27,7 @@ from .dataclass_hash import hash_dataclasses
 from .encoder_fast_path import avoid_fast_path
 from .fasta_index import index_without_shell
 from .full_disk import name_full_disk
+from .fully_sharded import find_group_of_one, refuse_fully_sharded_on_cpu
 from .gathered_logs import gather_on_any_device
 from .hidden_checkpoint import name_hidden_checkpoints
 from .hydra_user_dir import import_user_dir_first
@@ -61,6 +62,8 @@ MENDS = (
     ("fairseq.distributed.utils", name_bad_values),
     ("fairseq.distributed.utils", name_missing_fairscale),
     ("fairseq.distributed.utils", gather_on_any_device),
+    ("fairseq.distributed.utils", refuse_fully_sharded_on_cpu),
+    ("fairseq.distributed.fully_sharded_data_parallel", find_group_of_one),
     ("fairseq.dataclass.utils", quiet_hydra),
     ("fairseq.data.data_utils", name_too_small_batches),
     ("fairseq.data.indexed_dataset", read_past_cache),
@@ -93,11 +96,13 @@ ADDITIONS = (
     ("fairseq.criterions", "smoe_fairseq.criterions"),
     ("fairseq.models", "smoe_fairseq.models"),
     ("fairseq.utils", "smoe_fairseq.distributed.gradients:norm_over_all_experts"),
+    ("fairseq.optim", "smoe_fairseq.distributed.zero:spread_shared_state"),
     (
         "fairseq.distributed.legacy_distributed_data_parallel",
         "smoe_fairseq.distributed.gradients:sum_over_replicas",
     ),
     ("fairseq.distributed.utils", "smoe_fairseq.distributed.start:start_together"),
+    ("fairseq.distributed.utils", "smoe_fairseq.distributed.options:check_before_all"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.distributed.saving:save_sets"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.distributed.loading:load_sets"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.checkpoint.dictionaries:compare_when_loaded"),

@@ -1,8 +1,35 @@
-"""Options of ``fairseq-train`` that do not go with sharded experts, and the reason why."""
+"""Options of ``fairseq-train`` that do not go with experts, and the reason why."""
+
+import functools
+from types import ModuleType
 
 from smoe_fairseq.system.errors import UsageErrorOfAll
 
 KNOWS_EXPERTS = ("legacy_ddp", "no_c10d")  # the second is the older name of the first
+
+
+def check_before_all(utils: ModuleType) -> None:
+    """Before the model is built, what goes with no experts, spread over processes or not."""
+    original = utils.call_main
+
+    @functools.wraps(original)
+    def call_main(cfg, main, **options):
+        if cfg.distributed_training.ddp_backend == "fully_sharded" and _has_experts(cfg.model):
+            raise UsageErrorOfAll(
+                "--ddp-backend fully_sharded does not go with experts, whose parameters it would flatten; "
+                "use --ddp-backend legacy_ddp, with --expert-parallel and --zero-sharding os where memory "
+                "is short"
+            )
+        return original(cfg, main, **options)
+
+    utils.call_main = call_main
+
+
+def _has_experts(model) -> bool:
+    from smoe_fairseq.models.config import SMoETransformerConfig
+
+    sides = ("encoder", "decoder") if hasattr(model, "moe_freq") else ()
+    return any(SMoETransformerConfig.moe_freq_of(model, side) > 0 for side in sides)
 
 
 def check_options(cfg) -> None:
@@ -12,12 +39,6 @@ def check_options(cfg) -> None:
         cfg: fairseq's ``FairseqConfig`` of a run with more than one process and ``--expert-parallel``.
     """
     distributed, common = cfg.distributed_training, cfg.common
-    if distributed.zero_sharding != "none":
-        raise UsageErrorOfAll(
-            f"--zero-sharding {distributed.zero_sharding} with --expert-parallel: it would send one "
-            "process's experts to all others; leave it out, the experts' optimizer state is sharded "
-            "already"
-        )
     if str(distributed.ddp_backend) not in KNOWS_EXPERTS:
         raise UsageErrorOfAll(
             f"--ddp-backend {distributed.ddp_backend} with --expert-parallel: it would mix the experts "

@@ -46,7 +46,7 @@ class SMoETrainer(Trainer):
     """fairseq's trainer with the checks of this package, and with sets of checkpoints.
 
     ``expert_placement`` is None where every process has all experts, and ``save_name`` but while all
-    processes save a set.
+    processes save a set; ``in_update`` says whether an update is being made.
 
     Raises:
         UsageError, UsageErrorOfAll: flags, data, folder or checkpoint do not go with the run.
@@ -56,6 +56,7 @@ class SMoETrainer(Trainer):
         check_flags(cfg, task)
         self.expert_placement = place = placement_of(model)
         self.save_name = None
+        self.in_update = False
         if place is not None:
             check_options(cfg)
             with open_dict(cfg):
@@ -101,6 +102,17 @@ class SMoETrainer(Trainer):
         ).as_dict()
         return state
 
+    def consolidate_optimizer(self):
+        """As fairseq's, where all processes save.
+
+        Within an update it is for crash.pt, perhaps of this process alone: it cannot ask the others for
+        their part of an optimizer's state, and is saved without any.
+        """
+        if self.in_update and hasattr(self.optimizer.optimizer, "consolidate_state_dict"):
+            self._gathered_optim_state = {}
+        else:
+            super().consolidate_optimizer()
+
     def save_checkpoint(self, filename, extra_state):
         """As fairseq's; with sharded experts, together with all others."""
         if self.expert_placement is None:
@@ -144,6 +156,7 @@ class SMoETrainer(Trainer):
 
     def train_step(self, *arguments, **options):
         """As fairseq's; one sentence where numbers stop being numbers."""
+        self.in_update = True
         try:
             return super().train_step(*arguments, **options)
         except (
@@ -154,6 +167,8 @@ class SMoETrainer(Trainer):
                 "the module where it begins, where there is one; lower --lr, lengthen --warmup-updates "
                 "or set --clip-norm"
             ) from None
+        finally:
+            self.in_update = False
 
     def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
         """As fairseq's, which reads each number from the device by itself."""

@@ -3,6 +3,7 @@
 Shapes: T tokens, D embedding, F feed-forward.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,9 +45,13 @@ class ConditionalRouting(nn.Module):
         self.gate_drop = gate_drop
 
     def forward(
-        self, x_TD: Tensor, moe_TD: Tensor, active_T: Tensor | None = None
+        self, x_TD: Tensor, moe: Callable[[], Tensor], active_T: Tensor | None = None
     ) -> tuple[Tensor, CMRStats]:
-        """Mix the experts' output ``moe_TD`` with that of the shared network."""
+        """Mix the experts' output ``(T, D)`` with that of the shared network.
+
+        Args:
+            moe: returns the experts' output, which may be on its way while the shared network is computed.
+        """
         gate_T1 = self.gate(x_TD).float().sigmoid()
         active_T1 = torch.ones_like(gate_T1) if active_T is None else active_T.unsqueeze(1)
         # The budget is about what the gate asks for, so it is counted before any of it is dropped.
@@ -54,5 +59,7 @@ class ConditionalRouting(nn.Module):
         if self.training and self.gate_drop > 0:
             gate_T1 = gate_T1 * (torch.rand_like(gate_T1) >= self.gate_drop)
         h = F.dropout(self.activation_fn(self.fc1(x_TD)), self.activation_dropout, self.training)
+        shared_TD = self.fc2(h)
+        moe_TD = moe()
         gate_T1 = gate_T1.to(moe_TD.dtype)
-        return (1 - gate_T1) * self.fc2(h).to(moe_TD.dtype) + gate_T1 * moe_TD, stats
+        return (1 - gate_T1) * shared_TD.to(moe_TD.dtype) + gate_T1 * moe_TD, stats

@@ -3,6 +3,7 @@
 Shapes: T tokens, K choices per token, N rows of copies and nobody's, D embedding, E experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +33,11 @@ class LocalDispatcher:
         rank_TK: Tensor,
         kept_E: Tensor,
         run: PerExpert | Grouped,
-    ) -> Tensor:
+    ) -> Callable[[], Tensor]:
         """``sum_k weight[t, k] FFN_expert[t, k](x[t])``, ``(T, D)``; 0 for a token without any expert.
+
+        The experts are computed; who calls what is returned, once, has their sum. In between it may
+        compute what does not depend on it.
 
         Args:
             rank_TK, kept_E: as of `Routing`, of all experts.
@@ -41,7 +45,8 @@ class LocalDispatcher:
         """
         ends = run.ends(kept_E)
         plan = DispatchPlan.of(expert_TK, rank_TK, kept_E, run.rows(ends, expert_TK.numel()))
-        return run.mix(x_TD, weight_TK, plan, ends)
+        out_TD = run.mix(x_TD, weight_TK, plan, ends)
+        return lambda: out_TD
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,13 @@ class Exchange:
     by_expert_N: Tensor  # the rows received, from their order by sender to that by expert
 
     def to_experts(self, x_ND: Tensor) -> Tensor:
-        x_ND = AllToAll.apply(x_ND, self.sent, self.received, self.group)
-        return x_ND.index_select(0, self.by_expert_N)
+        arrived = start_exchange(x_ND, self.sent, self.received, self.group)
+        return arrived().index_select(0, self.by_expert_N)
 
-    def back(self, y_ND: Tensor) -> Tensor:
+    def back(self, y_ND: Tensor) -> Callable[[], Tensor]:
+        """Who calls what is returned waits for the rows."""
         by_sender_ND = torch.empty_like(y_ND).index_copy(0, self.by_expert_N, y_ND)
-        return AllToAll.apply(by_sender_ND, self.received, self.sent, self.group)
+        return start_exchange(by_sender_ND, self.received, self.sent, self.group)
 
 
 class ShardedDispatcher(LocalDispatcher):
@@ -85,12 +91,15 @@ class ShardedDispatcher(LocalDispatcher):
         rank_TK: Tensor,
         kept_E: Tensor,
         run: PerExpert | Grouped,
-    ) -> Tensor:
-        """As of `LocalDispatcher`. Which copies travel is known on the host, whatever the execution."""
+    ) -> Callable[[], Tensor]:
+        """As of `LocalDispatcher`; in between the outputs travel.
+
+        Which copies do is known on the host, whatever the execution.
+        """
         exchange, ends = self._plan_exchange(kept_E, run)
         plan = DispatchPlan.of(expert_TK, rank_TK, kept_E, sum(exchange.sent) + 1)
-        y_ND = exchange.back(run.compute(exchange.to_experts(plan.take(x_TD)), ends))
-        return plan.weighted_sum(y_ND, weight_TK)
+        arrived = exchange.back(run.compute(exchange.to_experts(plan.take(x_TD)), ends))
+        return lambda: plan.weighted_sum(arrived(), weight_TK)
 
     def _plan_exchange(self, kept_E: Tensor, run: PerExpert | Grouped) -> tuple[Exchange, Ends]:
         """The exchange, and where the rows of each of this process's experts end after it."""
@@ -121,29 +130,76 @@ def by_expert(received_PE: Tensor, number: int) -> Tensor:
     return lie_N
 
 
-class AllToAll(torch.autograd.Function):
+def start_exchange(
+    x_ND: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
     """``sent`` and ``received`` rows to and from each process; their gradients travel the other way.
 
-    Behind them is nobody's row, 0 on arrival. torch's own with gradient is deprecated, and what shall
-    take its place is not public.
+    Behind them is nobody's row, 0 on arrival. Who calls what is returned waits for the rows. What is computed
+    before, from other values, is computed while they travel, and its backward pass while their gradients do.
+    torch's own exchange with gradient is deprecated, and what shall take its place is not public.
+    """
+    transit = Transit(group)
+    y_ND = Depart.apply(x_ND, sent, received, transit)
+    return lambda: Arrive.apply(y_ND, sent, received, transit)
+
+
+class Transit:
+    """Rows on their way between the processes of ``group``, forward or backward."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def start(self, x_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """What they are going to be on arrival."""
+        x_ND = x_ND.contiguous()
+        y_ND = x_ND.new_empty(sum(received) + 1, *x_ND.shape[1:])
+        y_ND[-1] = 0
+        self.rows = x_ND, y_ND  # not to be freed before
+        self.work = dist.all_to_all_single(
+            y_ND[:-1], x_ND[:-1], received, sent, group=self.group, async_op=True
+        )
+        return y_ND
+
+    def wait(self) -> Tensor:
+        """What has arrived."""
+        self.work.wait()
+        _, y_ND = self.rows
+        del self.work, self.rows
+        return y_ND
+
+
+class Depart(torch.autograd.Function):
+    """Forward, rows depart. Backward, their gradients arrive."""
+
+    @staticmethod
+    def forward(
+        ctx, x_ND: Tensor, sent: list[int], received: list[int], transit: Transit
+    ) -> Tensor:
+        ctx.transit = transit
+        return transit.start(x_ND, sent, received)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.transit.wait(), None, None, None
+
+
+class Arrive(torch.autograd.Function):
+    """Forward, rows arrive. Backward, their gradients depart.
+
+    A backward pass goes from the last to the first of what was computed: so what came between departure and
+    arrival comes between these two there as well.
     """
 
     @staticmethod
     def forward(
-        ctx, x_ND: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx, y_ND: Tensor, sent: list[int], received: list[int], transit: Transit
     ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return exchange_rows(x_ND, sent, received, group)
+        ctx.sent, ctx.received, ctx.transit = sent, received, transit
+        transit.wait()
+        return y_ND
 
     @staticmethod
     def backward(ctx, grad_ND: Tensor):
-        return exchange_rows(grad_ND, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def exchange_rows(
-    x_ND: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    y_ND = x_ND.new_empty(sum(received) + 1, *x_ND.shape[1:])
-    y_ND[-1] = 0
-    dist.all_to_all_single(y_ND[:-1], x_ND.contiguous()[:-1], received, sent, group=group)
-    return y_ND
+        ctx.transit.start(grad_ND, ctx.received, ctx.sent)
+        return grad_ND, None, None, None  # in place of what arrives, whose shape is another

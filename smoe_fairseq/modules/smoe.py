@@ -3,6 +3,7 @@
 Shapes: T tokens, D embedding, F feed-forward, E experts, K choices per token, L strata.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -225,9 +226,11 @@ class StratifiedMoE(nn.Module):
             position_T = tokens.replace(position_T, self._next_stratum(i, routing))
             if i + 1 < len(self.gates):
                 run.announce(position_T == i + 1)
-            out_TD = self._mix_experts(i, h_TD, routing, run)
-            if self.cmr is not None:
-                out_TD, cmr_stats = self.cmr(h_TD, out_TD, tokens.active_T)
+            mixed = self._mix_experts(i, h_TD, routing, run)
+            if self.cmr is None:
+                out_TD = mixed()
+            else:
+                out_TD, cmr_stats = self.cmr(h_TD, mixed, tokens.active_T)
             if stacked:
                 y_TD = tokens.replace(y_TD, out_TD)
             else:
@@ -251,17 +254,19 @@ class StratifiedMoE(nn.Module):
 
     def _mix_experts(
         self, i: int, h_TD: Tensor, routing: Routing, run: PerExpert | Grouped
-    ) -> Tensor:
-        """``sum_e G_e FFN_e(h)`` over the kept experts of stratum ``i``'s gate."""
+    ) -> Callable[[], Tensor]:
+        """``sum_e G_e FFN_e(h)`` over the kept experts of stratum ``i``'s gate, once it is called for."""
         no_expert_TK = routing.expert_TK == self.gates[i].num_experts
         expert_TK = routing.expert_TK + self.strata.first_experts[i]
         expert_TK = expert_TK.masked_fill(no_expert_TK, self.strata.num_experts)
         kept_E = self._on_all_experts(i, routing.kept_E)
         weight_TK = mask_outputs(routing.weight_TK, self.eom, self.training)
-        out_TD = self.dispatcher.mix(h_TD, expert_TK, weight_TK, routing.rank_TK, kept_E, run)
-        if self.fom > 0:
-            out_TD = out_TD * mask_outputs(torch.ones_like(out_TD[:, :1]), self.fom, self.training)
-        return out_TD
+        mixed = self.dispatcher.mix(h_TD, expert_TK, weight_TK, routing.rank_TK, kept_E, run)
+        if self.fom == 0:
+            return mixed
+        all_T1 = torch.ones(len(h_TD), 1, dtype=run.w1.dtype, device=h_TD.device)
+        mask_T1 = mask_outputs(all_T1, self.fom, self.training)
+        return lambda: mixed() * mask_T1
 
     def _next_stratum(self, i: int, routing: Routing) -> Tensor:
         """A token goes on behind the stratum of its first choice, dropped there or not."""

@@ -1,0 +1,230 @@
+"""ZeRO: the optimizer's state spread over processes trains, saves and resumes what is trained without."""
+
+import gc
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sampling import soak
+from test_compat import run_without
+from test_expert_parallel import checkpoint, flags, furthest, whole
+from test_several_processes import LAST, assert_same_bits, content, stock
+
+from smoe_fairseq.cli import main
+
+ZERO = ("--zero-sharding", "os")
+ACCUMULATED_CLIPPED = ("--update-freq", 2, "--clip-norm", 0.5)
+
+
+@pytest.mark.parametrize("world_size, model", [(2, "smoe"), soak(4, "stock")])
+def test_trains_and_resumes_as_without(ranks, small_corpus, tmp_path, world_size, model):
+    """Bit for bit, the optimizer's state too: either can go on with what the other has saved."""
+    make = flags if model == "smoe" else stock
+    for name, updates, zero in (("plain", 4, ()), ("zero", 2, ZERO), ("zero", 4, ZERO)):
+        more = ("--ddp-backend", "legacy_ddp", "--max-update", updates, *zero)
+        ranks.train(tmp_path / "logs", world_size, *make(small_corpus, tmp_path / name, *more))
+    assert_same_bits(content(tmp_path / "zero"), content(tmp_path / "plain"))
+
+
+def sharded(data, folder, *more) -> list:
+    """Experts spread over processes, with dropout and sampled experts."""
+    drawn = ("--dropout", 0.1, "--moe-second-expert-policy", "sampling")
+    drawn += ("--lr-scheduler", "inverse_sqrt", "--warmup-updates", 2)
+    return flags(data, folder, "--expert-parallel", *drawn, *ACCUMULATED_CLIPPED, *more)
+
+
+def assert_same_sets(one: Path, other: Path) -> None:
+    """The files of all processes, bit for bit."""
+    ours, theirs = checkpoint(one), checkpoint(other)
+    for mine, its in zip(ours.states, theirs.states, strict=True):
+        assert_same_bits(without_unset(mine), without_unset(its))
+    ours.check_agreement()
+
+
+def without_unset(state: dict) -> dict:
+    """Without a buffer that fairseq never sets."""
+    model = {n: t for n, t in state["model"].items() if not n.endswith("_float_tensor")}
+    return {**state, "model": model}
+
+
+PRECISIONS = {
+    "fp32": (),
+    "memory-efficient-fp16": ("--memory-efficient-fp16", "--fp16-init-scale", 4),
+    "memory-efficient-bf16": ("--memory-efficient-bf16",),
+    "bf16": ("--bf16",),
+    "fp16": ("--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale", 4),
+}
+ROUNDED_WHEN_RESUMED = ("bf16", "fp16")  # whose checkpoints hold the model in half precision
+
+
+@pytest.mark.parametrize(
+    "world_size, strata, precision",
+    [
+        (2, "2-2-2-2", "fp32"),
+        (4, "2", "fp32"),
+        (2, "4-4", "memory-efficient-fp16"),
+        soak(4, "2-2-2-2", "fp32"),
+        soak(2, "4-4", "memory-efficient-bf16"),
+        soak(4, "2", "bf16"),
+        soak(2, "4-4", "fp16"),
+    ],
+)
+def test_beside_sharded_experts(ranks, small_corpus, tmp_path, world_size, strata, precision):
+    """Replicas among them (4 processes, 2 experts); begun with it, gone on without, and with it again."""
+    more = ("--smoe-strata", strata, *PRECISIONS[precision])
+    starts = [(2, ZERO), (3, ()), (5, ZERO)]
+    if precision in ROUNDED_WHEN_RESUMED:
+        starts = starts[-1:]
+    for name, parts in (("plain", [(5, ())]), ("zero", starts)):
+        for updates, zero in parts:
+            arguments = sharded(small_corpus, tmp_path / name, *more, *zero)
+            run = ranks.train(tmp_path / "logs", world_size, *arguments, "--max-update", updates)
+    assert len(starts) == 1 or "@ 3 updates" in run.output(0)
+    assert_same_sets(tmp_path / "zero", tmp_path / "plain")
+
+
+def test_a_set_is_consolidated_and_resharded_as_without(ranks, small_corpus, tmp_path):
+    """With the optimizer's state, for one process and for another number of them."""
+    for name, zero in (("plain", ()), ("zero", ZERO)):
+        arguments = sharded(small_corpus, tmp_path / name, *zero, "--max-update", 3)
+        ranks.train(tmp_path / "logs", 4, *arguments)
+        path, out = tmp_path / name / LAST, tmp_path / f"{name}-2" / LAST
+        call("consolidate", path, "--optimizer-state", "--output", tmp_path / f"{name}.pt")
+        call("reshard", path, "--world-size", 2, "--output", out)
+    one, other = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in ("plain", "zero"))
+    assert_same_bits(without_unset(one), without_unset(other))
+    assert_same_sets(tmp_path / "zero-2", tmp_path / "plain-2")
+    for name, zero in (("plain", ZERO), ("zero", ())):
+        arguments = sharded(small_corpus, tmp_path / f"{name}-2", *zero, "--max-update", 4)
+        run = ranks.train(tmp_path / "logs", 2, *arguments)
+        assert "@ 3 updates" in run.output(0)
+    assert_same_sets(tmp_path / "zero-2", tmp_path / "plain-2")
+
+
+def call(*words) -> None:
+    assert main([str(word) for word in words]) == 0
+
+
+def test_an_optimizer_that_looks_at_whole_tensors(ranks, small_corpus, tmp_path):
+    """OSS gives each process whole ones."""
+    for name, zero in (("plain", ()), ("zero", ZERO)):
+        arguments = sharded(small_corpus, tmp_path / name, *zero, "--optimizer", "adafactor")
+        position = arguments.index("--adam-eps")
+        ranks.train(tmp_path / "logs", 2, *arguments[:position], *arguments[position + 2 :])
+    assert furthest(whole(tmp_path / "plain"), whole(tmp_path / "zero")) == 0
+
+
+def train_and_measure(arguments):
+    """``fairseq-train`` that prints the bytes in tensors at the start of its last update, after a save."""
+    from fairseq_cli import train
+
+    from smoe_fairseq.distributed.trainer import SMoETrainer
+
+    original = SMoETrainer.train_step
+
+    def train_step(self, *others, **options):
+        if self.get_num_updates() + 1 == self.cfg.optimization.max_update:
+            gc.collect()
+            tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+            sizes = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+            named = self.get_model().named_parameters()
+            shared = sum(p.numel() for _, p in named if not hasattr(p, "expert"))
+            print("held:", json.dumps([sum(sizes.values()), shared]), flush=True)
+        return original(self, *others, **options)
+
+    SMoETrainer.train_step = train_step
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
+
+
+@pytest.mark.parametrize("world_size", [2, soak(4)])
+def test_a_process_holds_its_part(ranks, small_corpus, tmp_path, world_size):
+    """Of the shared parameters' two moments one process each; also after resuming, and after a save."""
+    held = {}
+    for name, zero in (("plain", ()), ("zero", ZERO)):
+        for updates in (2, 4):
+            more = ("--max-update", updates, "--save-interval-updates", 1, "--smoe-strata", "4-4")
+            arguments = list(map(str, sharded(small_corpus, tmp_path / name, *more, *zero)))
+            run = ranks.start(
+                tmp_path / "logs", world_size, arguments, function=train_and_measure
+            ).finish()
+        assert "@ 2 updates" in run.output(0)
+        found = re.findall(r"held: (.*)", run.output())
+        assert len(found) == world_size
+        held[name] = [json.loads(line) for line in found]
+    shared = held["plain"][0][1]
+    saved = [
+        plain - zero for (plain, _), (zero, _) in zip(held["plain"], held["zero"], strict=True)
+    ]
+    moments = 2 * 4 * shared
+    assert sum(saved) == pytest.approx(moments * (world_size - 1), rel=0.01)
+    assert min(saved) > 0.8 * moments * (world_size - 1) / world_size
+
+
+def train_until_one_fails(arguments):
+    """``fairseq-train`` in which process 1 comes upon a batch that it cannot read, in its third update."""
+    from fairseq.tasks.translation import TranslationTask
+    from fairseq_cli import train
+
+    original = TranslationTask.train_step
+
+    def train_step(self, *others, **options):
+        if options["update_num"] == 2 and torch.distributed.get_rank() == 1:
+            raise ValueError("this batch cannot be read")
+        return original(self, *others, **options)
+
+    TranslationTask.train_step = train_step
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
+
+
+@pytest.mark.parametrize("parallel", [(), ("--expert-parallel",)], ids=str)
+def test_a_process_that_fails_does_not_wait_for_state(ranks, small_corpus, tmp_path, parallel):
+    """To save crash.pt fairseq asks all for their part of it, and the others are in another call."""
+    arguments = list(map(str, flags(small_corpus, tmp_path / "run", *ZERO, *parallel)))
+    run = ranks.start(tmp_path / "logs", 2, arguments, function=train_until_one_fails)
+    status = run.programs[1].wait(30)
+    run.kill()
+    assert status == 1, run.output(1)[-3000:]
+    assert run.output(1).strip().endswith("ValueError: this batch cannot be read")
+    if parallel:
+        crash = torch.load(tmp_path / "run" / "crash-rank-1.pt", weights_only=True)
+        assert crash["last_optimizer_state"] == {} and crash["model"]
+
+
+def train_with(has_fairscale, *arguments) -> None:
+    """``fairseq-train`` where fairscale has been installed, or has not."""
+    from fairseq.optim import shard
+    from fairseq_cli.train import cli_main
+
+    shard._has_fairscale = has_fairscale
+    sys.argv = ["fairseq-train", *map(str, arguments)]
+    cli_main()
+
+
+@pytest.mark.parametrize(
+    "has_fairscale, more, sentence",
+    [
+        (False, (), "needs the package fairscale: pip install fairscale, or leave the flag out"),
+        (True, ["--use-bmuf"], "does not go with --use-bmuf"),
+        (True, ["--fp16"], "with --fp16: flattened gradients are one parameter"),
+    ],
+)
+def test_what_it_lacks_is_said(ranks, small_corpus, tmp_path, has_fairscale, more, sentence):
+    arguments = [has_fairscale, *map(str, stock(small_corpus, tmp_path / "new", *ZERO, *more))]
+    started = ranks.start(tmp_path / "logs", 2, *arguments, function=train_with)
+    assert started.wait() == [1, 1]
+    assert f"error: --zero-sharding os {sentence}" in started.output(0)
+    assert "Traceback" not in started.output() and not (tmp_path / "new").exists()
+
+
+def test_one_process_trains(ranks, small_corpus, tmp_path):
+    """It has nobody to share with, whatever is installed."""
+    arguments = stock(small_corpus, tmp_path / "new", *ZERO, "--max-update", 1)
+    ranks.train(tmp_path / "logs", 1, *arguments, one=True)
+    assert (tmp_path / "new" / LAST).exists()
+    command = ("fairseq-train", *stock(small_corpus, tmp_path / "none", *ZERO))
+    assert "Traceback" in run_without("leave_one_process_whole", *command).stdout
