@@ -1,5 +1,6 @@
 """Where a data set's text is: a publisher's files, or a folder that a user gives."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,5 +110,11 @@ def _parallel(dataset: Dataset, source: Path, split: str, pair: str) -> Section 
 
 
 def _count_lines(path: Path) -> int:
+    stat = path.stat()
+    return _count_lines_once(path, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.cache  # each pair asks for each language's
+def _count_lines_once(path: Path, _size: int, _changed: int) -> int:
     with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:
         return sum(1 for _ in lines)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq.recipes.download import remote_files
-from smoe_fairseq.recipes.folders import Folders, shard_names
+from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.raw import check
 from smoe_fairseq.recipes.shell import command, dry_run, report, run, unfinished
 from smoe_fairseq.settings.dataset import Dataset
@@ -35,7 +35,7 @@ def prepare(dataset: Dataset, extra: Sequence[str] = ()) -> None:
     for pair in sorted(set(dataset.pairs) - set(tested)):
         report(f"{folders.raw}/test.{pair}.* is missing: {pair} will not be scored")
     with unfinished(Path(f"{folders.binary}.partial")) as partial:
-        run(_binarised(dataset, folders, partial, tested, extra))
+        run(_binarised(dataset, folders, partial, extra))
 
 
 def _raw_text(
@@ -57,14 +57,13 @@ def _raw_text(
         if dataset.raw.get("archives"):
             source = folders.unpacked
             yield _step("unpack", dataset.name, folders.download, folders.unpacked)
-    yield _step("gather", dataset.name, source, folders.raw)
+    yield _step("gather", dataset.name, source, folders.raw, *_workers())
 
 
 def _binarised(
     dataset: Dataset,
     folders: Folders,
     partial: Path,
-    tested: tuple[str, ...],
     extra: Sequence[str],
 ) -> Iterator[str]:
     text = partial / "text"
@@ -75,26 +74,19 @@ def _binarised(
     yield command("rm", "-rf", partial)
     yield _step("learn", folders.raw, partial, *arguments(dataset.subwords), *extra)
     limits = ("--shards", dataset.shards, "--longest", longest)
-    yield _step("encode", partial / "spm.model", folders.raw, text, *limits)
+    workers = _workers()
+    yield _step("encode", partial / "spm.model", folders.raw, text, *limits, *workers)
     yield f"# {dataset.name}: binarise; one set of files serves both directions of a pair"
-    workers = os.environ.get("WORKERS") or os.cpu_count()
-    for i, shard in enumerate(shard_names(dataset.shards)):
-        for pair in dataset.pairs:
-            source, target = pair.split("-")
-            splits = ["train", "valid", "test"] if pair in tested else ["train", "valid"]
-            if i > 0:
-                splits = ["train"]  # fairseq looks for the others in the first shard only.
-            prefixes = [
-                word for s in splits for word in (f"--{s}pref", text / shard / f"{s}.{pair}")
-            ]
-            yield command(
-                *("fairseq-preprocess", "--source-lang", source, "--target-lang", target),
-                *prefixes,
-                *("--srcdict", partial / "dict.txt", "--tgtdict", partial / "dict.txt"),
-                *("--destdir", partial / shard, "--workers", workers),
-            )
+    yield _step("binarise", dataset.name, text, partial / "dict.txt", partial, *workers)
     yield command("rm", "-rf", text, folders.binary)
     yield command("mv", partial, folders.binary)
+
+
+def _workers() -> tuple[str, object]:
+    given = os.environ.get("WORKERS") or str(os.cpu_count() or 1)
+    if not given.isdecimal() or int(given) < 1:
+        raise UsageError(f"WORKERS={given}: expected a whole number of at least 1")
+    return "--workers", given
 
 
 def _step(name: str, *words: object) -> str:
