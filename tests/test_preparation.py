@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,10 @@ from test_recipes import write_dataset
 from test_recipes_archives import step
 from test_signals import ended, heed_signals, wait_for
 
+from smoe_fairseq.recipes import subwords
 from smoe_fairseq.recipes.chunks import CHUNK
 from smoe_fairseq.recipes.subwords import learn
+from smoe_fairseq.system.errors import UsageError
 
 PAIRS = ["en-fr", "en-de"]
 WORDS = [
@@ -186,6 +189,31 @@ def test_what_is_no_dictionary_is_named(tmp_path, given, prepared, content):
     result = step(tmp_path, given, *words, check=False)
     assert result.returncode == 1 and "error: dict.txt is not " in result.stdout
     assert not (tmp_path / "bin").exists()
+
+
+MODELS = {"unigram": 21, "bpe": 6}  # bytes of memory for each byte of text
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_subwords_that_take_more_memory_than_there_is(tmp_path, monkeypatch, prepared, kind):
+    files = list((prepared / "raw").glob("train.*"))
+    size = sum(file.stat().st_size for file in files)
+    lines = sum(file.read_bytes().count(b"\n") for file in files)
+    monkeypatch.setattr(subwords, "machine_memory", lambda: MODELS[kind] * size // 100)
+    options = {"vocab_size": 300, "model_type": kind, "character_coverage": 0.99}
+    with pytest.raises(UsageError) as refusal:
+        learn(prepared / "raw", tmp_path / "out", options)
+    told = re.fullmatch(
+        r"learning subwords from ([\d,]+) lines of (\S+) takes about ([\d.]+) GB of memory, and there are "
+        r"([\d.]+) GB: draw fewer with --input-sentence-size (\d+)",
+        str(refusal.value),
+    )
+    assert int(told[1].replace(",", "")) == lines and told[2] == str(prepared / "raw")
+    assert float(told[3]) == pytest.approx(MODELS[kind] * size / 1e9, abs=0.05)
+    assert not (tmp_path / "out").exists()
+    assert 0.7 * lines / 100 < int(told[5]) < lines / 100
+    learn(prepared / "raw", tmp_path / "out", options | {"input_sentence_size": int(told[5])})
+    assert (tmp_path / "out/spm.model").exists()
 
 
 # Ends before the end

@@ -61,6 +61,12 @@ def _unpack(given) -> None:
     unpack(dataset, archives, given.target)
 
 
+def _adopt(given) -> None:
+    from smoe_fairseq.recipes.adopt import adopt
+
+    adopt(load_dataset(given.dataset), given.source, given.raw, given.output, given.longest)
+
+
 def _gather(given) -> None:
     from smoe_fairseq.recipes.raw import gather
 
@@ -125,6 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     add("fetch", _fetch, "step: download the raw files", "dataset", paths=("folder",))
     paths = ("downloads", "target")
     add("unpack", _unpack, "step: the archives' files that are needed", "dataset", paths=paths)
+    paths = ("source", "raw", "output")
+    adopt = add("adopt", _adopt, "step: binarised text as it is", "dataset", paths=paths)
+    adopt.add_argument("--longest", type=int, default=0)
     paths = ("source", "target")
     gather = add("gather", _gather, "step: one text layout", "dataset", paths=paths)
     learn = add("learn", _learn, "step: sentencepiece model", paths=("raw", "output"))

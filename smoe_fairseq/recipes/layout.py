@@ -70,6 +70,19 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
     return Section(files)
 
 
+def binarised_folder(dataset: Dataset, folder: Path) -> Path | None:
+    """Where ``raw.binarised`` lies in a folder that its archive was unpacked to; None: not there.
+
+    That may be the folder itself, one in it, or the one above, where it is the archive's own.
+    """
+    if not (layout := dataset.raw.get("binarised")) or not folder.is_dir():
+        return None
+    places = [folder, *sorted(folder.iterdir())]
+    if folder.resolve().name == Path(layout["text"]).parts[0]:
+        places.append(folder.resolve().parent)
+    return next((place for place in places if (place / layout["text"]).is_dir()), None)
+
+
 def stored(path: Path) -> Path | None:
     """The file, or else its compressed form."""
     return next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.is_file()), None)

@@ -105,11 +105,13 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     raise UsageError(f"{section} (or .gz) is missing{other}: {pair} needs it to {split}")
 
 
-def check(dataset: Dataset, raw: Path) -> tuple[str, ...]:
-    """The pairs that have test data; what is missing to train or validate, or empty, is a `UsageError`."""
+def check(
+    dataset: Dataset, raw: Path, needed: tuple[str, ...] = ("train", "valid")
+) -> tuple[str, ...]:
+    """The pairs that have test data; what is ``needed`` and missing, or is empty, is a `UsageError`."""
     tested = []
     for pair in dataset.pairs:
-        for split in SPLITS:
+        for split in (*needed, "test"):
             files = [raw / f"{split}.{pair}.{language}" for language in pair.split("-")]
             missing = [file for file in files if not file.exists()]
             if split == "test" and not missing:

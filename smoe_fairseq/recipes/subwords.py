@@ -8,8 +8,12 @@ import sentencepiece
 
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_files
+from smoe_fairseq.system.memory import machine_memory
 
 _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq's dictionary adds by itself
+
+# Of memory, for each byte of the text that is learnt from; measured, docs/reproduce.md.
+_BYTES_PER_BYTE = {"unigram": 21, "bpe": 6}
 
 
 def learn(raw: Path, output: Path, options: dict[str, Any]) -> None:
@@ -17,10 +21,14 @@ def learn(raw: Path, output: Path, options: dict[str, Any]) -> None:
 
     ``options`` are sentencepiece's own training options. A text too small for the vocabulary size
     asked for gives a smaller one.
+
+    Raises:
+        UsageError: there is no text, sentencepiece cannot learn from it, or that takes too much memory.
     """
     files = sorted(raw.glob("train.*"))
     if not files:
         raise UsageError(f"{raw} has no training text (train.eng-xxx.eng and so on)")
+    _check_memory(raw, files, options)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -41,3 +49,27 @@ def learn(raw: Path, output: Path, options: dict[str, Any]) -> None:
         Path(words).write_text(dictionary, "utf-8")
         Path(pieces_file).write_bytes(model.getvalue())
     print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
+
+
+def _check_memory(raw: Path, files: list[Path], options: dict[str, Any]) -> None:
+    """Refuses what would fill the machine, which would end another program, or this one after an hour."""
+    memory = machine_memory()
+    size = sum(file.stat().st_size for file in files)
+    needed = _BYTES_PER_BYTE[options.get("model_type", "unigram")]
+    if memory is None or needed * size <= memory:
+        return
+    lines = sum(_count_lines(file) for file in files)
+    drawn = min(lines, options.get("input_sentence_size") or lines)
+    if (whole := needed * size * drawn // max(1, lines)) > memory:
+        fitting = 0.8 * drawn * memory / whole
+        digits = 10 ** max(0, len(str(int(fitting))) - 2)
+        raise UsageError(
+            f"learning subwords from {drawn:,} lines of {raw} takes about {whole / 1e9:.1f} GB of memory, "
+            f"and there are {memory / 1e9:.1f} GB: draw fewer with --input-sentence-size "
+            f"{int(fitting) // digits * digits}"
+        )
+
+
+def _count_lines(file: Path) -> int:
+    with open(file, "rb") as content:
+        return sum(block.count(b"\n") for block in iter(lambda: content.read(1 << 20), b""))
