@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from test_recipes import write_dataset
 from test_recipes_archives import step
 from test_signals import ended, heed_signals, wait_for
 
-from smoe_fairseq.recipes import subwords
+from smoe_fairseq.recipes import progress, subwords
 from smoe_fairseq.recipes.chunks import CHUNK
 from smoe_fairseq.recipes.subwords import learn
 from smoe_fairseq.system.errors import UsageError
@@ -189,6 +190,31 @@ def test_what_is_no_dictionary_is_named(tmp_path, given, prepared, content):
     result = step(tmp_path, given, *words, check=False)
     assert result.returncode == 1 and "error: dict.txt is not " in result.stdout
     assert not (tmp_path / "bin").exists()
+
+
+def test_a_bar_at_a_terminal(tmp_path, given, prepared):
+    terminal, end = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 100))
+    os.set_blocking(terminal, False)
+    words = ["encode", prepared / "spm.model", prepared / "raw", tmp_path / "text"]
+    command = [sys.executable, "-m", "smoe_fairseq.recipes", *map(str, words), "--workers", "2"]
+    subprocess.run(command, env=os.environ | given, stdout=subprocess.PIPE, stderr=end, check=True)
+    shown = os.read(terminal, 100_000).decode()  # while the other end is open: else it may be gone
+    os.close(end)
+    os.close(terminal)
+    size = sum(file.stat().st_size for file in (prepared / "raw").iterdir())
+    assert re.search(rf"encode: +\d+%.*/{size / 1e6:.2f}M", shown) and "\r" in shown
+
+
+def test_now_and_then_a_line_in_a_log(monkeypatch, capsys):
+    clock = iter(range(0, 1000, 20))  # seconds
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    with progress.progress("encode", 9_000_000_000) as advance:
+        for _ in range(4):
+            advance(1_500_000_000)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["encode: 3,000 of 9,000 MB", "encode: 6,000 of 9,000 MB"]
 
 
 MODELS = {"unigram": 21, "bpe": 6}  # bytes of memory for each byte of text

@@ -133,7 +133,7 @@ def _step(name: str, *words: object) -> str:
 
 
 def _cores() -> int:
-    """Those that this process may use, where the system tells: of a batch system's job, not of the machine."""
+    """Those that this process may use, where the system tells: a batch system's job has not all of them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
