@@ -126,25 +126,23 @@ def preprocess(text: Path, dictionary: Path, output: Path, pair: str, splits) ->
     )
 
 
-@pytest.mark.parametrize("workers", ["1", "3"])
-@pytest.mark.parametrize("shards", ["1", "2"])
-def test_binarised_as_by_fairseq_preprocess(tmp_path, given, prepared, shards, workers):
-    words = [
-        "binarise",
-        "tiny",
-        prepared / f"text{shards}",
-        prepared / "dict.txt",
-        tmp_path / "bin",
-    ]
-    said = step(tmp_path, given, *words, "--workers", workers).stdout
-    for i, folder in enumerate([""] if shards == "1" else ["shard0", "shard1"]):
+@pytest.fixture(scope="module", params=["1", "2"])
+def of_fairseq(prepared, tmp_path_factory, request) -> tuple[Path, dict[str, bytes]]:
+    """Pieces in one shard or in two, and what fairseq-preprocess makes of them."""
+    text, output = prepared / f"text{request.param}", tmp_path_factory.mktemp("fairseq")
+    for i, folder in enumerate([""] if request.param == "1" else ["shard0", "shard1"]):
         for pair in PAIRS:
             splits = ["train"] if i else ["train", "valid", *["test"] * (pair == "en-fr")]
-            destination = tmp_path / "fairseq" / folder
-            source = prepared / f"text{shards}" / folder
-            preprocess(source, prepared / "dict.txt", destination, pair, splits)
-        (destination / "preprocess.log").unlink()
-    found, expected = tree(tmp_path / "bin"), tree(tmp_path / "fairseq")
+            preprocess(text / folder, prepared / "dict.txt", output / folder, pair, splits)
+    return text, {name: c for name, c in tree(output).items() if not name.endswith(".log")}
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_binarised_as_by_fairseq_preprocess(tmp_path, given, prepared, of_fairseq, workers):
+    text, expected = of_fairseq
+    words = ["binarise", "tiny", text, prepared / "dict.txt", tmp_path / "bin"]
+    said = step(tmp_path, given, *words, "--workers", workers).stdout
+    found = tree(tmp_path / "bin")
     assert sorted(found) == sorted(expected)
     assert all(content == expected[name] for name, content in found.items())
     assert "unknown" in said and " 0 of them" not in said
