@@ -116,19 +116,15 @@ def test_dry_run_prints_training(tmp_path, dataset, method):
 
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_dry_run_prints_preparation_and_evaluation(tmp_path, dataset):
-    prepared = recipe(tmp_path, "prepare", dataset, DRY_RUN="1", DATA_DIR="d")
-    pairs = [
-        (value(words, "--source-lang"), value(words, "--target-lang"))
-        for words in commands(prepared, "fairseq-preprocess")
-    ]
-    directions = [
-        (value(words, "--source-lang"), value(words, "--target-lang"))
-        for words in commands(
-            recipe(tmp_path, "evaluate", dataset, "moe", DRY_RUN="1"), "fairseq-generate"
-        )
-    ]
-    assert len(pairs) == DATASETS[dataset] / 2
-    assert sorted(directions) == sorted([*pairs, *((b, a) for a, b in pairs)])
+    given = {"DRY_RUN": "1", "DATA_DIR": "d", "WORKERS": "3"}
+    prepared = recipe(tmp_path, "prepare", dataset, **given)
+    steps = {words[3]: words for words in commands(prepared, "python") if len(words) > 4}
+    assert steps["binarise"][4:6] == [dataset, f"d/{dataset}/bin.partial/text"]
+    shared = [name for name, words in steps.items() if "--workers" in words]
+    assert shared == [name for name in steps if name in ("gather", "encode", "binarise")]
+    assert all(value(steps[name], "--workers") == "3" for name in shared)
+    evaluated = recipe(tmp_path, "evaluate", dataset, "moe", DRY_RUN="1")
+    assert len(commands(evaluated, "fairseq-generate")) == DATASETS[dataset]
     assert "d/" in prepared.stdout and "data/" not in prepared.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -154,6 +150,12 @@ def test_a_seed_has_a_run_of_its_own(tmp_path):
     for bad in ("two", "-1", "1.5", "99999999999"):
         sentence = refusal(recipe(tmp_path, "train", "multi30k", "moe", DRY_RUN="1", SEED=bad))
         assert f"SEED={bad}: expected a whole number from 0 to" in sentence
+
+
+@pytest.mark.parametrize("workers", ["0", "two", "-1"])
+def test_workers_that_are_no_number(tmp_path, workers):
+    sentence = refusal(recipe(tmp_path, "prepare", "phrasebook", DRY_RUN="1", WORKERS=workers))
+    assert f"WORKERS={workers}: expected a whole number of at least 1" in sentence
 
 
 @pytest.mark.parametrize("method", ["smoe", "smoe-", "smoe-0-4", "moe-4", "../methods/moe", ""])

@@ -5,7 +5,6 @@ import json
 import subprocess
 import tarfile
 import threading
-import zipfile
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
@@ -156,34 +155,30 @@ def test_opus100_from_archive_to_table(tmp_path, server):
 
 
 @pytest.mark.parametrize("pair", ["eng-nso", "nso-eng"])
-def test_m4_archives(tmp_path, server, pair):
-    """The authors' archive, a zip with folders above, and Flores-200; pairs in either order."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        for language in pair.split("-"):
-            name = f"data/m15_32k/retrieved_data/train.{pair}.{language}"
-            archive.writestr(name, sentences(language, "train"))
-        archive.writestr("data/m8_32k/retrieved_data/train.eng-nso.nso", b"of another data set\n")
-    server.files["m8-m15-archive"] = content.getvalue()
-    server.files["flores.tar.gz"] = tar(
-        {
-            f"./flores200_dataset/{split}/{code}.{split}": sentences(code[:3], split)
-            for split in ("dev", "devtest")
-            for code in ("eng_Latn", "nso_Latn", "zsm_Latn")
-        }
-    )
-    given = configuration(
-        *(tmp_path / "configs", "m4", server),
-        [{"file": "m8-m15-archive"}, {"file": "flores.tar.gz"}],
-        pairs=["eng-nso"],
-    )
-    result = recipe(tmp_path, "prepare", "m4", "--vocab-size", "60", **given)
+def test_m4_from_text(tmp_path, server, pair):
+    """A folder of NLLB's text and of Flores-200 as it is published; pairs in either order."""
+    files = {
+        f"train.{pair}.{language}": sentences(language, "train") for language in pair.split("-")
+    }
+    for split in ("dev", "devtest"):
+        for code in ("eng_Latn", "nso_Latn", "zsm_Latn"):
+            name = f"flores200_dataset/{split}/{code}.{split}"
+            files[name] = sentences(code[:3], split)
+    for name, content in files.items():
+        (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "text" / name).write_bytes(content)
+    given = configuration(tmp_path / "configs", "m4", server, [], pairs=["eng-nso"], shards=2)
+    words = ("prepare", "m4", "--vocab-size", "60")
+    result = recipe(tmp_path, *words, RAW=str(tmp_path / "text"), **given)
     assert result.returncode == 0, result.stdout + result.stderr
     raw = tmp_path / "data/m4/raw"
     assert len(list(raw.iterdir())) == 6
     assert (raw / "train.eng-nso.nso").read_bytes() == sentences("nso", "train")
     assert (raw / "test.eng-nso.eng").read_bytes() == sentences("eng", "devtest")
     assert (raw / "valid.eng-nso.nso").read_bytes() == sentences("nso", "dev")
+    trained = recipe(tmp_path, "train", "m4", "moe", DRY_RUN="1", **given)
+    (words,) = commands(trained, "fairseq-train")
+    assert words[1] == "data/m4/bin/shard0:data/m4/bin/shard1"
 
 
 def test_pair_without_test_data_is_reported(tmp_path, server):

@@ -48,6 +48,7 @@ SYSTEMS = {
     "smoe-4-12": {"--smoe-strata": "4-12", "--moe-top-k": "2"},
 }
 BARE = {"moe-cmr": {"--moe-cmr"}, "stacked-2-2-2-2": {"--moe-stacked"}}
+NLLB = ("m4", "m15")
 DATASETS = {"phrasebook": 8, "multi30k": 6, "m4": 8, "m15": 30, "opus100": 188}
 
 
@@ -120,17 +121,29 @@ def test_evaluation_is_the_papers(tmp_path, dataset):
     [("m4", "32000", 1), ("m15", "32000", 4), ("opus100", "64000", 8)],
 )
 def test_preparation(tmp_path, dataset, vocabulary, shards):
-    result = dry(tmp_path, "prepare", dataset)
+    result = dry(tmp_path, "prepare", dataset, RAW="text" if dataset in NLLB else "")
     steps = {words[3]: words for words in commands(result, "python")}
-    assert list(steps) == ["fetch", "unpack", "gather", "learn", "encode"]
+    fetched = [] if dataset in NLLB else ["fetch", "unpack"]
+    assert list(steps) == [*fetched, "gather", "learn", "encode", "binarise"]
     assert value(steps["learn"], "--vocab-size") == vocabulary
     assert value(steps["encode"], "--shards") == str(shards)
-    binarised = commands(result, "fairseq-preprocess")
-    assert len(binarised) == shards * DATASETS[dataset] / 2
-    assert sum("--testpref" in words for words in binarised) == DATASETS[dataset] / 2
+
+
+@pytest.mark.parametrize("dataset", NLLB)
+def test_preparation_from_the_authors_archive(tmp_path, dataset):
+    result = dry(tmp_path, "prepare", dataset)
+    fetched, adopted = commands(result, "python")
+    assert fetched[3:] == ["fetch", dataset, f"data/{dataset}/download"]
+    folders = [f"data/{dataset}/{name}" for name in ("download/m15.zip", "raw", "bin")]
+    assert adopted[3:] == ["adopt", dataset, *folders, "--longest", "510"]
+
+
+@pytest.mark.parametrize("dataset, shards", [("m4", 1), ("m15", 1), ("opus100", 8)])
+def test_what_is_trained_on(tmp_path, dataset, shards):
     (words,) = commands(dry(tmp_path, "train", dataset, "moe"), "fairseq-train")
-    folders = sorted({value(w, "--destdir").replace("bin.partial", "bin") for w in binarised})
-    assert words[1].split(":") == folders
+    folder = f"data/{dataset}/bin"
+    expected = [folder] if shards == 1 else [f"{folder}/shard{i}" for i in range(shards)]
+    assert words[1].split(":") == expected
 
 
 def batch(words: list[str], processes: int) -> int:

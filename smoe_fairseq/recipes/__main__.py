@@ -85,10 +85,16 @@ def _unpack(given) -> None:
     unpack(dataset, archives, given.target)
 
 
+def _adopt(given) -> None:
+    from smoe_fairseq.recipes.adopt import adopt
+
+    adopt(load_dataset(given.dataset), given.source, given.raw, given.output, given.longest)
+
+
 def _gather(given) -> None:
     from smoe_fairseq.recipes.raw import gather
 
-    gather(load_dataset(given.dataset), given.source, given.target)
+    gather(load_dataset(given.dataset), given.source, given.target, given.workers)
 
 
 def _learn(given) -> None:
@@ -99,15 +105,28 @@ def _learn(given) -> None:
 
 
 def _encode(given) -> None:
-    from smoe_fairseq.recipes.subwords import encode
+    from smoe_fairseq.recipes.encode import encode
 
-    encode(given.model, given.raw, given.output, given.shards, given.longest)
+    encode(given.model, given.raw, given.output, given.shards, given.longest, given.workers)
+
+
+def _binarise(given) -> None:
+    from smoe_fairseq.recipes.binarise import binarise
+
+    dataset = load_dataset(given.dataset)
+    binarise(dataset, given.text, given.dictionary, given.output, given.workers)
 
 
 def _tokenizer(given) -> None:
     from smoe_fairseq.recipes.tokenizer import fetch_tokenizer
 
     fetch_tokenizer(given.name)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -145,7 +164,11 @@ def _parser() -> argparse.ArgumentParser:
     add("fetch", _fetch, "step: download the raw files", "dataset", paths=("folder",))
     paths = ("downloads", "target")
     add("unpack", _unpack, "step: the archives' files that are needed", "dataset", paths=paths)
-    add("gather", _gather, "step: one text layout", "dataset", paths=("source", "target"))
+    paths = ("source", "raw", "output")
+    adopt = add("adopt", _adopt, "step: binarised text as it is", "dataset", paths=paths)
+    adopt.add_argument("--longest", type=int, default=0)
+    paths = ("source", "target")
+    gather = add("gather", _gather, "step: one text layout", "dataset", paths=paths)
     learn = add("learn", _learn, "step: sentencepiece model", paths=("raw", "output"))
     learn.add_argument("--vocab-size", type=int, required=True)
     learn.add_argument("--character-coverage", type=float, default=0.9995)
@@ -155,6 +178,10 @@ def _parser() -> argparse.ArgumentParser:
     encode.add_argument("--shards", type=int, default=1)
     encode.add_argument("--longest", type=int, default=0)
     add("generator", _generator, "step: fairseq-generate for each line of standard input")
+    paths = ("text", "dictionary", "output")
+    binarise = add("binarise", _binarise, "step: subwords to numbers", "dataset", paths=paths)
+    for step in (gather, encode, binarise):
+        step.add_argument("--workers", type=_count, default=1, help="processes (1)")
     add("tokenizer", _tokenizer, "step: sacreBLEU's tokenizer model", "name")
     return parser
 

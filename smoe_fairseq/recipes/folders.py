@@ -38,7 +38,13 @@ class Folders:
         return self.data / "bin"
 
     def binary_path(self, shards: int) -> str:
-        """The binarised text as fairseq's commands take it: its folder, or ``shard0:shard1:...``."""
+        """The binarised text as fairseq's commands take it: its folder, or ``shard0:shard1:...``.
+
+        Args:
+            shards: how many, where it is not there yet.
+        """
+        if self.binary.exists():
+            return ":".join(map(str, shard_folders(self.binary)))
         return ":".join(str(self.binary / name) for name in shard_names(shards))
 
     @property
@@ -53,6 +59,12 @@ class Folders:
 def shard_names(shards: int) -> tuple[str, ...]:
     """Folders below the binarised text; an only shard needs none."""
     return ("",) if shards == 1 else tuple(f"shard{i}" for i in range(shards))
+
+
+def shard_folders(folder: Path) -> list[Path]:
+    """Those that `shard_names` has called so in ``folder``, in order; without any, it is the only one."""
+    shards = sum(1 for path in folder.glob("shard*") if path.is_dir())
+    return [folder / name for name in shard_names(shards or 1)]
 
 
 def user_dir() -> str:

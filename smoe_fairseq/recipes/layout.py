@@ -1,5 +1,6 @@
 """Where a data set's text is: a publisher's files, or a folder that a user gives."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,19 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
     return Section(files)
 
 
+def binarised_folder(dataset: Dataset, folder: Path) -> Path | None:
+    """Where ``raw.binarised`` lies in a folder that its archive was unpacked to; None: not there.
+
+    That may be the folder itself, one in it, or the one above, where it is the archive's own.
+    """
+    if not (layout := dataset.raw.get("binarised")) or not folder.is_dir():
+        return None
+    places = [folder, *sorted(folder.iterdir())]
+    if folder.resolve().name == Path(layout["text"]).parts[0]:
+        places.append(folder.resolve().parent)
+    return next((place for place in places if (place / layout["text"]).is_dir()), None)
+
+
 def stored(path: Path) -> Path | None:
     """The file, or else its compressed form."""
     return next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.is_file()), None)
@@ -109,5 +123,11 @@ def _parallel(dataset: Dataset, source: Path, split: str, pair: str) -> Section 
 
 
 def _count_lines(path: Path) -> int:
+    stat = path.stat()
+    return _count_lines_once(path, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.cache  # each pair asks for each language's
+def _count_lines_once(path: Path, _size: int, _changed: int) -> int:
     with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:
         return sum(1 for _ in lines)

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq.recipes.download import remote_files
-from smoe_fairseq.recipes.folders import Folders, shard_names
+from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.layout import binarised_folder
 from smoe_fairseq.recipes.raw import check
 from smoe_fairseq.recipes.shell import command, dry_run, report, run, unfinished
 from smoe_fairseq.settings.dataset import Dataset
@@ -25,8 +26,17 @@ def prepare(dataset: Dataset, extra: Sequence[str] = ()) -> None:
         print(f"{folders.binary} is prepared already: delete it to prepare it again")
         return
     given = os.environ.get("RAW")
+    if archive := _archive(dataset, folders, given):
+        if extra:
+            raise UsageError(
+                f"{' '.join(extra)}: {archive} comes with its subwords; give RAW=folder with text to learn "
+                "others"
+            )
+        with unfinished(_partial(folders.binary)), unfinished(_partial(folders.raw)):
+            run(_adopted(dataset, folders, archive, given))
+        return
     if given or not folders.raw.exists():
-        with unfinished(Path(f"{folders.raw}.partial")) as partial:
+        with unfinished(_partial(folders.raw)) as partial:
             run(_raw_text(dataset, folders, partial, given))
     if dry_run() and not folders.raw.exists():
         tested = dataset.pairs
@@ -34,8 +44,32 @@ def prepare(dataset: Dataset, extra: Sequence[str] = ()) -> None:
         tested = check(dataset, folders.raw)
     for pair in sorted(set(dataset.pairs) - set(tested)):
         report(f"{folders.raw}/test.{pair}.* is missing: {pair} will not be scored")
-    with unfinished(Path(f"{folders.binary}.partial")) as partial:
-        run(_binarised(dataset, folders, partial, tested, extra))
+    with unfinished(_partial(folders.binary)) as partial:
+        run(_binarised(dataset, folders, partial, extra))
+
+
+def _partial(folder: Path) -> Path:
+    return Path(f"{folder}.partial")
+
+
+def _archive(dataset: Dataset, folders: Folders, given: str | None) -> Path | None:
+    """The archive of binarised text, or its folder, to make the data set of; None: it is made of text."""
+    if not dataset.raw.get("binarised"):
+        return None
+    if given:
+        source = Path(given)
+        return source if source.is_file() or binarised_folder(dataset, source) else None
+    if any(folders.raw.glob("train.*")):
+        return None  # gathered before, or put there
+    return folders.download / remote_files(dataset)[0].name
+
+
+def _adopted(dataset: Dataset, folders: Folders, archive: Path, given: str | None) -> Iterator[str]:
+    yield f"# {dataset.name}: binarised text, subwords and tests as they are in the authors' archive"
+    if not given:
+        yield _step("fetch", dataset.name, folders.download)
+    words = ("adopt", dataset.name, archive, folders.raw, folders.binary)
+    yield _step(*words, "--longest", _longest(dataset))
 
 
 def _raw_text(
@@ -57,45 +91,49 @@ def _raw_text(
         if dataset.raw.get("archives"):
             source = folders.unpacked
             yield _step("unpack", dataset.name, folders.download, folders.unpacked)
-    yield _step("gather", dataset.name, source, folders.raw)
+    yield _step("gather", dataset.name, source, folders.raw, *_workers())
 
 
 def _binarised(
     dataset: Dataset,
     folders: Folders,
     partial: Path,
-    tested: tuple[str, ...],
     extra: Sequence[str],
 ) -> Iterator[str]:
     text = partial / "text"
-    # Sources of the test set, binarised for translation only, must not exceed the model's positions,
-    # of which the language's token and the end of the sentence take two.
-    longest = dataset.train.get("max-source-positions", FAIRSEQ_POSITIONS) - 2
     yield f"# {dataset.name}: one sentencepiece model and dictionary for all languages"
     yield command("rm", "-rf", partial)
     yield _step("learn", folders.raw, partial, *arguments(dataset.subwords), *extra)
-    limits = ("--shards", dataset.shards, "--longest", longest)
-    yield _step("encode", partial / "spm.model", folders.raw, text, *limits)
+    limits = ("--shards", dataset.shards, "--longest", _longest(dataset))
+    workers = _workers()
+    yield _step("encode", partial / "spm.model", folders.raw, text, *limits, *workers)
     yield f"# {dataset.name}: binarise; one set of files serves both directions of a pair"
-    workers = os.environ.get("WORKERS") or os.cpu_count()
-    for i, shard in enumerate(shard_names(dataset.shards)):
-        for pair in dataset.pairs:
-            source, target = pair.split("-")
-            splits = ["train", "valid", "test"] if pair in tested else ["train", "valid"]
-            if i > 0:
-                splits = ["train"]  # fairseq looks for the others in the first shard only.
-            prefixes = [
-                word for s in splits for word in (f"--{s}pref", text / shard / f"{s}.{pair}")
-            ]
-            yield command(
-                *("fairseq-preprocess", "--source-lang", source, "--target-lang", target),
-                *prefixes,
-                *("--srcdict", partial / "dict.txt", "--tgtdict", partial / "dict.txt"),
-                *("--destdir", partial / shard, "--workers", workers),
-            )
+    yield _step("binarise", dataset.name, text, partial / "dict.txt", partial, *workers)
     yield command("rm", "-rf", text, folders.binary)
     yield command("mv", partial, folders.binary)
 
 
+def _longest(dataset: Dataset) -> int:
+    """Sources of the test set, binarised for translation only, must not exceed the model's positions.
+
+    Of these the language's token and the end of the sentence take two.
+    """
+    return dataset.train.get("max-source-positions", FAIRSEQ_POSITIONS) - 2
+
+
+def _workers() -> tuple[str, object]:
+    given = os.environ.get("WORKERS") or str(_cores())
+    if not given.isdecimal() or int(given) < 1:
+        raise UsageError(f"WORKERS={given}: expected a whole number of at least 1")
+    return "--workers", given
+
+
 def _step(name: str, *words: object) -> str:
     return command("python", "-m", "smoe_fairseq.recipes", name, *words)
+
+
+def _cores() -> int:
+    """Those that this process may use, where the system tells: a batch system's job has not all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -9,11 +9,14 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from smoe_fairseq.recipes.layout import SHARED, SPLITS, Section, find
+from smoe_fairseq.recipes.progress import progress
 from smoe_fairseq.recipes.shell import report
+from smoe_fairseq.recipes.workers import shared
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_folder, write_whole
@@ -21,7 +24,7 @@ from smoe_fairseq.system.files import whole_folder, write_whole
 SIZES = "sizes.json"
 
 
-def gather(dataset: Dataset, source: Path, target: Path) -> None:
+def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:
     """Brings the text of a folder (see `layout.find`) into the shared layout.
 
     Runs of white space become single spaces, which also removes the line separators that other
@@ -34,42 +37,81 @@ def gather(dataset: Dataset, source: Path, target: Path) -> None:
         raise UsageError(
             f"{source} is not a folder: RAW has to name one with {dataset.name}'s text"
         )
-    sizes = {}
+    parts = [
+        Part(split, pair, section)
+        for split in SPLITS
+        for pair in dataset.pairs
+        if (section := _section(dataset, source, split, pair))
+    ]
+    # Longest first: a process that takes the longest one last would keep the others waiting.
+    parts.sort(key=lambda part: -part.size)
+    size = sum(part.size for part in parts)
+    counts = {}
     with whole_folder(target, replace=True) as partial:
-        for split in SPLITS:
-            for pair in dataset.pairs:
-                lines = _one_pair(dataset, source, split, pair, partial)
-                if split == "train":
-                    sizes[pair.split("-")[1]] = lines
+        with progress("gather", size) as advance, shared(Copier(partial), workers, size) as each:
+            for part, count in zip(parts, each(parts), strict=True):
+                counts[part.split, part.pair] = count
+                advance(part.size)
+        sizes = {pair.split("-")[1]: counts["train", pair] for pair in dataset.pairs}
         write_whole(target.with_name(SIZES), json.dumps(sizes, indent=2) + "\n")
+    print(f"{target}: {2 * len(parts)} files, {sum(counts.values()):,} pairs of lines", flush=True)
 
 
-def _one_pair(dataset: Dataset, source: Path, split: str, pair: str, target: Path) -> int:
-    """Copies a pair's text, if there is any, and returns the number of lines."""
-    section = find(dataset, source, split, pair)
-    if isinstance(section, Section):
-        count = _copy_pair(section, target / f"{split}.{pair}", keep_empty=split != "train")
+@dataclass(frozen=True)
+class Part:
+    """The text of a pair for one split."""
+
+    split: str
+    pair: str
+    section: Section
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files, as a measure of the work; a compressed one has three times as many or more."""
+        files = self.section.files.values()
+        return sum(file.stat().st_size * (3 if file.suffix == ".gz" else 1) for file in files)
+
+
+@dataclass(frozen=True)
+class Copier:
+    """Called with a part, writes it to ``folder`` in the shared layout and gives the number of lines."""
+
+    folder: Path
+
+    def __call__(self, part: Part) -> int:
+        split, pair, files = part.split, part.pair, part.section.files
+        prefix = self.folder / f"{split}.{pair}"
+        count = copy_pair(part.section, prefix, keep_empty=split != "train")
         if not count:
-            for file in section.files.values():
+            for file in files.values():
                 _refuse_empty(file, split, pair)
-            first, second = section.files.values()
+            first, second = files.values()
             raise UsageError(
                 f"{first} and {second} have no line with text on both sides: {pair} needs one to {split}"
             )
         return count
+
+
+def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
+    """None where there is no test data, which is reported."""
+    section = find(dataset, source, split, pair)
+    if isinstance(section, Section):
+        return section
     if split == "test":
         report(f"{section} is missing: {pair} has no test data and will not be scored")
-        return 0
-    shared = SHARED.format(split=split, pair=pair, language=pair.split("-")[0])
-    other = "" if section.name == shared else f" (nor has {source} such as {shared})"
+        return None
+    shared_name = SHARED.format(split=split, pair=pair, language=pair.split("-")[0])
+    other = "" if section.name == shared_name else f" (nor has {source} such as {shared_name})"
     raise UsageError(f"{section} (or .gz) is missing{other}: {pair} needs it to {split}")
 
 
-def check(dataset: Dataset, raw: Path) -> tuple[str, ...]:
-    """The pairs that have test data; what is missing to train or validate, or empty, is a `UsageError`."""
+def check(
+    dataset: Dataset, raw: Path, needed: tuple[str, ...] = ("train", "valid")
+) -> tuple[str, ...]:
+    """The pairs that have test data; what is ``needed`` and missing, or is empty, is a `UsageError`."""
     tested = []
     for pair in dataset.pairs:
-        for split in SPLITS:
+        for split in (*needed, "test"):
             files = [raw / f"{split}.{pair}.{language}" for language in pair.split("-")]
             missing = [file for file in files if not file.exists()]
             if split == "test" and not missing:
@@ -88,7 +130,7 @@ def _refuse_empty(file: Path, split: str, pair: str) -> None:
         raise UsageError(f"{file} is empty: {pair} needs at least one line to {split}{leave_out}")
 
 
-def _copy_pair(section: Section, prefix: Path, keep_empty: bool) -> int:
+def copy_pair(section: Section, prefix: Path, keep_empty: bool) -> int:
     """Writes ``PREFIX.{language}`` and returns the number of lines."""
     count = 0
     with ExitStack() as stack:

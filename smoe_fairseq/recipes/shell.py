@@ -14,7 +14,7 @@ from smoe_fairseq.recipes import child
 from smoe_fairseq.system.errors import UsageError
 
 # Programs whose last words are a sentence about what went wrong.
-_TELL = {"python", "smoe", "fairseq-train", "fairseq-generate", "fairseq-preprocess"}
+_TELL = {"python", "smoe", "fairseq-train", "fairseq-generate"}
 _TELL |= {"torchrun", "srun"}  # about how they themselves ended, below the former's
 
 

@@ -1,20 +1,19 @@
 """One sentencepiece model and one dictionary for all languages of a data set."""
 
 import io
-import itertools
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
-from smoe_fairseq.recipes.folders import shard_names
-from smoe_fairseq.recipes.shell import report
 from smoe_fairseq.system.errors import UsageError
-from smoe_fairseq.system.files import whole_files, whole_folder
+from smoe_fairseq.system.files import whole_files
+from smoe_fairseq.system.memory import machine_memory
 
 _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq's dictionary adds by itself
-_BATCH_CHARACTERS = 1_000_000
+
+# Of memory, for each byte of the text that is learnt from; measured, docs/reproduce.md.
+_BYTES_PER_BYTE = {"unigram": 21, "bpe": 6}
 
 
 def learn(raw: Path, output: Path, options: dict[str, Any]) -> None:
@@ -22,10 +21,14 @@ def learn(raw: Path, output: Path, options: dict[str, Any]) -> None:
 
     ``options`` are sentencepiece's own training options. A text too small for the vocabulary size
     asked for gives a smaller one.
+
+    Raises:
+        UsageError: there is no text, sentencepiece cannot learn from it, or that takes too much memory.
     """
     files = sorted(raw.glob("train.*"))
     if not files:
         raise UsageError(f"{raw} has no training text (train.eng-xxx.eng and so on)")
+    _check_memory(raw, files, options)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -48,42 +51,25 @@ def learn(raw: Path, output: Path, options: dict[str, Any]) -> None:
     print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
 
 
-def encode(model: Path, raw: Path, output: Path, shards: int = 1, longest: int = 0) -> None:
-    """Writes every file of ``raw`` to ``output`` as pieces, separated by spaces.
-
-    With several ``shards``, line ``n`` of a training file goes to ``output/shardI``, ``I`` being
-    ``n`` modulo ``shards``, and other splits go to the first. A line of the other splits is cut off
-    after ``longest`` pieces (0: never), and how many were is reported.
-    """
-    try:
-        processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    except (OSError, RuntimeError) as error:
+def _check_memory(raw: Path, files: list[Path], options: dict[str, Any]) -> None:
+    """Refuses what would fill the machine, which would end another program, or this one after an hour."""
+    memory = machine_memory()
+    size = sum(file.stat().st_size for file in files)
+    needed = _BYTES_PER_BYTE[options.get("model_type", "unigram")]
+    if memory is None or needed * size <= memory:
+        return
+    lines = sum(_count_lines(file) for file in files)
+    drawn = min(lines, options.get("input_sentence_size") or lines)
+    if (whole := needed * size * drawn // max(1, lines)) > memory:
+        fitting = 0.8 * drawn * memory / whole
+        digits = 10 ** max(0, len(str(int(fitting))) - 2)
         raise UsageError(
-            f"{model} is not a model that the step learn has written: {error}"
-        ) from None
-    with whole_folder(output, replace=True) as partial:
-        folders = [partial / name for name in shard_names(shards)]
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-        for file in sorted(raw.glob("*.*-*.*")):
-            if file.name.startswith("train."):
-                _encode_file(processor, file, folders, longest=0)
-            elif cut := _encode_file(processor, file, folders[:1], longest):
-                report(f"{cut} lines of {file} have more than {longest} pieces and are cut off")
-
-
-def _encode_file(processor, file: Path, folders: list[Path], longest: int) -> int:
-    """Deals the lines out to files of the same name in ``folders``; returns how many were cut."""
-    cut = 0
-    with ExitStack() as stack:
-        lines = stack.enter_context(open(file, encoding="utf-8", newline="\n"))
-        outputs = itertools.cycle(
-            [stack.enter_context(open(f / file.name, "w", encoding="utf-8")) for f in folders]
+            f"learning subwords from {drawn:,} lines of {raw} takes about {whole / 1e9:.1f} GB of memory, "
+            f"and there are {memory / 1e9:.1f} GB: draw fewer with --input-sentence-size "
+            f"{int(fitting) // digits * digits}"
         )
-        while batch := lines.readlines(_BATCH_CHARACTERS):
-            for pieces in processor.encode([line.rstrip("\n") for line in batch], out_type=str):
-                if longest and len(pieces) > longest:
-                    pieces = pieces[:longest]
-                    cut += 1
-                next(outputs).write(" ".join(pieces) + "\n")
-    return cut
+
+
+def _count_lines(file: Path) -> int:
+    with open(file, "rb") as content:
+        return sum(block.count(b"\n") for block in iter(lambda: content.read(1 << 20), b""))

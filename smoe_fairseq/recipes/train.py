@@ -77,7 +77,9 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
 
 def data_arguments(dataset: Dataset) -> list[str]:
     """What training and generation have to agree on: data, plugin, task and language tokens."""
-    data = Folders(dataset.name).binary_path(dataset.shards)
+    # Text that was binarised by others is in one part; of text of one's own the shards are there by now.
+    shards = 1 if dataset.raw.get("binarised") else dataset.shards
+    data = Folders(dataset.name).binary_path(shards)
     words = [data, "--user-dir", user_dir(), *arguments(dataset.task)]
     words += ["--langs", ",".join(dataset.languages)]
     return words + ["--lang-pairs", ",".join(dataset.directions)]

@@ -1,123 +1,32 @@
-"""Archives, of which only the files that a data set needs are written, under names of our own.
+"""A data set's archives: of each only the files that ``raw.files`` asks for, under these names."""
 
-No name inside an archive is ever used as a path: a member is written only if its name ends in one
-that the data set's ``raw.files`` asks for, and then under that one.
-"""
+from pathlib import Path
 
-import gzip
-import shutil
-import stat
-import struct
-import tarfile
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from lzma import LZMAError
-from pathlib import Path, PurePosixPath
-from typing import IO
-
+from smoe_fairseq.recipes.archives import extract
 from smoe_fairseq.recipes.layout import all_publisher_names
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_folder
 
-_DAMAGE = (
-    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, gzip.BadGzipFile),
-    *(struct.error, ValueError),  # headers of nonsense
-)
-
-
-@dataclass(frozen=True)
-class Member:
-    """A member of an archive; ``open`` gives its content and is for regular files only."""
-
-    name: str
-    regular: bool
-    open: Callable[[], IO[bytes]]
-
 
 def unpack(dataset: Dataset, archives: list[Path], target: Path) -> None:
     """Writes the data set's files, out of zip or tar archives of any compression, to ``target``.
 
-    ``target`` appears when all archives are done. A damaged archive, one with a name that leads out of
-    a folder, or one where a link or a device is in the place of a file that is needed, is a `UsageError`;
-    so is one that is missing or has a password.
+    ``target`` appears when all archives are done. One that is missing is a `UsageError`, as is what `extract`
+    refuses.
     """
     if target.exists():
         print(f"{target} is unpacked already: delete it to unpack it again", flush=True)
         return
     names = {name for names in all_publisher_names(dataset) for name in names}
-    wanted = names | {f"{name}.gz" for name in names}
+    names |= {f"{name}.gz" for name in names}
     for archive in archives:
         if not archive.is_file():
             raise UsageError(
                 f"{archive} is missing: run scripts/prepare.sh {dataset.name} to fetch it"
             )
     with whole_folder(target) as partial:
-        counts = {archive: _unpack_one(archive, wanted, partial) for archive in archives}
+        wanted = {name: partial / name for name in names}
+        counts = {archive: extract(archive, wanted) for archive in archives}
     for archive, count in counts.items():
         print(f"{archive}: {count} files unpacked", flush=True)
-
-
-def _unpack_one(archive: Path, wanted: set[str], folder: Path) -> int:
-    count = 0
-    try:
-        for member in _members(archive):
-            path = PurePosixPath(member.name.replace("\\", "/"))
-            if path.is_absolute() or ".." in path.parts:
-                raise UsageError(f"{archive} holds {member.name!r}, outside of it: do not trust it")
-            name = next((n for n in _endings(path) if n in wanted), None)
-            if name is None:
-                continue
-            if not member.regular:
-                raise UsageError(f"{archive} holds {member.name!r}, which is not a plain file")
-            output = folder / name
-            output.parent.mkdir(parents=True, exist_ok=True)
-            with member.open() as content, open(output, "wb") as copy:
-                shutil.copyfileobj(content, copy)
-            count += 1
-    except _DAMAGE as error:
-        raise _damaged(archive, error) from None
-    except (
-        RuntimeError
-    ) as error:  # zipfile's, for a password, and for a method that it does not know
-        raise UsageError(
-            f"{archive} cannot be unpacked ({error}): expected an archive without a password, zip or tar, "
-            "compressed by deflate, gzip, bzip2 or xz"
-        ) from None
-    except OSError as error:
-        if error.errno is None:  # bzip2's word for damage
-            raise _damaged(archive, error) from None
-        raise UsageError(f"{archive} cannot be unpacked to {folder}: {error.strerror}") from None
-    return count
-
-
-def _damaged(archive: Path, error: Exception) -> UsageError:
-    return UsageError(f"{archive} cannot be unpacked ({error}): delete it and get it again")
-
-
-def _endings(path: PurePosixPath) -> Iterator[str]:
-    """``a/b/c``, ``b/c`` and ``c``: an archive may hold its files in a folder above."""
-    for i in range(len(path.parts)):
-        yield "/".join(path.parts[i:])
-
-
-def _members(archive: Path) -> Iterator[Member]:
-    """All members but folders, in the archive's order, each to be read before the next one."""
-    if zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as content:
-            for info in content.infolist():
-                kind = stat.S_IFMT(info.external_attr >> 16)  # 0 where it was not packed on Unix
-                regular = kind in (0, stat.S_IFREG)
-                if not info.is_dir():
-                    yield Member(info.filename, regular, lambda info=info: content.open(info))
-    else:
-        with tarfile.open(archive) as content:
-            for info in content:
-                if not info.isdir():
-                    yield Member(
-                        info.name, info.isreg(), lambda info=info: content.extractfile(info)
-                    )
-            while content.fileobj.read(2**20):  # To the end, where the compression's checksum is.
-                pass

@@ -1,0 +1,275 @@
+"""The authors' archive: a small one of its layout, taken as it is, and refused where a part is missing."""
+
+import io
+import json
+import shutil
+import stat
+import zipfile
+from pathlib import Path
+
+import pytest
+from test_full_disk import limited, sentence, tree
+from test_preparation import preprocess
+from test_recipes import commands, recipe, refusal, write_text
+from test_recipes_archives import configuration, server, step
+
+from smoe_fairseq.recipes.encode import encode
+from smoe_fairseq.recipes.subwords import learn
+
+assert server  # a fixture
+
+TEXT = "m15_32k/data_bin/shard000"
+MODEL = "m15_32k/vocab_bin/sentencepiece.source.32000.model"
+TEST = "m15_32k/retrieved_data/test"
+# As the archive names them: one pair in both orders, one the other way round, one that is not asked for.
+ORDERS = ["eng-nso", "nso-eng", "msa-eng", "eng-isl"]
+PAIRS = ["eng-nso", "eng-msa"]
+SIZES = dict(zip(ORDERS, (90, 70, 80, 60), strict=True))
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory) -> Path:
+    """Text, a model and a dictionary of it, and its pieces."""
+    folder = tmp_path_factory.mktemp("pieces")
+    for order in ORDERS:
+        write_text(folder / "text", order, train=SIZES[order], valid=9, test=7)
+        for language in order.split("-"):
+            file = folder / f"text/test.{order}.{language}"
+            file.write_text("".join(f"{language} {line}" for line in open(file, newline="\n")))
+    learn(folder / "text", folder, {"vocab_size": 60, "character_coverage": 1.0})
+    encode(folder / "spm.model", folder / "text", folder / "encoded")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def published(pieces, tmp_path_factory) -> Path:
+    """What the archive holds; of eng-nso and eng-isl the tests are binarised too."""
+    folder = tmp_path_factory.mktemp("published")
+    for order in ORDERS:
+        splits = ["train", "valid", *["test"] * (order in ("eng-nso", "eng-isl"))]
+        preprocess(pieces / "encoded", pieces / "dict.txt", folder / TEXT, order, splits)
+        for language in order.split("-"):
+            target = folder / f"{TEST}.{order}.{language}"
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(pieces / f"text/test.{order}.{language}", target)
+    (folder / MODEL).parent.mkdir()
+    shutil.copyfile(pieces / "spm.model", folder / MODEL)
+    return folder
+
+
+def zipped(folder: Path, above: str = "", **more: bytes) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, file in tree(folder).items():
+            archive.writestr(above + name, file)
+        for name, file in more.items():
+            archive.writestr(name, file)
+    return content.getvalue()
+
+
+@pytest.fixture
+def given(tmp_path, server) -> dict[str, str]:
+    train = {"max-update": 2, "num-workers": 0, "arch": "smoe_transformer_tiny"}
+    changes = {"pairs": PAIRS, "shards": 4, "train": train}
+    configured = configuration(tmp_path / "configs", "m4", server, [{"file": "m15.zip"}], **changes)
+    return configured | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def prepared(tmp_path: Path, given: dict[str, str], **environment: str) -> tuple[Path, str]:
+    result = recipe(tmp_path, "prepare", "m4", **given | environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not list(tmp_path.glob("data/**/*.partial"))
+    return tmp_path / environment.get("DATA_DIR", "data") / "m4", result.stdout
+
+
+def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
+    server.files["m15.zip"] = zipped(published, "some/folder/", **{"m15_32k/other": b"not ours"})
+    data, said = prepared(tmp_path, given)
+    binary = tree(data / "bin")
+    dictionary = (pieces / "dict.txt").read_bytes()
+    for language in ("eng", "nso", "msa"):
+        assert binary.pop(f"dict.{language}.txt") == dictionary
+    assert binary.pop("dict.txt") == dictionary
+    assert binary.pop("spm.model") == (pieces / "spm.model").read_bytes()
+    made = {
+        name: binary.pop(name)
+        for name in list(binary)
+        if "test.eng-nso" not in name and "test." in name
+    }
+    expected = tree(published / TEXT)
+    assert binary == {name: expected[name] for name in expected if name in binary}
+    orders = {name.split(".")[1] for name in binary}
+    assert orders == {"eng-nso", "nso-eng", "msa-eng"} and len(binary) == 4 * (2 * 3 + 1)
+    # What was there as text only: as the archive's own steps would have binarised it.
+    encode(pieces / "spm.model", data / "raw", tmp_path / "tests")
+    preprocess(tmp_path / "tests", pieces / "dict.txt", tmp_path / "made", "eng-msa", ["test"])
+    made_by_fairseq = tree(tmp_path / "made")
+    assert len(made) == 4 and all(made_by_fairseq[name] == made[name] for name in made)
+    assert "tests, which are there as text only: 14 sentences" in said
+
+    assert json.loads((data / "sizes.json").read_text()) == {"nso": 90, "msa": 80}
+    assert sorted(tree(data / "raw")) == sorted(
+        f"test.{pair}.{language}" for pair in PAIRS for language in pair.split("-")
+    )
+    original = (published / f"{TEST}.msa-eng.msa").read_text("utf-8").split("\n")
+    taken = (data / "raw/test.eng-msa.msa").read_text("utf-8").split("\n")
+    assert taken == [" ".join(line.split()) for line in original]
+
+    trained = recipe(tmp_path, "train", "m4", "smoe-2-2", **given)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    (words,) = commands(trained, "fairseq-train")
+    assert words[1] == "data/m4/bin"
+    flags = ["--beam", "1", "--max-len-a", "0", "--max-len-b", "5"]
+    evaluated = recipe(tmp_path, "evaluate", "m4", "smoe-2-2", *flags, **given)
+    assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+    scores = json.loads((tmp_path / "runs/m4/smoe-2-2/scores.json").read_text())["scores"]
+    assert len(scores) == 4 and {score["sentences"] for score in scores.values()} == {7}
+
+
+def test_archive_and_folders_give_the_same(tmp_path, given, published):
+    (tmp_path / "given.zip").write_bytes(zipped(published))
+    folder = tmp_path / "unpacked/here"
+    shutil.copytree(published, folder)
+    found = {}
+    for i, source in enumerate(["given.zip", "unpacked", "unpacked/here", "unpacked/here/m15_32k"]):
+        data, said = prepared(tmp_path, given, RAW=str(tmp_path / source), DATA_DIR=f"data{i}")
+        assert "fetch" not in said
+        found[source] = tree(data)
+    assert all(content == found["given.zip"] for content in found.values())
+    name = "train.eng-nso.nso.bin"
+    assert (data / "bin" / name).samefile(folder / TEXT / name)  # linked, not copied
+    assert tree(folder) == tree(published)
+
+
+def test_a_folder_of_text_beside_the_archive_is_text(tmp_path, given, published, pieces):
+    shutil.copytree(published / "m15_32k", tmp_path / "given/m15_32k")
+    text = tmp_path / "given/text"
+    for pair in PAIRS:
+        write_text(text, pair, train=50, valid=5, test=5)
+    result = recipe(tmp_path, "prepare", "m4", DRY_RUN="1", RAW=str(text), **given)
+    steps = [words[3] for words in commands(result, "python")]
+    assert steps == ["gather", "learn", "encode", "binarise"]
+
+
+def test_the_archive_s_subwords_cannot_be_changed(tmp_path, given):
+    said = refusal(recipe(tmp_path, "prepare", "m4", "--vocab-size", "60", **given))
+    assert "--vocab-size 60: " in said and "comes with its subwords" in said
+
+
+def test_prepared_again_after_its_folder_was_deleted(tmp_path, given, server, published):
+    server.files["m15.zip"] = zipped(published)
+    data, _ = prepared(tmp_path, given)
+    before = tree(data)
+    shutil.rmtree(data / "bin")
+    prepared(tmp_path, given)
+    assert tree(data) == before
+
+
+def refused(tmp_path: Path, given: dict[str, str], source: Path) -> str:
+    """What the step says, of which nothing may be left."""
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "data").mkdir()
+    result = step(tmp_path, given, "adopt", "m4", source, "data/raw", "data/bin", check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout, result.stdout
+    (tmp_path / "data").rmdir()  # which is empty
+    assert sorted(tmp_path.rglob("*")) == before
+    (said,) = [x for x in result.stdout.splitlines() if x.startswith("error: ")]
+    return said
+
+
+MISSING = {
+    MODEL: f"has no {MODEL}",
+    f"{TEXT}/dict.*.txt": f"has no {TEXT}/dict.eng.txt",
+    f"{TEXT}/train.msa-eng.*": f"has no {TEXT}/train.eng-msa.eng.bin",
+    f"{TEXT}/valid.msa-eng.*": f"has no {TEXT}/valid.eng-msa.eng.bin",
+    f"{TEXT}/train.nso-eng.nso.idx": f"has no {TEXT}/train.nso-eng.nso.idx",
+    f"{TEXT}/*": "dict.eng.txt",
+    f"{TEST}.msa-eng.msa": f"has no {TEST}.eng-msa.eng",
+}
+
+
+@pytest.mark.parametrize("kind", ["zip", "folder"])
+@pytest.mark.parametrize("name", MISSING)
+def test_a_part_that_is_missing_is_named(tmp_path, given, published, name, kind):
+    folder = tmp_path / "m15"
+    shutil.copytree(published, folder)
+    for file in list(folder.glob(name)):
+        file.unlink()
+    source = folder
+    if kind == "zip":
+        source = tmp_path / "m15.zip"
+        source.write_bytes(zipped(folder))
+    said = refused(tmp_path, given, source)
+    assert str(source) in said and MISSING[name] in said and "RAW=folder" in said
+
+
+def changed(folder: Path, name: str, change) -> None:
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(change(content))
+
+
+def other_order(content: bytes) -> bytes:
+    first, second, rest = content.split(b"\n", 2)
+    return b"\n".join((second, first, rest))
+
+
+WRONG = {
+    "dictionaries that differ": (
+        f"{TEXT}/dict.nso.txt",
+        other_order,
+        "dict.eng.txt and dict.nso.txt",
+    ),
+    "an index that is cut off": (f"{TEXT}/valid.eng-nso.nso.idx", lambda c: c[:-5], "is cut off"),
+    "no index at all": (f"{TEXT}/valid.eng-nso.nso.idx", lambda c: b"", "is cut off"),
+    "no model": (MODEL, lambda c: b"text", f"{MODEL} is not a sentencepiece model"),
+    "a test that is shorter": (f"{TEST}.eng-nso.nso", lambda c: c[:-9], "line n of both"),
+    "a test that is not text": (f"{TEST}.eng-nso.nso", lambda c: b"\xff" + c, "is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_part_that_is_wrong_is_named(tmp_path, given, published, case):
+    name, change, told = WRONG[case]
+    shutil.copytree(published, tmp_path / "m15")
+    if case == "a test that is shorter":
+        change = lambda content: content[: content.rindex(b"\n", 0, -1) + 1]  # noqa: E731
+    changed(tmp_path / "m15", name, change)
+    assert told in refused(tmp_path, given, tmp_path / "m15")
+
+
+def test_sides_and_tests_of_other_lengths(tmp_path, given, published):
+    """Files of another pair under this one's name."""
+    for split, told in (("train", "60 in train"), ("test", "7 sentences of the test of eng-nso")):
+        folder = tmp_path / split
+        shutil.copytree(published, folder)
+        if split == "train":
+            for suffix in ("bin", "idx"):
+                source = folder / TEXT / f"train.eng-isl.isl.{suffix}"
+                shutil.copyfile(source, folder / TEXT / f"train.eng-nso.nso.{suffix}")
+        else:
+            for language in ("eng", "nso"):
+                with open(folder / f"{TEST}.eng-nso.{language}", "a") as file:
+                    file.write("one more\n")
+        assert told in refused(tmp_path, given, folder)
+
+
+def test_links_and_names_that_lead_outside_are_refused(tmp_path, given, published):
+    (tmp_path / "out.zip").write_bytes(zipped(published, **{f"../{MODEL}": b"evil"}))
+    assert "outside of it" in refused(tmp_path, given, tmp_path / "out.zip")
+    content = io.BytesIO(zipped(published))
+    with zipfile.ZipFile(content, "a") as archive:
+        info = zipfile.ZipInfo(f"again/{TEXT}/train.eng-nso.nso.bin")
+        info.external_attr = (stat.S_IFLNK | 0o777) << 16
+        archive.writestr(info, "/etc/passwd")
+    (tmp_path / "link.zip").write_bytes(content.getvalue())
+    assert "not a plain file" in refused(tmp_path, given, tmp_path / "link.zip")
+    (tmp_path / "page.zip").write_bytes(b"<html>quota exceeded</html>")
+    assert "get it again" in refused(tmp_path, given, tmp_path / "page.zip")
+
+
+def test_full_disk(tmp_path, given, published):
+    (tmp_path / "m15.zip").write_bytes(zipped(published))
+    words = ["-m", "smoe_fairseq.recipes", "adopt", "m4", "m15.zip", "data/raw", "data/bin"]
+    said = sentence(limited(1000, "python", *words, cwd=tmp_path, **given))
+    assert said == "m15.zip cannot be unpacked to data: File too large"
+    assert list((tmp_path / "data").iterdir()) == []

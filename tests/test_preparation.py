@@ -1,0 +1,356 @@
+"""The steps of preparation by several processes: files as by one, and as fairseq-preprocess writes them."""
+
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from commands import run
+from test_full_disk import limited, sentence, tree
+from test_recipes import write_dataset
+from test_recipes_archives import step
+from test_signals import ended, heed_signals, wait_for
+
+from smoe_fairseq.recipes import progress, subwords
+from smoe_fairseq.recipes.chunks import CHUNK
+from smoe_fairseq.recipes.subwords import learn
+from smoe_fairseq.system.errors import UsageError
+
+PAIRS = ["en-fr", "en-de"]
+WORDS = [
+    a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in ("", "n", "s", "é", "шо", "語")
+]
+ODD = [
+    "",
+    " ",
+    "a\u2028b",
+    "tab\tand\u3000wide",
+    "☃ unseen ☃",
+    "<unk> <s> </s> <pad>",
+    "a\x85b\x1cc",
+]
+
+
+def text(draw: random.Random, lines: int, words: int) -> str:
+    made = [" ".join(draw.choices(WORDS, k=draw.randint(1, words))) for _ in range(lines)]
+    return "".join(f"{line}\n" for line in [*made, *ODD, made[0]])
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory) -> Path:
+    """A publisher's text of two pairs, of which one is large enough to keep three processes busy."""
+    folder = tmp_path_factory.mktemp("text")
+    draw = random.Random(7)
+    for pair, lines in zip(PAIRS, (15000, 40), strict=True):
+        for split, count in (("train", lines), ("valid", 30), ("test", 30)):
+            for language in pair.split("-"):
+                content = text(draw, count, 60).encode()
+                name = folder / f"{split}.{pair}.{language}"
+                if (pair, language) == ("en-de", "de"):
+                    name.with_name(f"{name.name}.gz").write_bytes(gzip.compress(content))
+                else:
+                    name.write_bytes(content)
+    assert (folder / "train.en-fr.en").stat().st_size > 2 * CHUNK
+    (folder / "test.en-de.de.gz").unlink()  # half of a test set is none
+    return folder
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> dict[str, str]:
+    return write_dataset(tmp_path_factory.mktemp("c") / "configs", "tiny", pairs=PAIRS, raw={})
+
+
+@pytest.fixture(scope="module")
+def prepared(raw, given, tmp_path_factory) -> Path:
+    """The steps with one process: what was gathered, a model, and its pieces in two shards and in one."""
+    folder = tmp_path_factory.mktemp("prepared")
+    step(folder, given, "gather", "tiny", raw, "raw")
+    learn(folder / "raw", folder, {"vocab_size": 300, "character_coverage": 0.99})
+    for shards in ("2", "1"):
+        flags = ("--shards", shards, "--longest", "50")
+        step(folder, given, "encode", "spm.model", "raw", f"text{shards}", *flags)
+    return folder
+
+
+def test_gathered_text_does_not_depend_on_the_processes(tmp_path, raw, given, prepared):
+    said = step(tmp_path, given, "gather", "tiny", raw, "raw", "--workers", "3").stdout
+    assert tree(tmp_path / "raw") == tree(prepared / "raw")
+    assert "warning: " in said and "test.en-de.de is missing" in said
+    lines = (prepared / "raw/train.en-de.en").read_text("utf-8").split("\n")
+    sizes = json.loads((prepared / "sizes.json").read_text())
+    assert sizes == json.loads((tmp_path / "sizes.json").read_text())
+    assert sizes["de"] == len(lines) - 1 == 40 + len(ODD) + 1 - 2  # without those that are empty
+    assert lines[40:44] == ["a b", "tab and wide", "☃ unseen ☃", "<unk> <s> </s> <pad>"]
+
+
+@pytest.mark.parametrize("shards", ["1", "2"])
+def test_pieces_do_not_depend_on_the_processes(tmp_path, given, prepared, shards):
+    flags = ("--shards", shards, "--longest", "50", "--workers", "3")
+    said = step(prepared, given, "encode", "spm.model", "raw", tmp_path / "text", *flags).stdout
+    assert tree(tmp_path / "text") == tree(prepared / f"text{shards}")
+    model = sentencepiece.SentencePieceProcessor(model_file=str(prepared / "spm.model"))
+    folders = [tmp_path / "text"]
+    if shards == "2":
+        folders = [tmp_path / f"text/shard{i}" for i in range(2)]
+    for name in ("train.en-fr.fr", "valid.en-fr.fr", "train.en-de.de"):
+        lines = (prepared / "raw" / name).read_text("utf-8").split("\n")[:-1]
+        pieces = [model.encode(line, out_type=str) for line in lines]
+        if name.startswith("train"):
+            dealt = [pieces[i :: len(folders)] for i in range(len(folders))]
+        else:
+            dealt = [[line[:50] for line in pieces]]
+            cut = sum(len(line) > 50 for line in pieces)
+            assert cut and f"{cut} lines of raw/{name} have more than 50 pieces" in said
+        for folder, lines in zip(folders, dealt, strict=False):
+            assert (folder / name).read_text("utf-8") == "".join(" ".join(x) + "\n" for x in lines)
+
+
+def preprocess(text: Path, dictionary: Path, output: Path, pair: str, splits) -> None:
+    """fairseq's own."""
+    source, target = pair.split("-")
+    run(
+        *("fairseq-preprocess", "--source-lang", source, "--target-lang", target),
+        *(word for s in splits for word in (f"--{s}pref", text / f"{s}.{pair}")),
+        *("--srcdict", dictionary, "--tgtdict", dictionary),
+        *("--destdir", output, "--workers", "2"),
+    )
+
+
+@pytest.fixture(scope="module", params=["1", "2"])
+def of_fairseq(prepared, tmp_path_factory, request) -> tuple[Path, dict[str, bytes]]:
+    """Pieces in one shard or in two, and what fairseq-preprocess makes of them."""
+    text, output = prepared / f"text{request.param}", tmp_path_factory.mktemp("fairseq")
+    for i, folder in enumerate([""] if request.param == "1" else ["shard0", "shard1"]):
+        for pair in PAIRS:
+            splits = ["train"] if i else ["train", "valid", *["test"] * (pair == "en-fr")]
+            preprocess(text / folder, prepared / "dict.txt", output / folder, pair, splits)
+    return text, {name: c for name, c in tree(output).items() if not name.endswith(".log")}
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_binarised_as_by_fairseq_preprocess(tmp_path, given, prepared, of_fairseq, workers):
+    text, expected = of_fairseq
+    words = ["binarise", "tiny", text, prepared / "dict.txt", tmp_path / "bin"]
+    said = step(tmp_path, given, *words, "--workers", workers).stdout
+    found = tree(tmp_path / "bin")
+    assert sorted(found) == sorted(expected)
+    assert all(content == expected[name] for name, content in found.items())
+    assert "unknown" in said and " 0 of them" not in said
+
+
+def test_large_dictionaries_have_larger_numbers(tmp_path, given, prepared):
+    """From 65,500 words on."""
+    words = [*WORDS, *(f"w{i}" for i in range(65500 - 4 - len(WORDS)))]
+    (tmp_path / "dict.txt").write_text("".join(f"{word} 3\n" for word in words), "utf-8")
+    for split in ("train", "valid"):
+        for pair in PAIRS:
+            for language in pair.split("-"):
+                (tmp_path / f"text/{split}.{pair}.{language}").parent.mkdir(exist_ok=True)
+                (tmp_path / f"text/{split}.{pair}.{language}").write_text("w7 w65000 w9\n")
+    step(tmp_path, given, "binarise", "tiny", "text", "dict.txt", "bin")
+    for pair in PAIRS:
+        splits = ("train", "valid")
+        preprocess(tmp_path / "text", tmp_path / "dict.txt", tmp_path / "fairseq", pair, splits)
+    (tmp_path / "fairseq/preprocess.log").unlink()
+    assert tree(tmp_path / "bin") == tree(tmp_path / "fairseq")
+    assert (tmp_path / "bin/train.en-fr.en.bin").stat().st_size == 4 * 4
+
+
+def test_pieces_that_are_missing_are_named(tmp_path, given, prepared):
+    shutil.copytree(prepared / "text2", tmp_path / "text")
+    (tmp_path / "text/shard1/train.en-de.de").unlink()
+    words = ["binarise", "tiny", "text", prepared / "dict.txt", "bin"]
+    result = step(tmp_path, given, *words, check=False)
+    assert result.returncode == 1
+    assert "error: text/shard1/train.en-de.de is missing: en-de needs it to train" in result.stdout
+    (tmp_path / "text/shard1/train.en-de.de").write_bytes(b"\xff\n")
+    result = step(tmp_path, given, *words, check=False)
+    assert "error: text/shard1/train.en-de.de is not UTF-8 text" in result.stdout
+    assert not any(path.is_file() for path in (tmp_path / "bin").rglob("*"))
+
+
+@pytest.mark.parametrize(
+    "content", ["one\n", "one 1\none 2\n", "one two\n", "<unk> 1\n", "\udcff 1\n"]
+)
+def test_what_is_no_dictionary_is_named(tmp_path, given, prepared, content):
+    (tmp_path / "dict.txt").write_bytes(content.encode("utf-8", "surrogateescape"))
+    words = ["binarise", "tiny", prepared / "text1", "dict.txt", "bin"]
+    result = step(tmp_path, given, *words, check=False)
+    assert result.returncode == 1 and "error: dict.txt is not " in result.stdout
+    assert not (tmp_path / "bin").exists()
+
+
+def test_a_bar_at_a_terminal(tmp_path, given, prepared):
+    terminal, end = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 100))
+    os.set_blocking(terminal, False)
+    words = ["encode", prepared / "spm.model", prepared / "raw", tmp_path / "text"]
+    command = [sys.executable, "-m", "smoe_fairseq.recipes", *map(str, words), "--workers", "2"]
+    subprocess.run(command, env=os.environ | given, stdout=subprocess.PIPE, stderr=end, check=True)
+    shown = os.read(terminal, 100_000).decode()  # while the other end is open: else it may be gone
+    os.close(end)
+    os.close(terminal)
+    size = sum(file.stat().st_size for file in (prepared / "raw").iterdir())
+    assert re.search(rf"encode: +\d+%.*/{size / 1e6:.2f}M", shown) and "\r" in shown
+
+
+def test_now_and_then_a_line_in_a_log(monkeypatch, capsys):
+    clock = iter(range(0, 1000, 20))  # seconds
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    with progress.progress("encode", 9_000_000_000) as advance:
+        for _ in range(4):
+            advance(1_500_000_000)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["encode: 3,000 of 9,000 MB", "encode: 6,000 of 9,000 MB"]
+
+
+MODELS = {"unigram": 21, "bpe": 6}  # bytes of memory for each byte of text
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_subwords_that_take_more_memory_than_there_is(tmp_path, monkeypatch, prepared, kind):
+    files = list((prepared / "raw").glob("train.*"))
+    size = sum(file.stat().st_size for file in files)
+    lines = sum(file.read_bytes().count(b"\n") for file in files)
+    monkeypatch.setattr(subwords, "machine_memory", lambda: MODELS[kind] * size // 100)
+    options = {"vocab_size": 300, "model_type": kind, "character_coverage": 0.99}
+    with pytest.raises(UsageError) as refusal:
+        learn(prepared / "raw", tmp_path / "out", options)
+    told = re.fullmatch(
+        r"learning subwords from ([\d,]+) lines of (\S+) takes about ([\d.]+) GB of memory, and there are "
+        r"([\d.]+) GB: draw fewer with --input-sentence-size (\d+)",
+        str(refusal.value),
+    )
+    assert int(told[1].replace(",", "")) == lines and told[2] == str(prepared / "raw")
+    assert float(told[3]) == pytest.approx(MODELS[kind] * size / 1e9, abs=0.05)
+    assert not (tmp_path / "out").exists()
+    assert 0.7 * lines / 100 < int(told[5]) < lines / 100
+    learn(prepared / "raw", tmp_path / "out", options | {"input_sentence_size": int(told[5])})
+    assert (tmp_path / "out/spm.model").exists()
+
+
+# Ends before the end
+
+
+def steps(raw: Path, prepared: Path, workers: str) -> dict[str, list]:
+    more = ["--workers", workers]
+    return {
+        "gather": ["gather", "tiny", raw, "out/raw", *more],
+        "encode": ["encode", prepared / "spm.model", prepared / "raw", "out/text", *more],
+        "binarise": [
+            "binarise",
+            "tiny",
+            prepared / "text1",
+            prepared / "dict.txt",
+            "out/bin",
+            *more,
+        ],
+    }
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+@pytest.mark.parametrize("name", ["gather", "encode", "binarise"])
+def test_full_disk(tmp_path, raw, given, prepared, name, workers):
+    words = ["-m", "smoe_fairseq.recipes", *steps(raw, prepared, workers)[name]]
+    said = sentence(limited(100_000, "python", *words, cwd=tmp_path, **given))
+    assert said.startswith("out/") and "File too large" in said
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+# A step of as much work as is wanted, whose processes tell their numbers.
+ENDLESS = """
+import os, sys, time
+from pathlib import Path
+from smoe_fairseq.recipes.workers import shared
+from smoe_fairseq.system.errors import ends_with_sentence
+from smoe_fairseq.system.files import whole_folder
+
+def work(unit):
+    Path(f"pids/{os.getpid()}").touch()
+    time.sleep(0.02)
+    return unit
+
+@ends_with_sentence
+def main():
+    with whole_folder(Path("out")) as partial, shared(work, 3, 1 << 30) as each:
+        for unit in each(range(10_000)):
+            (partial / str(unit)).touch()
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """A step once its three processes work, and these."""
+    (tmp_path / "pids").mkdir()
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    process = subprocess.Popen(
+        [sys.executable, "endless.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+        preexec_fn=heed_signals,
+    )
+
+    def pids():
+        return [int(path.name) for path in (tmp_path / "pids").iterdir()]
+
+    wait_for(lambda: len(pids()) == 3, process)
+    yield process, pids()
+    process.kill()
+    process.communicate()
+
+
+def all_ended(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while not all(map(ended, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_a_process_that_is_killed(tmp_path, endless):
+    process, pids = endless
+    os.kill(pids[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and all_ended(pids)
+    assert output == (
+        "error: a worker process was killed, as the system does where memory runs out: "
+        "repeat with fewer WORKERS\n"
+    )
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_interrupted_at_a_terminal(tmp_path, endless):
+    """Which sends the signal to all of the group."""
+    process, pids = endless
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert (process.returncode, output) == (130, "") and all_ended(pids)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_workers_do_not_outlive_what_started_them(endless):
+    process, pids = endless
+    process.kill()
+    process.wait()
+    assert all_ended(pids)
