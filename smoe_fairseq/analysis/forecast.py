@@ -5,6 +5,7 @@ shapes and lifetimes but no bytes, and make an update there. So every layer, pre
 as it is, on any machine.
 """
 
+import math
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -88,19 +89,20 @@ class Forecast:
         return self.weights + self.gradients + self.optimizer
 
 
-def forecast(run: Run) -> Forecast:
+def forecast(run: Run, limit: float = math.inf) -> Forecast:
     """An update of ``run`` without data; takes a second or two, and none of the memory that it counts.
 
     Every gate is taken to choose evenly, every sentence to be of the same length, and masks to be needed.
 
     Raises:
         UsageError, ValueError: flags make no model, or experts do not fit so many processes.
+        TooMuch: the peak is above ``limit`` bytes; found out as soon as it is.
     """
     if run.flags.amp:
         raise UsageError(
             "--amp cannot be forecast: it needs a GPU to say what is computed in which type"
         )
-    with LiveBytes() as memory, fused_kernels(gpu=not run.flags.cpu):
+    with LiveBytes(limit) as memory, fused_kernels(gpu=not run.flags.cpu):
         model, criterion = _build(run)
         built = memory.now
         optimizer = _build_optimizer(run, model)

@@ -1,5 +1,6 @@
 """How many bytes of tensors are alive, counted on the meta device: shapes and lifetimes, and no data."""
 
+import math
 import weakref
 
 import torch
@@ -10,6 +11,10 @@ _READ = torch.ops.aten._local_scalar_dense.default
 _COPY = torch.ops.aten._to_copy.default
 
 
+class TooMuch(Exception):
+    """More bytes are alive than may be."""
+
+
 class LiveBytes(TorchDispatchMode):
     """Within it, all storages that tensors on the meta device have: `now`, and `peak` at most.
 
@@ -17,10 +22,14 @@ class LiveBytes(TorchDispatchMode):
     tensor is gone, backward passes included. What a kernel takes and gives back within one operation, and
     gaps between blocks of memory, count nowhere. A number that is read on the host, of which there is none,
     is 1, a condition does not hold, and a tensor that is copied there is full of 0.
+
+    Args:
+        limit: where `TooMuch` is raised.
     """
 
-    def __init__(self):
+    def __init__(self, limit: float = math.inf):
         super().__init__()
+        self.limit = limit
         self.now = self.peak = 0
         self._alive: dict[int, weakref.ref] = {}
 
@@ -57,3 +66,5 @@ class LiveBytes(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, gone)
         self.now += size
         self.peak = max(self.peak, self.now)
+        if self.now > self.limit:
+            raise TooMuch

@@ -50,6 +50,8 @@ class Experts(nn.Module):
 
     def reset_parameters(self):
         """Draws the values of all experts, so that each has the same whatever the number of processes."""
+        if self.w1.is_meta:
+            return  # no values; going over hundreds of experts would take seconds
         local = self.placement.local
         scale2 = self.output_init_scale
         for weight, bias, scale in ((self.w1, self.b1, 1.0), (self.w2, self.b2, scale2)):
