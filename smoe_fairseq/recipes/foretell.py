@@ -138,7 +138,8 @@ def longest_sentence(folder: Path, shards: int) -> int | None:
     longest = []
     for file in sorted((folder / shard_names(shards)[0]).glob("train.*.idx")):
         try:
-            longest.append(int(MMapIndexedDataset.Index(str(file)).sizes.max()))
+            index = MMapIndexedDataset.Index(str(file))  # it takes its sizes along when it goes
+            longest.append(int(index.sizes.max()))
         except Exception:  # of another format, or cut off: training says so
             return None
     return max(longest) + 1 if longest else None
