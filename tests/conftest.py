@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import os
 import random
 from pathlib import Path
 
@@ -7,6 +8,10 @@ import handmade
 import pytest
 from commands import preprocess, train
 from ranks import Ranks
+
+os.environ.setdefault(
+    "FORECAST", "0"
+)  # which recipes take seconds for; test_forecast.py asks for it
 
 
 @pytest.fixture(scope="session")

@@ -176,12 +176,14 @@ def test_what_processes_hold_and_send_is_that_on_paper():
     everything = json.loads(run("smoe", "cost", "--json", *TINY_SIZES).stdout)["parameters"]
     shared = everything - experts
     costs = processes("--world-size", 2, "--max-tokens", 100, "--update-freq", 3)
-    assert costs["replicated"] == {
+    expected = {
         "memory": 16 * everything,
         "gradients": 4 * everything,  # 2 (2 - 1) / 2 of 4 bytes each
         "tokens": 0,
+        "parameters": 0,
         "sent": 4 * everything,
     }
+    assert costs["replicated"] == expected | {"held": costs["replicated"]["held"]}
     # half of top-2 x 1.5 strata of 300 tokens, 4 times, in 2 layers, 8 numbers of 4 bytes each
     assert costs["sharded"]["tokens"] == pytest.approx(0.5 * 2 * 1.5 * 300 * 4 * 2 * 8 * 4)
     assert costs["sharded"]["memory"] == 16 * (shared + experts / 2)
@@ -190,11 +192,33 @@ def test_what_processes_hold_and_send_is_that_on_paper():
     assert replicas["memory"] == 20 * (shared + experts / 4)
     ring = 2 * 7 / 8 * 2
     assert replicas["gradients"] == pytest.approx(ring * shared + 2 * 1 / 2 * 2 * experts / 4)
+    held = costs["sharded"]["held"]
+    assert (
+        held["weights"] == held["gradients"] == held["optimizer"] / 2 == 4 * (shared + experts / 2)
+    )
+    assert costs["sharded"]["memory"] < held["peak"]
+
+
+def test_zero_sharding_sends_what_each_process_has_updated():
+    """Shared parameters to all others, in the type that the optimizer has them in."""
+    experts = 2 * 4 * (8 * 16 * 2 + 16 + 8)
+    zero = ("--world-size", 2, "--zero-sharding", "os", "--max-tokens", 100)
+    costs, without = processes(*zero), processes("--world-size", 2, "--max-tokens", 100)
+    shared = without["sharded"]["gradients"] / 4
+    assert costs["replicated"]["parameters"] == 4 * (shared + experts) / 2
+    assert costs["sharded"]["parameters"] == 4 * shared / 2
+    assert processes(*zero, "--memory-efficient-fp16")["sharded"]["parameters"] == 2 * shared / 2
+    for name, cost in costs.items():
+        assert cost["sent"] == without[name]["sent"] + cost["parameters"]
+        assert cost["memory"] < without[name]["memory"]
+    table = run("smoe", "cost", *map(str, zero), *TINY_SIZES).stdout
+    assert "parameters" in table.split("uniform routing\n")[-1] and "at the" in table
 
 
 def test_processes_that_experts_do_not_fit_are_named():
     result = run("smoe", "cost", "--world-size", 3, check=False)
     assert result.returncode == 1 and "--world-size 3" in result.stdout.splitlines()[-1]
     assert "accepted are 1, 2, 4, 8 processes" in result.stdout
-    result = run("smoe", "cost", "--world-size", 0, check=False)
-    assert result.returncode == 1 and "at least 1" in result.stdout
+    for flags in (("--world-size", 0), ("--world-size", 2, "--sentence-length", 0)):
+        result = run("smoe", "cost", *flags, check=False)
+        assert result.returncode == 1 and "at least 1" in result.stdout

@@ -12,12 +12,13 @@ with quietly():
 
     from smoe_fairseq.analysis import checkpoint_cost, paper
     from smoe_fairseq.analysis.cost import CONTEXT, READING, Cost, count
+    from smoe_fairseq.analysis.forecast import LENGTH, Run
     from smoe_fairseq.analysis.meta_model import add_model_arguments, build_meta_model
     from smoe_fairseq.analysis.process_cost import aligned, print_process_costs, process_costs
+    from smoe_fairseq.analysis.run_flags import add_run_arguments
 
 LIMIT_PERCENT = 0.5  # of the paper's parameters
 VOCABULARY = 32_000
-TOKENS = 4096
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -50,13 +51,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="also what each of N processes holds and sends, with replicated and with sharded experts",
     )
-    parser.add_argument(
-        "--max-tokens", type=int, default=TOKENS, help=f"with --world-size; default: {TOKENS}"
-    )
-    parser.add_argument("--update-freq", type=int, default=1, help="with --world-size; default: 1")
-    parser.add_argument("--fp16", action="store_true", help="with --world-size: fp16 training")
     parser.add_argument("--json", action="store_true", help="print JSON, in plain numbers")
     add_model_arguments(parser)
+    training = parser.add_argument_group("training, with --world-size, as for fairseq-train")
+    add_run_arguments(training)
+    training.add_argument(
+        "--sentence-length",
+        type=int,
+        default=LENGTH,
+        metavar="N",
+        help=f"tokens of each sentence, for what attention takes; default: {LENGTH}",
+    )
 
 
 def run(args: Namespace) -> None:
@@ -74,6 +79,7 @@ def run(args: Namespace) -> None:
             ("--world-size", args.world_size),
             ("--max-tokens", args.max_tokens),
             ("--update-freq", args.update_freq),
+            ("--sentence-length", args.sentence_length),
         ):
             if number < 1:
                 raise UsageError(f"{flag} {number}: expected a whole number of at least 1")
@@ -103,18 +109,22 @@ def run(args: Namespace) -> None:
     for routing, cost in costs.items():
         _print_cost(cost, routing)
     if processes:
-        print_process_costs(processes, args.world_size, args.max_tokens)
+        print_process_costs(processes, _run_of(args))
     print(f"\n{READING}")
 
 
 def _processes(model, args: Namespace) -> dict:
+    """Of `process_costs`; experts are sharded with the only back end that can."""
     if args.world_size is None:
         return {}
-    precision = "fp16" if args.fp16 else "fp32"
     try:
-        return process_costs(model, args.world_size, args.max_tokens, args.update_freq, precision)
+        return process_costs(_run_of(args), model)
     except ValueError as error:
         raise UsageError(f"--world-size {args.world_size}: {error}") from None
+
+
+def _run_of(args: Namespace) -> Run:
+    return Run(args, args.vocab_size, args.world_size, args.sentence_length)
 
 
 def _plain(cost: Cost) -> dict:

@@ -1,7 +1,7 @@
 """What each process of a run holds and sends: replicated experts beside sharded ones (docs/distributed.md).
 
-Adam's two moments are counted, activations are not. An all-reduce over n processes is counted as a ring:
-each sends 2 (n - 1) / n of what is reduced.
+An all-reduce over n processes is counted as a ring: each sends 2 (n - 1) / n of what is reduced. What each
+of them sends to all others (``--zero-sharding os``) is half of that.
 """
 
 from dataclasses import asdict, dataclass
@@ -9,85 +9,97 @@ from dataclasses import asdict, dataclass
 from tabulate import tabulate
 from torch import nn
 
+from smoe_fairseq.analysis.forecast import Forecast, Run, forecast
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules.placement import Placement
-
-# Bytes per parameter: what is trained, its gradient, and the optimizer's copies of both and moments.
-STATE = {"fp32": 4 + 4 + 8, "fp16": 2 + 2 + 4 + 4 + 8}
-NUMBER = {"fp32": 4, "fp16": 2}  # of a gradient or an activation on its way
 
 
 @dataclass(frozen=True)
 class ProcessCost:
-    """Bytes of one process: held for parameters and optimizer, and sent per update."""
+    """Bytes of one process: held, and sent per update."""
 
-    memory: float
+    held: Forecast
     gradients: float  # sent
     tokens: float  # sent, forward and backward, under uniform routing
+    parameters: float  # sent, where each process has the optimizer's state of some
 
     @property
     def sent(self) -> float:
-        return self.gradients + self.tokens
+        return self.gradients + self.tokens + self.parameters
 
     def as_dict(self) -> dict:
-        return {**asdict(self), "sent": self.sent}
+        return {**asdict(self), "memory": self.held.memory, "sent": self.sent}
 
 
-def process_costs(
-    model: nn.Module, world_size: int, tokens: int, batches: int = 1, precision: str = "fp32"
-) -> dict[str, ProcessCost]:
+def process_costs(run: Run, model: nn.Module) -> dict[str, ProcessCost]:
     """Keys "replicated" and "sharded"; a dense model has only the first.
 
     Args:
-        model: on the meta device or another, with all experts.
-        tokens: of a batch of one process, on the source and on the target side each.
-        batches: per update (``--update-freq``).
-        precision: a key of `STATE`.
+        run: whatever it says of ``--expert-parallel``.
+        model: the run's, on the meta device or another, with all experts.
 
     Raises:
         ValueError: the experts cannot be spread over so many processes.
     """
+    sharded = {"replicated": False} | ({"sharded": True} if moe_blocks(model) else {})
+    return {
+        name: process_cost(run.with_flags(expert_parallel=how), model)
+        for name, how in sharded.items()
+    }
+
+
+def process_cost(run: Run, model: nn.Module) -> ProcessCost:
+    """As `process_costs`, of the run as its flags say."""
+    flags = run.flags
     blocks = moe_blocks(model).values()
     experts = sum(p.numel() for block in blocks for p in block.experts.parameters())
     shared = sum(p.numel() for p in model.parameters()) - experts
-    state, number = STATE[precision], NUMBER[precision]
-
-    def ring(processes: int) -> float:
-        return 2 * (processes - 1) / processes * number
-
-    costs = {
-        "replicated": ProcessCost(
-            (shared + experts) * state, (shared + experts) * ring(world_size), 0.0
-        )
-    }
-    if blocks:
-        place = Placement(next(iter(blocks)).strata.num_experts, world_size)
-        held = experts / place.group_size
+    number = 4 if run.half is None else 2  # bytes of a gradient or an activation on its way
+    gradients, tokens = (shared + experts) * _ring(run.processes), 0.0
+    if flags.expert_parallel and blocks:
+        place = Placement(next(iter(blocks)).strata.num_experts, run.processes)
+        own = experts / place.group_size
+        gradients = shared * _ring(run.processes) + own * _ring(place.num_replicas)
         away = (place.group_size - 1) / place.group_size  # share of the copies that travel
         rows = sum(  # to the experts and back, and their gradients the same
             4 * block.gates[0].top_k * block.strata.expected_requested_capacity() * _width(block)
             for block in blocks
         )
-        costs["sharded"] = ProcessCost(
-            (shared + held) * state,
-            shared * ring(world_size) + held * ring(place.num_replicas),
-            away * rows * tokens * batches * number,
-        )
-    return costs
+        tokens = away * rows * flags.max_tokens * flags.update_freq * number
+    parameters = 0.0
+    if (
+        flags.zero_sharding == "os"
+    ):  # what the optimizer updates: float32 but for memory-efficient ones
+        spread = shared if flags.expert_parallel else shared + experts
+        parameters = spread * _ring(run.processes) / 2 * (number if run.memory_efficient else 4)
+    return ProcessCost(forecast(run), gradients * number, tokens, parameters)
+
+
+def _ring(processes: int) -> float:
+    return 2 * (processes - 1) / processes
 
 
 def _width(block) -> int:
     return block.experts.w1.shape[2]
 
 
-def print_process_costs(costs: dict[str, ProcessCost], world_size: int, tokens: int) -> None:
-    print(f"\neach of {world_size} processes, {tokens} tokens per batch, uniform routing")
-    header = ["experts", "parameters and\noptimizer", "sent per update"]
-    rows = [
-        [name, *map(_mega, (cost.memory, cost.sent, cost.gradients, cost.tokens))]
-        for name, cost in costs.items()
-    ]
-    print(aligned([*header, "of it\ngradients", "of it\ntokens"], rows))
+def print_process_costs(costs: dict[str, ProcessCost], run: Run) -> None:
+    """A table; of what is sent, tokens and parameters have columns where there are any."""
+    print(
+        f"\neach of {run.processes} processes, {run.flags.max_tokens} tokens per batch in sentences of "
+        f"{run.length}, uniform routing"
+    )
+    header = ["experts", "weights, gradients,\noptimizer", "activations", "at the\npeak"]
+    header += ["sent per update", "of it\ngradients", "of it\ntokens"]
+    columns = ["memory", "activations", "peak", "sent", "gradients", "tokens"]
+    if any(cost.parameters for cost in costs.values()):
+        header, columns = [*header, "of it\nparameters"], [*columns, "parameters"]
+    rows = []
+    for name, cost in costs.items():
+        numbers = cost.as_dict()
+        numbers |= {key: numbers["held"][key] for key in ("activations", "peak")}
+        rows.append([name, *(mebibytes(numbers[column]) for column in columns)])
+    print(aligned(header, rows))
 
 
 def aligned(header: list[str], rows: list[list[str]]) -> str:
@@ -96,5 +108,5 @@ def aligned(header: list[str], rows: list[list[str]]) -> str:
     return tabulate(rows, header, tablefmt="plain", colalign=alignment, disable_numparse=True)
 
 
-def _mega(number: float) -> str:
+def mebibytes(number: float) -> str:
     return f"{number / 2**20:,.0f} MiB"

@@ -6,6 +6,7 @@ feed-forward, E experts of this process.
 
 import functools
 import logging
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -26,14 +27,19 @@ Ends = list[int] | Tensor  # where each expert's rows end: on the host, or (E,) 
 logger = logging.getLogger(__name__)
 
 
-def start_pass(execution: str, experts: Experts, x: Tensor) -> "PerExpert | Grouped":
+def start_pass(
+    execution: "str | Callable[..., PerExpert]", experts: Experts, x: Tensor
+) -> "PerExpert | Grouped":
     """The execution of one pass over tokens ``x``.
 
     Args:
         execution: one of `EXECUTIONS`. "auto" takes "grouped" where the device computes it in one kernel,
-            and while `torch.compile` traces; "per-expert" anywhere else.
+            and while `torch.compile` traces; "per-expert" anywhere else. Or what makes an execution of the
+            experts and their weights.
     """
     weights = experts.weights()
+    if callable(execution):
+        return execution(experts, *weights)
     if execution == "auto":
         execution = best_execution(x.device, weights[0])
     return (Grouped if execution == "grouped" else PerExpert)(experts, *weights)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from smoe_fairseq.modules.option_error import OptionError
 from smoe_fairseq.modules.placement import Placement
+from smoe_fairseq.modules.torch_features import autocast_dtype
 
 Activation = str | Callable[[Tensor], Tensor]
 
@@ -49,6 +50,8 @@ class Experts(nn.Module):
 
     def reset_parameters(self):
         """Draws the values of all experts, so that each has the same whatever the number of processes."""
+        if self.w1.is_meta:
+            return  # no values; going over hundreds of experts would take seconds
         local = self.placement.local
         scale2 = self.output_init_scale
         for weight, bias, scale in ((self.w1, self.b1, 1.0), (self.w2, self.b2, scale2)):
@@ -63,9 +66,7 @@ class Experts(nn.Module):
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``w1``, ``b1``, ``w2``, ``b2`` in the type that is computed in, autocast's where it is on."""
-        dtype = self.w1.dtype
-        if torch.is_autocast_enabled(self.w1.device.type):
-            dtype = torch.get_autocast_dtype(self.w1.device.type)
+        dtype = autocast_dtype(self.w1.device) or self.w1.dtype
         return tuple(p.to(dtype) for p in (self.w1, self.b1, self.w2, self.b2))
 
     def hidden(self, h_NF: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from smoe_fairseq.modules.capacity import Capacity
 from smoe_fairseq.modules.routing import Routing
+from smoe_fairseq.modules.torch_features import without_autocast
 
 SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
 GATE_NORMALIZATIONS = ("after-drop", "before-drop", "none")
@@ -96,7 +97,7 @@ class TopKGate(nn.Module):
     def logits(self, x_TD: Tensor) -> Tensor:
         """``W x`` in at least float32: half precision flips close choices."""
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device):
             return F.linear(x_TD.to(dtype), self.weight.to(dtype))
 
     def select(self, probs_TE: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 Builds differ under one version number (vendors', nightly ones), and what is private today is public tomorrow.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,3 +23,17 @@ def has_grouped_mm(weight: Tensor) -> bool:
     if PRIVATE is None or weight.dtype != torch.bfloat16 or not weight.is_cuda:
         return False
     return torch.cuda.get_device_capability(weight.device)[0] == 9
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast has products computed in; None where it is off, or not for such devices ("meta")."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Within it, products are computed in the type of their factors."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

@@ -70,6 +70,12 @@ def _demo(given) -> None:
     demo(load_dataset(given.dataset), given.method)
 
 
+def _foretell(given) -> None:
+    from smoe_fairseq.recipes.foretell import tell
+
+    tell(load_dataset(given.dataset), given.processes, given.on_machine, given.flags)
+
+
 def _fetch(given) -> None:
     from smoe_fairseq.recipes.download import fetch
 
@@ -162,6 +168,10 @@ def _parser() -> argparse.ArgumentParser:
     table.add_arguments(add("table", table.run, "print the scores of all methods"))
     add("demo", _demo, "all of these, and what has been learnt", "dataset", "method")
     add("fetch", _fetch, "step: download the raw files", "dataset", paths=("folder",))
+    foretell = add("foretell", _foretell, "step: what training takes of memory", "dataset")
+    foretell.add_argument("processes", type=int)
+    foretell.add_argument("on_machine", type=int)
+    foretell.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER)
     paths = ("downloads", "target")
     add("unpack", _unpack, "step: the archives' files that are needed", "dataset", paths=paths)
     paths = ("source", "raw", "output")

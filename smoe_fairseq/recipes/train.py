@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from smoe_fairseq.recipes import batch, identity, rendezvous, seeds
 from smoe_fairseq.recipes.folders import Folders, user_dir
+from smoe_fairseq.recipes.foretell import foretold
 from smoe_fairseq.recipes.launch import launch
 from smoe_fairseq.recipes.precision import precision_flags
 from smoe_fairseq.recipes.shell import command, dry_run, report, run
@@ -48,6 +49,12 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     folder = folders.run(seeds.run_name(dataset, method))
     words = [*data_arguments(dataset), *arguments(flags)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / "train.log"), *extra]
+    # A run that goes on has been told of.
+    if not any(folder.glob("checkpoint_last*.pt")):
+        said, warnings = foretold(dataset, place, words)
+        notes += said
+        for warning in warnings:
+            report(warning)
     lines = [
         f"# {dataset.name} {folder.name}: train; resumes from checkpoint_last.pt if there is one",
         *notes,

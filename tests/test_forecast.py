@@ -1,0 +1,332 @@
+"""What training takes of memory, foretold: beside what real trainers allocate, and beside sums by hand."""
+
+import gc
+import json
+import random
+import re
+import shlex
+import sys
+
+import pytest
+import torch
+from commands import preprocess
+from sampling import soak
+from test_recipes import recipe
+
+import smoe_fairseq
+from smoe_fairseq.analysis.forecast import Forecast, Run, forecast
+from smoe_fairseq.analysis.live_bytes import LiveBytes, TooMuch
+from smoe_fairseq.analysis.remedy import first_that_fits
+from smoe_fairseq.analysis.run_flags import parse_run
+from smoe_fairseq.modules.gate import TopKGate
+from smoe_fairseq.recipes.foretell import longest_sentence
+
+LENGTH = 32
+# Large enough that Python's and torch's own small tensors do not count.
+MODEL = "--arch smoe_transformer_tiny --encoder-embed-dim 256 --encoder-ffn-embed-dim 1024".split()
+TRAINING = """--criterion smoe_label_smoothed_cross_entropy --label-smoothing 0.1 --optimizer adam --lr 0.001
+    --max-tokens 1024 --cpu --no-save --disable-validation""".split()
+GLOO = "--distributed-backend gloo --ddp-backend legacy_ddp".split()
+DENSE, SMOE = ["--moe-freq", "0"], ["--smoe-strata", "4-4"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Sentences of one length, with the end of sentence `LENGTH`."""
+    raw, folder = tmp_path_factory.mktemp("raw"), tmp_path_factory.mktemp("bin")
+    words = random.Random(1)
+    for split, size in (("train", 256), ("valid", 8), ("test", 8)):
+        for side in ("src", "tgt"):
+            lines = [
+                " ".join(f"w{words.randrange(3000)}" for _ in range(LENGTH - 1))
+                for _ in range(size)
+            ]
+            (raw / f"{split}.{side}").write_text("\n".join(lines) + "\n")
+    preprocess(raw, folder, "--joined-dictionary")
+    return folder
+
+
+def measure(data: str, file: str, *words: str) -> None:
+    """Trains two updates and writes what the second one had allocated at most, and the vocabulary.
+
+    What was there before it is counted tensor by tensor, what came by torch's profiler.
+    """
+    from fairseq import options, tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from fairseq.distributed import utils
+    from fairseq.trainer import Trainer
+
+    def train(cfg):
+        torch.manual_seed(1)
+        if cfg.model.expert_parallel:  # else chance decides what a process has to do
+            TopKGate.select = choose_evenly
+        task = tasks.setup_task(cfg.task)
+        trainer = Trainer(
+            cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion)
+        )
+        batches = iter(trainer.get_train_iterator(1).next_epoch_itr(shuffle=False))
+        updates = [
+            [next(batches) for _ in range(cfg.optimization.update_freq[0])] for _ in range(2)
+        ]
+        trainer.lr_step_begin_epoch(1)
+        trainer.train_step(updates[0])
+        trainer.zero_grad()
+        before = alive()
+        peak = before + allocated(lambda: trainer.train_step(updates[1]))
+        if trainer.data_parallel_rank == trainer.data_parallel_world_size - 1:
+            state = trainer.optimizer.optimizer.state.values()
+            numbers = [x.nbytes for each in state for x in each.values() if torch.is_tensor(x)]
+            result = {"peak": peak, "optimizer": sum(numbers)}
+            result["vocabulary"] = len(task.target_dictionary)
+            with open(file, "w") as output:
+                json.dump(result, output)
+
+    sys.argv = ["fairseq-train", data, *words]
+    parser = options.get_training_parser()
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser))
+    utils.call_main(cfg, train)
+
+
+def choose_evenly(gate, probs_TE):
+    """One expert after the other, in the place of ``TopKGate.select``."""
+    tokens, number = probs_TE.shape
+    return (torch.arange(2 * tokens) % number).view(tokens, 2)
+
+
+def alive() -> int:
+    """Bytes of all tensors that there are."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and not x.is_meta]
+    return sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
+    )
+
+
+def allocated(step) -> int:
+    """The most that ``step`` had allocated beyond what there was."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+        step()
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.fixture
+def both(ranks, data, tmp_path):
+    """Measured and foretold, of the same flags."""
+
+    def both(flags: list[str], processes: int = 1) -> tuple[dict, Forecast]:
+        plugin = ["--user-dir", smoe_fairseq.__path__[0]]
+        words = [*plugin, *MODEL, *TRAINING, *flags, *(GLOO if processes > 1 else ())]
+        file = tmp_path / "measured.json"
+        ranks.start(
+            *(tmp_path, processes, str(data), str(file), *words),
+            **{"function": measure, "one": processes == 1},
+        ).finish()
+        measured = json.loads(file.read_text())
+        run = Run(parse_run(words), measured["vocabulary"], processes, LENGTH)
+        return measured, forecast(run)
+
+    return both
+
+
+@pytest.mark.parametrize("flags", [DENSE, SMOE, [*SMOE, "--update-freq", "2"]], ids=str)
+def test_a_real_trainers_peak(both, flags):
+    measured, foretold = both(flags)
+    assert foretold.peak == pytest.approx(measured["peak"], rel=0.1)
+    assert foretold.optimizer == measured["optimizer"]
+
+
+@pytest.mark.parametrize("flags", [["--expert-parallel"], soak(["--zero-sharding", "os"])], ids=str)
+def test_the_peak_of_one_of_two_processes(both, flags):
+    """The last one, which has the experts that every gate sees."""
+    measured, foretold = both([*SMOE, *flags], processes=2)
+    assert foretold.peak == pytest.approx(measured["peak"], rel=0.1)
+
+
+VOCABULARY = 100
+TINY = "--arch smoe_transformer_tiny --smoe-strata 2-2 --max-tokens 64".split()
+EXPERTS = 2 * 4 * (2 * 128 * 256 + 256 + 128)  # parameters of two layers
+
+
+def foretell(*flags: str, processes: int = 1) -> Forecast:
+    return forecast(Run(parse_run([*TINY, *flags]), VOCABULARY, processes, 8))
+
+
+def parameters(processes: int = 1) -> int:
+    """Of one process with its share of the experts."""
+    return foretell("--expert-parallel", processes=processes).weights // 4
+
+
+BYTES = {  # of a weight, its gradient, and what the optimizer has of it
+    "": (4, 4, 8),
+    "--fp16": (2, 2, 16),
+    "--bf16": (2, 2, 16),
+    "--fp16 --fp16-no-flatten-grads": (2, 2, 16),
+    "--memory-efficient-fp16": (2, 2, 8),
+    "--memory-efficient-bf16": (2, 2, 8),
+    "--optimizer sgd": (4, 4, 0),
+    "--optimizer sgd --momentum 0.9": (4, 4, 4),
+}
+
+
+@pytest.mark.parametrize("flags", BYTES)
+def test_what_is_held_in_each_precision(flags):
+    held = foretell(*flags.split())
+    total = parameters()
+    expected = tuple(total * number for number in BYTES[flags])
+    assert (held.weights, held.gradients, held.optimizer) == expected
+    assert held.memory == sum(expected) < held.peak
+
+
+def test_sharded_experts_are_one_processs_share():
+    shared = parameters() - EXPERTS
+    for processes, share in ((2, 2), (4, 4), (8, 4)):
+        assert parameters(processes) == shared + EXPERTS // share
+
+
+@pytest.mark.parametrize("flags", ["", "--expert-parallel"])
+def test_zero_leaves_a_process_its_part_of_the_moments(flags):
+    """Of shared parameters; the largest part is at most one parameter above the mean of all."""
+    whole, zero = (
+        foretell(*flags.split(), *more, "--ddp-backend", "legacy_ddp", processes=2)
+        for more in ((), ("--zero-sharding", "os"))
+    )
+    spread = parameters() - (EXPERTS if flags else 0)
+    own = EXPERTS // 2 if flags else 0
+    largest = 4 * 256 * 128  # the weights of a layer's experts
+    assert 8 * (spread / 2 + own) <= zero.optimizer <= 8 * (spread / 2 + own + largest)
+    assert zero.optimizer < whole.optimizer == 2 * whole.weights
+    assert (zero.weights, zero.gradients) == (whole.weights, whole.gradients)
+
+
+def test_gradients_of_several_processes_are_gathered_in_a_buffer():
+    assert foretell().exchange == 0
+    assert foretell(processes=2).exchange == foretell().gradients
+
+
+def test_activations_grow_with_tokens_and_shrink_with_checkpoints():
+    one, two = (foretell("--max-tokens", n).activations for n in ("64", "128"))
+    assert two == pytest.approx(2 * one, rel=0.01)
+    assert foretell("--checkpoint-activations").activations < one / 2
+    long = forecast(Run(parse_run([*TINY, "--max-tokens", "64"]), VOCABULARY, 1, 64))
+    assert long.activations > one  # attention of all to all
+
+
+def test_an_update_of_several_batches_keeps_gradients_all_the_time():
+    one, many = (
+        foretell("--max-tokens", "1024"),
+        foretell("--max-tokens", "1024", "--update-freq", "4"),
+    )
+    assert one.peak < many.peak <= one.peak + one.gradients
+
+
+def test_live_bytes_count_storages_once_and_while_they_live():
+    with LiveBytes() as memory:
+        x = torch.empty(100, device="meta", requires_grad=True)
+        y = x.view(10, 10).exp()  # which is kept for its own gradient
+        assert (memory.now, memory.peak) == (800, 800)
+        y.sum().backward()
+        del y
+        assert memory.now == 800  # x and its gradient
+        x.grad = None
+        assert memory.now == 400 and memory.peak >= 1200
+        assert bool((x > 0).any()) is False and x.sum().cpu() == 0
+    with pytest.raises(TooMuch), LiveBytes(limit=1000):
+        torch.empty(251, device="meta")
+
+
+def remedy(room: float, *flags: str, processes: int = 1):
+    run = Run(parse_run([*TINY, *flags]), VOCABULARY, processes, 8)
+    assert forecast(run).peak > room
+    return first_that_fits(run, room)
+
+
+def test_the_first_change_that_fits_is_the_smallest():
+    """Whatever is said to fit does, with the same tokens per update."""
+    flags = ["--max-tokens", "4096", "--update-freq", "3", "--cpu"]
+    peak = foretell(*flags).peak
+    words, found = remedy(peak / 3, *flags)
+    new = parse_run(words.split())
+    assert new.max_tokens * new.update_freq == 4096 * 3 and new.max_tokens > 512
+    assert foretell(*flags, *words.split()).peak == found <= peak / 3
+    assert foretell(*flags, *f"--max-tokens {2 * new.max_tokens}".split()).peak > peak / 3
+
+
+@pytest.mark.parametrize(
+    "processes, share, expected",
+    [
+        (4, 0.60, "--expert-parallel"),
+        (1, 0.95, "--memory-efficient-fp16"),
+        (1, 0.01, None),
+    ],
+)
+def test_what_does_not_depend_on_the_batch_has_other_remedies(processes, share, expected):
+    flags = ["--smoe-strata", "16", "--fp16", "--max-tokens", "8"]  # a sentence: no smaller batch
+    peak = foretell(*flags, processes=processes).peak
+    found = remedy(share * peak, *flags, processes=processes)
+    if expected is None:
+        assert found is None
+        return
+    assert expected in found[0] and found[1] <= share * peak
+
+
+def test_more_gpus_help_where_one_process_is_too_small():
+    flags = ["--smoe-strata", "64", "--max-tokens", "8"]
+    words, peak = remedy(foretell(*flags).peak / 4, *flags)
+    assert (
+        words.endswith("GPUs with --checkpoint-activations --expert-parallel")
+        or "GPUs with" in words
+    )
+    assert peak <= foretell(*flags).peak / 4
+
+
+# train.sh
+
+
+def told(folder, *words, **environment):
+    given = {"DRY_RUN": "1", "FORECAST": "1", "GPUS": "0"} | environment
+    return recipe(folder, "train", "phrasebook", *words, **given)
+
+
+def test_train_tells_what_it_takes_and_what_to_do(tmp_path):
+    """However much memory there is: terabytes of tokens do not fit, and what is proposed does."""
+    too_much = ["--max-tokens", "100000000"]
+    result = told(tmp_path, "smoe-4-4", *too_much)
+    (warning,) = [x for x in result.stderr.splitlines() if x.startswith("warning: ")]
+    assert "will not fit into this machine's memory" in warning
+    words = re.search(r"add (--max-tokens \d+ --update-freq \d+), which takes", warning)[1]
+    better = told(tmp_path, "smoe-4-4", *too_much, *words.split())
+    assert "warning" not in better.stderr
+    before, after = (x.stdout.splitlines() for x in (result, better))
+    (model,) = [x for x in after if "M parameters" in x]
+    assert re.match(r"# 1\.\dM parameters, 1\.\dM of them active; \dM FLOPs per token", model)
+    assert model in before  # the same update
+    (takes,) = [x for x in after if "at the peak" in x]
+    assert takes.startswith("# it takes ") and "in sentences of 32 (assumed)" in takes
+    assert shlex.split(after[-1])[0] == "fairseq-train" and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags, words", [(["--amp"], "--amp cannot"), (["--arch", "x"], "--arch")])
+def test_what_cannot_be_foretold_is_a_comment(tmp_path, flags, words):
+    result = told(tmp_path, "dense", *flags)
+    assert result.returncode == 0 and result.stderr == ""
+    (line,) = [x for x in result.stdout.splitlines() if "is not known" in x]
+    assert line.startswith("# what this takes of memory is not known: ") and words in line
+
+
+def test_a_run_that_goes_on_is_not_told_of_again(tmp_path):
+    (tmp_path / "runs/phrasebook/dense").mkdir(parents=True)
+    (tmp_path / "runs/phrasebook/dense/checkpoint_last.pt").touch()
+    for environment in ({}, {"RUN_DIR": "other", "FORECAST": "0"}):
+        assert "at the peak" not in told(tmp_path, "dense", **environment).stdout
+
+
+def test_the_longest_sentence_is_the_datas(data):
+    assert longest_sentence(data, shards=1) == LENGTH + 1  # with the language token
+    assert longest_sentence(data / "nowhere", shards=1) is None
