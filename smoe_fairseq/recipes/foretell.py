@@ -10,9 +10,9 @@ from smoe_fairseq.recipes.folders import Folders, shard_names
 from smoe_fairseq.recipes.launch import Launch
 from smoe_fairseq.settings.dataset import Dataset
 
-SECONDS = 60  # that training waits for it at most
-# What else takes memory. Of a GPU: its context and gaps between blocks, as a share of all. On a CPU: a process
-# with nothing but its imports, and gaps that malloc leaves, as a share of the tensors; measured (docs/cost.md).
+SECONDS = 120  # that training waits for it at most
+# What else takes memory. Of a GPU: its context and gaps between blocks, as a share of all. On a CPU: a
+# process by itself, and gaps that malloc leaves, as a share of the tensors; as measured (docs/cost.md).
 GPU_SHARE = 0.1
 CPU_PROCESS, CPU_GAPS = 400 * 2**20, 1 / 3
 _WARNING = "warning: "
