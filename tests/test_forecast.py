@@ -296,7 +296,7 @@ def told(folder, *words, **environment):
 
 def test_train_tells_what_it_takes_and_what_to_do(tmp_path):
     """However much memory there is: terabytes of tokens do not fit, and what is proposed does."""
-    too_much = ["--max-tokens", "100000000"]
+    too_much = ["--max-tokens", str(2**27)]
     result = told(tmp_path, "smoe-4-4", *too_much)
     (warning,) = [x for x in result.stderr.splitlines() if x.startswith("warning: ")]
     assert "will not fit into this machine's memory" in warning

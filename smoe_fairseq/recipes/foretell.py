@@ -10,8 +10,11 @@ from smoe_fairseq.recipes.folders import Folders, shard_names
 from smoe_fairseq.recipes.launch import Launch
 from smoe_fairseq.settings.dataset import Dataset
 
-SECONDS = 60  # that training waits for it at most
-KEPT_FREE = 0.1  # of a GPU or a machine, for torch itself and for gaps between blocks of memory
+SECONDS = 120  # that training waits for it at most
+# What else takes memory. Of a GPU: its context and gaps between blocks, as a share of all. On a CPU: a
+# process by itself, and gaps that malloc leaves, as a share of the tensors; as measured (docs/cost.md).
+GPU_SHARE = 0.1
+CPU_PROCESS, CPU_GAPS = 400 * 2**20, 1 / 3
 _WARNING = "warning: "
 _FAILED = "# what this takes of memory is not known:"
 
@@ -98,22 +101,27 @@ def _lines(
         yield f"# and sends {' and '.join(sent)} per update"
     if total is None:
         return
-    sharing = on_machine if flags.cpu else 1
-    room = total * (1 - KEPT_FREE) / sharing
+    room = _room(total, on_machine) if flags.cpu else total * (1 - GPU_SHARE)
     if held.peak <= room:
         return
     place = "this machine's memory" if flags.cpu else "the GPU's memory"
-    among = f" among {sharing} processes" if sharing > 1 else ""
+    among = f", among {on_machine} processes" if flags.cpu and on_machine > 1 else ""
     remedy = first_that_fits(run, room)
     yield (
-        f"{_WARNING}training will not fit into {place}: it takes {mebibytes(held.peak)}, and there are "
-        f"{mebibytes(total)}{among}, of which {KEPT_FREE:.0%} has to be left for torch itself; "
+        f"{_WARNING}training will not fit into {place}: it takes {mebibytes(held.peak)}, and of the "
+        f"{mebibytes(total)} there{among}, {mebibytes(max(room, 0))} are left for it beside torch itself and "
+        "gaps between blocks; "
         + (
             f"add {remedy[0]}, which takes {mebibytes(remedy[1])}"
             if remedy
             else "no flag makes it fit, only a smaller model or more memory"
         )
     )
+
+
+def _room(total: int, processes: int) -> float:
+    """Bytes of tensors that each of so many processes can have of a machine's memory."""
+    return (total / processes - CPU_PROCESS) / (1 + CPU_GAPS)
 
 
 def vocabulary(dataset: Dataset) -> int:
