@@ -29,7 +29,10 @@ COMMANDS = {
         "smoe_fairseq.checkpoint.reshard_command",
         "the checkpoint for another number of processes, optimizer state included",
     ),
-    "table": ("smoe_fairseq.recipes.table", "the scores of a data set's runs, beside the paper's"),
+    "table": (
+        "smoe_fairseq.recipes.tables.table",
+        "the scores of a data set's runs, beside the paper's",
+    ),
 }
 
 

@@ -13,8 +13,8 @@ from test_preparation import preprocess
 from test_recipes import commands, recipe, refusal, write_text
 from test_recipes_archives import configuration, server, step
 
-from smoe_fairseq.recipes.encode import encode
-from smoe_fairseq.recipes.subwords import learn
+from smoe_fairseq.recipes.preparing.encode import encode
+from smoe_fairseq.recipes.preparing.subwords import learn
 
 assert server  # a fixture
 

@@ -16,8 +16,10 @@ from test_recipes import server, write_dataset, write_text
 from test_recipes_archives import opus100
 from test_table import FULL, ROOT, write_scores
 
-from smoe_fairseq.recipes import identity, scores, shell
-from smoe_fairseq.recipes.evaluation import Evaluation
+from smoe_fairseq.recipes import shell
+from smoe_fairseq.recipes.evaluating import scores
+from smoe_fairseq.recipes.evaluating.evaluation import Evaluation
+from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.settings.dataset import load_dataset
 from smoe_fairseq.system import files, lock
 from smoe_fairseq.system.errors import UsageError

@@ -8,7 +8,7 @@ import pytest
 from test_recipes import recipe, refusal
 from test_signals import ended, training, wait_for  # noqa: F401
 
-from smoe_fairseq.recipes import identity
+from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.system import lock
 from smoe_fairseq.system.errors import UsageError
 

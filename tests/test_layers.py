@@ -143,8 +143,8 @@ WRONG = {
         "settings/dataset.py:1 imports smoe_fairseq, which is not below settings",
     ),
     "distributed/start.py": (
-        "import importlib\nimportlib.import_module('smoe_fairseq.recipes.batch')",
-        "distributed/start.py:2 imports smoe_fairseq.recipes.batch, which is not below distributed",
+        "import importlib\nimportlib.import_module('smoe_fairseq.recipes.training.batch')",
+        "distributed/start.py:2 imports smoe_fairseq.recipes.training.batch, which is not below distributed",
     ),
     "compat/version.py": (
         "ADDITIONS = ('smoe_fairseq.models:add',)",
@@ -162,7 +162,7 @@ WRONG = {
 }
 RIGHT = {
     "compat/__init__.py": "from .version import a\nADDITIONS = (('fairseq', 'smoe_fairseq.models'),)",
-    "recipes/batch.py": "import smoe_fairseq\nfrom smoe_fairseq.analysis.cost import count",
+    "recipes/training/batch.py": "import smoe_fairseq\nfrom smoe_fairseq.analysis.cost import count",
     "analysis/figures/cost.py": "from . import style\nimport matplotlib",
     "analysis/figures/style.py": "",
     "analysis/cost.py": "from fairseq import utils\n'''smoe_fairseq.recipes is above.'''",

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from smoe_fairseq.recipes import rendezvous, train
 from smoe_fairseq.recipes.launch import Launch
+from smoe_fairseq.recipes.training import rendezvous, train
 from smoe_fairseq.settings.dataset import load_dataset
 from smoe_fairseq.system.errors import UsageError
 

@@ -21,9 +21,9 @@ from test_recipes import write_dataset
 from test_recipes_archives import step
 from test_signals import ended, heed_signals, wait_for
 
-from smoe_fairseq.recipes import progress, subwords
-from smoe_fairseq.recipes.chunks import CHUNK
-from smoe_fairseq.recipes.subwords import learn
+from smoe_fairseq.recipes.preparing import progress, subwords
+from smoe_fairseq.recipes.preparing.chunks import CHUNK
+from smoe_fairseq.recipes.preparing.subwords import learn
 from smoe_fairseq.system.errors import UsageError
 
 PAIRS = ["en-fr", "en-de"]
@@ -272,7 +272,7 @@ def test_full_disk(tmp_path, raw, given, prepared, name, workers):
 ENDLESS = """
 import os, sys, time
 from pathlib import Path
-from smoe_fairseq.recipes.workers import shared
+from smoe_fairseq.recipes.preparing.workers import shared
 from smoe_fairseq.system.errors import ends_with_sentence
 from smoe_fairseq.system.files import whole_folder
 

@@ -14,7 +14,7 @@ from commands import bash_torchrun, run
 from sampling import soak
 from test_recipes import commands, recipe, refusal, surroundings, table, write_dataset, write_text
 
-from smoe_fairseq.recipes import scores
+from smoe_fairseq.recipes.evaluating import scores
 
 
 @pytest.fixture(scope="module")

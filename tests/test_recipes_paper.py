@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 from test_recipes import ROOT, commands, recipe, refusal, value
 
-from smoe_fairseq.recipes import precision
 from smoe_fairseq.recipes.__main__ import main
 from smoe_fairseq.recipes.launch import Launch
+from smoe_fairseq.recipes.training import precision
 
 PAPER = {
     "m4": {"--arch": "smoe_transformer_base", "--lr": "0.0008", "--sampling-temperature": "1"},
@@ -255,7 +255,7 @@ def test_a_precision_that_there_is_not(tmp_path):
 
 def test_unknown_system_lists_the_known(tmp_path):
     sentence = refusal(dry(tmp_path, "train", "m15", "moe-33"))
-    known = "dense, moe, moe-32, moe-cmr, moe-eom, smoe-A-B-..., stacked-A-B-..., switch"
+    known = "dense, moe, moe-16, moe-32, moe-cmr, moe-eom, smoe-A-B-..., stacked-A-B-..., switch"
     assert known in sentence
 
 

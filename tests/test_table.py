@@ -122,7 +122,7 @@ def test_damaged_scores_are_named(tmp_path):
     ],
 )
 def test_scores_of_another_kind_are_named(tmp_path, old, new):
-    from smoe_fairseq.recipes import scores
+    from smoe_fairseq.recipes.evaluating import scores
     from smoe_fairseq.system.errors import UsageError
 
     folder = tmp_path / "moe"
@@ -136,7 +136,7 @@ def test_scores_of_another_kind_are_named(tmp_path, old, new):
 
 
 def test_scores_that_cannot_be_read_are_named(tmp_path):
-    from smoe_fairseq.recipes import scores
+    from smoe_fairseq.recipes.evaluating import scores
     from smoe_fairseq.system.errors import UsageError
 
     (tmp_path / "scores.json").mkdir()

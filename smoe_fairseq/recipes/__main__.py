@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from smoe_fairseq.recipes import table
+from smoe_fairseq.recipes.tables import table
 from smoe_fairseq.settings.dataset import load_dataset
 from smoe_fairseq.system.errors import ends_with_sentence
 from smoe_fairseq.system.output import writes_all
@@ -23,32 +23,32 @@ def main() -> int:
 
 
 def _prepare(given) -> None:
-    from smoe_fairseq.recipes.prepare import prepare
+    from smoe_fairseq.recipes.preparing.prepare import prepare
 
     prepare(load_dataset(given.dataset), given.flags)
 
 
 def _train(given) -> None:
-    from smoe_fairseq.recipes.train import train
+    from smoe_fairseq.recipes.training.train import train
 
     train(load_dataset(given.dataset), given.method, given.flags)
 
 
 def _evaluate(given) -> None:
-    from smoe_fairseq.recipes.evaluate import evaluate
+    from smoe_fairseq.recipes.evaluating.evaluate import evaluate
 
     evaluate(load_dataset(given.dataset), given.method, given.flags)
 
 
 def _translate(given) -> None:
-    from smoe_fairseq.recipes.evaluate import plan
-    from smoe_fairseq.recipes.translate import translate
+    from smoe_fairseq.recipes.evaluating.evaluate import plan
+    from smoe_fairseq.recipes.evaluating.translate import translate
 
     translate(plan(load_dataset(given.dataset), given.method, given.flags))
 
 
 def _generator(_) -> None:
-    from smoe_fairseq.recipes.generator import serve
+    from smoe_fairseq.recipes.evaluating.generator import serve
 
     serve()
 
@@ -71,20 +71,20 @@ def _demo(given) -> None:
 
 
 def _foretell(given) -> None:
-    from smoe_fairseq.recipes.foretell import tell
+    from smoe_fairseq.recipes.training.foretell import tell
 
     tell(load_dataset(given.dataset), given.processes, given.on_machine, given.flags)
 
 
 def _fetch(given) -> None:
-    from smoe_fairseq.recipes.download import fetch
+    from smoe_fairseq.recipes.preparing.download import fetch
 
     fetch(load_dataset(given.dataset), given.folder)
 
 
 def _unpack(given) -> None:
-    from smoe_fairseq.recipes.download import remote_files
-    from smoe_fairseq.recipes.unpack import unpack
+    from smoe_fairseq.recipes.preparing.download import remote_files
+    from smoe_fairseq.recipes.preparing.unpack import unpack
 
     dataset = load_dataset(given.dataset)
     archives = [given.downloads / remote.name for remote in remote_files(dataset)]
@@ -92,39 +92,39 @@ def _unpack(given) -> None:
 
 
 def _adopt(given) -> None:
-    from smoe_fairseq.recipes.adopt import adopt
+    from smoe_fairseq.recipes.preparing.adopt import adopt
 
     adopt(load_dataset(given.dataset), given.source, given.raw, given.output, given.longest)
 
 
 def _gather(given) -> None:
-    from smoe_fairseq.recipes.raw import gather
+    from smoe_fairseq.recipes.preparing.raw import gather
 
     gather(load_dataset(given.dataset), given.source, given.target, given.workers)
 
 
 def _learn(given) -> None:
-    from smoe_fairseq.recipes.subwords import learn
+    from smoe_fairseq.recipes.preparing.subwords import learn
 
     names = ("vocab_size", "character_coverage", "model_type", "input_sentence_size")
     learn(given.raw, given.output, {name: getattr(given, name) for name in names})
 
 
 def _encode(given) -> None:
-    from smoe_fairseq.recipes.encode import encode
+    from smoe_fairseq.recipes.preparing.encode import encode
 
     encode(given.model, given.raw, given.output, given.shards, given.longest, given.workers)
 
 
 def _binarise(given) -> None:
-    from smoe_fairseq.recipes.binarise import binarise
+    from smoe_fairseq.recipes.preparing.binarise import binarise
 
     dataset = load_dataset(given.dataset)
     binarise(dataset, given.text, given.dictionary, given.output, given.workers)
 
 
 def _tokenizer(given) -> None:
-    from smoe_fairseq.recipes.tokenizer import fetch_tokenizer
+    from smoe_fairseq.recipes.evaluating.tokenizer import fetch_tokenizer
 
     fetch_tokenizer(given.name)
 

@@ -2,14 +2,15 @@
 
 import os
 
-from smoe_fairseq.recipes import scores, table
-from smoe_fairseq.recipes.evaluate import evaluate
+from smoe_fairseq.recipes.evaluating import scores
+from smoe_fairseq.recipes.evaluating.evaluate import evaluate
 from smoe_fairseq.recipes.folders import Folders
-from smoe_fairseq.recipes.prepare import prepare
-from smoe_fairseq.recipes.render import markdown
+from smoe_fairseq.recipes.preparing.prepare import prepare
 from smoe_fairseq.recipes.seeds import run_name
 from smoe_fairseq.recipes.shell import command, dry_run, run
-from smoe_fairseq.recipes.train import train
+from smoe_fairseq.recipes.tables import table
+from smoe_fairseq.recipes.tables.render import markdown
+from smoe_fairseq.recipes.training.train import train
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.quiet import quietly
 

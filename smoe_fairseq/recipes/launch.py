@@ -4,8 +4,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smoe_fairseq.recipes.rendezvous import endpoint
 from smoe_fairseq.recipes.shell import dry_run
+from smoe_fairseq.recipes.training.rendezvous import endpoint
 from smoe_fairseq.system.errors import UsageError
 
 LAUNCHERS = ("plain", "torchrun", "slurm")

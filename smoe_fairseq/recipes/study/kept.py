@@ -14,9 +14,9 @@ from pathlib import Path
 
 import smoe_fairseq
 from smoe_fairseq.analysis.training_log import UPDATES, read_lines
-from smoe_fairseq.recipes import scores
+from smoe_fairseq.recipes.evaluating import scores
+from smoe_fairseq.recipes.evaluating.scores import Score
 from smoe_fairseq.recipes.folders import Folders
-from smoe_fairseq.recipes.scores import Score
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_folder

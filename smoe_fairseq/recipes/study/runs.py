@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from smoe_fairseq.recipes import scores, seeds
+from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.child import Groups
+from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.launch import launch, whole_number
 from smoe_fairseq.recipes.shell import command, dry_run, environment, report

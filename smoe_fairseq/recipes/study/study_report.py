@@ -4,11 +4,11 @@ import statistics
 from pathlib import Path
 
 from smoe_fairseq.recipes import seeds
-from smoe_fairseq.recipes.columns import Column
-from smoe_fairseq.recipes.render import Grid, markdown, number
 from smoe_fairseq.recipes.study import kept
 from smoe_fairseq.recipes.study.verdicts import verdicts
-from smoe_fairseq.recipes.table import system_costs
+from smoe_fairseq.recipes.tables.columns import Column
+from smoe_fairseq.recipes.tables.render import Grid, markdown, number
+from smoe_fairseq.recipes.tables.table import system_costs
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import write_whole

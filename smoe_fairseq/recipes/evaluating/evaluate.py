@@ -5,9 +5,9 @@ from pathlib import Path
 
 from smoe_fairseq.checkpoint.names import rank_files
 from smoe_fairseq.recipes import seeds
-from smoe_fairseq.recipes.evaluation import Evaluation
+from smoe_fairseq.recipes.evaluating.evaluation import Evaluation
 from smoe_fairseq.recipes.folders import Folders
-from smoe_fairseq.recipes.raw import check
+from smoe_fairseq.recipes.preparing.raw import check
 from smoe_fairseq.recipes.shell import command, dry_run, report, run
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.settings.method import method_flags

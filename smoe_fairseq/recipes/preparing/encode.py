@@ -6,11 +6,11 @@ from pathlib import Path
 
 import sentencepiece
 
-from smoe_fairseq.recipes.chunks import Chunk, chunks
 from smoe_fairseq.recipes.folders import shard_names
-from smoe_fairseq.recipes.progress import progress
+from smoe_fairseq.recipes.preparing.chunks import Chunk, chunks
+from smoe_fairseq.recipes.preparing.progress import progress
+from smoe_fairseq.recipes.preparing.workers import shared
 from smoe_fairseq.recipes.shell import report
-from smoe_fairseq.recipes.workers import shared
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_folder
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from smoe_fairseq.recipes.layout import all_publisher_names
+from smoe_fairseq.recipes.preparing.layout import all_publisher_names
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import put_in_place

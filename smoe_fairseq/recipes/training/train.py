@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-from smoe_fairseq.recipes import batch, identity, rendezvous, seeds
+from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.folders import Folders, user_dir
-from smoe_fairseq.recipes.foretell import foretold
 from smoe_fairseq.recipes.launch import launch
-from smoe_fairseq.recipes.precision import precision_flags
 from smoe_fairseq.recipes.shell import command, dry_run, report, run
+from smoe_fairseq.recipes.training import batch, identity, rendezvous
+from smoe_fairseq.recipes.training.foretell import foretold
+from smoe_fairseq.recipes.training.precision import precision_flags
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.settings.flags import arguments
 from smoe_fairseq.settings.method import method_flags

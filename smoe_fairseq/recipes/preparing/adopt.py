@@ -9,12 +9,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from smoe_fairseq.recipes.archives import extract
-from smoe_fairseq.recipes.binarise import Binariser, binarise_files
-from smoe_fairseq.recipes.encode import Encoder, encode_files, load_model
-from smoe_fairseq.recipes.indexed import count_sentences, read_dictionary
-from smoe_fairseq.recipes.layout import SPLITS, Section, binarised_folder
-from smoe_fairseq.recipes.raw import SIZES, copy_pair
+from smoe_fairseq.recipes.preparing.archives import extract
+from smoe_fairseq.recipes.preparing.binarise import Binariser, binarise_files
+from smoe_fairseq.recipes.preparing.encode import Encoder, encode_files, load_model
+from smoe_fairseq.recipes.preparing.indexed import count_sentences, read_dictionary
+from smoe_fairseq.recipes.preparing.layout import SPLITS, Section, binarised_folder
+from smoe_fairseq.recipes.preparing.raw import SIZES, copy_pair
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_folder, write_whole

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from smoe_fairseq.recipes.layout import SHARED, SPLITS, Section, find
-from smoe_fairseq.recipes.progress import progress
+from smoe_fairseq.recipes.preparing.layout import SHARED, SPLITS, Section, find
+from smoe_fairseq.recipes.preparing.progress import progress
+from smoe_fairseq.recipes.preparing.workers import shared
 from smoe_fairseq.recipes.shell import report
-from smoe_fairseq.recipes.workers import shared
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_folder, write_whole

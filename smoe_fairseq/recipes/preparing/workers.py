@@ -10,7 +10,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from smoe_fairseq.recipes.chunks import CHUNK
+from smoe_fairseq.recipes.preparing.chunks import CHUNK
 from smoe_fairseq.system.errors import UsageError
 
 _AHEAD = (

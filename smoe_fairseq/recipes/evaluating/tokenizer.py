@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from smoe_fairseq.recipes.download import Remote, download
+from smoe_fairseq.recipes.preparing.download import Remote, download
 from smoe_fairseq.system.errors import UsageError
 
 

@@ -6,10 +6,11 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from smoe_fairseq.recipes import scores, seeds
-from smoe_fairseq.recipes.columns import SIZES, Column, columns
+from smoe_fairseq.recipes import seeds
+from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.folders import Folders
-from smoe_fairseq.recipes.render import FORMATS, Grid, number
+from smoe_fairseq.recipes.tables.columns import SIZES, Column, columns
+from smoe_fairseq.recipes.tables.render import FORMATS, Grid, number
 from smoe_fairseq.settings.dataset import Dataset, load_dataset
 from smoe_fairseq.settings.method import method_flags
 from smoe_fairseq.settings.paper_tables import tables
@@ -43,7 +44,7 @@ def run(args: Namespace) -> None:
     dataset = load_dataset(args.dataset)
     metric = next(metric for metric in scores.METRICS if metric.lower() == args.metric)
     if args.compare:
-        from smoe_fairseq.recipes.compare import compare
+        from smoe_fairseq.recipes.tables.compare import compare
 
         grid = compare(dataset, *args.compare, metric)
     else:

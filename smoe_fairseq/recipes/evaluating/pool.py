@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from smoe_fairseq.recipes.generator import DONE
+from smoe_fairseq.recipes.evaluating.generator import DONE
 from smoe_fairseq.recipes.launch import launch, whole_number
 from smoe_fairseq.recipes.shell import command, environment, report
 from smoe_fairseq.system.errors import UsageError

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from smoe_fairseq.recipes.archives import extract
-from smoe_fairseq.recipes.layout import all_publisher_names
+from smoe_fairseq.recipes.preparing.archives import extract
+from smoe_fairseq.recipes.preparing.layout import all_publisher_names
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_folder

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from smoe_fairseq.recipes import scores
+from smoe_fairseq.recipes.evaluating import scores
+from smoe_fairseq.recipes.evaluating.tokenizer import tokenizer_file
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.shell import command, pipe
-from smoe_fairseq.recipes.tokenizer import tokenizer_file
-from smoe_fairseq.recipes.train import data_arguments
+from smoe_fairseq.recipes.training.train import data_arguments
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.settings.flags import arguments
 from smoe_fairseq.system.files import write_whole

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from smoe_fairseq.recipes.chunks import Chunk, chunks
 from smoe_fairseq.recipes.folders import shard_folders
-from smoe_fairseq.recipes.indexed import (
+from smoe_fairseq.recipes.preparing.chunks import Chunk, chunks
+from smoe_fairseq.recipes.preparing.indexed import (
     EOS,
     UNKNOWN,
     Vocabulary,
@@ -18,9 +18,9 @@ from smoe_fairseq.recipes.indexed import (
     number_type,
     read_dictionary,
 )
-from smoe_fairseq.recipes.layout import SPLITS
-from smoe_fairseq.recipes.progress import progress
-from smoe_fairseq.recipes.workers import shared
+from smoe_fairseq.recipes.preparing.layout import SPLITS
+from smoe_fairseq.recipes.preparing.progress import progress
+from smoe_fairseq.recipes.preparing.workers import shared
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_files

@@ -5,8 +5,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from smoe_fairseq.recipes.batch import TOLERANCE
 from smoe_fairseq.recipes.shell import report
+from smoe_fairseq.recipes.training.batch import TOLERANCE
 from smoe_fairseq.system import lock
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import write_whole

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from smoe_fairseq.recipes import pool, scores
 from smoe_fairseq.recipes.child import quietly_run
-from smoe_fairseq.recipes.evaluation import Evaluation
+from smoe_fairseq.recipes.evaluating import pool, scores
+from smoe_fairseq.recipes.evaluating.evaluation import Evaluation
 from smoe_fairseq.recipes.shell import environment, report
 from smoe_fairseq.system import lock
 

@@ -9,10 +9,11 @@ import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.significance import PairedTest
 
-from smoe_fairseq.recipes import scores, seeds
-from smoe_fairseq.recipes.evaluation import SPBLEU_TOKENIZER
+from smoe_fairseq.recipes import seeds
+from smoe_fairseq.recipes.evaluating import scores
+from smoe_fairseq.recipes.evaluating.evaluation import SPBLEU_TOKENIZER
 from smoe_fairseq.recipes.folders import Folders
-from smoe_fairseq.recipes.render import Grid, number
+from smoe_fairseq.recipes.tables.render import Grid, number
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.quiet import quietly

@@ -4,10 +4,10 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from smoe_fairseq.recipes.download import remote_files
 from smoe_fairseq.recipes.folders import Folders
-from smoe_fairseq.recipes.layout import binarised_folder
-from smoe_fairseq.recipes.raw import check
+from smoe_fairseq.recipes.preparing.download import remote_files
+from smoe_fairseq.recipes.preparing.layout import binarised_folder
+from smoe_fairseq.recipes.preparing.raw import check
 from smoe_fairseq.recipes.shell import command, dry_run, report, run, unfinished
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.settings.flags import arguments

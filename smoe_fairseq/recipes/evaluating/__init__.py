@@ -1,0 +1,1 @@
+"""``scripts/evaluate.sh``: translations of all directions, and their scores."""

@@ -1,0 +1,1 @@
+"""``scripts/prepare.sh``: from a publisher's archive, or text, to what ``fairseq-train`` reads."""

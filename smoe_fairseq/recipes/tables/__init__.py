@@ -1,0 +1,1 @@
+"""``smoe table``: scores side by side, beside the paper's, and compared."""

@@ -1,0 +1,1 @@
+"""``scripts/train.sh``: one command of ``fairseq-train``, foretold, and its run's identity."""
