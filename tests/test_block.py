@@ -300,7 +300,7 @@ def test_state_dict_has_the_contracts_names_and_shapes():
         ({"strata": "four"}, "strata 'four'"),
         ({"strata": "7-1"}, "top_k 2: a gate of strata 7-1 sees 1 expert"),
         ({"strata": "1-4", "stacked": True}, "top_k 2"),
-        ({"top_k": 3}, "top_k 3: expected 1 or 2"),
+        ({"top_k": 3}, "top_k 3: a gate of strata 2-2-2-2 sees 2 experts, so top-k"),
         ({"capacity_factor": -1.0}, "capacity_factor -1.0"),
         ({"eval_capacity_factor": float("nan")}, "eval_capacity_factor nan"),
         ({"gate_normalization": "softmax"}, "gate_normalization 'softmax'"),

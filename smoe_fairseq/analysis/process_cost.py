@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from tabulate import tabulate
 from torch import nn
 
+from smoe_fairseq.analysis.cost import copies_per_stop
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules.placement import Placement
 
@@ -65,7 +66,7 @@ def process_costs(
         held = experts / place.group_size
         away = (place.group_size - 1) / place.group_size  # share of the copies that travel
         rows = sum(  # to the experts and back, and their gradients the same
-            4 * block.gates[0].top_k * block.strata.expected_requested_capacity() * _width(block)
+            4 * copies_per_stop(block) * block.strata.expected_requested_capacity() * _width(block)
             for block in blocks
         )
         costs["sharded"] = ProcessCost(

@@ -42,8 +42,12 @@ def _check_config(config: SMoETransformerConfig, task) -> None:
     _check_cmr(config, has_experts)
     check_size(config, task)
     if has_experts:
+        sides = [side for side in ("encoder", "decoder") if config.moe_freq_of(side)]
+        _check_gate(config, sides)
         with torch.device("meta"):  # the block checks its own options
-            StratifiedMoE(8, 8, **config.moe_options())
+            for side in sides:
+                table = {"hash_table": torch.zeros(1).long()} if config.moe_gate == "hash" else {}
+                StratifiedMoE(8, 8, **config.moe_options(side), **table)
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise ValueError(
             "--share-all-embeddings: source and target dictionary differ; preprocess with "
@@ -69,6 +73,15 @@ def _check_numbers(config: SMoETransformerConfig) -> None:
             raise ValueError(
                 f"{flag(name)} {getattr(config, name)}: expected a probability from 0 to below 1"
             )
+
+
+def _check_gate(config: SMoETransformerConfig, sides: list[str]) -> None:
+    """What the sides of a model make of it."""
+    if config.moe_gate == "expert-choice" and "encoder" not in sides:
+        raise ValueError(
+            "--moe-gate expert-choice: it is for the encoder, which has no MoE layer here; expected an "
+            "--encoder-moe-freq above 0"
+        )
 
 
 def _check_cmr(config: SMoETransformerConfig, has_experts: bool) -> None:
@@ -135,6 +148,8 @@ def _strata_of(shapes: dict[str, tuple]) -> str:
     block = next((n.split("gates.")[0] for n in sorted(shapes) if ".moe.gates." in n), None)
     if block is None:
         return "--moe-freq 0"
+    if f"{block}gates.0.table" in shapes:
+        return "--moe-gate hash"
     visible = []
     while (gate := f"{block}gates.{len(visible)}.weight") in shapes:
         visible.append(shapes[gate][0])

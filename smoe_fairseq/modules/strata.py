@@ -59,15 +59,20 @@ class Strata:
     def stratum_of_expert(self) -> list[int]:
         return [i for i, size in enumerate(self.sizes) for _ in range(size)]
 
-    def expected_requested_capacity(self) -> float:
-        """Mean number of strata that a token stops at when every gate chooses uniformly.
+    def expected_visits(self) -> list[float]:
+        """How many tokens of each one stop at each stratum when every gate chooses uniformly.
 
-        ``N_L = 1``, ``N_i = 1 + sum_{j=i..L-1} size_j / E_i * N_{j+1}`` (paper, section 3.3).
+        Sums up to the recursion ``N_L = 1``, ``N_i = 1 + sum_{j=i..L-1} size_j / E_i * N_{j+1}`` (paper,
+        section 3.3), which begins at the other end.
         """
         if self.stacked:
-            return float(len(self))
-        stops = [0.0] * (len(self) + 1)
-        for i in reversed(range(len(self))):
-            onward = sum(size * stops[j + 1] for j, size in enumerate(self.sizes) if j >= i)
-            stops[i] = 1 + onward / self.visible[i]
-        return stops[0]
+            return [1.0] * len(self)
+        visits = [1.0] + [0.0] * len(self)
+        for i in range(len(self)):
+            for j in range(i, len(self)):
+                visits[j + 1] += visits[i] * self.sizes[j] / self.visible[i]
+        return visits[:-1]
+
+    def expected_requested_capacity(self) -> float:
+        """Mean number of strata that a token stops at when every gate chooses uniformly."""
+        return sum(self.expected_visits())
