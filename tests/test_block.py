@@ -53,9 +53,7 @@ def objective(y, loss):
 def gradients(y, loss, x, params):
     found = torch.autograd.grad(objective(y, loss), [x, *params.values()], allow_unused=True)
     names = ["x", *params]
-    return {
-        n: torch.zeros_like(x[0, :1]) if g is None else g for n, g in zip(names, found, strict=True)
-    }
+    return {n: x.new_zeros(1) if g is None else g for n, g in zip(names, found, strict=True)}
 
 
 def expected(block, x, mask, **options):

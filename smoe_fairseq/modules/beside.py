@@ -3,6 +3,7 @@
 Shapes: T tokens, D embedding, F feed-forward.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -50,5 +51,7 @@ class ResidualNetwork(FeedForward):
 
     def forward(self, x_TD: Tensor, moe_TD: Tensor) -> Tensor:
         """Mixes the experts' output ``moe`` with the network's."""
-        moe_T1, own_T1 = self.mix(x_TD).float().softmax(dim=-1).to(moe_TD.dtype).split(1, dim=1)
+        logits_T2 = self.mix(x_TD)
+        logits_T2 = logits_T2.to(torch.promote_types(logits_T2.dtype, torch.float32))
+        moe_T1, own_T1 = logits_T2.softmax(dim=-1).to(moe_TD.dtype).split(1, dim=1)
         return moe_T1 * moe_TD + own_T1 * self.network(x_TD).to(moe_TD.dtype)
