@@ -20,7 +20,7 @@ from smoe_fairseq.distributed.options import check_options
 from smoe_fairseq.distributed.same_run import check_data, check_flags
 from smoe_fairseq.distributed.saving import new_save_name, publish
 from smoe_fairseq.distributed.update_bias import update_biases
-from smoe_fairseq.models.moe_layers import first_block, placement_of
+from smoe_fairseq.models.moe_layers import first_block, moe_blocks, placement_of
 from smoe_fairseq.modules.transfer import on_host
 from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 from smoe_fairseq.system.memory import keep_freed_memory
@@ -183,9 +183,11 @@ class SMoETrainer(Trainer):
 
     def _log_oom(self, exc):
         super()._log_oom(exc)
-        if self.expert_placement is not None:
-            # fairseq would skip this batch, while the other processes wait for this one's tokens.
+        asking = [b for b in moe_blocks(self.get_model()).values() if b.balance_over == "update"]
+        if self.expert_placement is not None or (asking and self.data_parallel_world_size > 1):
+            # fairseq would skip this batch, while the other processes wait for this one's tokens or counts.
+            flag = "--moe-balance-over update" if asking else "--expert-parallel"
             raise UsageError(
-                f"process {self.expert_placement.rank} is out of memory, and with --expert-parallel no "
-                "process can skip a batch; lower --max-tokens"
+                f"process {self.data_parallel_rank} is out of memory, and with {flag} no process can skip "
+                "a batch; lower --max-tokens"
             ) from exc

@@ -241,6 +241,7 @@ BLOCK_OPTIONS = {
 # Those of an enumeration.
 ENUMERATED = ("gate", "balance", "balance_over", "gate_normalization", "second_expert_policy")
 ENUMERATED += ("drop_order", "norms", "dropout_per")
+DEFAULTS = {f.name: f.default for f in fields(SMoETransformerConfig)}
 FIELDS = tuple(f.name for f in fields(SMoETransformerConfig) if not f.name.startswith("_"))
 
 
