@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from commands import run
+from commands import PLUGIN, run
 from family import FAMILY
 from sampling import soak
 from test_expert_parallel import averages, checkpoint, compare, flags, furthest, whole
@@ -107,10 +107,8 @@ def test_consolidated_bias_and_table(ranks, small_corpus, tmp_path):
         kept = [name for name in sharded if name.endswith(("bias.steps", "gates.0.table"))]
         assert len(kept) == (4 if member == "bias" else 2)
         assert all(torch.equal(state[name], sharded[name]) for name in kept)
-        plugin = arguments_of_plugin()
-        output = run(
-            "fairseq-generate", small_corpus, *plugin, "--path", one, "--max-len-b", 9
-        ).stdout
+        translating = ["--user-dir", PLUGIN, "--path", one, "--cpu", "--beam", 2, "--max-len-b", 9]
+        output = run("fairseq-generate", small_corpus, *translating).stdout
         assert len(re.findall(r"^H-", output, re.M)) == 50
 
 

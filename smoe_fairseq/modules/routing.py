@@ -25,17 +25,13 @@ class Routing(NamedTuple):
     logits_TE: Tensor | None  # (T, E + M), as the next; None of a gate without scores
     probs_TE: Tensor
     asked_TK: Tensor  # the expert of each choice before dropping; E + M for none
-    kept_TK: Tensor  # choices within their expert's capacity
+    chosen_TK: Tensor  # choices that are copies for an expert, not for a null one
+    kept_TK: Tensor  # of those, copies within their expert's capacity
 
     @property
     def num_experts(self) -> int:
         """E."""
         return len(self.kept_E)
-
-    @property
-    def chosen_TK(self) -> Tensor:
-        """Which choices are copies for an expert."""
-        return self.asked_TK < self.num_experts
 
     @property
     def chosen_K(self) -> Tensor:
@@ -58,20 +54,30 @@ class Routing(NamedTuple):
         return count(self.asked_TK.flatten(), self.probs_TE.shape[1])
 
     @property
+    def num_tokens(self) -> Tensor:
+        """Active ones, as a divisor."""
+        return self.active_T.sum().clamp(min=1)
+
+    @property
     def mean_probs_E(self) -> Tensor:
         """``(E + M,)``, over the active tokens."""
-        num_tokens = self.active_T.sum().clamp(min=1)
-        return (self.probs_TE * self.active_T.unsqueeze(1)).sum(0) / num_tokens
+        return self._sum_probs_E() / self.num_tokens
+
+    def _sum_probs_E(self) -> Tensor:
+        return (self.probs_TE * self.active_T.unsqueeze(1)).sum(0)
 
     def balance_loss(self, asked_E: Tensor) -> Tensor:
         """``E * sum_e f_e p_e``: 1 when balanced, up to E when not, 0 without tokens (paper, equation 3).
 
         Args:
-            asked_E: what f are the fractions of: first choices or, ``(E + M,)``, all choices.
+            asked_E: what f are the fractions of: first choices ``(E,)`` or all choices ``(E + M,)``.
         """
-        asked_E = asked_E.to(self.probs_TE.dtype)
-        fraction_E = asked_E / asked_E.sum().clamp(min=1)
-        return self.probs_TE.shape[1] * (fraction_E * self.mean_probs_E).sum()
+        num_tokens = self.num_tokens
+        each_once = len(asked_E) == self.num_experts
+        total = num_tokens if each_once else asked_E.sum().clamp(min=1)
+        fraction_E = asked_E.to(self.probs_TE.dtype) / total
+        mean_probs_E = self._sum_probs_E() / num_tokens
+        return self.probs_TE.shape[1] * (fraction_E * mean_probs_E).sum()
 
     def entropy(self) -> Tensor:
         """Mean of ``-sum_e p_e log p_e`` over tokens: small where few experts share a token."""

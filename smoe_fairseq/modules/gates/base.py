@@ -53,5 +53,6 @@ class BaseGate(LinearGate):
             logits_TE=logits_TE,
             probs_TE=logits_TE.softmax(dim=-1),
             asked_TK=asked_T1,
+            chosen_TK=active_T.unsqueeze(1),
             kept_TK=active_T.unsqueeze(1),
         )

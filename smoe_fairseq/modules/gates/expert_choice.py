@@ -66,6 +66,7 @@ class ExpertChoiceGate(LinearGate):
             logits_TE=logits_TE,
             probs_TE=probs_TE,
             asked_TK=asked_TE,
+            chosen_TK=taken_TE,
             kept_TK=taken_TE,
         )
 

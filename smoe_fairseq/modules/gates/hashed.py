@@ -52,5 +52,6 @@ class HashGate(nn.Module):
             logits_TE=None,
             probs_TE=probs_TE,
             asked_TK=asked_T1,
+            chosen_TK=active_T.unsqueeze(1),
             kept_TK=active_T.unsqueeze(1),
         )

@@ -101,6 +101,7 @@ class TopKGate(LinearGate):
             logits_TE=logits_TE,
             probs_TE=probs_TE,
             asked_TK=asked_TK,
+            chosen_TK=chosen_TK,
             kept_TK=kept_TK,
         )
 

@@ -65,5 +65,6 @@ class TopPGate(LinearGate):
             logits_TE=logits_TE,
             probs_TE=probs_TE,
             asked_TK=asked_TE,
+            chosen_TK=chosen_TE,
             kept_TK=kept_TE,
         )
