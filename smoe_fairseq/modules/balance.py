@@ -30,7 +30,7 @@ def average_null(asked_E: Tensor, null_experts: int) -> Tensor:
     """The last ``null_experts`` of each row share what they were asked for: which of them is all the same."""
     if not null_experts:
         return asked_E
-    true_E, null_M = asked_E.float().split([asked_E.shape[-1] - null_experts, null_experts], -1)
+    true_E, null_M = asked_E.double().split([asked_E.shape[-1] - null_experts, null_experts], -1)
     return torch.cat([true_E, null_M.mean(-1, keepdim=True).expand_as(null_M)], dim=-1)
 
 

@@ -74,8 +74,8 @@ class Routing(NamedTuple):
         """
         num_tokens = self.num_tokens
         each_once = len(asked_E) == self.num_experts
-        total = num_tokens if each_once else asked_E.sum().clamp(min=1)
-        fraction_E = asked_E.to(self.probs_TE.dtype) / total
+        asked_E = asked_E.to(self.probs_TE.dtype)
+        fraction_E = asked_E / (num_tokens if each_once else asked_E.sum().clamp(min=1))
         mean_probs_E = self._sum_probs_E() / num_tokens
         return self.probs_TE.shape[1] * (fraction_E * mean_probs_E).sum()
 
