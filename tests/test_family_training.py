@@ -2,11 +2,13 @@
 
 import re
 
+import handmade
 import pytest
 import torch
 from commands import PLUGIN, run
 from family import FAMILY
 from sampling import soak
+from test_compat import run_without
 from test_expert_parallel import averages, checkpoint, compare, flags, furthest, whole
 from test_several_processes import assert_same_bits, content
 
@@ -152,3 +154,48 @@ def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_p
     )
     run_ = ranks.train(tmp_path, 2, *arguments)
     assert len(re.findall(r'"num_updates": "\d+"', run_.output(0))) >= 12
+
+
+@pytest.mark.parametrize(
+    "member", ["expert-choice", "hash", "null", *map(soak, ("base", "top-p", "bias", "shared"))]
+)
+def test_analysis_counts_every_token(three_languages, tmp_path, member):
+    """Each token of each layer has one first choice in every stratum where it stops."""
+    more = ["--max-update", 1, "--encoder-ffn-embed-dim", 64]
+    handmade.train(
+        three_languages, tmp_path, *handmade.MULTILINGUAL, *FAMILY[member].split(), *more
+    )
+    output = tmp_path / "analysis"
+    path = tmp_path / "checkpoint_last.pt"
+    run("smoe", "analyze", three_languages, "--path", path, "--output", output, "--cpu")
+    of_layer = {}
+    for row in handmade.read(output / "load.csv"):
+        key = row["direction"], row["side"], row["layer"]
+        of_layer[key] = of_layer.get(key, 0) + int(row["first_choices"])
+    lengths = sum(handmade.LENGTHS) + 8  # and </s>
+    assert len(of_layer) == 4 * 4
+    if member in ("expert-choice", "hash", "base", "shared"):
+        for (_, side, _), choices in of_layer.items():
+            assert choices == lengths + (8 if side == "encoder" else 0)  # and the language
+    else:
+        assert all(lengths <= choices <= 2 * (lengths + 8) for choices in of_layer.values())
+
+
+@pytest.mark.parametrize("more", [[], ["--ema-fp32"]])
+def test_an_average_of_parameters_has_the_bias_as_it_is(ranks, small_corpus, tmp_path, more):
+    """Without the mend fairseq ends in a stack trace over whole numbers."""
+    averaged = ["--store-ema", "--ema-decay", 0.5, *more]
+    arguments = member_flags("bias", small_corpus, tmp_path, *averaged)
+    ranks.train(tmp_path, 1, *arguments, one=True)
+    state = content(tmp_path)
+    steps = steps_of(state["model"])
+    averaged = steps_of(state["extra_state"]["ema"])  # as it was in the last update
+    assert len(steps) == 4
+    for name, values in averaged.items():
+        assert any(values)
+        assert all(abs(a - b) <= 1 for a, b in zip(values, steps[name], strict=True))
+    (tmp_path / "checkpoint_last.pt").unlink()
+    failed = run_without("copy_integers", "fairseq-train", *map(str, arguments))
+    assert (
+        failed.returncode != 0 and "can't be cast to the desired output type Long" in failed.stdout
+    )
