@@ -199,3 +199,18 @@ def test_an_average_of_parameters_has_the_bias_as_it_is(ranks, small_corpus, tmp
     assert (
         failed.returncode != 0 and "can't be cast to the desired output type Long" in failed.stdout
     )
+
+
+def test_a_process_that_is_out_of_memory_skips_no_count(ranks, small_corpus, tmp_path):
+    """The others would wait for its counts; so all end."""
+    arguments = list(map(str, member_flags("update", small_corpus, tmp_path, "--batch-size", 3)))
+    run_ = ranks.start(tmp_path, 2, "out of memory", arguments, function=out_of_memory)
+    assert run_.wait(60) == [1, 1]
+    words = "with --moe-balance-over update no process can skip a batch; lower --max-tokens"
+    assert words in run_.output(1)
+
+
+def out_of_memory(moment: str, arguments: list[str]):
+    from test_expert_parallel_hangs import train_until
+
+    train_until(moment, arguments)
