@@ -1,6 +1,7 @@
 """Members of the wider family beside the vanilla top-2 mixture: a training step of one block, in turns.
 
 python -m benchmarks.family [--tokens 2048] [--seconds 60]
+python -m benchmarks.family --assignment --tokens 4096
 """
 
 from argparse import ArgumentParser
@@ -8,8 +9,9 @@ from argparse import ArgumentParser
 import torch
 
 from benchmarks.machine import describe
-from benchmarks.timing import in_turns, ratio
+from benchmarks.timing import in_turns, measure, ratio
 from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.gates.assignment import balanced_assignment
 
 DIM, WIDTH, EXPERTS, VOCABULARY = 512, 2048, 8, 1000
 MEMBERS = {
@@ -48,12 +50,25 @@ def training_step(options: dict, tokens: int):
     return step, experts
 
 
+def time_assignment(tokens: int) -> None:
+    """BASE's, with affinities as at the start of training: shortest of nine."""
+    for experts in (8, 32, 128):
+        torch.manual_seed(1)
+        affinity = torch.randn(tokens, DIM) @ (0.1 * torch.randn(experts, DIM) / DIM**0.5).t()
+        cpu = torch.device("cpu")
+        seconds = min(measure(lambda a=affinity: balanced_assignment(a), cpu) for _ in range(9))
+        print(f"assignment of {tokens} tokens to {experts} experts: {seconds:.3f} s")
+
+
 def main() -> None:
     parser = ArgumentParser()
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--assignment", action="store_true", help="BASE's alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.assignment:
+        return time_assignment(args.tokens)
     steps = {name: training_step(options, args.tokens) for name, options in MEMBERS.items()}
     times = in_turns({n: step for n, (step, _) in steps.items()}, torch.device("cpu"), args.seconds)
     for name, value in describe(torch.device("cpu")).items():
