@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from smoe_fairseq.modules import Strata, StratifiedMoE
-from smoe_fairseq.modules.gate import TopKGate
+from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.routing import Routing
 
 

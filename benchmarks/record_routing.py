@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.floor import experts_of_gate
-from smoe_fairseq.modules.gate import TopKGate
+from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.strata import Strata
 
 

@@ -23,7 +23,7 @@ from smoe_fairseq.analysis.capacity_check import nll, samples
 from smoe_fairseq.analysis.training_log import read_lines
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules.drops import by_position, percent_dropped
-from smoe_fairseq.modules.gate import TopKGate
+from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.recipes.evaluating import scores
 
 LAST = 300  # updates over which the training loss is averaged

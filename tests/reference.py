@@ -5,6 +5,7 @@ Slow and simple on purpose. `params` is the state dict of a block, in float64.
 
 import math
 
+import reference_gates as gates
 import torch
 
 
@@ -19,54 +20,80 @@ def layer_norm(params, index, x):
     return normed * params[f"layer_norms.{index}.weight"] + params[f"layer_norms.{index}.bias"]
 
 
-def softmax(logits):
-    largest = max(logits)
-    powers = [math.e ** (value - largest) for value in logits]
-    total = sum(powers)
-    return [power / total for power in powers]
+def network(params, name, x):
+    h = torch.relu(params[f"{name}.fc1.weight"] @ x + params[f"{name}.fc1.bias"])
+    return params[f"{name}.fc2.weight"] @ h + params[f"{name}.fc2.bias"]
 
 
-def run_gate(params, i, inputs, top_k, normalization, capacity_factor, drop_order):
+def ask(params, i, inputs, tokens, options):
+    """What gate i answers to these inputs, which are the block's ``tokens``: see reference_gates.py."""
+    gate, experts = options["gate"], options["visible"][i]
+    if gate == "hash":
+        return gates.hashed(params["gates.0.table"], [options["ids"][t] for t in tokens], experts)
+    if gate == "base":
+        return gates.base(params, i, inputs, options["training"])
+    if gate == "expert-choice":
+        sentences = [0 if options["training"] else options["sentences"][t] for t in tokens]
+        return gates.expert_choice(params, i, inputs, sentences, options["factor"])
+    if gate == "top-p":
+        return gates.top_p(params, i, inputs, options["top_p"])
+    bias = options["bias"] and options["bias"][i]
+    return gates.top_k(params, i, inputs, options["top_k"], experts, bias)
+
+
+def run_gate(params, i, inputs, tokens, options):
     """Route the inputs of gate i; its experts are numbered from 0 here.
 
     Capacity is given in the order of the inputs ("sentence") or from the highest score on ("score").
 
     Returns the kept (expert, weight) pairs of each token, first choices, balance loss, dropped copies.
     """
-    gate = params[f"gates.{i}.weight"]
-    num_experts = gate.shape[0]
+    num_experts, normalization = options["visible"][i], options["normalization"]
     capacity = math.inf
-    if capacity_factor:
-        capacity = math.ceil(capacity_factor * len(inputs) / num_experts)
-    scores = [softmax([row @ x for row in gate]) for x in inputs]
-    chosen = [sorted(range(num_experts), key=lambda e, s=s: -s[e])[:top_k] for s in scores]
-    weights = [[s[e] for e in experts] for s, experts in zip(scores, chosen)]
-    if normalization == "before-drop" and top_k == 2:
-        weights = [[w / sum(pair) for w in pair] for pair in weights]
+    if options["capacity_factor"] and options["gate"] in ("topk", "top-p"):
+        capacity = math.ceil(options["capacity_factor"] * len(inputs) / num_experts)
+    scores, chosen, weights, first = ask(params, i, inputs, tokens, options)
+    normalizes = options["gate"] == "topk" and options["top_k"] > 1
+    if normalizes and normalization == "before-drop":
+        weights = [[w / (sum(row) or 1) for w in row] for row in weights]
 
     order = list(range(len(inputs)))
-    if drop_order == "score":
-        order.sort(key=lambda t: -max(scores[t]))
+    if options["drop_order"] == "score":
+        order.sort(key=lambda t: -max(scores[t][:num_experts]))
     load = [0] * num_experts
     kept = [[] for _ in inputs]
     dropped = set()
-    for k in range(top_k):
+    for k in range(max(map(len, chosen), default=0)):
         for t in order:
+            if k >= len(chosen[t]) or chosen[t][k] >= num_experts:  # a null expert
+                continue
             expert = chosen[t][k]
             if load[expert] < capacity:
                 load[expert] += 1
                 kept[t].append((expert, weights[t][k]))
             else:
                 dropped.add((t, k))
-    if normalization == "after-drop" and top_k == 2:
+    if normalizes and normalization == "after-drop":
         kept = [[(e, w / sum(w for _, w in pairs)) for e, w in pairs] for pairs in kept]
+    return kept, first, gate_loss(scores, chosen, first, num_experts), dropped
 
+
+def gate_loss(scores, chosen, first, num_experts):
+    """By first choices or, with null experts, by all, of which null ones have the same."""
     loss = torch.zeros((), dtype=torch.float64)
-    first = [experts[0] for experts in chosen]
-    for e in range(num_experts if inputs else 0):
-        fraction = first.count(e) / len(inputs)
-        loss = loss + num_experts * fraction * sum(s[e] for s in scores) / len(inputs)
-    return kept, first, loss, dropped
+    if not scores:
+        return loss
+    columns = len(scores[0])
+    counts = [first.count(e) for e in range(columns)]
+    if columns > num_experts:
+        asked = [e for row in chosen for e in row]
+        counts = [asked.count(e) for e in range(columns)]
+        null = sum(counts[num_experts:]) / (columns - num_experts)
+        counts[num_experts:] = [null] * (columns - num_experts)
+    for e in range(columns):
+        mean = sum(s[e] for s in scores) / len(scores)
+        loss = loss + columns * counts[e] / sum(counts) * mean
+    return loss
 
 
 def reference(
@@ -80,8 +107,15 @@ def reference(
     stacked=False,
     drop_order="sentence",
     norms="paper",
+    gate="topk",
+    top_p=0.4,
+    bias=None,
+    ids=None,
+    sentences=None,
+    training=True,
+    factor=2.0,
 ):
-    """x (T, D), padding (T,).
+    """x (T, D), padding (T,); of each token also ids and sentences, of each expert and gate a bias.
 
     Returns y, balance loss, requested capacity, dropped {(stratum, t, k)}, tokens of each stratum.
     """
@@ -89,6 +123,10 @@ def reference(
     num_strata = len(sizes)
     home = [i for i, size in enumerate(sizes) for _ in range(size)]
     released = norms == "released" and num_strata > 1
+    ahead = [sum(sizes[i : i + 1] if stacked else sizes[i:]) for i in range(num_strata)]
+    options = {"top_k": top_k, "normalization": normalization, "capacity_factor": capacity_factor}
+    options |= {"drop_order": drop_order, "gate": gate, "top_p": top_p, "bias": bias, "ids": ids}
+    options |= {"sentences": sentences, "training": training, "factor": factor, "visible": ahead}
     state = [row for row in x]
     if stacked:
         state = [layer_norm(params, 0, row) for row in x]
@@ -100,9 +138,7 @@ def reference(
         offset = sum(sizes[:i])
         tokens = [t for t in range(len(place)) if place[t] == i]
         inputs = [state[t] if stacked else layer_norm(params, i, state[t]) for t in tokens]
-        kept, first, loss, lost = run_gate(
-            params, i, inputs, top_k, normalization, capacity_factor, drop_order
-        )
+        kept, first, loss, lost = run_gate(params, i, inputs, tokens, options)
         losses.append(loss)
         visits.append(tokens)
         dropped |= {(i, tokens[t], k) for t, k in lost}
@@ -110,6 +146,12 @@ def reference(
             mixed = torch.zeros_like(h)
             for expert, weight in pairs:
                 mixed = mixed + weight * ffn(params, offset + expert, h)
+            if "shared.fc1.weight" in params:
+                mixed = mixed + network(params, "shared", h)
+            if "residual.fc1.weight" in params:
+                logits = params["residual.mix.weight"] @ h + params["residual.mix.bias"]
+                moe, own = gates.softmax(list(logits))
+                mixed = moe * mixed + own * network(params, "residual", h)
             residual = h if released and i > 0 else state[t]
             state[t] = mixed if stacked else residual + mixed
             requested[t] += 1

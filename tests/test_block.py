@@ -53,9 +53,7 @@ def objective(y, loss):
 def gradients(y, loss, x, params):
     found = torch.autograd.grad(objective(y, loss), [x, *params.values()], allow_unused=True)
     names = ["x", *params]
-    return {
-        n: torch.zeros_like(x[0, :1]) if g is None else g for n, g in zip(names, found, strict=True)
-    }
+    return {n: x.new_zeros(1) if g is None else g for n, g in zip(names, found, strict=True)}
 
 
 def expected(block, x, mask, **options):
@@ -300,7 +298,7 @@ def test_state_dict_has_the_contracts_names_and_shapes():
         ({"strata": "four"}, "strata 'four'"),
         ({"strata": "7-1"}, "top_k 2: a gate of strata 7-1 sees 1 expert"),
         ({"strata": "1-4", "stacked": True}, "top_k 2"),
-        ({"top_k": 3}, "top_k 3: expected 1 or 2"),
+        ({"top_k": 3}, "top_k 3: a gate of strata 2-2-2-2 sees 2 experts, so top-k"),
         ({"capacity_factor": -1.0}, "capacity_factor -1.0"),
         ({"eval_capacity_factor": float("nan")}, "eval_capacity_factor nan"),
         ({"gate_normalization": "softmax"}, "gate_normalization 'softmax'"),

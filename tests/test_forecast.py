@@ -18,7 +18,7 @@ from smoe_fairseq.analysis.forecast import Forecast, Run, forecast
 from smoe_fairseq.analysis.live_bytes import LiveBytes, TooMuch
 from smoe_fairseq.analysis.remedy import first_that_fits
 from smoe_fairseq.analysis.run_flags import parse_run
-from smoe_fairseq.modules.gate import TopKGate
+from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.recipes.training.foretell import longest_sentence
 
 LENGTH = 32

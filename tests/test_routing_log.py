@@ -24,6 +24,7 @@ def test_routing_metrics_reach_the_loggers(multilingual):
     for metric in (
         "tokens",
         "load_max",
+        "experts_per_token",
         "overflow_expert1",
         "overflow_expert2",
         "unused_expert1_count",

@@ -122,3 +122,80 @@ def test_padding_is_as_good_as_absent(case):
     assert torch.allclose(y[~mask], real_y, atol=1e-12)
     assert torch.allclose(stats.balance_loss, real_stats.balance_loss)
     assert torch.equal(stats.first_choices, real_stats.first_choices)
+
+
+FAMILY = {
+    "topk": dict(null_experts=2, balance="loss"),
+    "bias": dict(gate="topk", balance="bias"),
+    "top-p": dict(top_p=0.6),
+    "hash": {},
+    "base": {},
+    "expert-choice": dict(capacity_factor=1.5),
+}
+
+
+@st.composite
+def family_cases(draw):
+    """Of any member, with sentences of any length: block, tokens, mask, ids."""
+    name = draw(st.sampled_from(sorted(FAMILY)))
+    options = {"gate": name, "capacity_factor": 0.0, **FAMILY[name]}
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    if name in ("hash", "base", "expert-choice"):
+        sizes = [sum(sizes)]
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    if name == "hash":
+        options["hash_table"] = torch.randint(sizes[0], (20,))
+    top_k = draw(st.integers(1, sizes[-1] + options.get("null_experts", 0)))
+    strata = "-".join(map(str, sizes))
+    policy = {"second_expert_policy": "all"}
+    block = StratifiedMoE(D, 8, strata, top_k=top_k, **policy, **options).double()
+    for gate in block.gates:
+        for parameter in gate.parameters():
+            torch.nn.init.normal_(parameter)
+        if name == "bias":
+            gate.bias.steps += torch.randint(0, 300, (gate.num_experts,))
+    block.execution = draw(st.sampled_from(["per-expert", "grouped"]))
+    shape = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    mask = torch.rand(shape) < draw(st.sampled_from([0.0, 0.4, 1.0]))
+    return block, torch.randn(*shape, D).double(), mask, torch.randint(20, shape)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(family_cases())
+def test_members_treat_sentences_alone_and_tokens_alike(case):
+    """In evaluation: a sentence by itself, its tokens in another order, its padding left out."""
+    block, x, mask, ids = case
+    block.eval()
+    y, stats = block(x, mask, ids=ids)
+    assert torch.equal(y[mask], x[mask])
+    assert torch.equal(stats.requested_capacity > 0, ~mask)
+    assert int(stats.first_choices.sum()) == int(stats.requested_capacity.sum())
+    assert not stats.dropped.any()
+    for s in range(len(x)):
+        real = (~mask[s]).nonzero().squeeze(1)
+        order = real[torch.randperm(len(real))]
+        own, own_stats = block(x[s : s + 1, order], ids=ids[s : s + 1, order])
+        assert torch.allclose(own[0], y[s, order], atol=1e-12)
+        assert torch.equal(own_stats.requested_capacity[0], stats.requested_capacity[s, order])
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(family_cases())
+def test_members_train_any_tokens(case):
+    """No token, one, or more: losses and gradients are numbers, and counts add up."""
+    block, x, mask, ids = case
+    x = x.clone().requires_grad_()
+    y, stats = block.train()(x, mask, ids=ids)
+    (y.square().sum() + stats.balance_loss + stats.z_loss).backward()
+    gradients = [p.grad for p in block.parameters() if p.grad is not None]
+    assert all(g.isfinite().all() for g in (x.grad, *gradients))
+    tokens = int((~mask).sum())
+    if type(block.gates[0]).__name__ == "BaseGate":
+        loads = stats.first_choices[0]
+        assert loads.max() <= -(-tokens // len(loads)) and loads.min() >= tokens // len(loads)
+    if type(block.gates[0]).__name__ == "ExpertChoiceGate":
+        experts = block.strata.num_experts
+        room = min(tokens, math.ceil(1.5 * tokens / experts))
+        assert int(stats.chosen.sum()) == experts * room
+    if type(block.gates[0]).__name__ == "HashGate":
+        assert int(stats.chosen.sum()) == tokens

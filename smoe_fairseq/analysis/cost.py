@@ -7,6 +7,7 @@ from fairseq.modules import MultiheadAttention
 from torch import nn
 
 from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.modules import StratifiedMoE
 
 CONTEXT = 512  # positions, as the released scripts of the paper limit sentences
 
@@ -14,8 +15,9 @@ READING = """\
 FLOPs per token: one forward pass, for one source token through the encoder and one target token
 through the decoder, counted as Kaplan et al. (2020) do, 2 per weight and token:
   attention   2 x query, key, value and output projections of every attention block
-  ffn         2 x the feed-forward networks of dense layers and, with CMR, the shared one
-  experts     2 x top-k x requested capacity x the weights of one expert, per MoE layer
+  ffn         2 x the feed-forward networks of dense layers and those that all tokens use beside experts
+  experts     2 x top-k x requested capacity x the weights of one expert, per MoE layer; for top-k what
+              other gates and null experts leave of it under uniform routing
   embedding   2 x vocabulary x dimension, one input matrix as if it were multiplied
   output      2 x vocabulary x dimension, the output projection
   context     2 x context x dimension per attention block
@@ -64,7 +66,7 @@ def count(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     idle, expert_weights = 0.0, 0.0
     for name, block in blocks.items():
-        used = block.gates[0].top_k * requested_capacity[name]
+        used = copies_per_stop(block) * requested_capacity[name]
         num_experts = block.strata.num_experts
         experts = block.experts
         expert_weights += used * (experts.w1[0].numel() + experts.w2[0].numel())
@@ -83,6 +85,13 @@ def count(
             "context": sum(2 * context * attention.embed_dim for attention in attentions),
         },
     )
+
+
+def copies_per_stop(block: StratifiedMoE) -> float:
+    """Experts that compute a token at a stratum where it stops, on average under uniform routing."""
+    visits = block.strata.expected_visits()
+    copies = (n * gate.expected_choices for n, gate in zip(visits, block.gates, strict=True))
+    return sum(copies) / sum(visits)
 
 
 def _part(name: str) -> str | None:

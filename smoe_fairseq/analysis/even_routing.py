@@ -7,6 +7,7 @@ Shapes: T tokens, N rows of copies and nobody's, D embedding, E experts.
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class _EvenLoad:
 
     def tokens(self, here_T: Tensor):
         self.stratum += 1
-        reached = self.block.strata.reached
+        reached = self.block.strata.expected_visits()
         # What is asked for after the last stratum is all tokens.
         share = reached[self.stratum] if self.stratum < len(reached) else 1
         self.tokens_here = self.number = round(share * len(here_T))
@@ -66,7 +67,7 @@ class _EvenLoad:
         """Copies that each expert of the block keeps in this stratum."""
         gate, strata = self.block.gates[self.stratum], self.block.strata
         first, visible = strata.first_experts[self.stratum], strata.visible[self.stratum]
-        each = gate.top_k * self.tokens_here / visible
+        each = gate.expected_choices * self.tokens_here / visible
         if factor := gate.capacity.factor_in_force:
             each = min(each, math.ceil(factor * self.tokens_here / visible))
         ends = [0] * (first + 1) + [round(each * (e + 1)) for e in range(visible)]
@@ -101,9 +102,10 @@ class EvenExchange(Exchange):
         x_ND = _Arrival.apply(x_ND, sum(self.received) + 1)
         return x_ND.index_select(0, self.by_expert_N)
 
-    def back(self, y_ND: Tensor) -> Tensor:
+    def back(self, y_ND: Tensor) -> Callable[[], Tensor]:
         by_sender_ND = torch.empty_like(y_ND).index_copy(0, self.by_expert_N, y_ND)
-        return _Arrival.apply(by_sender_ND, sum(self.sent) + 1)
+        arrived_ND = _Arrival.apply(by_sender_ND, sum(self.sent) + 1)
+        return lambda: arrived_ND
 
 
 class _Arrival(torch.autograd.Function):

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from tabulate import tabulate
 from torch import nn
 
+from smoe_fairseq.analysis.cost import copies_per_stop
 from smoe_fairseq.analysis.forecast import Forecast, Run, forecast
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules.placement import Placement
@@ -62,7 +63,7 @@ def process_cost(run: Run, model: nn.Module) -> ProcessCost:
         gradients = shared * _ring(run.processes) + own * _ring(place.num_replicas)
         away = (place.group_size - 1) / place.group_size  # share of the copies that travel
         rows = sum(  # to the experts and back, and their gradients the same
-            4 * block.gates[0].top_k * block.strata.expected_requested_capacity() * _width(block)
+            4 * copies_per_stop(block) * block.strata.expected_requested_capacity() * _width(block)
             for block in blocks
         )
         tokens = away * rows * flags.max_tokens * flags.update_freq * number

@@ -24,6 +24,7 @@ from .cpu_ddp import name_no_gpu
 from .cpu_overflow import skip_overflow_on_cpu
 from .data_files import name_foreign_words, name_no_batches, name_unusable_files
 from .dataclass_hash import hash_dataclasses
+from .ema_integers import copy_integers
 from .encoder_fast_path import avoid_fast_path
 from .fasta_index import index_without_shell
 from .full_disk import name_full_disk
@@ -80,6 +81,7 @@ MENDS = (
     ("fairseq.models.distributed_fairseq_model", leave_copies_alone),
     ("fairseq.options", keep_bf16_off_tpu),
     ("fairseq.models", name_unknown_model),
+    ("fairseq.models.ema.ema", copy_integers),
     ("fairseq.file_io", name_hidden_checkpoints),
     ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
     ("fairseq.checkpoint_utils", publish_checkpoints),

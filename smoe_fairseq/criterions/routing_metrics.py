@@ -1,5 +1,6 @@
 """Routing metrics: sums that add up over batches and ranks, and the means that are logged of them."""
 
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -7,14 +8,14 @@ import torch
 from fairseq import metrics
 from torch import Tensor
 
-from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.models.moe_layers import ASKED, moe_blocks
 from smoe_fairseq.modules import RoutingStats
-from smoe_fairseq.modules.drops import FIFTHS, by_position
+from smoe_fairseq.modules.drops import FIFTHS, by_position, is_limited
 from smoe_fairseq.modules.smoe import StratifiedMoE
 
 # Before a layer's name, among the keys of the logging output. The choices per token are in the key, since
 # values are added up.
-_BLOCK = {1: "moe_top1 ", 2: "moe_top2 "}
+_BLOCK = re.compile(r"moe_top(\d+) (.+)")
 _FIFTHS = "moe_fifths "
 _CMR = "moe_cmr "
 _LAST = 1000  # fairseq's priority: after everything else
@@ -33,14 +34,17 @@ def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict
     ran = dict(zip(names, moe_stats, strict=True))
     sums = {}
     for name, block in moe_blocks(model).items():
-        top_k = block.gates[0].top_k
-        key = f"{_BLOCK[top_k]}{name}"
+        top_k = block.choices
+        key = f"moe_top{top_k} {name}"
         if name in ran:
             sums[key] = _table(block, ran[name])
         else:
             columns = 3 + 2 * top_k + block.strata.num_experts
             sums[key] = block.stratum_of_expert.new_zeros(len(block.gates), columns)
-        if block.gates[0].capacity.factor_in_force:
+        if block.balance == "bias":
+            asked = block.stratum_of_expert.new_zeros(len(block.gates), block.strata.num_experts)
+            sums[f"{ASKED}{name}"] = ran[name].asked if name in ran else asked
+        if is_limited(block):
             none = block.stratum_of_expert.new_zeros(2, FIFTHS)
             sums[f"{_FIFTHS}{name}"] = by_position(ran[name]) if name in ran else none
         if block.cmr is not None:
@@ -60,14 +64,16 @@ def _table(block: StratifiedMoE, stats: RoutingStats) -> Tensor:
 
 
 def has_routing(logging_outputs: list[dict]) -> bool:
-    return any(key.startswith(tuple(_BLOCK.values())) for log in logging_outputs for key in log)
+    return any(_BLOCK.match(key) for log in logging_outputs for key in log)
 
 
 def log_routing(logging_outputs: list[dict]) -> None:
     """Log, as means weighted by what they count:
 
     - ``requested_capacity``: strata per token and block
-    - ``overflow_expert1``, ``overflow_expert2``: percent of first and second choices that were dropped
+    - ``overflow_expert1``, ``overflow_expert2``: percent of first and second choices that were dropped;
+      ``overflow_further``: of all further ones, where there are any
+    - ``experts_per_token``: copies that an expert took, per token and stratum that it stopped at
     - ``unused_expert1_count``: experts per gate and batch that were no token's first choice
     - ``overflow_fifth1`` to ``overflow_fifth5``: the first of these by position in the sentence, from
       its first fifth to its last, where experts are limited
@@ -84,16 +90,15 @@ def log_routing(logging_outputs: list[dict]) -> None:
         }
 
     fifths, cmr = summed(_FIFTHS), summed(_CMR)
-    top_k, tables = next((k, found) for k in _BLOCK if (found := summed(_BLOCK[k])))
-    layers = {n: [_Row.of(row, top_k) for row in t.tolist()] for n, t in tables.items()}
+    layers = {}
+    for key, table in summed("moe_top").items():
+        top_k, name = _BLOCK.fullmatch(f"moe_top{key}").groups()
+        layers[name] = [_Row.of(row, int(top_k)) for row in table.tolist()]
     rows = [row for strata in layers.values() for row in strata]
     stops = sum(row.tokens for row in rows)
     _log_ratio("requested_capacity", stops, sum(strata[0].tokens for strata in layers.values()))
-    for k in range(top_k):
-        dropped, chosen = (sum(getattr(row, n)[k] for row in rows) for n in ("dropped", "chosen"))
-        _log_ratio(f"overflow_expert{k + 1}", dropped, chosen, 100)
-    if top_k == 1:
-        _log_ratio("overflow_expert2", 0, 0)
+    _log_ratio("experts_per_token", sum(row.kept for row in rows), stops)
+    _log_overflow(rows)
     if fifths:
         log_fifths(sum(fifths.values()))
     _log_ratio("unused_expert1_count", sum(r.unused for r in rows), sum(r.batches for r in rows))
@@ -111,7 +116,7 @@ class _Row(NamedTuple):
     batches: float
     visible: float  # experts that its gate sees, in each batch
     unused: float
-    chosen: list[float]  # first and second choices
+    chosen: list[float]  # first choices, second ones, and so on
     dropped: list[float]
     first: list[float]  # first choices by expert
 
@@ -125,10 +130,26 @@ class _Row(NamedTuple):
         """That stopped at the stratum: each has one first choice there."""
         return sum(self.first)
 
+    @property
+    def kept(self) -> float:
+        """Copies that their experts took."""
+        return sum(self.chosen) - sum(self.dropped)
+
 
 def _log_ratio(name: str, part, whole, factor=1, priority: int = 10) -> None:
     value = factor * part / whole if whole else 0
     metrics.log_scalar(name, value, whole, priority=priority, round=3)
+
+
+def _log_overflow(rows: list[_Row], prefix: str = "", priority: int = 10) -> None:
+    """Log of the dropped first choices, second ones and all further ones."""
+    parts = {"expert1": slice(0, 1), "expert2": slice(1, 2), "further": slice(2, None)}
+    for name, part in parts.items():
+        dropped, chosen = (
+            sum(sum(getattr(row, kind)[part]) for row in rows) for kind in ("dropped", "chosen")
+        )
+        if any(row.chosen[part] for row in rows) or (name == "expert2" and not prefix):
+            _log_ratio(f"{prefix}overflow_{name}", dropped, chosen, 100, priority)
 
 
 def log_block(name: str, strata: list[_Row]) -> None:
@@ -137,7 +158,8 @@ def log_block(name: str, strata: list[_Row]) -> None:
     - ``encoder.layer.1/requested_capacity``
     - ``encoder.layer.1/stratum.0/tokens``: percent of the layer's tokens that stop at the stratum
     - ``.../load_max``: first choices of the busiest expert over their mean; 1 when all are even
-    - ``.../overflow_expert1``, ``.../overflow_expert2``, ``.../unused_expert1_count``: as for all layers
+    - ``.../overflow_expert1``, ``.../overflow_expert2``, ``.../overflow_further``, ``.../experts_per_token``,
+      ``.../unused_expert1_count``: as for all layers
 
     ``encoder.layer.1/overflow_fifth1`` and so on are as for all layers. The console's lines leave them
     out (compat/progress_line.py).
@@ -152,8 +174,8 @@ def log_block(name: str, strata: list[_Row]) -> None:
         log(f"stratum.{i}/tokens", row.tokens, tokens, factor=100)
         even = row.visible / max(row.batches, 1)
         log(f"stratum.{i}/load_max", max(row.first), row.tokens, factor=even)
-        for k, (chosen, dropped) in enumerate(zip(row.chosen, row.dropped, strict=True)):
-            log(f"stratum.{i}/overflow_expert{k + 1}", dropped, chosen, factor=100)
+        log(f"stratum.{i}/experts_per_token", row.kept, row.tokens)
+        _log_overflow([row], f"{name}/stratum.{i}/", _LAST)
         log(f"stratum.{i}/unused_expert1_count", row.unused, row.batches)
 
 

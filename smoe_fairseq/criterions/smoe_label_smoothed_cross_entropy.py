@@ -18,13 +18,14 @@ from smoe_fairseq.criterions.routing_metrics import (
     log_routing,
     routing_sums,
 )
-from smoe_fairseq.models.moe_layers import first_block
+from smoe_fairseq.criterions.update_balance import UpdateBalance
+from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
 from smoe_fairseq.modules.drops import by_position, is_limited_in_training, training_capacity
 from smoe_fairseq.modules.transfer import on_host
 from smoe_fairseq.system.errors import UsageError
 
-GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "cmr_gate_loss")
+GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "moe_entropy_loss", "cmr_gate_loss")
 SAMPLED = 10  # every tenth batch of a validation is run under training's capacity too
 
 
@@ -35,6 +36,12 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     )
     moe_z_loss_wt: float = field(
         default=0.0, metadata={"help": "weight of the gates' z-loss, which keeps logits small"}
+    )
+    moe_entropy_loss_wt: float = field(
+        default=1e-4,
+        metadata={
+            "help": "weight of the gates' entropy (with --moe-gate top-p), which keeps experts few"
+        },
     )
     cmr_gate_loss_wt: float = field(
         default=0.1, metadata={"help": "weight of the CMR budget loss (with --moe-cmr)"}
@@ -65,6 +72,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         report_accuracy=False,
         moe_gate_loss_wt=0.01,
         moe_z_loss_wt=0.0,
+        moe_entropy_loss_wt=1e-4,
         cmr_gate_loss_wt=0.1,
         cmr_gate_loss_p=0.8,
     ):
@@ -72,6 +80,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         weights = {
             "--moe-gate-loss-wt": moe_gate_loss_wt,
             "--moe-z-loss-wt": moe_z_loss_wt,
+            "--moe-entropy-loss-wt": moe_entropy_loss_wt,
             "--cmr-gate-loss-wt": cmr_gate_loss_wt,
         }
         for flag, weight in weights.items():
@@ -85,9 +94,15 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             raise UsageError(f"--cmr-gate-loss-p {cmr_gate_loss_p}: expected a number from 0 to 1")
         self.moe_gate_loss_wt = moe_gate_loss_wt
         self.moe_z_loss_wt = moe_z_loss_wt
+        self.moe_entropy_loss_wt = moe_entropy_loss_wt
         self.cmr_gate_loss_wt = cmr_gate_loss_wt
         self.cmr_gate_loss_p = cmr_gate_loss_p
         self.batches_validated = 0
+        self.update_balance = UpdateBalance()
+
+    def begin_update(self):
+        """Called by our trainer before the first batch of each update."""
+        self.update_balance.begin()
 
     def forward(self, model, sample, reduce=True):
         """Returns fairseq's loss (a sum over the batch), sample size and logging output."""
@@ -101,8 +116,9 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             "sample_size": sample_size,
         }
         moe_stats, names = (net_output[1].get(key, []) for key in ("moe_stats", "moe_layers"))
-        if block := first_block(model):
-            for name, weight, value in self.gate_losses(block, moe_stats):
+        if blocks := moe_blocks(model):
+            ran = dict(zip(names, moe_stats, strict=True))
+            for name, weight, value in self.gate_losses(blocks, ran, sample):
                 loss = loss + weight * sample_size * value
                 logging_output[name] = value.data * sample_size
             logging_output.update(routing_sums(model, names, moe_stats))
@@ -131,23 +147,37 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             logits.view(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx
         )
 
-    def gate_losses(self, block: StratifiedMoE, moe_stats: list[RoutingStats]):
-        """(log name, weight, mean over all MoE layers) of each loss of the gates.
+    def gate_losses(
+        self, blocks: dict[str, StratifiedMoE], ran: dict[str, RoutingStats], sample: dict
+    ):
+        """(log name, weight, mean over the MoE layers that have it) of each loss of the gates.
 
         All are there, 0 if need be, also where LayerDrop has left every MoE layer out: see `routing_sums`.
         """
+        first = next(iter(blocks.values()))
+        zero = first.experts.b2.new_zeros(())
 
-        zero = block.gates[0].weight.new_zeros(())
+        def mean(values):
+            return sum(values) / len(values) if values else zero
 
-        def mean(name):
-            total = sum(getattr(stats, name) for stats in moe_stats)
-            return total / len(moe_stats) if moe_stats else zero
-
-        yield "moe_gate_loss", self.moe_gate_loss_wt, mean("balance_loss")
+        # Where no gate learns by it, it is for the log alone: how unequally busy experts are.
+        learning = {name: block for name, block in blocks.items() if block.learns_balance}
+        over_update = any(block.balance_over == "update" for block in learning.values())
+        if over_update and self.training:
+            stats = [ran.get(name) for name in learning]
+            counts = not sample.get("is_dummy", False)
+            losses = self.update_balance.losses(list(learning.values()), stats, counts)
+        else:
+            losses = [ran[name].balance_loss for name in learning or blocks if name in ran]
+        yield "moe_gate_loss", self.moe_gate_loss_wt if learning else 0.0, mean(losses)
         if self.moe_z_loss_wt:
-            yield "moe_z_loss", self.moe_z_loss_wt, mean("z_loss")
-        if block.cmr is not None:
-            budget = cmr_budget_loss(moe_stats, self.cmr_gate_loss_p) if moe_stats else zero
+            yield "moe_z_loss", self.moe_z_loss_wt, mean([s.z_loss for s in ran.values()])
+        if first.counting.entropy:
+            entropies = [stats.entropy for stats in ran.values()]
+            yield "moe_entropy_loss", self.moe_entropy_loss_wt, mean(entropies)
+        if first.cmr is not None:
+            stats = list(ran.values())
+            budget = cmr_budget_loss(stats, self.cmr_gate_loss_p) if stats else zero
             yield "cmr_gate_loss", self.cmr_gate_loss_wt, budget
 
     def under_training_capacity(self, model, sample, nll_loss) -> dict:

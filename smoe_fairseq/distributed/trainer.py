@@ -19,7 +19,8 @@ from smoe_fairseq.distributed.loading import check_dictionaries, check_files
 from smoe_fairseq.distributed.options import check_options
 from smoe_fairseq.distributed.same_run import check_data, check_flags
 from smoe_fairseq.distributed.saving import new_save_name, publish
-from smoe_fairseq.models.moe_layers import first_block, placement_of
+from smoe_fairseq.distributed.update_bias import update_biases
+from smoe_fairseq.models.moe_layers import first_block, moe_blocks, placement_of
 from smoe_fairseq.modules.transfer import on_host
 from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 from smoe_fairseq.system.memory import keep_freed_memory
@@ -156,6 +157,8 @@ class SMoETrainer(Trainer):
 
     def train_step(self, *arguments, **options):
         """As fairseq's; one sentence where numbers stop being numbers."""
+        if begin_update := getattr(self.get_criterion(), "begin_update", None):
+            begin_update()
         self.in_update = True
         try:
             return super().train_step(*arguments, **options)
@@ -170,6 +173,11 @@ class SMoETrainer(Trainer):
         finally:
             self.in_update = False
 
+    def _prepare_sample(self, sample, is_dummy=False):
+        """As fairseq's; a batch that only keeps this process in step with others says so."""
+        sample, is_dummy = super()._prepare_sample(sample, is_dummy)
+        return {**sample, "is_dummy": True} if is_dummy else sample, is_dummy
+
     def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
         """As fairseq's, which reads each number from the device by itself."""
         logs = [*(logging_outputs or []), {"norm": grad_norm}]
@@ -177,6 +185,8 @@ class SMoETrainer(Trainer):
         if torch.is_tensor(grad_norm):
             grad_norm = torch.tensor(norm["norm"])
         kept = None if logging_outputs is None else logs
+        if self.model.training:
+            update_biases(self.get_model(), logs)
         return super()._reduce_and_log_stats(kept, sample_size, grad_norm)
 
     def clip_grad_norm(self, clip_norm):
@@ -188,9 +198,11 @@ class SMoETrainer(Trainer):
 
     def _log_oom(self, exc):
         super()._log_oom(exc)
-        if self.expert_placement is not None:
-            # fairseq would skip this batch, while the other processes wait for this one's tokens.
+        asking = [b for b in moe_blocks(self.get_model()).values() if b.balance_over == "update"]
+        if self.expert_placement is not None or (asking and self.data_parallel_world_size > 1):
+            # fairseq would skip this batch, while the other processes wait for this one's tokens or counts.
+            flag = "--moe-balance-over update" if asking else "--expert-parallel"
             raise UsageError(
-                f"process {self.expert_placement.rank} is out of memory, and with --expert-parallel no "
-                "process can skip a batch; lower --max-tokens"
+                f"process {self.data_parallel_rank} is out of memory, and with {flag} no process can skip "
+                "a batch; lower --max-tokens"
             ) from exc

@@ -8,9 +8,13 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models.transformer import TransformerConfig
 
+from smoe_fairseq.modules.balance import BALANCED_OVER, BALANCES
 from smoe_fairseq.modules.capacity import DROP_ORDERS
-from smoe_fairseq.modules.gate import GATE_NORMALIZATIONS, SECOND_EXPERT_POLICIES
+from smoe_fairseq.modules.gates.make import GATES
+from smoe_fairseq.modules.gates.top_k import GATE_NORMALIZATIONS, SECOND_EXPERT_POLICIES
 from smoe_fairseq.modules.smoe import DROPOUTS, NORMS
+
+HASH_TABLES = ("random", "balanced")
 
 
 def option(default, help: str, **metadata):
@@ -71,7 +75,41 @@ class SMoETransformerConfig(FairseqDataclass):
     moe_freq: int = option(2, "every N-th layer is a MoE layer; 0: a dense model")
     encoder_moe_freq: int = option(-1, "--moe-freq of the encoder; -1: as --moe-freq")
     decoder_moe_freq: int = option(-1, "--moe-freq of the decoder; -1: as --moe-freq")
-    moe_top_k: int = option(2, "experts per token and stratum, 1 or 2")
+    moe_gate: ChoiceEnum(GATES) = option(
+        "topk",
+        "who chooses: the gate its best experts (topk), as many as it is unsure of (top-p), a table by "
+        "token (hash), a balanced assignment (base), or in the encoder the experts (expert-choice)",
+    )
+    moe_top_k: int = option(2, "experts per token and stratum, with null ones")
+    moe_top_p: float = option(
+        0.4, "--moe-gate top-p: probability that the experts of a token have between them, at least"
+    )
+    moe_hash_table: ChoiceEnum(HASH_TABLES) = option(
+        "random",
+        "--moe-gate hash: experts of the token types drawn, or given so that each has as many tokens by the "
+        "dictionary's counts",
+    )
+    moe_hash_seed: int = option(1, "--moe-hash-table random: what is drawn")
+    moe_null_experts: int = option(
+        0, "experts without output that take part in the choice of top-k; with a larger --moe-top-k"
+    )
+    moe_expert_ffn_dim: int = option(
+        0, "width of each expert, shared ones too; 0: the FFN dimension of its side"
+    )
+    moe_shared_experts: int = option(0, "experts that all tokens use, beside those of the gate")
+    moe_residual: bool = option(
+        False, "PR-MoE: a shared FFN beside the experts, mixed with them by a gate of its own"
+    )
+    moe_balance: ChoiceEnum(BALANCES) = option(
+        "loss",
+        "experts are kept equally busy by the balance loss, or by a bias for the selection, without a loss",
+    )
+    moe_bias_step: float = option(1e-3, "--moe-balance bias: how far it goes in an update")
+    moe_balance_over: ChoiceEnum(BALANCED_OVER) = option(
+        "batch",
+        "the balance loss counts first choices of each batch by itself, or of all processes and batches of "
+        "the update so far",
+    )
     moe_stacked: bool = option(
         False, "naive stacking: a chain of MoE layers without inner layer norms and residuals"
     )
@@ -154,12 +192,16 @@ class SMoETransformerConfig(FairseqDataclass):
             Namespace(**vars(self), decoder_input_dim=dim, decoder_output_dim=dim)
         )
 
-    def moe_options(self) -> dict:
-        """Arguments of `StratifiedMoE`."""
+    def moe_options(self, side: str) -> dict:
+        """Arguments of the `StratifiedMoE` of a side, but the hash gate's table."""
         options = {name: getattr(self, option) for name, option in BLOCK_OPTIONS.items()}
-        for name in ("gate_normalization", "second_expert_policy", "drop_order"):
-            options[name] = str(options[name])  # which are of an enumeration
-        options |= {"norms": str(self.moe_norms), "dropout_per": str(self.moe_dropout_per)}
+        for name in ENUMERATED:
+            options[name] = str(options[name])
+        if options["gate"] == "expert-choice":
+            if side == "decoder":  # where a token must not see later ones
+                options["gate"] = "topk"
+            else:
+                options["balance_over"] = "batch"  # it has no balance loss
         return options | {"activation_fn": utils.get_activation_fn(str(self.activation_fn))}
 
 
@@ -167,7 +209,16 @@ class SMoETransformerConfig(FairseqDataclass):
 BLOCK_OPTIONS = {
     "strata": "smoe_strata",
     "stacked": "moe_stacked",
+    "gate": "moe_gate",
     "top_k": "moe_top_k",
+    "top_p": "moe_top_p",
+    "null_experts": "moe_null_experts",
+    "expert_ffn_dim": "moe_expert_ffn_dim",
+    "shared_experts": "moe_shared_experts",
+    "residual": "moe_residual",
+    "balance": "moe_balance",
+    "bias_step": "moe_bias_step",
+    "balance_over": "moe_balance_over",
     "capacity_factor": "moe_capacity_factor",
     "eval_capacity_factor": "moe_eval_capacity_factor",
     "second_expert_policy": "moe_second_expert_policy",
@@ -187,6 +238,10 @@ BLOCK_OPTIONS = {
     "cmr_gate_drop": "cmr_gate_drop",
     "expert_parallel": "expert_parallel",
 }
+# Those of an enumeration.
+ENUMERATED = ("gate", "balance", "balance_over", "gate_normalization", "second_expert_policy")
+ENUMERATED += ("drop_order", "norms", "dropout_per")
+DEFAULTS = {f.name: f.default for f in fields(SMoETransformerConfig)}
 FIELDS = tuple(f.name for f in fields(SMoETransformerConfig) if not f.name.startswith("_"))
 
 
@@ -197,3 +252,4 @@ def flag(name: str) -> str:
 
 # By the block's parameters.
 BLOCK_FLAGS = {name: flag(option) for name, option in BLOCK_OPTIONS.items()}
+BLOCK_FLAGS["hash_table"] = flag("moe_hash_table")

@@ -18,6 +18,10 @@ def moe_blocks(model: nn.Module) -> dict[str, StratifiedMoE]:
     return blocks
 
 
+# Before a layer's name, in the logging output: choices of each expert, which a bias is to balance.
+ASKED = "moe_asked "
+
+
 def first_block(model: nn.Module) -> StratifiedMoE | None:
     """Any MoE layer, wherever it is in the model; they all have as many experts."""
     return next((m for m in model.modules() if isinstance(m, StratifiedMoE)), None)

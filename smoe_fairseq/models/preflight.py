@@ -2,10 +2,14 @@
 
 import torch
 
-from smoe_fairseq.models.config import BLOCK_FLAGS, SMoETransformerConfig, flag
+from smoe_fairseq.models.config import BLOCK_FLAGS, DEFAULTS, SMoETransformerConfig, flag
 from smoe_fairseq.models.size import check_size
 from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
 from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
+
+# What makes a model another one than a user of a dense model can have meant.
+OF_EXPERTS = ("moe_cmr", "moe_gate", "moe_null_experts", "moe_shared_experts", "moe_residual")
+OF_EXPERTS += ("moe_expert_ffn_dim", "moe_balance", "moe_balance_over")
 
 
 def check_config(config: SMoETransformerConfig, task) -> None:
@@ -39,11 +43,15 @@ def _check_config(config: SMoETransformerConfig, task) -> None:
                 f"--{side}-embed-dim {dim}: expected a multiple of --{side}-attention-heads {heads}"
             )
     has_experts = bool(config.moe_freq_of("encoder") or config.moe_freq_of("decoder"))
-    _check_cmr(config, has_experts)
+    _check_effect(config, has_experts)
     check_size(config, task)
     if has_experts:
+        sides = [side for side in ("encoder", "decoder") if config.moe_freq_of(side)]
+        _check_gate(config, sides)
         with torch.device("meta"):  # the block checks its own options
-            StratifiedMoE(8, 8, **config.moe_options())
+            for side in sides:
+                table = {"hash_table": torch.zeros(1).long()} if config.moe_gate == "hash" else {}
+                StratifiedMoE(8, 8, **config.moe_options(side), **table)
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise ValueError(
             "--share-all-embeddings: source and target dictionary differ; preprocess with "
@@ -71,13 +79,25 @@ def _check_numbers(config: SMoETransformerConfig) -> None:
             )
 
 
-def _check_cmr(config: SMoETransformerConfig, has_experts: bool) -> None:
-    """A flag without effect hides that another model is trained than was meant."""
-    if config.moe_cmr and not has_experts:
+def _check_gate(config: SMoETransformerConfig, sides: list[str]) -> None:
+    """What the sides of a model make of it."""
+    if config.moe_gate == "expert-choice" and "encoder" not in sides:
         raise ValueError(
-            "--moe-cmr with --moe-freq 0: a dense model has no experts to route to; leave one of the "
-            "two out"
+            "--moe-gate expert-choice: it is for the encoder, which has no MoE layer here; expected an "
+            "--encoder-moe-freq above 0"
         )
+
+
+def _check_effect(config: SMoETransformerConfig, has_experts: bool) -> None:
+    """A flag without effect hides that another model is trained than was meant."""
+    for name in OF_EXPERTS:
+        value = getattr(config, name)
+        if not has_experts and str(value) != str(DEFAULTS[name]):
+            shown = flag(name) if value is True else f"{flag(name)} {value}"
+            raise ValueError(
+                f"{shown} with --moe-freq 0: a dense model has no experts to route to; leave one of the "
+                "two out"
+            )
     if config.cmr_gate_drop and not config.moe_cmr:
         raise ValueError(
             f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr, without which there "
@@ -135,6 +155,8 @@ def _strata_of(shapes: dict[str, tuple]) -> str:
     block = next((n.split("gates.")[0] for n in sorted(shapes) if ".moe.gates." in n), None)
     if block is None:
         return "--moe-freq 0"
+    if f"{block}gates.0.table" in shapes:
+        return "--moe-gate hash"
     visible = []
     while (gate := f"{block}gates.{len(visible)}.weight") in shapes:
         visible.append(shapes[gate][0])

@@ -56,7 +56,11 @@ def _parts(config: SMoETransformerConfig, task) -> dict[str, tuple[int, int]]:
             layers * attentions * 4 * dim**2 + dense * 2 * dim * ffn,
             layers * LAYER_OBJECTS,
         )
-        experts = strata.num_experts * 2 * dim * ffn // processes + sum(strata.visible) * dim
+        width = config.moe_expert_ffn_dim or ffn
+        experts = strata.num_experts * 2 * dim * width // processes
+        experts += (sum(strata.visible) + config.moe_null_experts * len(strata)) * dim
+        beside = config.moe_shared_experts * width + config.moe_residual * ffn
+        experts += 2 * dim * beside
         parts[f"--smoe-strata {_short(config.smoe_strata)} with {flags}"] = (
             moe_layers * experts,
             moe_layers * len(strata) * GATE_OBJECTS,

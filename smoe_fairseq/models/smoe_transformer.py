@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from smoe_fairseq.models.config import FIELDS, SMoETransformerConfig
+from smoe_fairseq.models.hash_tables import hash_table
 from smoe_fairseq.models.moe_layers import placement_of
 from smoe_fairseq.models.preflight import check_checkpoint, check_config, check_model
 from smoe_fairseq.models.transformer_layer import (
@@ -41,14 +42,18 @@ class SMoETransformerModel(TransformerModelBase):
     def build_model(cls, cfg, task):
         values = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else vars(cfg)
         config = SMoETransformerConfig(**{k: values[k] for k in FIELDS if k in values})
+        transformer = config.transformer()
+        dictionaries = {"encoder": task.source_dictionary, "decoder": task.target_dictionary}
         try:
             check_config(config, task)
+            for name, dictionary in dictionaries.items():
+                side = getattr(transformer, name)
+                side.moe_freq = config.moe_freq_of(name)
+                side.moe_options = config.moe_options(name)
+                if config.moe_gate == "hash":
+                    side.moe_options["hash_table"] = hash_table(config, dictionary)
         except ValueError as error:
             raise UsageErrorOfAll(str(error)) from None
-        transformer = config.transformer()
-        transformer.moe_options = config.moe_options()
-        transformer.encoder.moe_freq = config.moe_freq_of("encoder")
-        transformer.decoder.moe_freq = config.moe_freq_of("decoder")
         model = super().build_model(transformer, task)
         if placement_of(model) is not None:
             check_model(config, task)
@@ -92,7 +97,7 @@ class _Layers:
     def build_layer(self, layer_class, cfg, side):
         self.layers_built = getattr(self, "layers_built", 0) + 1
         is_moe = side.moe_freq > 0 and self.layers_built % side.moe_freq == 0
-        layer = layer_class(cfg, side, moe_options=cfg.moe_options if is_moe else None)
+        layer = layer_class(cfg, side, moe_options=side.moe_options if is_moe else None)
         layer.name = f"{self.side}.layer.{self.layers_built - 1}"  # as `moe_blocks` has it
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
@@ -120,7 +125,7 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
         hidden_states = [x]
         moe_stats, moe_layers = [], []
         for layer in self.layers:
-            x, *stats = layer(x, padding_mask if has_padding else None)
+            x, *stats = layer(x, padding_mask if has_padding else None, src_tokens)
             hidden_states.append(x)
             if stats:
                 moe_stats.append(RoutingStats(*stats))
@@ -162,8 +167,9 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
         needs_attention = alignment_layer is not None or not self.training
         padding_mask = prev_output_tokens.eq(self.padding_idx)
         x = self.embed(prev_output_tokens, incremental_state)
+        ids = prev_output_tokens
         if incremental_state is not None:
-            padding_mask = padding_mask[:, -1:]
+            padding_mask, ids = padding_mask[:, -1:], ids[:, -1:]
             has_padding = bool(padding_mask.any())  # the search reads its results at every step
         else:
             has_padding = may_have_padding(padding_mask)
@@ -186,6 +192,7 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
                 self_attn_mask=future_mask,
                 self_attn_padding_mask=padding_mask,
                 need_attn=needs_attention and i == attention_layer,
+                ids=ids,
             )
             hidden_states.append(x)
             if stats:

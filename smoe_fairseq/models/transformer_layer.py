@@ -57,13 +57,20 @@ class TransformerLayer(nn.Module):
         return y if self.normalize_before else layer_norm(y)
 
     def feed_forward(
-        self, x: Tensor, padding_mask: Tensor | None, with_stats: bool = True
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None,
+        ids: Tensor | None = None,
+        with_stats: bool = True,
     ) -> tuple[Tensor, ...]:
-        """The last sublayer on ``x (S, B, D)``: ``(y,)``, or ``(y, *RoutingStats)`` of a MoE layer."""
+        """The last sublayer on ``x (S, B, D)``: ``(y,)``, or ``(y, *RoutingStats)`` of a MoE layer.
+
+        ``ids (B, S)`` are of the tokens, for gates that ask for them.
+        """
         if self.is_moe:
             # Sentence after sentence, not position after position: see `StratifiedMoE.forward`. No
             # copy: the embeddings lie so in memory, and sums of them keep their order.
-            y_BSD, stats = self.moe(x.transpose(0, 1), padding_mask, with_stats)
+            y_BSD, stats = self.moe(x.transpose(0, 1), padding_mask, with_stats, ids)
             return y_BSD.transpose(0, 1), *(stats or ())
         return (self.sublayer(x, self.final_layer_norm, self.dense),)
 
@@ -78,8 +85,10 @@ class TransformerLayer(nn.Module):
 
 
 class TransformerEncoderLayer(TransformerLayer):
-    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None) -> tuple[Tensor, ...]:
-        """``x (S, B, D)``, ``encoder_padding_mask (B, S)``; returns ``(y,)`` or ``(y, *RoutingStats)``."""
+    def forward(
+        self, x: Tensor, encoder_padding_mask: Tensor | None, ids: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """``x (S, B, D)``, padding mask and ids ``(B, S)``; returns ``(y,)`` or ``(y, *RoutingStats)``."""
 
         def self_attention(h):
             return self.self_attn(
@@ -87,7 +96,7 @@ class TransformerEncoderLayer(TransformerLayer):
             )[0]
 
         x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
-        return self.feed_forward(x, encoder_padding_mask)
+        return self.feed_forward(x, encoder_padding_mask, ids)
 
 
 class TransformerDecoderLayer(TransformerLayer):
@@ -112,8 +121,9 @@ class TransformerDecoderLayer(TransformerLayer):
         self_attn_mask: Tensor | None = None,
         self_attn_padding_mask: Tensor | None = None,
         need_attn: bool = False,
+        ids: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """``x (S, B, D)``, ``encoder_out (S', B, D)``, padding masks ``(B, S)``.
+        """``x (S, B, D)``, ``encoder_out (S', B, D)``, padding masks and ids ``(B, S)``.
 
         Returns:
             ``(y, attention)`` or, of a MoE layer that does not decode step by step,
@@ -151,5 +161,5 @@ class TransformerDecoderLayer(TransformerLayer):
         x = self.sublayer(x, self.encoder_attn_layer_norm, encoder_attention)
         # Nobody asks for the statistics of single steps of a search.
         with_stats = incremental_state is None
-        x, *stats = self.feed_forward(x, self_attn_padding_mask, with_stats)
+        x, *stats = self.feed_forward(x, self_attn_padding_mask, ids, with_stats)
         return x, attention, *stats

@@ -41,6 +41,11 @@ def capacities_of(model: nn.Module) -> list[Capacity]:
     return [module for module in model.modules() if isinstance(module, Capacity)]
 
 
+def is_limited(module: nn.Module) -> bool:
+    """Whether experts of it are limited in the mode that it is in."""
+    return any(capacity.factor_in_force for capacity in capacities_of(module))
+
+
 def is_limited_in_training(model: nn.Module) -> bool:
     """Whether training drops what evaluation does not; no for a dense model."""
     return any(each.factor not in (0, each.eval_factor) for each in capacities_of(model))

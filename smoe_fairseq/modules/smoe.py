@@ -1,54 +1,37 @@
 """The stratified mixture-of-experts block: strata, gates, dispatcher and experts composed.
 
-Shapes: T tokens, D embedding, F feed-forward, E experts, K choices per token, L strata.
+Shapes: T tokens, D embedding, F feed-forward, E experts, M null experts, K choices per token, L strata.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.capacity import DROP_ORDERS, Capacity
+from smoe_fairseq.modules.beside import ResidualNetwork, SharedExperts
 from smoe_fairseq.modules.checks import (
+    check_balance_over,
+    check_beside,
     check_choice,
-    check_cmr,
-    check_factor,
+    check_gate,
     check_norms,
+    check_number,
     check_probability,
     check_scale,
-    check_top_k,
 )
-from smoe_fairseq.modules.cmr import CMRStats, ConditionalRouting
+from smoe_fairseq.modules.cmr import ConditionalRouting
 from smoe_fairseq.modules.dispatch import LocalDispatcher, ShardedDispatcher
 from smoe_fairseq.modules.execution import EXECUTIONS, Grouped, PerExpert, start_pass
 from smoe_fairseq.modules.experts import Activation, Experts
-from smoe_fairseq.modules.gate import GATE_NORMALIZATIONS, SECOND_EXPERT_POLICIES, TopKGate
+from smoe_fairseq.modules.gates.make import GateOptions, make_gate
 from smoe_fairseq.modules.masking import drop_gating, mask_outputs
 from smoe_fairseq.modules.option_error import OptionError
 from smoe_fairseq.modules.placement import Placement
 from smoe_fairseq.modules.routing import Routing
+from smoe_fairseq.modules.stats import Counting, RoutingStats, on_all_experts
 from smoe_fairseq.modules.strata import Strata
-
-
-class RoutingStats(NamedTuple):
-    """What one pass through a block did; real tokens only, padding counts nowhere.
-
-    Flat, tensors or None, so that activation checkpointing carries them, gradient of the loss included.
-    """
-
-    balance_loss: Tensor  # scalar, mean over the gates, without alpha
-    requested_capacity: Tensor  # x.shape[:-1], strata that the token stopped at, 0 at padding
-    first_choices: Tensor  # (L, E): tokens of stratum i whose first choice is expert e
-    unused: Tensor  # (L,): experts seen by gate i that are no token's first choice
-    chosen: Tensor  # (L, K): copies chosen at stratum i
-    dropped: Tensor  # (L, K): of those, copies beyond their expert's capacity
-    dropped_choices: Tensor  # x.shape[:-1] + (K,): the same of each token, over all strata
-    z_loss: Tensor  # scalar, mean over the gates, without its weight
-    cmr_gate_sum: Tensor | None  # scalar: sum of the CMR gate over the tokens; None without CMR
-    cmr_tokens: Tensor | None  # scalar: tokens that it counts
-
 
 NORMS = ("paper", "released")
 DROPOUTS = ("stratum", "layer")
@@ -65,8 +48,15 @@ class StratifiedMoE(nn.Module):
         strata: sizes of the strata in the paper's notation: "16" is vanilla, "4-12" has two.
         stacked: naive stacking, the paper's baseline: the strata are ordinary MoE layers in a row, with
             one layer norm before the first and one residual around all.
-        top_k, gate_normalization, second_expert_policy: see `TopKGate`.
-        capacity_factor, eval_capacity_factor, drop_order: see `Capacity`.
+        gate: one of `GATES`: "topk" (`TopKGate`), "top-p" (`TopPGate`) or, with one stratum, "hash"
+            (`HashGate`), "base" (`BaseGate`), "expert-choice" (`ExpertChoiceGate`).
+        top_k, gate_normalization, second_expert_policy, null_experts: see `TopKGate`.
+        top_p: see `TopPGate`.
+        hash_table: see `HashGate`, which needs it, and ``ids`` in every pass.
+        balance: "loss", or "bias" of a top-k gate: `update_bias` once per update, see `ExpertBias`.
+        bias_step: see `ExpertBias`.
+        balance_over: "batch", or "update": the statistics have ``mean_probs`` for `balance_loss`.
+        capacity_factor, eval_capacity_factor, drop_order: see `Capacity`, or `ExpertChoiceGate`.
         norms: "paper" normalises what each stratum's gate and experts get, and adds their output to what
             was there before; "released" computes as the paper's released code: from the second stratum
             on the residual is normalised too, and the block's output once more. The same with one stratum.
@@ -81,6 +71,9 @@ class StratifiedMoE(nn.Module):
         gating_dropout: the probability that the block is skipped for a whole batch in training.
         cmr: conditional MoE routing, a gate between a shared network and the experts of one stratum.
         cmr_gate_drop: in training, the probability that a token has only the shared network.
+        residual: see `ResidualNetwork`, of width F; with one stratum.
+        shared_experts: see `SharedExperts`; with one stratum.
+        expert_ffn_dim: width of each expert, shared ones too; 0: F.
         expert_parallel: the experts are spread over the processes of `torch.distributed`; its default
             process group has to be there before the block. Every process has to make the same passes.
         execution: how experts are computed, see `start_pass`; an attribute that may be changed.
@@ -115,26 +108,50 @@ class StratifiedMoE(nn.Module):
         cmr_gate_drop: float = 0.0,
         expert_parallel: bool = False,
         execution: str = "auto",
+        gate: str = "topk",
+        top_p: float = 0.4,
+        hash_table: Tensor | None = None,
+        null_experts: int = 0,
+        balance: str = "loss",
+        bias_step: float = 1e-3,
+        balance_over: str = "batch",
+        residual: bool = False,
+        shared_experts: int = 0,
+        expert_ffn_dim: int = 0,
     ):
         super().__init__()
         self.strata = Strata.parse(strata, stacked)
-        check_top_k(top_k, self.strata)
-        check_factor("capacity_factor", capacity_factor)
-        check_factor("eval_capacity_factor", eval_capacity_factor)
-        check_choice("gate_normalization", gate_normalization, GATE_NORMALIZATIONS)
-        check_choice("second_expert_policy", second_expert_policy, SECOND_EXPERT_POLICIES)
-        check_choice("drop_order", drop_order, DROP_ORDERS)
+        gate_options = GateOptions(
+            gate=gate,
+            top_k=top_k,
+            top_p=top_p,
+            hash_table=hash_table,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+            drop_order=drop_order,
+            gate_normalization=gate_normalization,
+            second_expert_policy=second_expert_policy,
+            gate_init_scale=gate_init_scale,
+            null_experts=null_experts,
+            balance=balance,
+            bias_step=bias_step,
+        )
+        check_gate(gate_options, self.strata)
+        check_balance_over(balance_over, gate_options)
         check_choice("norms", norms, NORMS)
         check_choice("dropout_per", dropout_per, DROPOUTS)
         check_norms(norms, dropout_per, stacked)
-        check_scale("gate_init_scale", gate_init_scale)
         check_scale("output_init_scale", output_init_scale)
-        check_cmr(cmr, self.strata)
+        check_beside(shared_experts, residual, cmr, self.strata)
+        check_number("expert_ffn_dim", expert_ffn_dim)
         check_probability("eom", eom)
         check_probability("fom", fom)
         check_probability("gating_dropout", gating_dropout)
         check_probability("cmr_gate_drop", cmr_gate_drop)
         check_choice("execution", execution, EXECUTIONS)
+        expert_ffn_dim = expert_ffn_dim or ffn_embed_dim
+        self.learns_balance = gate_options.learns_balance
+        self.balance, self.balance_over = balance, balance_over
         self.dropout = dropout
         self.dropout_per = dropout_per
         self.normalize_residual = norms == "released" and len(self.strata) > 1
@@ -146,20 +163,20 @@ class StratifiedMoE(nn.Module):
             for _ in range(1 if stacked else len(self.strata) + self.normalize_residual)
         )
         self.gates = nn.ModuleList(
-            TopKGate(
-                embed_dim,
-                num_visible,
-                Capacity(capacity_factor, eval_capacity_factor, drop_order),
-                top_k=top_k,
-                normalization=gate_normalization,
-                second_expert_policy=second_expert_policy,
-                init_scale=gate_init_scale,
-            )
-            for num_visible in self.strata.visible
+            make_gate(gate_options, embed_dim, num_visible) for num_visible in self.strata.visible
+        )
+        self.choices = max(gate.top_k for gate in self.gates)  # K
+        self.counting = Counting(
+            self.strata,
+            self.choices,
+            null_experts,
+            asked=balance == "bias",
+            entropy=gate == "top-p",
+            mean_probs=balance_over == "update",
         )
         place = self._placement(expert_parallel)
         self.experts = Experts(
-            place, embed_dim, ffn_embed_dim, activation_fn, activation_dropout, output_init_scale
+            place, embed_dim, expert_ffn_dim, activation_fn, activation_dropout, output_init_scale
         )
         self.dispatcher = (
             ShardedDispatcher(place) if place.is_sharded else LocalDispatcher(place.num_experts)
@@ -168,6 +185,14 @@ class StratifiedMoE(nn.Module):
         if cmr:
             self.cmr = ConditionalRouting(
                 embed_dim, ffn_embed_dim, activation_fn, activation_dropout, cmr_gate_drop
+            )
+        self.shared = self.residual = None
+        if shared_experts:
+            width = shared_experts * expert_ffn_dim
+            self.shared = SharedExperts(embed_dim, width, activation_fn, activation_dropout)
+        if residual:
+            self.residual = ResidualNetwork(
+                embed_dim, ffn_embed_dim, activation_fn, activation_dropout
             )
         self.register_buffer(
             "stratum_of_expert", torch.tensor(self.strata.stratum_of_expert), persistent=False
@@ -189,9 +214,15 @@ class StratifiedMoE(nn.Module):
             ) from None
 
     def forward(
-        self, x: Tensor, padding_mask: Tensor | None = None, with_stats: bool = True
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None = None,
+        with_stats: bool = True,
+        ids: Tensor | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """``x`` of shape ``(..., D)``, ``padding_mask`` of ``x.shape[:-1]`` (True: padding).
+
+        ``ids``, also of ``x.shape[:-1]``, are the tokens' ids, which only a hash gate asks for.
 
         Sentences go along the first dimension and positions along the second, ``(B, S, D)``: capacity
         is given row by row, and where it follows the position the ends of the sentences lose theirs.
@@ -208,7 +239,8 @@ class StratifiedMoE(nn.Module):
         left_out_T = drop_gating(padding_T, self.gating_dropout, self.training)
         position_T = position_T.masked_fill(left_out_T, len(self.strata))
         requested_T = torch.zeros_like(position_T)
-        dropped_TK = requested_T.unsqueeze(1).repeat(1, self.gates[0].top_k)
+        dropped_TK = requested_T.unsqueeze(1).repeat(1, self.choices)
+        label_T = self._labels(x, ids)
         stacked = self.strata.stacked
         stratum_dropout = self.dropout if self.dropout_per == "stratum" else 0.0
         y_TD = self.layer_norms[0](x_TD) if stacked else x_TD
@@ -222,7 +254,8 @@ class StratifiedMoE(nn.Module):
                 h_TD = self.layer_norms[i](h_TD)
             if self.normalize_residual and i > 0:
                 y_TD = tokens.replace(y_TD, h_TD)
-            routing = gate(h_TD, tokens.active_T)
+            labels = () if label_T is None else (tokens.take(label_T),)
+            routing = gate(h_TD, tokens.active_T, *labels)
             position_T = tokens.replace(position_T, self._next_stratum(i, routing))
             if i + 1 < len(self.gates):
                 run.announce(position_T == i + 1)
@@ -237,7 +270,9 @@ class StratifiedMoE(nn.Module):
                 y_TD = tokens.add(y_TD, F.dropout(out_TD, stratum_dropout, self.training))
             if with_stats:
                 requested_T = requested_T + here_T
-                dropped_TK = tokens.add(dropped_TK, routing.dropped_TK)
+                dropped_TK = tokens.add(
+                    dropped_TK, self.counting.on_all_choices(routing.dropped_TK)
+                )
                 routings.append(routing)
 
         if stacked:  # every real token was in the last stratum
@@ -249,7 +284,7 @@ class StratifiedMoE(nn.Module):
             y_TD = x_TD + F.dropout(y_TD - x_TD, self.dropout, self.training)
         if not with_stats:
             return y_TD.view_as(x), None
-        stats = self._stats(routings, requested_T, dropped_TK, x.shape[:-1], cmr_stats)
+        stats = self.counting.stats(routings, requested_T, dropped_TK, x.shape[:-1], cmr_stats)
         return y_TD.view_as(x), stats
 
     def _mix_experts(
@@ -259,14 +294,29 @@ class StratifiedMoE(nn.Module):
         no_expert_TK = routing.expert_TK == self.gates[i].num_experts
         expert_TK = routing.expert_TK + self.strata.first_experts[i]
         expert_TK = expert_TK.masked_fill(no_expert_TK, self.strata.num_experts)
-        kept_E = self._on_all_experts(i, routing.kept_E)
+        kept_E = on_all_experts(self.strata, i, routing.kept_E)
         weight_TK = mask_outputs(routing.weight_TK, self.eom, self.training)
         mixed = self.dispatcher.mix(h_TD, expert_TK, weight_TK, routing.rank_TK, kept_E, run)
-        if self.fom == 0:
-            return mixed
-        all_T1 = torch.ones(len(h_TD), 1, dtype=run.w1.dtype, device=h_TD.device)
-        mask_T1 = mask_outputs(all_T1, self.fom, self.training)
-        return lambda: mixed() * mask_T1
+        if self.fom > 0:
+            all_T1 = torch.ones(len(h_TD), 1, dtype=run.w1.dtype, device=h_TD.device)
+            mixed = partial(_masked, mixed, mask_outputs(all_T1, self.fom, self.training))
+        for network in (self.shared, self.residual):
+            if network is not None:
+                mixed = partial(network, h_TD, mixed)
+        return mixed
+
+    def _labels(self, x: Tensor, ids: Tensor | None) -> Tensor | None:
+        """What the gates ask for of each token beside what stands for it, ``(T,)``."""
+        asked = self.gates[0].asks_for
+        if asked == "id":
+            if ids is None or ids.shape != x.shape[:-1]:
+                raise ValueError(f"a hash gate needs ids of shape {tuple(x.shape[:-1])}")
+            return ids.reshape(-1)
+        if asked == "sentence":
+            shape = x.shape[:-1]
+            sentence = torch.arange(shape[:-1].numel(), device=x.device).unsqueeze(1)
+            return sentence.expand(-1, shape[-1]).reshape(-1)
+        return None
 
     def _next_stratum(self, i: int, routing: Routing) -> Tensor:
         """A token goes on behind the stratum of its first choice, dropped there or not."""
@@ -274,34 +324,13 @@ class StratifiedMoE(nn.Module):
             return torch.full_like(routing.first_choice_T, i + 1)
         return self.stratum_of_expert[routing.first_choice_T + self.strata.first_experts[i]] + 1
 
-    def _on_all_experts(self, i: int, number_E: Tensor) -> Tensor:
-        """Numbers of the experts that gate ``i`` sees, with 0 for those that it does not see."""
-        first = self.strata.first_experts[i]
-        return F.pad(number_E, (first, self.strata.num_experts - first - len(number_E)))
+    @torch.no_grad()
+    def update_bias(self, asked_LE: Tensor) -> None:
+        """With ``balance`` bias, once per update: ``asked`` of the statistics, all its batches together."""
+        for i, gate in enumerate(self.gates):
+            first = self.strata.first_experts[i]
+            gate.bias.update(asked_LE[i, first : first + self.strata.visible[i]])
 
-    def _stats(
-        self,
-        routings: list[Routing],
-        requested_T: Tensor,
-        dropped_TK: Tensor,
-        shape: torch.Size,
-        cmr_stats: CMRStats | None,
-    ) -> RoutingStats:
-        first_choices = [routing.first_choices_E for routing in routings]
-        balance_losses = [
-            r.balance_loss(f_E) for r, f_E in zip(routings, first_choices, strict=True)
-        ]
-        return RoutingStats(
-            balance_loss=torch.stack(balance_losses).mean(),
-            requested_capacity=requested_T.view(shape),
-            first_choices=torch.stack(
-                [self._on_all_experts(i, f_E) for i, f_E in enumerate(first_choices)]
-            ),
-            unused=torch.stack([(f_E == 0).sum() for f_E in first_choices]),
-            chosen=torch.stack([r.chosen_K for r in routings]),
-            dropped=torch.stack([r.dropped_TK.sum(0) for r in routings]),
-            dropped_choices=dropped_TK.view(*shape, dropped_TK.shape[1]),
-            z_loss=torch.stack([r.z_loss() for r in routings]).mean(),
-            cmr_gate_sum=cmr_stats and cmr_stats.gate_sum,
-            cmr_tokens=cmr_stats and cmr_stats.tokens,
-        )
+
+def _masked(mixed: Callable[[], Tensor], mask_T1: Tensor) -> Tensor:
+    return mixed() * mask_T1

@@ -59,23 +59,20 @@ class Strata:
     def stratum_of_expert(self) -> list[int]:
         return [i for i, size in enumerate(self.sizes) for _ in range(size)]
 
-    @property
-    def reached(self) -> list[float]:
-        """Share of the tokens that stop at each stratum when every gate chooses uniformly.
+    def expected_visits(self) -> list[float]:
+        """How many tokens of each one stop at each stratum when every gate chooses uniformly.
 
-        All stop at the first; from stratum ``i`` on, ``size_j / E_i`` go on behind stratum ``j >= i``.
+        Sums up to the recursion ``N_L = 1``, ``N_i = 1 + sum_{j=i..L-1} size_j / E_i * N_{j+1}`` (paper,
+        section 3.3), which begins at the other end.
         """
         if self.stacked:
             return [1.0] * len(self)
-        shares = [1.0] + [0.0] * len(self)
-        for i, visible in enumerate(self.visible):
+        visits = [1.0] + [0.0] * len(self)
+        for i in range(len(self)):
             for j in range(i, len(self)):
-                shares[j + 1] += shares[i] * self.sizes[j] / visible
-        return shares[:-1]
+                visits[j + 1] += visits[i] * self.sizes[j] / self.visible[i]
+        return visits[:-1]
 
     def expected_requested_capacity(self) -> float:
-        """Mean number of strata that a token stops at when every gate chooses uniformly.
-
-        ``N_L = 1``, ``N_i = 1 + sum_{j=i..L-1} size_j / E_i * N_{j+1}`` (paper, section 3.3).
-        """
-        return sum(self.reached)
+        """Mean number of strata that a token stops at when every gate chooses uniformly."""
+        return sum(self.expected_visits())

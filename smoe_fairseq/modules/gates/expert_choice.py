@@ -1,0 +1,87 @@
+"""The gate by which experts choose tokens.
+
+Shapes: T tokens, D embedding, E experts; K is E here, and choice e is expert e's.
+"""
+
+import torch
+from torch import Tensor
+
+from smoe_fairseq.modules.gates.linear import LinearGate, all_active
+from smoe_fairseq.modules.routing import Routing
+
+
+class ExpertChoiceGate(LinearGate):
+    """Each expert takes the ``ceil(factor T / E)`` tokens that score it highest (Zhou et al. 2022).
+
+    Scores are a softmax over the experts, and the weights of their outputs as they are. A token may have
+    several experts or none. Who is taken depends on all tokens, later ones too, so that this is no gate for a
+    decoder. In evaluation the tokens of each sentence are chosen from by themselves, so that a result does
+    not depend on its batch. There is no loss.
+
+    Args:
+        factor: experts per token on average, in training.
+        eval_factor: the same in evaluation; 0: as in training.
+    """
+
+    asks_for = "sentence"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_experts: int,
+        factor: float = 2.0,
+        eval_factor: float = 0.0,
+        init_scale: float = 1.0,
+    ):
+        super().__init__(embed_dim, num_experts, init_scale)
+        self.factor = factor
+        self.eval_factor = eval_factor or factor
+        self.top_k = num_experts  # at most
+
+    @property
+    def expected_choices(self) -> float:
+        """As of `TopKGate`."""
+        return min(self.factor, float(self.num_experts))
+
+    def forward(self, x_TD: Tensor, active_T: Tensor | None, sentence_T: Tensor) -> Routing:
+        """As of `TopKGate`; ``sentence`` numbers the sentence of each token, from 0."""
+        if active_T is None:
+            active_T = all_active(x_TD)
+        logits_TE = self.logits(x_TD)
+        probs_TE = logits_TE.softmax(dim=-1)
+        group_T = torch.zeros_like(sentence_T) if self.training else sentence_T
+        factor = self.factor if self.training else self.eval_factor
+        taken_TE = self.take(probs_TE.detach(), group_T, active_T, factor)
+
+        expert_E = torch.arange(self.num_experts, device=x_TD.device)
+        asked_TE = expert_E.where(taken_TE, self.num_experts)
+        return Routing(
+            expert_TK=asked_TE,
+            weight_TK=probs_TE * taken_TE,
+            rank_TK=taken_TE.cumsum(0) - 1,
+            kept_E=taken_TE.sum(0),
+            # For the statistics: the expert that weighs most of those that have taken the token, if any.
+            first_choice_T=(probs_TE + taken_TE).argmax(1),
+            active_T=active_T,
+            logits_TE=logits_TE,
+            probs_TE=probs_TE,
+            asked_TK=asked_TE,
+            chosen_TK=taken_TE,
+            kept_TK=taken_TE,
+        )
+
+    def take(self, score_TE: Tensor, group_T: Tensor, active_T: Tensor, factor: float) -> Tensor:
+        """``(T, E)``: whether the token is among the expert's best ``ceil(factor T_g / E)`` of its group."""
+        # Groups are counted in a row of T + 1, since how many there are is not known on the host; who is
+        # not active is in the last.
+        group_T = group_T.masked_fill(~active_T, len(group_T))
+        size_G = group_T.new_zeros(len(group_T) + 1)
+        size_G.scatter_add_(0, group_T, torch.ones_like(group_T))
+        best_TE = score_TE.argsort(dim=0, descending=True, stable=True)
+        order_TE = best_TE.gather(0, group_T[best_TE].argsort(dim=0, stable=True))
+        place_T1 = torch.arange(len(group_T), device=group_T.device).unsqueeze(1)
+        start_G = size_G.cumsum(0) - size_G
+        rank_TE = torch.empty_like(order_TE)
+        rank_TE.scatter_(0, order_TE, place_T1 - start_G[group_T[order_TE]])
+        most_G = torch.ceil(factor * size_G.double() / self.num_experts).long()
+        return (rank_TE < most_G[group_T].unsqueeze(1)) & active_T.unsqueeze(1)

@@ -1,0 +1,57 @@
+"""The hash gate: a token's expert is looked up by its id.
+
+Shapes: T tokens, E experts; K is 1.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smoe_fairseq.modules.capacity import Capacity
+from smoe_fairseq.modules.gates.linear import all_active
+from smoe_fairseq.modules.routing import Routing
+
+
+class HashGate(nn.Module):
+    """``expert = table[id]``, weight 1: nothing is learnt (hash layers, Roller et al. 2021).
+
+    An expert takes all the tokens that it is given, and there is no loss.
+
+    Args:
+        num_experts: E.
+        table: the expert of each id, ``(V,)``; part of the state dict.
+    """
+
+    asks_for = "id"
+    top_k = 1
+    expected_choices = 1.0
+
+    def __init__(self, num_experts: int, table: Tensor):
+        super().__init__()
+        self.num_experts = num_experts
+        self.capacity = Capacity(0.0, 0.0)
+        self.register_buffer("table", table.clone())
+
+    def forward(self, x_TD: Tensor, active_T: Tensor | None, id_T: Tensor) -> Routing:
+        """As of `TopKGate`; by ``id`` alone. Probabilities are those of the table, 1 or 0."""
+        if active_T is None:
+            active_T = all_active(x_TD)
+        expert_T = self.table[id_T]
+        asked_T1 = expert_T.masked_fill(~active_T, self.num_experts).unsqueeze(1)
+        probs_TE = F.one_hot(expert_T, self.num_experts).to(
+            torch.promote_types(x_TD.dtype, torch.float32)
+        )
+        places = self.capacity(asked_T1, probs_TE, active_T.sum())
+        return Routing(
+            expert_TK=asked_T1,
+            weight_TK=active_T.unsqueeze(1).to(probs_TE.dtype),
+            rank_TK=places.rank_TK,
+            kept_E=places.kept_E,
+            first_choice_T=expert_T,
+            active_T=active_T,
+            logits_TE=None,
+            probs_TE=probs_TE,
+            asked_TK=asked_T1,
+            chosen_TK=active_T.unsqueeze(1),
+            kept_TK=active_T.unsqueeze(1),
+        )

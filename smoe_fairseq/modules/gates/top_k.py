@@ -1,0 +1,141 @@
+"""The top-k gate: scores, selection, capacity.
+
+Shapes: T tokens, D embedding, E experts that this gate sees, M null experts, K choices per token.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from smoe_fairseq.modules.balance import ExpertBias
+from smoe_fairseq.modules.capacity import Capacity
+from smoe_fairseq.modules.gates.linear import LinearGate, all_active, draw_as_linear, wide_linear
+from smoe_fairseq.modules.routing import Routing
+
+SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
+GATE_NORMALIZATIONS = ("after-drop", "before-drop", "none")
+
+
+class TopKGate(LinearGate):
+    """Top-k gate over ``num_experts`` experts, without bias (paper, equations 1 and 2).
+
+    Args:
+        embed_dim: D.
+        num_experts: E, the experts that this gate sees.
+        capacity: of these experts.
+        top_k: experts per token, null ones included.
+        normalization: "after-drop" divides the weights by their sum over the kept experts,
+            "before-drop" by the sum over the selected ones, "none" leaves the softmax scores. Top-1
+            always keeps the score, without which the gate would get no gradient.
+        second_expert_policy: of the second expert and all further ones in training: "sampling" draws them
+            by Gumbel noise, without replacement, "all" takes the best, "random" takes each of these with
+            probability ``min(1, 2 * weight)``. In evaluation always the best.
+        init_scale: of the initial weights, over those of ``nn.Linear``.
+        null_experts: M that answer 0 and take no capacity, chosen like the others (AdaMoE, Zeng et al.
+            2024). They have no weight in a normalised sum and no stratum: the first choice is of the others.
+        bias: added to the scores for the selection alone, see `ExpertBias`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_experts: int,
+        capacity: Capacity,
+        top_k: int = 2,
+        normalization: str = "after-drop",
+        second_expert_policy: str = "sampling",
+        init_scale: float = 1.0,
+        null_experts: int = 0,
+        bias: ExpertBias | None = None,
+    ):
+        super().__init__(embed_dim, num_experts, init_scale)
+        self.capacity = capacity
+        self.top_k = top_k
+        self.normalization = normalization if top_k > 1 else "none"
+        self.second_expert_policy = second_expert_policy
+        self.null_experts = null_experts
+        if null_experts:
+            self.null_weight = nn.Parameter(torch.empty(null_experts, embed_dim))
+            draw_as_linear(self.null_weight, init_scale)
+        self.bias = bias
+
+    @property
+    def expected_choices(self) -> float:
+        """Experts per token when all are chosen equally often."""
+        return self.top_k * self.num_experts / (self.num_experts + self.null_experts)
+
+    def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
+        """Route the tokens ``x_TD`` that ``active_T`` marks (all when None)."""
+        if active_T is None:
+            active_T = all_active(x_TD)
+        num_experts = self.num_experts
+        logits_TE = self.logits(x_TD)
+        probs_TE = logits_TE.softmax(dim=-1)
+        choice_TK = self.select(probs_TE.detach())
+        weight_TK = probs_TE.gather(1, choice_TK) * active_T.unsqueeze(1)
+        asked_TK, first_choice_T, true_TE = choice_TK, choice_TK[:, 0], probs_TE
+        if self.null_experts:
+            true_TE = probs_TE[:, :num_experts]
+            first_choice_T = true_TE.argmax(1)
+            weight_TK = weight_TK * (choice_TK < num_experts)
+        if self.normalization == "before-drop":
+            weight_TK = normalize(weight_TK)
+        taken_TK = self.sample(weight_TK, choice_TK) & active_T.unsqueeze(1)
+
+        asked_TK = choice_TK.masked_fill(~taken_TK, num_experts + self.null_experts)
+        wanted_TK, chosen_TK = asked_TK, taken_TK
+        if self.null_experts:
+            wanted_TK, chosen_TK = asked_TK.clamp(max=num_experts), asked_TK < num_experts
+        places = self.capacity(wanted_TK, true_TE, active_T.sum())
+        kept_TK = chosen_TK & places.kept_TK
+        weight_TK = weight_TK * kept_TK
+        if self.normalization == "after-drop":
+            weight_TK = normalize(weight_TK)
+
+        return Routing(
+            expert_TK=choice_TK.masked_fill(~kept_TK, num_experts),
+            weight_TK=weight_TK,
+            rank_TK=places.rank_TK,
+            kept_E=places.kept_E,
+            first_choice_T=first_choice_T,
+            active_T=active_T,
+            logits_TE=logits_TE,
+            probs_TE=probs_TE,
+            asked_TK=asked_TK,
+            chosen_TK=chosen_TK,
+            kept_TK=kept_TK,
+        )
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """``(T, E + M)``, null experts last."""
+        logits_TE = super().logits(x_TD)
+        if not self.null_experts:
+            return logits_TE
+        return torch.cat([logits_TE, wide_linear(x_TD, self.null_weight)], dim=1)
+
+    def select(self, probs_TE: Tensor) -> Tensor:
+        """Experts ``(T, K)``, best first."""
+        scores_TE = probs_TE if self.bias is None else self.bias(probs_TE)
+        first_T1 = scores_TE.argmax(dim=1, keepdim=True)
+        if self.top_k == 1:
+            return first_T1
+        if self.training and self.second_expert_policy == "sampling":
+            # Gumbel-max: argmax(log p + Gumbel) = argmax(p / Exponential) draws from p.
+            scores_TE = probs_TE / torch.empty_like(probs_TE).exponential_()
+        scores_TE = scores_TE.scatter(1, first_T1, float("-inf"))
+        if self.top_k == 2:
+            further_TK = scores_TE.argmax(dim=1, keepdim=True)
+        else:
+            further_TK = scores_TE.topk(self.top_k - 1, dim=1).indices
+        return torch.cat([first_T1, further_TK], dim=1)
+
+    def sample(self, weight_TK: Tensor, choice_TK: Tensor) -> Tensor:
+        """Which of the selected experts are asked ``(T, K)``; null ones always, since that is for nothing."""
+        asked_TK = torch.ones_like(weight_TK, dtype=torch.bool)
+        if self.training and self.second_expert_policy == "random" and self.top_k > 1:
+            asked_TK[:, 1:] = torch.rand_like(weight_TK[:, 1:]) < 2 * weight_TK[:, 1:]
+            asked_TK |= choice_TK >= self.num_experts
+        return asked_TK
+
+
+def normalize(weight_TK: Tensor) -> Tensor:
+    return weight_TK / weight_TK.sum(1, keepdim=True).clamp(min=torch.finfo(weight_TK.dtype).eps)

@@ -1,0 +1,70 @@
+"""The top-p gate: as many experts as a token is unsure of.
+
+Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from smoe_fairseq.modules.capacity import Capacity
+from smoe_fairseq.modules.gates.linear import LinearGate, all_active
+from smoe_fairseq.modules.routing import Routing
+
+
+class TopPGate(LinearGate):
+    """The fewest experts whose probabilities sum to ``p`` or more (Dynamic MoE, Huang et al. 2024).
+
+    Their outputs are weighted by the probabilities as they are. Nothing is drawn.
+
+    Args:
+        capacity: of the experts; all first choices come before all second ones, and so on.
+        p: above 0, up to 1.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_experts: int,
+        capacity: Capacity,
+        p: float = 0.4,
+        init_scale: float = 1.0,
+    ):
+        super().__init__(embed_dim, num_experts, init_scale)
+        self.capacity = capacity
+        self.p = p
+        self.top_k = num_experts  # at most
+
+    @property
+    def expected_choices(self) -> float:
+        """As of `TopKGate`, where each probability is ``1 / E``."""
+        return min(self.num_experts, math.ceil(round(self.p * self.num_experts, 9)))
+
+    def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
+        """As of `TopKGate`."""
+        if active_T is None:
+            active_T = all_active(x_TD)
+        logits_TE = self.logits(x_TD)
+        probs_TE = logits_TE.softmax(dim=-1)
+        sorted_TE, choice_TE = probs_TE.detach().sort(dim=1, descending=True, stable=True)
+        # What the better ones sum to; nothing before the first, which is always taken.
+        before_TE = torch.cat([sorted_TE.new_zeros(len(x_TD), 1), sorted_TE.cumsum(1)[:, :-1]], 1)
+        chosen_TE = (before_TE < self.p) & active_T.unsqueeze(1)
+
+        asked_TE = choice_TE.masked_fill(~chosen_TE, self.num_experts)
+        places = self.capacity(asked_TE, probs_TE, active_T.sum())
+        kept_TE = chosen_TE & places.kept_TK
+        return Routing(
+            expert_TK=choice_TE.masked_fill(~kept_TE, self.num_experts),
+            weight_TK=probs_TE.gather(1, choice_TE) * kept_TE,
+            rank_TK=places.rank_TK,
+            kept_E=places.kept_E,
+            first_choice_T=choice_TE[:, 0],
+            active_T=active_T,
+            logits_TE=logits_TE,
+            probs_TE=probs_TE,
+            asked_TK=asked_TE,
+            chosen_TK=chosen_TE,
+            kept_TK=kept_TE,
+        )

@@ -1,0 +1,14 @@
+"""The members of the wider family as flags, each with what it goes with."""
+
+FAMILY = {
+    "top-3": "--smoe-strata 4-4 --moe-top-k 3",
+    "null": "--smoe-strata 4-4 --moe-top-k 3 --moe-null-experts 3",
+    "top-p": "--smoe-strata 4-4 --moe-gate top-p",
+    "hash": "--smoe-strata 8 --moe-gate hash",
+    "base": "--smoe-strata 8 --moe-gate base",
+    "expert-choice": "--smoe-strata 8 --moe-gate expert-choice --moe-capacity-factor 2",
+    "residual": "--smoe-strata 8 --moe-top-k 1 --moe-residual",
+    "shared": "--smoe-strata 8 --moe-top-k 3 --moe-shared-experts 2 --moe-expert-ffn-dim 32",
+    "bias": "--smoe-strata 4-4 --moe-balance bias --moe-second-expert-policy all --moe-bias-step 0.01",
+    "update": "--smoe-strata 4-4 --moe-balance-over update",
+}

@@ -1,0 +1,105 @@
+"""Gates in plain loops; share no code with the package. Of the gate ``i`` of a block with ``params``.
+
+Each returns, for inputs that are token vectors: scores by expert, null ones last; the experts that each token
+asks for, best first, with their weights; the expert that decides where it goes next.
+"""
+
+import functools
+import math
+
+import torch
+
+
+def softmax(logits):
+    largest = max(logits)
+    powers = [math.e ** (value - largest) for value in logits]
+    total = sum(powers)
+    return [power / total for power in powers]
+
+
+def scores_of(params, i, inputs):
+    rows = list(params[f"gates.{i}.weight"])
+    rows += list(params.get(f"gates.{i}.null_weight", []))
+    return [softmax([row @ x for row in rows]) for x in inputs]
+
+
+def best(scores, number):
+    return sorted(range(len(scores)), key=lambda e: -scores[e])[:number]
+
+
+def top_k(params, i, inputs, number, experts, bias):
+    """Null experts, from ``experts`` on, are asked for with weight 0."""
+    scores = scores_of(params, i, inputs)
+    biased = [[s.item() + b for s, b in zip(row, bias or [0] * len(row))] for row in scores]
+    asked = [best(row, number) for row in biased]
+    weights = [[s[e] if e < experts else 0 for e in a] for s, a in zip(scores, asked)]
+    first = [best(row[:experts], 1)[0] for row in biased]
+    return scores, asked, weights, first
+
+
+def top_p(params, i, inputs, p):
+    scores = scores_of(params, i, inputs)
+    asked = []
+    for row in scores:
+        number, total = 0, 0
+        while total < p and number < len(row):
+            number += 1
+            total = sum(row[e].item() for e in best(row, number))
+        asked.append(best(row, number))
+    weights = [[s[e] for e in a] for s, a in zip(scores, asked)]
+    return scores, asked, weights, [a[0] for a in asked]
+
+
+def hashed(table, ids, experts):
+    asked = [[int(table[i])] for i in ids]
+    one = torch.ones((), dtype=torch.float64)
+    scores = [[one if e == a[0] else 0 * one for e in range(experts)] for a in asked]
+    return scores, asked, [[one] for _ in asked], [a[0] for a in asked]
+
+
+def base(params, i, inputs, training):
+    affinities = [[row @ x for row in params[f"gates.{i}.weight"]] for x in inputs]
+    plain = [[a.item() for a in row] for row in affinities]
+    chosen = best_balanced(plain) if training else [best(row, 1)[0] for row in plain]
+    weights = [[1 / (1 + torch.exp(-row[e]))] for row, e in zip(affinities, chosen)]
+    return [softmax(row) for row in affinities], [[e] for e in chosen], weights, chosen
+
+
+def best_balanced(affinities):
+    """The best of all balanced assignments, by trying for each token every expert with room."""
+    tokens, experts = len(affinities), len(affinities[0]) if affinities else 0
+    if not tokens:
+        return []
+    most, larger = -(-tokens // experts), tokens % experts or experts  # experts that may have most
+
+    @functools.cache
+    def rest(t, loads):
+        if t == tokens:
+            return 0.0, ()
+        found = (-math.inf, ())
+        for e in range(experts):
+            load = loads[e] + 1
+            if load > most or (load == most and sum(n == most for n in loads) == larger):
+                continue
+            value, others = rest(t + 1, (*loads[:e], load, *loads[e + 1 :]))
+            found = max(found, (affinities[t][e] + value, (e, *others)))
+        return found
+
+    return list(rest(0, (0,) * experts)[1])
+
+
+def expert_choice(params, i, inputs, sentences, factor):
+    """Experts take the tokens of each sentence by themselves; of one in training."""
+    scores = scores_of(params, i, inputs)
+    experts = params[f"gates.{i}.weight"].shape[0]
+    taken = [[] for _ in inputs]
+    for sentence in set(sentences):
+        members = [t for t, s in enumerate(sentences) if s == sentence]
+        number = math.ceil(factor * len(members) / experts)
+        for e in range(experts):
+            members.sort(key=lambda t: -scores[t][e].item())
+            for t in members[:number]:
+                taken[t].append(e)
+    weights = [[s[e] for e in a] for s, a in zip(scores, taken)]
+    first = [max(a or range(experts), key=lambda e: s[e].item()) for s, a in zip(scores, taken)]
+    return scores, taken, weights, first

@@ -1,0 +1,313 @@
+"""The wider family of gates and options, each against plain loops in float64; see test_block.py."""
+
+from unittest import mock
+
+import pytest
+import torch
+from reference import reference
+from test_block import PADDING, D, F, T, gradients, make_block, make_input
+
+from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.gates.assignment import balanced_assignment
+
+EXECUTIONS = pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+PADDED = pytest.mark.parametrize("padding", PADDING)
+IDS = torch.arange(T) * 5 % 7
+TABLE = torch.tensor([3, 0, 7, 3, 1, 6, 2])
+
+
+def assert_agrees(block, x, mask, ids=None, **options):
+    """Outputs, gradients, losses and statistics, both as few rows and as many are computed."""
+    params = dict(block.named_parameters())
+    every = {**params, **dict(block.named_buffers())}
+    flat, padding = x.reshape(-1, D), mask.reshape(-1)
+    ids_T = None if ids is None else ids.reshape(-1).tolist()
+    want = reference(every, str(block.strata), flat, padding, ids=ids_T, **options)
+    want_y, want_loss, want_rc, want_dropped, _ = want
+    want_gradients = gradients(want_y.view_as(x), want_loss, x, params)
+    for many_rows in (0, 10**6):
+        with mock.patch("smoe_fairseq.modules.execution.MANY_ROWS", many_rows):
+            y, stats = block(x, mask, ids=ids)
+        assert torch.allclose(y.reshape(-1, D), want_y, rtol=1e-10, atol=1e-10)
+        assert torch.allclose(stats.balance_loss, want_loss, rtol=1e-10)
+        assert torch.equal(stats.requested_capacity.reshape(-1), want_rc)
+        assert stats.first_choices.sum() == want_rc.sum()
+        assert int(stats.dropped.sum()) == len(want_dropped)
+        want_of_token = torch.zeros_like(stats.dropped_choices).view(T, -1)
+        for _, t, k in want_dropped:
+            want_of_token[t, k] += 1
+        assert torch.equal(stats.dropped_choices.view(T, -1), want_of_token)
+        assert torch.equal(y[mask], x[mask])
+        for name, got in gradients(y, stats.balance_loss, x, params).items():
+            assert torch.allclose(got, want_gradients[name].expand_as(got), atol=1e-9), name
+    return stats
+
+
+def family_block(strata, execution, **options):
+    block = make_block(strata, **{"capacity_factor": 0.0, **options})
+    block.execution = execution
+    return block
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("normalization", ["after-drop", "before-drop"])
+@pytest.mark.parametrize("strata, top_k", [("8", 3), ("8", 8), ("2-2-4", 3), ("3-3-3", 3)])
+def test_more_than_two_experts(strata, top_k, normalization, execution, padding):
+    x, mask = make_input(padding)
+    for factor in (0.0, 1.0):
+        options = {"top_k": top_k, "capacity_factor": factor}
+        block = family_block(strata, execution, gate_normalization=normalization, **options)
+        stats = assert_agrees(block, x, mask, normalization=normalization, **options)
+        assert stats.chosen.shape == (len(block.gates), top_k)
+
+
+@EXECUTIONS
+@pytest.mark.parametrize("stacked", [False, True])
+def test_more_than_two_experts_stacked(stacked, execution):
+    x, mask = make_input("some")
+    block = family_block("4-4", execution, top_k=4, stacked=stacked)
+    assert_agrees(block, x, mask, top_k=4, stacked=stacked)
+
+
+def test_further_experts_are_drawn_without_replacement():
+    """One of six pairs beside the first expert: by the scores, as one is drawn after the other."""
+    torch.manual_seed(0)
+    gate = StratifiedMoE(D, F, "5", top_k=3, capacity_factor=0).double().gates[0]
+    x = torch.randn(1, D, dtype=torch.float64)
+    probs = gate.logits(x)[0].softmax(0).tolist()
+    draws = 20_000
+    first, second, third = gate(x.expand(draws, D)).expert_TK.unbind(1)
+    top = max(range(5), key=lambda e: probs[e])
+    assert (first == top).all() and (second != third).all()
+    for a in range(5):
+        for b in range(5):
+            if top in (a, b) or a == b:
+                continue
+            want = probs[a] / (1 - probs[top]) * probs[b] / (1 - probs[top] - probs[a])
+            got = ((second == a) & (third == b)).double().mean()
+            assert abs(float(got) - want) < 0.015
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("strata", ["8", "4-4", "2-2-2-2"])
+@pytest.mark.parametrize("normalization", ["after-drop", "before-drop", "none"])
+def test_null_experts(normalization, strata, execution, padding):
+    x, mask = make_input(padding)
+    options = {"top_k": 3, "capacity_factor": 1.0}
+    block = family_block(
+        strata, execution, gate_normalization=normalization, null_experts=3, **options
+    )
+    stats = assert_agrees(block, x, mask, normalization=normalization, **options)
+    if padding != "all":
+        true = stats.asked[:, :-3].sum()
+        assert 0 < true < 3 * stats.requested_capacity.sum()  # some are null, not all
+        assert torch.equal(stats.chosen.sum().double(), true)
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("strata", ["8", "4-4", "1-1-1"])
+@pytest.mark.parametrize("top_p, factor", [(0.4, 0.0), (0.8, 1.0), (1.0, 0.0)])
+def test_top_p(top_p, factor, strata, execution, padding):
+    x, mask = make_input(padding)
+    block = family_block(strata, execution, gate="top-p", top_p=top_p, capacity_factor=factor)
+    options = {"gate": "top-p", "top_p": top_p, "capacity_factor": factor}
+    stats = assert_agrees(block, x, mask, **options)
+    params = dict(block.named_parameters())
+    entropy = []
+    if strata == "8":
+        for row in x[~mask]:
+            h = torch.nn.functional.layer_norm(row, (D,), *_norm(block))
+            p = (params["gates.0.weight"] @ h).softmax(0)
+            entropy.append(-(p * p.log()).sum())
+        want = sum(entropy) / max(len(entropy), 1)
+        assert torch.allclose(stats.entropy, torch.as_tensor(want).double())
+
+
+def _norm(block):
+    return block.layer_norms[0].weight, block.layer_norms[0].bias
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("training", [True, False])
+def test_hash(training, execution, padding):
+    x, mask = make_input(padding)
+    block = family_block("8", execution, gate="hash", hash_table=TABLE).train(training)
+    stats = assert_agrees(block, x, mask, ids=IDS, gate="hash")
+    assert "gates.0.table" in block.state_dict() and not list(block.gates.parameters())
+    assert float(stats.z_loss) == 0
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("strata", ["2", "4", "5"])
+def test_base(strata, training, execution, padding):
+    """18 tokens, or 14: a multiple of 2, of neither 4 nor 5."""
+    x, mask = make_input(padding)
+    block = family_block(strata, execution, gate="base").train(training)
+    stats = assert_agrees(block, x, mask, gate="base", training=training)
+    real, experts = int((~mask).sum()), int(strata)
+    loads = stats.first_choices[0]
+    if training:
+        assert loads.max() - loads.min() == (1 if real % experts else 0)
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("factor, eval_factor", [(2.0, 0.0), (0.7, 1.0), (8.0, 0.0)])
+def test_expert_choice(factor, eval_factor, training, execution, padding):
+    x, mask = make_input(padding)
+    x, mask = x.detach().view(3, 6, D).requires_grad_(), mask.view(3, 6)
+    block = family_block(
+        *("8", execution),
+        gate="expert-choice",
+        capacity_factor=factor,
+        eval_capacity_factor=eval_factor,
+    ).train(training)
+    stats = assert_agrees(
+        block,
+        x,
+        mask,
+        gate="expert-choice",
+        training=training,
+        factor=factor if training else eval_factor or factor,
+        sentences=[t // 6 for t in range(T)],
+    )
+    if factor == 0.7 and training and padding == "none":
+        assert (
+            stats.chosen.sum() < T
+        )  # the case is what it claims to be: some tokens have no expert
+
+
+@EXECUTIONS
+@pytest.mark.parametrize("gate", ["topk", "base"])
+@pytest.mark.parametrize("beside", ["residual", "shared_experts", "both"])
+def test_networks_beside_the_experts(beside, gate, execution):
+    """With experts of another width than the residual network; the shared ones are as wide as experts."""
+    x, mask = make_input("some")
+    options = {"residual": beside != "shared_experts", "expert_ffn_dim": 4}
+    options |= {"shared_experts": 0 if beside == "residual" else 3, "top_k": 1}
+    block = family_block("4", execution, gate=gate, **options)
+    assert_agrees(block, x, mask, gate=gate, top_k=1)
+    widths = {n: p.shape[0] for n, p in block.named_parameters() if n.endswith("fc1.weight")}
+    want = {"residual": {"residual.fc1.weight": F}, "shared_experts": {"shared.fc1.weight": 12}}
+    assert widths == want.get(beside, {**want["residual"], **want["shared_experts"]})
+    assert block.experts.w1.shape == (4, 4, D)
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("strata, top_k", [("8", 1), ("4-4", 2), ("2-2-2-2", 2)])
+def test_bias_selects_and_does_not_weigh(strata, top_k, execution, padding):
+    x, mask = make_input(padding)
+    options = {"top_k": top_k, "balance": "bias", "bias_step": 0.05}
+    block = family_block(strata, execution, **options)
+    plain = make_block(strata, top_k=top_k, capacity_factor=0.0)
+    biases = []
+    for i, gate in enumerate(block.gates):
+        gate.bias.steps += torch.arange(gate.num_experts) ** 2 % 11 + i
+        steps = gate.bias.steps.tolist()
+        biases.append([0.05 * (n - sum(steps) / len(steps)) for n in steps])
+    plain.load_state_dict({n: v for n, v in block.state_dict().items() if "bias.steps" not in n})
+    stats = assert_agrees(block, x, mask, top_k=top_k, bias=biases)
+    if padding != "all":
+        assert not torch.equal(stats.first_choices, plain(x, mask)[1].first_choices)
+    assert torch.equal(stats.asked.sum(1), stats.chosen.sum(1))
+
+
+def test_bias_goes_towards_those_with_less_than_the_mean():
+    block = make_block("2-2", balance="bias", bias_step=0.5)
+    asked = torch.tensor([[5, 3, 4, 4], [0, 0, 9, 1]])
+    block.update_bias(asked)
+    assert block.gates[0].bias.steps.tolist() == [-1, 1, 0, 0]
+    assert block.gates[1].bias.steps.tolist() == [-1, 1]
+    block.update_bias(torch.zeros_like(asked))  # an update without tokens
+    assert torch.equal(block.gates[1].bias.value(), torch.tensor([-0.5, 0.5]))
+    half = block.to(torch.bfloat16)
+    for _ in range(300):
+        half.update_bias(asked)
+    assert half.gates[1].bias.value().tolist() == [-150.5, 150.5]
+
+
+@pytest.mark.parametrize(
+    "tokens, experts", [(0, 4), (1, 4), (5, 2), (7, 3), (8, 4), (9, 4), (3, 1)]
+)
+def test_balanced_assignment_is_the_best(tokens, experts):
+    from reference_gates import best_balanced
+
+    torch.manual_seed(tokens)
+    for scale in (0, 0.1, 5):  # of what makes one expert better for all
+        affinity = torch.randn(tokens, experts).double() + scale * torch.randn(experts)
+        found = balanced_assignment(affinity)
+        loads = found.bincount(minlength=experts)
+        assert loads.max() <= -(-tokens // experts) and loads.min() >= tokens // experts
+        want = sum(affinity[t, e] for t, e in enumerate(best_balanced(affinity.tolist())))
+        got = affinity.gather(1, found.unsqueeze(1)).sum()
+        assert float(got) == pytest.approx(float(want), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "affinity",
+    [
+        torch.zeros(100, 8),
+        torch.arange(8.0).expand(100, 8),
+        torch.full((100, 8), torch.nan),
+        torch.randn(100, 8).masked_fill(torch.rand(100, 8) < 0.1, -torch.inf),
+        1e30 * torch.randn(100, 8),
+    ],
+    ids=["equal", "the same order", "no numbers", "some infinite", "large"],
+)
+def test_balanced_assignment_of_odd_affinities(affinity):
+    assert (
+        sorted(balanced_assignment(affinity).bincount(minlength=8).tolist()) == [12] * 4 + [13] * 4
+    )
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"gate": "soft"}, "gate 'soft': expected one of topk, hash, base, expert-choice, top-p"),
+        ({"gate": "base"}, "gate base: expected one stratum, such as strata 8, not 2-2-2-2"),
+        ({"gate": "hash", "hash_table": TABLE}, "gate hash: expected one stratum"),
+        ({"gate": "hash", "strata": "8"}, "hash_table: gate hash looks experts up; expected a"),
+        (
+            {"gate": "hash", "strata": "4", "hash_table": TABLE},
+            "with a number from 0 to 3 for each",
+        ),
+        ({"gate": "expert-choice"}, "gate expert-choice: expected one stratum"),
+        (
+            {"gate": "expert-choice", "strata": "8", "capacity_factor": 0.0},
+            "capacity_factor 0.0: gate expert-choice takes so many experts per token; expected a pos",
+        ),
+        ({"gate": "top-p", "top_p": 0.0}, "top_p 0.0: expected a probability above 0, up to 1"),
+        ({"gate": "top-p", "top_p": 1.5}, "top_p 1.5"),
+        ({"gate": "top-p", "null_experts": 1}, "null_experts 1: it is an option of gate topk, not"),
+        ({"gate": "top-p", "balance": "bias"}, "balance bias: it is an option of gate topk, not"),
+        ({"null_experts": -1}, "null_experts -1: expected a whole number of at least 0"),
+        ({"top_k": 5, "null_experts": 2}, "top_k 5: a gate of strata 2-2-2-2 sees 4 experts"),
+        ({"top_k": 0}, "top_k 0: expected a whole number of at least 1"),
+        ({"balance": "none"}, "balance 'none': expected one of loss, bias"),
+        ({"balance": "bias"}, "second_expert_policy sampling with balance bias: a draw would"),
+        ({"balance": "bias", "null_experts": 1}, "null_experts 1 with balance bias: null experts"),
+        ({"balance": "bias", "bias_step": 0.0}, "bias_step 0.0: expected a positive number"),
+        ({"balance_over": "epoch"}, "balance_over 'epoch': expected one of batch, update"),
+        (
+            {"balance_over": "update", "gate": "base", "strata": "8"},
+            "balance_over update: it is for a balance loss, and gate base with balance loss has none",
+        ),
+        ({"residual": True}, "residual: expected one stratum, such as strata 8, not 2-2-2-2"),
+        ({"shared_experts": 1}, "shared_experts 1: expected one stratum"),
+        ({"shared_experts": -1}, "shared_experts -1: expected a whole number"),
+        ({"expert_ffn_dim": -4}, "expert_ffn_dim -4: expected a whole number"),
+        ({"residual": True, "cmr": True, "strata": "8"}, "residual with cmr: both mix the experts"),
+    ],
+)
+def test_bad_options_are_refused_by_the_parameters_name(options, words):
+    with pytest.raises(ValueError) as error:
+        StratifiedMoE(D, F, **options)
+    assert words in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,371 @@
+"""The wider family in the registered model: who sees what, what is logged, refused and counted."""
+
+import json
+
+import pytest
+import torch
+from commands import run
+from family import FAMILY
+from sampling import soak
+from test_criterion import ALPHA, make_criterion, make_sample
+from test_model import PAD, make_batch, make_model, parameters, tiny
+
+from smoe_fairseq.analysis.cost import count
+from smoe_fairseq.models import size
+from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.system.errors import UsageError
+
+MEMBERS = pytest.mark.parametrize("member", FAMILY)
+
+
+def member_model(member, *flags):
+    model = tiny(*FAMILY[member].split(), *flags)
+    for block in moe_blocks(model).values():
+        for gate in block.gates:
+            if "bias" in FAMILY[member]:
+                gate.bias.steps += torch.arange(len(gate.bias.steps)) % 3
+            for parameter in gate.parameters():  # gates that differ clearly
+                torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def gate_answers(model, *batch):
+    """The experts of every token, by layer and stratum, and the output."""
+    seen = {}
+
+    def hook(key):
+        return lambda gate, inputs, routing: seen.update({key: routing.expert_TK})
+
+    handles = [
+        gate.register_forward_hook(hook((name, i)))
+        for name, block in moe_blocks(model).items()
+        for i, gate in enumerate(block.gates)
+    ]
+    out, _ = model(*batch)
+    for handle in handles:
+        handle.remove()
+    return out, seen
+
+
+@MEMBERS
+def test_a_later_token_changes_nothing_before_it(member):
+    """The choices of all layers, and the output bit by bit.
+
+    It is computed in double precision: products of more rows or fewer differ in the last bits of each.
+    """
+    model = member_model(member).eval().double()
+    src, lengths, tgt = make_batch()
+    want, choices = gate_answers(model, src, lengths, tgt)
+    for position in (5, 3):
+        changed = tgt.clone()
+        changed[0, position:] = (changed[0, position:] + 17) % 90 + 4
+        got, changed_choices = gate_answers(model, src, lengths, changed)
+        assert torch.equal(got[0, :position].float(), want[0, :position].float())
+        assert torch.equal(got[1:].float(), want[1:].float())
+        first = "decoder.layer.1", 0  # all tokens are there, in their order
+        assert torch.equal(choices[first][:position], changed_choices[first][:position])
+        assert torch.equal(choices[first][6:], changed_choices[first][6:])
+        assert not torch.allclose(got[0, position:], want[0, position:])
+
+
+@MEMBERS
+def test_decoding_step_by_step_equals_one_pass(member):
+    """Three translations of one sentence, in another order at every step, as a search has them."""
+    model = member_model(member).eval()
+    src, lengths, tgt = make_batch()
+    encoder_out = model.encoder(src[:1].repeat(3, 1), lengths[:1].repeat(3))
+    want, _ = model.decoder(tgt, encoder_out)
+    state, order = {}, torch.arange(3)
+    for step in range(1, 5):  # to where the shortest target ends
+        got, _ = model.decoder(tgt[order, :step], encoder_out, incremental_state=state)
+        assert torch.allclose(got[:, 0], want[order, step - 1], atol=1e-5)
+        turn = torch.tensor([2, 0, 1])
+        order = order[turn]
+        model.decoder.reorder_incremental_state_scripting(state, turn)
+
+
+@MEMBERS
+def test_a_sentence_does_not_depend_on_its_batch(member):
+    model = member_model(member).eval()
+    src, lengths, tgt = make_batch()
+    want, _ = model(src, lengths, tgt)
+    for i in range(3):
+        s, t = src[i][src[i] != PAD].unsqueeze(0), tgt[i][tgt[i] != PAD].unsqueeze(0)
+        got, _ = model(s, lengths[i : i + 1], t)
+        assert torch.allclose(got[0], want[i, : t.shape[1]], atol=1e-5)
+
+
+def test_hash_routes_by_id_alone():
+    """All tokens of one type have one expert, whatever stands around them; as the state dict says."""
+    model = member_model("hash").train()
+    src, lengths, tgt = make_batch()
+    _, seen = gate_answers(model, src, lengths, tgt)
+    table = model.state_dict()["encoder.layers.1.moe.gates.0.table"]
+    for name, tokens in (("encoder.layer.1", src), ("decoder.layer.1", tgt)):
+        assert seen[name, 0].flatten().tolist() == table[tokens[tokens != PAD]].tolist()
+    assert table.bincount(minlength=8).min() > 0
+    others = tiny(*FAMILY["hash"].split(), "--moe-hash-seed", "2").state_dict()
+    assert not torch.equal(table, others["encoder.layers.1.moe.gates.0.table"])
+
+
+def test_balanced_hash_table_follows_the_dictionary(monkeypatch):
+    """By descending counts each to the lightest expert: loads as even as the most frequent one allows."""
+    import test_model
+
+    plain = test_model.make_task
+
+    def make_task(vocabulary):
+        task = plain(vocabulary)
+        counts = task.source_dictionary.count
+        counts[:] = [0 if i < 4 else 1000 // i for i in range(len(counts))]
+        return task
+
+    with pytest.raises(UsageError) as error:
+        member_model("hash", "--moe-hash-table", "balanced")
+    assert "--moe-hash-table balanced: the dictionary says of all its entries" in str(error.value)
+    monkeypatch.setattr(test_model, "make_task", make_task)
+    model = member_model("hash", "--moe-hash-table", "balanced")
+    table = model.decoder.layers[1].moe.gates[0].table
+    counts = torch.tensor(make_task(96).source_dictionary.count)
+    loads = torch.zeros(8).long().index_add_(0, table, counts)
+    assert table[4:12].tolist() == list(range(8))  # the most frequent ones, each by itself
+    assert loads.max() - loads.min() <= counts[4] - counts[12]
+
+
+def test_expert_choice_never_looks_outside_the_sentence():
+    """In evaluation, and of later tokens only the encoder's choices know."""
+    model = member_model("expert-choice").eval()
+    kinds = {n: type(b.gates[0]).__name__ for n, b in moe_blocks(model).items()}
+    assert kinds == {"encoder.layer.1": "ExpertChoiceGate", "decoder.layer.1": "TopKGate"}
+    src, lengths, tgt = make_batch()
+    _, seen = gate_answers(model, src, lengths, tgt)
+    other = src.clone()
+    other[0] = (other[0] + 31) % 90 + 4
+    _, changed = gate_answers(model, other, lengths, tgt)
+    own = src[0].ne(PAD).sum()
+    before, after = seen["encoder.layer.1", 0], changed["encoder.layer.1", 0]
+    assert torch.equal(before[own:], after[own:]) and not torch.equal(before[:own], after[:own])
+    model.train()
+    _, seen = gate_answers(model, src, lengths, tgt)
+    assert (seen["encoder.layer.1", 0] < 8).sum(0).tolist() == [5] * 8  # ceil(18 x 2 / 8)
+
+
+@MEMBERS
+def test_activation_checkpointing_changes_nothing(member):
+    results = []
+    for flags in ([], ["--checkpoint-activations"]):
+        model = member_model(member, *flags).train()
+        torch.manual_seed(1)
+        criterion = make_criterion()
+        loss, _, log = criterion(model, make_sample(4, 6, seed=1))
+        loss.backward()
+        asked = {k: v for k, v in log.items() if k.startswith("moe_asked")}
+        assert len(asked) == (2 if member == "bias" else 0)
+        results.append((loss, asked, {n: p.grad for n, p in model.named_parameters()}))
+    (loss, asked, grads), (checkpointed_loss, checkpointed_asked, checkpointed_grads) = results
+    assert torch.equal(loss, checkpointed_loss)
+    assert all(torch.equal(asked[k], checkpointed_asked[k]) for k in asked)
+    for name in grads:
+        assert torch.allclose(grads[name], checkpointed_grads[name], atol=1e-5), name
+
+
+@MEMBERS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, soak(torch.float16)])
+def test_half_precision(member, dtype):
+    model = member_model(member).to(dtype).train()
+    out, extra = model(*make_batch())
+    assert out.dtype == dtype
+    (out.float().mean() + extra["moe_stats"][0].balance_loss).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def gate_gradient(member, alpha):
+    model = member_model(member).train()
+    criterion = make_criterion()
+    criterion.moe_gate_loss_wt = alpha
+    torch.manual_seed(1)
+    loss, size, log = criterion(model, make_sample(4, 6, seed=1))
+    loss.backward()
+    gradients = [p.grad for n, p in model.named_parameters() if ".gates." in n]
+    return (
+        gradients,
+        float(loss.detach()),
+        {k: float(v) / size for k, v in log.items() if "_loss" in k},
+    )
+
+
+@MEMBERS
+def test_who_learns_by_the_balance_loss(member):
+    """Its weight changes the loss and the gates' gradients just where there is one."""
+    (with_loss, loss, log), (without, plain, _) = (gate_gradient(member, a) for a in (ALPHA, 0.0))
+    learns = member not in ("hash", "base", "bias")
+    assert (loss != plain) == learns
+    assert log["moe_gate_loss"] >= 0.5  # logged all the same
+    same = [torch.equal(a, b) for a, b in zip(with_loss, without, strict=True)]
+    assert all(same) != learns or not same
+    blocks = moe_blocks(member_model(member)).values()
+    assert [b.learns_balance for b in blocks] == [learns and member != "expert-choice", learns]
+
+
+def test_entropy_loss_is_logged_and_added():
+    model, sample = member_model("top-p").eval(), make_sample(4, 6, seed=1)
+    criterion = make_criterion()
+    criterion.moe_entropy_loss_wt = 0.0
+    plain, size, _ = criterion(model, sample)
+    criterion.moe_entropy_loss_wt = 0.3
+    loss, _, log = criterion(model, sample)
+    entropy = sum(stats.entropy for stats in model(**sample["net_input"])[1]["moe_stats"]) / 2
+    assert float(loss - plain) == pytest.approx(float(0.3 * size * entropy), rel=1e-4)
+    assert float(log["moe_entropy_loss"]) == pytest.approx(float(size * entropy), rel=1e-5)
+
+
+def f_of(stats_of_batches, layer):
+    counts = sum(stats[layer].first_choices for stats in stats_of_batches)
+    return counts / counts.sum(1, keepdim=True)
+
+
+def p_of(stats):
+    return stats.mean_probs
+
+
+def test_balance_over_an_update_by_hand():
+    """The second batch's loss has the first choices of both, until the next update begins."""
+    model = member_model("update").train()
+    criterion = make_criterion()
+    criterion.train()
+    samples = [make_sample(2, 4, seed=1), make_sample(5, 9, seed=2)]
+    visible = torch.tensor([8, 4])
+
+    def losses(*begun):
+        seen, found = [], []
+        for sample, begins in zip(samples, begun, strict=True):
+            if begins:
+                criterion.begin_update()
+            torch.manual_seed(3)
+            found.append(criterion(model, sample)[2]["moe_gate_loss"] / sample["ntokens"])
+            torch.manual_seed(3)
+            seen.append(model(**sample["net_input"])[1]["moe_stats"])
+        return found, seen
+
+    found, seen = losses(True, False)
+    for number, batches in enumerate(([seen[0]], seen)):
+        want = [
+            (visible * (f_of(batches, layer) * p_of(seen[number][layer])).sum(1)).mean()
+            for layer in (0, 1)
+        ]
+        assert float(found[number]) == pytest.approx(float(sum(want)) / 2, rel=1e-5)
+    alone, seen = losses(True, True)
+    batch = sum(stats.balance_loss for stats in seen[1]) / 2
+    assert float(alone[1]) == pytest.approx(float(batch), rel=1e-5) != float(found[1])
+    samples[1] = {**samples[1], "is_dummy": True}
+    dummy, _ = losses(True, False)
+    assert float(dummy[1]) != float(found[1])  # it is not counted
+    want = [
+        (visible * (f_of([seen[0]], layer) * p_of(seen[1][layer])).sum(1)).mean()
+        for layer in (0, 1)
+    ]
+    assert float(dummy[1]) == pytest.approx(float(sum(want)) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            "--moe-gate hash",
+            "--moe-gate hash: expected one stratum, such as --smoe-strata 8, not 4-4",
+        ),
+        ("--moe-gate base --smoe-strata 2-2", "--moe-gate base: expected one stratum"),
+        ("--moe-top-p 0 --moe-gate top-p", "--moe-top-p 0.0: expected a probability above 0"),
+        (
+            "--moe-top-k 9 --smoe-strata 8",
+            "--moe-top-k 9: a gate of --smoe-strata 8 sees 8 experts",
+        ),
+        (
+            "--moe-gate expert-choice --smoe-strata 8 --encoder-moe-freq 0",
+            "--moe-gate expert-choice: it is for the encoder, which has no MoE layer here",
+        ),
+        ("--moe-balance bias", "--moe-second-expert-policy sampling with --moe-balance bias"),
+        (
+            "--moe-gate base --smoe-strata 8 --moe-balance-over update",
+            "--moe-balance-over update: it is for a balance loss, and --moe-gate base with",
+        ),
+        ("--moe-residual", "--moe-residual: expected one stratum"),
+        ("--moe-residual --moe-cmr --smoe-strata 8", "--moe-residual with --moe-cmr: both mix"),
+        ("--moe-shared-experts 1", "--moe-shared-experts 1: expected one stratum"),
+        ("--moe-expert-ffn-dim -1", "--moe-expert-ffn-dim -1: expected a whole number"),
+        ("--moe-freq 0 --moe-gate base", "--moe-gate base with --moe-freq 0: a dense model has no"),
+        ("--moe-freq 0 --moe-shared-experts 1", "--moe-shared-experts 1 with --moe-freq 0"),
+    ],
+)
+def test_bad_flags_end_with_one_sentence(flags, words):
+    with pytest.raises(UsageError) as end:
+        tiny(*flags.split())
+    assert words in str(end.value) and "\n" not in str(end.value)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--moe-gate hash --smoe-strata 8", "this model has --moe-gate hash"),
+        ("--smoe-strata 4-4 --moe-null-experts 2 --moe-top-k 3", "null_weight is missing in it"),
+        (
+            "--smoe-strata 4-4 --moe-balance bias --moe-second-expert-policy all",
+            "bias.steps is missing in it",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_member_is_named(flags, words):
+    state = tiny("--smoe-strata", "4-4").state_dict()
+    with pytest.raises(UsageError) as end:
+        tiny(*flags.split()).load_state_dict(state)
+    assert words in str(end.value)
+
+
+@MEMBERS
+def test_reckoned_size_is_the_models(member, monkeypatch):
+    seen = []
+
+    def weights(config, task):
+        found = parts(config, task)
+        seen.append(sum(weights for weights, _ in found.values()))
+        return found
+
+    parts = size._parts
+    monkeypatch.setattr(size, "_parts", weights)
+    with torch.device("meta"):
+        model = make_model(
+            "--arch", "smoe_transformer_base", *FAMILY[member].split(), vocabulary=5000
+        )
+    tables = 1024 * 512 * 2  # positions, which are no parameters
+    assert seen[0] - tables == pytest.approx(parameters(model), rel=0.01)
+
+
+EXPERT, WIDTH = 2 * 128 * 256, 128 * 2 * 2  # weights of a tiny expert; 2 FLOPs, 2 layers
+COPIES = {
+    "top-3": 3 * 1.5,
+    "null": (3 * 8 / 11) + (3 * 4 / 7) * 0.5,
+    "top-p": 4 * 1 + 2 * 0.5,  # of 8 experts with 1/8 each four have 0.4, of 4 two
+    "hash": 1,
+    "base": 1,
+    "expert-choice": 2,
+    "residual": 1,
+    "shared": 3 * 32 / 256,
+    "bias": 2 * 1.5,
+    "update": 2 * 1.5,
+}
+BESIDE = {"residual": 1.0, "shared": 2 * 32 / 256}  # in experts of full width
+
+
+@MEMBERS
+def test_cost_by_hand(member):
+    found = count(tiny(*FAMILY[member].split()))
+    assert found.flops["experts"] == pytest.approx(2 * 2 * COPIES[member] * EXPERT)
+    dense = count(tiny("--moe-freq", "0")).flops["ffn"]
+    assert found.flops["ffn"] == pytest.approx(dense / 2 + 2 * 2 * BESIDE.get(member, 0) * EXPERT)
+    output = run(
+        "smoe", "cost", "--json", "--arch", "smoe_transformer_tiny", *FAMILY[member].split()
+    )
+    text = output.stdout
+    assert json.loads(text[text.index("{") :])["flops"]["experts"] == pytest.approx(
+        found.flops["experts"]
+    )

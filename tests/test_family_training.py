@@ -1,0 +1,216 @@
+"""The wider family under ``fairseq-train``: several processes, resuming, checkpoints, the bias."""
+
+import re
+
+import handmade
+import pytest
+import torch
+from commands import PLUGIN, run
+from family import FAMILY
+from sampling import soak
+from test_compat import run_without
+from test_expert_parallel import averages, checkpoint, compare, flags, furthest, whole
+from test_several_processes import assert_same_bits, content
+
+STEPS = re.compile(r"(encoder|decoder)\.layers\.1\.moe\.gates\.\d\.bias\.steps")
+
+
+def member_flags(member, data, folder, *more) -> list:
+    return flags(data, folder, *FAMILY[member].split(), "--max-update", 3, *more)
+
+
+def steps_of(model: dict) -> dict[str, list[int]]:
+    return {name: value.tolist() for name, value in model.items() if STEPS.fullmatch(name)}
+
+
+@pytest.mark.parametrize("member", FAMILY)
+def test_sharded_experts_train_as_replicated_ones(ranks, small_corpus, tmp_path, member):
+    """On two processes, each of which balances its own tokens where that is done by tokens."""
+    folders = {way: tmp_path / way for way in ("replicated", "sharded")}
+    for way, folder in folders.items():
+        own = ["--expert-parallel"] if way == "sharded" else []
+        ranks.train(folder, 2, *member_flags(member, small_corpus, folder, "--batch-size", 3, *own))
+    sharded = checkpoint(folders["sharded"])
+    replicated = content(folders["replicated"])["model"]
+    assert (
+        furthest(whole(folders["sharded"]), {n: replicated[n] for n in sharded.record.parameters})
+        < 2e-5
+    )
+    one, other = (averages_of(folder) for folder in folders.values())
+    for name in ("loss", "moe_gate_loss", "experts_per_token"):
+        assert one[name] == pytest.approx(other[name], rel=1e-5), name
+    held = [state["model"]["encoder.layers.1.moe.experts.w1"].shape[0] for state in sharded.states]
+    assert held == [4, 4]
+    steps = [steps_of(state["model"]) for state in sharded.states]
+    assert steps[0] == steps[1] == steps_of(replicated)
+
+
+def averages_of(folder) -> dict[str, float]:
+    if (folder / "checkpoint_last.pt").exists():
+        metrics = content(folder)["extra_state"]["metrics"]["train"]
+        meters = {key: meter for _, key, kind, meter in metrics if kind == "AverageMeter"}
+        return {key: float(m["sum"] / m["count"]) for key, m in meters.items() if m["count"]}
+    return averages(folder)
+
+
+ALONE = ["top-3", "null", "top-p", "hash", "residual", "shared", "bias"]
+
+
+@pytest.mark.parametrize("member", ["null", "bias", *map(soak, set(ALONE) - {"null", "bias"})])
+def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
+    """Those whose tokens do not ask what others do: with the batches of both in one process."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    ranks.train(one, 1, *member_flags(member, small_corpus, one, "--update-freq", 2), one=True)
+    ranks.train(two, 2, *member_flags(member, small_corpus, two, "--expert-parallel"))
+    compare(two, one, logged=1e-5, parameters=2e-5)
+    steps = steps_of(checkpoint(one).states[0]["model"])
+    assert steps == steps_of(checkpoint(two).states[0]["model"])
+    assert bool(steps) == (member == "bias")
+
+
+@pytest.mark.parametrize(
+    "more", [["--update-freq", 1], ["--update-freq", 3, "--checkpoint-activations"]]
+)
+def test_the_bias_goes_on_once_per_update(ranks, small_corpus, tmp_path, more):
+    """By one step at most, whatever the batches and how often they are computed; validation moves nothing."""
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    arguments = member_flags("bias", small_corpus, plain, *more)
+    arguments.remove("--disable-validation")
+    ranks.train(plain, 1, *arguments, one=True)
+    steps = steps_of(content(plain)["model"])
+    assert len(steps) == 4
+    flat = [n for values in steps.values() for n in values]
+    assert max(map(abs, flat)) <= 3 and any(flat)
+    if "--checkpoint-activations" in more:
+        arguments = member_flags("bias", small_corpus, other, "--update-freq", 3)
+        ranks.train(other, 1, *arguments, one=True)
+        assert steps == steps_of(content(other)["model"])
+
+
+@pytest.mark.parametrize("member", ["bias", "update", *map(soak, ("hash", "base", "null"))])
+def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, member):
+    more = ["--max-update", 4, "--update-freq", 2]
+    ranks.train(tmp_path, 1, *member_flags(member, small_corpus, tmp_path / "a", *more), one=True)
+    for updates in (2, 4):
+        arguments = member_flags(member, small_corpus, tmp_path / "b", *more)
+        ranks.train(tmp_path, 1, *arguments, "--max-update", updates, one=True)
+    assert_same_bits(content(tmp_path / "a"), content(tmp_path / "b"))
+
+
+def test_consolidated_bias_and_table(ranks, small_corpus, tmp_path):
+    """What is no parameter comes along into one checkpoint, which translates."""
+    for member in ("bias", "hash"):
+        folder = tmp_path / member
+        ranks.train(folder, 2, *member_flags(member, small_corpus, folder, "--expert-parallel"))
+        one = tmp_path / f"{member}.pt"
+        run("smoe", "consolidate", folder / "checkpoint_last.pt", "--output", one)
+        state = torch.load(one, weights_only=True)["model"]
+        sharded = checkpoint(folder).states[0]["model"]
+        kept = [name for name in sharded if name.endswith(("bias.steps", "gates.0.table"))]
+        assert len(kept) == (4 if member == "bias" else 2)
+        assert all(torch.equal(state[name], sharded[name]) for name in kept)
+        translating = ["--user-dir", PLUGIN, "--path", one, "--cpu", "--beam", 2, "--max-len-b", 9]
+        output = run("fairseq-generate", small_corpus, *translating).stdout
+        assert len(re.findall(r"^H-", output, re.M)) == 50
+
+
+def losses_over_processes(samples_seed: int):
+    """Each of two processes has a batch; both use the first choices of both."""
+    import torch.distributed as dist
+    from family import FAMILY
+    from test_criterion import make_criterion, make_sample
+    from test_model import tiny
+
+    from smoe_fairseq.distributed.agree import from_all
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = tiny(*FAMILY["update"].split(), "--moe-second-expert-policy", "all").train()
+    criterion = make_criterion()
+    criterion.train()
+    samples = [make_sample(2, 4, samples_seed), make_sample(5, 9, samples_seed + 1)]
+    sample = samples[dist.get_rank()]
+    _, _, log = criterion(model, sample)
+    stats = [model(**each["net_input"])[1]["moe_stats"] for each in samples]
+    total = 0
+    for layer in (0, 1):
+        counts = stats[0][layer].first_choices + stats[1][layer].first_choices
+        fractions = counts / counts.sum(1, keepdim=True)
+        mean = stats[dist.get_rank()][layer].mean_probs
+        total = total + (torch.tensor([8, 4]) * (fractions * mean).sum(1)).mean() / 2
+    found = float(log["moe_gate_loss"]) / sample["ntokens"]
+    assert abs(found - float(total)) < 1e-5, (found, float(total))
+    assert len(set(from_all(found))) == 2  # p is each one's own
+
+
+def test_balance_over_processes(ranks, tmp_path):
+    ranks.start(tmp_path, 2, 1, function=losses_over_processes).finish()
+
+
+def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_path):
+    """17 batches of 50 sentences on two processes: the last update of an epoch has a dummy batch."""
+    arguments = member_flags(
+        "update", small_corpus, tmp_path, "--batch-size", 3, "--max-update", 12
+    )
+    run_ = ranks.train(tmp_path, 2, *arguments)
+    assert len(re.findall(r'"num_updates": "\d+"', run_.output(0))) >= 12
+
+
+@pytest.mark.parametrize(
+    "member", ["expert-choice", "hash", "null", *map(soak, ("base", "top-p", "bias", "shared"))]
+)
+def test_analysis_counts_every_token(three_languages, tmp_path, member):
+    """Each token of each layer has one first choice in every stratum where it stops."""
+    more = ["--max-update", 1, "--encoder-ffn-embed-dim", 64]
+    handmade.train(
+        three_languages, tmp_path, *handmade.MULTILINGUAL, *FAMILY[member].split(), *more
+    )
+    output = tmp_path / "analysis"
+    path = tmp_path / "checkpoint_last.pt"
+    run("smoe", "analyze", three_languages, "--path", path, "--output", output, "--cpu")
+    of_layer = {}
+    for row in handmade.read(output / "load.csv"):
+        key = row["direction"], row["side"], row["layer"]
+        of_layer[key] = of_layer.get(key, 0) + int(row["first_choices"])
+    lengths = sum(handmade.LENGTHS) + 8  # and </s>
+    assert len(of_layer) == 4 * 4
+    if member in ("expert-choice", "hash", "base", "shared"):
+        for (_, side, _), choices in of_layer.items():
+            assert choices == lengths + (8 if side == "encoder" else 0)  # and the language
+    else:
+        assert all(lengths <= choices <= 2 * (lengths + 8) for choices in of_layer.values())
+
+
+@pytest.mark.parametrize("more", [[], ["--ema-fp32"]])
+def test_an_average_of_parameters_has_the_bias_as_it_is(ranks, small_corpus, tmp_path, more):
+    """Without the mend fairseq ends in a stack trace over whole numbers."""
+    averaged = ["--store-ema", "--ema-decay", 0.5, *more]
+    arguments = member_flags("bias", small_corpus, tmp_path, *averaged)
+    ranks.train(tmp_path, 1, *arguments, one=True)
+    state = content(tmp_path)
+    steps = steps_of(state["model"])
+    averaged = steps_of(state["extra_state"]["ema"])  # as it was in the last update
+    assert len(steps) == 4
+    for name, values in averaged.items():
+        assert any(values)
+        assert all(abs(a - b) <= 1 for a, b in zip(values, steps[name], strict=True))
+    (tmp_path / "checkpoint_last.pt").unlink()
+    failed = run_without("copy_integers", "fairseq-train", *map(str, arguments))
+    assert (
+        failed.returncode != 0 and "can't be cast to the desired output type Long" in failed.stdout
+    )
+
+
+def test_a_process_that_is_out_of_memory_skips_no_count(ranks, small_corpus, tmp_path):
+    """The others would wait for its counts; so all end."""
+    arguments = list(map(str, member_flags("update", small_corpus, tmp_path, "--batch-size", 3)))
+    run_ = ranks.start(tmp_path, 2, "out of memory", arguments, function=out_of_memory)
+    assert run_.wait(60) == [1, 1]
+    words = "with --moe-balance-over update no process can skip a batch; lower --max-tokens"
+    assert words in run_.output(1)
+
+
+def out_of_memory(moment: str, arguments: list[str]):
+    from test_expert_parallel_hangs import train_until
+
+    train_until(moment, arguments)
