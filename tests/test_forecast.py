@@ -135,7 +135,12 @@ def both(ranks, data, tmp_path):
     return both
 
 
-@pytest.mark.parametrize("flags", [DENSE, SMOE, [*SMOE, "--update-freq", "2"]], ids=str)
+GATES = [["--smoe-strata", "8", "--moe-gate", gate] for gate in ("base", "expert-choice", "hash")]
+
+
+@pytest.mark.parametrize(
+    "flags", [DENSE, SMOE, [*SMOE, "--update-freq", "2"], GATES[0], *map(soak, GATES[1:])], ids=str
+)
 def test_a_real_trainers_peak(both, flags):
     measured, foretold = both(flags)
     assert foretold.peak == pytest.approx(measured["peak"], rel=0.1)

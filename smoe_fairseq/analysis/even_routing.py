@@ -15,6 +15,7 @@ from torch import Tensor
 from smoe_fairseq.modules.dispatch import Exchange, ShardedDispatcher
 from smoe_fairseq.modules.execution import Ends, Grouped, PerExpert
 from smoe_fairseq.modules.experts import Experts
+from smoe_fairseq.modules.gates.base import BaseGate
 from smoe_fairseq.modules.placement import Placement
 from smoe_fairseq.modules.smoe import StratifiedMoE
 
@@ -22,6 +23,9 @@ from smoe_fairseq.modules.smoe import StratifiedMoE
 def route_evenly(block: StratifiedMoE, grouped: bool = False) -> None:
     """Lets the block compute its experts on even shares of its gates' tokens, each by itself or grouped."""
     block.execution = functools.partial(EvenGrouped if grouped else EvenPerExpert, block)
+    for gate in block.gates:
+        if isinstance(gate, BaseGate):  # it reads scores, to come to even loads
+            gate.balance = lambda expert_T, *_: expert_T
 
 
 def spread(block: StratifiedMoE, processes: int) -> None:
@@ -68,7 +72,8 @@ class _EvenLoad:
         gate, strata = self.block.gates[self.stratum], self.block.strata
         first, visible = strata.first_experts[self.stratum], strata.visible[self.stratum]
         each = gate.expected_choices * self.tokens_here / visible
-        if factor := gate.capacity.factor_in_force:
+        capacity = getattr(gate, "capacity", None)  # an expert that chooses has no other
+        if factor := capacity and capacity.factor_in_force:
             each = min(each, math.ceil(factor * self.tokens_here / visible))
         ends = [0] * (first + 1) + [round(each * (e + 1)) for e in range(visible)]
         ends += [ends[-1]] * (strata.num_experts - first - visible)

@@ -37,9 +37,7 @@ class BaseGate(LinearGate):
         logits_TE = self.logits(x_TD)
         expert_T = logits_TE.argmax(dim=1)
         if self.training:
-            expert_T = expert_T.index_put(
-                (active_T,), balanced_assignment(logits_TE[active_T]).to(expert_T.device)
-            )
+            expert_T = self.balance(expert_T, logits_TE, active_T)
         asked_T1 = expert_T.masked_fill(~active_T, self.num_experts).unsqueeze(1)
         weight_T1 = logits_TE.gather(1, expert_T.unsqueeze(1)).sigmoid()
         places = self.capacity(asked_T1, logits_TE, active_T.sum())
@@ -56,3 +54,9 @@ class BaseGate(LinearGate):
             chosen_TK=active_T.unsqueeze(1),
             kept_TK=active_T.unsqueeze(1),
         )
+
+    @staticmethod
+    def balance(expert_T: Tensor, logits_TE: Tensor, active_T: Tensor) -> Tensor:
+        """The expert of each token; of those that take part, as many for each."""
+        balanced = balanced_assignment(logits_TE[active_T]).to(expert_T.device)
+        return expert_T.index_put((active_T,), balanced)
