@@ -5,7 +5,7 @@ import re
 import handmade
 import pytest
 import torch
-from commands import PLUGIN, run
+from commands import PLUGIN, generate, run
 from family import FAMILY
 from sampling import soak
 from test_compat import run_without
@@ -214,3 +214,22 @@ def out_of_memory(moment: str, arguments: list[str]):
     from test_expert_parallel_hangs import train_until
 
     train_until(moment, arguments)
+
+
+@pytest.mark.parametrize(
+    "member",
+    ["expert-choice", "base", *map(soak, sorted(set(FAMILY) - {"expert-choice", "base"}))],
+)
+def test_a_translation_does_not_depend_on_its_batch(ranks, small_corpus, tmp_path, member):
+    trained = ["--max-update", 40, "--batch-size", 16]
+    ranks.train(tmp_path, 1, *member_flags(member, small_corpus, tmp_path, *trained), one=True)
+    path = tmp_path / "checkpoint_last.pt"
+    alone, together = (
+        generate(small_corpus, path, "--user-dir", PLUGIN, "--batch-size", size) for size in (1, 64)
+    )
+    assert len(alone) == 50 and len({words for _, words in alone.values()}) > 10
+    assert {n: words for n, (_, words) in alone.items()} == {
+        n: words for n, (_, words) in together.items()
+    }
+    for number, (score, _) in alone.items():
+        assert score == pytest.approx(together[number][0], abs=2e-4)
