@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
-from commands import bash_torchrun, run
+from commands import bash_torchrun
+from commands import run as run_program
 from sampling import soak
 from test_recipes import commands, recipe, refusal, surroundings, table, write_dataset, write_text
 
@@ -136,6 +137,29 @@ def test_training_goes_to_terminal_and_log(tiny):
     assert "requested_capacity" in log and "requested_capacity" in results["train"].stdout
 
 
+def test_spbleu_is_computed_where_its_tokenizer_is_there(unevaluated, tiny):
+    """By sacreBLEU's place for it; the data set's own BLEU stays what it was."""
+    models = unevaluated / "sacrebleu/models"
+    models.mkdir(parents=True)
+    stand_in = models / "flores200sacrebleuspm"
+    shutil.copyfile(unevaluated / "data/tiny/bin/spm.model", stand_in)
+    given = {"SACREBLEU": str(unevaluated / "sacrebleu")}
+    evaluated = evaluate_again(unevaluated, **given)
+    assert evaluated.returncode == 0, evaluated.stderr
+    run = unevaluated / "runs/tiny/smoe-2-2"
+    expected = result_of(tiny[0] / "runs/tiny/smoe-2-2")
+    found = result_of(run)
+    points, signature = found["scores"]["fr-en"]["others"].pop("spBLEU")
+    assert "tok:flores200" in signature and 0 <= points <= 100
+    del found["scores"]["en-fr"]["others"]["spBLEU"]
+    assert found == expected
+    configs = {"CONFIG_DIR": str(unevaluated / "configs")}
+    printed = run_program(
+        "smoe", "table", "tiny", "--metric", "spbleu", cwd=unevaluated, **configs
+    ).stdout
+    assert f"| {points:.2f} |".replace(" ", "") in printed.replace(" ", "")
+
+
 def test_a_trained_run_is_not_trained_again(tiny, unevaluated):
     run = unevaluated / "runs/tiny/smoe-2-2"
     before = (run / "checkpoint_last.pt").stat().st_mtime_ns
@@ -234,7 +258,7 @@ def test_translations_are_those_of_fairseq_generate_to_the_byte(tiny, tmp_path):
     generated = commands(printed, "fairseq-generate")
     assert len(generated) == 2
     for i, words in enumerate(generated):
-        run(*words, "--results-path", tmp_path / str(i), cwd=folder)
+        run_program(*words, "--results-path", tmp_path / str(i), cwd=folder)
         direction = words[words.index("--results-path") + 1].rsplit("/", 1)[-1]
         ours = folder / "runs/tiny/smoe-2-2/test" / direction / "generate-test.txt"
         assert lines_of(ours) == lines_of(tmp_path / str(i) / "generate-test.txt")
