@@ -6,7 +6,7 @@ import pytest
 import torch
 from commands import run
 from family import FAMILY
-from sampling import soak
+from sampling import soak, some
 from test_criterion import ALPHA, make_criterion, make_sample
 from test_model import PAD, make_batch, make_model, parameters, tiny
 
@@ -150,7 +150,7 @@ def test_expert_choice_never_looks_outside_the_sentence():
     assert (seen["encoder.layer.1", 0] < 8).sum(0).tolist() == [5] * 8  # ceil(18 x 2 / 8)
 
 
-@MEMBERS
+@pytest.mark.parametrize("member", some(FAMILY, "null", "base", "update"))
 def test_activation_checkpointing_changes_nothing(member):
     results = []
     for flags in ([], ["--checkpoint-activations"]):
@@ -194,7 +194,7 @@ def gate_gradient(member, alpha):
     )
 
 
-@MEMBERS
+@pytest.mark.parametrize("member", some(FAMILY, "top-p", "bias", "base"))
 def test_who_learns_by_the_balance_loss(member):
     """Its weight changes the loss and the gates' gradients just where there is one."""
     (with_loss, loss, log), (without, plain, _) = (gate_gradient(member, a) for a in (ALPHA, 0.0))

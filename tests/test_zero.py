@@ -65,7 +65,7 @@ ROUNDED_WHEN_RESUMED = ("bf16", "fp16")  # whose checkpoints hold the model in h
     [
         (2, "2-2-2-2", "fp32"),
         (4, "2", "fp32"),
-        (2, "4-4", "memory-efficient-fp16"),
+        soak(2, "4-4", "memory-efficient-fp16"),
         soak(4, "2-2-2-2", "fp32"),
         soak(2, "4-4", "memory-efficient-bf16"),
         soak(4, "2", "bf16"),
