@@ -62,6 +62,21 @@ def test_more_than_two_experts(strata, top_k, normalization, execution, padding)
         assert stats.chosen.shape == (len(block.gates), top_k)
 
 
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("strata, top_k", [("4-0-4", 2), ("0-5", 3), ("2-0-0-3", 1)])
+def test_strata_without_experts(strata, top_k, execution, padding):
+    """Their gates see later experts alone; the gate behind them is never reached."""
+    x, mask = make_input(padding)
+    for factor in (0.0, 1.0):
+        options = {"top_k": top_k, "capacity_factor": factor}
+        block = family_block(strata, execution, **options)
+        stats = assert_agrees(block, x, mask, **options)
+        sizes = block.strata.sizes
+        reached = stats.first_choices.sum(1) > 0
+        assert not any(reached[i + 1] for i, size in enumerate(sizes[:-1]) if size == 0)
+
+
 @EXECUTIONS
 @pytest.mark.parametrize("stacked", [False, True])
 def test_more_than_two_experts_stacked(stacked, execution):
@@ -271,6 +286,15 @@ def test_balanced_assignment_of_odd_affinities(affinity):
 @pytest.mark.parametrize(
     "options, words",
     [
+        (
+            {"strata": "4-0"},
+            "strata '4-0': expected positive numbers of experts joined by '-', such",
+        ),
+        ({"strata": "0"}, "or 0 for any but the last"),
+        (
+            {"strata": "4-0-4", "stacked": True},
+            "strata 4-0-4 with stacked: a stratum without experts leaves its gate none to choose from",
+        ),
         ({"gate": "soft"}, "gate 'soft': expected one of topk, hash, base, expert-choice, top-p"),
         ({"gate": "base"}, "gate base: expected one stratum, such as strata 8, not 2-2-2-2"),
         ({"gate": "hash", "hash_table": TABLE}, "gate hash: expected one stratum"),

@@ -53,7 +53,7 @@ def averages_of(folder) -> dict[str, float]:
     return averages(folder)
 
 
-ALONE = ["top-3", "null", "top-p", "hash", "residual", "shared", "bias"]
+ALONE = ["top-3", "null", "top-p", "hash", "residual", "shared", "bias", "layers"]
 
 
 @pytest.mark.parametrize("member", ["null", "bias", *map(soak, set(ALONE) - {"null", "bias"})])
@@ -157,7 +157,8 @@ def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_p
 
 
 @pytest.mark.parametrize(
-    "member", ["expert-choice", "hash", "null", *map(soak, ("base", "top-p", "bias", "shared"))]
+    "member",
+    ["expert-choice", "hash", "layers", *map(soak, ("null", "base", "top-p", "bias", "shared"))],
 )
 def test_analysis_counts_every_token(three_languages, tmp_path, member):
     """Each token of each layer has one first choice in every stratum where it stops."""

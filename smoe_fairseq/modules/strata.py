@@ -12,6 +12,7 @@ class Strata:
 
     Experts are numbered from the first stratum on. The gate of stratum ``i`` sees the experts of
     stratum ``i`` and of all later strata; under naive stacking (``stacked``) only those of stratum ``i``.
+    A stratum of size 0 has a gate all the same, which sees later experts alone.
     """
 
     sizes: tuple[int, ...]
@@ -22,16 +23,23 @@ class Strata:
         """Read the paper's notation.
 
         Raises:
-            OptionError: a stratum is empty, not a number, zero or negative.
+            OptionError: a stratum is not a whole number, or one of 0 is the last or stacked.
         """
         sizes = str(text).split("-")
-        if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
+        if not all(size.isascii() and size.isdigit() for size in sizes) or int(sizes[-1]) == 0:
             raise OptionError(
                 "{strata} {given}: expected positive numbers of experts joined by '-', such as 16, 4-12 "
-                "or 2-2-2-2",
+                "or 2-2-2-2, or 0 for any but the last",
                 given=repr(text),
             )
-        return cls(tuple(map(int, sizes)), stacked)
+        sizes = tuple(map(int, sizes))
+        if stacked and 0 in sizes:
+            raise OptionError(
+                "{strata} {given} with {stacked}: a stratum without experts leaves its gate none to "
+                "choose from; expected positive numbers",
+                given=text,
+            )
+        return cls(sizes, stacked)
 
     def __str__(self) -> str:
         return "-".join(map(str, self.sizes))
