@@ -12,7 +12,7 @@ from test_recipes import recipe
 METHODS = [
     *("dense", "moe", "switch", "moe-eom", "moe-cmr", "stacked-4-4", "smoe-2-2-2-2"),
     *("moe-hash", "moe-base", "moe-expert-choice", "moe-top-p", "moe-null", "moe-residual"),
-    *("moe-shared", "moe-bias", "moe-update", "pyramid-4-8 --moe-freq 1"),
+    *("moe-shared", "moe-bias", "moe-update", "pyramid-4-8 --moe-freq 1", "moe-chain"),
     *map(soak, ("moe-32", "stacked-2-2-2-2", "smoe-4-4", "smoe-1-3-4")),
 ]
 SMALL = [

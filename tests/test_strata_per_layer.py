@@ -11,6 +11,7 @@ from test_expert_parallel import checkpoint, compare, flags, furthest, whole
 from test_expert_parallel_checkpoints import call
 from test_model import make_batch, tiny
 
+from smoe_fairseq.checkpoint.record import KEY, Record
 from smoe_fairseq.checkpoint.shards import same_bits
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.system.errors import UsageError
@@ -192,3 +193,16 @@ def test_analysis_has_the_columns_of_all_layers(three_languages, tmp_path):
         assert counts == pytest.approx(requested, abs=1e-3)
     strata = json.loads((output / "run.json").read_text())["strata"]
     assert set(strata.values()) == {"2-0-2", "3"}
+
+
+def test_a_record_from_before_says_the_same_of_all_layers():
+    state = {"save": "1", "num_updates": 3, "num_experts": 8, "world_size": 4, "rank": 0}
+    state["parameters"] = ["encoder.layers.1.moe.experts.w1"]
+    name = "encoder.layers.1.moe.experts.w1 exp_avg"
+    assert Record.of({KEY: state}).placement(name, 4, 1).local == range(2, 4)
+    state["other_layers"] = {"encoder.layers.1.moe": 4}
+    assert Record.of({KEY: state}).placement(name, 4, 1).local == range(1, 2)
+    assert Record.of({KEY: state}).numbers_of_experts == [4, 8]
+    state["other_layers"] = 4
+    with pytest.raises(UsageError, match="it is damaged, or of a later version"):
+        Record.of({KEY: state})

@@ -167,7 +167,7 @@ def write(folder: Path, results: Results) -> None:
         load += [[*start, i, e, counts.first_choices[i, e]] for i, e in counts.visible()]
         moves = counts.flow()
         for i, j in np.argwhere(np.triu(np.ones_like(moves))):
-            if not block.strata.stacked or i == j:
+            if not block.strata.fixed_depth or i == j:
                 flow.append([*start, i, j, moves[i, j]])
     start = ["direction", "side", "layer", "kind"]
     _write(folder / "blocks.csv", [*start, "tokens", "stops", "requested_capacity"], blocks)

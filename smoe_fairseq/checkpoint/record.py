@@ -57,8 +57,10 @@ class Record:
         if content is None:
             return None
         try:
-            return cls(**{**content, "parameters": tuple(content["parameters"])})
-        except (TypeError, LookupError):
+            parameters = tuple(content["parameters"])
+            other_layers = dict(content.get("other_layers", {}))  # older ones have none
+            return cls(**{**content, "parameters": parameters, "other_layers": other_layers})
+        except (TypeError, LookupError, ValueError):
             raise UsageError(
                 f"what a checkpoint says of its experts ({KEY}) is of another kind: it is damaged, or of "
                 "a later version"

@@ -28,7 +28,7 @@ def write(shards: Shards, output: Path, world_size: int, force: bool) -> list[Pa
             the system refuses a file.
     """
     try:
-        for num_experts in shards.record.numbers_of_experts:
+        for num_experts in shards.record.numbers_of_experts:  # can each layer's be spread?
             places = [Placement(num_experts, world_size, rank) for rank in range(world_size)]
     except ValueError as error:
         raise UsageError(f"--world-size {world_size}: {error}") from None

@@ -77,6 +77,11 @@ class SMoETransformerConfig(FairseqDataclass):
     )
     encoder_smoe_strata: str = option("", "--smoe-strata of the encoder; empty: as --smoe-strata")
     decoder_smoe_strata: str = option("", "--smoe-strata of the decoder; empty: as --smoe-strata")
+    smoe_chain: int = option(
+        1,
+        "chain of experts: so many passes of every token over the experts of one stratum, each with a gate "
+        "of its own",
+    )
     moe_freq: int = option(2, "every N-th layer is a MoE layer; 0: a dense model")
     encoder_moe_freq: int = option(-1, "--moe-freq of the encoder; -1: as --moe-freq")
     decoder_moe_freq: int = option(-1, "--moe-freq of the decoder; -1: as --moe-freq")
@@ -216,7 +221,7 @@ class SMoETransformerConfig(FairseqDataclass):
                 f"{layers}"
             )
         try:
-            strata = [Strata.parse(value, self.moe_stacked) for value in values]
+            strata = [Strata.parse(value, self.moe_stacked, self.smoe_chain) for value in values]
         except OptionError as error:
             raise ValueError(error.named(self.block_flags(side))) from None
         return (strata * layers)[:layers]
@@ -253,6 +258,7 @@ class SMoETransformerConfig(FairseqDataclass):
 # Parameters of the block, and the options that set them; its strata are the layer's.
 BLOCK_OPTIONS = {
     "stacked": "moe_stacked",
+    "chain": "smoe_chain",
     "gate": "moe_gate",
     "top_k": "moe_top_k",
     "top_p": "moe_top_p",

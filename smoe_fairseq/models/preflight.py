@@ -9,7 +9,7 @@ from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 
 # What makes a model another one than a user of a dense model can have meant.
 OF_EXPERTS = ("moe_cmr", "moe_gate", "moe_null_experts", "moe_shared_experts", "moe_residual")
-OF_EXPERTS += ("moe_expert_ffn_dim", "moe_balance", "moe_balance_over")
+OF_EXPERTS += ("smoe_chain", "moe_expert_ffn_dim", "moe_balance", "moe_balance_over")
 
 
 def check_config(config: SMoETransformerConfig, task) -> None:
@@ -168,23 +168,26 @@ def _strata_of(shapes: dict[str, tuple]) -> str:
         return "--moe-freq 0"
     if any(f"{block}gates.0.table" in shapes for block in blocks):
         return "--moe-gate hash"
-    sides = {}
+    sides, kinds = {}, set()
     for block in blocks:
-        stacked, strata = _strata_of_block(shapes, block)
+        how, strata = _strata_of_block(shapes, block)
+        kinds |= {how} - {""}
         sides.setdefault(block.partition(".layers.")[0], []).append(strata)
     found = {strata for layers in sides.values() for strata in layers}
     shown = [f"--{side}-smoe-strata {','.join(layers)}" for side, layers in sides.items()]
     if len(found) == 1:
         shown = [f"--smoe-strata {found.pop()}"]
-    return " ".join(["--moe-stacked", *shown] if stacked else shown)
+    return " ".join([*kinds, *shown])
 
 
-def _strata_of_block(shapes: dict[str, tuple], block: str) -> tuple[bool, str]:
-    """Whether they are stacked, and the strata."""
+def _strata_of_block(shapes: dict[str, tuple], block: str) -> tuple[str, str]:
+    """The flag by which they are no ordinary strata, if there is one, and the strata."""
     visible = []
     while (gate := f"{block}gates.{len(visible)}.weight") in shapes:
         visible.append(shapes[gate][0])
     if len(visible) > 1 and f"{block}layer_norms.1.weight" not in shapes:
-        return True, str(Strata(tuple(visible)))
+        return "--moe-stacked", str(Strata(tuple(visible)))
+    if len(visible) > 1 and len(set(visible)) == 1:
+        return f"--smoe-chain {len(visible)}", str(visible[0])
     sizes = (here - later for here, later in zip(visible, [*visible[1:], 0], strict=True))
-    return False, str(Strata(tuple(sizes)))
+    return "", str(Strata(tuple(sizes)))
