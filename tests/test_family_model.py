@@ -298,7 +298,10 @@ def test_balance_over_an_update_by_hand():
             "--smoe-chain 2: expected one stratum, such as --smoe-strata 8",
         ),
         ("--smoe-chain 0", "--smoe-chain 0: expected a whole number of at least 1"),
-        ("--smoe-chain 2 --smoe-strata 8 --moe-stacked", "--smoe-strata 8, not 8 stacked"),
+        (
+            "--smoe-chain 2 --smoe-strata 8 --moe-stacked",
+            "--smoe-chain 2 with --moe-stacked: expected one of the two",
+        ),
         (
             "--smoe-chain 2 --smoe-strata 8 --moe-gate base",
             "--moe-gate base: expected --smoe-chain 1",

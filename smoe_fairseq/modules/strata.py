@@ -46,13 +46,16 @@ class Strata:
             )
         if chain < 1:
             raise OptionError("{chain} {given}: expected a whole number of at least 1", given=chain)
-        if chain > 1 and (stacked or len(sizes) > 1):
+        if chain > 1 and stacked:
             raise OptionError(
-                "{chain} {given}: expected one stratum, such as {strata} {one}, not {sizes}{stack}",
+                "{chain} {given} with {stacked}: expected one of the two", given=chain
+            )
+        if chain > 1 and len(sizes) > 1:
+            raise OptionError(
+                "{chain} {given}: expected one stratum, such as {strata} {one}, not {sizes}",
                 given=chain,
                 one=sum(sizes),
                 sizes=text,
-                stack=" stacked" if stacked else "",
             )
         return cls(sizes, stacked, chain)
 
