@@ -7,6 +7,7 @@ import pytest
 import torch
 from commands import run
 from test_cost import TINY_SIZES, cost, processes
+from test_criterion import make_criterion, make_sample
 from test_expert_parallel import checkpoint, compare, flags, furthest, whole
 from test_expert_parallel_checkpoints import call
 from test_model import make_batch, tiny
@@ -160,6 +161,25 @@ def test_two_processes_equal_one(ranks, small_corpus, tmp_path):
         for name, tensor, _ in before.tensors(state):
             if not name.endswith("_float_tensor"):  # a buffer that fairseq never sets
                 assert same_bits(tensor, tensors[name]), name
+
+
+def test_balance_over_an_update_of_layers_that_differ():
+    """After one batch it is that batch's loss, after two the fractions of each layer are of both."""
+    words = ["--encoder-smoe-strata", "2-6", "--decoder-smoe-strata", "5", "--dropout", "0"]
+    words += ["--moe-balance-over", "update", "--moe-second-expert-policy", "all"]
+    model, criterion = tiny(*words).train(), make_criterion().train()
+    samples = [make_sample(2, 4, seed=1), make_sample(5, 9, seed=2)]
+    stats = [model(**sample["net_input"])[1]["moe_stats"] for sample in samples]
+    criterion.begin_update()
+    found = [criterion(model, s)[2]["moe_gate_loss"] / s["ntokens"] for s in samples]
+    first = sum(layer.balance_loss for layer in stats[0]) / 2
+    assert float(found[0]) == pytest.approx(float(first), rel=1e-5)
+    both = 0
+    for before, now, visible in zip(*stats, ([8, 6], [5]), strict=True):
+        counts = before.first_choices + now.first_choices
+        fractions = counts / counts.sum(1, keepdim=True)
+        both = both + (torch.tensor(visible) * (fractions * now.mean_probs).sum(1)).mean() / 2
+    assert float(found[1]) == pytest.approx(float(both), rel=1e-5) != float(first)
 
 
 def test_a_layer_that_cannot_be_spread_is_named(ranks, small_corpus, tmp_path):
