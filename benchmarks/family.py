@@ -1,6 +1,6 @@
 """Members of the wider family beside the vanilla top-2 mixture: a training step of one block, in turns.
 
-python -m benchmarks.family [--tokens 2048] [--seconds 60]
+python -m benchmarks.family [--tokens 2048] [--seconds 60] [--members "chain of 2"]
 python -m benchmarks.family --assignment --tokens 4096
 """
 
@@ -30,6 +30,7 @@ MEMBERS = {
     ),
     "bias": dict(balance="bias", second_expert_policy="all"),
     "over an update": dict(balance_over="update"),
+    "chain of 2": dict(chain=2),
 }
 
 
@@ -64,12 +65,14 @@ def main() -> None:
     parser = ArgumentParser()
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--members", nargs="+", choices=MEMBERS, help="those alone, and topk")
     parser.add_argument("--assignment", action="store_true", help="BASE's alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.assignment:
         return time_assignment(args.tokens)
-    steps = {name: training_step(options, args.tokens) for name, options in MEMBERS.items()}
+    names = ["topk", *args.members] if args.members else MEMBERS
+    steps = {name: training_step(MEMBERS[name], args.tokens) for name in names}
     times = in_turns({n: step for n, (step, _) in steps.items()}, torch.device("cpu"), args.seconds)
     for name, value in describe(torch.device("cpu")).items():
         print(f"{name}: {value}")

@@ -10,5 +10,7 @@ FAMILY = {
     "residual": "--smoe-strata 8 --moe-top-k 1 --moe-residual",
     "shared": "--smoe-strata 8 --moe-top-k 3 --moe-shared-experts 2 --moe-expert-ffn-dim 32",
     "bias": "--smoe-strata 4-4 --moe-balance bias --moe-second-expert-policy all --moe-bias-step 0.01",
+    "layers": "--encoder-smoe-strata 4-0-4 --decoder-smoe-strata 2-6",
+    "chain": "--smoe-strata 8 --smoe-chain 3",
     "update": "--smoe-strata 4-4 --moe-balance-over update",
 }

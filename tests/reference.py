@@ -114,16 +114,20 @@ def reference(
     sentences=None,
     training=True,
     factor=2.0,
+    chain=1,
 ):
     """x (T, D), padding (T,); of each token also ids and sentences, of each expert and gate a bias.
 
     Returns y, balance loss, requested capacity, dropped {(stratum, t, k)}, tokens of each stratum.
     """
     sizes = [int(size) for size in strata.split("-")]
-    num_strata = len(sizes)
+    num_strata = max(len(sizes), chain)
+    fixed = stacked or chain > 1  # all tokens go from each gate to the next
     home = [i for i, size in enumerate(sizes) for _ in range(size)]
     released = norms == "released" and num_strata > 1
     ahead = [sum(sizes[i : i + 1] if stacked else sizes[i:]) for i in range(num_strata)]
+    if chain > 1:
+        ahead = [sum(sizes)] * chain
     options = {"top_k": top_k, "normalization": normalization, "capacity_factor": capacity_factor}
     options |= {"drop_order": drop_order, "gate": gate, "top_p": top_p, "bias": bias, "ids": ids}
     options |= {"sentences": sentences, "training": training, "factor": factor, "visible": ahead}
@@ -135,7 +139,7 @@ def reference(
     losses, dropped, visits = [], set(), []
 
     for i in range(num_strata):
-        offset = sum(sizes[:i])
+        offset = sum(sizes[:i]) if chain == 1 else 0
         tokens = [t for t in range(len(place)) if place[t] == i]
         inputs = [state[t] if stacked else layer_norm(params, i, state[t]) for t in tokens]
         kept, first, loss, lost = run_gate(params, i, inputs, tokens, options)
@@ -155,7 +159,7 @@ def reference(
             residual = h if released and i > 0 else state[t]
             state[t] = mixed if stacked else residual + mixed
             requested[t] += 1
-            place[t] = i + 1 if stacked else home[offset + best] + 1
+            place[t] = i + 1 if fixed else home[offset + best] + 1
 
     if stacked:
         state = [row if pad else row + s for row, s, pad in zip(x, state, padding.tolist())]

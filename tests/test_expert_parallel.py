@@ -227,7 +227,7 @@ def norm_of_all(name: str, scale: float):
     shared = [scale * torch.randn(40, 30, dtype=dtype) for _ in range(5)]
     experts = [[scale * torch.randn(2, 30, dtype=dtype) for _ in range(3)] for _ in range(2)]
     wanted = torch.cat([g.double().flatten() for g in [*shared, *experts[0], *experts[1]]]).norm()
-    norm = ExpertNorm(Placement(4, 2, dist.get_rank()))
+    norm = ExpertNorm(3 * [Placement(4, 2, dist.get_rank())])
     found = norm(shared, experts[dist.get_rank()])
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     tolerance = 1e-14 if dtype == torch.float64 else 1e-6

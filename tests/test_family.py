@@ -62,6 +62,74 @@ def test_more_than_two_experts(strata, top_k, normalization, execution, padding)
         assert stats.chosen.shape == (len(block.gates), top_k)
 
 
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("normalization", ["after-drop", "none"])
+@pytest.mark.parametrize("chain, top_k", [(1, 2), (2, 1), (3, 2)])
+def test_chain_of_experts(chain, top_k, normalization, execution, padding):
+    """Every token stops at every gate, each of which sees all experts."""
+    x, mask = make_input(padding)
+    for factor in (0.0, 1.0):
+        options = {"top_k": top_k, "capacity_factor": factor, "chain": chain}
+        block = family_block("5", execution, gate_normalization=normalization, **options)
+        stats = assert_agrees(block, x, mask, normalization=normalization, **options)
+        assert torch.equal(stats.requested_capacity, chain * (~mask).long())
+        assert stats.first_choices.sum(1).tolist() == [int((~mask).sum())] * chain
+        assert block.experts.w1.shape[0] == 5 and len(block.layer_norms) == chain
+
+
+@EXECUTIONS
+def test_chain_of_top_p_gates(execution):
+    x, mask = make_input("some")
+    block = family_block("5", execution, gate="top-p", top_p=0.6, chain=2)
+    assert_agrees(block, x, mask, gate="top-p", top_p=0.6, chain=2)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_chain_is_vanilla_layers_that_share_their_experts(length):
+    """Of one, it is the vanilla layer."""
+    x, mask = make_input("some")
+    chain = make_block("8", chain=length)
+    want, losses = x, []
+    for i in range(length):
+        layer = make_block("8")
+        layer.experts = chain.experts
+        layer.gates[0].load_state_dict(chain.gates[i].state_dict())
+        layer.layer_norms[0].load_state_dict(chain.layer_norms[i].state_dict())
+        want, stats = layer(want, mask)
+        losses.append(stats.balance_loss)
+    y, stats = chain(x, mask)
+    assert torch.allclose(y, want, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(stats.balance_loss, sum(losses) / length)
+    if length == 1:
+        assert chain.state_dict().keys() == layer.state_dict().keys()
+
+
+@EXECUTIONS
+@pytest.mark.parametrize("strata, chain", [("4", 3), ("4-0-4", 1)])
+def test_a_batch_without_rows(strata, chain, execution):
+    block = family_block(strata, execution, chain=chain)
+    x = torch.zeros(0, D, dtype=torch.float64, requires_grad=True)
+    y, stats = block(x)
+    (y.sum() + stats.balance_loss).backward()
+    assert y.shape == x.shape and float(stats.balance_loss) == 0 and not stats.first_choices.any()
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("strata, top_k", [("4-0-4", 2), ("0-5", 3), ("2-0-0-3", 1)])
+def test_strata_without_experts(strata, top_k, execution, padding):
+    """Their gates see later experts alone; the gate behind them is never reached."""
+    x, mask = make_input(padding)
+    for factor in (0.0, 1.0):
+        options = {"top_k": top_k, "capacity_factor": factor}
+        block = family_block(strata, execution, **options)
+        stats = assert_agrees(block, x, mask, **options)
+        sizes = block.strata.sizes
+        reached = stats.first_choices.sum(1) > 0
+        assert not any(reached[i + 1] for i, size in enumerate(sizes[:-1]) if size == 0)
+
+
 @EXECUTIONS
 @pytest.mark.parametrize("stacked", [False, True])
 def test_more_than_two_experts_stacked(stacked, execution):
@@ -271,6 +339,15 @@ def test_balanced_assignment_of_odd_affinities(affinity):
 @pytest.mark.parametrize(
     "options, words",
     [
+        (
+            {"strata": "4-0"},
+            "strata '4-0': expected positive numbers of experts joined by '-', such",
+        ),
+        ({"strata": "0"}, "or 0 for any but the last"),
+        (
+            {"strata": "4-0-4", "stacked": True},
+            "strata 4-0-4 with stacked: a stratum without experts leaves its gate none to choose from",
+        ),
         ({"gate": "soft"}, "gate 'soft': expected one of topk, hash, base, expert-choice, top-p"),
         ({"gate": "base"}, "gate base: expected one stratum, such as strata 8, not 2-2-2-2"),
         ({"gate": "hash", "hash_table": TABLE}, "gate hash: expected one stratum"),

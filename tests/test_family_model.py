@@ -293,6 +293,25 @@ def test_balance_over_an_update_by_hand():
         ("--moe-residual --moe-cmr --smoe-strata 8", "--moe-residual with --moe-cmr: both mix"),
         ("--moe-shared-experts 1", "--moe-shared-experts 1: expected one stratum"),
         ("--moe-expert-ffn-dim -1", "--moe-expert-ffn-dim -1: expected a whole number"),
+        (
+            "--smoe-chain 2 --smoe-strata 4-4",
+            "--smoe-chain 2: expected one stratum, such as --smoe-strata 8",
+        ),
+        ("--smoe-chain 0", "--smoe-chain 0: expected a whole number of at least 1"),
+        (
+            "--smoe-chain 2 --smoe-strata 8 --moe-stacked",
+            "--smoe-chain 2 with --moe-stacked: expected one of the two",
+        ),
+        (
+            "--smoe-chain 2 --smoe-strata 8 --moe-gate base",
+            "--moe-gate base: expected --smoe-chain 1",
+        ),
+        ("--smoe-chain 2 --smoe-strata 8 --moe-cmr", "--moe-cmr: expected --smoe-chain 1, not 2"),
+        (
+            "--smoe-chain 2 --smoe-strata 8 --moe-norms released",
+            "--moe-norms released: that code has no --smoe-chain 2; expected paper",
+        ),
+        ("--moe-freq 0 --smoe-chain 2", "--smoe-chain 2 with --moe-freq 0: a dense model has no"),
         ("--moe-freq 0 --moe-gate base", "--moe-gate base with --moe-freq 0: a dense model has no"),
         ("--moe-freq 0 --moe-shared-experts 1", "--moe-shared-experts 1 with --moe-freq 0"),
     ],
@@ -307,6 +326,7 @@ def test_bad_flags_end_with_one_sentence(flags, words):
     "flags, words",
     [
         ("--moe-gate hash --smoe-strata 8", "this model has --moe-gate hash"),
+        ("--smoe-strata 8 --smoe-chain 3", "this model has --smoe-chain 3 --smoe-strata 8"),
         ("--smoe-strata 4-4 --moe-null-experts 2 --moe-top-k 3", "null_weight is missing in it"),
         (
             "--smoe-strata 4-4 --moe-balance bias --moe-second-expert-policy all",
@@ -340,6 +360,15 @@ def test_reckoned_size_is_the_models(member, monkeypatch):
     assert seen[0] - tables == pytest.approx(parameters(model), rel=0.01)
 
 
+def test_a_chain_may_choose_an_expert_again():
+    """Two passes of 2 among 8: an expert is left out by both with probability (6 / 8)^2."""
+    found = count(tiny("--smoe-strata", "8", "--smoe-chain", "2"))
+    expert = EXPERT + 128 + 256  # with its biases
+    idle = found.parameters - found.active_parameters
+    assert idle == pytest.approx(2 * 8 * (6 / 8) ** 2 * expert)
+    assert found.requested_capacity == 2
+
+
 EXPERT, WIDTH = 2 * 128 * 256, 128 * 2 * 2  # weights of a tiny expert; 2 FLOPs, 2 layers
 COPIES = {
     "top-3": 3 * 1.5,
@@ -352,6 +381,8 @@ COPIES = {
     "shared": 3 * 32 / 256,
     "bias": 2 * 1.5,
     "update": 2 * 1.5,
+    "chain": 2 * 3,
+    "layers": 2 * (1.5 + 1.25) / 2,  # the gate behind a stratum without experts is never reached
 }
 BESIDE = {"residual": 1.0, "shared": 2 * 32 / 256}  # in experts of full width
 

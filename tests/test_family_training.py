@@ -53,10 +53,10 @@ def averages_of(folder) -> dict[str, float]:
     return averages(folder)
 
 
-ALONE = ["top-3", "null", "top-p", "hash", "residual", "shared", "bias"]
+ALONE = ["top-3", "null", "top-p", "hash", "residual", "shared", "bias", "layers", "chain"]
 
 
-@pytest.mark.parametrize("member", some(sorted(ALONE), "bias"))
+@pytest.mark.parametrize("member", some(sorted(ALONE), "bias", "chain"))
 def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
     """Those whose tokens do not ask what others do: with the batches of both in one process."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -158,7 +158,10 @@ def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_p
 
 @pytest.mark.parametrize(
     "member",
-    some(["expert-choice", "hash", "null", "base", "top-p", "bias", "shared"], "expert-choice"),
+    some(
+        ["expert-choice", "hash", "layers", "chain", "null", "base", "top-p", "bias", "shared"],
+        *("expert-choice", "layers"),
+    ),
 )
 def test_analysis_counts_every_token(three_languages, tmp_path, member):
     """Each token of each layer has one first choice in every stratum where it stops."""
@@ -178,6 +181,11 @@ def test_analysis_counts_every_token(three_languages, tmp_path, member):
     if member in ("expert-choice", "hash", "base", "shared"):
         for (_, side, _), choices in of_layer.items():
             assert choices == lengths + (8 if side == "encoder" else 0)  # and the language
+    elif member == "chain":
+        for (_, side, _), choices in of_layer.items():
+            assert choices == 3 * (lengths + (8 if side == "encoder" else 0))
+        flow = handmade.read(output / "flow.csv")
+        assert {(row["stratum"], row["chosen_stratum"]) for row in flow} == {(i, i) for i in "012"}
     else:
         assert all(lengths <= choices <= 2 * (lengths + 8) for choices in of_layer.values())
 

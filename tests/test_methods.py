@@ -1,4 +1,7 @@
-"""Every method trains on the built-in corpus, by its one word on the command line."""
+"""Every method trains on the built-in corpus, by its one word on the command line.
+
+A pyramid wants more than the one MoE layer per side that others have there.
+"""
 
 import re
 
@@ -9,7 +12,7 @@ from test_recipes import recipe
 METHODS = [
     *("dense", "moe", "switch", "moe-eom", "moe-cmr", "stacked-4-4", "smoe-2-2-2-2"),
     *("moe-hash", "moe-base", "moe-expert-choice", "moe-top-p", "moe-null", "moe-residual"),
-    *("moe-shared", "moe-bias", "moe-update"),
+    *("moe-shared", "moe-bias", "moe-update", "pyramid-4-8 --moe-freq 1", "moe-chain"),
     *map(soak, ("moe-32", "stacked-2-2-2-2", "smoe-4-4", "smoe-1-3-4")),
 ]
 SMALL = [
@@ -30,7 +33,7 @@ def prepared(tmp_path_factory):
 @pytest.mark.parametrize("method", METHODS)
 def test_trains_and_its_loss_falls(prepared, method):
     given = {"OMP_NUM_THREADS": "1", "GPUS": "0"}  # else torch is imported to count them
-    process = recipe(prepared, "train", "phrasebook", method, *SMALL, **given)
+    process = recipe(prepared, "train", "phrasebook", *method.split(), *SMALL, **given)
     output = process.stdout + process.stderr
     assert process.returncode == 0, output[-2000:]
     losses = [float(loss) for loss in re.findall(r"train_inner .*?, nll_loss=([\d.]+)", output)]

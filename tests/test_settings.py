@@ -105,6 +105,8 @@ def test_methods_fill_in_experts_and_strata(configs):
         *("--moe-freq", "2", "--smoe-strata", "6", "--moe-top-k", "2")
     ]
     assert method_flags("smoe-2-4", dataset)["smoe-strata"] == "2-4"
+    assert method_flags("smoe-2-0-4", dataset)["smoe-strata"] == "2-0-4"
+    assert method_flags("pyramid-2-2-4", dataset)["smoe-strata"] == "2,2,4"
     assert arguments({"a": True, "b": False, "c": None, "d": 0, "e": "x y"}) == [
         *("--a", "--d", "0", "--e", "x y")
     ]

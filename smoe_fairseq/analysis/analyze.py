@@ -23,6 +23,7 @@ from smoe_fairseq.analysis.collect import collect
 from smoe_fairseq.analysis.figures import style
 from smoe_fairseq.analysis.figures.sentence import draw as draw_sentence
 from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.modules import Strata
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_folder, write_whole
 
@@ -111,7 +112,7 @@ def _description(args: Namespace, model: nn.Module, found: results.Results, sent
         "checkpoint": str(args.path),
         "updates": model.num_updates,
         "subset": args.gen_subset,
-        "strata": {block.name: str(block.strata) for block in found.blocks},
+        "strata": {block.name: _words(block.strata) for block in found.blocks},
         "device": next(model.parameters()).device.type,
         "sample": args.sentences,
         "sentences": sentences,
@@ -120,6 +121,10 @@ def _description(args: Namespace, model: nn.Module, found: results.Results, sent
         "nll_loss": found.capacity and round(found.capacity.nll_loss, 6),
         "capacity_nll_loss": found.capacity and round(found.capacity.limited_nll_loss, 6),
     }
+
+
+def _words(strata: Strata) -> str:
+    return f"{strata} in a chain of {strata.chain}" if strata.chain > 1 else str(strata)
 
 
 def _for_people(run: dict) -> dict[str, object]:

@@ -71,6 +71,9 @@ def count(
         experts = block.experts
         expert_weights += used * (experts.w1[0].numel() + experts.w2[0].numel())
         size = sum(p.numel() for p in experts.parameters()) / num_experts
+        if block.strata.chain > 1:  # where a pass may choose what another has chosen
+            untouched = (1 - copies_per_stop(block) / num_experts) ** block.strata.chain
+            used = num_experts * (1 - untouched)
         idle += max(num_experts - used, 0) * size
     return Cost(
         parameters=parameters,

@@ -72,9 +72,12 @@ class Counts:
     def flow(self) -> ndarray:
         """``(L, L)``: tokens whose gate in stratum i chose an expert of stratum j.
 
-        They go on to stratum j + 1, past strata i to j - 1, or leave the block where j is the last one.
+        They go on to stratum j + 1, past strata i to j - 1, or leave the block where j is the last one. At a
+        fixed depth all go from each stratum to the next.
         """
         strata = self.block.strata
+        if strata.fixed_depth:
+            return np.diag(self.first_choices.sum(axis=1))
         flow = np.zeros((len(strata), len(strata)), dtype=np.int64)
         for expert, stratum in enumerate(strata.stratum_of_expert):
             flow[:, stratum] += self.first_choices[:, expert]

@@ -53,20 +53,22 @@ def process_cost(run: Run, model: nn.Module) -> ProcessCost:
     """As `process_costs`, of the run as its flags say."""
     flags = run.flags
     blocks = moe_blocks(model).values()
-    experts = sum(p.numel() for block in blocks for p in block.experts.parameters())
+    of_block = [sum(p.numel() for p in block.experts.parameters()) for block in blocks]
+    experts = sum(of_block)
     shared = sum(p.numel() for p in model.parameters()) - experts
     number = 4 if run.half is None else 2  # bytes of a gradient or an activation on its way
     gradients, tokens = (shared + experts) * _ring(run.processes), 0.0
     if flags.expert_parallel and blocks:
-        place = Placement(next(iter(blocks)).strata.num_experts, run.processes)
-        own = experts / place.group_size
-        gradients = shared * _ring(run.processes) + own * _ring(place.num_replicas)
-        away = (place.group_size - 1) / place.group_size  # share of the copies that travel
-        rows = sum(  # to the experts and back, and their gradients the same
-            4 * copies_per_stop(block) * block.strata.expected_requested_capacity() * _width(block)
-            for block in blocks
-        )
-        tokens = away * rows * flags.max_tokens * flags.update_freq * number
+        gradients, rows = shared * _ring(run.processes), 0.0
+        for block, weights in zip(blocks, of_block, strict=True):
+            place = Placement(block.strata.num_experts, run.processes)
+            gradients += weights / place.group_size * _ring(place.num_replicas)
+            away = (place.group_size - 1) / place.group_size  # share of the copies that travel
+            copies = copies_per_stop(block) * block.strata.expected_requested_capacity()
+            rows += (
+                away * 4 * copies * _width(block)
+            )  # there and back, and their gradients the same
+        tokens = rows * flags.max_tokens * flags.update_freq * number
     parameters = 0.0
     if (
         flags.zero_sharding == "os"

@@ -61,7 +61,7 @@ class BlockRecorder:
         cell = (self.type_T[index] * len(strata) + stratum) * strata.num_experts + expert
         self.counts.view(-1).index_add_(0, cell, torch.ones_like(cell))
         self.requested_T[index] += 1
-        if strata.stacked:
+        if strata.fixed_depth:
             self.position_T[index] = stratum + 1
         else:
             self.position_T[index] = self.block.stratum_of_expert[expert] + 1

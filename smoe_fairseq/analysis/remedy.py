@@ -7,7 +7,6 @@ from smoe_fairseq.analysis.forecast import Run, forecast
 from smoe_fairseq.analysis.live_bytes import TooMuch
 from smoe_fairseq.models.config import FIELDS, SMoETransformerConfig
 from smoe_fairseq.modules.placement import Placement
-from smoe_fairseq.modules.strata import Strata
 
 Flags = dict[str, object]
 
@@ -54,7 +53,7 @@ def _smaller_batches(run: Run) -> Iterator[Run]:
 def _more_processes(run: Run) -> Iterator[Run | None]:
     """Twice as many and so on, each with fewer of the experts, for the same update."""
     parts = run.flags.update_freq
-    while run.processes < _experts(run):
+    while run.processes < max(_experts(run), default=0):
         parts = max(1, parts // 2)
         run = replace(run, processes=2 * run.processes).with_flags(update_freq=parts)
         wider = _sharded(run.with_flags(expert_parallel=False))
@@ -63,22 +62,22 @@ def _more_processes(run: Run) -> Iterator[Run | None]:
 
 
 def _sharded(run: Run) -> Run | None:
-    if run.processes == 1 or run.flags.expert_parallel or not _experts(run):
+    if run.processes == 1 or run.flags.expert_parallel or not (experts := _experts(run)):
         return None
     try:
-        Placement(_experts(run), run.processes)
+        for number in experts:
+            Placement(number, run.processes)
     except ValueError:
         return None
     return _unflattened(run.with_flags(expert_parallel=True, ddp_backend="legacy_ddp"))
 
 
-def _experts(run: Run) -> int:
-    """Of each MoE layer; 0: a dense model."""
+def _experts(run: Run) -> list[int]:
+    """Of each MoE layer; a dense model has none."""
     given = {name: value for name, value in vars(run.flags).items() if name in FIELDS}
     config = SMoETransformerConfig(**{n: value for n, value in given.items() if value is not None})
-    if not (config.moe_freq_of("encoder") or config.moe_freq_of("decoder")):
-        return 0
-    return Strata.parse(config.smoe_strata, config.moe_stacked).num_experts
+    sides = ("encoder", "decoder")
+    return [strata.num_experts for side in sides for strata in config.strata_of(side)]
 
 
 def _zero(run: Run) -> Run | None:

@@ -116,24 +116,29 @@ class TokenTable:
         self.results = results
         self.file = open(path, "w", encoding="utf-8", newline="")
         self.writer = csv.writer(self.file, lineterminator="\n")
-        self.header = None
+        self.choices: list[tuple[int, int]] | None = None
 
     def add(self, direction: Direction) -> None:
+        if self.choices is None:  # of all blocks, which may have other strata
+            self.choices = sorted(
+                {choice for block in direction.blocks for choice in _visible(block)}
+            )
+            self.writer.writerow(
+                ["direction", "side", "layer", "token", "kind", "frequency_rank"]
+                + ["occurrences", "requested_capacity"]
+                + [f"stratum{i}_expert{e}" for i, e in self.choices]
+            )
         for block in direction.blocks:
-            choices = [f"stratum{i}_expert{e}" for i, e in _visible(block)]
-            if self.header is None:
-                self.header = choices
-                self.writer.writerow(
-                    ["direction", "side", "layer", "token", "kind", "frequency_rank"]
-                    + ["occurrences", "requested_capacity", *choices]
-                )
             self.writer.writerows(self._rows(direction.name, block))
 
     def _rows(self, direction: str, block: TypeCounts) -> Iterator[list]:
         side = block.block.side
         ranks = self.results.ranks
-        strata, experts = np.array(_visible(block)).T
+        visible = _visible(block)
+        strata, experts = np.array(visible).T
+        columns = [visible.index(choice) if choice in visible else None for choice in self.choices]
         for n, number in enumerate(block.types):
+            first = block.first_choices[n][strata, experts].tolist()
             yield [
                 *_names(direction, block.block),
                 self.results.dictionaries[side][number],
@@ -141,7 +146,7 @@ class TokenTable:
                 "" if ranks is None or block.special[n] else ranks[side][number],
                 block.occurrences[n],
                 f"{block.stops[n] / block.occurrences[n]:.6f}",
-                *block.first_choices[n][strata, experts],
+                *("" if column is None else first[column] for column in columns),
             ]
 
     def __enter__(self) -> "TokenTable":
@@ -162,7 +167,7 @@ def write(folder: Path, results: Results) -> None:
         load += [[*start, i, e, counts.first_choices[i, e]] for i, e in counts.visible()]
         moves = counts.flow()
         for i, j in np.argwhere(np.triu(np.ones_like(moves))):
-            if not block.strata.stacked or i == j:
+            if not block.strata.fixed_depth or i == j:
                 flow.append([*start, i, j, moves[i, j]])
     start = ["direction", "side", "layer", "kind"]
     _write(folder / "blocks.csv", [*start, "tokens", "stops", "requested_capacity"], blocks)

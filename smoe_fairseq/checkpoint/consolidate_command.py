@@ -37,7 +37,8 @@ def run(args: Namespace) -> None:
     shards = Shards.open(rank_file(name, 0), args.optimizer_state)
     write(shards, args.output, 1, args.force)
     record = shards.record
+    numbers = " or ".join(map(str, record.numbers_of_experts))
     print(
-        f"{args.output}: {record.num_experts} experts per MoE layer, of {len(shards.files)} "
+        f"{args.output}: {numbers} experts per MoE layer, of {len(shards.files)} "
         f"processes, update {record.num_updates}"
     )

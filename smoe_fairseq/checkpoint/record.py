@@ -1,15 +1,18 @@
 """What a checkpoint says of the experts in it, so that the files of a set are never mixed up."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.checkpoint.names import rank_file, rank_of, set_name
+from smoe_fairseq.modules.placement import Placement
 from smoe_fairseq.system.checkpoint_file import InaccessibleCheckpoint
 from smoe_fairseq.system.errors import UsageError
 
 KEY = "smoe_experts"  # of the record in a checkpoint
+_LAYER = re.compile(r"\S+(?=\.experts\.)")
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,10 @@ class Record:
         save: one word for the save that the file belongs to, the same in all files of a set; of two the
             later one is the greater.
         num_updates: when that was.
-        num_experts: E of each MoE layer.
+        num_experts: E of each MoE layer but the others.
         world_size, rank: the file holds the share of process ``rank`` of ``world_size``.
         parameters: all names that the optimizer knows, in its order.
+        other_layers: E of MoE layers that have another number, by their names (``encoder.layers.1.moe``).
     """
 
     save: str
@@ -31,6 +35,17 @@ class Record:
     world_size: int
     rank: int
     parameters: tuple[str, ...]
+    other_layers: Mapping[str, int] = field(default_factory=dict)
+
+    def placement(self, name: str, world_size: int, rank: int = 0) -> Placement:
+        """Of the experts that a tensor is of, by its name, whatever stands around the parameter's."""
+        layer = _LAYER.search(name).group()
+        return Placement(self.other_layers.get(layer, self.num_experts), world_size, rank)
+
+    @property
+    def numbers_of_experts(self) -> list[int]:
+        """That there are, each once."""
+        return sorted({self.num_experts, *self.other_layers.values()})
 
     def as_dict(self) -> dict:
         return {**asdict(self), "parameters": list(self.parameters)}
@@ -42,8 +57,10 @@ class Record:
         if content is None:
             return None
         try:
-            return cls(**{**content, "parameters": tuple(content["parameters"])})
-        except (TypeError, LookupError):
+            parameters = tuple(content["parameters"])
+            other_layers = dict(content.get("other_layers", {}))  # older ones have none
+            return cls(**{**content, "parameters": parameters, "other_layers": other_layers})
+        except (TypeError, LookupError, ValueError):
             raise UsageError(
                 f"what a checkpoint says of its experts ({KEY}) is of another kind: it is damaged, or of "
                 "a later version"

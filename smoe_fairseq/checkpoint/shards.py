@@ -51,9 +51,6 @@ class Shards:
             raise UsageError(
                 f"{files[0]} holds one of {self.record.world_size} processes' experts, without the rest"
             )
-        self.places = [
-            Placement(self.record.num_experts, len(files), rank) for rank in range(len(files))
-        ]
         for file, state in zip(files, self.states, strict=True):
             self._check_parts(file, state)
 
@@ -76,17 +73,23 @@ class Shards:
 
     def _check_parts(self, file: Path, state: dict) -> None:
         """Raise UsageError unless all is there that the file's record speaks of."""
-        local = self.places[0].num_local
         if not isinstance(state.get("extra_state"), dict):
             raise UsageError(f"{file} is not a checkpoint of fairseq: extra_state is missing in it")
         for name in self.record.parameters:
             tensor = state["model"].get(name)
             if not torch.is_tensor(tensor):
                 raise UsageError(f"{file}: {name} is missing in its model")
-            if _EXPERTS in name and tensor.shape[:1] != (local,):
+            if _EXPERTS not in name:
+                continue
+            local = self.place_of(name).num_local
+            if tensor.shape[:1] != (local,):
                 raise UsageError(
                     f"{file}: {name} is {tuple(tensor.shape)} in its model; expected {local} experts"
                 )
+
+    def place_of(self, name: str) -> Placement:
+        """Of the experts that a tensor is of, in the first file."""
+        return self.record.placement(name, len(self.files))
 
     def tensors(self, state: dict) -> Iterator[tuple[str, Tensor, bool]]:
         """(name, tensor, whether its first dimension counts experts) of model and optimizer."""
@@ -137,12 +140,12 @@ class Shards:
             for part, content in self._parts(self.states[0]).items()
             for name in content
         } - parameters  # fairseq has some that are never set
-        group = self.places[0].group_size
         for rank in range(1, len(self.states)):
             for name, tensor, stacked in self.tensors(self.states[rank]):
                 if name in buffers:
                     continue
-                other = self.by_rank[rank % group if stacked else 0].get(name)
+                alike = rank % self.place_of(name).group_size if stacked else 0
+                other = self.by_rank[alike].get(name)
                 if other is not None and same_bits(tensor, other):
                     continue
                 if _EXPERTS in name and not stacked:
@@ -161,7 +164,7 @@ class Shards:
 
     def expert(self, name: str, expert: int) -> Tensor:
         """One expert's part of a stacked tensor, in the file that holds it."""
-        rank, offset = divmod(expert, self.places[0].num_local)
+        rank, offset = divmod(expert, self.place_of(name).num_local)
         return self.by_rank[rank][name][offset]
 
     def experts(self, name: str, wanted: range) -> Tensor:
@@ -176,12 +179,14 @@ class Shards:
         """The checkpoint of one process under another placement.
 
         Args:
+            place: which process of how many; the number of experts is each layer's own.
             progress: called after each tensor.
         """
         taken = {}
         for name, _, experts in self.tensors(self.states[0]):
             if experts:
-                taken[name] = self.experts(name, place.local)
+                own = self.record.placement(name, place.world_size, place.rank)
+                taken[name] = self.experts(name, own.local)
             progress()
 
         def placed(part: str, content: dict) -> dict:

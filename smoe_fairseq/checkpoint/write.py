@@ -28,7 +28,8 @@ def write(shards: Shards, output: Path, world_size: int, force: bool) -> list[Pa
             the system refuses a file.
     """
     try:
-        places = [Placement(shards.record.num_experts, world_size, r) for r in range(world_size)]
+        for num_experts in shards.record.numbers_of_experts:  # can each layer's be spread?
+            places = [Placement(num_experts, world_size, rank) for rank in range(world_size)]
     except ValueError as error:
         raise UsageError(f"--world-size {world_size}: {error}") from None
     files = output_files(output, world_size)
@@ -81,9 +82,10 @@ def _verify(shards: Shards, place: Placement, file: Path, progress: Callable) ->
             raise UsageError(f"{file}: {name} has not been written; is the disk sound?")
         copies = [(written[name], source)]
         if is_expert:
+            local = shards.record.placement(name, place.world_size, place.rank).local
             copies = [
-                (written[name][expert - place.local.start], shards.expert(name, expert))
-                for expert in place.local
+                (written[name][expert - local.start], shards.expert(name, expert))
+                for expert in local
             ]
         if not all(same_bits(copy, original) for copy, original in copies):
             raise UsageError(f"{file}: {name} was not written as it was read; is the disk sound?")

@@ -16,7 +16,7 @@ class UpdateBalance:
     """Counts what the experts of all layers are asked for, from `begin` on."""
 
     def __init__(self):
-        self.asked: Tensor | None = None  # (layers, L, E + M)
+        self.asked: Tensor | None = None  # (L, E + M) of every layer, one after the other
 
     def begin(self) -> None:
         """A new update."""
@@ -30,27 +30,33 @@ class UpdateBalance:
         Every process has to ask at the same time, whatever its layers and tokens.
 
         Args:
-            blocks: all that learn by the loss; they are alike.
+            blocks: all that learn by the loss.
             ran: what each did, None where LayerDrop left it out.
             counts: no for a batch that is there to keep processes in step.
         """
-        strata, null = blocks[0].strata, blocks[0].counting.null_experts
-        nothing = blocks[0].stratum_of_expert.new_zeros(len(strata), strata.num_experts + null)
-        asked = torch.stack(
-            [_asked(stats, nothing) if counts else nothing for stats in ran]
-        ).double()
+        layers = [
+            _asked(block, stats if counts else None)
+            for block, stats in zip(blocks, ran, strict=True)
+        ]
+        asked = torch.cat([asked_LE.flatten() for asked_LE in layers]).double()
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(asked)
         self.asked = asked if self.asked is None else self.asked + asked
-        visible = blocks[0].visible_of_gate + null
+        so_far = self.asked.split([asked_LE.numel() for asked_LE in layers])
         return [
-            balance_loss(asked_LE, stats.mean_probs, visible)
-            for asked_LE, stats in zip(self.asked, ran, strict=True)
+            balance_loss(
+                asked.view(len(block.strata), -1),
+                stats.mean_probs,
+                block.visible_of_gate + block.counting.null_experts,
+            )
+            for block, asked, stats in zip(blocks, so_far, ran, strict=True)
             if stats is not None
         ]
 
 
-def _asked(stats: RoutingStats | None, nothing: Tensor) -> Tensor:
+def _asked(block: StratifiedMoE, stats: RoutingStats | None) -> Tensor:
+    """``(L, E + M)``: what a layer's gates were asked for; nothing where it did not run."""
     if stats is None:
-        return nothing
+        experts = block.strata.num_experts + block.counting.null_experts
+        return block.stratum_of_expert.new_zeros(len(block.strata), experts)
     return stats.first_choices if stats.asked is None else stats.asked

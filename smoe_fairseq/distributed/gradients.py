@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from smoe_fairseq.models.moe_layers import placement_of
+from smoe_fairseq.models.moe_layers import experts_of
 from smoe_fairseq.modules.placement import Placement
 
 
@@ -20,13 +20,15 @@ def sum_over_replicas(ddp: ModuleType) -> None:
     @functools.wraps(original)
     def all_reduce_grads(self):
         original(self)
-        place = placement_of(self.module)
-        if place is None or place.num_replicas == 1 or self.accumulate_grads:
+        if self.accumulate_grads:
             return
-        group = _replica_group(place.num_experts, place.world_size)
-        for parameter in self.module.parameters():
-            if hasattr(parameter, "expert") and parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=group)
+        for experts in experts_of(self.module).values():
+            place = experts.placement
+            if place.num_replicas > 1:
+                group = _replica_group(place.num_experts, place.world_size)
+                for parameter in experts.parameters():
+                    if parameter.grad is not None:
+                        dist.all_reduce(parameter.grad, group=group)
 
     wrapper.all_reduce_grads = all_reduce_grads
 
@@ -49,16 +51,25 @@ class ExpertNorm:
     """The norm over shared parameters and the experts of all processes.
 
     It travels through fairseq's optimizers as their ``aggregate_norm_fn``, to where the gradients are.
+
+    Args:
+        places: of each parameter of experts, in the order of the optimizer's, which does not know them: its
+            copies in float32 have nothing but the mark.
     """
 
-    def __init__(self, place: Placement):
-        self.place = place
+    def __init__(self, places: list[Placement]):
+        self.places = places
 
-    def __call__(self, shared: list[Tensor], experts: list[Tensor]) -> Tensor:
+    def __call__(self, shared: list[Tensor], experts: list[Tensor | None]) -> Tensor:
         """Scalar, the same on every process; in at least float32, not finite if any gradient is not."""
+        by_replicas = {}
+        for place, gradient in zip(self.places, experts, strict=True):
+            if gradient is not None:
+                by_replicas.setdefault(place.num_replicas, []).append(gradient)
         # The shared part too, though all have it: so the sum has the same bits on machines of any kind.
-        squared = _norm(shared).square() / self.place.world_size
-        squared = squared + _norm(experts).square() / self.place.num_replicas
+        squared = _norm(shared).square() / self.places[0].world_size
+        for replicas, gradients in by_replicas.items():
+            squared = squared + _norm(gradients).square() / replicas
         dist.all_reduce(squared)
         return squared.sqrt()
 
@@ -85,14 +96,12 @@ def norm_over_all_experts(utils: ModuleType) -> None:
     def clip_grad_norm_(params, max_norm, aggregate_norm_fn=None):
         if not isinstance(aggregate_norm_fn, ExpertNorm):
             return original(params, max_norm, aggregate_norm_fn)
-        with_gradient = [p for p in params if p.grad is not None]
-        shared, experts = (
-            [p.grad.detach() for p in with_gradient if hasattr(p, "expert") == is_expert]
-            for is_expert in (False, True)
-        )
+        params = list(params)
+        experts = [p.grad for p in params if hasattr(p, "expert")]
+        shared = [p.grad for p in params if p.grad is not None and not hasattr(p, "expert")]
         norm = aggregate_norm_fn(shared, experts)
         if max_norm > 0:
-            clip_grads_with_norm_(with_gradient, max_norm, norm)
+            clip_grads_with_norm_([p for p in params if p.grad is not None], max_norm, norm)
         return norm
 
     utils.clip_grad_norm_ = clip_grad_norm_

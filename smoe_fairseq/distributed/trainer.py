@@ -20,7 +20,7 @@ from smoe_fairseq.distributed.options import check_options
 from smoe_fairseq.distributed.same_run import check_data, check_flags
 from smoe_fairseq.distributed.saving import new_save_name, publish
 from smoe_fairseq.distributed.update_bias import update_biases
-from smoe_fairseq.models.moe_layers import first_block, moe_blocks, placement_of
+from smoe_fairseq.models.moe_layers import experts_of, first_block, moe_blocks, placement_of
 from smoe_fairseq.modules.transfer import on_host
 from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 from smoe_fairseq.system.memory import keep_freed_memory
@@ -97,6 +97,11 @@ class SMoETrainer(Trainer):
             save=self.save_name or new_save_name(),
             num_updates=self.get_num_updates(),
             num_experts=place.num_experts,
+            other_layers={
+                layer: experts.placement.num_experts
+                for layer, experts in experts_of(self.get_model()).items()
+                if experts.placement.num_experts != place.num_experts
+            },
             world_size=place.world_size,
             rank=place.rank,
             parameters=tuple(name for name, parameter in named if parameter.requires_grad),
@@ -193,7 +198,13 @@ class SMoETrainer(Trainer):
         """By the norm over the experts of all processes."""
         if self.expert_placement is None:
             return super().clip_grad_norm(clip_norm)
-        norm = ExpertNorm(self.expert_placement)
+        marked = (
+            experts.placement
+            for experts in experts_of(self.get_model()).values()
+            for parameter in experts.parameters()
+            if parameter.requires_grad
+        )
+        norm = ExpertNorm(list(marked))
         return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=norm)
 
     def _log_oom(self, exc):

@@ -12,7 +12,9 @@ from smoe_fairseq.modules.balance import BALANCED_OVER, BALANCES
 from smoe_fairseq.modules.capacity import DROP_ORDERS
 from smoe_fairseq.modules.gates.make import GATES
 from smoe_fairseq.modules.gates.top_k import GATE_NORMALIZATIONS, SECOND_EXPERT_POLICIES
+from smoe_fairseq.modules.option_error import OptionError
 from smoe_fairseq.modules.smoe import DROPOUTS, NORMS
+from smoe_fairseq.modules.strata import Strata
 
 HASH_TABLES = ("random", "balanced")
 
@@ -70,7 +72,15 @@ class SMoETransformerConfig(FairseqDataclass):
     # The mixture of experts
     smoe_strata: str = option(
         "4-4",
-        "experts per stratum in the paper's notation: 16 is a vanilla MoE, 4-12 has two strata",
+        "experts per stratum in the paper's notation: 16 is a vanilla MoE, 4-12 has two strata; one value, "
+        "or one for each MoE layer of a side, separated by commas",
+    )
+    encoder_smoe_strata: str = option("", "--smoe-strata of the encoder; empty: as --smoe-strata")
+    decoder_smoe_strata: str = option("", "--smoe-strata of the decoder; empty: as --smoe-strata")
+    smoe_chain: int = option(
+        1,
+        "chain of experts: so many passes of every token over the experts of one stratum, each with a gate "
+        "of its own",
     )
     moe_freq: int = option(2, "every N-th layer is a MoE layer; 0: a dense model")
     encoder_moe_freq: int = option(-1, "--moe-freq of the encoder; -1: as --moe-freq")
@@ -185,6 +195,41 @@ class SMoETransformerConfig(FairseqDataclass):
         freq = getattr(self, f"{side}_moe_freq")
         return self.moe_freq if freq == -1 else freq
 
+    def moe_layers_of(self, side: str) -> int:
+        """How many MoE layers a side has."""
+        freq = self.moe_freq_of(side)
+        return getattr(self, f"{side}_layers") // freq if freq else 0
+
+    def strata_option_of(self, side: str) -> str:
+        """The option that says the strata of a side."""
+        own = f"{side}_smoe_strata"
+        return own if getattr(self, own) else "smoe_strata"
+
+    def strata_of(self, side: str) -> list[Strata]:
+        """Of each MoE layer of a side, in the order of the layers.
+
+        Raises:
+            ValueError: as many values as the side has MoE layers were expected, or one of them is none; one
+                sentence that names the flag.
+        """
+        layers, name = self.moe_layers_of(side), self.strata_option_of(side)
+        values = str(getattr(self, name)).split(",")
+        if layers and len(values) not in (1, layers):
+            of_each = f", or {layers} separated by commas, one for each MoE layer" * (layers > 1)
+            raise ValueError(
+                f"{flag(name)} {','.join(values)}: expected one value{of_each} of the {side}, which has "
+                f"{layers}"
+            )
+        try:
+            strata = [Strata.parse(value, self.moe_stacked, self.smoe_chain) for value in values]
+        except OptionError as error:
+            raise ValueError(error.named(self.block_flags(side))) from None
+        return (strata * layers)[:layers]
+
+    def block_flags(self, side: str) -> dict[str, str]:
+        """The flags of a side's blocks, by their parameters."""
+        return BLOCK_FLAGS | {"strata": flag(self.strata_option_of(side))}
+
     def transformer(self) -> TransformerConfig:
         """The part that fairseq's own transformer code reads, nested as it wants it."""
         dim = self.decoder_embed_dim
@@ -192,8 +237,12 @@ class SMoETransformerConfig(FairseqDataclass):
             Namespace(**vars(self), decoder_input_dim=dim, decoder_output_dim=dim)
         )
 
-    def moe_options(self, side: str) -> dict:
-        """Arguments of the `StratifiedMoE` of a side, but the hash gate's table."""
+    def moe_options(self, side: str) -> list[dict]:
+        """Arguments of the `StratifiedMoE` of each MoE layer of a side, but the hash gate's table.
+
+        Raises:
+            ValueError: see `strata_of`.
+        """
         options = {name: getattr(self, option) for name, option in BLOCK_OPTIONS.items()}
         for name in ENUMERATED:
             options[name] = str(options[name])
@@ -202,13 +251,14 @@ class SMoETransformerConfig(FairseqDataclass):
                 options["gate"] = "topk"
             else:
                 options["balance_over"] = "batch"  # it has no balance loss
-        return options | {"activation_fn": utils.get_activation_fn(str(self.activation_fn))}
+        options["activation_fn"] = utils.get_activation_fn(str(self.activation_fn))
+        return [options | {"strata": str(strata)} for strata in self.strata_of(side)]
 
 
-# Parameters of the block, and the options that set them.
+# Parameters of the block, and the options that set them; its strata are the layer's.
 BLOCK_OPTIONS = {
-    "strata": "smoe_strata",
     "stacked": "moe_stacked",
+    "chain": "smoe_chain",
     "gate": "moe_gate",
     "top_k": "moe_top_k",
     "top_p": "moe_top_p",
@@ -252,4 +302,4 @@ def flag(name: str) -> str:
 
 # By the block's parameters.
 BLOCK_FLAGS = {name: flag(option) for name, option in BLOCK_OPTIONS.items()}
-BLOCK_FLAGS["hash_table"] = flag("moe_hash_table")
+BLOCK_FLAGS |= {"strata": flag("smoe_strata"), "hash_table": flag("moe_hash_table")}

@@ -7,11 +7,10 @@ from fairseq.data import Dictionary
 from torch import Tensor
 
 from smoe_fairseq.models.config import SMoETransformerConfig
-from smoe_fairseq.modules.strata import Strata
 
 
-def hash_table(config: SMoETransformerConfig, dictionary: Dictionary) -> Tensor:
-    """The expert of each entry of a dictionary, ``(V,)``.
+def hash_table(config: SMoETransformerConfig, dictionary: Dictionary, experts: int) -> Tensor:
+    """The expert, of so many, of each entry of a dictionary, ``(V,)``.
 
     "balanced" gives the entries, from the most frequent on, to the expert that has the fewest tokens so far
     (Roller et al. 2021), by the dictionary's counts.
@@ -21,7 +20,6 @@ def hash_table(config: SMoETransformerConfig, dictionary: Dictionary) -> Tensor:
     """
     if torch.empty(0).is_meta:  # a model made for its shapes alone, whose dictionary has no counts
         return torch.zeros(len(dictionary), dtype=torch.long)
-    experts = Strata.parse(config.smoe_strata, config.moe_stacked).num_experts
     if str(config.moe_hash_table) == "random":
         generator = torch.Generator("cpu").manual_seed(config.moe_hash_seed)
         return torch.randint(experts, (len(dictionary),), generator=generator, device="cpu")

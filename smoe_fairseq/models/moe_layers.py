@@ -4,6 +4,7 @@ import re
 
 from torch import nn
 
+from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.placement import Placement
 from smoe_fairseq.modules.smoe import StratifiedMoE
 
@@ -23,11 +24,19 @@ ASKED = "moe_asked "
 
 
 def first_block(model: nn.Module) -> StratifiedMoE | None:
-    """Any MoE layer, wherever it is in the model; they all have as many experts."""
+    """Any MoE layer, wherever it is in the model; others may have another number of experts."""
     return next((m for m in model.modules() if isinstance(m, StratifiedMoE)), None)
 
 
 def placement_of(model: nn.Module) -> Placement | None:
-    """How the model's experts are spread over processes; None where each process has all of them."""
+    """Over which processes the model's experts are spread; None where each process has all of them.
+
+    It is the first MoE layer's: others may have another number of experts.
+    """
     block = first_block(model)
     return block.experts.placement if block and block.experts.placement.is_sharded else None
+
+
+def experts_of(model: nn.Module) -> dict[str, Experts]:
+    """The experts of each MoE layer by the name in the state dict, ``encoder.layers.1.moe``."""
+    return {n: m.experts for n, m in model.named_modules() if isinstance(m, StratifiedMoE)}

@@ -2,25 +2,18 @@
 
 import torch
 
-from smoe_fairseq.models.config import BLOCK_FLAGS, DEFAULTS, SMoETransformerConfig, flag
+from smoe_fairseq.models.config import DEFAULTS, SMoETransformerConfig, flag
 from smoe_fairseq.models.size import check_size
 from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
 from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 
 # What makes a model another one than a user of a dense model can have meant.
 OF_EXPERTS = ("moe_cmr", "moe_gate", "moe_null_experts", "moe_shared_experts", "moe_residual")
-OF_EXPERTS += ("moe_expert_ffn_dim", "moe_balance", "moe_balance_over")
+OF_EXPERTS += ("smoe_chain", "moe_expert_ffn_dim", "moe_balance", "moe_balance_over")
 
 
 def check_config(config: SMoETransformerConfig, task) -> None:
     """Raise ValueError with one sentence that names the flag and what would be accepted."""
-    try:
-        _check_config(config, task)
-    except OptionError as error:  # the block's, of its own parameters
-        raise ValueError(error.named(BLOCK_FLAGS)) from None
-
-
-def _check_config(config: SMoETransformerConfig, task) -> None:
     _check_numbers(config)
     for side in ("encoder", "decoder"):
         freq = config.moe_freq_of(side)
@@ -48,15 +41,25 @@ def _check_config(config: SMoETransformerConfig, task) -> None:
     if has_experts:
         sides = [side for side in ("encoder", "decoder") if config.moe_freq_of(side)]
         _check_gate(config, sides)
-        with torch.device("meta"):  # the block checks its own options
-            for side in sides:
-                table = {"hash_table": torch.zeros(1).long()} if config.moe_gate == "hash" else {}
-                StratifiedMoE(8, 8, **config.moe_options(side), **table)
+        for side in sides:
+            _check_blocks(config, side)
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise ValueError(
             "--share-all-embeddings: source and target dictionary differ; preprocess with "
             "--joined-dictionary, or train with --no-share-all-embeddings"
         )
+
+
+def _check_blocks(config: SMoETransformerConfig, side: str) -> None:
+    """The block checks its own options."""
+    table = {"hash_table": torch.zeros(1).long()} if config.moe_gate == "hash" else {}
+    layers = config.moe_options(side)
+    try:
+        with torch.device("meta"):
+            for options in {options["strata"]: options for options in layers}.values():
+                StratifiedMoE(8, 8, **options, **table)
+    except OptionError as error:
+        raise ValueError(error.named(config.block_flags(side))) from None
 
 
 def _check_numbers(config: SMoETransformerConfig) -> None:
@@ -98,6 +101,13 @@ def _check_effect(config: SMoETransformerConfig, has_experts: bool) -> None:
                 f"{shown} with --moe-freq 0: a dense model has no experts to route to; leave one of the "
                 "two out"
             )
+    for side in ("encoder", "decoder"):
+        name = f"{side}_smoe_strata"
+        if getattr(config, name) and not config.moe_freq_of(side):
+            raise ValueError(
+                f"{flag(name)} {getattr(config, name)}: the {side} has no MoE layer; expected it with an "
+                f"--{side}-moe-freq above 0"
+            )
     if config.cmr_gate_drop and not config.moe_cmr:
         raise ValueError(
             f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr, without which there "
@@ -136,10 +146,11 @@ def check_checkpoint(model, state_dict) -> None:
             f"the checkpoint was trained with {found} and this model has {wanted}; pass the "
             "checkpoint's flags, or another --save-dir or --restore-file"
         )
-    experts = next((n for n in own if n.endswith(".moe.experts.w1") and n in loaded), None)
-    if experts and loaded[experts][1:] == own[experts][1:] and loaded[experts] != own[experts]:
+    experts = [n for n in own if n.endswith(".moe.experts.w1") and n in loaded]
+    share = next((n for n in experts if loaded[n] != own[n]), None)
+    if share and loaded[share][1:] == own[share][1:]:
         raise UsageError(
-            f"the checkpoint has {loaded[experts][0]} of the {own[experts][0]} experts of each MoE "
+            f"the checkpoint has {loaded[share][0]} of the {own[share][0]} experts of each MoE "
             "layer, one process's share: make one checkpoint of all with smoe consolidate"
         )
     name = next(n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n))
@@ -152,15 +163,31 @@ def check_checkpoint(model, state_dict) -> None:
 
 def _strata_of(shapes: dict[str, tuple]) -> str:
     """The flags behind a state dict, read from its gates: gate I sees ``shape[0]`` experts."""
-    block = next((n.split("gates.")[0] for n in sorted(shapes) if ".moe.gates." in n), None)
-    if block is None:
+    blocks = dict.fromkeys(name.split("gates.")[0] for name in shapes if ".moe.gates." in name)
+    if not blocks:
         return "--moe-freq 0"
-    if f"{block}gates.0.table" in shapes:
+    if any(f"{block}gates.0.table" in shapes for block in blocks):
         return "--moe-gate hash"
+    sides, kinds = {}, set()
+    for block in blocks:
+        how, strata = _strata_of_block(shapes, block)
+        kinds |= {how} - {""}
+        sides.setdefault(block.partition(".layers.")[0], []).append(strata)
+    found = {strata for layers in sides.values() for strata in layers}
+    shown = [f"--{side}-smoe-strata {','.join(layers)}" for side, layers in sides.items()]
+    if len(found) == 1:
+        shown = [f"--smoe-strata {found.pop()}"]
+    return " ".join([*kinds, *shown])
+
+
+def _strata_of_block(shapes: dict[str, tuple], block: str) -> tuple[str, str]:
+    """The flag by which they are no ordinary strata, if there is one, and the strata."""
     visible = []
     while (gate := f"{block}gates.{len(visible)}.weight") in shapes:
         visible.append(shapes[gate][0])
     if len(visible) > 1 and f"{block}layer_norms.1.weight" not in shapes:
-        return f"--moe-stacked --smoe-strata {Strata(tuple(visible))}"
+        return "--moe-stacked", str(Strata(tuple(visible)))
+    if len(visible) > 1 and len(set(visible)) == 1:
+        return f"--smoe-chain {len(visible)}", str(visible[0])
     sizes = (here - later for here, later in zip(visible, [*visible[1:], 0], strict=True))
-    return f"--smoe-strata {Strata(tuple(sizes))}"
+    return "", str(Strata(tuple(sizes)))

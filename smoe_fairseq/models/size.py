@@ -8,8 +8,7 @@ is the least that there has to be.
 import torch
 import torch.distributed as dist
 
-from smoe_fairseq.models.config import SMoETransformerConfig
-from smoe_fairseq.modules.strata import Strata
+from smoe_fairseq.models.config import SMoETransformerConfig, flag
 from smoe_fairseq.system.memory import machine_memory
 
 BYTES = 4  # of a weight
@@ -39,7 +38,6 @@ def check_size(config: SMoETransformerConfig, task) -> None:
 
 def _parts(config: SMoETransformerConfig, task) -> dict[str, tuple[int, int]]:
     """(weights, bytes of objects) of each part of the model, by the flags that make it large."""
-    strata = Strata.parse(config.smoe_strata, config.moe_stacked)
     processes = 1
     if config.expert_parallel and dist.is_initialized():
         processes = dist.get_world_size()
@@ -48,29 +46,31 @@ def _parts(config: SMoETransformerConfig, task) -> dict[str, tuple[int, int]]:
         dim, ffn, layers = (
             getattr(config, f"{side}_{name}") for name in ("embed_dim", "ffn_embed_dim", "layers")
         )
-        freq = config.moe_freq_of(side)
-        moe_layers = layers // freq if freq else 0
+        strata = config.strata_of(side)
         flags = f"--{side}-embed-dim {dim} --{side}-ffn-embed-dim {ffn} --{side}-layers {layers}"
-        dense = layers if config.moe_cmr else layers - moe_layers
+        dense = layers if config.moe_cmr else layers - len(strata)
         parts[flags] = (
             layers * attentions * 4 * dim**2 + dense * 2 * dim * ffn,
             layers * LAYER_OBJECTS,
         )
         width = config.moe_expert_ffn_dim or ffn
-        experts = strata.num_experts * 2 * dim * width // processes
-        experts += (sum(strata.visible) + config.moe_null_experts * len(strata)) * dim
+        experts = sum(each.num_experts for each in strata) * 2 * dim * width // processes
+        gates = sum(map(len, strata))
+        experts += (
+            sum(sum(each.visible) for each in strata) + config.moe_null_experts * gates
+        ) * dim
         beside = config.moe_shared_experts * width + config.moe_residual * ffn
-        experts += 2 * dim * beside
-        parts[f"--smoe-strata {_short(config.smoe_strata)} with {flags}"] = (
-            moe_layers * experts,
-            moe_layers * len(strata) * GATE_OBJECTS,
+        experts += len(strata) * 2 * dim * beside
+        name = config.strata_option_of(side)
+        parts[f"{flag(name)} {_short(getattr(config, name))} with {flags}"] = (
+            experts,
+            gates * GATE_OBJECTS,
         )
         # Positions that are computed have a table too.
         name = f"max_{'source' if side == 'encoder' else 'target'}_positions"
         positions = getattr(config, name)
         table = 0 if config.no_token_positional_embeddings else positions * dim
-        flag = f"--{name.replace('_', '-')} {positions}"
-        parts[f"{flag} with --{side}-embed-dim {dim}"] = (table, 0)
+        parts[f"{flag(name)} {positions} with --{side}-embed-dim {dim}"] = (table, 0)
         dictionary = task.source_dictionary if side == "encoder" else task.target_dictionary
         parts[f"--{side}-embed-dim {dim} and a dictionary of {len(dictionary)}"] = (
             0 if side == "decoder" and config.share_all_embeddings else len(dictionary) * dim,

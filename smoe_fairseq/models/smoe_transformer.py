@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smoe_fairseq.models.config import FIELDS, SMoETransformerConfig
 from smoe_fairseq.models.hash_tables import hash_table
-from smoe_fairseq.models.moe_layers import placement_of
+from smoe_fairseq.models.moe_layers import experts_of, placement_of
 from smoe_fairseq.models.preflight import check_checkpoint, check_config, check_model
 from smoe_fairseq.models.transformer_layer import (
     TransformerDecoderLayer,
@@ -51,7 +51,11 @@ class SMoETransformerModel(TransformerModelBase):
                 side.moe_freq = config.moe_freq_of(name)
                 side.moe_options = config.moe_options(name)
                 if config.moe_gate == "hash":
-                    side.moe_options["hash_table"] = hash_table(config, dictionary)
+                    for options, strata in zip(
+                        side.moe_options, config.strata_of(name), strict=True
+                    ):
+                        table = hash_table(config, dictionary, strata.num_experts)
+                        options["hash_table"] = table
         except ValueError as error:
             raise UsageErrorOfAll(str(error)) from None
         model = super().build_model(transformer, task)
@@ -81,13 +85,11 @@ class SMoETransformerModel(TransformerModelBase):
 
     def _take_own_experts(self, state_dict):
         """Of a checkpoint with all experts (``--finetune-from-model``), a process takes its own."""
-        place = placement_of(self)
-        if place is None:
-            return
-        for name, parameter in self.named_parameters():
-            loaded = state_dict.get(name)
-            if hasattr(parameter, "expert") and loaded is not None:
-                if len(loaded) == place.num_experts != len(parameter):
+        for layer, experts in experts_of(self).items():
+            place = experts.placement
+            for own, parameter in experts.named_parameters():
+                loaded = state_dict.get(name := f"{layer}.experts.{own}")
+                if loaded is not None and len(loaded) == place.num_experts != len(parameter):
                     state_dict[name] = loaded[place.local.start : place.local.stop]
 
 
@@ -97,7 +99,8 @@ class _Layers:
     def build_layer(self, layer_class, cfg, side):
         self.layers_built = getattr(self, "layers_built", 0) + 1
         is_moe = side.moe_freq > 0 and self.layers_built % side.moe_freq == 0
-        layer = layer_class(cfg, side, moe_options=side.moe_options if is_moe else None)
+        options = side.moe_options[self.layers_built // side.moe_freq - 1] if is_moe else None
+        layer = layer_class(cfg, side, moe_options=options)
         layer.name = f"{self.side}.layer.{self.layers_built - 1}"  # as `moe_blocks` has it
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)

@@ -119,6 +119,8 @@ def check_number(name: str, number: int) -> None:
 
 
 def check_one_stratum(option: str, strata: Strata) -> None:
+    if strata.chain > 1:
+        raise OptionError(option + ": expected {chain} 1, not {length}", length=strata.chain)
     if len(strata) > 1:
         raise OptionError(
             option + ": expected one stratum, such as {strata} {one}, not {sizes}",
@@ -147,9 +149,14 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         _refuse(name, repr(value), f"expected one of {', '.join(choices)}")
 
 
-def check_norms(norms: str, dropout_per: str, stacked: bool) -> None:
-    if norms == "released" and stacked:
+def check_norms(norms: str, dropout_per: str, strata: Strata) -> None:
+    if norms == "released" and strata.stacked:
         raise OptionError("{norms} released: {stacked} has no inner norms; expected paper")
+    if norms == "released" and strata.chain > 1:
+        raise OptionError(
+            "{norms} released: that code has no {chain} {length}; expected paper",
+            length=strata.chain,
+        )
     if norms == "released" and dropout_per == "layer":
         raise OptionError(
             "{dropout_per} layer: with {norms} released no residual runs past the whole layer; expected "

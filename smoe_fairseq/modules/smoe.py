@@ -76,6 +76,8 @@ class StratifiedMoE(nn.Module):
         expert_ffn_dim: width of each expert, shared ones too; 0: F.
         expert_parallel: the experts are spread over the processes of `torch.distributed`; its default
             process group has to be there before the block. Every process has to make the same passes.
+        chain: so many passes over the experts of one stratum, each with a gate and a layer norm of its own,
+            for every token; see `Strata`.
         execution: how experts are computed, see `start_pass`; an attribute that may be changed.
 
     Raises:
@@ -118,9 +120,10 @@ class StratifiedMoE(nn.Module):
         residual: bool = False,
         shared_experts: int = 0,
         expert_ffn_dim: int = 0,
+        chain: int = 1,
     ):
         super().__init__()
-        self.strata = Strata.parse(strata, stacked)
+        self.strata = Strata.parse(strata, stacked, chain)
         gate_options = GateOptions(
             gate=gate,
             top_k=top_k,
@@ -140,7 +143,7 @@ class StratifiedMoE(nn.Module):
         check_balance_over(balance_over, gate_options)
         check_choice("norms", norms, NORMS)
         check_choice("dropout_per", dropout_per, DROPOUTS)
-        check_norms(norms, dropout_per, stacked)
+        check_norms(norms, dropout_per, self.strata)
         check_scale("output_init_scale", output_init_scale)
         check_beside(shared_experts, residual, cmr, self.strata)
         check_number("expert_ffn_dim", expert_ffn_dim)
@@ -320,7 +323,7 @@ class StratifiedMoE(nn.Module):
 
     def _next_stratum(self, i: int, routing: Routing) -> Tensor:
         """A token goes on behind the stratum of its first choice, dropped there or not."""
-        if self.strata.stacked:
+        if self.strata.fixed_depth:
             return torch.full_like(routing.first_choice_T, i + 1)
         return self.stratum_of_expert[routing.first_choice_T + self.strata.first_experts[i]] + 1
 

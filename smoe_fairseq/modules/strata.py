@@ -12,32 +12,63 @@ class Strata:
 
     Experts are numbered from the first stratum on. The gate of stratum ``i`` sees the experts of
     stratum ``i`` and of all later strata; under naive stacking (``stacked``) only those of stratum ``i``.
+    A stratum of size 0 has a gate all the same, which sees later experts alone.
+
+    In a ``chain`` (Wang et al. 2025) every token passes so many gates, each of which sees all experts of the
+    one stratum: what is said of strata holds of the passes.
     """
 
     sizes: tuple[int, ...]
     stacked: bool = False
+    chain: int = 1
 
     @classmethod
-    def parse(cls, text: str, stacked: bool = False) -> "Strata":
+    def parse(cls, text: str, stacked: bool = False, chain: int = 1) -> "Strata":
         """Read the paper's notation.
 
         Raises:
-            OptionError: a stratum is empty, not a number, zero or negative.
+            OptionError: a stratum is not a whole number, or one of 0 is the last or stacked; a chain is not
+                of one stratum.
         """
         sizes = str(text).split("-")
-        if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
+        if not all(size.isascii() and size.isdigit() for size in sizes) or int(sizes[-1]) == 0:
             raise OptionError(
                 "{strata} {given}: expected positive numbers of experts joined by '-', such as 16, 4-12 "
-                "or 2-2-2-2",
+                "or 2-2-2-2, or 0 for any but the last",
                 given=repr(text),
             )
-        return cls(tuple(map(int, sizes)), stacked)
+        sizes = tuple(map(int, sizes))
+        if stacked and 0 in sizes:
+            raise OptionError(
+                "{strata} {given} with {stacked}: a stratum without experts leaves its gate none to "
+                "choose from; expected positive numbers",
+                given=text,
+            )
+        if chain < 1:
+            raise OptionError("{chain} {given}: expected a whole number of at least 1", given=chain)
+        if chain > 1 and stacked:
+            raise OptionError(
+                "{chain} {given} with {stacked}: expected one of the two", given=chain
+            )
+        if chain > 1 and len(sizes) > 1:
+            raise OptionError(
+                "{chain} {given}: expected one stratum, such as {strata} {one}, not {sizes}",
+                given=chain,
+                one=sum(sizes),
+                sizes=text,
+            )
+        return cls(sizes, stacked, chain)
 
     def __str__(self) -> str:
         return "-".join(map(str, self.sizes))
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return self.chain if self.chain > 1 else len(self.sizes)
+
+    @property
+    def fixed_depth(self) -> bool:
+        """Whether all tokens go from each gate to the next, whatever they choose."""
+        return self.stacked or self.chain > 1
 
     @property
     def num_experts(self) -> int:
@@ -46,6 +77,8 @@ class Strata:
     @property
     def first_experts(self) -> list[int]:
         """Number of the first expert of each stratum."""
+        if self.chain > 1:
+            return [0] * self.chain
         return [0, *accumulate(self.sizes)][:-1]
 
     @property
@@ -65,7 +98,7 @@ class Strata:
         Sums up to the recursion ``N_L = 1``, ``N_i = 1 + sum_{j=i..L-1} size_j / E_i * N_{j+1}`` (paper,
         section 3.3), which begins at the other end.
         """
-        if self.stacked:
+        if self.fixed_depth:
             return [1.0] * len(self)
         visits = [1.0] + [0.0] * len(self)
         for i in range(len(self)):

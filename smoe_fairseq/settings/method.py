@@ -10,19 +10,22 @@ from smoe_fairseq.settings.reading import config_folder, read
 from smoe_fairseq.system.errors import UsageError
 
 _KEYS = {"train"}
-_FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>[1-9]\d*(-[1-9]\d*)*)")
+_FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>(0|[1-9]\d*)(-(0|[1-9]\d*))*)")
 
 
 def method_flags(name: str, dataset: Dataset) -> Flags:
     """The training flags of a method: ``NAME.yaml``, or for ``FAMILY-4-12`` the family's file.
 
     In a method file ``{experts}`` stands for the data set's number of experts and, in a family's,
-    ``{strata}`` for what follows the family's name. An unknown name is a `UsageError`.
+    ``{strata}`` for what follows the family's name, or ``{layers}`` for the same with commas. An unknown name
+    is a `UsageError`.
     """
     folder = config_folder() / "methods"
     files = {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
     families = {
-        stem for stem, path in files.items() if "{strata}" in path.read_text("utf-8", "replace")
+        stem
+        for stem, path in files.items()
+        if re.search(r"\{(strata|layers)\}", path.read_text("utf-8", "replace"))
     }
     match = _FAMILY.fullmatch(name)
     if name in files.keys() - families:
@@ -36,7 +39,8 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
     def fill(value):
         if not isinstance(value, str):
             return value
-        return value.replace("{strata}", strata).replace("{experts}", str(dataset.experts))
+        value = value.replace("{strata}", strata).replace("{layers}", strata.replace("-", ","))
+        return value.replace("{experts}", str(dataset.experts))
 
     flags = OmegaConf.to_container(read(path, _KEYS)).get("train", {})
     return {key: fill(value) for key, value in flags.items()}

@@ -34,7 +34,7 @@ def draw(results: Results) -> Figure:
         for (i, e), value in np.ndenumerate(values):
             colour = text_on(value / top)
             ax.text(e, i, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
-        for first in block.strata.first_experts[1:]:
+        for first in {*block.strata.first_experts} - {0}:
             ax.axvline(first - 0.5, color="black", linewidth=1.5)
         ax.set_yticks(range(len(table)), table)
         ax.set_xticks(range(values.shape[1]), range(values.shape[1]))

@@ -1,0 +1,228 @@
+"""Strata that differ between MoE layers: ``--smoe-strata 4,2-2`` and one flag for each side."""
+
+import json
+
+import handmade
+import pytest
+import torch
+from commands import run
+from test_cost import TINY_SIZES, cost, processes
+from test_criterion import make_criterion, make_sample
+from test_expert_parallel import checkpoint, compare, flags, furthest, whole
+from test_expert_parallel_checkpoints import call
+from test_model import make_batch, tiny
+
+from smoe_fairseq.checkpoint.record import KEY, Record
+from smoe_fairseq.checkpoint.shards import same_bits
+from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.system.errors import UsageError
+
+DEEP = ["--encoder-layers", "6", "--decoder-layers", "4"]  # MoE layers: 3 and 2
+# On two processes, each of which has half of the encoder's experts and a replica of the decoder's one.
+UNEQUAL = ["--encoder-smoe-strata", "4-4", "--decoder-smoe-strata", "1", "--moe-top-k", "1"]
+
+
+def strata_of(model) -> list[str]:
+    return [str(block.strata) for block in moe_blocks(model).values()]
+
+
+@pytest.mark.parametrize(
+    "words, encoder, decoder",
+    [
+        ("--smoe-strata 2-2", ["2-2"] * 3, ["2-2"] * 2),
+        ("--encoder-smoe-strata 4,2-2,3-0-3", ["4", "2-2", "3-0-3"], ["4-4"] * 2),
+        ("--smoe-strata 2,6 --encoder-smoe-strata 5", ["5"] * 3, ["2", "6"]),
+        ("--smoe-strata 2,6 --encoder-moe-freq 3", ["2", "6"], ["2", "6"]),
+        ("--smoe-strata 2,6 --encoder-moe-freq 0", [], ["2", "6"]),
+    ],
+)
+def test_each_layer_has_its_strata(words, encoder, decoder):
+    model = tiny(*DEEP, *words.split()).train()
+    assert strata_of(model) == encoder + decoder
+    out, extra = model(*make_batch())
+    out.sum().backward()
+    for block, stats in zip(moe_blocks(model).values(), extra["moe_stats"], strict=True):
+        assert stats.first_choices.shape == (len(block.strata), block.strata.num_experts)
+        assert block.experts.w1.shape[0] == sum(block.strata.sizes)
+        assert block.experts.w1.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (
+            "--smoe-strata 2,6",
+            "--smoe-strata 2,6: expected one value, or 3 separated by commas, one for each MoE layer of the "
+            "encoder, which has 3",
+        ),
+        (
+            "--decoder-smoe-strata 2,6,8",
+            "--decoder-smoe-strata 2,6,8: expected one value, or 2 sep",
+        ),
+        (
+            "--decoder-smoe-strata 2,6 --decoder-moe-freq 4",
+            "--decoder-smoe-strata 2,6: expected one value of the decoder, which has 1",
+        ),
+        ("--encoder-smoe-strata 2,6-0,4", "--encoder-smoe-strata '6-0': expected positive numbers"),
+        ("--decoder-smoe-strata 2,", "--decoder-smoe-strata '': expected positive numbers"),
+        (
+            "--decoder-smoe-strata 4,2-1",
+            "--moe-top-k 2: a gate of --decoder-smoe-strata 2-1 sees 1 expert",
+        ),
+        (
+            "--encoder-smoe-strata 8 --encoder-moe-freq 0",
+            "--encoder-smoe-strata 8: the encoder has no MoE layer",
+        ),
+        (
+            "--encoder-smoe-strata 2,2,2-2 --moe-cmr --smoe-strata 2",
+            "--moe-cmr: expected one stratum, such as --encoder-smoe-strata 4, not 2-2",
+        ),
+    ],
+)
+def test_bad_flags_end_with_one_sentence(words, sentence):
+    with pytest.raises(UsageError) as end:
+        tiny(*DEEP, *words.split())
+    assert sentence in str(end.value) and "\n" not in str(end.value)
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("", "this model has --smoe-strata 4-4"),
+        (
+            "--encoder-smoe-strata 2,6,3-3",
+            "--encoder-smoe-strata 2,6,3-3 --decoder-smoe-strata 4-4,4-4",
+        ),
+    ],
+)
+def test_a_checkpoint_with_other_strata_is_named(words, sentence):
+    state = tiny(*DEEP, "--encoder-smoe-strata", "2,6,4").state_dict()
+    with pytest.raises(UsageError) as end:
+        tiny(*DEEP, *words.split()).load_state_dict(state)
+    assert sentence in str(end.value)
+    assert "with --encoder-smoe-strata 2,6,4 --decoder-smoe-strata 4-4,4-4 and" in str(end.value)
+
+
+def test_cost_adds_up_what_layers_cost_by_themselves():
+    base = ["--arch", "smoe_transformer_base"]
+    found = cost(*base, "--encoder-smoe-strata", "4,2-2,8", "--decoder-smoe-strata", "4-0-4")
+    every = {s: cost(*base, "--smoe-strata", s) for s in ("4", "2-2", "8", "4-0-4")}
+    for key in ("parameters", "active_parameters", "requested_capacity"):
+        layers = [every[s][key] for s in ("4", "2-2", "8", *3 * ["4-0-4"])]
+        assert found[key] == pytest.approx(sum(layers) / 6)
+    assert found["requested_capacity"] == pytest.approx((1 + 1.5 + 1 + 3 * 1.5) / 6)
+
+
+def test_what_processes_hold_and_send_is_that_on_paper():
+    """Two processes, 4 experts in the encoder, and one in the decoder, which both have."""
+    expert = 8 * 16 * 2 + 16 + 8
+    words = ["--encoder-smoe-strata", "4", "--decoder-smoe-strata", "1", "--moe-top-k", "1"]
+    everything = json.loads(run("smoe", "cost", "--json", *TINY_SIZES, *words).stdout)["parameters"]
+    sharded = processes(*words, "--world-size", 2, "--max-tokens", 100)["sharded"]
+    assert sharded["memory"] == 16 * (everything - 2 * expert)
+    assert sharded["gradients"] == 4 * (
+        everything - 4 * expert
+    )  # the encoder's stay where they are
+    assert sharded["tokens"] == pytest.approx(0.5 * 100 * 4 * 8 * 4)  # half of the encoder's
+
+
+def test_two_processes_equal_one(ranks, small_corpus, tmp_path):
+    """With clipping, which needs the norm over all experts, each counted once."""
+    one, two, together = tmp_path / "one", tmp_path / "two", tmp_path / "together.pt"
+    more = [*UNEQUAL, "--max-update", 3, "--clip-norm", 0.5]
+    ranks.train(one, 1, *flags(small_corpus, one, *more, "--update-freq", 2), one=True)
+    ranks.train(two, 2, *flags(small_corpus, two, *more, "--expert-parallel"))
+    compare(two, one, logged=1e-5, parameters=2e-5)
+    held = [
+        [len(state["model"][f"{side}.layers.1.moe.experts.w1"]) for side in ("encoder", "decoder")]
+        for state in checkpoint(two).states
+    ]
+    assert held == [[4, 1], [4, 1]]
+
+    call("consolidate", two / "checkpoint_last.pt", "--output", together)
+    model = torch.load(together, weights_only=True)["model"]
+    wanted = whole(two)
+    assert furthest({name: model[name] for name in wanted}, wanted) == 0
+    again = two
+    for processes_ in (4, 1, 2):
+        output = tmp_path / f"for-{processes_}" / "checkpoint_last.pt"
+        call(
+            *("reshard", again / "checkpoint_last.pt", "--world-size", processes_),
+            *("--output", output),
+        )
+        again = output.parent
+        if processes_ == 4:
+            states = checkpoint(again).states
+            assert [len(s["model"]["encoder.layers.1.moe.experts.w1"]) for s in states] == 4 * [2]
+            assert [len(s["model"]["decoder.layers.1.moe.experts.w1"]) for s in states] == 4 * [1]
+    before, after = checkpoint(two), checkpoint(again)
+    for state, other in zip(before.states, after.states, strict=True):
+        tensors = {name: tensor for name, tensor, _ in after.tensors(other)}
+        for name, tensor, _ in before.tensors(state):
+            if not name.endswith("_float_tensor"):  # a buffer that fairseq never sets
+                assert same_bits(tensor, tensors[name]), name
+
+
+def test_balance_over_an_update_of_layers_that_differ():
+    """After one batch it is that batch's loss, after two the fractions of each layer are of both."""
+    words = ["--encoder-smoe-strata", "2-6", "--decoder-smoe-strata", "5", "--dropout", "0"]
+    words += ["--moe-balance-over", "update", "--moe-second-expert-policy", "all"]
+    model, criterion = tiny(*words).train(), make_criterion().train()
+    samples = [make_sample(2, 4, seed=1), make_sample(5, 9, seed=2)]
+    stats = [model(**sample["net_input"])[1]["moe_stats"] for sample in samples]
+    criterion.begin_update()
+    found = [criterion(model, s)[2]["moe_gate_loss"] / s["ntokens"] for s in samples]
+    first = sum(layer.balance_loss for layer in stats[0]) / 2
+    assert float(found[0]) == pytest.approx(float(first), rel=1e-5)
+    both = 0
+    for before, now, visible in zip(*stats, ([8, 6], [5]), strict=True):
+        counts = before.first_choices + now.first_choices
+        fractions = counts / counts.sum(1, keepdim=True)
+        both = both + (torch.tensor(visible) * (fractions * now.mean_probs).sum(1)).mean() / 2
+    assert float(found[1]) == pytest.approx(float(both), rel=1e-5) != float(first)
+
+
+def test_a_layer_that_cannot_be_spread_is_named(ranks, small_corpus, tmp_path):
+    words = ["--decoder-smoe-strata", "3", "--expert-parallel"]
+    started = ranks.start(tmp_path, 2, *flags(small_corpus, tmp_path / "new", *words))
+    assert started.wait(60) == [1, 1]
+    sentence = "error: --decoder-smoe-strata 3 with --expert-parallel: 3 experts cannot be spread"
+    assert sentence in started.output(0).splitlines()[-1]
+
+
+def test_analysis_has_the_columns_of_all_layers(three_languages, tmp_path):
+    """A token's row is empty where the gate is of another layer."""
+    words = ["--encoder-smoe-strata", "2-0-2", "--decoder-smoe-strata", "3"]
+    handmade.train(three_languages, tmp_path, *handmade.MULTILINGUAL, *words, "--max-update", 1)
+    output = tmp_path / "analysis"
+    path = tmp_path / "checkpoint_last.pt"
+    run("smoe", "analyze", three_languages, "--path", path, "--output", output, "--cpu")
+    rows = handmade.read(output / "tokens.csv")
+    experts = {
+        "encoder": [*(f"stratum0_expert{e}" for e in range(4)), "stratum1_expert2"],
+        "decoder": [f"stratum0_expert{e}" for e in range(3)],
+    }
+    assert set(experts["encoder"]) | set(experts["decoder"]) < rows[0].keys()
+    for row in rows:
+        choices = {name: row[name] for name in row if name.startswith("stratum")}
+        assert all(choices[name] for name in experts[row["side"]])
+        if row["side"] == "decoder":
+            assert not any(choices[name] for name in choices.keys() - {*experts["decoder"]})
+        counts = sum(int(n or 0) for n in choices.values())
+        requested = float(row["requested_capacity"]) * int(row["occurrences"])
+        assert counts == pytest.approx(requested, abs=1e-3)
+    strata = json.loads((output / "run.json").read_text())["strata"]
+    assert set(strata.values()) == {"2-0-2", "3"}
+
+
+def test_a_record_from_before_says_the_same_of_all_layers():
+    state = {"save": "1", "num_updates": 3, "num_experts": 8, "world_size": 4, "rank": 0}
+    state["parameters"] = ["encoder.layers.1.moe.experts.w1"]
+    name = "encoder.layers.1.moe.experts.w1 exp_avg"
+    assert Record.of({KEY: state}).placement(name, 4, 1).local == range(2, 4)
+    state["other_layers"] = {"encoder.layers.1.moe": 4}
+    assert Record.of({KEY: state}).placement(name, 4, 1).local == range(1, 2)
+    assert Record.of({KEY: state}).numbers_of_experts == [4, 8]
+    state["other_layers"] = 4
+    with pytest.raises(UsageError, match="it is damaged, or of a later version"):
+        Record.of({KEY: state})
