@@ -11,4 +11,5 @@ FAMILY = {
     "shared": "--smoe-strata 8 --moe-top-k 3 --moe-shared-experts 2 --moe-expert-ffn-dim 32",
     "bias": "--smoe-strata 4-4 --moe-balance bias --moe-second-expert-policy all --moe-bias-step 0.01",
     "update": "--smoe-strata 4-4 --moe-balance-over update",
+    "budget": "--smoe-strata 4-4 --smoe-capacity-budget 1.2",
 }

@@ -352,6 +352,7 @@ COPIES = {
     "shared": 3 * 32 / 256,
     "bias": 2 * 1.5,
     "update": 2 * 1.5,
+    "budget": 2 * 1.5,
 }
 BESIDE = {"residual": 1.0, "shared": 2 * 32 / 256}  # in experts of full width
 

@@ -11,6 +11,7 @@ from torch import nn
 import smoe_fairseq
 from smoe_fairseq.analysis import (
     capacity_check,
+    exit_curve,
     frequency,
     inputs,
     pictures,
@@ -45,6 +46,8 @@ def load_sparse_model(
 def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespace) -> str:
     """Writes numbers, pictures and report to ``args.output``; returns a line for the user."""
     series = _series(args)
+    if args.exit_bias:
+        exit_curve.check(model)
     found = results.Results(
         run={},
         dictionaries={"encoder": task.source_dictionary, "decoder": task.target_dictionary},
@@ -64,6 +67,11 @@ def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespac
                 table.add(direction)
                 sentences[direction.name] = direction.sentences
                 too_long[direction.name] = direction.too_long
+        if args.exit_bias:
+            found.curve = exit_curve.curve(
+                *(model, task, directions, args.exit_bias),
+                *(args.gen_subset, args.sentences, args.max_tokens),
+            )
         found.run.update(_description(args, model, found, sentences, too_long))
         results.write(folder, found)
         problem = None
@@ -117,6 +125,7 @@ def _description(args: Namespace, model: nn.Module, found: results.Results, sent
         "sentences": sentences,
         "too_long": too_long,
         "min_count": args.min_count,
+        "exit_bias": args.exit_bias,
         "nll_loss": found.capacity and round(found.capacity.nll_loss, 6),
         "capacity_nll_loss": found.capacity and round(found.capacity.limited_nll_loss, 6),
     }

@@ -40,9 +40,10 @@ def expected_stops(strata: Strata, routings: list[Routing]) -> Tensor:
 
 def _shares(routing: Routing, sizes: tuple[int, ...]) -> Tensor:
     """By the strata that a gate sees, of these sizes: the tokens that choose it first, out of all."""
-    counted_E = routing.first_choices_E / routing.num_tokens
+    probs_E = routing.mean_true_probs_E
+    counted_E = routing.first_choices_E.to(probs_E.dtype) / routing.num_tokens
     counted_L, probs_L = (
         torch.stack([part.sum() for part in number_E.split(sizes)])
-        for number_E in (counted_E, routing.mean_true_probs_E)
+        for number_E in (counted_E, probs_E)
     )
-    return counted_L.to(probs_L.dtype) + probs_L - probs_L.detach()
+    return counted_L + probs_L - probs_L.detach()
