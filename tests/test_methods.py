@@ -19,18 +19,10 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("phrasebook")
-    process = recipe(folder, "prepare", "phrasebook")
-    assert process.returncode == 0, process.stderr
-    return folder
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_trains_and_its_loss_falls(prepared, method):
+def test_trains_and_its_loss_falls(phrasebook, method):
     given = {"OMP_NUM_THREADS": "1", "GPUS": "0"}  # else torch is imported to count them
-    process = recipe(prepared, "train", "phrasebook", method, *SMALL, **given)
+    process = recipe(phrasebook, "train", "phrasebook", method, *SMALL, **given)
     output = process.stdout + process.stderr
     assert process.returncode == 0, output[-2000:]
     losses = [float(loss) for loss in re.findall(r"train_inner .*?, nll_loss=([\d.]+)", output)]
