@@ -5,7 +5,7 @@ import torch
 from reference_gates import softmax
 from test_block import PADDING, D, F, make_block, make_input
 from test_criterion import make_criterion, make_sample
-from test_model import tiny
+from test_model import make_task, tiny
 
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
@@ -203,6 +203,15 @@ def test_all_layers_left_out_by_layerdrop():
     model = tiny("--smoe-strata", "4-4", "--smoe-capacity-budget", "1.5")
     losses = make_criterion().gate_losses(moe_blocks(model), {}, {})
     assert {name: float(value) for name, _, value in losses}["smoe_budget_loss"] == 0
+
+
+def test_a_weight_that_is_none_is_refused():
+    kind = type(make_criterion())
+    for weight in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(UsageError) as error:
+            kind(make_task(), False, 0.1, smoe_capacity_budget_wt=weight)
+        words = f"--smoe-capacity-budget-wt {weight}: expected 0 or a positive number"
+        assert str(error.value) == words
 
 
 @pytest.mark.parametrize(
