@@ -48,30 +48,24 @@ def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespac
     series = _series(args)
     if args.exit_bias:
         exit_curve.check(model)
+    of_subset = args.gen_subset, args.sentences, args.max_tokens
     found = results.Results(
         run={},
         dictionaries={"encoder": task.source_dictionary, "decoder": task.target_dictionary},
         ranks=frequency.ranks(task, directions),
         sizes=frequency.sizes(task, directions),
-        capacity=capacity_check.check(
-            model, task, directions, args.gen_subset, args.sentences, args.max_tokens
-        ),
+        capacity=capacity_check.check(model, task, directions, *of_subset),
+        curve=args.exit_bias
+        and exit_curve.curve(model, task, directions, args.exit_bias, *of_subset),
     )
     sentences, too_long = {}, {}
     with whole_folder(args.output, called=f"--output {args.output}") as folder:
         with results.TokenTable(folder / "tokens.csv", found) as table:
-            for direction in collect(
-                model, task, directions, args.gen_subset, args.sentences, args.max_tokens
-            ):
+            for direction in collect(model, task, directions, *of_subset):
                 found.add(direction)
                 table.add(direction)
                 sentences[direction.name] = direction.sentences
                 too_long[direction.name] = direction.too_long
-        if args.exit_bias:
-            found.curve = exit_curve.curve(
-                *(model, task, directions, args.exit_bias),
-                *(args.gen_subset, args.sentences, args.max_tokens),
-            )
         found.run.update(_description(args, model, found, sentences, too_long))
         results.write(folder, found)
         problem = None

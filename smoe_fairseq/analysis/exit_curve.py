@@ -23,7 +23,8 @@ class Point:
     """One direction with one bias.
 
     Args:
-        seconds: of the search alone, by the clock.
+        seconds: of the search alone; on a CPU those of the process itself, all its threads together, since
+            by the clock other work on the machine would count; on a GPU by the clock.
         stops, visits: strata stopped at with the references as decoder input, and tokens, over all blocks.
         bits: of all target tokens, references as decoder input.
         targets: these tokens, </s> included.
@@ -129,11 +130,9 @@ def curve(
 
 def _run(point: Point, model: nn.Module, task, generator, sample: dict) -> None:
     with exit_bias(model, point.bias):
-        _wait(sample)
-        start = time.perf_counter()
+        start = _seconds(sample)
         found = task.inference_step(generator, [model], sample)
-        _wait(sample)
-        point.seconds += time.perf_counter() - start
+        point.seconds += _seconds(sample) - start
         bits, moe_stats = nll(model, sample)
     point.bits += bits
     point.targets += sample["ntokens"]
@@ -165,6 +164,8 @@ def _samples(model, task, direction, subset, sentences, max_tokens) -> Iterator[
             yield sample if device.type == "cpu" else move_to_cuda(sample, device)
 
 
-def _wait(sample: dict) -> None:
-    if sample["target"].is_cuda:
-        torch.cuda.synchronize()
+def _seconds(sample: dict) -> float:
+    if not sample["target"].is_cuda:
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()

@@ -108,7 +108,7 @@ def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Ca
                 "The exit bias: fewer stops, less time",
                 findings.exit_bias(curve),
                 "The subset translated (beam 5) with --smoe-exit-bias, means over the directions; time is "
-                "that of the search by the clock. BLEU is against the binarised references.",
+                "that of the search, on a CPU the processor's. BLEU is against the binarised references.",
             ),
             lambda: exit_bias.draw(curve),
         )

@@ -17,13 +17,19 @@ def draw(curve: Curve) -> Figure:
     }
     for ax, (title, (values, shown)) in zip(axes[0], panels.items()):
         ax.plot(curve.biases, values, color=DARK, marker="o", lw=2)
-        for bias, value in zip(curve.biases, values):
+        for n, point in enumerate(zip(curve.biases, values)):
+            above = n % 2 == 0  # in turns, since biases may lie close together
             ax.annotate(
-                shown.format(value), (bias, value), (0, 6), textcoords="offset points", ha="center"
+                shown.format(point[1]),
+                point,
+                (0, 6 if above else -6),
+                textcoords="offset points",
+                ha="center",
+                va="bottom" if above else "top",
             )
         ax.set_title(title)
         ax.set_xlabel("exit bias")
         ax.margins(x=0.12, y=0.2)
         if title == "ms per sentence":
-            ax.set_ylim(bottom=0)
+            ax.set_ylim(0, 1.3 * max(values) or 1)
     return figure
