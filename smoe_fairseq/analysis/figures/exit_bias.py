@@ -26,6 +26,7 @@ def draw(curve: Curve) -> Figure:
                 textcoords="offset points",
                 ha="center",
                 va="bottom" if above else "top",
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
             )
         ax.set_title(title)
         ax.set_xlabel("exit bias")
