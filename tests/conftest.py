@@ -86,6 +86,17 @@ def gates_by_hand(multilingual) -> Path:
 
 
 @pytest.fixture(scope="session")
+def phrasebook(tmp_path_factory) -> Path:
+    """A folder in which the recipe has prepared the built-in corpus."""
+    from test_recipes import recipe
+
+    folder = tmp_path_factory.mktemp("phrasebook")
+    process = recipe(folder, "prepare", "phrasebook")
+    assert process.returncode == 0, process.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
 def ranks():
     """Starts runs of several processes."""
     return Ranks()

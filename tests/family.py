@@ -13,4 +13,5 @@ FAMILY = {
     "layers": "--encoder-smoe-strata 4-0-4 --decoder-smoe-strata 2-6",
     "chain": "--smoe-strata 8 --smoe-chain 3",
     "update": "--smoe-strata 4-4 --moe-balance-over update",
+    "budget": "--smoe-strata 4-4 --smoe-capacity-budget 1.2",
 }

@@ -144,6 +144,31 @@ def test_tokens_are_text(results, tmp_path):
     assert texts >= set(shown)
 
 
+def test_picture_of_the_exit_bias():
+    """Means over the directions; time of all sentences together."""
+    from smoe_fairseq.analysis import findings
+    from smoe_fairseq.analysis.exit_curve import Curve, Point
+    from smoe_fairseq.analysis.figures import exit_bias
+
+    good, bad = ["a b c d e"] * 2, ["x"] * 2
+    points = [
+        Point("aa-bb", 2.0, 0.1, 4, 4, translations=bad, references=good),
+        Point("aa-bb", 0.0, 0.4, 8, 4, translations=good, references=good),
+        Point("bb-aa", 0.0, 0.8, 4, 4, translations=good[:1], references=good[:1]),
+        Point("bb-aa", 2.0, 0.5, 4, 4, translations=good[:1], references=good[:1]),
+    ]
+    axes = exit_bias.draw(Curve(points)).axes
+    assert [ax.get_title() for ax in axes] == ["requested capacity", "BLEU", "ms per sentence"]
+    drawn = [line.get_xydata().tolist() for ax in axes for line in ax.lines]
+    assert drawn[0] == [[0, 1.5], [2, 1]]
+    assert drawn[1] == [[0, pytest.approx(100)], [2, pytest.approx(50)]]
+    assert drawn[2] == [[0, pytest.approx(400)], [2, pytest.approx(200)]]
+    assert findings.exit_bias(Curve(points)) == (
+        "With the bias 0: a token stops at 1.50 strata, BLEU is 100.0 and a sentence takes 400.0 ms; "
+        "2: a token stops at 1.00 strata, BLEU is 50.0 and a sentence takes 200.0 ms."
+    )
+
+
 LINES = [  # of a log, none of which says anything
     "train_inner | epoch 001: 1 / 2 requested_capacity=1.5, num_updates=nan",
     "| train_inner | epoch 001: requested_capacity=1.2.3, num_updates=5",

@@ -59,6 +59,7 @@ def training(small_corpus):
     parser = options.get_training_parser()
     given = (
         f"{small_corpus} --user-dir {PLUGIN} --arch smoe_transformer_tiny --smoe-strata 2-2 "
+        "--smoe-capacity-budget 1.5 "
         "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --dropout 0.1 --max-tokens 100 --cpu "
         "--criterion smoe_label_smoothed_cross_entropy --label-smoothing 0.1"
     )

@@ -383,6 +383,7 @@ COPIES = {
     "update": 2 * 1.5,
     "chain": 2 * 3,
     "layers": 2 * (1.5 + 1.25) / 2,  # the gate behind a stratum without experts is never reached
+    "budget": 2 * 1.5,
 }
 BESIDE = {"residual": 1.0, "shared": 2 * 32 / 256}  # in experts of full width
 

@@ -11,6 +11,7 @@ from torch import nn
 import smoe_fairseq
 from smoe_fairseq.analysis import (
     capacity_check,
+    exit_curve,
     frequency,
     inputs,
     pictures,
@@ -46,21 +47,22 @@ def load_sparse_model(
 def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespace) -> str:
     """Writes numbers, pictures and report to ``args.output``; returns a line for the user."""
     series = _series(args)
+    if args.exit_bias:
+        exit_curve.check(model)
+    of_subset = args.gen_subset, args.sentences, args.max_tokens
     found = results.Results(
         run={},
         dictionaries={"encoder": task.source_dictionary, "decoder": task.target_dictionary},
         ranks=frequency.ranks(task, directions),
         sizes=frequency.sizes(task, directions),
-        capacity=capacity_check.check(
-            model, task, directions, args.gen_subset, args.sentences, args.max_tokens
-        ),
+        capacity=capacity_check.check(model, task, directions, *of_subset),
+        curve=args.exit_bias
+        and exit_curve.curve(model, task, directions, args.exit_bias, *of_subset),
     )
     sentences, too_long = {}, {}
     with whole_folder(args.output, called=f"--output {args.output}") as folder:
         with results.TokenTable(folder / "tokens.csv", found) as table:
-            for direction in collect(
-                model, task, directions, args.gen_subset, args.sentences, args.max_tokens
-            ):
+            for direction in collect(model, task, directions, *of_subset):
                 found.add(direction)
                 table.add(direction)
                 sentences[direction.name] = direction.sentences
@@ -118,6 +120,7 @@ def _description(args: Namespace, model: nn.Module, found: results.Results, sent
         "sentences": sentences,
         "too_long": too_long,
         "min_count": args.min_count,
+        "exit_bias": args.exit_bias,
         "nll_loss": found.capacity and round(found.capacity.nll_loss, 6),
         "capacity_nll_loss": found.capacity and round(found.capacity.limited_nll_loss, 6),
     }

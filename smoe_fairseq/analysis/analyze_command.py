@@ -1,6 +1,7 @@
 """``smoe analyze``: where the capacity goes, as numbers, pictures and a report."""
 
 import importlib.util
+import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
@@ -46,6 +47,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="fairseq's log of the training; default: train.log beside the checkpoint, if there",
     )
+    parser.add_argument(
+        "--exit-bias",
+        type=_numbers,
+        metavar="B,B,...",
+        help="also translate the subset with each of these --smoe-exit-bias, such as 0,0.5,1,2, and draw "
+        "BLEU and time over them; negative ones as in --exit-bias=-1,0",
+    )
     parser.add_argument("--max-tokens", type=_positive, default=4096, help="of a batch")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
 
@@ -54,6 +62,10 @@ def run(args: Namespace) -> None:
     """Writes the results to ``--output``, or prints one sentence's."""
     if args.sentence is None and args.output is None:
         raise UsageError("--output is missing: name a folder for the results")
+    if args.sentence is not None and args.exit_bias:
+        raise UsageError(
+            "--exit-bias with --sentence: biases are compared over a subset; leave one out"
+        )
     if args.output is not None:
         refuse_existing(args.output, f"--output {args.output}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -71,6 +83,16 @@ def run(args: Namespace) -> None:
                 model, task, directions, args.sentence, args.output, sys.stdout
             )
     print(text)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        values = sorted({float(part) for part in text.split(",")})
+        if all(map(math.isfinite, values)):
+            return values
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"{text}: expected numbers joined by commas, such as 0,0.5,1,2")
 
 
 def _positive(text: str) -> int:

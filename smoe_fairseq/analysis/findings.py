@@ -3,6 +3,7 @@
 import numpy as np
 
 from smoe_fairseq.analysis.capacity_check import CapacityCheck
+from smoe_fairseq.analysis.exit_curve import Curve
 from smoe_fairseq.analysis.figures import frequency
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide
@@ -99,6 +100,18 @@ def positions(check: CapacityCheck) -> str:
         f"of the sentence to the last. The loss is {check.limited_nll_loss:.3f} bits per token with that "
         f"limit and {check.nll_loss:.3f} without ({check.gap:+.3f})."
     )
+
+
+def exit_bias(curve: Curve) -> str:
+    """The two ends of the biases."""
+    bleu, time = curve.mean("bleu"), curve.milliseconds()
+    requested = curve.mean("requested_capacity")
+    parts = [
+        f"{curve.biases[n]:g}: a token stops at {requested[n]:.2f} strata, BLEU is {bleu[n]:.1f} and a "
+        f"sentence takes {time[n]:.1f} ms"
+        for n in dict.fromkeys((0, len(bleu) - 1))
+    ]
+    return f"With the bias {'; '.join(parts)}."
 
 
 def sentence(sides: list[SentenceSide]) -> str:

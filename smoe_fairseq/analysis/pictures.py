@@ -7,6 +7,7 @@ from smoe_fairseq.analysis import findings
 from smoe_fairseq.analysis.figures import (
     by_depth,
     by_direction,
+    exit_bias,
     flow,
     frequency,
     load,
@@ -99,6 +100,17 @@ def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Ca
                 "(0.1 and more), the experts get tokens that they never saw in training.",
             ),
             lambda: positions.draw(check),
+        )
+    if (curve := results.curve) is not None:
+        yield (
+            Section(
+                "exit_bias",
+                "The exit bias: fewer stops, less time",
+                findings.exit_bias(curve),
+                "The subset translated (beam 5) with --smoe-exit-bias, means over the directions; time is "
+                "that of the search, on a CPU the processor's. BLEU is against the binarised references.",
+            ),
+            lambda: exit_bias.draw(curve),
         )
     if example is not None:
         direction, sides = example

@@ -10,6 +10,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterionConfig,
 )
 
+from smoe_fairseq.criterions.capacity_budget import capacity_budget_loss
 from smoe_fairseq.criterions.cmr_budget import cmr_budget_loss
 from smoe_fairseq.criterions.label_smoothing import LabelSmoothedNLL
 from smoe_fairseq.criterions.routing_metrics import (
@@ -26,6 +27,7 @@ from smoe_fairseq.modules.transfer import on_host
 from smoe_fairseq.system.errors import UsageError
 
 GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "moe_entropy_loss", "cmr_gate_loss")
+GATE_LOSSES += ("smoe_budget_loss",)
 SAMPLED = 10  # every tenth batch of a validation is run under training's capacity too
 
 
@@ -49,6 +51,9 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     cmr_gate_loss_p: float = field(
         default=0.8, metadata={"help": "budget: mean CMR gate that the loss pulls to, 0 to 1"}
     )
+    smoe_capacity_budget_wt: float = field(
+        default=0.1, metadata={"help": "weight of the loss of --smoe-capacity-budget"}
+    )
 
 
 @register_criterion(
@@ -57,7 +62,8 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
 class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
     """``L = label-smoothed cross entropy + alpha * balance loss``; a dense model has just the first.
 
-    On request also the z-loss of the gates and, with ``--moe-cmr``, the budget loss. Such a loss of a
+    On request also the z-loss of the gates, with ``--moe-cmr`` its budget loss, and with
+    ``--smoe-capacity-budget`` that of the strata. Such a loss of a
     batch is weighted by the batch's sample size, as its cross entropy is, so that after fairseq's
     division both are means over all tokens of an update, whatever the sizes of its batches
     (``--update-freq``) and the number of ranks.
@@ -75,6 +81,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         moe_entropy_loss_wt=1e-4,
         cmr_gate_loss_wt=0.1,
         cmr_gate_loss_p=0.8,
+        smoe_capacity_budget_wt=0.1,
     ):
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         weights = {
@@ -82,6 +89,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             "--moe-z-loss-wt": moe_z_loss_wt,
             "--moe-entropy-loss-wt": moe_entropy_loss_wt,
             "--cmr-gate-loss-wt": cmr_gate_loss_wt,
+            "--smoe-capacity-budget-wt": smoe_capacity_budget_wt,
         }
         for flag, weight in weights.items():
             if not 0 <= weight < math.inf:
@@ -97,6 +105,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         self.moe_entropy_loss_wt = moe_entropy_loss_wt
         self.cmr_gate_loss_wt = cmr_gate_loss_wt
         self.cmr_gate_loss_p = cmr_gate_loss_p
+        self.smoe_capacity_budget_wt = smoe_capacity_budget_wt
         self.batches_validated = 0
         self.update_balance = UpdateBalance()
 
@@ -179,6 +188,10 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             stats = list(ran.values())
             budget = cmr_budget_loss(stats, self.cmr_gate_loss_p) if stats else zero
             yield "cmr_gate_loss", self.cmr_gate_loss_wt, budget
+        if first.capacity_budget:
+            stats = list(ran.values())
+            distance = capacity_budget_loss(stats, first.capacity_budget) if stats else zero
+            yield "smoe_budget_loss", self.smoe_capacity_budget_wt, distance
 
     def under_training_capacity(self, model, sample, nll_loss) -> dict:
         """What a batch's loss would be with the experts limited as in training; ``nll_loss`` is its own.

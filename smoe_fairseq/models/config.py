@@ -120,6 +120,16 @@ class SMoETransformerConfig(FairseqDataclass):
         "the balance loss counts first choices of each batch by itself, or of all processes and batches of "
         "the update so far",
     )
+    smoe_capacity_budget: float = option(
+        0.0,
+        "strata that a token is to stop at on average, from 1 to as many as there are, by a loss in training "
+        "(--smoe-capacity-budget-wt of the criterion); 0: no such loss",
+    )
+    smoe_exit_bias: float = option(
+        0.0,
+        "in evaluation, added to the gates' logits of later strata: above 0 tokens stop at fewer strata, in "
+        "less time; set it by --model-overrides",
+    )
     moe_stacked: bool = option(
         False, "naive stacking: a chain of MoE layers without inner layer norms and residuals"
     )
@@ -269,6 +279,8 @@ BLOCK_OPTIONS = {
     "balance": "moe_balance",
     "bias_step": "moe_bias_step",
     "balance_over": "moe_balance_over",
+    "capacity_budget": "smoe_capacity_budget",
+    "exit_bias": "smoe_exit_bias",
     "capacity_factor": "moe_capacity_factor",
     "eval_capacity_factor": "moe_eval_capacity_factor",
     "second_expert_policy": "moe_second_expert_policy",

@@ -10,6 +10,7 @@ from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 # What makes a model another one than a user of a dense model can have meant.
 OF_EXPERTS = ("moe_cmr", "moe_gate", "moe_null_experts", "moe_shared_experts", "moe_residual")
 OF_EXPERTS += ("smoe_chain", "moe_expert_ffn_dim", "moe_balance", "moe_balance_over")
+OF_EXPERTS += ("smoe_capacity_budget", "smoe_exit_bias")
 
 
 def check_config(config: SMoETransformerConfig, task) -> None:

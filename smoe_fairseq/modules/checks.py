@@ -98,6 +98,25 @@ def check_balance_over(balance_over: str, options: GateOptions) -> None:
         )
 
 
+def check_strata_knobs(capacity_budget: float, exit_bias: float, strata: Strata) -> None:
+    """How often tokens stop, in training and in evaluation: a matter of several strata."""
+    later = len(strata) > 1 and not strata.stacked
+    for name, value in (("capacity_budget", capacity_budget), ("exit_bias", exit_bias)):
+        if value and not later:
+            what = "with {stacked} no gate sees those of" if strata.stacked else "there are none in"
+            raise OptionError(
+                f"{{{name}}} {{given}}: it is about later strata, and {what} {{strata}} {{sizes}}; "
+                "expected 0, or several strata such as 4-4",
+                given=value,
+                sizes=strata,
+            )
+    if capacity_budget and not 1 <= capacity_budget <= len(strata):
+        expected = f"expected 0 (none) or a number from 1 to the {len(strata)} strata of {strata}"
+        _refuse("capacity_budget", capacity_budget, expected)
+    if math.isnan(exit_bias):
+        _refuse("exit_bias", exit_bias, "expected a number, above 0 for fewer stops")
+
+
 def check_beside(shared_experts: int, residual: bool, cmr: bool, strata: Strata) -> None:
     """Networks beside the experts."""
     check_number("shared_experts", shared_experts)

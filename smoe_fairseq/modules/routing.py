@@ -63,6 +63,14 @@ class Routing(NamedTuple):
         """``(E + M,)``, over the active tokens."""
         return self._sum_probs_E() / self.num_tokens
 
+    @property
+    def mean_true_probs_E(self) -> Tensor:
+        """``(E,)``, over the active tokens: of the first choice, which is never a null expert."""
+        probs_TE = self.probs_TE
+        if probs_TE.shape[1] > self.num_experts:
+            probs_TE = self.logits_TE[:, : self.num_experts].softmax(dim=-1)
+        return (probs_TE * self.active_T.unsqueeze(1)).sum(0) / self.num_tokens
+
     def _sum_probs_E(self) -> Tensor:
         return (self.probs_TE * self.active_T.unsqueeze(1)).sum(0)
 

@@ -20,6 +20,7 @@ from smoe_fairseq.modules.checks import (
     check_number,
     check_probability,
     check_scale,
+    check_strata_knobs,
 )
 from smoe_fairseq.modules.cmr import ConditionalRouting
 from smoe_fairseq.modules.dispatch import LocalDispatcher, ShardedDispatcher
@@ -74,6 +75,9 @@ class StratifiedMoE(nn.Module):
         residual: see `ResidualNetwork`, of width F; with one stratum.
         shared_experts: see `SharedExperts`; with one stratum.
         expert_ffn_dim: width of each expert, shared ones too; 0: F.
+        capacity_budget: how many strata a token is to stop at on average; above 0 the statistics have
+            ``stops`` for a loss, see `expected_stops`.
+        exit_bias: in evaluation, of the logits of later strata, see `ExitBias`.
         expert_parallel: the experts are spread over the processes of `torch.distributed`; its default
             process group has to be there before the block. Every process has to make the same passes.
         chain: so many passes over the experts of one stratum, each with a gate and a layer norm of its own,
@@ -121,6 +125,8 @@ class StratifiedMoE(nn.Module):
         shared_experts: int = 0,
         expert_ffn_dim: int = 0,
         chain: int = 1,
+        capacity_budget: float = 0.0,
+        exit_bias: float = 0.0,
     ):
         super().__init__()
         self.strata = Strata.parse(strata, stacked, chain)
@@ -138,9 +144,11 @@ class StratifiedMoE(nn.Module):
             null_experts=null_experts,
             balance=balance,
             bias_step=bias_step,
+            exit_bias=exit_bias,
         )
         check_gate(gate_options, self.strata)
         check_balance_over(balance_over, gate_options)
+        check_strata_knobs(capacity_budget, exit_bias, self.strata)
         check_choice("norms", norms, NORMS)
         check_choice("dropout_per", dropout_per, DROPOUTS)
         check_norms(norms, dropout_per, self.strata)
@@ -155,6 +163,7 @@ class StratifiedMoE(nn.Module):
         expert_ffn_dim = expert_ffn_dim or ffn_embed_dim
         self.learns_balance = gate_options.learns_balance
         self.balance, self.balance_over = balance, balance_over
+        self.capacity_budget = capacity_budget
         self.dropout = dropout
         self.dropout_per = dropout_per
         self.normalize_residual = norms == "released" and len(self.strata) > 1
@@ -166,7 +175,8 @@ class StratifiedMoE(nn.Module):
             for _ in range(1 if stacked else len(self.strata) + self.normalize_residual)
         )
         self.gates = nn.ModuleList(
-            make_gate(gate_options, embed_dim, num_visible) for num_visible in self.strata.visible
+            make_gate(gate_options, embed_dim, num_visible, size)
+            for num_visible, size in zip(self.strata.visible, self.strata.sizes, strict=True)
         )
         self.choices = max(gate.top_k for gate in self.gates)  # K
         self.counting = Counting(
@@ -176,6 +186,7 @@ class StratifiedMoE(nn.Module):
             asked=balance == "bias",
             entropy=gate == "top-p",
             mean_probs=balance_over == "update",
+            stops=capacity_budget > 0,
         )
         place = self._placement(expert_parallel)
         self.experts = Experts(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from smoe_fairseq.modules.balance import average_null
 from smoe_fairseq.modules.cmr import CMRStats
+from smoe_fairseq.modules.expected_stops import expected_stops
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.strata import Strata
 
@@ -37,6 +38,7 @@ class RoutingStats(NamedTuple):
     )  # scalar, mean over the gates, without its weight; None but of top-p gates
     asked: Tensor | None  # (L, E + M): choices of each expert, where the balance counts all choices
     mean_probs: Tensor | None  # (L, E + M), with gradient, where the loss is taken over an update
+    stops: Tensor | None  # scalar, `expected_stops` where there is a budget of them
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Counting:
 
     Args:
         choices: K of the gate with most.
-        asked, entropy, mean_probs: whether these are there.
+        asked, entropy, mean_probs, stops: whether these are there.
     """
 
     strata: Strata
@@ -54,6 +56,7 @@ class Counting:
     asked: bool = False
     entropy: bool = False
     mean_probs: bool = False
+    stops: bool = False
 
     def stats(
         self,
@@ -84,6 +87,7 @@ class Counting:
             entropy=torch.stack([r.entropy() for r in routings]).mean() if self.entropy else None,
             asked=asked and self._stack(asked),
             mean_probs=self._stack([r.mean_probs_E for r in routings]) if self.mean_probs else None,
+            stops=expected_stops(self.strata, routings) if self.stops else None,
         )
 
     def on_all_choices(self, number_K: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from smoe_fairseq.modules.balance import ExpertBias
 from smoe_fairseq.modules.capacity import Capacity
+from smoe_fairseq.modules.exit_bias import ExitBias
 from smoe_fairseq.modules.gates.base import BaseGate
 from smoe_fairseq.modules.gates.expert_choice import ExpertChoiceGate
 from smoe_fairseq.modules.gates.hashed import HashGate
@@ -34,6 +35,7 @@ class GateOptions:
     null_experts: int
     balance: str
     bias_step: float
+    exit_bias: float
 
     @property
     def learns_balance(self) -> bool:
@@ -41,8 +43,10 @@ class GateOptions:
         return self.gate in WITH_BALANCE_LOSS and self.balance == "loss"
 
 
-def make_gate(options: GateOptions, embed_dim: int, num_experts: int) -> nn.Module:
-    """A gate that sees so many experts."""
+def make_gate(
+    options: GateOptions, embed_dim: int, num_experts: int, own_experts: int
+) -> nn.Module:
+    """A gate that sees so many experts, the first ``own_experts`` of them of its own stratum."""
     factors = options.capacity_factor, options.eval_capacity_factor
     scale = options.gate_init_scale
     if options.gate == "hash":
@@ -52,8 +56,9 @@ def make_gate(options: GateOptions, embed_dim: int, num_experts: int) -> nn.Modu
     if options.gate == "expert-choice":
         return ExpertChoiceGate(embed_dim, num_experts, *factors, scale)
     capacity = Capacity(*factors, options.drop_order)
+    exit_bias = ExitBias(own_experts, num_experts, options.exit_bias)
     if options.gate == "top-p":
-        return TopPGate(embed_dim, num_experts, capacity, options.top_p, scale)
+        return TopPGate(embed_dim, num_experts, capacity, options.top_p, scale, exit_bias)
     return TopKGate(
         embed_dim,
         num_experts,
@@ -64,4 +69,5 @@ def make_gate(options: GateOptions, embed_dim: int, num_experts: int) -> nn.Modu
         init_scale=scale,
         null_experts=options.null_experts,
         bias=ExpertBias(num_experts, options.bias_step) if options.balance == "bias" else None,
+        exit_bias=exit_bias,
     )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from smoe_fairseq.modules.balance import ExpertBias
 from smoe_fairseq.modules.capacity import Capacity
+from smoe_fairseq.modules.exit_bias import ExitBias
 from smoe_fairseq.modules.gates.linear import LinearGate, all_active, draw_as_linear, wide_linear
 from smoe_fairseq.modules.routing import Routing
 
@@ -33,6 +34,7 @@ class TopKGate(LinearGate):
         null_experts: M that answer 0 and take no capacity, chosen like the others (AdaMoE, Zeng et al.
             2024). They have no weight in a normalised sum and no stratum: the first choice is of the others.
         bias: added to the scores for the selection alone, see `ExpertBias`.
+        exit_bias: of the logits, see `ExitBias`.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class TopKGate(LinearGate):
         init_scale: float = 1.0,
         null_experts: int = 0,
         bias: ExpertBias | None = None,
+        exit_bias: ExitBias | None = None,
     ):
         super().__init__(embed_dim, num_experts, init_scale)
         self.capacity = capacity
@@ -57,6 +60,7 @@ class TopKGate(LinearGate):
             self.null_weight = nn.Parameter(torch.empty(null_experts, embed_dim))
             draw_as_linear(self.null_weight, init_scale)
         self.bias = bias
+        self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
 
     @property
     def expected_choices(self) -> float:
@@ -68,7 +72,7 @@ class TopKGate(LinearGate):
         if active_T is None:
             active_T = all_active(x_TD)
         num_experts = self.num_experts
-        logits_TE = self.logits(x_TD)
+        logits_TE = self.exit_bias(self.logits(x_TD))
         probs_TE = logits_TE.softmax(dim=-1)
         choice_TK = self.select(probs_TE.detach())
         weight_TK = probs_TE.gather(1, choice_TK) * active_T.unsqueeze(1)

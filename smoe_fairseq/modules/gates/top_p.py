@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from smoe_fairseq.modules.capacity import Capacity
+from smoe_fairseq.modules.exit_bias import ExitBias
 from smoe_fairseq.modules.gates.linear import LinearGate, all_active
 from smoe_fairseq.modules.routing import Routing
 
@@ -21,6 +22,7 @@ class TopPGate(LinearGate):
     Args:
         capacity: of the experts; all first choices come before all second ones, and so on.
         p: above 0, up to 1.
+        exit_bias: of the logits, see `ExitBias`.
     """
 
     def __init__(
@@ -30,10 +32,12 @@ class TopPGate(LinearGate):
         capacity: Capacity,
         p: float = 0.4,
         init_scale: float = 1.0,
+        exit_bias: ExitBias | None = None,
     ):
         super().__init__(embed_dim, num_experts, init_scale)
         self.capacity = capacity
         self.p = p
+        self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
         self.top_k = num_experts  # at most
 
     @property
@@ -45,7 +49,7 @@ class TopPGate(LinearGate):
         """As of `TopKGate`."""
         if active_T is None:
             active_T = all_active(x_TD)
-        logits_TE = self.logits(x_TD)
+        logits_TE = self.exit_bias(self.logits(x_TD))
         probs_TE = logits_TE.softmax(dim=-1)
         sorted_TE, choice_TE = probs_TE.detach().sort(dim=1, descending=True, stable=True)
         # What the better ones sum to; nothing before the first, which is always taken.

@@ -1,0 +1,171 @@
+"""Quality and time over the exit bias: a subset translated by one model with several biases in turns."""
+
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from fairseq.utils import move_to_cuda
+from sacrebleu import corpus_bleu
+from torch import nn
+
+from smoe_fairseq.analysis import inputs
+from smoe_fairseq.analysis.capacity_check import nll
+from smoe_fairseq.modules.exit_bias import exit_bias, exit_biases_of
+from smoe_fairseq.system.errors import UsageError
+
+BEAM = 5
+
+
+@dataclass
+class Point:
+    """One direction with one bias.
+
+    Args:
+        seconds: of the search alone; on a CPU those of the process itself, all its threads together, since
+            by the clock other work on the machine would count; on a GPU by the clock.
+        stops, visits: strata stopped at with the references as decoder input, and tokens, over all blocks.
+        bits: of all target tokens, references as decoder input.
+        targets: these tokens, </s> included.
+        translations, references: text, as far as the dictionary knows it.
+    """
+
+    direction: str
+    bias: float
+    seconds: float = 0.0
+    stops: int = 0
+    visits: int = 0
+    bits: float = 0.0
+    targets: int = 0
+    translations: list[str] = field(default_factory=list)
+    references: list[str] = field(default_factory=list)
+
+    @property
+    def sentences(self) -> int:
+        return len(self.references)
+
+    @property
+    def requested_capacity(self) -> float:
+        return self.stops / max(self.visits, 1)
+
+    @property
+    def nll_loss(self) -> float:
+        """Bits per target token."""
+        return self.bits / max(self.targets, 1)
+
+    @property
+    def bleu(self) -> float:
+        """In points, by sacreBLEU's defaults."""
+        return corpus_bleu(self.translations, [self.references]).score
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of all directions and biases; means over the directions, biases ascending."""
+
+    points: list[Point]
+
+    @property
+    def biases(self) -> list[float]:
+        return sorted({point.bias for point in self.points})
+
+    def mean(self, name: str) -> list[float]:
+        """Of an attribute of the points, by bias."""
+        means = []
+        for bias in self.biases:
+            values = [getattr(point, name) for point in self.points if point.bias == bias]
+            means.append(sum(values) / len(values))
+        return means
+
+    def milliseconds(self) -> list[float]:
+        """Per sentence, by bias; of all directions together."""
+        of_bias = [[p for p in self.points if p.bias == bias] for bias in self.biases]
+        return [1000 * sum(p.seconds for p in of) / sum(p.sentences for p in of) for of in of_bias]
+
+
+def check(model: nn.Module) -> None:
+    """Raise UsageError where no gate has a later stratum."""
+    if not any(each.own_experts < each.num_experts for each in exit_biases_of(model)):
+        raise UsageError(
+            "--exit-bias: no gate of this model sees later strata; expected one with several, such as "
+            "--smoe-strata 4-4, and without --moe-stacked"
+        )
+
+
+@torch.no_grad()
+def curve(
+    model: nn.Module,
+    task,
+    directions: list[str],
+    biases: list[float],
+    subset: str = "valid",
+    sentences: int | None = None,
+    max_tokens: int = inputs.TOKENS_PER_BATCH,
+) -> Curve:
+    """Translates a subset with each bias, beam 5, by the task's own search.
+
+    Each batch is translated with all biases before the next is, beginning with another one each time, so that
+    what else the machine does falls on all of them.
+
+    Args:
+        sentences: of each direction; None: all.
+        max_tokens: of a batch, padding included.
+    """
+    turn, points = 0, []
+    for direction in directions:
+        if inputs.is_multilingual(task):
+            task.args.source_lang, task.args.target_lang = direction.split("-")
+        generator = task.build_generator([model], Namespace(beam=BEAM))
+        of_bias = [Point(direction, bias) for bias in biases]
+        points += of_bias
+        for sample in _samples(model, task, direction, subset, sentences, max_tokens):
+            if turn == 0:  # what is made once is nobody's
+                task.inference_step(generator, [model], sample)
+            for n in range(len(biases)):
+                _run(of_bias[(turn + n) % len(biases)], model, task, generator, sample)
+            turn += 1
+    return Curve(points)
+
+
+def _run(point: Point, model: nn.Module, task, generator, sample: dict) -> None:
+    with exit_bias(model, point.bias):
+        start = _seconds(sample)
+        found = task.inference_step(generator, [model], sample)
+        point.seconds += _seconds(sample) - start
+        bits, moe_stats = nll(model, sample)
+    point.bits += bits
+    point.targets += sample["ntokens"]
+    for stats in moe_stats.values():
+        point.stops += int(stats.requested_capacity.sum())
+        point.visits += int((stats.requested_capacity > 0).sum())
+    point.translations += [_text(task, best[0]["tokens"]) for best in found]
+    point.references += [_text(task, tokens) for tokens in sample["target"]]
+
+
+def _text(task, tokens: torch.Tensor) -> str:
+    """Words of a sentence, subwords joined again."""
+    dictionary = task.target_dictionary
+    left_out = {dictionary.pad(), *map(dictionary.index, inputs.language_tokens(task))}
+    left_out.discard(dictionary.unk())
+    pieces = dictionary.symbols
+    joint = "sentencepiece" if any(piece.startswith("\u2581") for piece in pieces) else None
+    if joint is None and any(piece.endswith("@@") for piece in pieces):
+        joint = "@@ "
+    return dictionary.string(tokens, joint, extra_symbols_to_ignore=left_out)
+
+
+def _samples(model, task, direction, subset, sentences, max_tokens) -> Iterator[dict]:
+    device = next(model.parameters()).device
+    for dataset in inputs.datasets(task, direction, subset):
+        batches, _ = inputs.batches(dataset, task.max_positions(), sentences, max_tokens)
+        for batch in batches:
+            sample = dataset.collater([dataset[i] for i in batch])
+            yield sample if device.type == "cpu" else move_to_cuda(sample, device)
+
+
+def _seconds(sample: dict) -> float:
+    if not sample["target"].is_cuda:
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,250 @@
+"""The loss of a capacity budget: the expected number of stops, its gradient, what is refused."""
+
+import pytest
+import torch
+from reference_gates import softmax
+from test_block import PADDING, D, F, make_block, make_input
+from test_criterion import make_criterion, make_sample
+from test_model import make_task, tiny
+
+from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.system.errors import UsageError
+
+EXECUTIONS = pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+
+
+def budgeted(strata, execution="per-expert", **options):
+    block = make_block(strata, capacity_budget=1.5, capacity_factor=0.0, **options)
+    block.execution = execution
+    return block
+
+
+def gate_inputs(block, x, mask):
+    """Of each gate the tokens that stop there: their inputs, and first choices numbered in the block."""
+    seen = []
+
+    def hook(gate, inputs, routing):
+        first = block.strata.first_experts[len(seen)]
+        active = routing.active_T
+        seen.append((inputs[0][active], (routing.first_choice_T[active] + first).tolist()))
+
+    handles = [gate.register_forward_hook(hook) for gate in block.gates]
+    _, stats = block(x, mask)
+    for handle in handles:
+        handle.remove()
+    return stats, seen
+
+
+def learnt(value, x, params):
+    """Its gradients, 0 where it does not depend on a parameter."""
+    value = value + 0 * x.sum()
+    named = {"x": x, **params}
+    found = torch.autograd.grad(value, named.values(), allow_unused=True, retain_graph=True)
+    pairs = zip(named.items(), found, strict=True)
+    return {n: torch.zeros_like(of) if g is None else g for (n, of), g in pairs}
+
+
+def expected_in_loops(block, seen):
+    """What has the gradient that is promised: by each token at each of its stops, probability times stops.
+
+    The stops behind a stratum are those that its tokens are counted to make, uniform where there are none.
+    """
+    strata = block.strata
+    counted = [1.0]  # per token from a stratum on, the last one first
+    for i in reversed(range(len(strata) - 1)):
+        homes = [strata.stratum_of_expert[e] for e in seen[i][1]]
+        if not homes:
+            homes = strata.stratum_of_expert[strata.first_experts[i] :]
+            total = sum(uniform_from(strata, home + 1) for home in homes)
+        else:
+            behind = [*reversed(counted), 0.0]
+            total = sum(behind[home - i] for home in homes)
+        counted.append(1 + total / len(homes))
+    behind = [*reversed(counted), 0.0]
+    value = torch.zeros((), dtype=torch.float64)
+    tokens = max(len(seen[0][1]), 1)
+    for i, (inputs, _) in enumerate(seen):
+        weight, visible = block.gates[i].weight, strata.visible[i]
+        first = strata.first_experts[i]
+        for h in inputs:
+            probs = softmax([row @ h for row in weight])
+            for e in range(visible):
+                value = value + probs[e] * behind[strata.stratum_of_expert[first + e] + 1] / tokens
+    return value
+
+
+def uniform_from(strata, i):
+    """Stops from stratum i on where all experts are as likely."""
+    if i == len(strata):
+        return 0.0
+    homes = strata.stratum_of_expert[strata.first_experts[i] :]
+    return 1 + sum(uniform_from(strata, home + 1) for home in homes) / len(homes)
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@EXECUTIONS
+@pytest.mark.parametrize("strata, gate", [("4-4", "topk"), ("2-2-2-2", "topk"), ("2-3-4", "top-p")])
+def test_stops_and_their_gradient_agree_with_plain_loops(strata, gate, execution, padding):
+    x, mask = make_input(padding)
+    block = budgeted(strata, execution, gate=gate)
+    params = dict(block.named_parameters())
+    stats, seen = gate_inputs(block, x, mask)
+    real = int((~mask).sum())
+    if real:
+        want = int(stats.requested_capacity.sum()) / real
+    else:
+        want = uniform_from(block.strata, 0)
+    assert float(stats.stops.detach()) == pytest.approx(want, rel=1e-12)
+    want_of = learnt(expected_in_loops(block, seen), x, params)
+    for name, got in learnt(stats.stops, x, params).items():
+        assert torch.allclose(got, want_of[name], atol=1e-12), name
+    moved = want_of["gates.0.weight"].abs().sum()
+    assert (moved > 0) == (padding != "all")
+
+
+def test_nobody_at_a_stratum_counts_as_uniform():
+    """All tokens leave from the first gate; what they would find behind is as if it were drawn."""
+    block = budgeted("2-2-2")
+    x, mask = make_input()
+    with torch.no_grad():
+        block.layer_norms[0].weight.zero_()  # tokens that are all alike
+        block.layer_norms[0].bias.fill_(1.0)
+        block.gates[0].weight.copy_(torch.arange(6.0).unsqueeze(1).expand(6, D) / 4)
+    params = dict(block.named_parameters())
+    stats, seen = gate_inputs(block, x, mask)
+    assert float(stats.stops.detach()) == 1.0 and not seen[1][1]
+    want = learnt(expected_in_loops(block, seen), x, params)
+    got = learnt(stats.stops, x, params)
+    assert want["gates.0.weight"].abs().max() > 0.01
+    for name in params:
+        assert torch.allclose(got[name], want[name], atol=1e-12), name
+
+
+def test_null_experts_are_of_no_stratum():
+    """The first choice is of the others, and so is what is expected of it."""
+    block, x, mask = budgeted("2-2", top_k=3, null_experts=3), *make_input()
+    stats, seen = gate_inputs(block, x, mask)
+    params = dict(block.named_parameters())
+    got = learnt(stats.stops, x, params)
+    want = learnt(expected_in_loops(block, seen), x, params)  # true experts alone
+    for name in ("x", "gates.0.weight", "gates.0.null_weight"):
+        assert torch.allclose(got[name], want[name], atol=1e-12), name
+
+
+def test_there_is_nothing_of_it_without_a_budget():
+    x, mask = make_input("some")
+    with_budget, without = budgeted("4-4"), make_block("4-4", capacity_factor=0.0)
+    (y, stats), (plain_y, plain) = with_budget(x, mask), without(x, mask)
+    assert plain.stops is None and torch.equal(y, plain_y)
+    assert torch.equal(stats.balance_loss, plain.balance_loss)
+    assert with_budget.state_dict().keys() == without.state_dict().keys()
+
+
+@pytest.mark.parametrize("budget", [1.2, 1.9])
+def test_loss_is_the_distance_of_the_mean_that_is_logged(budget):
+    """Over the tokens of both layers, padding left out; added with its weight."""
+    sample = make_sample(4, 6, seed=1)
+    sample["net_input"]["src_tokens"] = sample["net_input"]["src_tokens"][:, :4]  # shorter
+    model = tiny("--smoe-strata", "4-4", "--smoe-capacity-budget", str(budget)).eval()
+    criterion = make_criterion()
+    loss, size, log = criterion(model, sample)
+    moe_stats = model(**sample["net_input"])[1]["moe_stats"]
+    counts = [stats.requested_capacity for stats in moe_stats]
+    mean = sum(float(c.sum()) for c in counts) / sum(int((c > 0).sum()) for c in counts)
+    assert 1.2 < mean < 1.9
+    assert float(log["smoe_budget_loss"]) / size == pytest.approx(abs(mean - budget), rel=1e-5)
+    criterion.smoe_capacity_budget_wt = 0.0
+    plain, _, _ = criterion(model, sample)
+    assert float((loss - plain).detach()) == pytest.approx(
+        0.1 * size * abs(mean - budget), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("budget, towards", [(1.05, 1), (1.95, -1)])
+def test_a_step_goes_towards_the_budget(budget, towards):
+    """Down the gradient of a budget below the mean, fewer stops are expected."""
+    model = tiny("--smoe-strata", "4-4", "--smoe-capacity-budget", str(budget)).double().eval()
+    sample = make_sample(4, 6, seed=1)
+    criterion = make_criterion()
+    blocks = [model.encoder.layers[1].moe, model.decoder.layers[1].moe]
+    gates = [block.gates[0].weight for block in blocks]
+
+    def later():
+        """Mean probabilities of the later stratum at the first gates."""
+        seen = []
+        hooks = [
+            b.gates[0].register_forward_hook(
+                lambda gate, inputs, routing: seen.append(
+                    float(routing.mean_true_probs_E[4:].sum().detach())
+                )
+            )
+            for b in blocks
+        ]
+        loss, _, log = criterion(model, sample)
+        for hook in hooks:
+            hook.remove()
+        return loss, seen[:2], log
+
+    criterion.moe_gate_loss_wt = 0.0
+    criterion.smoe_capacity_budget_wt = 1e6  # nothing else matters
+    loss, before, _ = later()
+    steps = torch.autograd.grad(loss, gates)
+    with torch.no_grad():
+        for gate, step in zip(gates, steps, strict=True):
+            gate -= 0.01 * step / step.norm()
+    _, after, _ = later()
+    for one, other in zip(before, after, strict=True):
+        assert (other - one) * towards > 1e-6
+
+
+def test_all_layers_left_out_by_layerdrop():
+    """It is logged all the same, as other processes do that have layers."""
+    model = tiny("--smoe-strata", "4-4", "--smoe-capacity-budget", "1.5")
+    losses = make_criterion().gate_losses(moe_blocks(model), {}, {})
+    assert {name: float(value) for name, _, value in losses}["smoe_budget_loss"] == 0
+
+
+def test_a_weight_that_is_none_is_refused():
+    kind = type(make_criterion())
+    for weight in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(UsageError) as error:
+            kind(make_task(), False, 0.1, smoe_capacity_budget_wt=weight)
+        words = f"--smoe-capacity-budget-wt {weight}: expected 0 or a positive number"
+        assert str(error.value) == words
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"strata": "8", "capacity_budget": 1.5}, "capacity_budget 1.5: it is about later strata"),
+        ({"stacked": True, "capacity_budget": 2.0}, "with stacked no gate sees those of strata"),
+        ({"capacity_budget": 0.9}, "0.9: expected 0 (none) or a number from 1 to the 4 strata of"),
+        ({"capacity_budget": 4.1}, "capacity_budget 4.1: expected 0 (none) or a number from 1 to"),
+        ({"capacity_budget": float("nan")}, "capacity_budget nan: expected 0 (none)"),
+        ({"capacity_budget": -1.0}, "capacity_budget -1.0: expected 0 (none)"),
+    ],
+)
+def test_bad_budgets_are_refused(options, words):
+    with pytest.raises(ValueError) as error:
+        StratifiedMoE(D, F, **options)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            "--smoe-strata 8 --smoe-capacity-budget 1.5",
+            "--smoe-capacity-budget 1.5: it is about later strata, and there are none in --smoe-strata 8; "
+            "expected 0, or several strata such as 4-4",
+        ),
+        ("--moe-stacked --smoe-capacity-budget 2", "with --moe-stacked no gate sees those of"),
+        ("--smoe-strata 4-4 --smoe-capacity-budget 3", "from 1 to the 2 strata of 4-4"),
+        ("--moe-freq 0 --smoe-capacity-budget 2", "--smoe-capacity-budget 2.0 with --moe-freq 0"),
+    ],
+)
+def test_bad_flags_end_with_one_sentence(flags, words):
+    with pytest.raises(UsageError) as end:
+        tiny(*flags.split())
+    assert words in str(end.value) and "\n" not in str(end.value)

@@ -1,0 +1,164 @@
+"""The exit bias: what it adds, when, and that 0 adds nothing."""
+
+import math
+
+import pytest
+import torch
+from reference_gates import softmax
+from test_block import PADDING, D, F, make_block, make_input
+from test_model import make_batch, tiny
+
+from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.exit_bias import exit_bias
+from smoe_fairseq.system.errors import UsageError
+
+EXECUTIONS = pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+
+
+def biased(bias, strata="2-2-2-2", execution="per-expert", **options):
+    block = make_block(strata, exit_bias=bias, capacity_factor=0.0, **options).eval()
+    block.execution = execution
+    return block
+
+
+def routings(block, x, mask):
+    """Of each gate, what it got and decided, for the tokens that stop there."""
+    seen = []
+
+    def hook(gate, inputs, routing):
+        seen.append([inputs[0][routing.active_T], routing.probs_TE[routing.active_T]])
+
+    handles = [gate.register_forward_hook(hook) for gate in block.gates]
+    y, stats = block(x, mask)
+    for handle in handles:
+        handle.remove()
+    return y, stats, seen
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@EXECUTIONS
+@pytest.mark.parametrize("bias", [-2.0, 0.7, 3.0])
+@pytest.mark.parametrize("strata, gate", [("4-4", "topk"), ("2-3-4", "topk"), ("2-2-2", "top-p")])
+def test_logits_of_later_strata_are_raised(strata, gate, bias, execution, padding):
+    x, mask = make_input(padding)
+    block = biased(bias, strata, execution, gate=gate)
+    _, stats, seen = routings(block, x, mask)
+    for i, (inputs, probs) in enumerate(seen):
+        own = block.strata.sizes[i]
+        for h, found in zip(inputs, probs, strict=True):
+            logits = [row @ h for row in block.gates[i].weight]
+            want = softmax([z + (bias if e >= own else 0) for e, z in enumerate(logits)])
+            assert torch.allclose(found, torch.stack(want), atol=1e-12)
+    assert stats.balance_loss.isfinite()
+
+
+def test_null_experts_are_in_no_stratum():
+    x, mask = make_input()
+    for bias in (1.0, -1.0):
+        block = biased(bias, "2-2", top_k=3, null_experts=2)
+        _, _, seen = routings(block, x, mask)
+        rows = torch.cat([block.gates[0].weight, block.gates[0].null_weight])
+        moved = torch.tensor([0, 0, bias, bias, 0, 0], dtype=torch.float64)
+        assert torch.allclose(seen[0][1], (seen[0][0] @ rows.t() + moved).softmax(1), atol=1e-12)
+
+
+@EXECUTIONS
+@pytest.mark.parametrize("options", [{}, {"gate": "top-p"}, {"null_experts": 2, "top_k": 3}])
+def test_zero_is_exact_and_training_knows_no_bias(options, execution):
+    x, mask = make_input("some")
+    plain = biased(0.0, "3-3-3", execution, **options)
+    with_bias = biased(2.0, "3-3-3", execution, **options)
+    assert with_bias.state_dict().keys() == plain.state_dict().keys()
+    want, stats = plain(x, mask)
+    assert not torch.equal(with_bias(x, mask)[0], want)
+    with exit_bias(with_bias, 0.0):
+        got, got_stats = with_bias(x, mask)
+    assert torch.equal(got, want) and torch.equal(
+        got_stats.requested_capacity, stats.requested_capacity
+    )
+    assert not torch.equal(with_bias(x, mask)[0], want)  # as it was
+    for block in (plain, with_bias):
+        block.train()
+    torch.manual_seed(1)
+    want = plain(x, mask)[0]
+    torch.manual_seed(1)
+    assert torch.equal(with_bias(x, mask)[0], want)
+
+
+@EXECUTIONS
+@pytest.mark.parametrize("gate", ["topk", "top-p"])
+@pytest.mark.parametrize("large", [1e5, 1e30, math.inf])
+def test_ends(large, gate, execution):
+    """Far below 0 tokens stop everywhere, far above they choose their own stratum in the last alone."""
+    x, mask = make_input("some")
+    lowest, highest = (biased(b, "2-2-2", execution, gate=gate) for b in (-large, large))
+    plain = biased(0.0, "2-2-2", execution, gate=gate)
+    y, stats, seen = routings(lowest, x, mask)
+    assert stats.requested_capacity[~mask].tolist() == [3] * int((~mask).sum())
+    assert all(float(probs[:, 2:].sum().detach()) == 0 for _, probs in seen)
+    assert y.isfinite().all()
+    y, stats, seen = routings(highest, x, mask)
+    assert stats.requested_capacity.max() <= 2 and y.isfinite().all()
+    logits = seen[0][0] @ plain.gates[0].weight.t()
+    # As if the gate saw the later ones alone, to the last digits of their logits.
+    assert torch.allclose(seen[0][1][:, 2:], logits[:, 2:].softmax(1), atol=1e-9)
+    for value in (stats.balance_loss, stats.z_loss, *([stats.entropy] if gate == "top-p" else [])):
+        assert value.isfinite()
+
+
+def test_stops_fall_as_it_rises():
+    torch.manual_seed(5)
+    x = torch.randn(400, D, dtype=torch.float64)
+    block = biased(0.0, "2-2-2-2")
+    means = []
+    for bias in (-math.inf, -4, -1, 0, 0.5, 1, 2, 4, math.inf):
+        with exit_bias(block, bias):
+            means.append(float(block(x)[1].requested_capacity.double().mean()))
+    assert means == sorted(means, reverse=True) and means[0] == 4 and len(set(means)) > 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_a_model_in_evaluation(dtype):
+    """By its flag, in both layers."""
+    plain = tiny("--smoe-strata", "4-4").to(dtype).eval()
+    other = tiny("--smoe-strata", "4-4", "--smoe-exit-bias", "30").to(dtype).eval()
+    other.load_state_dict(plain.state_dict())
+    capacities = [
+        [float(s.requested_capacity.max()) for s in m(*make_batch())[1]["moe_stats"]]
+        for m in (plain, other)
+    ]
+    assert capacities == [[2, 2], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (
+            {"strata": "8", "exit_bias": 1.0},
+            "exit_bias 1.0: it is about later strata, and there are",
+        ),
+        (
+            {"stacked": True, "exit_bias": -1.0},
+            "exit_bias -1.0: it is about later strata, and with",
+        ),
+        ({"exit_bias": math.nan}, "exit_bias nan: expected a number, above 0 for fewer stops"),
+    ],
+)
+def test_bad_biases_are_refused(options, words):
+    with pytest.raises(ValueError) as error:
+        StratifiedMoE(D, F, **options)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--smoe-strata 8 --smoe-exit-bias 1", "--smoe-exit-bias 1.0: it is about later strata"),
+        ("--moe-stacked --smoe-exit-bias 1", "and with --moe-stacked no gate sees those of"),
+        ("--moe-freq 0 --smoe-exit-bias 1", "--smoe-exit-bias 1.0 with --moe-freq 0"),
+    ],
+)
+def test_bad_flags_end_with_one_sentence(flags, words):
+    with pytest.raises(UsageError) as end:
+        tiny(*flags.split())
+    assert words in str(end.value) and "\n" not in str(end.value)
