@@ -100,7 +100,7 @@ def check_balance_over(balance_over: str, options: GateOptions) -> None:
 
 def check_strata_knobs(capacity_budget: float, exit_bias: float, strata: Strata) -> None:
     """How often tokens stop, in training and in evaluation: a matter of several strata."""
-    later = len(strata) > 1 and not strata.stacked
+    later = len(strata.sizes) > 1 and not strata.stacked
     for name, value in (("capacity_budget", capacity_budget), ("exit_bias", exit_bias)):
         if value and not later:
             what = "with {stacked} no gate sees those of" if strata.stacked else "there are none in"

@@ -175,8 +175,8 @@ class StratifiedMoE(nn.Module):
             for _ in range(1 if stacked else len(self.strata) + self.normalize_residual)
         )
         self.gates = nn.ModuleList(
-            make_gate(gate_options, embed_dim, num_visible, size)
-            for num_visible, size in zip(self.strata.visible, self.strata.sizes, strict=True)
+            make_gate(gate_options, embed_dim, num_visible, own)
+            for num_visible, own in zip(self.strata.visible, self.strata.own, strict=True)
         )
         self.choices = max(gate.top_k for gate in self.gates)  # K
         self.counting = Counting(

@@ -89,6 +89,11 @@ class Strata:
         return [self.num_experts - first for first in self.first_experts]
 
     @property
+    def own(self) -> list[int]:
+        """Of the experts that each gate sees, how many are not of a later stratum."""
+        return self.visible if self.chain > 1 else list(self.sizes)
+
+    @property
     def stratum_of_expert(self) -> list[int]:
         return [i for i, size in enumerate(self.sizes) for _ in range(size)]
 
