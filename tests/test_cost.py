@@ -212,7 +212,10 @@ def test_zero_sharding_sends_what_each_process_has_updated():
         assert cost["sent"] == without[name]["sent"] + cost["parameters"]
         assert cost["memory"] < without[name]["memory"]
     table = run("smoe", "cost", *map(str, zero), *TINY_SIZES).stdout
-    assert "parameters" in table.split("of 32, uniform routing\n")[-1].splitlines()[1] and "at the" in table
+    assert (
+        "parameters" in table.split("of 32, uniform routing\n")[-1].splitlines()[1]
+        and "at the" in table
+    )
 
 
 def test_processes_that_experts_do_not_fit_are_named():
