@@ -167,6 +167,17 @@ def test_one_direction_needs_no_other_word(one_pair, small_corpus):
         model.translate(["ax"], target_lang="src")
 
 
+def test_one_direction_with_dictionaries_alone(one_pair, small_corpus, tmp_path):
+    """Which do not say what is translated to what."""
+    for file in (one_pair / "checkpoint_best.pt", *small_corpus.glob("dict.*.txt")):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(UsageError, match="expected source_lang and target_lang"):
+        SMoETransformerModel.from_pretrained(tmp_path)
+    named = SMoETransformerModel.from_pretrained(tmp_path, source_lang="src", target_lang="tgt")
+    text = ["ax by", "cz"]
+    assert named.translate(text) == SMoETransformerModel.from_pretrained(one_pair).translate(text)
+
+
 def test_runs_that_cannot_be_used(prepared, one_pair, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -177,6 +188,10 @@ def test_runs_that_cannot_be_used(prepared, one_pair, tmp_path, monkeypatch):
     (tmp_path / "cut/checkpoint_last.pt").write_bytes(best.read_bytes()[:5000])
     (tmp_path / "alone").mkdir()
     shutil.copy(best, tmp_path / "alone")
+    (tmp_path / "taskless").mkdir()
+    state = torch.load(best, weights_only=True)
+    del state["cfg"]["task"]
+    torch.save(state, tmp_path / "taskless/checkpoint_best.pt")
     for run_, words, sentence in (
         ("none", {}, "none is missing: expected the folder of a run"),
         ("empty", {}, "empty has no checkpoint_best.pt or checkpoint_last.pt"),
@@ -185,6 +200,7 @@ def test_runs_that_cannot_be_used(prepared, one_pair, tmp_path, monkeypatch):
         ("cut", {}, "checkpoint_last.pt is cut off or not a checkpoint"),
         ("alone", {}, "data/tiny/bin, with the dictionaries that alone/checkpoint_best.pt was"),
         ("alone", {"data_name_or_path": "empty"}, "empty has no dictionaries"),
+        ("taskless", {}, "checkpoint_best.pt does not say what its task is"),
         (str(one_pair), {"beams": 3}, "beams: the checkpoint has no such setting"),
     ):
         with pytest.raises(UsageError) as ended:

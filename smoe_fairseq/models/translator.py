@@ -38,17 +38,28 @@ class Translator(GeneratorHubInterface):
         """As `SMoETransformerModel.from_pretrained` says."""
         checkpoint = checkpoint_of(run, checkpoint_file)
         state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))
-        if (saved := state.get("cfg")) is None:
-            raise UsageError(f"{checkpoint} is of an older fairseq: cfg is missing in it")
-        data = data_of(checkpoint, str(saved.task.data), data)
+        saved = state.get("cfg")
+        if saved is None or saved.get("task") is None:
+            raise UsageError(
+                f"{checkpoint} does not say what its task is: cfg.task is missing in it"
+            )
+        data = data_of(checkpoint, str(getattr(saved.task, "data", None) or ""), data)
         languages = {"source_lang": source_lang, "target_lang": target_lang}
         if not _is_multilingual(saved.task):  # which is told its direction at each translation
             overrides |= {name: lang for name, lang in languages.items() if lang is not None}
         _check_names(saved, overrides)
         overwrite_args_by_name(saved, {**overrides, "data": data})
-        models, cfg, task = checkpoint_utils.load_model_ensemble_and_task(
-            [str(checkpoint)], state=state
-        )
+        try:
+            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task(
+                [str(checkpoint)], state=state
+            )
+        except Exception as error:
+            if not str(error).startswith("Could not infer language pair"):
+                raise
+            raise UsageError(
+                f"{data} has dictionaries and no text, which would say the direction: expected source_lang "
+                "and target_lang"
+            ) from None
         subwords = subwords_of(data)
         if subwords is None and cfg.bpe is None and _has_pieces(task.source_dictionary):
             raise UsageError(
@@ -119,7 +130,7 @@ class Translator(GeneratorHubInterface):
 
 
 def _is_multilingual(task_config) -> bool:
-    return task_config._name == "translation_multi_simple_epoch"
+    return getattr(task_config, "_name", None) == "translation_multi_simple_epoch"
 
 
 def _check_names(config, overrides: dict) -> None:
