@@ -29,6 +29,10 @@ COMMANDS = {
         "smoe_fairseq.checkpoint.reshard_command",
         "the checkpoint for another number of processes, optimizer state included",
     ),
+    "average": (
+        "smoe_fairseq.checkpoint.average_command",
+        "one checkpoint whose weights are the mean of several",
+    ),
     "table": (
         "smoe_fairseq.recipes.tables.table",
         "the scores of a data set's runs, beside the paper's",

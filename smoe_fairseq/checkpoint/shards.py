@@ -18,7 +18,7 @@ from smoe_fairseq.system.errors import UsageError
 
 OPTIMIZER = "last_optimizer_state"
 _EXPERTS = ".moe.experts."
-_EMA = ("ema", "ema_fp32_params")  # in the extra state
+EMA = ("ema", "ema_fp32_params")  # in the extra state
 
 
 class Shards:
@@ -107,7 +107,7 @@ class Shards:
     def _parts(self, state: dict) -> dict[str, dict]:
         """All that has an entry for each parameter of the model."""
         extra = state["extra_state"]
-        parts = {"model": state["model"], **{key: extra.get(key) for key in _EMA}}
+        parts = {"model": state["model"], **{key: extra.get(key) for key in EMA}}
         return {part: content for part, content in parts.items() if content}
 
     def _optimized(self, state: dict) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class Shards:
     def check_agreement(self) -> None:
         """What all processes share is the same in all files, as are the replicas of an expert."""
         parameters = {
-            f"{part} {name}" for part in ("model", *_EMA) for name in self.record.parameters
+            f"{part} {name}" for part in ("model", *EMA) for name in self.record.parameters
         }
         buffers = {
             f"{part} {name}"

@@ -1,9 +1,10 @@
 """Writes checkpoints that only appear under their names when they are complete and verified."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from smoe_fairseq.checkpoint.content import open_checkpoint
@@ -11,7 +12,7 @@ from smoe_fairseq.checkpoint.names import PENDING, rank_file, rank_files
 from smoe_fairseq.checkpoint.shards import Shards, same_bits
 from smoe_fairseq.modules.placement import Placement
 from smoe_fairseq.system.errors import UsageError
-from smoe_fairseq.system.files import whole_files
+from smoe_fairseq.system.files import whole_file, whole_files
 
 
 def output_files(output: Path, world_size: int) -> list[Path]:
@@ -37,7 +38,7 @@ def write(shards: Shards, output: Path, world_size: int, force: bool) -> list[Pa
     if world_size > 1:
         found = [*rank_files(output).values(), *rank_files(output, PENDING).values()]
         left_over = [file for file in found if file not in files]
-    _check_output(shards, [*files, *left_over], force)
+    check_output(shards.files, [*files, *left_over], force)
     shards.check_agreement()
 
     per_file = sum(1 for _ in shards.tensors(shards.states[0]))
@@ -64,13 +65,30 @@ def _remove(file: Path) -> None:
         ) from None
 
 
-def _check_output(shards: Shards, files: list[Path], force: bool) -> None:
-    read = {file.resolve() for file in shards.files}
+def check_output(read: Iterable[Path], files: Iterable[Path], force: bool) -> None:
+    """Raise UsageError where a file to be written is one that is read, or there already."""
+    read = {file.resolve() for file in read}
     for file in files:
         if file.resolve() in read:
             raise UsageError(f"--output: {file} is what is read; choose another name or folder")
         if file.exists() and not force:
             raise UsageError(f"--output: {file} is there already; --force overwrites it")
+
+
+def write_content(state: dict, output: Path, progress: Callable) -> None:
+    """One checkpoint of this content; ``progress`` is called for each tensor that was read back.
+
+    Raises:
+        UsageError: what was read back differs, or the system refuses the file.
+    """
+    with whole_file(output, called=f"--output {output}") as partial:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as opened:
+            torch.save(state, opened)
+        written = open_checkpoint(partial)["model"]
+        for name, source in state["model"].items():
+            _check_written(partial, name, [(written[name], source)])
+            progress()
 
 
 def _verify(shards: Shards, place: Placement, file: Path, progress: Callable) -> None:
@@ -87,5 +105,9 @@ def _verify(shards: Shards, place: Placement, file: Path, progress: Callable) ->
                 (written[name][expert - local.start], shards.expert(name, expert))
                 for expert in local
             ]
-        if not all(same_bits(copy, original) for copy, original in copies):
-            raise UsageError(f"{file}: {name} was not written as it was read; is the disk sound?")
+        _check_written(file, name, copies)
+
+
+def _check_written(file: Path | str, name: str, copies: list[tuple[Tensor, Tensor]]) -> None:
+    if not all(same_bits(copy, original) for copy, original in copies):
+        raise UsageError(f"{file}: {name} was not written as it was read; is the disk sound?")

@@ -37,6 +37,7 @@ from .imports import Action, when_imported
 from .jit_warning import quiet_jit
 from .literal_eval import EVALUATING, evaluate_literals_only
 from .missing_language import name_missing_dictionary, name_unlisted_language
+from .multilingual_generator import take_prefix_function
 from .nan_detector import hook_forward_only
 from .option_values import name_bad_values
 from .progress_line import keep_lines_short
@@ -44,9 +45,10 @@ from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
 from .small_batches import name_too_small_batches
 from .uneven_validation import validate_uneven_shares
-from .unknown_model import name_unknown_model
+from .unknown_model import name_unknown_model, name_unknown_model_to_resume
 from .unreadable_checkpoint import name_unreadable_checkpoints
 from .unused_copies import leave_copies_alone
+from .validation_task import take_task_of_checkpoint
 from .version import is_installed, problem, require_fairseq
 from .zero_sharding import leave_one_process_whole, name_missing_fairscale
 
@@ -74,12 +76,14 @@ MENDS = (
     ("fairseq.data.fasta_dataset", index_without_shell),
     ("fairseq.logging.progress_bar", keep_lines_short),
     ("fairseq.trainer", skip_overflow_on_cpu),
+    ("fairseq.trainer", name_unknown_model_to_resume),
     ("fairseq.nan_detector", hook_forward_only),
     ("fairseq.modules.checkpoint_activations", keep_autocast),
     ("fairseq.modules.transformer_layer", avoid_fast_path),
     ("fairseq.models.distributed_fairseq_model", name_no_gpu),
     ("fairseq.models.distributed_fairseq_model", leave_copies_alone),
     ("fairseq.options", keep_bf16_off_tpu),
+    ("fairseq.options", take_task_of_checkpoint),
     ("fairseq.models", name_unknown_model),
     ("fairseq.models.ema.ema", copy_integers),
     ("fairseq.file_io", name_hidden_checkpoints),
@@ -87,6 +91,7 @@ MENDS = (
     ("fairseq.checkpoint_utils", publish_checkpoints),
     ("fairseq.checkpoint_utils", name_unwritable_folder),
     ("fairseq.checkpoint_utils", validate_uneven_shares),
+    ("fairseq.tasks.translation_multi_simple_epoch", take_prefix_function),
     ("fairseq.optim.shard", leave_one_process_whole),
     ("fairseq.data.dictionary", name_missing_dictionary),
     ("fairseq.data.multilingual.multilingual_data_manager", name_unlisted_language),

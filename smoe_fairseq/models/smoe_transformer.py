@@ -22,6 +22,7 @@ from smoe_fairseq.models.transformer_layer import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
 )
+from smoe_fairseq.models.translator import Translator
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.system.errors import UsageErrorOfAll
 
@@ -70,6 +71,36 @@ class SMoETransformerModel(TransformerModelBase):
     @classmethod
     def build_decoder(cls, cfg, tgt_dict, embed_tokens):
         return SMoETransformerDecoder(cfg, tgt_dict, embed_tokens)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        run,
+        checkpoint_file=None,
+        data_name_or_path=None,
+        source_lang=None,
+        target_lang=None,
+        **overrides,
+    ):
+        """A trained model that translates text, with the dictionaries and subwords of its training.
+
+        Args:
+            run: the folder of a run, whose best checkpoint is taken, or else its last; or a checkpoint.
+            checkpoint_file: another one of the folder.
+            data_name_or_path: folder of the dictionaries and of ``spm.model``; by default the run's, if they
+                are there, and else where the training has had them.
+            source_lang, target_lang: where several directions are possible; ``translate`` takes them too.
+            overrides: settings of the checkpoint to change, such as ``moe_eval_capacity_factor=1.0``.
+
+        Returns:
+            A `Translator`, in evaluation mode, on the CPU: ``.translate(["..."])``.
+
+        Raises:
+            UsageError: a file is missing, damaged, or does not go with the others.
+        """
+        return Translator.of_run(
+            run, checkpoint_file, data_name_or_path, source_lang, target_lang, **overrides
+        )
 
     def set_num_updates(self, num_updates):
         super().set_num_updates(num_updates)

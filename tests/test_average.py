@@ -1,0 +1,375 @@
+"""``smoe average``: the mean of weights, of files and of sets, and what is no mean of anything."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import PLUGIN, run, run_python
+from sampling import soak
+from test_checkpoint_files import FULL, contents, rotted
+from test_expert_parallel import flags
+from test_expert_parallel_checkpoints import call, refusal
+from test_family_training import member_flags
+from test_malicious_checkpoints import program
+from test_training import UNINITIALISED
+from test_training import train as train_smoe
+
+from smoe_fairseq.checkpoint.names import rank_file
+from smoe_fairseq.checkpoint.shards import Shards
+from smoe_fairseq.modules.placement import Placement
+
+SAVED = (1, 2, 3, 4)  # updates
+
+
+@pytest.fixture(scope="module")
+def run_of_one(small_corpus, tmp_path_factory) -> Path:
+    """The folder of a run with a checkpoint of each update."""
+    folder = tmp_path_factory.mktemp("run-of-one")
+    each = ("--save-interval-updates", 1, "--batch-size", 4, "--max-update", SAVED[-1])
+    train_smoe(small_corpus, folder, *each, "--disable-validation")
+    assert sorted(p.name for p in folder.glob("checkpoint_1_*")) == names()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_of_two(ranks, small_corpus, tmp_path_factory) -> Path:
+    """The same over two processes, each with its experts."""
+    folder = tmp_path_factory.mktemp("run-of-two")
+    each = ("--save-interval-updates", 1, "--expert-parallel", "--max-update", 3, "--store-ema")
+    ranks.train(folder, 2, *flags(small_corpus, folder, *each))
+    return folder
+
+
+def names(updates=SAVED) -> list[str]:
+    return [f"checkpoint_1_{update}.pt" for update in updates]
+
+
+def load(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+def changed(source: Path, path: Path, change) -> Path:
+    state = load(source)
+    change(state)
+    torch.save(state, path)
+    return path
+
+
+def put(name: str, tensor):
+    return lambda state: state["model"].update({name: tensor})
+
+
+def mean_of(models: list[dict]) -> dict[str, np.ndarray]:
+    """By numpy, in float64."""
+    found = {}
+    for name in models[0].keys() - UNINITIALISED:
+        total = sum(model[name].double().numpy() for model in models)
+        assert total.dtype == np.float64
+        found[name] = (total / len(models)).astype(np.float32)
+    return found
+
+
+def assert_is_mean(path: Path, models: list[dict]) -> None:
+    averaged, expected = load(path)["model"], mean_of(models)
+    assert averaged.keys() - UNINITIALISED == expected.keys()
+    for name, value in expected.items():
+        assert averaged[name].dtype == torch.float32
+        assert np.array_equal(averaged[name].numpy(), value), name
+
+
+W1 = "encoder.layers.1.moe.experts.w1"
+
+
+def test_the_mean_is_that_of_numpy_in_float64(run_of_one, tmp_path):
+    files, output = [run_of_one / name for name in names((2, 3, 4))], tmp_path / "new/mean.pt"
+    call("average", *files, "--output", output)
+    models = [load(file)["model"] for file in files]
+    assert_is_mean(output, models)
+    assert not any(torch.equal(load(output)["model"][W1], model[W1]) for model in models)
+    in_float32 = sum(model[W1] for model in models) / 3
+    assert not torch.equal(load(output)["model"][W1], in_float32)
+
+
+def test_all_else_is_the_last_ones(run_of_one, tmp_path):
+    files, output = [run_of_one / name for name in names((1, 3))], tmp_path / "mean.pt"
+    call("average", *files, "--output", output)
+    averaged, last = load(output), load(files[-1])
+    assert "last_optimizer_state" not in averaged
+    assert averaged["optimizer_history"] == last["optimizer_history"]
+    assert averaged["smoe_experts"]["num_updates"] == 3
+    tied = [averaged["model"][f"{side}.embed_tokens.weight"] for side in ("encoder", "decoder")]
+    assert tied[0].data_ptr() == tied[1].data_ptr()  # as in the files
+    assert output.stat().st_size < os.path.getsize(files[0]) / 2
+
+
+def test_the_newest_of_a_folder(run_of_one, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(run_of_one, folder)
+    call("average", folder, "--last", 3, "--output", tmp_path / "folder.pt")
+    assert "mean of 3 checkpoints" in capsys.readouterr().out
+    call("average", *(folder / name for name in names((2, 3, 4))), "--output", tmp_path / "f.pt")
+    assert_is_mean(tmp_path / "folder.pt", [load(tmp_path / "f.pt")["model"]])
+
+    for epoch, update in ((9, 1), (10, 2), (8, 3)):  # 10 is newer than 9
+        shutil.copy(folder / names((update,))[0], folder / f"checkpoint{epoch}.pt")
+    words = "has checkpoints by update and by epoch: add --by update or --by epoch"
+    assert words in refusal("average", folder, "--last", 2, "--output", tmp_path / "x.pt")
+    ask = ("average", folder, "--last", 2, "--by")
+    call(*ask, "epoch", "--output", tmp_path / "epochs.pt")
+    assert_is_mean(tmp_path / "epochs.pt", [load(folder / n)["model"] for n in names((1, 2))])
+    call(*ask, "update", "--output", tmp_path / "updates.pt")
+    assert_is_mean(tmp_path / "updates.pt", [load(folder / n)["model"] for n in names((3, 4))])
+
+
+def whole_model(path: Path) -> dict:
+    shards = Shards.open(path, False)
+    return shards.state_for(Placement(shards.record.num_experts))["model"]
+
+
+def test_sets_of_several_processes(small_corpus, run_of_two, tmp_path):
+    """By the folder, by the names of sets, and by a shell's ``*``, which names every file."""
+    sets = [run_of_two / name for name in names((2, 3))]
+    call("average", run_of_two, "--last", 2, "--output", tmp_path / "folder.pt")
+    call("average", *sets, "--output", tmp_path / "sets.pt")
+    files = [rank_file(path, rank) for path in sets for rank in (0, 1)]
+    call("average", *files, "--output", tmp_path / "files.pt")
+    for name in ("folder.pt", "sets.pt", "files.pt"):
+        assert_is_mean(tmp_path / name, [whole_model(path) for path in sets])
+    content = load(tmp_path / "sets.pt")
+    assert len(content["model"][W1]) == 8
+    assert content["smoe_experts"]["world_size"] == 1 and "ema" not in content["extra_state"]
+    assert_translates(small_corpus, tmp_path / "sets.pt")
+    rank_file(shutil.copy(files[0], tmp_path / "alone-rank-0.pt"), 0)
+    words = "alone-rank-1.pt is missing: the set has 2 files"
+    alone = tmp_path / "alone-rank-0.pt"
+    assert words in refusal("average", alone, sets[0], "--output", tmp_path / "x.pt")
+    assert not (tmp_path / "x.pt").exists()
+
+
+def assert_translates(corpus, path: Path) -> None:
+    arguments = [corpus, "--user-dir", PLUGIN, "--path", path, "--cpu", "--max-len-b", 9]
+    output = run("fairseq-generate", *arguments).stdout
+    assert len(re.findall(r"^H-", output, re.M)) == 50
+
+
+def test_the_command_as_typed(small_corpus, run_of_one, tmp_path):
+    output = tmp_path / "mean.pt"
+    done = run("smoe", "average", run_of_one, "--last", 4, "--output", output)
+    first, last = (run_of_one / names()[i] for i in (0, -1))
+    assert f"{output}: mean of 4 checkpoints, {first} to {last.name}" in done.stdout
+    assert "100%" in done.stdout and " tensors" in done.stdout
+    assert_translates(small_corpus, output)
+
+
+def test_a_stock_model_and_numbers_of_16_bits(corpus, pre_norm, tmp_path):
+    def halve(state):
+        state["model"] = {name: tensor.half() for name, tensor in state["model"].items()}
+
+    def double(state):
+        halve(state)
+        for tensor in state["model"].values():
+            tensor *= 2
+
+    files = [changed(pre_norm, tmp_path / f"{f.__name__}.pt", f) for f in (halve, double, halve)]
+    files[2] = Path(shutil.copy(files[0], tmp_path / "third.pt"))
+    call("average", *files, "--output", tmp_path / "mean.pt")
+    assert_is_mean(tmp_path / "mean.pt", [load(file)["model"] for file in files])
+    arguments = [corpus, "--path", tmp_path / "mean.pt", "--cpu", "--max-len-b", 9]
+    assert "H-0" in run("fairseq-generate", *arguments).stdout
+
+
+def test_what_one_file_shares_and_another_does_not(run_of_one, tmp_path):
+    """Embeddings that were tied first are each summed by themselves."""
+    name = "decoder.embed_tokens.weight"
+    files = [run_of_one / names()[0], run_of_one / names()[1]]
+    tied = load(files[0])["model"][name]
+    files.append(changed(files[1], tmp_path / "untied.pt", put(name, torch.ones_like(tied))))
+    call("average", *files, "--output", tmp_path / "mean.pt")
+    assert_is_mean(tmp_path / "mean.pt", [load(file)["model"] for file in files])
+
+
+def test_counts_are_the_last_ones_and_tables_have_to_agree(ranks, small_corpus, tmp_path, capsys):
+    for member in ("bias", "hash"):
+        folder = tmp_path / member
+        more = ("--save-interval-updates", 1, "--max-update", 3)
+        ranks.train(folder, 1, *member_flags(member, small_corpus, folder, *more), one=True)
+        files = [folder / name for name in names((1, 2, 3))]
+        capsys.readouterr()
+        call("average", *files, "--output", folder / "mean.pt")
+        said = "(*.bias.steps), which are whole numbers, are those of" in capsys.readouterr().out
+        assert said == (member == "bias")
+        first, last, mean = (load(f)["model"] for f in (files[0], files[-1], folder / "mean.pt"))
+        whole = [name for name, tensor in last.items() if not tensor.is_floating_point()]
+        assert whole and all(torch.equal(mean[name], last[name]) for name in whole)
+        differ = any(not torch.equal(first[name], last[name]) for name in whole)
+        assert differ == (member == "bias")
+    name = next(name for name in whole if name.endswith("table"))
+    other = changed(files[1], tmp_path / "other.pt", put(name, last[name].flip(0)))
+    sentence = refusal("average", files[0], other, "--output", tmp_path / "x.pt")
+    assert f"{other}: {name} is of whole numbers, which have no mean" in sentence
+
+
+OTHERS = {
+    f"{W1} is (8, 2, 3) torch.float32 in it and (8, ": put(W1, torch.ones(8, 2, 3)),
+    f"{W1} is (8, 64, 48) torch.float16 in it": lambda s: put(W1, s["model"][W1].half())(s),
+    f"{W1} is missing in it": lambda s: s["model"].pop(W1),
+    "more is (1,) torch.float32 in it and missing in the other": put("more", torch.ones(1)),
+    "the setting moe_top_k is 1 in it and 2 in the other": lambda s: s["cfg"]["model"].update(
+        moe_top_k=1
+    ),
+    "was trained with another dictionary than": lambda s: s["smoe_dictionaries"]["source"].update(
+        sha256="0"
+    ),
+    f"{W1} has values that are not numbers": lambda s: (
+        s["model"][W1].view(-1)[3:4].fill_(float("inf"))
+    ),
+    "more in its model is no tensor of real numbers": put("more", "x"),
+    "wide in its model is no tensor of real numbers": put("wide", torch.ones(1).expand(10**13)),
+    "sparse in its model is no tensor of real": put("sparse", torch.ones(2, 2).to_sparse()),
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+@pytest.mark.parametrize("first", [soak(True), False])
+def test_what_has_no_mean_is_refused(run_of_one, tmp_path, words, first):
+    sound = run_of_one / names()[0]
+    other = changed(run_of_one / names()[1], tmp_path / "other.pt", OTHERS[words])
+    files = (other, sound) if first else (sound, other)
+    sentence = refusal("average", *files, "--output", tmp_path / "mean.pt")
+    assert first or (words in sentence and str(other) in sentence)
+    assert [path.name for path in tmp_path.iterdir()] == ["other.pt"]
+
+
+def test_damaged_files_have_the_sentence_that_they_have_elsewhere(run_of_one, tmp_path):
+    sound = run_of_one / names()[0]
+    (tmp_path / "cut.pt").write_bytes(sound.read_bytes()[:5000])
+    rotted(sound, tmp_path / "rotted.pt")
+    changed(sound, tmp_path / "empty.pt", lambda state: state.pop("model"))
+    before = contents(tmp_path)
+    for name, words in (
+        ("cut.pt", "is cut off or not a checkpoint"),
+        ("rotted.pt", "is damaged: "),
+        ("empty.pt", "is not a checkpoint of fairseq"),
+        ("none.pt", "is missing"),
+    ):
+        ask = ("average", sound, tmp_path / name, "--output", tmp_path / "mean.pt")
+        assert f"{tmp_path / name} {words}" in refusal(*ask)
+    assert contents(tmp_path) == before
+
+
+class Program:
+    def __init__(self, trace: Path):
+        self.trace = trace
+
+    def __reduce__(self):
+        return eval, (program(self.trace),)
+
+
+def test_a_file_that_would_run_a_program_is_refused(run_of_one, tmp_path):
+    sound, trace = run_of_one / names()[0], tmp_path / "trace"
+    bad = changed(sound, tmp_path / "bad.pt", lambda state: state.update(more=Program(trace)))
+    sentence = refusal("average", sound, bad, "--output", tmp_path / "mean.pt")
+    assert f"{bad} holds eval (a type or function), which is not loaded" in sentence
+    assert not trace.exists() and not (tmp_path / "mean.pt").exists()
+
+
+def test_requests_that_are_not_clear(run_of_one, tmp_path):
+    one, two = (run_of_one / name for name in names()[:2])
+    for words, sentence in (
+        ([one], "is one checkpoint: expected two or more"),
+        ([one, two, one], f"{one} is named twice"),
+        ([run_of_one], "is a folder: add --last N"),
+        ([one, two, "--by", "update"], "--by update: expected --last with it"),
+        ([one, two, "--last", 2], "--last 2: expected one folder"),
+        ([run_of_one, "--last", 1], "--last 1: expected 2 or more"),
+        ([run_of_one, "--last", 9], "has 4 checkpoints by update; fairseq-train keeps them"),
+        ([run_of_one, "--last", 2, "--by", "epoch"], "has 0 checkpoints by epoch"),
+    ):
+        assert sentence in refusal("average", *words, "--output", tmp_path / "mean.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten_unasked(run_of_one, tmp_path):
+    files = [Path(shutil.copy(run_of_one / name, tmp_path)) for name in names()[:2]]
+    output = tmp_path / "mean.pt"
+    output.write_text("old")
+    assert "is there already; --force" in refusal("average", *files, "--output", output)
+    assert output.read_text() == "old"
+    call("average", *files, "--output", output, "--force")
+    assert_is_mean(output, [load(file)["model"] for file in files])
+    sentence = refusal("average", *files, "--output", files[1], "--force")
+    assert f"--output: {files[1]} is what is read" in sentence
+
+
+# A disk without room, and a kill
+
+
+AVERAGE = "import sys; from smoe_fairseq.cli import main; sys.exit(main(sys.argv[1:]))"
+KILLED = """
+import os, signal, torch
+def save(state, file):
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+torch.save = save
+"""
+
+
+@pytest.fixture
+def asked(run_of_one, tmp_path) -> list:
+    """A request, of which the output is there from an earlier time."""
+    (tmp_path / "mean.pt").write_text("old")
+    files = [run_of_one / name for name in names()]
+    return ["average", *files, "--output", tmp_path / "mean.pt", "--force"]
+
+
+def test_without_room_what_was_there_stays(tmp_path, asked):
+    result = run_python(FULL + AVERAGE, *asked)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    words = f"error: --output {tmp_path / 'mean.pt'} cannot be saved: File too large; files"
+    assert result.stdout.splitlines()[-1].startswith(words)
+    assert contents(tmp_path) == {"mean.pt": b"old"}
+
+
+def test_a_kill_leaves_what_was_there(tmp_path, asked):
+    """And the next attempt takes the place of what is left beside it."""
+    assert run_python(KILLED + AVERAGE, *asked).returncode == -9
+    assert contents(tmp_path) == {"mean.pt": b"old", "mean.pt.tmp": b"half"}
+    call(*asked)
+    assert list(contents(tmp_path)) == ["mean.pt"] and load(tmp_path / "mean.pt")["model"]
+
+
+def test_what_was_not_written_as_it_should_be_is_noticed(tmp_path, asked, monkeypatch):
+    original = torch.save
+
+    def save(state, file):
+        model = {name: tensor.clone() for name, tensor in state["model"].items()}
+        model[W1].view(-1)[5] += 1
+        original(state | {"model": model}, file)
+
+    monkeypatch.setattr(torch, "save", save)
+    assert f"{W1} was not written as it was read; is the disk sound?" in refusal(*asked)
+    assert contents(tmp_path) == {"mean.pt": b"old"}
+
+
+def test_memory_holds_one_sum_and_one_checkpoint(run_of_two, tmp_path, monkeypatch):
+    """Of a set, whose experts are copied: the one before has gone when the next is read."""
+    import weakref
+
+    from smoe_fairseq.checkpoint import average
+
+    alive, original = [], average.weights_of
+
+    def weights_of(path):
+        assert not [one for one in alive if one() is not None]
+        state = original(path)
+        alive.append(weakref.ref(state["model"][W1]))
+        return state
+
+    monkeypatch.setattr(average, "weights_of", weights_of)
+    average.average([run_of_two / name for name in names((1, 2, 3))])
+    assert len(alive) == 3

@@ -1,0 +1,311 @@
+"""`SMoETransformerModel.from_pretrained(RUN).translate([...])` and what needs no flag with a checkpoint."""
+
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from commands import TINY, generation, hypotheses, run, run_python, train
+from test_compat import WITHOUT, run_without
+from test_recipes import recipe, write_dataset, write_text
+from test_training import PLUGIN
+from test_training import train as train_smoe
+
+from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.system.errors import UsageError
+
+SEARCH = {"beam": 2, "max_len_b": 10}  # as the recipe's evaluation was told
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """The folder in which a data set was prepared, and a run trained until it has words, by the recipes."""
+    folder = tmp_path_factory.mktemp("prepared")
+    raw = write_text(folder / "text", "en-fr", train=300, valid=20, test=12)
+    write_text(raw, "en-de", train=30, valid=20)
+    training = {"arch": "smoe_transformer_tiny", "max-tokens": 1000, "max-update": 60}
+    given = write_dataset(
+        *(folder / "configs", "tiny"),
+        pairs=["en-fr", "en-de"],
+        raw={},
+        subwords={"vocab-size": 60},
+        train={**training, "lr": 0.005, "warmup-updates": 5, "num-workers": 0},
+        generate={"max-tokens": 1000, "max-len-b": 10, "num-workers": 0},
+    )
+    for words in (
+        ("prepare", "tiny"),
+        ("train", "tiny", "smoe-2-2"),
+        ("evaluate", "tiny", "smoe-2-2", "--beam", "2"),
+    ):
+        result = recipe(folder, *words, RAW=str(raw), OMP_NUM_THREADS="1", **given)
+        assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_pair(small_corpus, tmp_path_factory) -> Path:
+    """A run of one direction, on text that was divided into words already."""
+    folder = tmp_path_factory.mktemp("one-pair")
+    train_smoe(small_corpus, folder, "--max-update", 3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(prepared):
+    return SMoETransformerModel.from_pretrained(prepared / "runs/tiny/smoe-2-2")
+
+
+def evaluated(prepared: Path, direction: str) -> tuple[list[str], list[str]]:
+    """Raw text of the test set, and its translations by the recipe: fairseq-generate's."""
+    source = direction.split("-")[0]
+    text = (prepared / f"text/test.en-fr.{source}").read_text().split("\n")[:-1]
+    done = prepared / f"runs/tiny/smoe-2-2/test/{direction}.txt"
+    return text, done.read_text().splitlines()
+
+
+@pytest.mark.parametrize("direction", ["en-fr", "fr-en"])
+def test_raw_text_is_translated_as_by_the_recipe(prepared, model, direction):
+    text, expected = evaluated(prepared, direction)
+    source, target = direction.split("-")
+    found = model.translate(text, source_lang=source, target_lang=target, **SEARCH)
+    assert found == expected and all(found) and "\u2581" not in "".join(found)
+    generated = (prepared / f"runs/tiny/smoe-2-2/test/{direction}/generate-test.txt").read_text()
+    scores = {number: score for number, (score, _) in hypotheses(generated).items()}
+    assert len(set(scores.values())) == len(text)  # so each depends on all of its text
+    results = model.generate([model.encode(sentence) for sentence in text], **SEARCH)
+    for number, result in enumerate(results):
+        assert result[0]["score"].item() / math.log(2) == pytest.approx(scores[number], abs=1e-4)
+    assert model.translate(text[0], source_lang=source, target_lang=target, **SEARCH) == expected[0]
+    assert model.translate([], source_lang=source, target_lang=target) == []
+
+
+def test_from_another_folder_and_by_a_file(prepared, tmp_path, monkeypatch):
+    """The training has had its data at a relative path, and it is told nothing of that."""
+    monkeypatch.chdir(tmp_path)
+    text, expected = evaluated(prepared, "en-fr")
+    best = prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt"
+    saved = torch.load(best, weights_only=True)["cfg"]["task"]
+    assert not os.path.isabs(saved["data"] if isinstance(saved, dict) else saved.data)
+    given = {"source_lang": "en", "target_lang": "fr"}
+    by_file = SMoETransformerModel.from_pretrained(str(best), **given, **SEARCH)
+    assert by_file.translate(text) == expected
+    assert not by_file.training  # no dropout
+
+
+def test_with_all_that_it_needs_in_one_folder(prepared, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_, data = prepared / "runs/tiny/smoe-2-2", prepared / "data/tiny/bin"
+    for file in (run_ / "checkpoint_best.pt", data / "spm.model", *data.glob("dict.*.txt")):
+        shutil.copy(file, tmp_path)
+    text, expected = evaluated(prepared, "en-fr")
+    direction = {"source_lang": "en", "target_lang": "fr"}
+    loaded = torch.hub.load(
+        str(PLUGIN.parent), "smoe_transformer", str(tmp_path), source="local", **direction
+    )
+    assert loaded.translate(text, **SEARCH) == expected
+
+    (tmp_path / "spm.model").unlink()
+    with pytest.raises(UsageError, match=r"has no spm\.model, by which the pieces of words"):
+        SMoETransformerModel.from_pretrained(tmp_path)
+    elsewhere = SMoETransformerModel.from_pretrained(tmp_path, data_name_or_path=data, **direction)
+    assert elsewhere.translate(text, **SEARCH) == expected
+
+
+def test_fairseqs_interface_fails_without_the_mend(prepared):
+    """With its own words for a model of several directions."""
+    program = prepared / "translate.py"
+    program.write_text(
+        "from smoe_fairseq.models import SMoETransformerModel\n"
+        "model = SMoETransformerModel.from_pretrained('runs/tiny/smoe-2-2')\n"
+        "model.translate(['1 2'], source_lang='fr')\n"
+    )
+    words = ("import os; os.chdir(os.path.dirname(__import__('sys').argv[2]))\n" + WITHOUT,)
+    failed = run_python(*words, "take_prefix_function", program)
+    assert "unexpected keyword argument 'prefix_allowed_tokens_fn'" in failed.stdout
+    assert run_python(*words, "read_past_cache", program).returncode == 0  # of another matter
+
+
+def test_directions(model):
+    for words, sentence in (
+        ({}, "source_lang=None, target_lang=None: several directions are possible"),
+        ({"source_lang": "en"}, "several directions"),
+        (
+            {"source_lang": "en", "target_lang": "xx"},
+            "no such direction; expected one of fr-en, de-en, en-fr, en-de",
+        ),
+        ({"target_lang": "xx"}, "no such direction"),
+        ({"source_lang": "en", "target_lang": "en"}, "no such direction"),
+    ):
+        with pytest.raises(UsageError) as ended:
+            model.translate(["1 2 is a number"], **words)
+        assert sentence in str(ended.value) and "\n" not in str(ended.value)
+    assert model.translate(["1 2"], source_lang="fr", **SEARCH)  # to English alone
+    assert model.translate(["1 2"], source_lang="fr", target_lang="de", **SEARCH)  # never seen
+
+
+def test_a_sentence_that_is_too_long_is_named(model):
+    with pytest.raises(UsageError, match=r"tokens is longer than the model takes \(1024\): divide"):
+        model.translate(["1 2 3 " * 1000], source_lang="fr")
+
+
+def test_one_direction_needs_no_other_word(one_pair, small_corpus):
+    """Text of words, since there is no sentencepiece model beside the dictionary."""
+    model = SMoETransformerModel.from_pretrained(one_pair)
+    arguments = generation(small_corpus, one_pair / "checkpoint_best.pt")
+    output = run("fairseq-generate", *arguments, "--user-dir", PLUGIN).stdout
+    lines = {
+        kind: dict(re.findall(rf"^{kind}-(\d+)\t(?:\S+\t)?(.*)$", output, re.M)) for kind in "ST"
+    }
+    expected = dict(re.findall(r"^D-(\d+)\t\S+\t(.*)$", output, re.M))
+    numbers = sorted(expected, key=int)
+    found = model.translate([lines["S"][n] for n in numbers], beam=3, max_len_b=12)
+    assert found == [expected[n] for n in numbers] and len(numbers) == 50
+    with pytest.raises(UsageError, match="no such direction; expected one of src-tgt"):
+        model.translate(["ax"], target_lang="src")
+
+
+def test_one_direction_with_dictionaries_alone(one_pair, small_corpus, tmp_path):
+    """Which do not say what is translated to what."""
+    for file in (one_pair / "checkpoint_best.pt", *small_corpus.glob("dict.*.txt")):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(UsageError, match="expected source_lang and target_lang"):
+        SMoETransformerModel.from_pretrained(tmp_path)
+    named = SMoETransformerModel.from_pretrained(tmp_path, source_lang="src", target_lang="tgt")
+    text = ["ax by", "cz"]
+    assert named.translate(text) == SMoETransformerModel.from_pretrained(one_pair).translate(text)
+
+
+def test_runs_that_cannot_be_used(prepared, one_pair, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/checkpoint_last-rank-0.pt").touch()
+    (tmp_path / "cut").mkdir()
+    best = prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt"
+    (tmp_path / "cut/checkpoint_last.pt").write_bytes(best.read_bytes()[:5000])
+    (tmp_path / "alone").mkdir()
+    shutil.copy(best, tmp_path / "alone")
+    (tmp_path / "taskless").mkdir()
+    state = torch.load(best, weights_only=True)
+    del state["cfg"]["task"]
+    torch.save(state, tmp_path / "taskless/checkpoint_best.pt")
+    for run_, words, sentence in (
+        ("none", {}, "none is missing: expected the folder of a run"),
+        ("empty", {}, "empty has no checkpoint_best.pt or checkpoint_last.pt"),
+        ("empty", {"checkpoint_file": "x.pt"}, "empty has no x.pt"),
+        ("set", {}, "set is of a run with --expert-parallel: make one checkpoint"),
+        ("cut", {}, "checkpoint_last.pt is cut off or not a checkpoint"),
+        ("alone", {}, "data/tiny/bin, with the dictionaries that alone/checkpoint_best.pt was"),
+        ("alone", {"data_name_or_path": "empty"}, "empty has no dictionaries"),
+        ("taskless", {}, "checkpoint_best.pt does not say what its task is"),
+        (str(one_pair), {"beams": 3}, "beams: the checkpoint has no such setting"),
+    ):
+        with pytest.raises(UsageError) as ended:
+            SMoETransformerModel.from_pretrained(run_, **words)
+        assert sentence in str(ended.value) and "\n" not in str(ended.value)
+
+
+# fairseq's commands
+
+
+def validation(data, path, *more):
+    return ("fairseq-validate", data, "--path", path, "--max-tokens", 300, "--cpu", *more)
+
+
+def losses(process) -> list[str]:
+    return re.findall(r"valid on 'valid' subset \| loss (\S+)", process.stdout)
+
+
+def test_validation_takes_the_task_of_the_checkpoint(one_pair, small_corpus):
+    command = validation(small_corpus, one_pair / "checkpoint_best.pt", "--user-dir", PLUGIN)
+    with_task = losses(run(*command, "--task", "translation"))
+    assert losses(run(*command)) == with_task and len(with_task) == 1
+    failed = run_without("take_task_of_checkpoint", *map(str, command))
+    assert failed.returncode == 1 and "KeyError: None" in failed.stdout
+
+
+def test_validation_of_several_directions(multilingual, three_languages):
+    """Whose task has flags of its own."""
+    more = ("--user-dir", PLUGIN, "--num-workers", 0)
+    (loss,) = losses(run(*validation(three_languages, multilingual, *more)))
+    assert float(loss) > 0
+
+
+@pytest.mark.parametrize("age", ["cfg", "args"])
+def test_validation_of_a_stock_model(corpus, pre_norm, tmp_path, age):
+    from test_malicious_checkpoints import older, saved
+
+    path = pre_norm
+    if age == "args":
+        path = saved(older(torch.load(pre_norm), user_dir=None), tmp_path / "older.pt")
+    assert losses(run(*validation(corpus, path)))
+
+
+def test_validation_says_what_is_missing(corpus, pre_norm, tmp_path):
+    (tmp_path / "cut.pt").write_bytes(pre_norm.read_bytes()[:5000])
+    foreign = torch.load(pre_norm, weights_only=True)
+    task = foreign["cfg"]["task"]
+    task.update(_name="other") if isinstance(task, dict) else vars(task).update(_name="other")
+    torch.save(foreign, tmp_path / "foreign.pt")
+    for path, words in (
+        ("none.pt", "none.pt is missing"),
+        ("cut.pt", "cut.pt is cut off or not a checkpoint"),
+        ("foreign.pt", "--user-dir is missing or another: the checkpoint's task is other"),
+    ):
+        result = run(*validation(corpus, tmp_path / path), check=False)
+        assert result.returncode == 1 and "Traceback" not in result.stdout
+        last = result.stdout.splitlines()[-1]
+        assert last.startswith("error: ") and words in last
+    result = run("fairseq-validate", corpus, check=False)
+    assert result.stdout.endswith("error: --path is missing: expected the checkpoint to validate\n")
+    assert "--task" in run("fairseq-validate", "--help").stdout
+
+
+WITHOUT_PLUGIN = {
+    "generate": lambda data, path: ("fairseq-generate", *generation(data, path)),
+    "interactive": lambda data, path: ("fairseq-interactive", *generation(data, path)),
+    "validate": validation,
+    "validate with a task": lambda d, path: validation(d, path, "--task", "translation"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_PLUGIN)
+def test_without_its_plugin_every_command_says_so(one_pair, small_corpus, name):
+    result = run(*WITHOUT_PLUGIN[name](small_corpus, one_pair / "checkpoint_best.pt"), check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    last = result.stdout.splitlines()[-1]
+    words = "error: --user-dir is missing or another: the model is a smoe_transformer"
+    assert last.startswith(words) and "$(smoe path)" in last
+
+
+@pytest.mark.parametrize("flag", ["--restore-file", "--finetune-from-model"])
+def test_training_on_without_the_plugin(one_pair, corpus, tmp_path, flag):
+    path = one_pair / "checkpoint_best.pt"
+    result = train(corpus, tmp_path / "new", flag, path, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    words = f"error: {path}: --user-dir is missing or another: the model is a smoe_transformer"
+    assert result.stdout.splitlines()[-1].startswith(words)
+
+
+def test_without_the_mend_other_words_are_told(one_pair, corpus, tmp_path):
+    command = (
+        "--save-dir",
+        tmp_path / "new",
+        *TINY,
+        "--restore-file",
+        one_pair / "checkpoint_best.pt",
+    )
+    arguments = ("fairseq-train", corpus, *command)
+    assert "architectures match" in run_without("name_unknown_model_to_resume", *arguments).stdout
+
+
+def test_training_on_from_another_model_has_fairseqs_sentence(post_norm, corpus, tmp_path):
+    """Of the same plugin, or none, the flags are what differs."""
+    more = ("--restore-file", post_norm, "--encoder-layers", 1)
+    result = train(corpus, tmp_path / "new", *more, check=False)
+    assert result.returncode == 1
+    words = f"error: Cannot load model parameters from checkpoint {post_norm}; please ensure that"
+    assert words in result.stdout
