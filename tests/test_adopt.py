@@ -82,6 +82,7 @@ def prepared(tmp_path: Path, given: dict[str, str], **environment: str) -> tuple
     return tmp_path / environment.get("DATA_DIR", "data") / "m4", result.stdout
 
 
+@pytest.mark.soak
 def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
     server.files["m15.zip"] = zipped(published, "some/folder/", **{"m15_32k/other": b"not ours"})
     data, said = prepared(tmp_path, given)

@@ -283,6 +283,7 @@ def test_losses_with_and_without_the_limit_are_those_of_validation(three_languag
     assert found.gap != 0 and model.encoder.layers[1].moe.gates[0].capacity.eval_factor == 0
 
 
+@pytest.mark.soak
 def test_naive_stacking(three_languages, tmp_path):
     train(three_languages, tmp_path, *MULTILINGUAL, "--moe-stacked", "--smoe-strata", "4-4")
     checkpoint = str(tmp_path / "checkpoint_last.pt")

@@ -80,6 +80,7 @@ def test_one_model_translates_with_any_bias(phrasebook, budgeted):
     assert large != plain
 
 
+@pytest.mark.soak
 def test_curve_of_an_analysis(phrasebook, budgeted, tmp_path):
     data, output = phrasebook / "data/phrasebook/bin", tmp_path / "out"
     words = ["smoe", "analyze", data, "--path", budgeted, "--output", output, "--cpu"]

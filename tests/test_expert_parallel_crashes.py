@@ -142,7 +142,7 @@ def killed_while_publishing(moment: str, arguments):
 
 
 @pytest.mark.parametrize(
-    "moment, more", [("before", ()), ("before", ZERO), soak("after", ()), soak("alone", ())]
+    "moment, more", [soak("before", ()), ("before", ZERO), soak("after", ()), soak("alone", ())]
 )
 def test_killed_between_two_renamings(ranks, small_corpus, tmp_path, uninterrupted, moment, more):
     reference, _ = uninterrupted

@@ -95,6 +95,7 @@ def test_a_set_is_no_model_to_start_from(ranks, small_corpus, saves, tmp_path, f
     assert "smoe consolidate" in run.output() or "does not exist" in run.output()
 
 
+@pytest.mark.soak
 def test_files_that_only_one_rank_has_left(ranks, small_corpus, tmp_path):
     """Killed while it removed old checkpoints, a run goes on; fairseq counts those that there are."""
     options = ["--expert-parallel", "--keep-best-checkpoints", 1, "--max-update", 6]

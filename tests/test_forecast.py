@@ -139,7 +139,7 @@ GATES = [["--smoe-strata", "8", "--moe-gate", gate] for gate in ("base", "expert
 
 
 @pytest.mark.parametrize(
-    "flags", [DENSE, SMOE, [*SMOE, "--update-freq", "2"], GATES[0], *map(soak, GATES[1:])], ids=str
+    "flags", [DENSE, SMOE, *map(soak, [[*SMOE, "--update-freq", "2"], *GATES])], ids=str
 )
 def test_a_real_trainers_peak(both, flags):
     measured, foretold = both(flags)
@@ -299,6 +299,7 @@ def told(folder, *words, **environment):
     return recipe(folder, "train", "phrasebook", *words, **given)
 
 
+@pytest.mark.soak
 def test_train_tells_what_it_takes_and_what_to_do(tmp_path):
     """However much memory there is: terabytes of tokens do not fit, and what is proposed does."""
     too_much = ["--max-tokens", str(2**27)]
@@ -317,7 +318,9 @@ def test_train_tells_what_it_takes_and_what_to_do(tmp_path):
     assert shlex.split(after[-1])[0] == "fairseq-train" and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("flags, words", [(["--amp"], "--amp cannot"), (["--arch", "x"], "--arch")])
+@pytest.mark.parametrize(
+    "flags, words", [(["--amp"], "--amp cannot"), soak(["--arch", "x"], "--arch")]
+)
 def test_what_cannot_be_foretold_is_a_comment(tmp_path, flags, words):
     result = told(tmp_path, "dense", *flags)
     assert result.returncode == 0 and result.stderr == ""

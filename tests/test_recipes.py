@@ -158,7 +158,7 @@ def test_workers_that_are_no_number(tmp_path, workers):
     assert f"WORKERS={workers}: expected a whole number of at least 1" in sentence
 
 
-@pytest.mark.parametrize("method", ["smoe", "smoe-", "smoe-0-4", "moe-4", "../methods/moe", ""])
+@pytest.mark.parametrize("method", ["smoe", "smoe-", "smoe-4-0", "moe-4", "../methods/moe", ""])
 def test_unknown_method(tmp_path, method):
     sentence = refusal(recipe(tmp_path, "train", "phrasebook", method, DRY_RUN="1"))
     assert all(name in sentence for name in (repr(method), "dense", "moe", "smoe-A-B-..."))

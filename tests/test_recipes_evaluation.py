@@ -137,6 +137,7 @@ def test_training_goes_to_terminal_and_log(tiny):
     assert "requested_capacity" in log and "requested_capacity" in results["train"].stdout
 
 
+@pytest.mark.soak
 def test_spbleu_is_computed_where_its_tokenizer_is_there(unevaluated, tiny):
     """By sacreBLEU's place for it; the data set's own BLEU stays what it was."""
     models = unevaluated / "sacrebleu/models"
@@ -160,6 +161,7 @@ def test_spbleu_is_computed_where_its_tokenizer_is_there(unevaluated, tiny):
     assert f"| {points:.2f} |".replace(" ", "") in printed.replace(" ", "")
 
 
+@pytest.mark.soak
 def test_a_trained_run_is_not_trained_again(tiny, unevaluated):
     run = unevaluated / "runs/tiny/smoe-2-2"
     before = (run / "checkpoint_last.pt").stat().st_mtime_ns
@@ -304,6 +306,7 @@ def test_killed_at_any_time_it_ends_in_the_same_scores(tiny, unevaluated, second
     assert result_of(run) == result_of(tiny[0] / "runs/tiny/smoe-2-2")
 
 
+@pytest.mark.soak
 def test_what_is_evaluated_is_not_evaluated_again_unless_anything_is_new(unevaluated):
     run = unevaluated / "runs/tiny/smoe-2-2"
     file = run / "scores.json"
@@ -322,6 +325,7 @@ def test_what_is_evaluated_is_not_evaluated_again_unless_anything_is_new(unevalu
     assert is_new("--lenpen", "2")
 
 
+@pytest.mark.soak
 def test_what_an_unfinished_evaluation_with_other_flags_has_left_is_not_used(tiny, unevaluated):
     run = unevaluated / "runs/tiny/smoe-2-2"
     shutil.copytree(tiny[0] / "runs/tiny/smoe-2-2/test", run / "test.partial")
@@ -343,6 +347,7 @@ def test_what_goes_wrong_in_a_translation_is_one_sentence(unevaluated):
     assert not (run / "scores.json").exists() and not (run / "test").exists()
 
 
+@pytest.mark.soak
 def test_two_evaluations_of_a_run_are_not_made_at_once(unevaluated):
     process = start_evaluation(unevaluated, "runs")
     run = unevaluated / "runs/tiny/smoe-2-2"

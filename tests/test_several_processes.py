@@ -51,11 +51,11 @@ def assert_equal(one, other, where: str) -> None:
 
 CASES = [
     soak(2, "smoe", "legacy_ddp"),
-    (2, "smoe", "pytorch_ddp"),
+    soak(2, "smoe", "pytorch_ddp"),
     (4, "smoe", "legacy_ddp"),
     soak(2, "stock", "pytorch_ddp"),
     (2, "stock", "legacy_ddp"),
-    (4, "stock", "pytorch_ddp"),
+    soak(4, "stock", "pytorch_ddp"),
 ]
 
 
@@ -92,6 +92,7 @@ def test_finetuning(ranks, small_corpus, tmp_path, model):
         assert torch.allclose(tensor, after[name], atol=1e-6), name
 
 
+@pytest.mark.soak
 def test_a_run_under_torchrun_is_resumed(ranks, small_corpus, tmp_path):
     """The command as a user types it, on what the test's own launcher has saved."""
     ranks.train(tmp_path / "logs", 2, *flags(small_corpus, tmp_path / "whole", "--max-update", 4))

@@ -190,6 +190,7 @@ def test_a_layer_that_cannot_be_spread_is_named(ranks, small_corpus, tmp_path):
     assert sentence in started.output(0).splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_analysis_has_the_columns_of_all_layers(three_languages, tmp_path):
     """A token's row is empty where the gate is of another layer."""
     words = ["--encoder-smoe-strata", "2-0-2", "--decoder-smoe-strata", "3"]

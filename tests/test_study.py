@@ -143,6 +143,7 @@ def test_bad_input_of_a_study_is_one_sentence(data, tmp_path):
     assert "prepare.sh tiny" in refusal(recipe(tmp_path, "study", "tiny", **given))
 
 
+@pytest.mark.soak
 def test_a_run_that_fails_does_not_end_the_others(data, tmp_path):
     folder, given = data
     for name in ("configs", "data"):

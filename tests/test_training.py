@@ -228,7 +228,7 @@ def test_numbers_that_are_none_end_in_one_sentence(small_corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--fp16", "--fp16-no-flatten-grads"], ["--memory-efficient-fp16"]]
+    "flags", [["--fp16", "--fp16-no-flatten-grads"], soak(["--memory-efficient-fp16"])]
 )
 def test_an_overflow_on_cpu_is_skipped(small_corpus, tmp_path, flags):
     process = train(small_corpus, tmp_path, *flags, "--fp16-init-scale", 2**20, "--max-update", 4)

@@ -64,7 +64,7 @@ ROUNDED_WHEN_RESUMED = ("bf16", "fp16")  # whose checkpoints hold the model in h
     "world_size, strata, precision",
     [
         (2, "2-2-2-2", "fp32"),
-        (4, "2", "fp32"),
+        soak(4, "2", "fp32"),
         soak(2, "4-4", "memory-efficient-fp16"),
         soak(4, "2-2-2-2", "fp32"),
         soak(2, "4-4", "memory-efficient-bf16"),
@@ -108,6 +108,7 @@ def call(*words) -> None:
     assert main([str(word) for word in words]) == 0
 
 
+@pytest.mark.soak
 def test_an_optimizer_that_looks_at_whole_tensors(ranks, small_corpus, tmp_path):
     """OSS gives each process whole ones."""
     for name, zero in (("plain", ()), ("zero", ZERO)):
