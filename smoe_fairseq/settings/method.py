@@ -10,7 +10,7 @@ from smoe_fairseq.settings.reading import config_folder, read
 from smoe_fairseq.system.errors import UsageError
 
 _KEYS = {"train"}
-_FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>(0|[1-9]\d*)(-(0|[1-9]\d*))*)")
+_FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>((0|[1-9]\d*)-)*[1-9]\d*)")
 
 
 def method_flags(name: str, dataset: Dataset) -> Flags:
