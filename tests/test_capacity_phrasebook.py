@@ -36,6 +36,7 @@ def requested_in_validation(checkpoint: Path) -> float:
     return float(re.findall(r"valid on.*? requested_capacity ([\d.]+)", log)[-1])
 
 
+@pytest.mark.soak
 def test_budget_is_met_within_five_percent(budgeted):
     """Uniform routing would ask for 2.08 strata."""
     assert requested_in_validation(budgeted) == pytest.approx(1.5, rel=0.05)

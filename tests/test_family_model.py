@@ -341,7 +341,7 @@ def test_a_checkpoint_of_another_member_is_named(flags, words):
     assert words in str(end.value)
 
 
-@MEMBERS
+@pytest.mark.parametrize("member", some(FAMILY, "null", "hash", "shared", "layers"))
 def test_reckoned_size_is_the_models(member, monkeypatch):
     seen = []
 
@@ -388,7 +388,7 @@ COPIES = {
 BESIDE = {"residual": 1.0, "shared": 2 * 32 / 256}  # in experts of full width
 
 
-@MEMBERS
+@pytest.mark.parametrize("member", some(FAMILY, "null", "chain", "layers"))
 def test_cost_by_hand(member):
     found = count(tiny(*FAMILY[member].split()))
     assert found.flops["experts"] == pytest.approx(2 * 2 * COPIES[member] * EXPERT)

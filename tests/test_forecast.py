@@ -147,7 +147,9 @@ def test_a_real_trainers_peak(both, flags):
     assert foretold.optimizer == measured["optimizer"]
 
 
-@pytest.mark.parametrize("flags", [["--expert-parallel"], soak(["--zero-sharding", "os"])], ids=str)
+@pytest.mark.parametrize(
+    "flags", [soak(["--expert-parallel"]), soak(["--zero-sharding", "os"])], ids=str
+)
 def test_the_peak_of_one_of_two_processes(both, flags):
     """The last one, which has the experts that every gate sees."""
     measured, foretold = both([*SMOE, *flags], processes=2)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 from commands import run
+from sampling import soak
 from test_full_disk import limited, sentence, tree
 from test_recipes import write_dataset
 from test_recipes_archives import step
@@ -137,7 +138,7 @@ def of_fairseq(prepared, tmp_path_factory, request) -> tuple[Path, dict[str, byt
     return text, {name: c for name, c in tree(output).items() if not name.endswith(".log")}
 
 
-@pytest.mark.parametrize("workers", ["1", "3"])
+@pytest.mark.parametrize("workers", [soak("1"), "3"])
 def test_binarised_as_by_fairseq_preprocess(tmp_path, given, prepared, of_fairseq, workers):
     text, expected = of_fairseq
     words = ["binarise", "tiny", text, prepared / "dict.txt", tmp_path / "bin"]

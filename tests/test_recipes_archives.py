@@ -112,6 +112,7 @@ def shard_lines(folder: Path) -> list[list[str]]:
     return [[dictionary.string(line, "sentencepiece") for line in shard] for shard in shards]
 
 
+@pytest.mark.soak
 def test_opus100_from_archive_to_table(tmp_path, server):
     given = small_opus100(tmp_path, server)
     size = len(server.files["opus.tar.gz"])

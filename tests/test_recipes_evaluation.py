@@ -113,6 +113,7 @@ def test_direction_without_test_data_is_reported_and_left_out(tiny):
     assert results["table"].stdout.splitlines()[2].count(" - |") == 3  # two directions, average
 
 
+@pytest.mark.soak
 def test_experts_of_several_processes_are_evaluated_as_those_of_one(tiny):
     folder, results = tiny
     given = dict(CONFIG_DIR=str(folder / "configs"), RUN_DIR="sharded", OMP_NUM_THREADS="1")

@@ -92,6 +92,7 @@ def test_interrupted_on_a_machine_without_gpu(tmp_path, place):
     goes_on_to_the_same_bits(tmp_path, "train", [*words, "--cpu"], given)
 
 
+@pytest.mark.soak
 def test_requeued_by_slurm(tmp_path, place):
     """Four processes; the job is ended while it puts itself into the queue, and runs again from there."""
     words = ["tiny", "smoe-2-2", "--disable-validation", "--cpu"]

@@ -72,6 +72,7 @@ def kept_runs(folder: Path) -> list[str]:
     return [name for name in names if not name.endswith(".partial")]
 
 
+@pytest.mark.soak
 def test_an_interrupted_study_goes_on_with_what_is_left(studied):
     folder, said = studied
     assert "# tiny: 3 of 4 runs are left" in said and "(3 of 3 runs)" in said
@@ -85,6 +86,7 @@ def test_an_interrupted_study_goes_on_with_what_is_left(studied):
         assert (folder / "results/tiny" / name / "scores.json").read_text() == same.read_text()
 
 
+@pytest.mark.soak
 def test_the_curve_is_that_of_the_log(studied):
     folder, _ = studied
     with open(folder / "results/tiny/moe/curve.csv") as lines:
@@ -98,6 +100,7 @@ def test_the_curve_is_that_of_the_log(studied):
     assert float(rows[-1]["words"]) > float(rows[0]["words"]) > 0
 
 
+@pytest.mark.soak
 def test_the_report_is_made_of_what_is_kept(studied, tmp_path):
     """On a machine without the runs; again the same."""
     folder, _ = studied

@@ -65,6 +65,7 @@ def overfitted(small_corpus, tmp_path_factory):
     return process, folder / "checkpoint_last.pt"
 
 
+@pytest.mark.soak
 def test_overfits_to_the_label_smoothing_floor(overfitted):
     process, checkpoint = overfitted
     last = log_lines(process)[-20:]  # a single update may be far off

@@ -86,6 +86,7 @@ def test_beside_sharded_experts(ranks, small_corpus, tmp_path, world_size, strat
     assert_same_sets(tmp_path / "zero", tmp_path / "plain")
 
 
+@pytest.mark.soak
 def test_a_set_is_consolidated_and_resharded_as_without(ranks, small_corpus, tmp_path):
     """With the optimizer's state, for one process and for another number of them."""
     for name, zero in (("plain", ()), ("zero", ZERO)):
