@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from sampling import soak
 from test_full_disk import limited, sentence, tree
 from test_preparation import preprocess
 from test_recipes import commands, recipe, refusal, write_text
@@ -189,7 +190,7 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("kind", ["zip", "folder"])
+@pytest.mark.parametrize("kind", ["zip", soak("folder")])
 @pytest.mark.parametrize("name", MISSING)
 def test_a_part_that_is_missing_is_named(tmp_path, given, published, name, kind):
     folder = tmp_path / "m15"

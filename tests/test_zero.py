@@ -142,7 +142,7 @@ def train_and_measure(arguments):
     train.cli_main()
 
 
-@pytest.mark.parametrize("world_size", [2, soak(4)])
+@pytest.mark.parametrize("world_size", [soak(2), soak(4)])
 def test_a_process_holds_its_part(ranks, small_corpus, tmp_path, world_size):
     """Of the shared parameters' two moments one process each; also after resuming, and after a save."""
     held = {}
