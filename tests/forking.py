@@ -8,6 +8,7 @@ import selectors
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
@@ -53,9 +54,16 @@ class _Server:
 
     def start(self, listener: socket.socket) -> None:
         client, _ = listener.accept()
-        request, files = _received(client)
+        try:
+            request, files = _received(client)
+        except ConnectionError:
+            client.close()
+            return
         if pid := os.fork():
-            client.sendall(f"{pid}\n".encode())
+            with suppress(
+                OSError
+            ):  # it has been killed meanwhile, which `abandon` is going to hear
+                client.sendall(f"{pid}\n".encode())
             child = os.pidfd_open(pid)
             self.children[child] = (pid, client)
             self.ready.register(child, selectors.EVENT_READ, self.tell)
@@ -102,7 +110,17 @@ class _Server:
 
 
 def _received(client: socket.socket) -> tuple[dict, list[int]]:
+    """What a client asks for.
+
+    Raises:
+        ConnectionError: it has gone before it said it all, as some do that a test kills.
+    """
     content, files, _, _ = socket.recv_fds(client, 2**16, 4)
     while not content.endswith(b"\n"):
-        content += client.recv(2**16)
+        more = client.recv(2**16)
+        if not more:
+            for file in files:
+                os.close(file)
+            raise ConnectionError
+        content += more
     return json.loads(content), files
