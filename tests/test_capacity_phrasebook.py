@@ -43,10 +43,7 @@ def test_budget_is_met_within_five_percent(budgeted):
     assert "smoe_budget_loss=" in budgeted.with_name("train.log").read_text()
 
 
-@pytest.mark.parametrize(
-    "method, budget",
-    [soak("smoe-2-2-2-2", "1.5"), soak("smoe-2-2-2-2", "3"), soak("smoe-4-4", "1.2")],
-)
+@pytest.mark.parametrize("method, budget", [soak("smoe-2-2-2-2", "1.5")])
 def test_budget_is_met_by_the_recipe_as_it_is(phrasebook, tmp_path, method, budget):
     for part in ("data", "runs"):
         (tmp_path / part).mkdir()
