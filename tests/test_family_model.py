@@ -8,10 +8,15 @@ from commands import run
 from family import FAMILY
 from sampling import soak, some
 from test_criterion import ALPHA, make_criterion, make_sample
-from test_model import PAD, make_batch, make_model, parameters, tiny
+from test_model import (
+    PAD,
+    make_batch,
+    reckoned_and_real,
+    sentence_against,
+    tiny,
+)
 
 from smoe_fairseq.analysis.cost import count
-from smoe_fairseq.models import size
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.system.errors import UsageError
 
@@ -317,9 +322,7 @@ def test_balance_over_an_update_by_hand():
     ],
 )
 def test_bad_flags_end_with_one_sentence(flags, words):
-    with pytest.raises(UsageError) as end:
-        tiny(*flags.split())
-    assert words in str(end.value) and "\n" not in str(end.value)
+    assert words in sentence_against(*flags.split())
 
 
 @pytest.mark.parametrize(
@@ -343,21 +346,8 @@ def test_a_checkpoint_of_another_member_is_named(flags, words):
 
 @pytest.mark.parametrize("member", some(FAMILY, "null", "hash", "shared", "layers"))
 def test_reckoned_size_is_the_models(member, monkeypatch):
-    seen = []
-
-    def weights(config, task):
-        found = parts(config, task)
-        seen.append(sum(weights for weights, _ in found.values()))
-        return found
-
-    parts = size._parts
-    monkeypatch.setattr(size, "_parts", weights)
-    with torch.device("meta"):
-        model = make_model(
-            "--arch", "smoe_transformer_base", *FAMILY[member].split(), vocabulary=5000
-        )
-    tables = 1024 * 512 * 2  # positions, which are no parameters
-    assert seen[0] - tables == pytest.approx(parameters(model), rel=0.01)
+    reckoned, real = reckoned_and_real(monkeypatch, *FAMILY[member].split(), vocabulary=5000)
+    assert reckoned == pytest.approx(real, rel=0.01)
 
 
 def test_a_chain_may_choose_an_expert_again():

@@ -37,6 +37,31 @@ def tiny(*flags):
     return make_model("--arch", "smoe_transformer_tiny", "--dropout", "0", *flags)
 
 
+def sentence_against(*flags) -> str:
+    """With which a model of these flags is refused."""
+    with pytest.raises(UsageError) as end:
+        tiny(*flags)
+    assert "\n" not in str(end.value)
+    return str(end.value)
+
+
+def reckoned_and_real(monkeypatch, *flags, vocabulary) -> tuple[int, int]:
+    """Numbers of a base model's weights: as reckoned before it is made, without positions, and as counted."""
+    seen = []
+
+    def weights(config, task):
+        found = parts(config, task)
+        seen.append(sum(weights for weights, _ in found.values()))
+        return found
+
+    parts = size._parts
+    monkeypatch.setattr(size, "_parts", weights)
+    with torch.device("meta"):
+        model = make_model("--arch", "smoe_transformer_base", *flags, vocabulary=vocabulary)
+    tables = 1024 * 512 * 2  # positions, which are no parameters
+    return seen[0] - tables, parameters(model)
+
+
 def make_batch(vocabulary=96):
     generator = torch.Generator().manual_seed(5)
     src = torch.randint(4, vocabulary, (3, 7), generator=generator)
@@ -206,9 +231,7 @@ def test_autocast(execution):
     ],
 )
 def test_bad_flags_end_with_one_sentence(flags, words):
-    with pytest.raises(UsageError) as end:
-        tiny(*flags.split())
-    assert words in str(end.value) and "\n" not in str(end.value)
+    assert words in sentence_against(*flags.split())
 
 
 @pytest.mark.parametrize(
@@ -224,10 +247,8 @@ def test_bad_flags_end_with_one_sentence(flags, words):
 def test_absurd_sizes_are_refused_at_once(flags, words, monkeypatch):
     monkeypatch.setattr(size, "machine_memory", lambda: 2**34)
     started = time.process_time()
-    with pytest.raises(UsageError) as end:
-        tiny(*flags.split(), "--moe-freq", "2")
-    assert words in str(end.value) and "\n" not in str(end.value)
-    assert "fits into the 16.0 GiB of memory here" in str(end.value)
+    sentence = sentence_against(*flags.split(), "--moe-freq", "2")
+    assert words in sentence and "fits into the 16.0 GiB of memory here" in sentence
     assert (
         time.process_time() - started < 3
     )  # nothing was made; most of it goes into fairseq's flags
@@ -235,20 +256,9 @@ def test_absurd_sizes_are_refused_at_once(flags, words, monkeypatch):
 
 def test_reckoned_size_is_the_models(monkeypatch):
     """To within a hundredth: layer norms and biases are left out."""
-    flags = "--smoe-strata 4-12 --moe-freq 2 --arch smoe_transformer_base".split()
-    seen = []
-
-    def weights(config, task):
-        found = parts(config, task)
-        seen.append(sum(weights for weights, _ in found.values()))
-        return found
-
-    parts = size._parts
-    monkeypatch.setattr(size, "_parts", weights)
-    with torch.device("meta"):
-        model = make_model(*flags, vocabulary=32_000)
-    tables = 1024 * 512 * 2  # positions, which are no parameters
-    assert seen[0] - tables == pytest.approx(parameters(model), rel=0.01)
+    flags = "--smoe-strata 4-12 --moe-freq 2".split()
+    reckoned, real = reckoned_and_real(monkeypatch, *flags, vocabulary=32_000)
+    assert reckoned == pytest.approx(real, rel=0.01)
 
 
 def test_memory_of_this_machine():

@@ -72,7 +72,7 @@ class _EvenLoad:
         gate, strata = self.block.gates[self.stratum], self.block.strata
         first, visible = strata.first_experts[self.stratum], strata.visible[self.stratum]
         each = gate.expected_choices * self.tokens_here / visible
-        capacity = getattr(gate, "capacity", None)  # an expert that chooses has no other
+        capacity = getattr(gate, "capacity", None)  # not every gate limits experts
         if factor := capacity and capacity.factor_in_force:
             each = min(each, math.ceil(factor * self.tokens_here / visible))
         ends = [0] * (first + 1) + [round(each * (e + 1)) for e in range(visible)]

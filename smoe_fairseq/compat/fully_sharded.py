@@ -6,11 +6,10 @@ With several processes, or once that is there, a CPU ends it in a stack trace of
 on GPUs alone. What comes after that has not been tried.
 """
 
-import functools
 import sys
 from types import ModuleType
 
-from smoe_fairseq.system.errors import UsageErrorOfAll
+from smoe_fairseq.system.errors import UsageErrorOfAll, checks_first
 
 _GONE = "fairscale.utils.testing"
 
@@ -35,18 +34,15 @@ def find_group_of_one(fully_sharded_data_parallel: ModuleType) -> None:
 
 
 def refuse_fully_sharded_on_cpu(utils: ModuleType) -> None:
-    original = utils.call_main
+    utils.call_main = checks_first(utils.call_main, _check)
 
-    @functools.wraps(original)
-    def call_main(cfg, main, **options):
-        if cfg.distributed_training.ddp_backend == "fully_sharded" and _without_gpu(cfg.common):
-            raise UsageErrorOfAll(
-                "--ddp-backend fully_sharded needs GPUs, and no --cpu; use --ddp-backend legacy_ddp, with "
-                "--zero-sharding os where memory is short"
-            )
-        return original(cfg, main, **options)
 
-    utils.call_main = call_main
+def _check(cfg) -> None:
+    if cfg.distributed_training.ddp_backend == "fully_sharded" and _without_gpu(cfg.common):
+        raise UsageErrorOfAll(
+            "--ddp-backend fully_sharded needs GPUs, and no --cpu; use --ddp-backend legacy_ddp, with "
+            "--zero-sharding os where memory is short"
+        )
 
 
 def _without_gpu(common) -> bool:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.errors import UsageError, checks_first
 
 from .literal_eval import evaluate
 
@@ -25,16 +25,13 @@ _LISTS = {"optimization.update_freq": 1, "optimization.lr": 0}  # option: lowest
 
 
 def name_bad_values(utils: ModuleType) -> None:
-    original = utils.call_main
-
-    @functools.wraps(original)
-    def call_main(cfg, main, **options):
-        for sentence in _faults(cfg):
-            raise UsageError(sentence)
-        return original(cfg, main, **options)
-
-    utils.call_main = call_main
+    utils.call_main = checks_first(utils.call_main, _check)
     utils._infer_single_node_init = _name_missing_devices(utils._infer_single_node_init)
+
+
+def _check(cfg) -> None:
+    for sentence in _faults(cfg):
+        raise UsageError(sentence)
 
 
 def _faults(cfg) -> Iterator[str]:

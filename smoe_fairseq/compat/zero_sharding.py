@@ -11,20 +11,13 @@ import os
 import warnings
 from types import ModuleType
 
-from smoe_fairseq.system.errors import UsageErrorOfAll
+from smoe_fairseq.system.errors import UsageErrorOfAll, checks_first
 
 
 def name_missing_fairscale(utils: ModuleType) -> None:
     # Of torch's older names, some lines at the start of every command once fairscale is installed.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"fairscale\.")
-    original = utils.call_main
-
-    @functools.wraps(original)
-    def call_main(cfg, main, **options):
-        _check(cfg)
-        return original(cfg, main, **options)
-
-    utils.call_main = call_main
+    utils.call_main = checks_first(utils.call_main, _check)
 
 
 def leave_one_process_whole(shard: ModuleType) -> None:

@@ -1,28 +1,24 @@
 """Options of ``fairseq-train`` that do not go with experts, and the reason why."""
 
-import functools
 from types import ModuleType
 
-from smoe_fairseq.system.errors import UsageErrorOfAll
+from smoe_fairseq.system.errors import UsageErrorOfAll, checks_first
 
 KNOWS_EXPERTS = ("legacy_ddp", "no_c10d")  # the second is the older name of the first
 
 
 def check_before_all(utils: ModuleType) -> None:
     """Before the model is built, what goes with no experts, spread over processes or not."""
-    original = utils.call_main
+    utils.call_main = checks_first(utils.call_main, _check_back_end)
 
-    @functools.wraps(original)
-    def call_main(cfg, main, **options):
-        if cfg.distributed_training.ddp_backend == "fully_sharded" and _has_experts(cfg.model):
-            raise UsageErrorOfAll(
-                "--ddp-backend fully_sharded does not go with experts, whose parameters it would flatten; "
-                "use --ddp-backend legacy_ddp, with --expert-parallel and --zero-sharding os where memory "
-                "is short"
-            )
-        return original(cfg, main, **options)
 
-    utils.call_main = call_main
+def _check_back_end(cfg) -> None:
+    if cfg.distributed_training.ddp_backend == "fully_sharded" and _has_experts(cfg.model):
+        raise UsageErrorOfAll(
+            "--ddp-backend fully_sharded does not go with experts, whose parameters it would flatten; "
+            "use --ddp-backend legacy_ddp, with --expert-parallel and --zero-sharding os where memory "
+            "is short"
+        )
 
 
 def _has_experts(model) -> bool:

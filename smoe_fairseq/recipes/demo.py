@@ -4,7 +4,7 @@ import os
 
 from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.evaluating.evaluate import evaluate
-from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.folders import Folders, tested_text
 from smoe_fairseq.recipes.preparing.prepare import prepare
 from smoe_fairseq.recipes.seeds import run_name
 from smoe_fairseq.recipes.shell import command, dry_run, run
@@ -59,12 +59,11 @@ def _show(dataset: Dataset, method: str) -> None:
 
 def _sample(dataset: Dataset, method: str, direction: str, line: int) -> dict[str, str]:
     source, target = direction.split("-")
-    folders = Folders(dataset.name)
-    test = folders.raw / f"test.{dataset.pair_of(direction)}"
+    folder = Folders(dataset.name).run(run_name(dataset, method))
     files = {
-        "source": f"{test}.{source}",
-        "reference": f"{test}.{target}",
-        "translation": folders.run(run_name(dataset, method)) / "test" / f"{direction}.txt",
+        "source": tested_text(dataset, direction, source),
+        "reference": tested_text(dataset, direction, target),
+        "translation": folder / "test" / f"{direction}.txt",
     }
     sentences = {}
     for name, file in files.items():

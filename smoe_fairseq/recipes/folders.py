@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import smoe_fairseq
+from smoe_fairseq.settings.dataset import Dataset
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,12 @@ def shard_folders(folder: Path) -> list[Path]:
     """Those that `shard_names` has called so in ``folder``, in order; without any, it is the only one."""
     shards = sum(1 for path in folder.glob("shard*") if path.is_dir())
     return [folder / name for name in shard_names(shards or 1)]
+
+
+def tested_text(dataset: Dataset, direction: str, language: str) -> Path:
+    """A direction's test set in one of its two languages, raw: what is translated, and scored against."""
+    raw = Folders(dataset.name).raw
+    return raw / f"test.{dataset.pair_of(direction)}.{language}"
 
 
 def user_dir() -> str:

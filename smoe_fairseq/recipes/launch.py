@@ -86,6 +86,13 @@ def launch(extra: Sequence[str]) -> Launch:
     return Launch(launcher, nodes, gpus, cpu)
 
 
+def cores() -> int:
+    """Those that this process may use, where the system tells: a batch system's job has not all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _has_gpus(wanted: int) -> bool:
     """Whether this machine has them; False where it has none at all."""
     import torch

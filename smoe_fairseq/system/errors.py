@@ -69,6 +69,17 @@ def ends_with_sentence(command: Callable, sentence: Sentence = of_usage) -> Call
     return run
 
 
+def checks_first(command: Callable, check: Callable) -> Callable:
+    """The command; ``check`` is called before it with its first argument, and may raise."""
+
+    @functools.wraps(command)
+    def run(first, *arguments, **options):
+        check(first)
+        return command(first, *arguments, **options)
+
+    return run
+
+
 def print_sentences(sentence: Sentence) -> None:
     """The same for errors that nobody catches; those without a sentence keep their stack traces."""
     previous = sys.excepthook

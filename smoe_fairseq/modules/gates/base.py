@@ -5,9 +5,9 @@ Shapes: T tokens, D embedding, E experts; K is 1.
 
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.capacity import Capacity
 from smoe_fairseq.modules.gates.assignment import balanced_assignment
 from smoe_fairseq.modules.gates.linear import LinearGate, all_active
+from smoe_fairseq.modules.gates.single import route_to_one
 from smoe_fairseq.modules.routing import Routing
 
 
@@ -22,10 +22,6 @@ class BaseGate(LinearGate):
     top_k = 1
     expected_choices = 1.0
 
-    def __init__(self, embed_dim: int, num_experts: int, init_scale: float = 1.0):
-        super().__init__(embed_dim, num_experts, init_scale)
-        self.capacity = Capacity(0.0, 0.0)
-
     def reset_parameters(self):
         """As the authors'."""
         nn.init.orthogonal_(self.weight, gain=0.1 * self.init_scale)
@@ -38,22 +34,8 @@ class BaseGate(LinearGate):
         expert_T = logits_TE.argmax(dim=1)
         if self.training:
             expert_T = self.balance(expert_T, logits_TE, active_T)
-        asked_T1 = expert_T.masked_fill(~active_T, self.num_experts).unsqueeze(1)
         weight_T1 = logits_TE.gather(1, expert_T.unsqueeze(1)).sigmoid()
-        places = self.capacity(asked_T1, logits_TE, active_T.sum())
-        return Routing(
-            expert_TK=asked_T1,
-            weight_TK=weight_T1 * active_T.unsqueeze(1),
-            rank_TK=places.rank_TK,
-            kept_E=places.kept_E,
-            first_choice_T=expert_T,
-            active_T=active_T,
-            logits_TE=logits_TE,
-            probs_TE=logits_TE.softmax(dim=-1),
-            asked_TK=asked_T1,
-            chosen_TK=active_T.unsqueeze(1),
-            kept_TK=active_T.unsqueeze(1),
-        )
+        return route_to_one(expert_T, weight_T1, active_T, logits_TE.softmax(dim=-1), logits_TE)
 
     @staticmethod
     def balance(expert_T: Tensor, logits_TE: Tensor, active_T: Tensor) -> Tensor:

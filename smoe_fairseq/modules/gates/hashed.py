@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.capacity import Capacity
 from smoe_fairseq.modules.gates.linear import all_active
+from smoe_fairseq.modules.gates.single import route_to_one
 from smoe_fairseq.modules.routing import Routing
 
 
@@ -29,7 +29,6 @@ class HashGate(nn.Module):
     def __init__(self, num_experts: int, table: Tensor):
         super().__init__()
         self.num_experts = num_experts
-        self.capacity = Capacity(0.0, 0.0)
         self.register_buffer("table", table.clone())
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None, id_T: Tensor) -> Routing:
@@ -37,21 +36,7 @@ class HashGate(nn.Module):
         if active_T is None:
             active_T = all_active(x_TD)
         expert_T = self.table[id_T]
-        asked_T1 = expert_T.masked_fill(~active_T, self.num_experts).unsqueeze(1)
         probs_TE = F.one_hot(expert_T, self.num_experts).to(
             torch.promote_types(x_TD.dtype, torch.float32)
         )
-        places = self.capacity(asked_T1, probs_TE, active_T.sum())
-        return Routing(
-            expert_TK=asked_T1,
-            weight_TK=active_T.unsqueeze(1).to(probs_TE.dtype),
-            rank_TK=places.rank_TK,
-            kept_E=places.kept_E,
-            first_choice_T=expert_T,
-            active_T=active_T,
-            logits_TE=None,
-            probs_TE=probs_TE,
-            asked_TK=asked_T1,
-            chosen_TK=active_T.unsqueeze(1),
-            kept_TK=active_T.unsqueeze(1),
-        )
+        return route_to_one(expert_T, probs_TE.new_ones(len(x_TD), 1), active_T, probs_TE)

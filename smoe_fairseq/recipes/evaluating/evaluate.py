@@ -21,6 +21,8 @@ def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     does the same in fewer processes (translate.py).
     """
     evaluation = plan(dataset, method, extra)
+    for direction in sorted(set(dataset.directions) - set(evaluation.directions)):
+        report(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
     run(_consolidated(evaluation))
     run(_tokenizer(dataset))
     if dry_run():
@@ -58,8 +60,6 @@ def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
         raise UsageError(f"{raw} is missing: run scripts/prepare.sh {dataset.name} first")
     tested = check(dataset, raw, needed=())
     directions = tuple(d for d in dataset.directions if dataset.pair_of(d) in tested)
-    for direction in sorted(set(dataset.directions) - set(directions)):
-        report(f"{direction} has no test data in {raw} and is left out")
     if not directions:
         raise UsageError(f"{raw} has no test data (test.eng-xxx.eng and so on)")
     return directions

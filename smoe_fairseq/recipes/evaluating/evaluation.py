@@ -14,7 +14,7 @@ from pathlib import Path
 
 from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.evaluating.tokenizer import tokenizer_file
-from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.folders import tested_text
 from smoe_fairseq.recipes.shell import command, pipe
 from smoe_fairseq.recipes.training.train import data_arguments
 from smoe_fairseq.settings.dataset import Dataset
@@ -47,15 +47,11 @@ class Evaluation:
 
     def source(self, direction: str) -> Path:
         """The text that is translated."""
-        return self._text(direction, direction.split("-")[0])
+        return tested_text(self.dataset, direction, direction.split("-")[0])
 
     def reference(self, direction: str) -> Path:
         """The raw text that a direction is scored against, not what binarisation left of it."""
-        return self._text(direction, direction.split("-")[1])
-
-    def _text(self, direction: str, language: str) -> Path:
-        raw = Folders(self.dataset.name).raw
-        return raw / f"test.{self.dataset.pair_of(direction)}.{language}"
+        return tested_text(self.dataset, direction, direction.split("-")[1])
 
     def generation(self, direction: str) -> tuple[str, ...]:
         """The arguments of ``fairseq-generate``."""

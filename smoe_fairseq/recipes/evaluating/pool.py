@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smoe_fairseq.recipes.evaluating.generator import DONE
-from smoe_fairseq.recipes.launch import launch, whole_number
+from smoe_fairseq.recipes.launch import cores, launch, whole_number
 from smoe_fairseq.recipes.shell import command, environment, report
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.memory import machine_memory
@@ -72,10 +72,9 @@ def place(checkpoint: Path, jobs: int, left: int, extra: Sequence[str]) -> Place
         named = [name.strip() for name in visible.split(",") if name.strip()]
         gpus = (named or [str(i) for i in range(where.gpus)])[: where.gpus]
         return Place(min(left, asked or len(gpus)), tuple(gpus), 1)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     fit = (machine_memory() or 1 << 62) // (2 * (_IMPORTS + checkpoint.stat().st_size))
-    processes = min(jobs, asked or max(1, min(cores, fit)))
-    return Place(min(left, processes), (), max(1, cores // processes))
+    processes = min(jobs, asked or max(1, min(cores(), fit)))
+    return Place(min(left, processes), (), max(1, cores() // processes))
 
 
 class Pool:

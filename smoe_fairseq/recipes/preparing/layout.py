@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from smoe_fairseq.recipes.preparing.chunks import count_lines
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 
@@ -129,5 +130,4 @@ def _count_lines(path: Path) -> int:
 
 @functools.cache  # each pair asks for each language's
 def _count_lines_once(path: Path, _size: int, _changed: int) -> int:
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:
-        return sum(1 for _ in lines)
+    return count_lines(path)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.launch import cores, whole_number
 from smoe_fairseq.recipes.preparing.download import remote_files
 from smoe_fairseq.recipes.preparing.layout import binarised_folder
 from smoe_fairseq.recipes.preparing.raw import check
@@ -122,18 +123,8 @@ def _longest(dataset: Dataset) -> int:
 
 
 def _workers() -> tuple[str, object]:
-    given = os.environ.get("WORKERS") or str(_cores())
-    if not given.isdecimal() or int(given) < 1:
-        raise UsageError(f"WORKERS={given}: expected a whole number of at least 1")
-    return "--workers", given
+    return "--workers", whole_number("WORKERS", least=1, default=None) or cores()
 
 
 def _step(name: str, *words: object) -> str:
     return command("python", "-m", "smoe_fairseq.recipes", name, *words)
-
-
-def _cores() -> int:
-    """Those that this process may use, where the system tells: a batch system's job has not all of them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

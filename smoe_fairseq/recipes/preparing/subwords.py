@@ -6,6 +6,7 @@ from typing import Any
 
 import sentencepiece
 
+from smoe_fairseq.recipes.preparing.chunks import count_lines
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_files
 from smoe_fairseq.system.memory import machine_memory
@@ -58,7 +59,7 @@ def _check_memory(raw: Path, files: list[Path], options: dict[str, Any]) -> None
     needed = _BYTES_PER_BYTE[options.get("model_type", "unigram")]
     if memory is None or needed * size <= memory:
         return
-    lines = sum(_count_lines(file) for file in files)
+    lines = sum(count_lines(file) for file in files)
     drawn = min(lines, options.get("input_sentence_size") or lines)
     if (whole := needed * size * drawn // max(1, lines)) > memory:
         fitting = 0.8 * drawn * memory / whole
@@ -68,8 +69,3 @@ def _check_memory(raw: Path, files: list[Path], options: dict[str, Any]) -> None
             f"and there are {memory / 1e9:.1f} GB: draw fewer with --input-sentence-size "
             f"{int(fitting) // digits * digits}"
         )
-
-
-def _count_lines(file: Path) -> int:
-    with open(file, "rb") as content:
-        return sum(block.count(b"\n") for block in iter(lambda: content.read(1 << 20), b""))

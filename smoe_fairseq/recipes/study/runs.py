@@ -14,7 +14,7 @@ from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.child import Groups
 from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.folders import Folders
-from smoe_fairseq.recipes.launch import launch, whole_number
+from smoe_fairseq.recipes.launch import cores, launch, whole_number
 from smoe_fairseq.recipes.shell import command, dry_run, environment, report
 from smoe_fairseq.recipes.study import kept
 from smoe_fairseq.settings.dataset import Dataset
@@ -162,10 +162,9 @@ def _slots() -> dict[int, dict[str, str]]:
     asked = whole_number("JOBS", least=1, default=None)
     where = launch(())
     if where.cpu:
-        cores = os.cpu_count() or 1
         fit = max(1, (machine_memory() or 1 << 62) // _MEMORY)
-        places = asked or min(cores, fit)
-        threads = str(max(1, cores // places))
+        places = asked or min(cores(), fit)
+        threads = str(max(1, cores() // places))
         one = {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": threads}
         return {i: one for i in range(places)}
     places = min(asked or 1, where.gpus)

@@ -12,7 +12,7 @@ from sacrebleu.significance import PairedTest
 from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.evaluating.evaluation import SPBLEU_TOKENIZER
-from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.folders import Folders, tested_text
 from smoe_fairseq.recipes.tables.render import Grid, number
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
@@ -136,8 +136,7 @@ def _bootstrap(
     dataset: Dataset, direction: str, first: _System, second: _System, metric: str
 ) -> float:
     """The p-value of sacreBLEU's paired bootstrap."""
-    target = direction.split("-")[1]
-    reference = Folders(dataset.name).raw / f"test.{dataset.pair_of(direction)}.{target}"
+    reference = tested_text(dataset, direction, direction.split("-")[1])
     references = _lines(reference)
     systems = []
     for system in (first, second):

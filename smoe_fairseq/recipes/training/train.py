@@ -50,7 +50,16 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     folder = folders.run(seeds.run_name(dataset, method))
     words = [*data_arguments(dataset), *arguments(flags)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / "train.log"), *extra]
-    # A run that goes on has been told of.
+    if not dry_run():
+        if place.meets_at_port:
+            rendezvous.check_port()
+        if not identity.claim(method, folders.binary, words, place.processes, force):
+            print(
+                f"{folder} is trained already, as far as asked for: give a larger --max-update to go on, or "
+                "another SEED for another run"
+            )
+            return
+    # A run that goes on has been told of, and one that is refused need not be.
     if not any(folder.glob("checkpoint_last*.pt")):
         said, warnings = foretold(dataset, place, words)
         notes += said
@@ -62,15 +71,6 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         command("mkdir", "-p", folder),
         command(*place.words("fairseq-train"), *words),
     ]
-    if not dry_run():
-        if place.meets_at_port:
-            rendezvous.check_port()
-        if not identity.claim(method, folders.binary, words, place.processes, force):
-            print(
-                f"{folder} is trained already, as far as asked for: give a larger --max-update to go on, or "
-                "another SEED for another run"
-            )
-            return
     try:
         run(lines)
     except SystemExit as ended:
