@@ -44,6 +44,10 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         notes += [f"# {planned}", f"# BATCH: {batch.choices(dataset)}"]
         if not planned.kept:
             report(f"the batch is not of the size asked for: {planned}")
+        if planned.name == "release" and _has_inner_norms(flags):
+            notes.append(
+                "# --smoe-norm released computes as the released code does (docs/reproduce.md)"
+            )
     chosen, said = precision_flags(flags, place, extra)
     flags |= chosen
     notes += said
@@ -91,3 +95,8 @@ def data_arguments(dataset: Dataset) -> list[str]:
     words = [data, "--user-dir", user_dir(), *arguments(dataset.task)]
     words += ["--langs", ",".join(dataset.languages)]
     return words + ["--lang-pairs", ",".join(dataset.directions)]
+
+
+def _has_inner_norms(flags: dict) -> bool:
+    """Whether there are several strata, for which text and released code differ."""
+    return "-" in str(flags.get("smoe-strata")) and not flags.get("moe-stacked")
