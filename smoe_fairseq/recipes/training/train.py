@@ -11,7 +11,7 @@ from smoe_fairseq.recipes.training.foretell import foretold
 from smoe_fairseq.recipes.training.precision import precision_flags
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.settings.flags import arguments
-from smoe_fairseq.settings.method import method_flags
+from smoe_fairseq.settings.method import has_strata, method_flags
 from smoe_fairseq.system.errors import UsageError
 
 FORCE = "--force-resume"
@@ -44,7 +44,7 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         notes += [f"# {planned}", f"# BATCH: {batch.choices(dataset)}"]
         if not planned.kept:
             report(f"the batch is not of the size asked for: {planned}")
-        if planned.name == "release" and _has_inner_norms(flags):
+        if planned.name == "release" and has_strata(flags):
             notes.append(
                 "# --smoe-norm released computes as the released code does (docs/reproduce.md)"
             )
@@ -95,8 +95,3 @@ def data_arguments(dataset: Dataset) -> list[str]:
     words = [data, "--user-dir", user_dir(), *arguments(dataset.task)]
     words += ["--langs", ",".join(dataset.languages)]
     return words + ["--lang-pairs", ",".join(dataset.directions)]
-
-
-def _has_inner_norms(flags: dict) -> bool:
-    """Whether there are several strata, for which text and released code differ."""
-    return "-" in str(flags.get("smoe-strata")) and not flags.get("moe-stacked")
