@@ -147,7 +147,7 @@ def in_double(arguments):
 
 @pytest.mark.parametrize(
     "strata, setting",
-    sample([("2-2-2-2", "accumulated-clipped")], STRATA, SETTINGS),
+    sample([], STRATA, SETTINGS),
 )
 def test_equals_one_process_in_double_precision(ranks, small_corpus, tmp_path, strata, setting):
     for world_size in (1, 2, 4):
