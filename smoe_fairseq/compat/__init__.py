@@ -39,6 +39,7 @@ from .literal_eval import EVALUATING, evaluate_literals_only
 from .missing_language import name_missing_dictionary, name_unlisted_language
 from .multilingual_generator import take_prefix_function
 from .nan_detector import hook_forward_only
+from .numpy_long import keep_long
 from .option_values import name_bad_values
 from .progress_line import keep_lines_short
 from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
@@ -72,6 +73,8 @@ MENDS = (
     ("fairseq.data.indexed_dataset", read_past_cache),
     ("fairseq.data.indexed_dataset", name_unusable_files),
     ("fairseq.data.language_pair_dataset", name_foreign_words),
+    ("fairseq.data.language_pair_dataset", keep_long),
+    ("fairseq.data.token_block_dataset", keep_long),
     ("fairseq.data.iterators", name_no_batches),
     ("fairseq.data.fasta_dataset", index_without_shell),
     ("fairseq.logging.progress_bar", keep_lines_short),

@@ -22,10 +22,10 @@ def _check_back_end(cfg) -> None:
 
 
 def _has_experts(model) -> bool:
-    from smoe_fairseq.models.config import SMoETransformerConfig
+    from smoe_fairseq.models.moe_options import MoEOptions
 
-    sides = ("encoder", "decoder") if hasattr(model, "moe_freq") else ()
-    return any(SMoETransformerConfig.moe_freq_of(model, side) > 0 for side in sides)
+    sides = [side for side in ("encoder", "decoder") if hasattr(model, f"{side}_moe_freq")]
+    return any(MoEOptions.moe_freq_of(model, side) > 0 for side in sides)
 
 
 def check_options(cfg) -> None:
