@@ -8,7 +8,11 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY, ARCH_MODEL_REGISTRY
 from torch import nn
 
-from smoe_fairseq.models.config import DecoderOptions, SMoETransformerConfig
+from smoe_fairseq.models.config import (
+    DecoderOptions,
+    SMoETransformerConfig,
+    SMoETransformerLMConfig,
+)
 from smoe_fairseq.system.errors import UsageError
 
 OF_TRANSLATION = ARCH_MODEL_INV_REGISTRY["smoe_transformer"]
@@ -42,7 +46,12 @@ def config_of(args: Namespace) -> DecoderOptions:
 
 
 def _complete(args: Namespace) -> Namespace:
-    args = Namespace(**{name: value for name, value in vars(args).items() if value is not None})
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    if is_language_model(args):
+        for name in SMoETransformerLMConfig.of_translation():
+            if given.get(name) is False and getattr(SMoETransformerConfig, name) is False:
+                del given[name]  # a switch that nobody gave
+    args = Namespace(**given)
     ARCH_CONFIG_REGISTRY[args.arch](args)
     return args
 
