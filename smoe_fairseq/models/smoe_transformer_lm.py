@@ -7,6 +7,7 @@ from smoe_fairseq.models.config import SMoETransformerLMConfig
 from smoe_fairseq.models.preflight import check_output_dictionary
 from smoe_fairseq.models.smoe_transformer import SMoETransformerDecoder
 from smoe_fairseq.models.sparse_model import SparseModel
+from smoe_fairseq.models.trained_model import TrainedModel
 
 
 @register_model("smoe_transformer_lm", dataclass=SMoETransformerLMConfig)
@@ -31,3 +32,16 @@ class SMoETransformerLanguageModel(SparseModel, FairseqLanguageModel):
             transformer, task.target_dictionary, embed_tokens, no_encoder_attn=True
         )
         return cls(decoder)
+
+    @classmethod
+    def from_pretrained(cls, run, checkpoint_file=None, data_name_or_path=None, **overrides):
+        """A trained model that goes on with text and scores it; arguments as of a model of translation.
+
+        Returns:
+            A `TrainedModel`, in evaluation mode, on the CPU: ``.sample(["..."], sampling=True)``,
+            ``.score(["..."])``.
+
+        Raises:
+            UsageError: a file is missing, damaged, or does not go with the others.
+        """
+        return TrainedModel.of_run(run, checkpoint_file, data_name_or_path, **overrides)
