@@ -8,6 +8,7 @@ import numpy as np
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, FairseqDataset
 from fairseq.data.multilingual.multilingual_utils import get_lang_tok
+from fairseq.models import FairseqMultiModel
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.utils import resolve_max_positions, split_paths
 from torch import nn
@@ -37,6 +38,11 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
     models, _, task = checkpoint_utils.load_model_ensemble_and_task(
         [str(checkpoint)], arg_overrides=overrides
     )
+    if isinstance(models[0], FairseqMultiModel):
+        raise UsageError(
+            f"{checkpoint} has a model per language pair: expected one model of all pairs, such as of --task "
+            "translation_multi_simple_epoch"
+        )
     return models[0].eval(), task
 
 

@@ -40,6 +40,7 @@ from .missing_language import name_missing_dictionary, name_unlisted_language
 from .multilingual_generator import take_prefix_function
 from .nan_detector import hook_forward_only
 from .numpy_long import keep_long
+from .one_model_per_pair import name_other_models
 from .option_values import name_bad_values
 from .progress_line import keep_lines_short
 from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
@@ -95,6 +96,7 @@ MENDS = (
     ("fairseq.checkpoint_utils", name_unwritable_folder),
     ("fairseq.checkpoint_utils", validate_uneven_shares),
     ("fairseq.tasks.translation_multi_simple_epoch", take_prefix_function),
+    ("fairseq.tasks.multilingual_translation", name_other_models),
     ("fairseq.optim.shard", leave_one_process_whole),
     ("fairseq.data.dictionary", name_missing_dictionary),
     ("fairseq.data.multilingual.multilingual_data_manager", name_unlisted_language),

@@ -4,6 +4,7 @@ from argparse import Namespace
 
 from fairseq.models import ARCH_CONFIG_REGISTRY, register_model_architecture
 
+import smoe_fairseq.models.smoe_multilingual_transformer
 import smoe_fairseq.models.smoe_transformer
 import smoe_fairseq.models.smoe_transformer_lm  # noqa: F401  (the models have to be registered first)
 
@@ -55,6 +56,16 @@ def smoe_transformer_tiny(args):
     smoe_transformer_base(args)
 
 
+for name, sizes in {
+    "base": smoe_transformer_base,
+    "big": smoe_transformer_big,
+    "tiny": smoe_transformer_tiny,
+}.items():
+    # Of every language's encoder and decoder.
+    model = "smoe_multilingual_transformer"
+    register_model_architecture(model, f"{model}_{name}")(sizes)
+
+
 def _decoder(args, dim: int, ffn: int, heads: int, layers: int) -> None:
     _defaults(args, decoder_embed_dim=dim, decoder_ffn_embed_dim=ffn)
     _defaults(args, decoder_attention_heads=heads, decoder_layers=layers)
@@ -80,4 +91,5 @@ def smoe_transformer_lm_tiny(args):
 
 # fairseq registers a model's own name as an architecture that sets nothing.
 ARCH_CONFIG_REGISTRY["smoe_transformer"] = smoe_transformer_base
+ARCH_CONFIG_REGISTRY["smoe_multilingual_transformer"] = smoe_transformer_base
 ARCH_CONFIG_REGISTRY["smoe_transformer_lm"] = smoe_transformer_lm_base

@@ -120,6 +120,16 @@ class SMoETransformerConfig(DecoderOptions):
 
 
 @dataclass
+class SMoEMultilingualTransformerConfig(SMoETransformerConfig):
+    """Of a model per language pair."""
+
+    share_encoder_embeddings: bool = option(False, "share encoder embeddings across languages")
+    share_decoder_embeddings: bool = option(False, "share decoder embeddings across languages")
+    share_encoders: bool = option(False, "share encoders across languages")
+    share_decoders: bool = option(False, "share decoders across languages")
+
+
+@dataclass
 class SMoETransformerLMConfig(DecoderOptions):
     """Of language models: a decoder alone. How long a sequence may be is the task's to say."""
 

@@ -2,7 +2,11 @@
 
 import torch
 
-from smoe_fairseq.models.config import DecoderOptions, SMoETransformerConfig
+from smoe_fairseq.models.config import (
+    DecoderOptions,
+    SMoEMultilingualTransformerConfig,
+    SMoETransformerConfig,
+)
 from smoe_fairseq.models.moe_options import MoEOptions, flag
 from smoe_fairseq.models.size import check_size
 from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
@@ -53,6 +57,43 @@ def check_shared_dictionary(config: SMoETransformerConfig, task) -> None:
         raise ValueError(
             "--share-all-embeddings: source and target dictionary differ; preprocess with "
             "--joined-dictionary, or train with --no-share-all-embeddings"
+        )
+
+
+def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> None:
+    """Raise ValueError where a model per language pair does not fit the task or an option."""
+    pairs = getattr(task, "model_lang_pairs", None)
+    if pairs is None:
+        raise ValueError(
+            "--arch smoe_multilingual_transformer: it has a model per language pair; expected it with --task "
+            "multilingual_translation, or --arch smoe_transformer"
+        )
+    sources, targets = zip(*(pair.split("-") for pair in pairs), strict=True)
+    for shared, languages in {
+        "share_all_embeddings": sources + targets,
+        "share_encoder_embeddings": sources,
+        "share_encoders": sources,
+        "share_decoder_embeddings": targets,
+        "share_decoders": targets,
+    }.items():
+        first, *others = dict.fromkeys(languages)
+        other = next((lang for lang in others if task.dicts[lang] != task.dicts[first]), None)
+        if getattr(config, shared) and other is not None:
+            raise ValueError(
+                f"{flag(shared)}: the dictionaries of {first} and {other} differ; preprocess all languages "
+                f"with one --srcdict and --tgtdict, or train with {flag('no_' + shared)}"
+            )
+    # Both go by the order of a model's layers in an update, and pairs run one after the other.
+    for name, value in {"moe_balance": "bias", "moe_balance_over": "update"}.items():
+        if getattr(config, name) == value:
+            raise ValueError(
+                f"{flag(name)} {value}: not with a model per language pair; leave it out, or train one model "
+                "of all pairs by --task translation_multi_simple_epoch"
+            )
+    if config.expert_parallel:
+        raise ValueError(
+            "--expert-parallel: not with a model per language pair, of which processes may run different "
+            "ones; leave it out, or train one model of all pairs by --task translation_multi_simple_epoch"
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from smoe_fairseq.models.config import SMoETransformerConfig
 from smoe_fairseq.models.preflight import check_shared_dictionary
-from smoe_fairseq.models.sparse_model import SparseModel
+from smoe_fairseq.models.sparse_model import SparseModel, with_experts
 from smoe_fairseq.models.transformer_layer import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
@@ -34,7 +34,12 @@ class SMoETransformerModel(SparseModel, TransformerModelBase):
 
     @classmethod
     def build_model(cls, cfg, task):
-        return cls.built(cfg, task, super().build_model, check_shared_dictionary)
+        return cls.built(cfg, task, cls._of_sides, check_shared_dictionary)
+
+    @classmethod
+    def _of_sides(cls, config, task):
+        transformer = with_experts(config, task.source_dictionary, task.target_dictionary)
+        return super().build_model(transformer, task)
 
     @classmethod
     def build_encoder(cls, cfg, src_dict, embed_tokens):

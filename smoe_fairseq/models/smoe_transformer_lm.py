@@ -6,7 +6,7 @@ from fairseq.models.transformer import Embedding
 from smoe_fairseq.models.config import SMoETransformerLMConfig
 from smoe_fairseq.models.preflight import check_output_dictionary
 from smoe_fairseq.models.smoe_transformer import SMoETransformerDecoder
-from smoe_fairseq.models.sparse_model import SparseModel
+from smoe_fairseq.models.sparse_model import SparseModel, with_experts
 from smoe_fairseq.models.trained_model import TrainedModel
 
 
@@ -25,8 +25,9 @@ class SMoETransformerLanguageModel(SparseModel, FairseqLanguageModel):
         return cls.built(cfg, task, cls._of_decoder, check_output_dictionary)
 
     @classmethod
-    def _of_decoder(cls, transformer, task):
+    def _of_decoder(cls, config, task):
         words = task.source_dictionary
+        transformer = with_experts(config, words, words)
         embed_tokens = Embedding(len(words), transformer.decoder.embed_dim, words.pad())
         decoder = SMoETransformerDecoder(
             transformer, task.target_dictionary, embed_tokens, no_encoder_attn=True

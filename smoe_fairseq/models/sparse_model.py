@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from fairseq.data import Dictionary
+
 from smoe_fairseq.models.config import DecoderOptions
 from smoe_fairseq.models.hash_tables import hash_table
 from smoe_fairseq.models.moe_layers import experts_of, placement_of
@@ -24,9 +26,7 @@ class SparseModel:
 
     @classmethod
     def built(cls, cfg, task, build: Callable, check: Callable):
-        """The model that ``build(transformer, task)`` makes of fairseq's ``TransformerConfig``.
-
-        Each side of that has, beside fairseq's options, ``moe_freq`` and ``moe_options``.
+        """The model that ``build(config, task)`` makes, of options that fit together.
 
         Args:
             check: what else than `check_config` has to hold, by ValueErrors.
@@ -38,10 +38,9 @@ class SparseModel:
             config = cls.config_class.of(cfg)
             check_config(config, task)
             check(config, task)
-            transformer = with_experts(config, task)
         except ValueError as error:
             raise UsageErrorOfAll(str(error)) from None
-        model = build(transformer, task)
+        model = build(config, task)
         if placement_of(model) is not None:
             check_model(config, task)
         return model
@@ -56,7 +55,8 @@ class SparseModel:
         self._take_own_experts(state_dict)
         if strict:
             check_checkpoint(self, state_dict)
-        return super().load_state_dict(state_dict, strict, model_cfg, args)
+        model_cfg = args if model_cfg is None else model_cfg  # as it was called before
+        return super().load_state_dict(state_dict, strict, model_cfg)
 
     def _take_own_experts(self, state_dict):
         """Of a checkpoint with all experts (``--finetune-from-model``), a process takes its own."""
@@ -68,15 +68,26 @@ class SparseModel:
                     state_dict[name] = loaded[place.local.start : place.local.stop]
 
 
-def with_experts(config: DecoderOptions, task):
-    """fairseq's ``TransformerConfig``, with the MoE layers of each side."""
+def with_experts(config: DecoderOptions, source: Dictionary, target: Dictionary):
+    """fairseq's ``TransformerConfig``, each side with ``moe_freq`` and ``moe_options`` beside fairseq's.
+
+    Args:
+        source, target: of the tokens that encoder and decoder are given.
+
+    Raises:
+        UsageErrorOfAll: the dictionaries' counts do not do for a hash gate's table.
+    """
     transformer = config.transformer()
-    dictionaries = {"encoder": task.source_dictionary, "decoder": task.target_dictionary}
+    dictionaries = {"encoder": source, "decoder": target}
     for name in config.SIDES:
         side = getattr(transformer, name)
         side.moe_freq = config.moe_freq_of(name)
         side.moe_options = config.moe_options(name)
         if config.moe_gate == "hash":
             for options, strata in zip(side.moe_options, config.strata_of(name), strict=True):
-                options["hash_table"] = hash_table(config, dictionaries[name], strata.num_experts)
+                try:
+                    table = hash_table(config, dictionaries[name], strata.num_experts)
+                except ValueError as error:
+                    raise UsageErrorOfAll(str(error)) from None
+                options["hash_table"] = table
     return transformer

@@ -3,6 +3,14 @@
 from smoe_fairseq.models.trained_model import TrainedModel
 from smoe_fairseq.system.errors import UsageError
 
+# Tasks whose models it does not open, and what to do.
+_OTHERS = {
+    "language_modeling": "is a language model: expected one of translation, or "
+    "SMoETransformerLanguageModel.from_pretrained",
+    "multilingual_translation": "has a model per language pair: expected one model, or fairseq-interactive "
+    "with --task multilingual_translation",
+}
+
 
 class Translator(TrainedModel):
     """A `TrainedModel` whose directions are chosen call by call."""
@@ -17,11 +25,8 @@ class Translator(TrainedModel):
         languages = {"source_lang": source_lang, "target_lang": target_lang}
 
         def prepare(saved, overrides: dict) -> None:
-            if _name(saved.task) == "language_modeling":
-                raise UsageError(
-                    f"{run} is a language model: expected one of translation, or "
-                    "SMoETransformerLanguageModel.from_pretrained"
-                )
+            if instead := _OTHERS.get(_name(saved.task)):
+                raise UsageError(f"{run} {instead}")
             if not _is_multilingual(saved.task):  # which is told its direction at each translation
                 overrides |= {name: lang for name, lang in languages.items() if lang is not None}
 
@@ -85,4 +90,4 @@ def _is_multilingual(task_config) -> bool:
 
 
 def _name(task_config) -> str | None:
-    return getattr(task_config, "_name", None)
+    return getattr(task_config, "_name", None) or getattr(task_config, "task", None)
