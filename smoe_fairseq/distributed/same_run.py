@@ -54,7 +54,7 @@ def _settings(cfg) -> dict[str, str]:
 
 
 def _data(split: str, dataset) -> dict[str, str]:
-    """Of a data set, or of each of several by language pair, as many sentences, and tokens in some of them."""
+    """Of a data set, or of each language pair's, as many sentences, and as many tokens in some of them."""
     parts = getattr(dataset, "datasets", None)
     if isinstance(
         parts, Mapping
