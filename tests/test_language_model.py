@@ -246,12 +246,12 @@ def test_a_smaller_output_dictionary_is_refused_where_embeddings_are_shared():
     from fairseq.data import TruncatedDictionary
 
     from smoe_fairseq.models.config import SMoETransformerLMConfig
-    from smoe_fairseq.models.preflight import check_output_dictionary
+    from smoe_fairseq.models.preflight import check_language_modeling
 
     task = make_task()
     task.target_dictionary = TruncatedDictionary(task.source_dictionary, 50)
     config = SMoETransformerLMConfig()
     with pytest.raises(ValueError, match="--output-dictionary-size 50: .*--no-share-decoder"):
-        check_output_dictionary(config, task)
+        check_language_modeling(config, task)
     config.share_decoder_input_output_embed = False
-    check_output_dictionary(config, task)
+    check_language_modeling(config, task)

@@ -248,6 +248,9 @@ def test_bad_flags_end_before_training(english, tmp_path):
         "--moe-gate expert-choice": "error: --moe-gate expert-choice: an expert would choose a token",
         "--encoder-layers 2": "error: --encoder-layers: a language model has no encoder",
         "--decoder-layers 1": "error: --moe-freq 2 for the decoder: expected 0 (dense) to its 1 layers",
+        "--arch smoe_transformer_tiny": "error: --task language_modeling: a model of translation has an",
+        "--past-target": "error: --past-target: a token would see what it is to say",
+        "--output-dictionary-size 50": "error: --output-dictionary-size 50: input and output share",
     }.items():
         process = run(
             "fairseq-train", *flags(english, tmp_path / "new", *given.split()), check=False
@@ -255,6 +258,28 @@ def test_bad_flags_end_before_training(english, tmp_path):
         assert process.returncode == 1 and "Traceback" not in process.stdout
         assert process.stdout.splitlines()[-1].startswith(words)
     assert not list((tmp_path / "new").glob("*"))
+
+
+@pytest.mark.parametrize("arch", ["smoe_transformer_lm_tiny", soak("transformer_lm")])
+def test_a_task_without_its_options_is_named(small_corpus, tmp_path, arch):
+    command = (small_corpus, "--task", "translation", "--save-dir", tmp_path / "new", "--cpu")
+    command += ("--arch", arch, "--user-dir", PLUGIN, "--optimizer", "adam", "--max-tokens", 300)
+    process = run("fairseq-train", *command, check=False)
+    assert process.returncode == 1 and process.stdout.splitlines()[-1].startswith(
+        f"error: --arch {arch} with --task translation: the model takes --tokens-per-sample from its task"
+    )
+    before = run_without("name_missing_options", "fairseq-train", *command).stdout
+    assert "Interpolation" in before and "Traceback" in before
+
+
+def test_fewer_words_to_predict_are_counted(english, tmp_path):
+    """--decoder-embed-dim 32, of which the output projection has 50."""
+    more = ("--output-dictionary-size", 50, "--no-share-decoder-input-output-embed")
+    run("fairseq-train", *flags(english, tmp_path, *more, "--max-update", 1))
+    state = state_of(tmp_path / LAST)["model"]
+    words = len(state["decoder.embed_tokens.weight"])
+    found = json.loads(run("smoe", "cost", "--path", tmp_path / LAST, "--json").stdout)
+    assert found["flops"]["output"] == 2 * 50 * 32 and found["flops"]["embedding"] == 2 * words * 32
 
 
 # What the experts do

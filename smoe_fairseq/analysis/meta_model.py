@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 import torch
-from fairseq.data import Dictionary
+from fairseq.data import Dictionary, TruncatedDictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY, ARCH_MODEL_REGISTRY
 from torch import nn
 
@@ -56,10 +56,14 @@ def _complete(args: Namespace) -> Namespace:
     return args
 
 
-def build_meta_model(args: Namespace, vocabulary: int) -> nn.Module:
+def build_meta_model(args: Namespace, vocabulary: int, outputs: int | None = None) -> nn.Module:
     """The model of ``args`` with one dictionary of ``vocabulary`` entries, special ones included.
 
-    Raises `UsageError` for options that make no model.
+    Args:
+        outputs: entries that are predicted, where these are not all.
+
+    Raises:
+        UsageError: options make no model.
     """
 
     class Task:
@@ -72,5 +76,7 @@ def build_meta_model(args: Namespace, vocabulary: int) -> nn.Module:
         )
     for i in range(vocabulary - specials):
         Task.source_dictionary.add_symbol(str(i))
+    if outputs is not None:
+        Task.target_dictionary = TruncatedDictionary(Task.source_dictionary, outputs)
     with torch.device("meta"):
         return ARCH_MODEL_REGISTRY[args.arch].build_model(_complete(args), Task)

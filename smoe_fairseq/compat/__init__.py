@@ -42,6 +42,7 @@ from .nan_detector import hook_forward_only
 from .numpy_long import keep_long
 from .one_model_per_pair import name_other_models
 from .option_values import name_bad_values
+from .options_of_task import name_missing_options
 from .progress_line import keep_lines_short
 from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
@@ -70,6 +71,7 @@ MENDS = (
     ("fairseq.distributed.utils", refuse_fully_sharded_on_cpu),
     ("fairseq.distributed.fully_sharded_data_parallel", find_group_of_one),
     ("fairseq.dataclass.utils", quiet_hydra),
+    ("fairseq.dataclass.utils", name_missing_options),
     ("fairseq.data.data_utils", name_too_small_batches),
     ("fairseq.data.indexed_dataset", read_past_cache),
     ("fairseq.data.indexed_dataset", name_unusable_files),

@@ -51,8 +51,13 @@ def check_config(config: DecoderOptions, task) -> None:
             _check_blocks(config, side)
 
 
-def check_shared_dictionary(config: SMoETransformerConfig, task) -> None:
-    """Raise ValueError where translation is to share embeddings of different words."""
+def check_translation(config: SMoETransformerConfig, task) -> None:
+    """Raise ValueError where a task does not translate, or embeddings of different words are to be shared."""
+    if hasattr(task, "targets"):
+        raise ValueError(
+            "--task language_modeling: a model of translation has an encoder, for which there is no text; "
+            "expected an --arch smoe_transformer_lm"
+        )
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise ValueError(
             "--share-all-embeddings: source and target dictionary differ; preprocess with "
@@ -97,8 +102,14 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
         )
 
 
-def check_output_dictionary(config: DecoderOptions, task) -> None:
-    """Raise ValueError where a language model is to predict fewer words than it shares embeddings of."""
+def check_language_modeling(config: DecoderOptions, task) -> None:
+    """Raise ValueError where a language model is to predict other than next words, or too few of them."""
+    others = [target for target in getattr(task, "targets", []) if target != "future"]
+    if others:
+        raise ValueError(
+            f"--{others[0]}-target: a token would see what it is to say; expected the next words alone, "
+            "--future-target or none of these"
+        )
     words = len(task.target_dictionary)
     if config.share_decoder_input_output_embed and words != len(task.source_dictionary):
         raise ValueError(

@@ -12,7 +12,7 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor
 
 from smoe_fairseq.models.config import SMoETransformerConfig
-from smoe_fairseq.models.preflight import check_shared_dictionary
+from smoe_fairseq.models.preflight import check_translation
 from smoe_fairseq.models.sparse_model import SparseModel, with_experts
 from smoe_fairseq.models.transformer_layer import (
     TransformerDecoderLayer,
@@ -34,7 +34,7 @@ class SMoETransformerModel(SparseModel, TransformerModelBase):
 
     @classmethod
     def build_model(cls, cfg, task):
-        return cls.built(cfg, task, cls._of_sides, check_shared_dictionary)
+        return cls.built(cfg, task, cls._of_sides, check_translation)
 
     @classmethod
     def _of_sides(cls, config, task):

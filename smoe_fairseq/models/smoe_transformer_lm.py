@@ -4,7 +4,7 @@ from fairseq.models import FairseqLanguageModel, register_model
 from fairseq.models.transformer import Embedding
 
 from smoe_fairseq.models.config import SMoETransformerLMConfig
-from smoe_fairseq.models.preflight import check_output_dictionary
+from smoe_fairseq.models.preflight import check_language_modeling
 from smoe_fairseq.models.smoe_transformer import SMoETransformerDecoder
 from smoe_fairseq.models.sparse_model import SparseModel, with_experts
 from smoe_fairseq.models.trained_model import TrainedModel
@@ -22,7 +22,7 @@ class SMoETransformerLanguageModel(SparseModel, FairseqLanguageModel):
 
     @classmethod
     def build_model(cls, cfg, task):
-        return cls.built(cfg, task, cls._of_decoder, check_output_dictionary)
+        return cls.built(cfg, task, cls._of_decoder, check_language_modeling)
 
     @classmethod
     def _of_decoder(cls, config, task):
