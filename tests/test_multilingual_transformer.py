@@ -174,7 +174,6 @@ def test_resuming_goes_on(three_languages, tmp_path):
             ["--arch", "smoe_transformer_tiny"],
             "expected a model per language pair, smoe_multilingual",
         ),
-        soak(["--arch", "transformer"], "expected a model per language pair, smoe_multilingual"),
         soak(["--moe-freq", 3], "--moe-freq 3 for the encoder: expected 0 (dense) to its 2 layers"),
     ],
 )
@@ -233,3 +232,19 @@ def test_what_needs_one_model_says_so(three_languages, trained, tmp_path):
     process = run(*command, "--cpu", check=False)
     assert "has a model per language pair" in process.stdout
     assert process.returncode == 1 and len(process.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arch", ["smoe_multilingual_transformer_tiny", soak("multilingual_transformer")]
+)
+def test_a_back_end_that_would_not_sum_gradients_is_refused(ranks, three_languages, tmp_path, arch):
+    """It is fairseq's default, and on a CPU each process would train a model of its own without a word."""
+    more = ("--distributed-backend", "gloo", "--arch", arch)
+    arguments = [str(word) for word in flags(three_languages, tmp_path / "run", *more)]
+    if arch == "multilingual_transformer":
+        first, last = (arguments.index(name) for name in ("--smoe-strata", "--moe-capacity-factor"))
+        del arguments[last : last + 4], arguments[first : first + 2]
+        arguments += ["--decoder-embed-dim", "16"]
+    run = ranks.start(tmp_path, 2, *arguments)
+    assert run.wait(60) == [1, 1], run.output()
+    assert "error: --ddp-backend pytorch_ddp with a model per language pair: " in run.output()

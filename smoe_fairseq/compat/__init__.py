@@ -76,7 +76,6 @@ MENDS = (
     ("fairseq.data.indexed_dataset", read_past_cache),
     ("fairseq.data.indexed_dataset", name_unusable_files),
     ("fairseq.data.language_pair_dataset", name_foreign_words),
-    ("fairseq.data.language_pair_dataset", keep_long),
     ("fairseq.data.token_block_dataset", keep_long),
     ("fairseq.data.iterators", name_no_batches),
     ("fairseq.data.fasta_dataset", index_without_shell),

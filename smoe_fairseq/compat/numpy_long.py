@@ -1,8 +1,8 @@
 """Lets fairseq say ``np.compat.long``, which numpy 2 no longer has: ``int``.
 
-For fairseq 0.12.2 and numpy 2.0 and later. Language models with ``--sample-break-mode eos``, their sampling
-and interactive use, and translation with ``--num-batch-buckets`` end in an AttributeError. Only fairseq's
-modules see the name again; numpy stays as it is for everybody else.
+For fairseq 0.12.2 and numpy 2.0 and later. Language models with ``--sample-break-mode eos``, and their
+sampling and interactive use, end in an AttributeError. Only fairseq's module that divides text into samples
+sees the name again; numpy stays as it is for everybody else.
 """
 
 from types import ModuleType, SimpleNamespace
