@@ -134,6 +134,9 @@ def test_the_best_continuation_is_the_one_by_hand(english, trained):
             == [words[t] for t in tokens[1:] if t != words.eos()][: len(found.split())]
         )
         assert len(found.split()) > len(prompt.split())
+    prompts = ["The", "Will you wait"]
+    alone = [model.sample(prompt, beam=2, max_len_b=9) for prompt in prompts]
+    assert model.sample(prompts, beam=2, max_len_b=9) == alone  # one batch, with padding
 
 
 def test_scores_are_those_of_the_model(trained):
