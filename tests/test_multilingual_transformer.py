@@ -7,6 +7,7 @@ import torch
 from commands import PLUGIN, run
 from handmade import LENGTHS
 from sampling import soak
+from test_compat import run_without
 from test_several_processes import content
 from test_training import log_lines, state_of
 
@@ -18,6 +19,7 @@ TASK = ("--task", "multilingual_translation", "--lang-pairs", ",".join(PAIRS), "
 TOKENS = ("--encoder-langtok", "tgt", "--decoder-langtok")
 SHARED = ("--share-encoders", "--share-decoders", *TOKENS)
 LAST = "checkpoint_last.pt"
+ARCH = "smoe_multilingual_transformer"
 
 
 def flags(data, save_dir, *more) -> list:
@@ -69,6 +71,49 @@ def test_each_language_has_its_own(trained):
     valid = log_lines(process, "valid")[-1]
     assert 1 <= float(valid["valid_decoder.layer.1/requested_capacity"]) <= 2
     assert float(valid["valid_moe_gate_loss"]) >= 0.9
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--share-encoders",
+        "--no-share-all-embeddings --share-decoders",
+        "--no-share-all-embeddings --share-encoder-embeddings --share-decoder-input-output-embed",
+    ],
+)
+def test_all_its_weights_are_reckoned(monkeypatch, more):
+    """Before the model is made: of each language's encoder and decoder, in millions as they are counted."""
+    from fairseq import options, tasks
+    from fairseq.data import Dictionary
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    from smoe_fairseq.models import size
+
+    words = Dictionary()
+    for i in range(5000):
+        words.add_symbol(str(i))
+    monkeypatch.setattr(
+        tasks.TASK_REGISTRY["multilingual_translation"], "load_dictionary", lambda _: words
+    )
+    seen, parts = [], size._parts
+    monkeypatch.setattr(
+        size, "_parts", lambda *a: seen.append(sum(w for w, _ in parts(*a).values())) or parts(*a)
+    )
+    arguments = [str(word) for word in ("data", *TASK, "--arch", f"{ARCH}_base", *more.split())]
+    parser = options.get_training_parser()
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, arguments))
+    with torch.device("meta"):
+        model = tasks.setup_task(cfg.task).build_model(cfg.model)
+    encoders, decoders = (
+        len({id(getattr(pair, side)) for pair in model.models.values()})
+        for side in ("encoder", "decoder")
+    )
+    assert encoders == (1 if "--share-encoders" in more else 2)
+    assert decoders == (1 if "--share-decoders" in more else 3)
+    positions = (encoders + decoders) * 1024 * 512  # which are no parameters
+    real = sum(parameter.numel() for parameter in model.parameters())
+    assert seen[0] - positions == pytest.approx(real, rel=2e-3)
 
 
 def test_parts_are_shared(trained):
@@ -183,6 +228,11 @@ def test_what_does_not_go_together_is_one_sentence(three_languages, tmp_path, mo
     last = process.stdout.splitlines()[-1]
     assert last.startswith("error: ") and words in last
     assert not list(tmp_path.glob("*.pt"))
+
+
+def test_without_the_mend_another_model_ends_in_a_stack_trace(three_languages, tmp_path):
+    command = flags(three_languages, tmp_path, "--arch", "smoe_transformer_tiny")
+    assert "Traceback" in run_without("name_other_models", "fairseq-train", *command).stdout
 
 
 def test_dictionaries_that_differ_share_nothing(three_languages, tmp_path):

@@ -44,6 +44,7 @@ def _parts(config: DecoderOptions, task) -> dict[str, tuple[int, int]]:
         processes = dist.get_world_size()
     parts = {}
     for side in config.SIDES:
+        copies = _copies(config, side, task)
         attentions = 2 if side == "decoder" and "encoder" in config.SIDES else 1
         dim, ffn, layers = (
             getattr(config, f"{side}_{name}") for name in ("embed_dim", "ffn_embed_dim", "layers")
@@ -52,8 +53,8 @@ def _parts(config: DecoderOptions, task) -> dict[str, tuple[int, int]]:
         flags = f"--{side}-embed-dim {dim} --{side}-ffn-embed-dim {ffn} --{side}-layers {layers}"
         dense = layers if config.moe_cmr else layers - len(strata)
         parts[flags] = (
-            layers * attentions * 4 * dim**2 + dense * 2 * dim * ffn,
-            layers * LAYER_OBJECTS,
+            copies * (layers * attentions * 4 * dim**2 + dense * 2 * dim * ffn),
+            copies * layers * LAYER_OBJECTS,
         )
         width = config.moe_expert_ffn_dim or ffn
         experts = sum(each.num_experts for each in strata) * 2 * dim * width // processes
@@ -65,29 +66,38 @@ def _parts(config: DecoderOptions, task) -> dict[str, tuple[int, int]]:
         experts += len(strata) * 2 * dim * beside
         name = config.strata_option_of(side)
         parts[f"{flag(name)} {_short(getattr(config, name))} with {flags}"] = (
-            experts,
-            gates * GATE_OBJECTS,
+            copies * experts,
+            copies * gates * GATE_OBJECTS,
         )
         # Positions that are computed have a table too.
         name = config.positions_option_of(side)
         positions = getattr(config, name)
         table = 0 if config.no_token_positional_embeddings else positions * dim
-        parts[f"{flag(name)} {positions} with --{side}-embed-dim {dim}"] = (table, 0)
+        parts[f"{flag(name)} {positions} with --{side}-embed-dim {dim}"] = (copies * table, 0)
         dictionary = task.source_dictionary if side == "encoder" else task.target_dictionary
         parts[f"--{side}-embed-dim {dim} and a dictionary of {len(dictionary)}"] = (
-            _tables(config, side) * len(dictionary) * dim,
+            _tables(config, side, copies) * len(dictionary) * dim,
             0,
         )
     return parts
 
 
-def _tables(config: DecoderOptions, side: str) -> int:
-    """How many tables of its words a side has that no other has: of its input, and of the output."""
-    if side == "encoder":
+def _copies(config: DecoderOptions, side: str, task) -> int:
+    """How many encoders or decoders there are: with a model per language pair one for each language."""
+    pairs = getattr(task, "model_lang_pairs", None)
+    if pairs is None or getattr(config, f"share_{side}s", False):
         return 1
+    return len({pair.split("-")[side == "decoder"] for pair in pairs})
+
+
+def _tables(config: DecoderOptions, side: str, copies: int) -> int:
+    """How many tables of words a side's copies have that no other has: of the input, and of the output."""
     if getattr(config, "share_all_embeddings", False):
-        return 0
-    return 1 if config.share_decoder_input_output_embed else 2
+        return 1 if side == "encoder" else 0
+    inputs = 1 if getattr(config, f"share_{side}_embeddings", False) else copies
+    if side == "encoder" or config.share_decoder_input_output_embed:
+        return inputs
+    return inputs + copies
 
 
 def _short(text: str) -> str:
