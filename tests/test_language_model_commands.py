@@ -319,6 +319,7 @@ def test_what_has_no_languages_is_left_out_with_a_line(analysis):
     drawn = {path.stem for path in analysis.glob("*.png")}
     assert drawn == {"by_depth", "flow", "frequency", "load", "positions", "sentence"}
     report = (analysis / "report.html").read_text()
+    assert "direction" not in report.replace("the picture by direction: a language model", "")
     assert "the picture by direction: a language model has no languages" in report
     assert json.loads((analysis / "run.json").read_text())["sentences"] == {"text": 7}
 

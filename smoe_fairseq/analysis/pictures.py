@@ -55,9 +55,9 @@ def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Ca
                 "frequency",
                 "Frequency of the tokens that ask for least and for most",
                 findings.token_frequency(results, min_count),
-                f"The {frequency.TOKENS} tokens of lowest and highest mean requested capacity of each "
-                f"direction, made unique, among those that occur at least {min_count} times; the dot "
-                "and number are the median. (Figure 4 of the paper.)",
+                f"The {frequency.TOKENS} tokens of lowest and highest mean requested capacity"
+                f"{' of each direction, made unique,' * results.has_languages} among those that occur "
+                f"at least {min_count} times; the dot and number are the median. (Figure 4 of the paper.)",
             ),
             lambda: frequency.draw(results, min_count),
         )
@@ -66,7 +66,8 @@ def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Ca
             "by_depth",
             "Requested capacity by depth",
             findings.by_depth(results),
-            "Thin lines are directions. Only layers with experts are shown. (Figure 5 of the paper.)",
+            "Thin lines are directions. " * results.has_languages
+            + "Only layers with experts are shown. (Figure 5 of the paper.)",
         ),
         lambda: by_depth.draw(results),
     )
