@@ -8,3 +8,10 @@ def smoe_transformer(run, **options):
     from smoe_fairseq.models import SMoETransformerModel
 
     return SMoETransformerModel.from_pretrained(run, **options)
+
+
+def smoe_transformer_lm(run, **options):
+    """A trained language model; arguments as of `SMoETransformerLanguageModel.from_pretrained`."""
+    from smoe_fairseq.models import SMoETransformerLanguageModel
+
+    return SMoETransformerLanguageModel.from_pretrained(run, **options)

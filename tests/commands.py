@@ -15,7 +15,10 @@ from programs import Server
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 COMMANDS = {"smoe"} | {
     f"fairseq-{name}"
-    for name in ("preprocess", "train", "hydra-train", "generate", "interactive", "validate")
+    for name in (
+        *("preprocess", "train", "hydra-train", "generate", "interactive", "validate"),
+        "eval-lm",
+    )
 }
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 TORCH = Server(None, "import_torch")

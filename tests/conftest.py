@@ -6,7 +6,7 @@ from pathlib import Path
 
 import handmade
 import pytest
-from commands import preprocess, train
+from commands import preprocess, run, train
 from ranks import Ranks
 
 os.environ.setdefault(
@@ -46,6 +46,18 @@ def small_corpus(tmp_path_factory) -> Path:
         reverse = "".join(" ".join(s[::-1]).upper() + "\n" for s in sentences)
         (raw / f"{split}.tgt").write_text(reverse)
     preprocess(raw, data, "--joined-dictionary")
+    return data
+
+
+@pytest.fixture(scope="session")
+def english(tmp_path_factory) -> Path:
+    """English sentences of the built-in corpus, as ``fairseq-preprocess --only-source`` makes them."""
+    from smoe_fairseq.recipes.phrasebook.corpus import write_corpus
+
+    raw, data = tmp_path_factory.mktemp("raw-english"), tmp_path_factory.mktemp("bin-english")
+    write_corpus(raw, train=400, valid=40, test=10)
+    texts = [f"--{split}pref={raw / split}.eng-cat.eng" for split in ("train", "valid", "test")]
+    run("fairseq-preprocess", "--only-source", "--destdir", data, *texts)
     return data
 
 

@@ -48,11 +48,11 @@ def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespac
     """Writes numbers, pictures and report to ``args.output``; returns a line for the user."""
     series = _series(args)
     if args.exit_bias:
-        exit_curve.check(model)
+        exit_curve.check(model, task)
     of_subset = args.gen_subset, args.sentences, args.max_tokens
     found = results.Results(
         run={},
-        dictionaries={"encoder": task.source_dictionary, "decoder": task.target_dictionary},
+        dictionaries={side: inputs.dictionary_of(task, side) for side in inputs.sides(task)},
         ranks=frequency.ranks(task, directions),
         sizes=frequency.sizes(task, directions),
         capacity=capacity_check.check(model, task, directions, *of_subset),
@@ -74,7 +74,7 @@ def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespac
             example = directions[-1], _example(model, task, directions[-1], args)
             sections = pictures.draw(folder, found, example, series, args.min_count)
             title = f"Requested capacity of {args.path.resolve().parent.name}/{args.path.name}"
-            text = report.page(title, _for_people(found.run), sections, folder)
+            text = report.page(title, _for_people(found.run, found.has_languages), sections, folder)
             write_whole(folder / "report.html", text, called="report.html")
         except Exception as error:  # the numbers may have taken hours: they stay
             problem = " ".join(str(error).split()) or type(error).__name__
@@ -93,7 +93,8 @@ def analyze_sentence(
     if folder is not None:
         with whole_folder(folder, called=f"--output {folder}") as partial:
             style.save(draw_sentence(sides), partial / "sentence")
-    return f"{directions[0]}\n{sentence.show(sides, sentence.wants_colour(stream))}"
+    heading = "" if inputs.is_language_model(task) else f"{directions[0]}\n"
+    return heading + sentence.show(sides, sentence.wants_colour(stream))
 
 
 def _series(args: Namespace) -> dict:
@@ -130,16 +131,19 @@ def _words(strata: Strata) -> str:
     return f"{strata} in a chain of {strata.chain}" if strata.chain > 1 else str(strata)
 
 
-def _for_people(run: dict) -> dict[str, object]:
+def _for_people(run: dict, has_languages: bool) -> dict[str, object]:
     strata = dict.fromkeys(run["strata"].values())
     sampled = " (a random sample)" if run["sample"] else ""
     too_long = sum(run["too_long"].values())
+    directions = {"directions": ", ".join(run["sentences"])}
+    if not has_languages:
+        directions = {"left out": "the picture by direction: a language model has no languages"}
     return {
         "checkpoint": f"{run['checkpoint']}, {run['updates']:,} updates",
         "strata": ", ".join(strata),
         "data": f"{run['data']}, {run['subset']}",
-        "directions": ", ".join(run["sentences"]),
-        "sentences": f"{sum(run['sentences'].values()):,}{sampled}"
+        **directions,
+        "sentences" if has_languages else "samples": f"{sum(run['sentences'].values()):,}{sampled}"
         + (f"; {too_long:,} too long for the model" if too_long else ""),
         "device": run["device"],
         "smoe_fairseq": run["smoe_fairseq"],
@@ -147,10 +151,14 @@ def _for_people(run: dict) -> dict[str, object]:
 
 
 def _example(model: nn.Module, task, direction: str, args: Namespace) -> list:
-    """The first sentence pair of the subset that is neither short nor long."""
+    """The first sentence pair of the subset that is neither short nor long; of a language model's text the
+    beginning, since a sample may be long and what comes later changes nothing before it.
+    """
     dataset = next(inputs.datasets(task, direction, args.gen_subset))
     far = [abs(dataset.num_tokens(i) - EXAMPLE_TOKENS) for i in range(min(len(dataset), 1000))]
     sample = dataset.collater([dataset[far.index(min(far))]])["net_input"]
+    if inputs.is_language_model(task):
+        sample["src_tokens"] = sample["src_tokens"][:, :EXAMPLE_TOKENS]
     device = next(model.parameters()).device
     return sentence.run_pair(
         model, task, sample if device.type == "cpu" else move_to_cuda(sample, device)

@@ -104,7 +104,7 @@ def samples(
         together = SampledMultiDataset(parts, shared_collater=shared, shuffle=False)
     number = None if sentences is None else sentences * len(directions)
     order = np.random.default_rng(inputs.SEED).permutation(len(together))
-    batches, _ = inputs.batches(together, task.max_positions(), number, max_tokens, order)
+    batches, _ = inputs.batches(together, inputs.longest(model, task), number, max_tokens, order)
     device = next(model.parameters()).device
     for batch in batches:
         sample = together.collater([together[i] for i in batch])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from smoe_fairseq.analysis.cost import Cost, count
 from smoe_fairseq.analysis.inputs import load
-from smoe_fairseq.analysis.meta_model import ARCHITECTURES, build_meta_model
+from smoe_fairseq.analysis.meta_model import ARCHITECTURES, build_meta_model, is_language_model
 from smoe_fairseq.analysis.requested_capacity import requested_capacity
 from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.system.errors import UsageError
@@ -27,8 +27,12 @@ def expected(checkpoint: Path, context: int) -> Cost:
             f"{checkpoint} holds a model of architecture {arch}: expected one of "
             f"{', '.join(ARCHITECTURES)}"
         )
-    vocabulary = state["model"]["decoder.embed_tokens.weight"].shape[0]
-    return count(build_meta_model(Namespace(**values | {"arch": arch}), vocabulary), context)
+    args = Namespace(**values | {"arch": arch})
+    weights = state["model"]
+    vocabulary = len(weights["decoder.embed_tokens.weight"])
+    outputs = len(weights["decoder.output_projection.weight"]) if is_language_model(args) else None
+    model = build_meta_model(args, vocabulary, None if outputs == vocabulary else outputs)
+    return count(model, context)
 
 
 def measured(checkpoint: Path, data: Path, subset: str, context: int) -> Cost:

@@ -80,7 +80,8 @@ def collect(
             seen = too_long = 0
             for dataset in inputs.datasets(task, name, subset):
                 left = None if sentences is None else sentences - seen - too_long
-                numbers, dropped = inputs.batches(dataset, task.max_positions(), left, max_tokens)
+                longest = inputs.longest(model, task)
+                numbers, dropped = inputs.batches(dataset, longest, left, max_tokens)
                 too_long += dropped
                 for batch in tqdm(
                     numbers, name, unit="batch", disable=None if progress else True, leave=False
@@ -101,9 +102,7 @@ def _results(recorder: Recorder, task) -> tuple[TypeCounts, ...]:
     results = []
     for name, block in recorder.blocks.items():
         block_of = Block(name, block.block.strata)
-        dictionary = (
-            task.source_dictionary if block_of.side == "encoder" else task.target_dictionary
-        )
+        dictionary = inputs.dictionary_of(task, block_of.side)
         counts = block.counts.cpu().numpy()
         types = counts[:, 0].sum(axis=1).nonzero()[0]
         special = inputs.special(dictionary, task)[types]

@@ -13,7 +13,8 @@ CONTEXT = 512  # positions, as the released scripts of the paper limit sentences
 
 READING = """\
 FLOPs per token: one forward pass, for one source token through the encoder and one target token
-through the decoder, counted as Kaplan et al. (2020) do, 2 per weight and token:
+through the decoder (of a language model, for one token), counted as Kaplan et al. (2020) do, 2 per
+weight and token:
   attention   2 x query, key, value and output projections of every attention block
   ffn         2 x the feed-forward networks of dense layers and those that all tokens use beside experts
   experts     2 x top-k x requested capacity x the weights of one expert, per MoE layer; for top-k what
@@ -47,7 +48,7 @@ def count(
     """Counts a model, on the meta device or another.
 
     Args:
-        model: a `SMoETransformerModel`.
+        model: one of ours.
         context: positions that attention sees.
         requested_capacity: strata that a token stops at, per MoE layer as `moe_blocks` names them;
             by default what uniform routing gives.

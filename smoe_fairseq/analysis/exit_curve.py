@@ -84,8 +84,12 @@ class Curve:
         return [1000 * sum(p.seconds for p in of) / sum(p.sentences for p in of) for of in of_bias]
 
 
-def check(model: nn.Module) -> None:
-    """Raise UsageError where no gate has a later stratum."""
+def check(model: nn.Module, task) -> None:
+    """Raise UsageError where no gate has a later stratum, or the model does not translate."""
+    if inputs.is_language_model(task):
+        raise UsageError(
+            "--exit-bias: translations are compared, and this is a language model; leave it out"
+        )
     if not any(each.own_experts < each.num_experts for each in exit_biases_of(model)):
         raise UsageError(
             "--exit-bias: no gate of this model sees later strata; expected one with several, such as "
@@ -158,7 +162,7 @@ def _text(task, tokens: torch.Tensor) -> str:
 def _samples(model, task, direction, subset, sentences, max_tokens) -> Iterator[dict]:
     device = next(model.parameters()).device
     for dataset in inputs.datasets(task, direction, subset):
-        batches, _ = inputs.batches(dataset, task.max_positions(), sentences, max_tokens)
+        batches, _ = inputs.batches(dataset, inputs.longest(model, task), sentences, max_tokens)
         for batch in batches:
             sample = dataset.collater([dataset[i] for i in batch])
             yield sample if device.type == "cpu" else move_to_cuda(sample, device)

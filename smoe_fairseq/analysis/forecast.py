@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from smoe_fairseq.analysis.even_routing import route_evenly, spread
 from smoe_fairseq.analysis.fused_kernels import fused_kernels
 from smoe_fairseq.analysis.live_bytes import LiveBytes
-from smoe_fairseq.analysis.meta_model import build_meta_model
+from smoe_fairseq.analysis.meta_model import build_meta_model, is_language_model
 from smoe_fairseq.analysis.run_flags import options_of
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules.grouped import can_group, one_kernel
@@ -34,7 +34,7 @@ class Run:
 
     Attributes:
         vocabulary: entries of the dictionary, special ones included.
-        length: tokens of each sentence, on the source and on the target side.
+        length: tokens of each sentence, on the source and on the target side, or of each text.
     """
 
     flags: Namespace
@@ -233,12 +233,14 @@ def _exchange(run: Run, model: nn.Module) -> Tensor:
 def _sample(run: Run) -> dict:
     """A batch as fairseq's data sets give it."""
     tokens = torch.empty(run.sentences, run.length, dtype=torch.long, device="meta")
+    net_input = {
+        "src_tokens": tokens,
+        "src_lengths": torch.empty(run.sentences, dtype=torch.long, device="meta"),
+    }
+    if not is_language_model(run.flags):
+        net_input["prev_output_tokens"] = torch.empty_like(tokens)
     return {
-        "net_input": {
-            "src_tokens": tokens,
-            "src_lengths": torch.empty(run.sentences, dtype=torch.long, device="meta"),
-            "prev_output_tokens": torch.empty_like(tokens),
-        },
+        "net_input": net_input,
         "target": torch.empty_like(tokens),
         "ntokens": tokens.numel(),
     }

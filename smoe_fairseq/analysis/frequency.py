@@ -18,8 +18,8 @@ def ranks(task, directions: list[str]) -> dict[str, np.ndarray] | None:
     """
     same = task.source_dictionary == task.target_dictionary
     counts = {
-        "encoder": np.zeros(len(task.source_dictionary), dtype=np.int64),
-        "decoder": np.zeros(len(task.target_dictionary), dtype=np.int64),
+        side: np.zeros(len(inputs.dictionary_of(task, side)), dtype=np.int64)
+        for side in inputs.sides(task)
     }
     seen = set()
     for folder in inputs.folders(task):
@@ -50,8 +50,9 @@ def sizes(task, directions: list[str]) -> dict[str, int] | None:
 
 def _prefix(folder: Path, direction: str, language: str) -> str | None:
     reverse = "-".join(reversed(direction.split("-")))
-    for pair in (direction, reverse):
-        prefix = folder / f"train.{pair}.{language}"
+    names = [f"train.{pair}.{language}" for pair in (direction, reverse)]
+    for name in ["train"] if direction == inputs.TEXT else names:
+        prefix = folder / name
         if prefix.with_name(f"{prefix.name}.idx").exists():
             return str(prefix)
     return None

@@ -6,9 +6,11 @@ from pathlib import Path
 import fairseq  # noqa: F401  (the plugin's model registers itself as soon as fairseq is there)
 import numpy as np
 from fairseq import checkpoint_utils
-from fairseq.data import FairseqDataset
+from fairseq.data import Dictionary, FairseqDataset
 from fairseq.data.multilingual.multilingual_utils import get_lang_tok
-from fairseq.utils import split_paths
+from fairseq.models import FairseqMultiModel
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.utils import resolve_max_positions, split_paths
 from torch import nn
 
 from smoe_fairseq.checkpoint.content import open_checkpoint
@@ -16,6 +18,7 @@ from smoe_fairseq.system.errors import UsageError
 
 TOKENS_PER_BATCH = 4096
 SEED = 1
+TEXT = "text"  # what stands for a direction, where there is none
 
 
 def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
@@ -35,6 +38,11 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
     models, _, task = checkpoint_utils.load_model_ensemble_and_task(
         [str(checkpoint)], arg_overrides=overrides
     )
+    if isinstance(models[0], FairseqMultiModel):
+        raise UsageError(
+            f"{checkpoint} has a model per language pair: expected one model of all pairs, such as of --task "
+            "translation_multi_simple_epoch"
+        )
     return models[0].eval(), task
 
 
@@ -43,14 +51,39 @@ def is_multilingual(task) -> bool:
     return hasattr(task, "data_manager")
 
 
+def is_language_model(task) -> bool:
+    """Whether a task has text alone, no source and no languages."""
+    return isinstance(task, LanguageModelingTask)
+
+
+def dictionary_of(task, side: str) -> Dictionary:
+    """Of the tokens that a side is given."""
+    of_source = side == "encoder" or is_language_model(task)
+    return task.source_dictionary if of_source else task.target_dictionary
+
+
+def sides(task) -> list[str]:
+    """Of which a task's models are made."""
+    return ["decoder"] if is_language_model(task) else ["encoder", "decoder"]
+
+
+def longest(model: nn.Module, task) -> tuple[int, int] | int:
+    """Tokens that model and task take, of source and target or of a text."""
+    return resolve_max_positions(task.max_positions(), model.max_positions())
+
+
 def folders(task) -> list[Path]:
     """Where a task's binarised text is; several when its training data is in parts."""
-    data = task.args.data if is_multilingual(task) else task.cfg.data
+    data = (task.cfg or task.args).data
     return [Path(folder) for folder in split_paths(data)]
 
 
 def directions(task, asked: str | None = None) -> list[str]:
     """The directions asked for (``en-de,de-en``), by default all that the model was trained on."""
+    if is_language_model(task):
+        if asked is not None:
+            raise UsageError(f"--lang-pairs {asked}: a language model has none; leave it out")
+        return [TEXT]
     if not is_multilingual(task):
         known = [f"{task.cfg.source_lang}-{task.cfg.target_lang}"]
         allowed = known
@@ -92,7 +125,10 @@ def special(dictionary, task) -> np.ndarray:
 
 
 def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
-    """The sentence pairs of one direction; several parts where training data is in several folders."""
+    """The sentence pairs of one direction; several parts where training data is in several folders.
+
+    Of a language model the samples of its text, divided as in training.
+    """
     parts = folders(task) if subset == "train" else folders(task)[:1]
     try:
         if not is_multilingual(task):
@@ -115,15 +151,16 @@ def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
                 langtok_spec=task.args.langtoks["main"],
             )
     except (FileNotFoundError, AttributeError):
+        wanted = f"{subset}.{direction}.* (nor the pair the other way round)"
+        wanted = f"{subset}.bin" if is_language_model(task) else wanted
         raise UsageError(
-            f"--gen-subset {subset}: {parts[0]} has no binarised text {subset}.{direction}.* "
-            "(nor the pair the other way round)"
+            f"--gen-subset {subset}: {parts[0]} has no binarised text {wanted}"
         ) from None
 
 
 def batches(
     dataset: FairseqDataset,
-    max_positions: tuple[int, int],
+    max_positions: tuple[int, int] | int,
     sentences: int | None = None,
     max_tokens: int = TOKENS_PER_BATCH,
     order: np.ndarray | None = None,

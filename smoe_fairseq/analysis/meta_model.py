@@ -4,18 +4,24 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 import torch
-from fairseq.data import Dictionary
-from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
+from fairseq.data import Dictionary, TruncatedDictionary
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY, ARCH_MODEL_REGISTRY
+from torch import nn
 
-from smoe_fairseq.models.config import SMoETransformerConfig
-from smoe_fairseq.models.smoe_transformer import SMoETransformerModel
+from smoe_fairseq.models.config import (
+    DecoderOptions,
+    SMoETransformerConfig,
+    SMoETransformerLMConfig,
+)
 from smoe_fairseq.system.errors import UsageError
 
-ARCHITECTURES = ARCH_MODEL_INV_REGISTRY["smoe_transformer"]
+OF_TRANSLATION = ARCH_MODEL_INV_REGISTRY["smoe_transformer"]
+OF_LANGUAGE = ARCH_MODEL_INV_REGISTRY["smoe_transformer_lm"]
+ARCHITECTURES = [*OF_TRANSLATION, *OF_LANGUAGE]
 
 
 def add_model_arguments(parser: ArgumentParser) -> None:
-    """``--arch`` and the model's own flags, as fairseq-train has them."""
+    """``--arch`` and the models' own flags, as fairseq-train has them; a language model takes some."""
     parser.add_argument(
         "--arch", choices=ARCHITECTURES, default="smoe_transformer_base", help="default: base"
     )
@@ -29,10 +35,35 @@ def parse_model(words: Sequence[str]) -> Namespace:
     return parser.parse_known_args(list(words))[0]
 
 
-def build_meta_model(args: Namespace, vocabulary: int) -> SMoETransformerModel:
+def is_language_model(args: Namespace) -> bool:
+    """Whether ``--arch`` is of a model that has no encoder."""
+    return args.arch in OF_LANGUAGE
+
+
+def config_of(args: Namespace) -> DecoderOptions:
+    """All options of the model of ``args``, those of its architecture where no flag is given."""
+    return ARCH_MODEL_REGISTRY[args.arch].config_class.of(_complete(args))
+
+
+def _complete(args: Namespace) -> Namespace:
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    if is_language_model(args):
+        for name in SMoETransformerLMConfig.of_translation():
+            if given.get(name) is False and getattr(SMoETransformerConfig, name) is False:
+                del given[name]  # a switch that nobody gave
+    args = Namespace(**given)
+    ARCH_CONFIG_REGISTRY[args.arch](args)
+    return args
+
+
+def build_meta_model(args: Namespace, vocabulary: int, outputs: int | None = None) -> nn.Module:
     """The model of ``args`` with one dictionary of ``vocabulary`` entries, special ones included.
 
-    Raises `UsageError` for options that make no model.
+    Args:
+        outputs: entries that are predicted, where these are not all.
+
+    Raises:
+        UsageError: options make no model.
     """
 
     class Task:
@@ -45,7 +76,7 @@ def build_meta_model(args: Namespace, vocabulary: int) -> SMoETransformerModel:
         )
     for i in range(vocabulary - specials):
         Task.source_dictionary.add_symbol(str(i))
-    args = Namespace(**{name: value for name, value in vars(args).items() if value is not None})
-    ARCH_CONFIG_REGISTRY[args.arch](args)
+    if outputs is not None:
+        Task.target_dictionary = TruncatedDictionary(Task.source_dictionary, outputs)
     with torch.device("meta"):
-        return SMoETransformerModel.build_model(args, Task)
+        return ARCH_MODEL_REGISTRY[args.arch].build_model(_complete(args), Task)

@@ -38,25 +38,26 @@ def draw(
 
 def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Callable]]:
     order = "from most to least training data" if results.sizes else "in the order they were given"
-    yield (
-        Section(
-            "by_direction",
-            "Requested capacity by direction",
-            findings.by_direction(results),
-            f"Directions {order}; means over the tokens of all blocks of a side. "
-            "The dotted line is 1, the least there can be. (Figure 3 of the paper.)",
-        ),
-        lambda: by_direction.draw(results),
-    )
+    if results.has_languages:
+        yield (
+            Section(
+                "by_direction",
+                "Requested capacity by direction",
+                findings.by_direction(results),
+                f"Directions {order}; means over the tokens of all blocks of a side. "
+                "The dotted line is 1, the least there can be. (Figure 3 of the paper.)",
+            ),
+            lambda: by_direction.draw(results),
+        )
     if results.ranks is not None:
         yield (
             Section(
                 "frequency",
                 "Frequency of the tokens that ask for least and for most",
                 findings.token_frequency(results, min_count),
-                f"The {frequency.TOKENS} tokens of lowest and highest mean requested capacity of each "
-                f"direction, made unique, among those that occur at least {min_count} times; the dot "
-                "and number are the median. (Figure 4 of the paper.)",
+                f"The {frequency.TOKENS} tokens of lowest and highest mean requested capacity"
+                f"{' of each direction, made unique,' * results.has_languages} among those that occur "
+                f"at least {min_count} times; the dot and number are the median. (Figure 4 of the paper.)",
             ),
             lambda: frequency.draw(results, min_count),
         )
@@ -65,14 +66,15 @@ def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Ca
             "by_depth",
             "Requested capacity by depth",
             findings.by_depth(results),
-            "Thin lines are directions. Only layers with experts are shown. (Figure 5 of the paper.)",
+            "Thin lines are directions. " * results.has_languages
+            + "Only layers with experts are shown. (Figure 5 of the paper.)",
         ),
         lambda: by_depth.draw(results),
     )
     yield (
         Section(
             "load",
-            "Expert load by language",
+            "Expert load by language" if results.has_languages else "Expert load",
             findings.load(results),
             "First choices of all strata's gates. Later strata are seen by more gates, so that more "
             "than 1 is expected of them.",
@@ -117,7 +119,9 @@ def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Ca
         yield (
             Section(
                 "sentence",
-                f"One sentence, {direction}",
+                f"One sentence, {direction}"
+                if results.has_languages
+                else "The beginning of a sample",
                 findings.sentence(sides),
                 "Strata that each token stops at, special tokens included; in the decoder, a token is "
                 "the one that is given, not the one predicted from it.",

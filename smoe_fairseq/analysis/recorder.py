@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from smoe_fairseq.analysis.inputs import dictionary_of
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
 
@@ -71,7 +72,7 @@ class Recorder:
     """A `BlockRecorder` for every MoE layer of a model, by the layer's name.
 
     Args:
-        model: a `SMoETransformerModel` in evaluation mode.
+        model: one of ours in evaluation mode.
         task: the fairseq task of its dictionaries.
     """
 
@@ -79,8 +80,8 @@ class Recorder:
         self.model = model
         self.blocks = {}
         for name, block in moe_blocks(model).items():
-            side = task.source_dictionary if name.startswith("encoder") else task.target_dictionary
-            self.blocks[name] = BlockRecorder(block, len(side), side.pad())
+            dictionary = dictionary_of(task, name.split(".")[0])
+            self.blocks[name] = BlockRecorder(block, len(dictionary), dictionary.pad())
 
     @contextmanager
     def recording(self) -> Iterator["Recorder"]:
@@ -106,9 +107,15 @@ class Recorder:
         A decoder position counts for the token that it is given, not for the one that it predicts.
         """
         for name, recorder in self.blocks.items():
-            of_encoder = name.startswith("encoder")
-            recorder.begin(net_input["src_tokens" if of_encoder else "prev_output_tokens"])
+            recorder.begin(given(net_input, name.split(".")[0]))
         self.model(**net_input)
+
+
+def given(net_input: dict, side: str) -> Tensor:
+    """``(B, S)``: the tokens that a side is given; a language model's decoder has the only ones."""
+    if side == "decoder" and "prev_output_tokens" in net_input:
+        return net_input["prev_output_tokens"]
+    return net_input["src_tokens"]
 
 
 def _listener(recorder: BlockRecorder, stratum: int):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from smoe_fairseq.analysis.forecast import Run, forecast
 from smoe_fairseq.analysis.live_bytes import TooMuch
-from smoe_fairseq.models.config import FIELDS, SMoETransformerConfig
+from smoe_fairseq.analysis.meta_model import config_of
 from smoe_fairseq.modules.placement import Placement
 
 Flags = dict[str, object]
@@ -74,10 +74,8 @@ def _sharded(run: Run) -> Run | None:
 
 def _experts(run: Run) -> list[int]:
     """Of each MoE layer; a dense model has none."""
-    given = {name: value for name, value in vars(run.flags).items() if name in FIELDS}
-    config = SMoETransformerConfig(**{n: value for n, value in given.items() if value is not None})
-    sides = ("encoder", "decoder")
-    return [strata.num_experts for side in sides for strata in config.strata_of(side)]
+    config = config_of(run.flags)
+    return [strata.num_experts for side in config.SIDES for strata in config.strata_of(side)]
 
 
 def _zero(run: Run) -> Run | None:

@@ -17,6 +17,7 @@ from smoe_fairseq.analysis.capacity_check import CapacityCheck
 from smoe_fairseq.analysis.collect import Direction, TypeCounts
 from smoe_fairseq.analysis.counts import Block, Counts
 from smoe_fairseq.analysis.exit_curve import Curve
+from smoe_fairseq.analysis.inputs import TEXT
 
 KINDS = {False: "text", True: "special"}
 
@@ -78,6 +79,11 @@ class Results:
             self.types[direction.name, name] = TypeSummary(
                 block.types[text], block.occurrences[text], block.stops[text]
             )
+
+    @property
+    def has_languages(self) -> bool:
+        """No: of a language model."""
+        return self.directions != [TEXT]
 
     def sides(self) -> list[str]:
         """Of "encoder" and "decoder", those that have blocks."""

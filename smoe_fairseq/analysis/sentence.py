@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import sentencepiece
 import torch
 from fairseq.sequence_generator import SequenceGenerator
@@ -11,7 +12,7 @@ from torch import nn
 
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.counts import Block
-from smoe_fairseq.analysis.recorder import Recorder
+from smoe_fairseq.analysis.recorder import Recorder, given
 from smoe_fairseq.analysis.visible import visible
 from smoe_fairseq.system.errors import UsageError
 
@@ -38,16 +39,14 @@ class SentenceSide:
 
 
 def run_pair(model: nn.Module, task, net_input: dict) -> list[SentenceSide]:
-    """Requested capacity in the first sentence pair of a batch."""
+    """Requested capacity in the first sentence pair of a batch, or the first text of a language model."""
     recorder = Recorder(model, task)
     with recorder.recording():
         recorder.run(net_input)
     sides = []
-    for side, dictionary, key in (
-        ("encoder", task.source_dictionary, "src_tokens"),
-        ("decoder", task.target_dictionary, "prev_output_tokens"),
-    ):
-        tokens = net_input[key][0]
+    for side in inputs.sides(task):
+        dictionary = inputs.dictionary_of(task, side)
+        tokens = given(net_input, side)[0]
         real = tokens != dictionary.pad()
         recorders = {n: r for n, r in recorder.blocks.items() if n.startswith(side)}
         sides.append(
@@ -66,27 +65,27 @@ def run_sentence(
 ) -> list[SentenceSide]:
     """Requested capacity of a source sentence's tokens and of the model's own translation of it.
 
+    A language model is given the sentence and adds nothing.
     The sentence is text where the data's folder has its ``spm.model``, else tokens joined by spaces.
     """
-    source, target = direction.split("-")
     segmenter = folder / "spm.model"
     if segmenter.exists():
         processor = sentencepiece.SentencePieceProcessor(model_file=str(segmenter))
         sentence = " ".join(processor.encode(sentence, out_type=str))
     if inputs.is_multilingual(task):
-        task.args.source_lang, task.args.target_lang = source, target
+        task.args.source_lang, task.args.target_lang = direction.split("-")
     tokens = task.source_dictionary.encode_line(sentence, add_if_not_exist=False).long()
     if len(tokens) < 2:
         raise UsageError("--sentence: expected a sentence with at least one word")
-    if len(tokens) >= min(task.max_positions()):
-        raise UsageError(
-            f"--sentence: {len(tokens)} tokens, the model takes fewer than "
-            f"{min(task.max_positions())}"
-        )
+    longest = np.min(inputs.longest(model, task))
+    if len(tokens) >= longest:
+        raise UsageError(f"--sentence: {len(tokens)} tokens, the model takes fewer than {longest}")
     dataset = task.build_dataset_for_inference([tokens], [len(tokens)])
     device = next(model.parameters()).device
     sample = dataset.collater([dataset[0]])
     sample["net_input"] = {k: v.to(device) for k, v in sample["net_input"].items() if v is not None}
+    if inputs.is_language_model(task):
+        return run_pair(model, task, sample["net_input"])
     generator = SequenceGenerator([model], task.target_dictionary, beam_size=BEAM)
     with torch.no_grad():
         best = task.inference_step(generator, [model], sample)[0][0]["tokens"]

@@ -39,7 +39,10 @@ from .literal_eval import EVALUATING, evaluate_literals_only
 from .missing_language import name_missing_dictionary, name_unlisted_language
 from .multilingual_generator import take_prefix_function
 from .nan_detector import hook_forward_only
+from .numpy_long import keep_long
+from .one_model_per_pair import name_other_models
 from .option_values import name_bad_values
+from .options_of_task import name_missing_options
 from .progress_line import keep_lines_short
 from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
@@ -68,10 +71,12 @@ MENDS = (
     ("fairseq.distributed.utils", refuse_fully_sharded_on_cpu),
     ("fairseq.distributed.fully_sharded_data_parallel", find_group_of_one),
     ("fairseq.dataclass.utils", quiet_hydra),
+    ("fairseq.dataclass.utils", name_missing_options),
     ("fairseq.data.data_utils", name_too_small_batches),
     ("fairseq.data.indexed_dataset", read_past_cache),
     ("fairseq.data.indexed_dataset", name_unusable_files),
     ("fairseq.data.language_pair_dataset", name_foreign_words),
+    ("fairseq.data.token_block_dataset", keep_long),
     ("fairseq.data.iterators", name_no_batches),
     ("fairseq.data.fasta_dataset", index_without_shell),
     ("fairseq.logging.progress_bar", keep_lines_short),
@@ -92,6 +97,7 @@ MENDS = (
     ("fairseq.checkpoint_utils", name_unwritable_folder),
     ("fairseq.checkpoint_utils", validate_uneven_shares),
     ("fairseq.tasks.translation_multi_simple_epoch", take_prefix_function),
+    ("fairseq.tasks.multilingual_translation", name_other_models),
     ("fairseq.optim.shard", leave_one_process_whole),
     ("fairseq.data.dictionary", name_missing_dictionary),
     ("fairseq.data.multilingual.multilingual_data_manager", name_unlisted_language),

@@ -2,6 +2,7 @@
 
 from types import ModuleType
 
+from smoe_fairseq.distributed.agree import several
 from smoe_fairseq.system.errors import UsageErrorOfAll, checks_first
 
 KNOWS_EXPERTS = ("legacy_ddp", "no_c10d")  # the second is the older name of the first
@@ -22,10 +23,26 @@ def _check_back_end(cfg) -> None:
 
 
 def _has_experts(model) -> bool:
-    from smoe_fairseq.models.config import SMoETransformerConfig
+    from smoe_fairseq.models.moe_options import MoEOptions
 
-    sides = ("encoder", "decoder") if hasattr(model, "moe_freq") else ()
-    return any(SMoETransformerConfig.moe_freq_of(model, side) > 0 for side in sides)
+    sides = [side for side in ("encoder", "decoder") if hasattr(model, f"{side}_moe_freq")]
+    return any(MoEOptions.moe_freq_of(model, side) > 0 for side in sides)
+
+
+def check_language_pairs(cfg, model) -> None:
+    """Raise UsageErrorOfAll where gradients of a model per language pair would not be summed over processes.
+
+    Its task runs the models of the pairs, past what fairseq has wrapped around all of them. Only the one
+    back end that sums after the backward pass sees their gradients; on a CPU the others say nothing.
+    """
+    from fairseq.models import FairseqMultiModel
+
+    backend = str(cfg.distributed_training.ddp_backend)
+    if several() and isinstance(model, FairseqMultiModel) and backend not in KNOWS_EXPERTS:
+        raise UsageErrorOfAll(
+            f"--ddp-backend {backend} with a model per language pair: it would leave each process its own "
+            "gradients; use --ddp-backend legacy_ddp"
+        )
 
 
 def check_options(cfg) -> None:

@@ -5,6 +5,7 @@ others make; one with another ``--lr`` trains another model without a word.
 """
 
 from argparse import Namespace
+from collections.abc import Mapping
 
 from omegaconf import OmegaConf
 
@@ -53,7 +54,13 @@ def _settings(cfg) -> dict[str, str]:
 
 
 def _data(split: str, dataset) -> dict[str, str]:
-    """Of a data set as many sentences, and as many tokens in some of them."""
+    """Of a data set, or of each language pair's, as many sentences, and as many tokens in some of them."""
+    parts = getattr(dataset, "datasets", None)
+    if isinstance(
+        parts, Mapping
+    ):  # which together have an order only as they are divided into batches
+        found = (_data(f"{split} ({name})", part) for name, part in parts.items())
+        return {name: value for part in found for name, value in part.items()}
     number = len(dataset)
     some = [int(dataset.num_tokens(i)) for i in (0, number // 2, number - 1)] if number else []
     return {f"the data of {split}": f"{number} sentences (tokens of some: {some})"}

@@ -16,7 +16,7 @@ from smoe_fairseq.checkpoint.record import KEY, Record
 from smoe_fairseq.distributed.folder import hold_folder
 from smoe_fairseq.distributed.gradients import ExpertNorm
 from smoe_fairseq.distributed.loading import check_dictionaries, check_files
-from smoe_fairseq.distributed.options import check_options
+from smoe_fairseq.distributed.options import check_language_pairs, check_options
 from smoe_fairseq.distributed.same_run import check_data, check_flags
 from smoe_fairseq.distributed.saving import new_save_name, publish
 from smoe_fairseq.distributed.update_bias import update_biases
@@ -55,6 +55,7 @@ class SMoETrainer(Trainer):
 
     def __init__(self, cfg, task, model, *others, **options):
         check_flags(cfg, task)
+        check_language_pairs(cfg, model)
         self.expert_placement = place = placement_of(model)
         self.save_name = None
         self.in_update = False

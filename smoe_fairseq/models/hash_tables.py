@@ -6,10 +6,10 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-from smoe_fairseq.models.config import SMoETransformerConfig
+from smoe_fairseq.models.moe_options import MoEOptions
 
 
-def hash_table(config: SMoETransformerConfig, dictionary: Dictionary, experts: int) -> Tensor:
+def hash_table(config: MoEOptions, dictionary: Dictionary, experts: int) -> Tensor:
     """The expert, of so many, of each entry of a dictionary, ``(V,)``.
 
     "balanced" gives the entries, from the most frequent on, to the expert that has the fewest tokens so far

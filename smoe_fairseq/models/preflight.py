@@ -2,9 +2,15 @@
 
 import torch
 
-from smoe_fairseq.models.config import DEFAULTS, SMoETransformerConfig, flag
+from smoe_fairseq.models.config import (
+    DecoderOptions,
+    SMoEMultilingualTransformerConfig,
+    SMoETransformerConfig,
+)
+from smoe_fairseq.models.moe_options import MoEOptions, flag
 from smoe_fairseq.models.size import check_size
 from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
+from smoe_fairseq.modules.gates.make import GATES
 from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 
 # What makes a model another one than a user of a dense model can have meant.
@@ -13,10 +19,10 @@ OF_EXPERTS += ("smoe_chain", "moe_expert_ffn_dim", "moe_balance", "moe_balance_o
 OF_EXPERTS += ("smoe_capacity_budget", "smoe_exit_bias")
 
 
-def check_config(config: SMoETransformerConfig, task) -> None:
+def check_config(config: DecoderOptions, task) -> None:
     """Raise ValueError with one sentence that names the flag and what would be accepted."""
     _check_numbers(config)
-    for side in ("encoder", "decoder"):
+    for side in config.SIDES:
         freq = config.moe_freq_of(side)
         layers = getattr(config, f"{side}_layers")
         if freq < 0 or freq > layers:
@@ -36,14 +42,22 @@ def check_config(config: SMoETransformerConfig, task) -> None:
             raise ValueError(
                 f"--{side}-embed-dim {dim}: expected a multiple of --{side}-attention-heads {heads}"
             )
-    has_experts = bool(config.moe_freq_of("encoder") or config.moe_freq_of("decoder"))
-    _check_effect(config, has_experts)
+    sides = [side for side in config.SIDES if config.moe_freq_of(side)]
+    _check_effect(config, has_experts=bool(sides))
     check_size(config, task)
-    if has_experts:
-        sides = [side for side in ("encoder", "decoder") if config.moe_freq_of(side)]
+    if sides:
         _check_gate(config, sides)
         for side in sides:
             _check_blocks(config, side)
+
+
+def check_translation(config: SMoETransformerConfig, task) -> None:
+    """Raise ValueError where a task does not translate, or embeddings of different words are to be shared."""
+    if hasattr(task, "targets"):
+        raise ValueError(
+            "--task language_modeling: a model of translation has an encoder, for which there is no text; "
+            "expected an --arch smoe_transformer_lm"
+        )
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise ValueError(
             "--share-all-embeddings: source and target dictionary differ; preprocess with "
@@ -51,7 +65,61 @@ def check_config(config: SMoETransformerConfig, task) -> None:
         )
 
 
-def _check_blocks(config: SMoETransformerConfig, side: str) -> None:
+def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> None:
+    """Raise ValueError where a model per language pair does not fit the task or an option."""
+    pairs = getattr(task, "model_lang_pairs", None)
+    if pairs is None:
+        raise ValueError(
+            "--arch smoe_multilingual_transformer: it has a model per language pair; expected it with --task "
+            "multilingual_translation, or --arch smoe_transformer"
+        )
+    sources, targets = zip(*(pair.split("-") for pair in pairs), strict=True)
+    for shared, languages in {
+        "share_all_embeddings": sources + targets,
+        "share_encoder_embeddings": sources,
+        "share_encoders": sources,
+        "share_decoder_embeddings": targets,
+        "share_decoders": targets,
+    }.items():
+        first, *others = dict.fromkeys(languages)
+        other = next((lang for lang in others if task.dicts[lang] != task.dicts[first]), None)
+        if getattr(config, shared) and other is not None:
+            raise ValueError(
+                f"{flag(shared)}: the dictionaries of {first} and {other} differ; preprocess all languages "
+                f"with one --srcdict and --tgtdict, or train with {flag('no_' + shared)}"
+            )
+    # Both go by the order of a model's layers in an update, and pairs run one after the other.
+    for name, value in {"moe_balance": "bias", "moe_balance_over": "update"}.items():
+        if getattr(config, name) == value:
+            raise ValueError(
+                f"{flag(name)} {value}: not with a model per language pair; leave it out, or train one model "
+                "of all pairs by --task translation_multi_simple_epoch"
+            )
+    if config.expert_parallel:
+        raise ValueError(
+            "--expert-parallel: not with a model per language pair, of which processes may run different "
+            "ones; leave it out, or train one model of all pairs by --task translation_multi_simple_epoch"
+        )
+
+
+def check_language_modeling(config: DecoderOptions, task) -> None:
+    """Raise ValueError where a language model is to predict other than next words, or too few of them."""
+    others = [target for target in getattr(task, "targets", []) if target != "future"]
+    if others:
+        raise ValueError(
+            f"--{others[0]}-target: a token would see what it is to say; expected the next words alone, "
+            "--future-target or none of these"
+        )
+    words = len(task.target_dictionary)
+    if config.share_decoder_input_output_embed and words != len(task.source_dictionary):
+        raise ValueError(
+            f"--output-dictionary-size {words}: input and output share their embeddings, of "
+            f"{len(task.source_dictionary)} words; leave it out, or train with "
+            "--no-share-decoder-input-output-embed"
+        )
+
+
+def _check_blocks(config: MoEOptions, side: str) -> None:
     """The block checks its own options."""
     table = {"hash_table": torch.zeros(1).long()} if config.moe_gate == "hash" else {}
     layers = config.moe_options(side)
@@ -63,28 +131,33 @@ def _check_blocks(config: SMoETransformerConfig, side: str) -> None:
         raise ValueError(error.named(config.block_flags(side))) from None
 
 
-def _check_numbers(config: SMoETransformerConfig) -> None:
+def _check_numbers(config: DecoderOptions) -> None:
     """Each by itself; what the block is made of it checks by itself."""
     sizes = [
         f"{side}_{name}"
-        for side in ("encoder", "decoder")
+        for side in config.SIDES
         for name in ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
     ]
-    for name in (*sizes, "max_source_positions", "max_target_positions"):
+    for name in (*sizes, *map(config.positions_option_of, config.SIDES)):
         if getattr(config, name) < 1:
             raise ValueError(
                 f"{flag(name)} {getattr(config, name)}: expected a whole number of at least 1"
             )
     dropouts = ("dropout", "attention_dropout", "activation_dropout")
-    for name in (*dropouts, "encoder_layerdrop", "decoder_layerdrop"):
+    for name in (*dropouts, *(f"{side}_layerdrop" for side in config.SIDES)):
         if not 0 <= getattr(config, name) < 1:  # nan is neither
             raise ValueError(
                 f"{flag(name)} {getattr(config, name)}: expected a probability from 0 to below 1"
             )
 
 
-def _check_gate(config: SMoETransformerConfig, sides: list[str]) -> None:
+def _check_gate(config: MoEOptions, sides: list[str]) -> None:
     """What the sides of a model make of it."""
+    if config.moe_gate == "expert-choice" and "encoder" not in config.SIDES:
+        raise ValueError(
+            "--moe-gate expert-choice: an expert would choose a token by later ones, which a language model "
+            f"must not see; expected one of {', '.join(g for g in GATES if g != 'expert-choice')}"
+        )
     if config.moe_gate == "expert-choice" and "encoder" not in sides:
         raise ValueError(
             "--moe-gate expert-choice: it is for the encoder, which has no MoE layer here; expected an "
@@ -92,17 +165,17 @@ def _check_gate(config: SMoETransformerConfig, sides: list[str]) -> None:
         )
 
 
-def _check_effect(config: SMoETransformerConfig, has_experts: bool) -> None:
+def _check_effect(config: MoEOptions, has_experts: bool) -> None:
     """A flag without effect hides that another model is trained than was meant."""
     for name in OF_EXPERTS:
         value = getattr(config, name)
-        if not has_experts and str(value) != str(DEFAULTS[name]):
+        if not has_experts and str(value) != str(getattr(MoEOptions, name)):
             shown = flag(name) if value is True else f"{flag(name)} {value}"
             raise ValueError(
                 f"{shown} with --moe-freq 0: a dense model has no experts to route to; leave one of the "
                 "two out"
             )
-    for side in ("encoder", "decoder"):
+    for side in config.SIDES:
         name = f"{side}_smoe_strata"
         if getattr(config, name) and not config.moe_freq_of(side):
             raise ValueError(
@@ -122,7 +195,7 @@ def check_model(config, task) -> None:
     These would take the processes out of step, so that each waits for another (the trainer's options:
     distributed/options.py).
     """
-    for side in ("encoder", "decoder"):
+    for side in config.SIDES:
         if getattr(config, f"{side}_layerdrop"):
             raise UsageErrorOfAll(
                 f"--{side}-layerdrop with --expert-parallel: every process would drop other layers, "

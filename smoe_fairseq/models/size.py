@@ -8,7 +8,8 @@ is the least that there has to be.
 import torch
 import torch.distributed as dist
 
-from smoe_fairseq.models.config import SMoETransformerConfig, flag
+from smoe_fairseq.models.config import DecoderOptions
+from smoe_fairseq.models.moe_options import flag
 from smoe_fairseq.system.memory import machine_memory
 
 BYTES = 4  # of a weight
@@ -16,7 +17,7 @@ BYTES = 4  # of a weight
 LAYER_OBJECTS, GATE_OBJECTS = 50_000, 5_000
 
 
-def check_size(config: SMoETransformerConfig, task) -> None:
+def check_size(config: DecoderOptions, task) -> None:
     """Raise ValueError with one sentence that names the flags of the part that is too large.
 
     The config's sizes have to be positive numbers.
@@ -36,13 +37,15 @@ def check_size(config: SMoETransformerConfig, task) -> None:
     )
 
 
-def _parts(config: SMoETransformerConfig, task) -> dict[str, tuple[int, int]]:
+def _parts(config: DecoderOptions, task) -> dict[str, tuple[int, int]]:
     """(weights, bytes of objects) of each part of the model, by the flags that make it large."""
     processes = 1
     if config.expert_parallel and dist.is_initialized():
         processes = dist.get_world_size()
     parts = {}
-    for side, attentions in (("encoder", 1), ("decoder", 2)):
+    for side in config.SIDES:
+        copies = _copies(config, side, task)
+        attentions = 2 if side == "decoder" and "encoder" in config.SIDES else 1
         dim, ffn, layers = (
             getattr(config, f"{side}_{name}") for name in ("embed_dim", "ffn_embed_dim", "layers")
         )
@@ -50,8 +53,8 @@ def _parts(config: SMoETransformerConfig, task) -> dict[str, tuple[int, int]]:
         flags = f"--{side}-embed-dim {dim} --{side}-ffn-embed-dim {ffn} --{side}-layers {layers}"
         dense = layers if config.moe_cmr else layers - len(strata)
         parts[flags] = (
-            layers * attentions * 4 * dim**2 + dense * 2 * dim * ffn,
-            layers * LAYER_OBJECTS,
+            copies * (layers * attentions * 4 * dim**2 + dense * 2 * dim * ffn),
+            copies * layers * LAYER_OBJECTS,
         )
         width = config.moe_expert_ffn_dim or ffn
         experts = sum(each.num_experts for each in strata) * 2 * dim * width // processes
@@ -63,20 +66,38 @@ def _parts(config: SMoETransformerConfig, task) -> dict[str, tuple[int, int]]:
         experts += len(strata) * 2 * dim * beside
         name = config.strata_option_of(side)
         parts[f"{flag(name)} {_short(getattr(config, name))} with {flags}"] = (
-            experts,
-            gates * GATE_OBJECTS,
+            copies * experts,
+            copies * gates * GATE_OBJECTS,
         )
         # Positions that are computed have a table too.
-        name = f"max_{'source' if side == 'encoder' else 'target'}_positions"
+        name = config.positions_option_of(side)
         positions = getattr(config, name)
         table = 0 if config.no_token_positional_embeddings else positions * dim
-        parts[f"{flag(name)} {positions} with --{side}-embed-dim {dim}"] = (table, 0)
+        parts[f"{flag(name)} {positions} with --{side}-embed-dim {dim}"] = (copies * table, 0)
         dictionary = task.source_dictionary if side == "encoder" else task.target_dictionary
         parts[f"--{side}-embed-dim {dim} and a dictionary of {len(dictionary)}"] = (
-            0 if side == "decoder" and config.share_all_embeddings else len(dictionary) * dim,
+            _tables(config, side, copies) * len(dictionary) * dim,
             0,
         )
     return parts
+
+
+def _copies(config: DecoderOptions, side: str, task) -> int:
+    """How many encoders or decoders there are: with a model per language pair one for each language."""
+    pairs = getattr(task, "model_lang_pairs", None)
+    if pairs is None or getattr(config, f"share_{side}s", False):
+        return 1
+    return len({pair.split("-")[side == "decoder"] for pair in pairs})
+
+
+def _tables(config: DecoderOptions, side: str, copies: int) -> int:
+    """How many tables of words a side's copies have that no other has: of the input, and of the output."""
+    if getattr(config, "share_all_embeddings", False):
+        return 1 if side == "encoder" else 0
+    inputs = 1 if getattr(config, f"share_{side}_embeddings", False) else copies
+    if side == "encoder" or config.share_decoder_input_output_embed:
+        return inputs
+    return inputs + copies
 
 
 def _short(text: str) -> str:

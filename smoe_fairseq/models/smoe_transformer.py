@@ -1,69 +1,45 @@
 """``--arch smoe_transformer``: fairseq's transformer with stratified MoE layers (paper, section 3)."""
 
-from argparse import Namespace
-
 import torch
 from fairseq.distributed import fsdp_wrap
-from fairseq.models import ARCH_CONFIG_REGISTRY, register_model, register_model_architecture
+from fairseq.models import register_model
 from fairseq.models.transformer import (
     TransformerDecoderBase,
     TransformerEncoderBase,
     TransformerModelBase,
 )
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
-from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.models.config import FIELDS, FORMER_NAMES, SMoETransformerConfig
-from smoe_fairseq.models.hash_tables import hash_table
-from smoe_fairseq.models.moe_layers import experts_of, placement_of
-from smoe_fairseq.models.preflight import check_checkpoint, check_config, check_model
+from smoe_fairseq.models.config import SMoETransformerConfig
+from smoe_fairseq.models.preflight import check_translation
+from smoe_fairseq.models.sparse_model import SparseModel, with_experts
 from smoe_fairseq.models.transformer_layer import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
 )
 from smoe_fairseq.models.translator import Translator
 from smoe_fairseq.modules import RoutingStats
-from smoe_fairseq.system.errors import UsageErrorOfAll
 
 
 @register_model("smoe_transformer", dataclass=SMoETransformerConfig)
-class SMoETransformerModel(TransformerModelBase):
+class SMoETransformerModel(SparseModel, TransformerModelBase):
     """Encoder-decoder whose every ``--moe-freq``-th layer is a stratified mixture of experts.
 
     The decoder's extra output has, under "moe_stats", the `RoutingStats` of all MoE layers, encoder first,
     and their names under "moe_layers"; LayerDrop leaves some out.
     """
 
-    @classmethod
-    def add_args(cls, parser):
-        SMoETransformerConfig.add_args(parser)
+    config_class = SMoETransformerConfig
 
     @classmethod
     def build_model(cls, cfg, task):
-        values = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else vars(cfg)
-        values = {FORMER_NAMES.get(name, name): value for name, value in values.items()}
-        config = SMoETransformerConfig(**{k: values[k] for k in FIELDS if k in values})
-        transformer = config.transformer()
-        dictionaries = {"encoder": task.source_dictionary, "decoder": task.target_dictionary}
-        try:
-            check_config(config, task)
-            for name, dictionary in dictionaries.items():
-                side = getattr(transformer, name)
-                side.moe_freq = config.moe_freq_of(name)
-                side.moe_options = config.moe_options(name)
-                if config.moe_gate == "hash":
-                    for options, strata in zip(
-                        side.moe_options, config.strata_of(name), strict=True
-                    ):
-                        table = hash_table(config, dictionary, strata.num_experts)
-                        options["hash_table"] = table
-        except ValueError as error:
-            raise UsageErrorOfAll(str(error)) from None
-        model = super().build_model(transformer, task)
-        if placement_of(model) is not None:
-            check_model(config, task)
-        return model
+        return cls.built(cfg, task, cls._of_sides, check_translation)
+
+    @classmethod
+    def _of_sides(cls, config, task):
+        transformer = with_experts(config, task.source_dictionary, task.target_dictionary)
+        return super().build_model(transformer, task)
 
     @classmethod
     def build_encoder(cls, cfg, src_dict, embed_tokens):
@@ -103,36 +79,15 @@ class SMoETransformerModel(TransformerModelBase):
             run, checkpoint_file, data_name_or_path, source_lang, target_lang, **overrides
         )
 
-    def set_num_updates(self, num_updates):
-        super().set_num_updates(num_updates)
-        self.num_updates = num_updates
-
-    def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
-        """As fairseq does; one sentence where the checkpoint is of another architecture."""
-        self.upgrade_state_dict(state_dict)
-        self._take_own_experts(state_dict)
-        if strict:
-            check_checkpoint(self, state_dict)
-        return super().load_state_dict(state_dict, strict, model_cfg, args)
-
-    def _take_own_experts(self, state_dict):
-        """Of a checkpoint with all experts (``--finetune-from-model``), a process takes its own."""
-        for layer, experts in experts_of(self).items():
-            place = experts.placement
-            for own, parameter in experts.named_parameters():
-                loaded = state_dict.get(name := f"{layer}.experts.{own}")
-                if loaded is not None and len(loaded) == place.num_experts != len(parameter):
-                    state_dict[name] = loaded[place.local.start : place.local.stop]
-
 
 class _Layers:
     """How encoder and decoder build their layers; every ``moe_freq``-th one is a MoE layer."""
 
-    def build_layer(self, layer_class, cfg, side):
+    def build_layer(self, layer_class, cfg, side, **options):
         self.layers_built = getattr(self, "layers_built", 0) + 1
         is_moe = side.moe_freq > 0 and self.layers_built % side.moe_freq == 0
-        options = side.moe_options[self.layers_built // side.moe_freq - 1] if is_moe else None
-        layer = layer_class(cfg, side, moe_options=options)
+        moe = side.moe_options[self.layers_built // side.moe_freq - 1] if is_moe else None
+        layer = layer_class(cfg, side, moe_options=moe, **options)
         layer.name = f"{self.side}.layer.{self.layers_built - 1}"  # as `moe_blocks` has it
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
@@ -186,7 +141,9 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
     side = "decoder"
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
-        return self.build_layer(TransformerDecoderLayer, cfg, cfg.decoder)
+        return self.build_layer(
+            TransformerDecoderLayer, cfg, cfg.decoder, no_encoder_attn=no_encoder_attn
+        )
 
     def extract_features(
         self,
@@ -215,14 +172,15 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
 
         attention = None
         hidden_states = [x]
+        encoder_out = encoder_out or {}  # a language model has none
         moe_stats, moe_layers = (
             list(encoder_out.get(key, [])) for key in ("moe_stats", "moe_layers")
         )
         for i, layer in enumerate(self.layers):
             x, layer_attention, *stats = layer(
                 x,
-                encoder_out["encoder_out"][0],
-                _first(encoder_out["encoder_padding_mask"]),
+                _first(encoder_out.get("encoder_out")),
+                _first(encoder_out.get("encoder_padding_mask")),
                 incremental_state,
                 self_attn_mask=future_mask,
                 self_attn_padding_mask=padding_mask,
@@ -279,56 +237,5 @@ def may_have_padding(padding_mask: Tensor) -> bool:
     return padding_mask.device.type != "cpu" or bool(padding_mask.any())
 
 
-def _first(items: list):
+def _first(items: list | None):
     return items[0] if items else None
-
-
-def _defaults(args: Namespace, **values) -> None:
-    """Fill in what no flag gave."""
-    for name, value in values.items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
-
-
-@register_model_architecture("smoe_transformer", "smoe_transformer_base")
-def smoe_transformer_base(args):
-    """512/2048/8 heads, 6 + 6 layers: the paper's M4 model."""
-    _defaults(
-        args,
-        encoder_embed_dim=512,
-        encoder_ffn_embed_dim=2048,
-        encoder_attention_heads=8,
-        encoder_layers=6,
-        decoder_layers=6,
-    )
-    _defaults(
-        args,
-        decoder_embed_dim=args.encoder_embed_dim,
-        decoder_ffn_embed_dim=args.encoder_ffn_embed_dim,
-        decoder_attention_heads=args.encoder_attention_heads,
-    )
-
-
-# fairseq registers a model's own name as an architecture that sets nothing.
-ARCH_CONFIG_REGISTRY["smoe_transformer"] = smoe_transformer_base
-
-
-@register_model_architecture("smoe_transformer", "smoe_transformer_big")
-def smoe_transformer_big(args):
-    """1024/4096/16 heads, 6 + 6 layers: the paper's M15 and OPUS-100 model."""
-    _defaults(args, encoder_embed_dim=1024, encoder_ffn_embed_dim=4096, encoder_attention_heads=16)
-    smoe_transformer_base(args)
-
-
-@register_model_architecture("smoe_transformer", "smoe_transformer_tiny")
-def smoe_transformer_tiny(args):
-    """128/256/4 heads, 2 + 2 layers: for a laptop and for tests."""
-    _defaults(
-        args,
-        encoder_embed_dim=128,
-        encoder_ffn_embed_dim=256,
-        encoder_attention_heads=4,
-        encoder_layers=2,
-        decoder_layers=2,
-    )
-    smoe_transformer_base(args)

@@ -100,8 +100,13 @@ class TransformerEncoderLayer(TransformerLayer):
 
 
 class TransformerDecoderLayer(TransformerLayer):
-    def __init__(self, cfg, side, moe_options: dict | None = None):
+    """Between the two also, unless ``no_encoder_attn``, attention to what the encoder made."""
+
+    def __init__(self, cfg, side, moe_options: dict | None = None, no_encoder_attn: bool = False):
         super().__init__(cfg, side, moe_options)
+        self.encoder_attn = None
+        if no_encoder_attn:
+            return
         self.encoder_attn = MultiheadAttention(
             side.embed_dim,
             side.attention_heads,
@@ -115,7 +120,7 @@ class TransformerDecoderLayer(TransformerLayer):
     def forward(
         self,
         x: Tensor,
-        encoder_out: Tensor,
+        encoder_out: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
         incremental_state: dict | None = None,
         self_attn_mask: Tensor | None = None,
@@ -123,7 +128,7 @@ class TransformerDecoderLayer(TransformerLayer):
         need_attn: bool = False,
         ids: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """``x (S, B, D)``, ``encoder_out (S', B, D)``, padding masks and ids ``(B, S)``.
+        """``x (S, B, D)``, ``encoder_out (S', B, D)`` if there is one, padding masks and ids ``(B, S)``.
 
         Returns:
             ``(y, attention)`` or, of a MoE layer that does not decode step by step,
@@ -158,7 +163,8 @@ class TransformerDecoderLayer(TransformerLayer):
             return h
 
         x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
-        x = self.sublayer(x, self.encoder_attn_layer_norm, encoder_attention)
+        if self.encoder_attn is not None:
+            x = self.sublayer(x, self.encoder_attn_layer_norm, encoder_attention)
         # Nobody asks for the statistics of single steps of a search.
         with_stats = incremental_state is None
         x, *stats = self.feed_forward(x, self_attn_padding_mask, ids, with_stats)

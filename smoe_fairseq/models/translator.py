@@ -1,72 +1,38 @@
 """A trained model that translates text: raw text in, detokenised text out."""
 
-from argparse import Namespace
-from collections.abc import Iterable
-from pathlib import Path
-
-from fairseq import checkpoint_utils
-from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, SentencepieceConfig
-from fairseq.dataclass.utils import overwrite_args_by_name
-from fairseq.hub_utils import GeneratorHubInterface
-from omegaconf import OmegaConf
-
-from smoe_fairseq.models.run_files import SUBWORDS, checkpoint_of, data_of, subwords_of
+from smoe_fairseq.models.trained_model import TrainedModel
 from smoe_fairseq.system.errors import UsageError
 
-_BEGINS_WORD = "\u2581"  # how sentencepiece marks it
+# Tasks whose models it does not open, and what to do.
+_OTHERS = {
+    "language_modeling": "is a language model: expected one of translation, or "
+    "SMoETransformerLanguageModel.from_pretrained",
+    "multilingual_translation": "has a model per language pair: expected one model, or fairseq-interactive "
+    "with --task multilingual_translation",
+}
 
 
-class Translator(GeneratorHubInterface):
-    """fairseq's interface to a trained model, in evaluation mode, whose directions are chosen call by call.
+class Translator(TrainedModel):
+    """A `TrainedModel` whose directions are chosen call by call."""
 
-    ``.cuda()`` moves it to a GPU; ``generate``, ``encode`` and so on are fairseq's.
-    """
-
-    def __init__(
-        self, cfg, task, models, subwords: Path | None, source_lang=None, target_lang=None
-    ):
-        super().__init__(cfg, task, models)
-        self.source_lang, self.target_lang = source_lang, target_lang
-        if subwords is not None:
-            self.bpe = SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(subwords)))
-        self.eval()
+    source_lang = target_lang = None
 
     @classmethod
     def of_run(
         cls, run, checkpoint_file=None, data=None, source_lang=None, target_lang=None, **overrides
     ) -> "Translator":
         """As `SMoETransformerModel.from_pretrained` says."""
-        checkpoint = checkpoint_of(run, checkpoint_file)
-        state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))
-        saved = state.get("cfg")
-        if saved is None or saved.get("task") is None:
-            raise UsageError(
-                f"{checkpoint} does not say what its task is: cfg.task is missing in it"
-            )
-        data = data_of(checkpoint, str(getattr(saved.task, "data", None) or ""), data)
         languages = {"source_lang": source_lang, "target_lang": target_lang}
-        if not _is_multilingual(saved.task):  # which is told its direction at each translation
-            overrides |= {name: lang for name, lang in languages.items() if lang is not None}
-        _check_names(saved, overrides)
-        overwrite_args_by_name(saved, {**overrides, "data": data})
-        try:
-            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task(
-                [str(checkpoint)], state=state
-            )
-        except Exception as error:
-            if not str(error).startswith("Could not infer language pair"):
-                raise
-            raise UsageError(
-                f"{data} has dictionaries and no text, which would say the direction: expected source_lang "
-                "and target_lang"
-            ) from None
-        subwords = subwords_of(data)
-        if subwords is None and cfg.bpe is None and _has_pieces(task.source_dictionary):
-            raise UsageError(
-                f"{data} has no {SUBWORDS[0]}, by which the pieces of words in its dictionaries were made: "
-                "expected it beside them"
-            )
-        return cls(cfg, task, models, subwords, **languages)
+
+        def prepare(saved, overrides: dict) -> None:
+            if instead := _OTHERS.get(_name(saved.task)):
+                raise UsageError(f"{run} {instead}")
+            if not _is_multilingual(saved.task):  # which is told its direction at each translation
+                overrides |= {name: lang for name, lang in languages.items() if lang is not None}
+
+        translator = super().of_run(run, checkpoint_file, data, prepare, **overrides)
+        translator.source_lang, translator.target_lang = source_lang, target_lang
+        return translator
 
     def translate(
         self,
@@ -91,16 +57,6 @@ class Translator(GeneratorHubInterface):
             return []
         self._turn_to(source_lang or self.source_lang, target_lang or self.target_lang)
         return super().translate(sentences, beam or self.cfg.generation.beam, verbose, **options)
-
-    def encode(self, sentence: str):
-        tokens = super().encode(sentence)
-        longest = self.max_positions[0]
-        if len(tokens) > longest:
-            raise UsageError(
-                f"a sentence of {len(tokens)} tokens is longer than the model takes ({longest}): divide it; "
-                f"it begins with {sentence[:40]!r}"
-            )
-        return tokens
 
     def _turn_to(self, source: str | None, target: str | None) -> None:
         multilingual = _is_multilingual(self.cfg.task)
@@ -130,25 +86,8 @@ class Translator(GeneratorHubInterface):
 
 
 def _is_multilingual(task_config) -> bool:
-    return getattr(task_config, "_name", None) == "translation_multi_simple_epoch"
+    return _name(task_config) == "translation_multi_simple_epoch"
 
 
-def _check_names(config, overrides: dict) -> None:
-    """fairseq takes settings that there are not without a word."""
-    known = {name for part in config.values() if part is not None for name in _names_of(part)}
-    for name in overrides:
-        if name not in known:
-            raise UsageError(
-                f"{name}: the checkpoint has no such setting; expected one of fairseq's, such as beam, or "
-                "of the model's, such as moe_eval_capacity_factor"
-            )
-
-
-def _names_of(part) -> Iterable[str]:
-    if isinstance(part, Namespace):
-        return vars(part)
-    return part.keys() if OmegaConf.is_dict(part) else ()
-
-
-def _has_pieces(dictionary) -> bool:
-    return any(symbol.startswith(_BEGINS_WORD) for symbol in dictionary.symbols)
+def _name(task_config) -> str | None:
+    return getattr(task_config, "_name", None) or getattr(task_config, "task", None)

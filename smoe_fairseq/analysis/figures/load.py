@@ -9,8 +9,11 @@ from smoe_fairseq.analysis.results import Results
 
 
 def loads(results: Results, block: Block) -> dict[str, np.ndarray]:
-    """``(E,)`` load by language: source languages in the encoder, target languages in the decoder."""
-    end = 0 if block.side == "encoder" else 1
+    """``(E,)`` load by language: source languages in the encoder, target languages in the decoder.
+
+    Of a language model one load, of its text.
+    """
+    end = 0 if block.side == "encoder" else -1
     languages = {name.split("-")[end]: [] for name in results.directions}
     for name in results.directions:
         languages[name.split("-")[end]].append(name)
@@ -41,7 +44,8 @@ def draw(results: Results) -> Figure:
         ax.spines[:].set_visible(False)
         of = "source" if block.side == "encoder" else "target"
         ax.set_title(block.title)
-        ax.set_ylabel(f"{of} language")
+        if results.has_languages:
+            ax.set_ylabel(f"{of} language")
         ax.set_xlabel("expert (lines: between strata)")
     for ax in axes.flat[len(tables) :]:
         ax.axis("off")

@@ -1,0 +1,257 @@
+"""The registered language model: against plain loops and fairseq's own, who sees what, what is refused."""
+
+import pytest
+import torch
+from family import FAMILY
+from reference_lm import language_model
+from sampling import some
+from test_criterion import ALPHA, EPSILON, make_criterion
+from test_model import PAD, make_model, make_task, parameters
+
+from smoe_fairseq.analysis.cost import count
+from smoe_fairseq.models import size
+from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.system.errors import UsageError
+
+TASK = ("--task", "language_modeling")
+MEMBERS = {n: flags for n, flags in FAMILY.items() if n != "expert-choice"}
+MEMBERS["layers"] = "--decoder-layers 6 --smoe-strata 4-0-4,2-6,8"
+MEMBERS["cmr"] = "--smoe-strata 8 --moe-cmr"
+
+
+def tiny_lm(*flags):
+    return make_model(*TASK, "--arch", "smoe_transformer_lm_tiny", "--dropout", "0", *flags)
+
+
+def member_model(member):
+    model = tiny_lm(*MEMBERS[member].split()).eval()
+    for block in moe_blocks(model).values():
+        for gate in block.gates:
+            for parameter in gate.parameters():  # gates that differ clearly
+                torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def make_text(padding=True):
+    """Three texts of six tokens, one of them shorter and padded on the right."""
+    tokens = torch.randint(4, 96, (3, 6), generator=torch.Generator().manual_seed(5))
+    if padding:
+        tokens[2, 4:] = PAD
+    return tokens
+
+
+def make_sample(tokens):
+    target = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], PAD)], dim=1)
+    net_input = {"src_tokens": tokens, "src_lengths": tokens.ne(PAD).sum(1)}
+    return {"net_input": net_input, "target": target, "ntokens": int(target.ne(PAD).sum())}
+
+
+@pytest.mark.parametrize("strata", ["4-4", "2-1-3"])
+def test_outputs_and_loss_are_those_of_plain_loops(strata):
+    sizes = "--decoder-embed-dim 16 --decoder-ffn-embed-dim 12 --decoder-attention-heads 2".split()
+    model = tiny_lm("--smoe-strata", strata, *sizes).eval().double()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # layer norms that are not the same, biases that are not 0
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
+    tokens = make_text()
+    sample = make_sample(tokens)
+    sentences = [[t for t in row if t != PAD] for row in tokens.tolist()]
+    params = {name: value.detach() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        want, balance = language_model(params, sentences, strata, heads=2)
+        logits, extra = model(**sample["net_input"])
+        loss, sample_size, _ = make_criterion()(model, sample)
+    for row, log_probs in zip(logits.log_softmax(-1), want):
+        assert torch.allclose(row[: len(log_probs)], log_probs, atol=1e-5)
+    assert extra["moe_layers"] == ["decoder.layer.1"]
+    expected = ALPHA * sample_size * float(balance)
+    for log_probs, target in zip(want, sample["target"].tolist()):
+        for scores, token in zip(log_probs, target):
+            if token != PAD:
+                others = (scores.sum() - scores[token]) / 95
+                expected -= float((1 - EPSILON) * scores[token] + EPSILON * others)
+    assert sample_size == sample["ntokens"] == 13
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
+
+
+def test_dense_model_is_fairseqs_transformer_lm():
+    sizes = "--decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
+    ours_sizes = "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-layers 2 --dropout 0"
+    ours_sizes += " --decoder-attention-heads 4"
+    ours = make_model(
+        *TASK, "--arch", "smoe_transformer_lm", "--moe-freq", "0", *ours_sizes.split()
+    )
+    stock = make_model(
+        *(*TASK, "--arch", "transformer_lm", *sizes.split(), *ours_sizes.split()),
+        *("--decoder-normalize-before", "--share-decoder-input-output-embed"),
+    )
+    ours.load_state_dict(stock.state_dict())  # by the same names
+    assert parameters(ours) == parameters(stock)
+    tokens = make_text()
+    want, got = (model.train()(tokens)[0] for model in (stock, ours))
+    assert torch.allclose(got, want, atol=1e-6)
+    got.sum().backward(), want.sum().backward()
+    for name, parameter in ours.named_parameters():
+        assert torch.allclose(parameter.grad, stock.get_parameter(name).grad, atol=1e-4), name
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_a_later_token_changes_nothing_before_it(member):
+    """Bit by bit, in double precision: products of more rows or fewer differ in the last bits."""
+    model = member_model(member).double()
+    tokens = make_text()
+    want, _ = model(tokens)
+    for place in (5, 3):
+        changed = tokens.clone()
+        changed[0, place:] = (changed[0, place:] + 17) % 90 + 4
+        got, _ = model(changed)
+        assert torch.equal(got[0, :place].float(), want[0, :place].float())
+        assert torch.equal(got[1:].float(), want[1:].float())
+        assert not torch.allclose(got[0, place:], want[0, place:])
+
+
+@pytest.mark.parametrize("member", some(MEMBERS, "null", "hash", "base", "chain", "cmr"))
+def test_step_by_step_equals_at_once(member):
+    """Three texts, in another order at every step, as a search has them."""
+    model = member_model(member)
+    tokens = make_text(padding=False)
+    want, _ = model(tokens)
+    state, order = {}, torch.arange(3)
+    for step in range(1, 7):
+        got, extra = model.decoder(tokens[order, :step], incremental_state=state)
+        assert torch.allclose(got[:, 0], want[order, step - 1], atol=1e-5)
+        assert not extra["moe_stats"]
+        turn = torch.tensor([2, 0, 1])
+        order = order[turn]
+        model.decoder.reorder_incremental_state_scripting(state, turn)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_a_text_does_not_depend_on_its_batch(member):
+    model = member_model(member)
+    tokens = make_text()
+    want, _ = model(tokens)
+    for i, row in enumerate(tokens):
+        row = row[row != PAD].unsqueeze(0)
+        assert torch.allclose(model(row)[0][0], want[i, : row.shape[1]], atol=1e-5)
+
+
+@pytest.mark.parametrize("member", some(MEMBERS, "top-p", "residual", "budget", "cmr"))
+def test_all_of_a_member_learns_also_with_checkpointed_activations(member):
+    """Gradients are there, finite, and the same where layers are recomputed."""
+    gradients = []
+    for more in ((), ("--checkpoint-activations",)):
+        model = tiny_lm(
+            *MEMBERS[member].split(), *("--moe-second-expert-policy", "all", *more)
+        ).train()
+        torch.manual_seed(3)
+        loss, *_ = make_criterion()(model, make_sample(make_text()))
+        loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    plain, recomputed = gradients
+    assert plain.keys() == recomputed.keys() and all(g.isfinite().all() for g in plain.values())
+    assert any(".moe." in name for name in plain)
+    for name, gradient in plain.items():
+        assert torch.allclose(gradient, recomputed[name], atol=1e-6), name
+
+
+def test_without_smoothing_and_balance_it_is_cross_entropy():
+    model, sample = tiny_lm().eval(), make_sample(make_text())
+    criterion = make_criterion()
+    criterion.eps, criterion.moe_gate_loss_wt = 0.0, 0.0
+    loss, _, log = criterion(model, sample)
+    logits, _ = model(**sample["net_input"])
+    want = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), sample["target"].flatten(), ignore_index=PAD, reduction="sum"
+    )
+    assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=1e-6)
+    assert "moe_gate_loss" in log
+
+
+@pytest.mark.parametrize(
+    "flags, tables", [("", 1), ("--no-share-decoder-input-output-embed --decoder-learned-pos", 2)]
+)
+def test_parameters_are_counted_and_reckoned(monkeypatch, flags, tables):
+    """An encoder's are not among them; each table of embeddings is there once."""
+    seen, parts = [], size._parts
+    monkeypatch.setattr(
+        size, "_parts", lambda *a: seen.append(sum(w for w, _ in parts(*a).values())) or parts(*a)
+    )
+    flags = flags.split()
+    with torch.device("meta"):
+        model = make_model(*TASK, "--arch", "smoe_transformer_lm_base", *flags, vocabulary=9000)
+    assert count(model).parameters == parameters(model)
+    learned = "--decoder-learned-pos" in flags
+    assert parameters(model) == pytest.approx(seen[0] - (1 - learned) * 1024 * 512, rel=2e-3)
+    shapes = [p.shape for p in model.parameters()]
+    assert sum(shape == (9000, 512) for shape in shapes) == tables
+    assert model.max_positions() == 1024 and not hasattr(model, "encoder")
+
+
+@pytest.mark.parametrize(
+    "flags, longest",
+    [
+        ("", 1024),
+        ("--tokens-per-sample 64", 64),
+        ("--tokens-per-sample 64 --add-bos-token", 65),
+        ("--tokens-per-sample 64 --max-target-positions 99", 99),
+    ],
+)
+@pytest.mark.parametrize("arch", ["smoe_transformer_lm", "smoe_transformer_lm_tiny"])
+def test_positions_are_the_tasks(arch, flags, longest):
+    sizes = ("--decoder-embed-dim", "16", "--decoder-attention-heads", "2", "--decoder-layers", "2")
+    model = make_model(*TASK, "--arch", arch, *sizes, *flags.split(), "--decoder-learned-pos")
+    assert model.max_positions() == longest
+    model(torch.full((1, longest), 5))  # so many are taken
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            "--moe-gate expert-choice --smoe-strata 8",
+            "an expert would choose a token by later ones",
+        ),
+        ("--moe-freq 3", "--moe-freq 3 for the decoder: expected 0 (dense) to its 2 layers"),
+        ("--no-decoder-normalize-before", "--no-decoder-normalize-before: a stratified MoE brings"),
+        ("--smoe-strata 4-4,8", "expected one value of the decoder, which has 1"),
+        ("--moe-freq 0 --moe-cmr", "--moe-cmr with --moe-freq 0: a dense model"),
+        (
+            "--tokens-per-sample 0",
+            "--max-target-positions 0: expected a whole number of at least 1",
+        ),
+    ],
+)
+def test_bad_options_are_one_sentence(flags, words):
+    with pytest.raises(UsageError) as end:
+        tiny_lm(*flags.split())
+    assert words in str(end.value) and "\n" not in str(end.value)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--encoder-layers 3", "--no-share-all-embeddings", "--encoder-moe-freq=2"]
+)
+@pytest.mark.parametrize("arch", ["smoe_transformer_lm", "smoe_transformer_lm_base"])
+def test_an_encoders_flags_are_refused(capsys, arch, flags):
+    with pytest.raises(SystemExit) as end:
+        make_model(*TASK, "--arch", arch, *flags.split())
+    assert end.value.code == 1
+    name = flags.split()[0].split("=")[0]
+    assert (
+        capsys.readouterr().err == f"error: {name}: a language model has no encoder; leave it out\n"
+    )
+
+
+def test_a_smaller_output_dictionary_is_refused_where_embeddings_are_shared():
+    from fairseq.data import TruncatedDictionary
+
+    from smoe_fairseq.models.config import SMoETransformerLMConfig
+    from smoe_fairseq.models.preflight import check_language_modeling
+
+    task = make_task()
+    task.target_dictionary = TruncatedDictionary(task.source_dictionary, 50)
+    config = SMoETransformerLMConfig()
+    with pytest.raises(ValueError, match="--output-dictionary-size 50: .*--no-share-decoder"):
+        check_language_modeling(config, task)
+    config.share_decoder_input_output_embed = False
+    check_language_modeling(config, task)

@@ -1,0 +1,374 @@
+"""A language model by the commands as a user types them, on English sentences."""
+
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from commands import PLUGIN, run
+from handmade import read
+from sampling import soak
+from test_compat import run_without
+from test_expert_parallel import compare
+from test_training import log_lines, state_of
+
+from smoe_fairseq.models import SMoETransformerLanguageModel, SMoETransformerModel
+from smoe_fairseq.system.errors import UsageError
+
+UPDATES = 60
+SIZES = "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --smoe-strata 2-2 --tokens-per-sample 48"
+LAST = "checkpoint_last.pt"
+
+
+def flags(data, save_dir, *more) -> list:
+    return [
+        *(data, "--task", "language_modeling", "--user-dir", PLUGIN, "--cpu", "--num-workers", 0),
+        *("--arch", "smoe_transformer_lm_tiny", *SIZES.split(), "--max-tokens", 400),
+        *("--criterion", "smoe_label_smoothed_cross_entropy", "--optimizer", "adam", "--lr", 0.01),
+        *("--max-update", UPDATES, "--no-epoch-checkpoints", "--save-dir", save_dir),
+        *("--log-format", "json", "--log-interval", 1, *more),
+    ]
+
+
+class Trained:
+    """A run and what it logged."""
+
+    def __init__(self, folder: Path, process):
+        self.checkpoint = folder / LAST
+        self.losses = [float(line["nll_loss"]) for line in log_lines(process)]
+        self.valid = log_lines(process, "valid")[-1]
+
+
+@pytest.fixture(scope="module")
+def trained(english, tmp_path_factory):
+    """By the way that the text is divided; each is made once."""
+    made = {}
+
+    def get(mode: str) -> Trained:
+        if mode not in made:
+            folder = tmp_path_factory.mktemp(mode)
+            arguments = flags(english, folder, "--sample-break-mode", mode)
+            made[mode] = Trained(folder, run("fairseq-train", *arguments))
+        return made[mode]
+
+    return get
+
+
+def eval_lm(data, checkpoint, *more) -> tuple[float, float, int]:
+    """Loss, perplexity and number of tokens."""
+    output = run(
+        *("fairseq-eval-lm", data, "--user-dir", PLUGIN, "--path", checkpoint, "--cpu"),
+        *("--gen-subset", "valid", "--tokens-per-sample", 48, *more),
+    ).stdout
+    found = re.search(r"Loss \(base 2\): ([\d.]+), Perplexity: ([\d.]+)", output)
+    tokens = int(re.search(r"Evaluated (\d+) tokens", output)[1])
+    return float(found[1]), float(found[2]), tokens
+
+
+@pytest.mark.parametrize("mode", ["none", "eos"])
+def test_it_learns_and_eval_lm_agrees_with_validation(english, trained, mode):
+    """An even guess of 400 and more words is above 8.6 bits."""
+    of = trained(mode)
+    assert of.losses[0] > 8.5 and of.losses[-1] < 5.5
+    loss, perplexity, tokens = eval_lm(english, of.checkpoint, "--sample-break-mode", mode)
+    assert perplexity == pytest.approx(float(of.valid["valid_ppl"]), abs=0.011)
+    assert loss == pytest.approx(float(of.valid["valid_nll_loss"]), abs=0.0011)
+    assert tokens == len(valid_tokens(english))
+    assert 1 <= float(of.valid["valid_requested_capacity"]) <= 2
+    assert (
+        "valid_capacity_gap" in of.valid and "valid_decoder.layer.1/requested_capacity" in of.valid
+    )
+
+
+def valid_tokens(data) -> list[int]:
+    from fairseq.data import data_utils
+
+    sentences = data_utils.load_indexed_dataset(str(data / "valid"), None)
+    return [token for i in range(len(sentences)) for token in sentences[i].tolist()]
+
+
+def test_a_context_window_is_used(english, trained):
+    """Every token is scored once, those at a block's beginning with what stands before them."""
+    checkpoint, modes = trained("none").checkpoint, ("--sample-break-mode", "none")
+    loss, _, tokens = eval_lm(english, checkpoint, *modes, "--context-window", 24)
+    assert tokens == len(valid_tokens(english))
+    model, stream = model_of(checkpoint), valid_tokens(english)
+    bits, start = 0.0, 0
+    while start < len(stream):
+        new = stream[start : start + 24]
+        before = stream[max(0, start - 24) : start]
+        # The first token is predicted from </s>, or from the last one before the window.
+        ahead = stream[start - 25] if start > 24 else model.task.source_dictionary.eos()
+        given = torch.tensor([[ahead, *before, *new][:-1]])
+        with torch.no_grad():
+            log_probs = model.models[0](given)[0][0].log_softmax(-1)[-len(new) :]
+        bits -= sum(float(row[token]) for row, token in zip(log_probs, new)) / math.log(2)
+        start += 24
+    assert loss == pytest.approx(bits / len(stream), abs=0.03)
+    assert loss != pytest.approx(eval_lm(english, checkpoint, *modes)[0], abs=1e-3)
+
+
+def model_of(checkpoint, **overrides):
+    return SMoETransformerLanguageModel.from_pretrained(checkpoint, **overrides)
+
+
+def test_the_best_continuation_is_the_one_by_hand(english, trained):
+    """Beam 1: the likeliest word, again and again."""
+    model = model_of(trained("eos").checkpoint)
+    words = model.task.source_dictionary
+    for prompt in ("The", "Will you"):
+        tokens = [words.eos(), *(words.index(word) for word in prompt.split())]
+        while len(tokens) < 12:
+            with torch.no_grad():
+                scores = model.models[0](torch.tensor([tokens]))[0][0, -1]
+            scores[[words.pad(), words.bos()]] = -math.inf
+            tokens.append(int(scores.argmax()))
+            if tokens[-1] == words.eos():
+                break
+        found = model.sample(prompt, beam=1, max_len_b=9)
+        assert (
+            found.split()
+            == [words[t] for t in tokens[1:] if t != words.eos()][: len(found.split())]
+        )
+        assert len(found.split()) > len(prompt.split())
+    prompts = ["The", "Will you wait"]
+    alone = [model.sample(prompt, beam=2, max_len_b=9) for prompt in prompts]
+    assert model.sample(prompts, beam=2, max_len_b=9) == alone  # one batch, with padding
+
+
+def test_scores_are_those_of_the_model(trained):
+    model = model_of(trained("eos").checkpoint)
+    words = model.task.source_dictionary
+    tokens = model.encode("The teacher will wait")
+    given = torch.cat([tokens[-1:], tokens[:-2]])
+    with torch.no_grad():
+        want = model.models[0](given.unsqueeze(0))[0][0].log_softmax(-1)
+    score = model.score("The teacher will wait")
+    assert score["tokens"].tolist() == tokens[:-1].tolist() and words.eos() not in score["tokens"]
+    assert torch.allclose(
+        score["positional_scores"], want.gather(1, tokens[:-1, None])[:, 0], atol=1e-5
+    )
+
+
+def test_a_language_model_translates_nothing(trained):
+    with pytest.raises(UsageError, match="is a language model: .*SMoETransformerLanguageModel"):
+        SMoETransformerModel.from_pretrained(trained("eos").checkpoint)
+
+
+TALK = ("--task", "language_modeling", "--user-dir", PLUGIN, "--cpu", "--beam", 1, "--nbest", 1)
+
+
+def test_sampling_by_interactive(english, trained):
+    """The prompt is gone on with, the same way with the same seed."""
+    command = ["fairseq-interactive", english, *TALK, "--path", trained("eos").checkpoint]
+    command += ["--sampling", "--sampling-topk", 8, "--max-len-b", 8]
+
+    def said(seed):
+        output = run(*command, "--seed", seed, stdin="The\nWill you\n").stdout
+        return re.findall(r"^H-\d+\t\S+\t(.*)$", output, re.MULTILINE)
+
+    first = said(1)
+    assert [line.split()[0] for line in first] == ["The", "Will"]
+    assert all(len(line.split()) > 2 for line in first)
+    assert said(1) == first != said(2)
+
+
+def test_generate_goes_on_from_a_prefix(english, trained):
+    output = run(
+        *("fairseq-generate", english, *TALK, "--path", trained("eos").checkpoint),
+        *("--gen-subset", "test", "--sample-break-mode", "eos", "--prefix-size", 2),
+    ).stdout
+    texts = {
+        kind: dict(re.findall(rf"^{kind}-(\d+)\t(?:-?[\d.]+\t)?(.*)$", output, re.MULTILINE))
+        for kind in "TH"
+    }
+    assert len(texts["T"]) == 10 == len(texts["H"])
+    for number, text in texts["T"].items():
+        assert texts["H"][number].split()[:2] == text.split()[:2]
+
+
+def test_without_numpy_mend_one_sentence_per_sample_does_not_train(english, tmp_path):
+    arguments = [*flags(english, tmp_path, "--sample-break-mode", "eos")]
+    result = run_without("keep_long", "fairseq-train", *arguments)
+    assert result.returncode and "np.compat" in result.stdout
+
+
+@pytest.mark.parametrize("mode", ["eos", soak("none")])
+def test_sharded_experts_on_two_processes_equal_one(ranks, english, tmp_path, mode):
+    """And what is made of their checkpoints: one, means, costs, perplexity."""
+    alone = ("--moe-capacity-factor", 0, "--moe-second-expert-policy", "all", "--dropout", 0)
+    alone += ("--max-update", 4, "--adam-eps", 1e-4, "--sample-break-mode", mode)
+    alone += (
+        "--distributed-backend",
+        "gloo",
+        "--ddp-backend",
+        "legacy_ddp",
+        "--disable-validation",
+    )
+    # One sentence per batch: the balance loss is of each batch by itself.
+    alone += ("--batch-size", 1)
+    one, two = tmp_path / "one", tmp_path / "two"
+    ranks.train(one, 1, *flags(english, one, *alone, "--update-freq", 2), one=True)
+    more = ("--save-interval-updates", 2)
+    ranks.train(two, 2, *flags(english, two, *alone, *more, "--expert-parallel"))
+    compare(two, one, logged=1e-5, parameters=2e-5)
+    run("smoe", "consolidate", two / LAST, "--output", tmp_path / "whole.pt")
+    run("smoe", "average", two, "--last", 2, "--output", tmp_path / "mean.pt")
+    whole = state_of(tmp_path / "whole.pt")["model"]
+    assert whole["decoder.layers.1.moe.experts.w1"].shape[0] == 4
+    modes = ("--sample-break-mode", mode)
+    perplexities = [eval_lm(english, p, *modes)[1] for p in (tmp_path / "whole.pt", one / LAST)]
+    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-4)
+    assert eval_lm(english, tmp_path / "mean.pt", *modes)[1] < 600
+    found = json.loads(run("smoe", "cost", "--path", tmp_path / "whole.pt", "--json").stdout)
+    assert found["parameters"] == sum(
+        t.numel()
+        for n, t in whole.items()
+        if not n.endswith(("version", "_float_tensor", "output_projection.weight"))
+    )
+
+
+def test_hydra_train(english, tmp_path):
+    run(
+        *("fairseq-hydra-train", "task=language_modeling", f"task.data={english}"),
+        *("task.tokens_per_sample=48", f"common.user_dir={PLUGIN}", "common.cpu=true"),
+        *("model=smoe_transformer_lm", "model.decoder_embed_dim=32", "model.smoe_strata=2-2"),
+        *("model.decoder_layers=2", "model.decoder_ffn_embed_dim=48", "optimizer=adam"),
+        *("criterion=smoe_label_smoothed_cross_entropy", "lr_scheduler=fixed"),
+        *("optimization.lr=[0.001]", "optimization.max_update=2", "dataset.max_tokens=400"),
+        *("dataset.num_workers=0", f"checkpoint.save_dir={tmp_path}/checkpoints"),
+        cwd=tmp_path,
+    )
+    _, perplexity, _ = eval_lm(english, tmp_path / "checkpoints" / LAST)
+    assert 1 < perplexity < 2000
+
+
+def test_bad_flags_end_before_training(english, tmp_path):
+    for given, words in {
+        "--moe-gate expert-choice": "error: --moe-gate expert-choice: an expert would choose a token",
+        "--encoder-layers 2": "error: --encoder-layers: a language model has no encoder",
+        "--decoder-layers 1": "error: --moe-freq 2 for the decoder: expected 0 (dense) to its 1 layers",
+        "--arch smoe_transformer_tiny": "error: --task language_modeling: a model of translation has an",
+        "--past-target": "error: --past-target: a token would see what it is to say",
+        "--output-dictionary-size 50": "error: --output-dictionary-size 50: input and output share",
+    }.items():
+        process = run(
+            "fairseq-train", *flags(english, tmp_path / "new", *given.split()), check=False
+        )
+        assert process.returncode == 1 and "Traceback" not in process.stdout
+        assert process.stdout.splitlines()[-1].startswith(words)
+    assert not list((tmp_path / "new").glob("*"))
+
+
+@pytest.mark.parametrize("arch", ["smoe_transformer_lm_tiny", soak("transformer_lm")])
+def test_a_task_without_its_options_is_named(small_corpus, tmp_path, arch):
+    command = (small_corpus, "--task", "translation", "--save-dir", tmp_path / "new", "--cpu")
+    command += ("--arch", arch, "--user-dir", PLUGIN, "--optimizer", "adam", "--max-tokens", 300)
+    process = run("fairseq-train", *command, check=False)
+    assert process.returncode == 1 and process.stdout.splitlines()[-1].startswith(
+        f"error: --arch {arch} with --task translation: the model takes --tokens-per-sample from its task"
+    )
+    before = run_without("name_missing_options", "fairseq-train", *command).stdout
+    assert "Interpolation" in before and "Traceback" in before
+
+
+def test_fewer_words_to_predict_are_counted(english, tmp_path):
+    """--decoder-embed-dim 32, of which the output projection has 50."""
+    more = ("--output-dictionary-size", 50, "--no-share-decoder-input-output-embed")
+    run("fairseq-train", *flags(english, tmp_path, *more, "--max-update", 1))
+    state = state_of(tmp_path / LAST)["model"]
+    words = len(state["decoder.embed_tokens.weight"])
+    found = json.loads(run("smoe", "cost", "--path", tmp_path / LAST, "--json").stdout)
+    assert found["flops"]["output"] == 2 * 50 * 32 and found["flops"]["embedding"] == 2 * words * 32
+
+
+# What the experts do
+
+
+@pytest.fixture(scope="module")
+def analysis(english, trained, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("analysis") / "results"
+    command = ("smoe", "analyze", english, "--path", trained("none").checkpoint, "--cpu")
+    run(*command, "--output", folder, "--min-count", 1)
+    return folder
+
+
+def test_analysis_counts_every_token(english, trained, analysis):
+    """As often as it is given, and together as often as validation has logged it."""
+    tokens, blocks = read(analysis / "tokens.csv"), read(analysis / "blocks.csv")
+    assert {(row["direction"], row["side"], row["layer"]) for row in tokens} == {
+        ("text", "decoder", "1")
+    }
+    from fairseq.data import Dictionary
+
+    words = Dictionary.load(str(english / "dict.txt"))
+    stream = valid_tokens(english)
+    # A sample is given the token before it, the first one </s>, and not its own last one.
+    given = Counter(words[token] for token in [words.eos(), *stream[:-1]])
+    assert {row["token"]: int(row["occurrences"]) for row in tokens} == given
+    stops = sum(int(row["stops"]) for row in blocks)
+    logged = float(trained("none").valid["valid_requested_capacity"])
+    assert stops / len(stream) == pytest.approx(logged, abs=1e-3)
+    assert all(row["frequency_rank"] for row in tokens if row["kind"] == "text")
+
+
+def test_what_has_no_languages_is_left_out_with_a_line(analysis):
+    drawn = {path.stem for path in analysis.glob("*.png")}
+    assert drawn == {"by_depth", "flow", "frequency", "load", "positions", "sentence"}
+    report = (analysis / "report.html").read_text()
+    assert "direction" not in report.replace("the picture by direction: a language model", "")
+    assert "the picture by direction: a language model has no languages" in report
+    assert json.loads((analysis / "run.json").read_text())["sentences"] == {"text": 7}
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--lang-pairs", "a-b"], "--lang-pairs a-b: a language model has none"),
+        (["--exit-bias", "0,1"], "--exit-bias: translations are compared"),
+        (["--gen-subset", "valid9"], "has no binarised text valid9.bin"),
+    ],
+)
+def test_what_does_not_apply_is_one_sentence(english, trained, tmp_path, more, words):
+    command = ("smoe", "analyze", english, "--path", trained("none").checkpoint, "--cpu", *more)
+    process = run(*command, "--output", tmp_path / "out", check=False)
+    assert process.returncode == 1 and len(process.stdout.splitlines()) == 1
+    assert words in process.stdout and not (tmp_path / "out").exists()
+
+
+def test_one_sentence(english, trained):
+    """The tokens as they are given: </s> before them and nothing added."""
+    command = ("smoe", "analyze", english, "--path", trained("none").checkpoint, "--cpu")
+    title, tokens, _ = run(*command, "--sentence", "Will you wait").stdout.splitlines()
+    assert title.startswith("decoder layer 1: requested capacity of 1 to 2, mean ")
+    assert tokens.split() == ["</s>", "Will", "you", "wait"]
+
+
+def test_costs_by_hand():
+    """Of 6 layers, 3 with 8 experts in two strata, of which a token uses 2 x 1.5."""
+    found = json.loads(
+        run(
+            "smoe", "cost", "--arch", "smoe_transformer_lm_base", "--vocab-size", 9000, "--json"
+        ).stdout
+    )
+    dim, ffn, words, layers = 512, 2048, 9000, 6
+    assert found["flops"] == {
+        "attention": 2 * layers * 4 * dim**2,
+        "ffn": 2 * 3 * 2 * dim * ffn,
+        "experts": 2 * 3 * 2 * 1.5 * 2 * dim * ffn,
+        "embedding": 2 * words * dim,
+        "output": 2 * words * dim,
+        "context": layers * 2 * 512 * dim,
+    }
+    refused = run(
+        "smoe", "cost", "--arch", "smoe_transformer_lm", "--encoder-layers", 2, check=False
+    )
+    assert (
+        refused.stdout == "error: --encoder-layers: a language model has no encoder; leave it out\n"
+    )
+    untied = ("--no-share-decoder-input-output-embed", "--world-size", 2)
+    untied = run("smoe", "cost", "--arch", "smoe_transformer_lm_tiny", "--json", *untied).stdout
+    assert json.loads(untied)["processes"]["sharded"]

@@ -1,0 +1,300 @@
+"""A model per language pair, on fairseq's task ``multilingual_translation``."""
+
+import re
+
+import pytest
+import torch
+from commands import PLUGIN, run
+from handmade import LENGTHS
+from sampling import soak
+from test_compat import run_without
+from test_several_processes import content
+from test_training import log_lines, state_of
+
+from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.system.errors import UsageError
+
+PAIRS = ("aa-bb", "aa-cc", "bb-aa")
+TASK = ("--task", "multilingual_translation", "--lang-pairs", ",".join(PAIRS), "--user-dir", PLUGIN)
+TOKENS = ("--encoder-langtok", "tgt", "--decoder-langtok")
+SHARED = ("--share-encoders", "--share-decoders", *TOKENS)
+LAST = "checkpoint_last.pt"
+ARCH = "smoe_multilingual_transformer"
+
+
+def flags(data, save_dir, *more) -> list:
+    return [
+        *(data, *TASK, "--cpu", "--num-workers", 0, "--max-tokens", 400, "--dropout", 0),
+        *("--arch", "smoe_multilingual_transformer_tiny", "--smoe-strata", "2-2"),
+        *("--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 16),
+        *("--moe-capacity-factor", 0, "--moe-second-expert-policy", "all"),
+        *("--criterion", "smoe_label_smoothed_cross_entropy", "--label-smoothing", 0.1),
+        *("--optimizer", "adam", "--adam-eps", 1e-4, "--lr", 0.01, "--max-update", 4),
+        *("--no-epoch-checkpoints", "--save-dir", save_dir, "--log-format", "json"),
+        *("--log-interval", 1, *more),
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(three_languages, tmp_path_factory):
+    """(process, checkpoint) of all parts by language, or of shared ones."""
+    made = {}
+
+    def get(*more):
+        if more not in made:
+            folder = tmp_path_factory.mktemp("pairs")
+            made[more] = (
+                run("fairseq-train", *flags(three_languages, folder, *more)),
+                folder / LAST,
+            )
+        return made[more]
+
+    return get
+
+
+def languages_of(state: dict, side: str) -> dict:
+    """By pair, the bits of a side's expert weights."""
+    return {
+        pair: state[f"models.{pair}.{side}.layers.1.moe.experts.w1"].numpy().tobytes()
+        for pair in PAIRS
+    }
+
+
+def test_each_language_has_its_own(trained):
+    process, checkpoint = trained()
+    state = state_of(checkpoint)["model"]
+    encoders, decoders = (languages_of(state, side) for side in ("encoder", "decoder"))
+    assert encoders["aa-bb"] == encoders["aa-cc"] != encoders["bb-aa"]
+    assert len(set(decoders.values())) == 3
+    losses = [float(line["nll_loss"]) for line in log_lines(process)]
+    assert losses[-1] < losses[0] - 0.3
+    valid = log_lines(process, "valid")[-1]
+    assert 1 <= float(valid["valid_decoder.layer.1/requested_capacity"]) <= 2
+    assert float(valid["valid_moe_gate_loss"]) >= 0.9
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--share-encoders",
+        "--no-share-all-embeddings --share-decoders",
+        "--no-share-all-embeddings --share-encoder-embeddings --share-decoder-input-output-embed",
+    ],
+)
+def test_all_its_weights_are_reckoned(monkeypatch, more):
+    """Before the model is made: of each language's encoder and decoder, in millions as they are counted."""
+    from fairseq import options, tasks
+    from fairseq.data import Dictionary
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    from smoe_fairseq.models import size
+
+    words = Dictionary()
+    for i in range(5000):
+        words.add_symbol(str(i))
+    monkeypatch.setattr(
+        tasks.TASK_REGISTRY["multilingual_translation"], "load_dictionary", lambda _: words
+    )
+    seen, parts = [], size._parts
+    monkeypatch.setattr(
+        size, "_parts", lambda *a: seen.append(sum(w for w, _ in parts(*a).values())) or parts(*a)
+    )
+    arguments = [str(word) for word in ("data", *TASK, "--arch", f"{ARCH}_base", *more.split())]
+    parser = options.get_training_parser()
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, arguments))
+    with torch.device("meta"):
+        model = tasks.setup_task(cfg.task).build_model(cfg.model)
+    encoders, decoders = (
+        len({id(getattr(pair, side)) for pair in model.models.values()})
+        for side in ("encoder", "decoder")
+    )
+    assert encoders == (1 if "--share-encoders" in more else 2)
+    assert decoders == (1 if "--share-decoders" in more else 3)
+    positions = (encoders + decoders) * 1024 * 512  # which are no parameters
+    real = sum(parameter.numel() for parameter in model.parameters())
+    assert seen[0] - positions == pytest.approx(real, rel=2e-3)
+
+
+def test_parts_are_shared(trained):
+    _, checkpoint = trained(*SHARED)
+    state = state_of(checkpoint)["model"]
+    assert len(set(languages_of(state, "encoder").values())) == 1
+    assert len(set(languages_of(state, "decoder").values())) == 1
+
+
+def test_the_loss_is_the_sum_over_the_pairs(three_languages, trained):
+    """Of validation, by a translation model of fairseq's own task for each pair, with the same weights."""
+    process, checkpoint = trained()
+    valid = log_lines(process, "valid")[-1]
+    state = state_of(checkpoint)
+    nats = tokens = gates = 0.0
+    for pair in PAIRS:
+        model, sentences = pair_model(three_languages, state, pair)
+        for sample in sentences:
+            with torch.no_grad():
+                logits, extra = model(**sample["net_input"])
+            target = sample["target"].view(-1)
+            sums = torch.nn.functional.cross_entropy(
+                logits.view(len(target), -1), target, ignore_index=1, reduction="sum"
+            )
+            nats, tokens = nats + float(sums), tokens + sample["ntokens"]
+            balance = sum(float(stats.balance_loss) for stats in extra["moe_stats"]) / 2
+            gates += sample["ntokens"] * balance
+    assert tokens == float(valid["valid_ntokens"])
+    bits = nats / tokens / torch.log(torch.tensor(2.0))
+    assert float(bits) == pytest.approx(float(valid["valid_nll_loss"]), abs=1.1e-3)
+    assert gates / tokens == pytest.approx(float(valid["valid_moe_gate_loss"]), abs=1.1e-3)
+
+
+def pair_model(data, state, pair):
+    """``--arch smoe_transformer_tiny`` with the weights of one pair, and the validation in one batch."""
+    from fairseq import options, tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    source, target = pair.split("-")
+    arguments = [str(word) for word in flags(data, "none")]
+    at = arguments.index("--task")
+    arguments[at : at + 4] = ["--task", "translation", "-s", source, "-t", target]
+    arguments[arguments.index("--arch") + 1] = "smoe_transformer_tiny"
+    parser = options.get_training_parser()
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, arguments))
+    task = tasks.setup_task(cfg.task)
+    model = task.build_model(cfg.model).eval()
+    prefix = f"models.{pair}."
+    own = {n.removeprefix(prefix): t for n, t in state["model"].items() if n.startswith(prefix)}
+    model.load_state_dict(own)
+    task.load_dataset("valid")
+    dataset = task.dataset("valid")
+    return model, [dataset.collater([dataset[i] for i in range(len(dataset))])]
+
+
+@pytest.mark.parametrize("more", [(), SHARED], ids=["own", "shared"])
+def test_it_translates_each_pair(three_languages, trained, more):
+    _, checkpoint = trained(*more)
+    tokens = TOKENS if more else ()
+    for pair in ("aa-cc", "bb-aa"):
+        source, target = pair.split("-")
+        direction = ("-s", source, "-t", target, *tokens)
+        output = run(
+            *("fairseq-generate", three_languages, *TASK, *direction, "--path", checkpoint),
+            *("--cpu", "--gen-subset", "valid", "--beam", 2, "--max-len-b", 8),
+        ).stdout
+        assert len(re.findall(r"^H-\d+\t", output, re.MULTILINE)) == len(LENGTHS)
+    told = run(
+        *("fairseq-interactive", three_languages, *TASK, *direction, "--path", checkpoint, "--cpu"),
+        stdin="bb1 bb2\n",
+    ).stdout
+    assert re.search(r"^H-0\t", told, re.MULTILINE)
+
+
+def test_two_processes_equal_one(ranks, three_languages, tmp_path):
+    """Each batch of two sentences in one process, or a sentence each."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    more = ("--batch-size", 1, "--ddp-backend", "legacy_ddp", "--distributed-backend", "gloo")
+    more += ("--disable-validation", *SHARED)
+    ranks.train(one, 1, *flags(three_languages, one, *more, "--update-freq", 2), one=True)
+    ranks.train(two, 2, *flags(three_languages, two, *more))
+    alone, both = content(one)["model"], content(two)["model"]
+    assert alone.keys() == both.keys()
+    for name, tensor in alone.items():
+        assert torch.allclose(tensor, both[name], atol=2e-5), name
+
+
+def test_resuming_goes_on(three_languages, tmp_path):
+    run("fairseq-train", *flags(three_languages, tmp_path / "whole"))
+    for updates in (2, 4):
+        run("fairseq-train", *flags(three_languages, tmp_path / "parts", "--max-update", updates))
+    whole, parts = (content(tmp_path / name)["model"] for name in ("whole", "parts"))
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--moe-balance-over", "update"], "--moe-balance-over update: not with a model per"),
+        (["--moe-balance", "bias"], "--moe-balance bias: not with a model per language pair"),
+        (["--expert-parallel"], "--expert-parallel: not with a model per language pair"),
+        (
+            ["--arch", "smoe_transformer_tiny"],
+            "expected a model per language pair, smoe_multilingual",
+        ),
+        soak(["--moe-freq", 3], "--moe-freq 3 for the encoder: expected 0 (dense) to its 2 layers"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(three_languages, tmp_path, more, words):
+    process = run("fairseq-train", *flags(three_languages, tmp_path, *more), check=False)
+    assert process.returncode == 1 and "Traceback" not in process.stdout
+    last = process.stdout.splitlines()[-1]
+    assert last.startswith("error: ") and words in last
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_without_the_mend_another_model_ends_in_a_stack_trace(three_languages, tmp_path):
+    command = flags(three_languages, tmp_path, "--arch", "smoe_transformer_tiny")
+    assert "Traceback" in run_without("name_other_models", "fairseq-train", *command).stdout
+
+
+def test_dictionaries_that_differ_share_nothing(three_languages, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for file in three_languages.iterdir():
+        (data / file.name).write_bytes(file.read_bytes())
+    with open(data / "dict.cc.txt", "a") as file:
+        file.write("more 1\n")
+    process = run("fairseq-train", *flags(data, tmp_path / "run"), check=False)
+    assert process.stdout.splitlines()[-1].startswith(
+        "error: --share-all-embeddings: the dictionaries of aa and cc differ; preprocess all languages"
+    )
+    gate = ("--no-share-all-embeddings", "--smoe-strata", "4", "--moe-gate", "hash")
+    run("fairseq-train", *flags(data, tmp_path / "run", *gate))
+    state = state_of(tmp_path / "run" / LAST)["model"]
+    sizes = {
+        lang: len(state[f"models.{pair}.decoder.layers.1.moe.gates.0.table"])
+        for pair, lang in (("aa-bb", "bb"), ("aa-cc", "cc"))
+    }
+    assert sizes["cc"] == sizes["bb"] + 1  # each by its own words
+
+
+def test_on_another_task_it_is_refused(three_languages, tmp_path):
+    arguments = flags(three_languages, tmp_path)
+    at = arguments.index("--task")
+    arguments[at : at + 4] = ["--task", "translation", "-s", "aa", "-t", "bb"]
+    process = run("fairseq-train", *arguments, check=False)
+    assert process.stdout.splitlines()[-1].startswith(
+        "error: --arch smoe_multilingual_transformer: "
+    )
+
+
+def test_what_needs_one_model_says_so(three_languages, trained, tmp_path):
+    _, checkpoint = trained()
+    with pytest.raises(UsageError, match="has a model per language pair"):
+        SMoETransformerModel.from_pretrained(checkpoint, data_name_or_path=three_languages)
+    command = (
+        "smoe",
+        "analyze",
+        three_languages,
+        "--path",
+        checkpoint,
+        "--output",
+        tmp_path / "new",
+    )
+    process = run(*command, "--cpu", check=False)
+    assert "has a model per language pair" in process.stdout
+    assert process.returncode == 1 and len(process.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arch", ["smoe_multilingual_transformer_tiny", soak("multilingual_transformer")]
+)
+def test_a_back_end_that_would_not_sum_gradients_is_refused(ranks, three_languages, tmp_path, arch):
+    """It is fairseq's default, and on a CPU each process would train a model of its own without a word."""
+    more = ("--distributed-backend", "gloo", "--arch", arch)
+    arguments = [str(word) for word in flags(three_languages, tmp_path / "run", *more)]
+    if arch == "multilingual_transformer":
+        first, last = (arguments.index(name) for name in ("--smoe-strata", "--moe-capacity-factor"))
+        del arguments[last : last + 4], arguments[first : first + 2]
+        arguments += ["--decoder-embed-dim", "16"]
+    run = ranks.start(tmp_path, 2, *arguments)
+    assert run.wait(60) == [1, 1], run.output()
+    assert "error: --ddp-backend pytorch_ddp with a model per language pair: " in run.output()
