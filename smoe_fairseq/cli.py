@@ -33,6 +33,10 @@ COMMANDS = {
         "smoe_fairseq.checkpoint.average_command",
         "one checkpoint whose weights are the mean of several",
     ),
+    "upcycle": (
+        "smoe_fairseq.conversion.upcycle_command",
+        "an MoE checkpoint to train on, its experts copies of a dense model's FFNs",
+    ),
     "table": (
         "smoe_fairseq.recipes.tables.table",
         "the scores of a data set's runs, beside the paper's",

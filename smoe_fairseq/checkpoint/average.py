@@ -68,7 +68,7 @@ def average(paths: Sequence[Path], progress: Callable = lambda count=0: None) ->
     for path in paths:
         state = None  # before there is another
         state = weights_of(path)
-        _check_plain(path, state["model"])
+        check_plain(path, state["model"])
         if first is None:
             first = _outline(state)
         else:
@@ -136,7 +136,7 @@ def _place(tensor: Tensor) -> tuple:
     return (start, tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (id(tensor),)
 
 
-def _check_plain(path: Path, model: Mapping) -> None:
+def check_plain(path: Path, model: Mapping) -> None:
     """Raise UsageError unless all in a model are tensors with numbers of their own."""
     for name, tensor in model.items():
         if not (isinstance(name, str) and torch.is_tensor(tensor) and _is_plain(tensor)):

@@ -1,0 +1,82 @@
+"""What a checkpoint says of its dense transformer, ours or fairseq's own, as one flat set of options."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
+
+from smoe_fairseq.models.config import FIELDS, flag
+from smoe_fairseq.system.errors import UsageError
+
+OURS, STOCK = "smoe_transformer", "transformer"
+SIDES = ("encoder", "decoder")
+# fairseq's options that ours has not got, each with another forward pass than without.
+_WITHOUT_PLACE = (
+    *("adaptive_input", "adaptive_softmax_cutoff", "cross_self_attention", "no_cross_attention"),
+    *("no_decoder_final_norm", "quant_noise_pq", "quant_noise_scalar", "char_inputs"),
+    *("encoder_xformers_att_config", "decoder_xformers_att_config"),
+)
+
+
+def model_values(path: Path, state: Mapping) -> tuple[str, dict]:
+    """The model (`OURS` or `STOCK`) and all its options by their flat names (``encoder_layers``).
+
+    Args:
+        path: for the sentence of an error.
+        state: content of the checkpoint.
+
+    Raises:
+        UsageError: it is of another model, or does not say of which.
+    """
+    config = state["cfg"].get("model") if state.get("cfg") else state.get("args")
+    values = vars(config) if isinstance(config, Namespace) else config
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{path} is not a checkpoint of fairseq: its model has no options")
+    values = _flat(values)
+    arch = values.get("arch") or values.get("_name")
+    for model in (OURS, STOCK):
+        if arch in (model, *ARCH_MODEL_INV_REGISTRY.get(model, ())):
+            filled = Namespace(**values)
+            if arch in ARCH_CONFIG_REGISTRY:
+                ARCH_CONFIG_REGISTRY[arch](
+                    filled
+                )  # what a checkpoint of a flat command line leaves out
+            return model, vars(filled)
+    raise UsageError(
+        f"{path} holds a model of architecture {arch}: expected fairseq's transformer, or smoe_transformer"
+    )
+
+
+def transformer_options(path: Path, state: Mapping) -> dict:
+    """Options of `SMoETransformerConfig` under which ours is the checkpoint's dense model.
+
+    Raises:
+        UsageError: it has experts already, or options that ours has not got.
+    """
+    model, values = model_values(path, state)
+    for name in _WITHOUT_PLACE if model == STOCK else ():
+        if values.get(name):
+            raise UsageError(
+                f"{path} was trained with {flag(name)} {values[name]}, which smoe_transformer has not got; "
+                "expected a model without it"
+            )
+    if any(".moe." in name for name in state["model"]):
+        raise UsageError(f"{path} has experts already: expected a dense model (--moe-freq 0)")
+    return {name: values[name] for name in FIELDS if name in values and not of_experts(name)}
+
+
+def of_experts(option: str) -> bool:
+    """Whether an option of the model is about its MoE layers."""
+    return "moe_" in option or option.startswith("cmr_") or option == "expert_parallel"
+
+
+def _flat(values: Mapping) -> dict:
+    """Those of a hydra config, ``encoder.layers``, under the names of the flags, ``encoder_layers``."""
+    flat = {}
+    for name, value in values.items():
+        if name in (*SIDES, "quant_noise") and isinstance(value, Mapping):
+            flat |= {f"{name}_{inner}": v for inner, v in value.items()}
+        else:
+            flat[name] = value
+    return flat
