@@ -37,6 +37,10 @@ COMMANDS = {
         "smoe_fairseq.conversion.upcycle_command",
         "an MoE checkpoint to train on, its experts copies of a dense model's FFNs",
     ),
+    "export": (
+        "smoe_fairseq.conversion.export_command",
+        "a checkpoint for other tools: fairseq's own transformer, or safetensors",
+    ),
     "table": (
         "smoe_fairseq.recipes.tables.table",
         "the scores of a data set's runs, beside the paper's",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import generate, run_python
 from fairseq import checkpoint_utils
-from test_average import KILLED, Program, changed
+from test_average import AVERAGE, KILLED, Program, changed
 from test_checkpoint_files import FULL, contents, rotted
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
@@ -302,19 +302,16 @@ def test_nothing_is_overwritten_unasked(dense, tmp_path):
     assert load(output)["model"]
 
 
-SMOE = "import sys; from smoe_fairseq.cli import main; sys.exit(main(sys.argv[1:]))"
-
-
 def test_without_room_and_after_a_kill_what_was_there_stays(dense, tmp_path):
     output = tmp_path / "up.pt"
     output.write_text("old")
     ask = ("upcycle", dense, "--smoe-strata", 4, "--output", output, "--force")
-    result = run_python(FULL + SMOE, *ask)
+    result = run_python(FULL + AVERAGE, *ask)
     assert result.returncode == 1 and "Traceback" not in result.stdout
     words = f"error: --output {output} cannot be saved: File too large; files"
     assert result.stdout.splitlines()[-1].startswith(words)
     assert contents(tmp_path) == {"up.pt": b"old"}
-    assert run_python(KILLED + SMOE, *ask).returncode == -9
+    assert run_python(KILLED + AVERAGE, *ask).returncode == -9
     assert contents(tmp_path) == {"up.pt": b"old", "up.pt.tmp": b"half"}
     call(*ask)
     assert list(contents(tmp_path)) == ["up.pt"] and load(output)["model"]

@@ -48,11 +48,11 @@ def model_values(path: Path, state: Mapping) -> tuple[str, dict]:
     )
 
 
-def transformer_options(path: Path, state: Mapping) -> dict:
-    """Options of `SMoETransformerConfig` under which ours is the checkpoint's dense model.
+def known_options(path: Path, state: Mapping) -> dict:
+    """Options of `SMoETransformerConfig` under which ours is the checkpoint's model.
 
     Raises:
-        UsageError: it has experts already, or options that ours has not got.
+        UsageError: it has options that ours has not got, or is another model.
     """
     model, values = model_values(path, state)
     for name in _WITHOUT_PLACE if model == STOCK else ():
@@ -61,9 +61,20 @@ def transformer_options(path: Path, state: Mapping) -> dict:
                 f"{path} was trained with {flag(name)} {values[name]}, which smoe_transformer has not got; "
                 "expected a model without it"
             )
+    known = {name: values[name] for name in FIELDS if name in values}
+    return known if model == OURS else {**known, "moe_freq": 0}
+
+
+def transformer_options(path: Path, state: Mapping) -> dict:
+    """Those of a dense model that are not about experts.
+
+    Raises:
+        UsageError: as of `known_options`, or it has experts.
+    """
     if any(".moe." in name for name in state["model"]):
         raise UsageError(f"{path} has experts already: expected a dense model (--moe-freq 0)")
-    return {name: values[name] for name in FIELDS if name in values and not of_experts(name)}
+    options = known_options(path, state)
+    return {name: value for name, value in options.items() if not of_experts(name)}
 
 
 def of_experts(option: str) -> bool:
