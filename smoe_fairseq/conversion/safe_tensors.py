@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoint.average import check_plain, place_of, weights_of
 from smoe_fairseq.checkpoint.shards import same_bits
-from smoe_fairseq.conversion.dense_settings import SIDES, known_options
+from smoe_fairseq.conversion.model_settings import SIDES, known_options
 from smoe_fairseq.conversion.target_model import plain_config
 from smoe_fairseq.models.config import SMoETransformerConfig
 from smoe_fairseq.system.errors import UsageError

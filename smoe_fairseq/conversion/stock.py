@@ -12,7 +12,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.models import ARCH_CONFIG_REGISTRY
 
 from smoe_fairseq.checkpoint.average import check_plain, weights_of
-from smoe_fairseq.conversion.dense_settings import STOCK, model_values, transformer_options
+from smoe_fairseq.conversion.model_settings import STOCK, model_values, transformer_options
 from smoe_fairseq.system.errors import UsageError
 
 _CRITERION = "label_smoothed_cross_entropy"

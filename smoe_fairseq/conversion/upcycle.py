@@ -8,7 +8,6 @@ these layer norms up as they become of use (docs/using.md has the schemes that t
 """
 
 import re
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,15 +15,20 @@ import torch
 from torch import Tensor
 
 from smoe_fairseq.checkpoint.average import COUNTS, check_plain, weights_of
-from smoe_fairseq.conversion.dense_settings import SIDES, transformer_options
+from smoe_fairseq.conversion.model_settings import (
+    NORM_OPTION,
+    SIDES,
+    check_pre_norm,
+    transformer_options,
+)
 from smoe_fairseq.conversion.target_model import plain_config, target_model
+from smoe_fairseq.conversion.written import with_model_options
 from smoe_fairseq.models.config import DEFAULTS, SMoETransformerConfig, flag
 from smoe_fairseq.models.transformer_layer import STOCK_LAYER_COPIES
 from smoe_fairseq.modules.gates.linear import draw_as_linear
 from smoe_fairseq.system.errors import UsageError
 
 LATER = 0.1  # layer norms of later strata, over that of the dense model
-NORM_OPTION = "moe_norms"
 _BLOCK = re.compile(r"(.+\.layers\.\d+)\.moe\.(.+)")
 _EXPERTS = {"w1": "fc1.weight", "b1": "fc1.bias", "w2": "fc2.weight", "b2": "fc2.bias"}
 _SUM = "a token's experts have to weigh one in all, so that copies of the FFN answer as it does"
@@ -78,29 +82,13 @@ def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
     target = target_model(path, options, state["model"]).state_dict()
     scale = options.get("moe_gate_init_scale", DEFAULTS["moe_gate_init_scale"])
     state["model"] = _weights(path, state["model"], target, scale, noise)
-    config = plain_config(options)
-    if state.get("cfg"):
-        state["cfg"] = {**state["cfg"], "model": config}
-    else:
-        state["args"] = _flat_args(state["args"], config)
-    return state
-
-
-def _flat_args(args: Namespace, config: dict) -> Namespace:
-    """The command line of a checkpoint from before fairseq had a config."""
-    return Namespace(**vars(args) | config | {"arch": config["_name"]})
+    return with_model_options(state, plain_config(options))
 
 
 def _check(path: Path, config: SMoETransformerConfig) -> None:
-    sides = [side for side in SIDES if config.moe_freq_of(side)]
-    if not sides:
+    if not any(map(config.moe_freq_of, SIDES)):
         raise UsageError("--moe-freq 0: no layer would have experts; expected 1 or more")
-    for side in sides:
-        if not getattr(config, f"{side}_normalize_before"):
-            raise UsageError(
-                f"{path} is post-norm in its {side}: experts take the place of pre-norm layers only; "
-                "expected a model trained with --encoder-normalize-before --decoder-normalize-before"
-            )
+    check_pre_norm(path, config)
     for name, (refused, why, expected) in _REFUSED.items():
         if refused(config):
             value = getattr(config, name)
