@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import generate, run_python
+from commands import generate, run, run_python
 from fairseq import checkpoint_utils
 from test_average import AVERAGE, KILLED, Program, changed
 from test_checkpoint_files import FULL, contents, rotted
@@ -71,7 +71,12 @@ def test_one_stratum_answers_as_the_dense_model(request, dense, pre_norm, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "words, part", [("--smoe-strata 4-4", 0.25), ("--smoe-strata 2-2-2-2 --moe-freq 1", 0.65)]
+    "words, part",
+    [
+        ("--smoe-strata 4-4", 0.25),
+        ("--smoe-strata 4 --smoe-chain 2", 0.25),
+        ("--smoe-strata 2-2-2-2 --moe-freq 1", 0.65),
+    ],
 )
 def test_several_strata_begin_near_it_whatever_the_gates_choose(
     dense, small_corpus, tmp_path, words, part
@@ -205,6 +210,7 @@ WRONG = {
     "--moe-null-experts 2 --moe-top-k 3": "--moe-null-experts 2: a token's experts have to weigh",
     "--moe-stacked": "--moe-stacked: the FFN would count twice; expected none",
     "--moe-cmr --smoe-strata 4": "--moe-cmr: the FFN would count twice; expected none",
+    "--moe-output-init-scale 0.5": "--moe-output-init-scale 0.5: experts are copies of the FFN",
     "--moe-expert-ffn-dim 32": "--moe-expert-ffn-dim 32: experts are copies of the FFN; expected 0",
     "--moe-norms released": " released: it normalises what the dense model left as it was",
     "--smoe-strata 4,4,4": "--smoe-strata 4,4,4: expected one value of the encoder, which has 1",
@@ -317,10 +323,11 @@ def test_without_room_and_after_a_kill_what_was_there_stays(dense, tmp_path):
     assert list(contents(tmp_path)) == ["up.pt"] and load(output)["model"]
 
 
-def test_what_it_says(dense, tmp_path, capsys):
+def test_the_command_as_typed(dense, tmp_path):
     output = tmp_path / "up.pt"
-    call("upcycle", dense, "--smoe-strata", "4-4", "--moe-freq", 1, "--output", output)
-    said = capsys.readouterr().out
+    words = ("--smoe-strata", "4-4", "--moe-freq", 1, "--output", output)
+    said = run("smoe", "upcycle", dense, *words).stdout
+    assert " INFO " not in said and "100%" in said
     assert f"{output}: 4 MoE layers, whose experts are copies of the FFNs of {dense}" in said
     shown = re.search(r"--arch smoe_transformer (.+)$", said, re.M)[1]
     assert shown == f"SIZES --smoe-strata 4-4 --moe-freq 1 --finetune-from-model {output}"

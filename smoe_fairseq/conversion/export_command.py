@@ -8,10 +8,9 @@ from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.quiet import quietly
 
 with quietly():
-    from smoe_fairseq.checkpoint.names import rank_files, set_name
     from smoe_fairseq.checkpoint.write import check_output
     from smoe_fairseq.conversion.stock import as_stock
-    from smoe_fairseq.conversion.written import write_converted
+    from smoe_fairseq.conversion.written import files_read, write_converted
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -34,12 +33,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Writes FILE, and says what it is."""
-    read = [args.path, *rank_files(set_name(args.path)).values()]
+    read = files_read(args.path)
     if args.to == "fairseq":
         check_output(read, [args.output], args.force)
         with quietly():
             state = as_stock(args.path)
-        write_converted(state, read, args.output, args.force)
+        write_converted(state, args.output)
         print(f"{args.output}: fairseq's transformer, for its commands without --user-dir")
         return
     if importlib.util.find_spec("safetensors") is None:

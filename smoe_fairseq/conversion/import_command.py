@@ -30,6 +30,6 @@ def run(args: Namespace) -> None:
     check_output(read, [args.output], args.force)
     with quietly():
         state = import_moe(args.path)
-    write_converted(state, read, args.output, args.force)
+    write_converted(state, args.output)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
     print(f"{args.output}: {layers} MoE layers, of {len(read)} file{'s' * (len(read) > 1)}")

@@ -42,7 +42,7 @@ def write_safetensors(path: Path, output: Path) -> None:
     tensors, tied = _once_each(state["model"])
     content = {
         "model": plain_config(options),
-        "blocks": blocks(SMoETransformerConfig(**options), tensors),
+        "blocks": blocks(path, SMoETransformerConfig(**options), tensors),
         "tied": tied,
         "dictionaries": state.get("smoe_dictionaries", {}),
     }
@@ -59,7 +59,9 @@ def write_safetensors(path: Path, output: Path) -> None:
                 )
 
 
-def blocks(config: SMoETransformerConfig, tensors: Mapping[str, Tensor]) -> dict[str, dict]:
+def blocks(
+    path: Path, config: SMoETransformerConfig, tensors: Mapping[str, Tensor]
+) -> dict[str, dict]:
     """Arguments of the `StratifiedMoE` of each MoE layer, as plain data, by the prefix of its parameters.
 
     A hash gate's ``hash_table`` is not among them: it is ``PREFIX.gates.0.table`` of the weights.
@@ -78,9 +80,7 @@ def blocks(config: SMoETransformerConfig, tensors: Mapping[str, Tensor]) -> dict
         found
     )
     if missing:
-        raise UsageError(
-            f"{min(missing)} is not where the options of the checkpoint have a MoE layer"
-        )
+        raise UsageError(f"{path}: {min(missing)} is not where its options have a MoE layer")
     return found
 
 

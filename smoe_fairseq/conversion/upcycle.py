@@ -46,6 +46,11 @@ _REFUSED = {
         name: (lambda config, name=name: getattr(config, name), "the FFN would count twice", "none")
         for name in ("moe_shared_experts", "moe_residual", "moe_cmr", "moe_stacked")
     },
+    "moe_output_init_scale": (
+        lambda config: config.moe_output_init_scale != DEFAULTS["moe_output_init_scale"],
+        "experts are copies of the FFN",
+        "1.0",
+    ),
     "moe_expert_ffn_dim": (
         lambda config: any(
             config.moe_expert_ffn_dim not in (0, getattr(config, f"{side}_ffn_embed_dim"))

@@ -13,9 +13,10 @@ with quietly():
     from fairseq.dataclass import FairseqDataclass
     from fairseq.dataclass.utils import gen_parser_from_dataclass
 
+    from smoe_fairseq.checkpoint.write import check_output
     from smoe_fairseq.conversion.model_settings import of_experts
     from smoe_fairseq.conversion.upcycle import upcycle
-    from smoe_fairseq.conversion.written import write_converted
+    from smoe_fairseq.conversion.written import files_read, write_converted
     from smoe_fairseq.models.config import SMoETransformerConfig, flag
 
 
@@ -49,6 +50,7 @@ def run(args: Namespace) -> None:
     """Writes FILE, and says how to train it on."""
     if not (args.noise >= 0 and math.isfinite(args.noise)):
         raise UsageError(f"--noise {args.noise}: expected 0 or a positive number, such as 0.01")
+    check_output(files_read(args.path), [args.output], args.force)
     given = {
         name: v
         for name, v in vars(args).items()
@@ -57,7 +59,7 @@ def run(args: Namespace) -> None:
     with quietly():
         torch.manual_seed(args.seed)
         state = upcycle(args.path, given, args.noise)
-        write_converted(state, [args.path], args.output, args.force)
+        write_converted(state, args.output)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
     words = " ".join(_shown(name, value) for name, value in given.items())
     print(

@@ -1,26 +1,18 @@
-"""The last step of a conversion: one checkpoint, written whole, with progress."""
+"""What conversions share: which files are read, what a checkpoint says of its model, how it is written."""
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from tqdm import tqdm
 
-from smoe_fairseq.checkpoint.write import check_output, write_content
+from smoe_fairseq.checkpoint.names import rank_files, set_name
+from smoe_fairseq.checkpoint.write import write_content
 
 
-def write_converted(state: Mapping, read: Sequence[Path], output: Path, force: bool) -> None:
-    """Writes the checkpoint and reads it back.
-
-    Args:
-        read: files that it was made of.
-
-    Raises:
-        UsageError: ``output`` is there already and not to be overwritten, or the system refuses it.
-    """
-    check_output(read, [output], force)
-    with tqdm(total=len(state["model"]), unit=" tensors", desc=output.name) as bar:
-        write_content(state, output, bar.update)
+def files_read(path: Path) -> list[Path]:
+    """A checkpoint and, where its name stands for a set of ``--expert-parallel``, the files of that."""
+    return [path, *rank_files(set_name(path)).values()]
 
 
 def with_model_options(state: Mapping, options: Mapping) -> dict:
@@ -30,3 +22,13 @@ def with_model_options(state: Mapping, options: Mapping) -> dict:
     # The flat command line of before fairseq had a config.
     args = vars(state["args"]) | dict(options) | {"arch": options["_name"]}
     return {**state, "args": Namespace(**args)}
+
+
+def write_converted(state: Mapping, output: Path) -> None:
+    """Writes a checkpoint whole and reads it back, with progress.
+
+    Raises:
+        UsageError: the system refuses ``output``, or what was read back differs.
+    """
+    with tqdm(total=len(state["model"]), unit=" tensors", desc=output.name) as bar:
+        write_content(state, output, bar.update)
