@@ -11,6 +11,7 @@ from test_average import AVERAGE, KILLED, changed
 from test_checkpoint_files import FULL, contents, rotted
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
+from test_family_training import member_flags
 from test_training import PLUGIN
 from test_training import train as train_smoe
 from test_upcycle import SIZES, load
@@ -160,6 +161,17 @@ def test_modules_alone_run_the_blocks(small_corpus, sparse, tmp_path):
     for block in moe_blocks(models[0].eval()).values():
         x, _ = block(x)
     assert torch.equal(torch.load(tmp_path / "y.pt"), x)
+
+
+def test_a_hash_gate_takes_its_table_from_the_weights(ranks, small_corpus, tmp_path):
+    words = member_flags("hash", small_corpus, tmp_path / "run", "--max-update", 1)
+    ranks.train(tmp_path / "run", 1, *words, one=True)
+    output = tmp_path / "model.safetensors"
+    tensors, content = exported(tmp_path / "run/checkpoint_last.pt", output)
+    prefix, arguments = next(iter(content["blocks"].items()))
+    block = StratifiedMoE(**arguments, hash_table=tensors[f"{prefix}.gates.0.table"])
+    own = {n.removeprefix(f"{prefix}."): t for n, t in tensors.items() if n.startswith(prefix)}
+    block.load_state_dict(own)
 
 
 def test_a_set_of_several_processes_and_a_stock_model(ranks, small_corpus, pre_norm, tmp_path):
