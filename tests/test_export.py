@@ -12,6 +12,7 @@ from test_checkpoint_files import FULL, contents, rotted
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
 from test_family_training import member_flags
+from test_malicious_checkpoints import older
 from test_training import PLUGIN
 from test_training import train as train_smoe
 from test_upcycle import SIZES, load
@@ -86,7 +87,9 @@ def test_what_is_no_stock_transformer_is_refused(sparse, pre_norm, tmp_path):
     assert f"{sparse} has experts, for which fairseq's transformer has no place" in sentence
     assert "--to safetensors" in sentence
     assert "holds fairseq's transformer already" in refusal("export", pre_norm, *ask)
-    assert not list(tmp_path.iterdir())
+    path = changed(sparse, tmp_path / "old.pt", lambda state: state.update(older(state)))
+    assert f"{path} has no cfg, in which fairseq 0.12.2 keeps" in refusal("export", path, *ask)
+    assert list(contents(tmp_path)) == ["old.pt"]
 
 
 # safetensors
@@ -199,6 +202,11 @@ def test_without_the_library_one_sentence_says_how_to_get_it(sparse, tmp_path, m
     )
     asked = ("export", sparse, "--to", "safetensors", "--output", tmp_path / "x.safetensors")
     assert "pip install 'smoe-fairseq[export]' has it" in refusal(*asked)
+
+
+def test_the_name_of_the_options_is_not_for_the_weights(sparse, tmp_path):
+    asked = ("export", sparse, "--to", "safetensors", "--output", tmp_path / "x.json")
+    assert "the options are to have this name; expected .safetensors" in refusal(*asked)
 
 
 # Both

@@ -31,6 +31,10 @@ def as_stock(path: Path) -> dict:
     check_plain(path, state["model"])
     if model_values(path, state)[0] == STOCK:
         raise UsageError(f"{path} holds fairseq's transformer already; expected a smoe_transformer")
+    if not state.get("cfg"):
+        raise UsageError(
+            f"{path} has no cfg, in which fairseq 0.12.2 keeps all options; expected one"
+        )
     if any(".moe." in name for name in state["model"]):
         raise UsageError(
             f"{path} has experts, for which fairseq's transformer has no place; expected a dense model "
