@@ -95,12 +95,11 @@ def test_what_is_no_stock_transformer_is_refused(sparse, pre_norm, tmp_path):
 # safetensors
 
 
-safetensors = pytest.importorskip("safetensors.torch", reason="the extra [export] is not installed")
-
-
 def exported(path: Path, output: Path) -> tuple[dict, dict]:
+    from safetensors.torch import load_file
+
     call("export", path, "--to", "safetensors", "--output", output)
-    return safetensors.load_file(output), json.loads(output.with_suffix(".json").read_text())
+    return load_file(output), json.loads(output.with_suffix(".json").read_text())
 
 
 def test_all_weights_and_options(sparse, tmp_path):
