@@ -114,6 +114,7 @@ setup(
     ],
     extras_require={
         "analysis": ["matplotlib>=3.9"],
+        "export": ["safetensors>=0.4.3"],
         "dev": [
             "hypothesis>=6",
             "pytest>=8",

@@ -33,6 +33,18 @@ COMMANDS = {
         "smoe_fairseq.checkpoint.average_command",
         "one checkpoint whose weights are the mean of several",
     ),
+    "upcycle": (
+        "smoe_fairseq.conversion.upcycle_command",
+        "an MoE checkpoint to train on, its experts copies of a dense model's FFNs",
+    ),
+    "export": (
+        "smoe_fairseq.conversion.export_command",
+        "a checkpoint for other tools: fairseq's own transformer, or safetensors",
+    ),
+    "import": (
+        "smoe_fairseq.conversion.import_command",
+        "a checkpoint of fairseq's MoE branch or of the SMoE paper's code as one of ours",
+    ),
     "table": (
         "smoe_fairseq.recipes.tables.table",
         "the scores of a data set's runs, beside the paper's",

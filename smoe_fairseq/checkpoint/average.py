@@ -68,7 +68,7 @@ def average(paths: Sequence[Path], progress: Callable = lambda count=0: None) ->
     for path in paths:
         state = None  # before there is another
         state = weights_of(path)
-        _check_plain(path, state["model"])
+        check_plain(path, state["model"])
         if first is None:
             first = _outline(state)
         else:
@@ -91,9 +91,9 @@ def _add(sums: dict, owners: dict, path: Path, model: Mapping, progress: Callabl
     """
     if not owners:
         places = {}
-        owners.update({name: places.setdefault(_place(t), name) for name, t in model.items()})
+        owners.update({name: places.setdefault(place_of(t), name) for name, t in model.items()})
     for name, owner in owners.items():
-        if owner != name and _place(model[name]) != _place(model[owner]):
+        if owner != name and place_of(model[name]) != place_of(model[owner]):
             sums[name] = sums[owner].clone()  # shared in the files before this one alone
             owners[name] = name
     for name, tensor in model.items():
@@ -130,13 +130,13 @@ def _mean(name: str, total: Tensor, count: int, like: Tensor) -> Tensor:
     return (total / count).to(torch.promote_types(like.dtype, torch.float32))
 
 
-def _place(tensor: Tensor) -> tuple:
+def place_of(tensor: Tensor) -> tuple:
     """The same for two tensors that are one."""
     start = tensor.data_ptr()
     return (start, tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (id(tensor),)
 
 
-def _check_plain(path: Path, model: Mapping) -> None:
+def check_plain(path: Path, model: Mapping) -> None:
     """Raise UsageError unless all in a model are tensors with numbers of their own."""
     for name, tensor in model.items():
         if not (isinstance(name, str) and torch.is_tensor(tensor) and _is_plain(tensor)):

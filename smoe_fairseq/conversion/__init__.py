@@ -1,0 +1,1 @@
+"""Makes one checkpoint of another: of other layers, of other tools."""

@@ -1,0 +1,262 @@
+"""``smoe export``: what other programs make of a checkpoint is what it was here."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from commands import generate, generation, hypotheses, run, run_python
+from test_average import AVERAGE, KILLED, changed
+from test_checkpoint_files import FULL, contents, rotted
+from test_expert_parallel import flags
+from test_expert_parallel_checkpoints import call, refusal
+from test_family_training import member_flags
+from test_malicious_checkpoints import older
+from test_training import PLUGIN
+from test_training import train as train_smoe
+from test_upcycle import SIZES, load
+
+from smoe_fairseq.modules import StratifiedMoE
+
+
+@pytest.fixture(scope="module")
+def dense(small_corpus, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("dense")
+    train_smoe(small_corpus, folder, "--moe-freq", 0, "--max-update", 30)
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="module")
+def sparse(small_corpus, tmp_path_factory) -> Path:
+    """With other strata in the encoder than in the decoder, and what is no default."""
+    folder = tmp_path_factory.mktemp("sparse")
+    strata = ("--smoe-strata", "2-2", "--encoder-smoe-strata", 8, "--decoder-moe-freq", 1)
+    more = ("--moe-top-k", 2, "--moe-gate-normalization", "none", "--activation-fn", "gelu")
+    train_smoe(small_corpus, folder, *strata, *more, "--max-update", 2)
+    return folder / "checkpoint_last.pt"
+
+
+# fairseq's transformer
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_fairseq_alone_translates_the_same(small_corpus, dense, tmp_path, norm):
+    path = dense
+    if norm == "post":
+        off = ("--no-encoder-normalize-before", "--no-decoder-normalize-before")
+        train_smoe(small_corpus, tmp_path / "post", "--moe-freq", 0, "--max-update", 9, *off)
+        path = tmp_path / "post/checkpoint_last.pt"
+    output = tmp_path / "stock.pt"
+    call("export", path, "--to", "fairseq", "--output", output)
+    words = ("fairseq-generate", *generation(small_corpus, output))
+    assert str(PLUGIN) not in " ".join(map(str, words))
+    stock = hypotheses(run(*words).stdout)
+    ours = generate(small_corpus, path, "--user-dir", PLUGIN)
+    assert len(ours) == 50 and {n: words for n, (_, words) in stock.items()} == {
+        n: words for n, (_, words) in ours.items()
+    }
+    assert all(stock[n][0] == pytest.approx(score, abs=2e-4) for n, (score, _) in ours.items())
+
+
+def test_fairseq_alone_validates_and_trains_on(small_corpus, dense, tmp_path):
+    output = tmp_path / "new/stock.pt"
+    call("export", dense, "--to", "fairseq", "--output", output)
+    words = (small_corpus, "--path", output, "--cpu", "--max-tokens", 400)
+    assert " nll_loss " in run("fairseq-validate", *words).stdout
+    config = load(output)["cfg"]
+    assert config["model"].arch == "transformer" and config["model"].encoder_embed_dim == 48
+    assert "smoe" not in repr({**config, "checkpoint": None, "common": None, "task": None})
+    assert config["common"]["user_dir"] is None
+    sizes = (
+        "--encoder-layers 2 --decoder-layers 2 --decoder-embed-dim 48 --decoder-ffn-embed-dim 64"
+    )
+    sizes += " --encoder-attention-heads 4 --decoder-attention-heads 4 --share-all-embeddings"
+    norms = ("--encoder-normalize-before", "--decoder-normalize-before")
+    process = run(
+        *("fairseq-train", small_corpus, "--arch", "transformer", *SIZES, *sizes.split(), *norms),
+        *("--finetune-from-model", output, "--save-dir", tmp_path / "on", "--max-update", 1),
+        *("--optimizer", "adam", "--max-tokens", 400, "--cpu", "--num-workers", 0),
+    )
+    assert "done training" in process.stdout
+
+
+def test_what_is_no_stock_transformer_is_refused(sparse, pre_norm, tmp_path):
+    ask = ("--to", "fairseq", "--output", tmp_path / "x.pt")
+    sentence = refusal("export", sparse, *ask)
+    assert f"{sparse} has experts, for which fairseq's transformer has no place" in sentence
+    assert "--to safetensors" in sentence
+    assert "holds fairseq's transformer already" in refusal("export", pre_norm, *ask)
+    path = changed(sparse, tmp_path / "old.pt", lambda state: state.update(older(state)))
+    assert f"{path} has no cfg, in which fairseq 0.12.2 keeps" in refusal("export", path, *ask)
+    assert list(contents(tmp_path)) == ["old.pt"]
+
+
+# safetensors
+
+
+def exported(path: Path, output: Path) -> tuple[dict, dict]:
+    from safetensors.torch import load_file
+
+    call("export", path, "--to", "safetensors", "--output", output)
+    return load_file(output), json.loads(output.with_suffix(".json").read_text())
+
+
+def test_all_weights_and_options(sparse, tmp_path):
+    tensors, content = exported(sparse, tmp_path / "new/model.safetensors")
+    source = load(sparse)
+    tied = content["tied"]
+    left_out = {n for n in source["model"] if n.endswith((".version", "_float_tensor"))}
+    assert tensors.keys() | tied.keys() == source["model"].keys() - left_out
+    assert tied == {
+        f"decoder.{name}.weight": "encoder.embed_tokens.weight"
+        for name in ("embed_tokens", "output_projection")
+    }
+    for name, tensor in source["model"].items():
+        assert name in left_out or torch.equal(tensors[tied.get(name, name)], tensor)
+    assert content["model"]["smoe_strata"] == "2-2" and content["model"]["_name"]
+    assert content["dictionaries"] == source["smoe_dictionaries"]
+    assert list(content["blocks"]) == [
+        "encoder.layers.1.moe",
+        "decoder.layers.0.moe",
+        "decoder.layers.1.moe",
+    ]
+
+
+WITH_TORCH_ALONE = """
+import json, sys
+class Nothing:
+    def find_spec(self, name, *more):
+        if name.partition(".")[0] in ("fairseq", "hydra", "omegaconf"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Nothing())
+import torch
+from safetensors.torch import load_file
+from smoe_fairseq.modules import StratifiedMoE
+weights, options = load_file(sys.argv[1]), json.load(open(sys.argv[2]))
+x = torch.load(sys.argv[3])
+for prefix, arguments in options["blocks"].items():
+    block = StratifiedMoE(**arguments).eval()
+    own = {n.removeprefix(prefix + "."): t for n, t in weights.items() if n.startswith(prefix + ".")}
+    block.load_state_dict(own)
+    x, _ = block(x)
+assert "fairseq" not in sys.modules
+torch.save(x.detach(), sys.argv[4])
+"""
+
+
+def test_modules_alone_run_the_blocks(small_corpus, sparse, tmp_path):
+    from fairseq import checkpoint_utils
+
+    from smoe_fairseq.models.moe_layers import moe_blocks
+
+    output = tmp_path / "model.safetensors"
+    exported(sparse, output)
+    x = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(2))
+    torch.save(x, tmp_path / "x.pt")
+    files = (output, output.with_suffix(".json"), tmp_path / "x.pt", tmp_path / "y.pt")
+    done = run("python", "-c", WITH_TORCH_ALONE, *files)
+    assert done.returncode == 0, done.stdout
+    models, _, _ = checkpoint_utils.load_model_ensemble_and_task(
+        [str(sparse)], arg_overrides={"data": str(small_corpus)}
+    )
+    for block in moe_blocks(models[0].eval()).values():
+        x, _ = block(x)
+    assert torch.equal(torch.load(tmp_path / "y.pt"), x)
+
+
+def test_a_hash_gate_takes_its_table_from_the_weights(ranks, small_corpus, tmp_path):
+    words = member_flags("hash", small_corpus, tmp_path / "run", "--max-update", 1)
+    ranks.train(tmp_path / "run", 1, *words, one=True)
+    output = tmp_path / "model.safetensors"
+    tensors, content = exported(tmp_path / "run/checkpoint_last.pt", output)
+    prefix, arguments = next(iter(content["blocks"].items()))
+    block = StratifiedMoE(**arguments, hash_table=tensors[f"{prefix}.gates.0.table"])
+    own = {n.removeprefix(f"{prefix}."): t for n, t in tensors.items() if n.startswith(prefix)}
+    block.load_state_dict(own)
+
+
+def test_a_set_of_several_processes_and_a_stock_model(ranks, small_corpus, pre_norm, tmp_path):
+    more = ("--expert-parallel", "--max-update", 1)
+    ranks.train(tmp_path / "run", 2, *flags(small_corpus, tmp_path / "run", *more))
+    last = tmp_path / "run/checkpoint_last.pt"
+    tensors, content = exported(last, tmp_path / "set.safetensors")
+    prefix = next(iter(content["blocks"]))
+    arguments = content["blocks"][prefix]
+    assert len(tensors[f"{prefix}.experts.w1"]) == StratifiedMoE(**arguments).strata.num_experts
+    tensors, content = exported(pre_norm, tmp_path / "stock.safetensors")
+    assert content["blocks"] == {} and content["model"]["moe_freq"] == 0
+    assert torch.equal(
+        tensors["encoder.layers.1.fc1.weight"],
+        load(pre_norm)["model"]["encoder.layers.1.fc1.weight"],
+    )
+
+
+def test_without_the_library_one_sentence_says_how_to_get_it(sparse, tmp_path, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *m: None if n == "safetensors" else find(n, *m)
+    )
+    asked = ("export", sparse, "--to", "safetensors", "--output", tmp_path / "x.safetensors")
+    assert "pip install 'smoe-fairseq[export]' has it" in refusal(*asked)
+
+
+def test_the_name_of_the_options_is_not_for_the_weights(sparse, tmp_path):
+    asked = ("export", sparse, "--to", "safetensors", "--output", tmp_path / "x.json")
+    assert "the options are to have this name; expected .safetensors" in refusal(*asked)
+
+
+# Both
+
+
+TO = {"fairseq": ["out.pt"], "safetensors": ["out.json", "out.safetensors"]}
+
+
+@pytest.mark.parametrize("to", TO)
+def test_what_was_there_stays(dense, tmp_path, to):
+    """Where nothing says that it may go, where the disk is full, and after a kill."""
+    output = tmp_path / TO[to][-1]
+    ask = ["export", dense, "--to", to, "--output", output]
+    for name in TO[to]:  # each of them by itself
+        (tmp_path / name).write_text("old")
+        assert f"{tmp_path / name} is there already; --force" in refusal(*ask)
+        (tmp_path / name).unlink()
+    for name in TO[to]:
+        (tmp_path / name).write_text("old")
+    before = contents(tmp_path)
+    result = run_python(FULL + AVERAGE, *ask, "--force")
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    words = f"error: --output {output} cannot be saved: File too large; files"
+    assert result.stdout.splitlines()[-1].startswith(words)
+    assert contents(tmp_path) == before
+    killed = KILLED if to == "fairseq" else KILLED_BEHIND_WEIGHTS
+    assert run_python(killed + AVERAGE, *ask, "--force").returncode == -9
+    assert before.items() <= contents(tmp_path).items()
+    call(*ask, "--force")
+    assert sorted(contents(tmp_path)) == TO[to] and b"old" not in contents(tmp_path).values()
+
+
+KILLED_BEHIND_WEIGHTS = """
+import json, os, signal
+json.dumps = lambda *a, **o: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("to", TO)
+def test_damaged_files_and_what_is_read(dense, tmp_path, to):
+    rotted(dense, tmp_path / "rotted.pt")
+    changed(dense, tmp_path / "empty.pt", lambda state: state.pop("model"))
+    mine = shutil.copy(dense, tmp_path / "mine.pt")
+    before = contents(tmp_path)
+    for name, words in (
+        ("rotted.pt", "is damaged: "),
+        ("empty.pt", "is not a checkpoint of fairseq"),
+        ("none.pt", "is missing"),
+    ):
+        ask = ("export", tmp_path / name, "--to", to, "--output", tmp_path / "out")
+        assert f"{tmp_path / name} {words}" in refusal(*ask)
+    again = refusal("export", mine, "--to", to, "--output", mine, "--force")
+    assert "is what is read; choose another name" in again
+    assert contents(tmp_path) == before
