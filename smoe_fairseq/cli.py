@@ -33,6 +33,10 @@ COMMANDS = {
         "smoe_fairseq.checkpoint.average_command",
         "one checkpoint whose weights are the mean of several",
     ),
+    "prune": (
+        "smoe_fairseq.conversion.prune_command",
+        "a checkpoint without the experts that some directions use little",
+    ),
     "table": (
         "smoe_fairseq.recipes.tables.table",
         "the scores of a data set's runs, beside the paper's",

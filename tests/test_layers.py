@@ -29,7 +29,9 @@ LAYERS = {
     "checkpoint": {"modules", "system"},
     "distributed": {"checkpoint", "models", "modules", "system"},
 }
-for top in ("analysis", "recipes", "path", "cli"):
+LAYERS["analysis"] = {ROOT, *LAYERS}
+LAYERS["conversion"] = {"analysis", "checkpoint", "models", "modules", "settings", "system"}
+for top in ("recipes", "path", "cli"):
     LAYERS[top] = {ROOT, *LAYERS}
 LAYERS[ROOT] = {"compat"}
 

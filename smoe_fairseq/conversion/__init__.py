@@ -1,0 +1,1 @@
+"""Makes one checkpoint of another."""
