@@ -21,6 +21,10 @@ with quietly():
     from smoe_fairseq.modules.gates.hashed import HashGate
 
 OVER = ("layer", "all")
+SOFTMAX = (
+    "note: these gates' decisions go by probabilities over all experts that they see, so that translations "
+    "differ, if little, even without experts that were never chosen"
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -97,6 +101,8 @@ def run(args: Namespace) -> None:
     print(f"choices counted over {args.gen_subset} of {', '.join(directions)}")
     print(table(pruned, use))
     left = sum(state["model"][name].numel() for name in parameters)
+    if any(layer.weighs_all and pruned[name].removed for name, layer in layers.items()):
+        print(SOFTMAX)
     print(summary(args, pruned, sum(parameters.values()), left))
 
 

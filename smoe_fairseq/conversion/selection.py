@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from numpy import ndarray
 from torch import nn
 
+from smoe_fairseq.modules.gates.base import BaseGate
 from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.smoe import StratifiedMoE
 from smoe_fairseq.modules.strata import Strata
@@ -23,14 +24,16 @@ _ROUNDING = 1e-9  # 0.1 of 10 experts is one, whatever floats make of it
 
 @dataclass(frozen=True)
 class Layer:
-    """What has to be known of a MoE layer: its strata, and how many experts each of its gates needs."""
+    """What has to be known of a MoE layer: its strata, `fewest_of` its gates, and `weighs_all` of them."""
 
     strata: Strata
     fewest: int
+    weighs_all: bool = False
 
     @classmethod
     def of(cls, block: StratifiedMoE) -> "Layer":
-        return cls(block.strata, max(fewest_of(gate) for gate in block.gates))
+        gate = block.gates[0]  # all are of one kind
+        return cls(block.strata, fewest_of(gate), weighs_all(gate))
 
     def required(self, score_E: ndarray) -> set[int]:
         """The experts that stay however little they are used: the best ones of the strata that need some."""
@@ -55,6 +58,16 @@ class Layer:
 def fewest_of(gate: nn.Module) -> int:
     """Experts that a gate has to see: those that it chooses, null ones aside, and one at least."""
     return max(1, gate.top_k - gate.null_experts) if isinstance(gate, TopKGate) else 1
+
+
+def weighs_all(gate: nn.Module) -> bool:
+    """Whether experts that a gate does not choose have a part in its decisions, by the softmax over all.
+
+    They have none where the weights of the chosen ones are divided by their sum.
+    """
+    if isinstance(gate, TopKGate):
+        return gate.normalization == "none" or gate.bias is not None
+    return not isinstance(gate, BaseGate)
 
 
 def ranked(score_E: ndarray, experts: list[int]) -> list[int]:
