@@ -111,7 +111,8 @@ def _pruned(name: str, tensor: Tensor, by_prefix: Mapping[str, PrunedLayer]) -> 
 
 def _has_strata(values) -> bool:
     """Whether a part of the settings repeats the model's, as fairseq has it for tasks of older kinds."""
-    return "smoe_strata" in (vars(values) if isinstance(values, Namespace) else values or ())
+    values = vars(values) if isinstance(values, Namespace) else values
+    return isinstance(values, Mapping) and "smoe_strata" in values
 
 
 def _with_strata(values: Namespace | Mapping, strata: Mapping[str, str]) -> Namespace | dict:
