@@ -144,6 +144,16 @@ def test_so_they_do_in_the_family(ranks, small_corpus, tmp_path, member):
     assert_same_translations(small_corpus, path, output)
 
 
+@pytest.mark.parametrize("member", some([n for n in FAMILY if n != "hash"], "expert-choice"))
+def test_half_of_any_member_translates(ranks, small_corpus, tmp_path, member):
+    words = [*FAMILY[member].split(), "--max-update", 1]
+    ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, *words), one=True)
+    output = tmp_path / "pruned.pt"
+    kept = kept_of(prune(small_corpus, tmp_path / "checkpoint_last.pt", output, "--keep", 0.5))
+    assert {len(experts) for experts in kept.values()} == {4}
+    assert len(generate(small_corpus, output, "--max-len-b", 9)[0]) == 50
+
+
 def test_top_1_weighs_by_the_experts_left(ranks, small_corpus, tmp_path):
     """What the note says: those that go had a part in the softmax."""
     words = ["--smoe-strata", "4", "--moe-top-k", 1, "--max-update", 1]
