@@ -45,6 +45,10 @@ COMMANDS = {
         "smoe_fairseq.conversion.import_command",
         "a checkpoint of fairseq's MoE branch or of the SMoE paper's code as one of ours",
     ),
+    "prune": (
+        "smoe_fairseq.conversion.prune_command",
+        "a checkpoint without the experts that some directions use little",
+    ),
     "table": (
         "smoe_fairseq.recipes.tables.table",
         "the scores of a data set's runs, beside the paper's",

@@ -4,7 +4,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TextIO
 
-import torch
 from fairseq.utils import move_to_cuda
 from torch import nn
 
@@ -23,25 +22,11 @@ from smoe_fairseq.analysis import (
 from smoe_fairseq.analysis.collect import collect
 from smoe_fairseq.analysis.figures import style
 from smoe_fairseq.analysis.figures.sentence import draw as draw_sentence
-from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules import Strata
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_folder, write_whole
 
 EXAMPLE_TOKENS = 16  # a sentence of about this many makes the report's example
-
-
-def load_sparse_model(
-    checkpoint: Path, data: str, lang_pairs: str | None, cpu: bool
-) -> tuple[nn.Module, object, list[str]]:
-    """Model, task and directions; a dense checkpoint is a `UsageError`."""
-    model, task = inputs.load(checkpoint, data)
-    if not moe_blocks(model):
-        raise UsageError(f"{checkpoint} is a dense model: expected one with MoE layers")
-    directions = inputs.directions(task, lang_pairs)
-    if torch.cuda.is_available() and not cpu:
-        model.cuda()
-    return model, task, directions
 
 
 def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespace) -> str:

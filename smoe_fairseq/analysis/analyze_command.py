@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--lang-pairs", metavar="PAIRS", help="such as en-de,de-en; default: all of the checkpoint"
     )
     parser.add_argument(
-        "--sentences", type=_positive, metavar="N", help="a random sample of N per direction"
+        "--sentences", type=positive, metavar="N", help="a random sample of N per direction"
     )
     parser.add_argument(
         "--sentence",
@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--min-count",
-        type=_positive,
+        type=positive,
         default=TOO_FEW,
         metavar="N",
         help="occurrences of a token that is to be among those of lowest or highest requested "
@@ -54,7 +54,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="also translate the subset with each of these --smoe-exit-bias, such as 0,0.5,1,2, and draw "
         "BLEU and time over them; negative ones as in --exit-bias=-1,0",
     )
-    parser.add_argument("--max-tokens", type=_positive, default=4096, help="of a batch")
+    parser.add_argument("--max-tokens", type=positive, default=4096, help="of a batch")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
 
 
@@ -71,9 +71,9 @@ def run(args: Namespace) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("smoe analyze draws with matplotlib: pip install matplotlib")
     with quietly():
-        from smoe_fairseq.analysis import analyze
+        from smoe_fairseq.analysis import analyze, inputs
 
-        model, task, directions = analyze.load_sparse_model(
+        model, task, directions = inputs.load_sparse_model(
             args.path, args.data, args.lang_pairs, args.cpu
         )
         if args.sentence is None:
@@ -95,7 +95,8 @@ def _numbers(text: str) -> list[float]:
     raise ArgumentTypeError(f"{text}: expected numbers joined by commas, such as 0,0.5,1,2")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An argument that is a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text}: expected a positive number")
     return int(text)

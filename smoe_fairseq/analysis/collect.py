@@ -1,6 +1,6 @@
 """Teacher-forced collection: first choices by direction, block and token type."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,25 +73,44 @@ def collect(
         progress: show a bar on standard error, where that is a terminal.
     """
     recorder = Recorder(model, task)
-    device = next(model.parameters()).device
     with recorder.recording():
         for name in directions:
             recorder.reset()
-            seen = too_long = 0
-            for dataset in inputs.datasets(task, name, subset):
-                left = None if sentences is None else sentences - seen - too_long
-                longest = inputs.longest(model, task)
-                numbers, dropped = inputs.batches(dataset, longest, left, max_tokens)
-                too_long += dropped
-                for batch in tqdm(
-                    numbers, name, unit="batch", disable=None if progress else True, leave=False
-                ):
-                    sample = dataset.collater([dataset[i] for i in batch])
-                    recorder.run(_on(device, sample["net_input"]))
-                    seen += len(batch)
-            if not seen:
-                raise UsageError(f"--gen-subset {subset}: {name} has no sentence to run on")
+            of_direction = task, name, subset, sentences, max_tokens
+            seen, too_long = run_direction(recorder.run, model, *of_direction, progress)
             yield Direction(name, seen, too_long, _results(recorder, task))
+
+
+def run_direction(
+    run: Callable[[dict], None],
+    model: nn.Module,
+    task,
+    name: str,
+    subset: str = "valid",
+    sentences: int | None = None,
+    max_tokens: int = inputs.TOKENS_PER_BATCH,
+    progress: bool = True,
+) -> tuple[int, int]:
+    """Calls ``run`` with the model's inputs of each batch; the sentences it got, and those too long for it.
+
+    The rest is as of `collect`.
+    """
+    seen = too_long = 0
+    device = next(model.parameters()).device
+    longest = inputs.longest(model, task)
+    for dataset in inputs.datasets(task, name, subset):
+        left = None if sentences is None else sentences - seen - too_long
+        numbers, dropped = inputs.batches(dataset, longest, left, max_tokens)
+        too_long += dropped
+        for batch in tqdm(
+            numbers, name, unit="batch", disable=None if progress else True, leave=False
+        ):
+            sample = dataset.collater([dataset[i] for i in batch])
+            run(_on(device, sample["net_input"]))
+            seen += len(batch)
+    if not seen:
+        raise UsageError(f"--gen-subset {subset}: {name} has no sentence to run on")
+    return seen, too_long
 
 
 def _on(device: torch.device, net_input: dict) -> dict:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import fairseq  # noqa: F401  (the plugin's model registers itself as soon as fairseq is there)
 import numpy as np
+import torch
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, FairseqDataset
 from fairseq.data.multilingual.multilingual_utils import get_lang_tok
@@ -14,6 +15,7 @@ from fairseq.utils import resolve_max_positions, split_paths
 from torch import nn
 
 from smoe_fairseq.checkpoint.content import open_checkpoint
+from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.system.errors import UsageError
 
 TOKENS_PER_BATCH = 4096
@@ -44,6 +46,18 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
             "translation_multi_simple_epoch"
         )
     return models[0].eval(), task
+
+
+def load_sparse_model(
+    checkpoint: Path, data: str, lang_pairs: str | None, cpu: bool
+) -> tuple[nn.Module, object, list[str]]:
+    """Model, task and directions; a dense checkpoint is a `UsageError`."""
+    model, task = load(checkpoint, data)
+    if not moe_blocks(model):
+        raise UsageError(f"{checkpoint} is a dense model: expected one with MoE layers")
+    if torch.cuda.is_available() and not cpu:
+        model.cuda()
+    return model, task, directions(task, lang_pairs)
 
 
 def is_multilingual(task) -> bool:

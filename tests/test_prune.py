@@ -1,0 +1,524 @@
+"""``smoe prune``: which experts go, what is left of the checkpoint, and what is no request."""
+
+import json
+import math
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import handmade
+import pytest
+import torch
+from commands import PLUGIN, run, run_python
+from family import FAMILY
+from sampling import soak, some
+from test_analyze import words_on
+from test_average import KILLED
+from test_checkpoint_files import FULL, contents, rotted
+from test_expert_parallel import flags
+from test_expert_parallel_checkpoints import call, refusal
+from test_training import UNINITIALISED, generate
+from test_training import train as train_smoe
+
+from smoe_fairseq.analysis import inputs
+from smoe_fairseq.conversion.prune import PrunedLayer
+from smoe_fairseq.conversion.prune import prune as prune_content
+from smoe_fairseq.conversion.selection import Layer
+from smoe_fairseq.models.moe_layers import moe_blocks
+
+NEVER, SELDOM = -100.0, -3.0  # logits beside those of the other experts
+SIDES = ("encoder", "decoder")
+
+
+@pytest.fixture(scope="module")
+def trained(small_corpus, tmp_path_factory) -> Path:
+    """A checkpoint of 2-2-2-2 whose translations differ from sentence to sentence."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = ("--max-update", 60, "--dropout", 0, "--disable-validation", "--store-ema")
+    train_smoe(small_corpus, folder, *flags, "--save-interval", 1000)
+    return folder / "checkpoint_last.pt"
+
+
+def load(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+def changed(source: Path, path: Path, change) -> Path:
+    state = load(source)
+    change(state)
+    torch.save(state, path)
+    return path
+
+
+def with_logits(source: Path, path: Path, logits: dict[int, float]) -> Path:
+    """A checkpoint whose gates add these to the logits of experts, whatever the token.
+
+    One component of what a gate gets is made 1 for all tokens.
+    """
+
+    def change(state):
+        model = state["model"]
+        for name, weight in model.items():
+            if re.search(r"\.moe\.layer_norms\.\d+\.", name):
+                weight[0] = float(name.endswith("bias"))
+            if gate := re.search(r"\.moe\.gates\.(\d+)\.weight", name):
+                weight[:, 0] = 0
+                experts = len(model[f"{name[: gate.start()]}.moe.experts.b1"])
+                # It sees the later ones, and in a stack its own.
+                stacked = state["cfg"]["model"]["moe_stacked"]
+                first = int(gate[1]) * len(weight) if stacked else experts - len(weight)
+                for expert, logit in logits.items():
+                    if first <= expert < first + len(weight):
+                        weight[expert - first, 0] = logit
+
+    return changed(source, path, change)
+
+
+def prune(data: Path, path: Path, output: Path, *words) -> str:
+    """What the command prints."""
+    return run("smoe", "prune", path, data, "--cpu", "--output", output, *words).stdout
+
+
+def strata_of(path: Path) -> list[str]:
+    settings = load(path)["cfg"]["model"]
+    return [settings[f"{side}_smoe_strata"] for side in SIDES]
+
+
+def kept_of(printed: str) -> dict[str, list[int]]:
+    """By layer, of the command's table."""
+    rows = re.findall(r"^(\w+ layer \d)  +(.*)$", printed, re.M)
+    return {name: list(map(int, re.split("  +", cells)[2].split())) for name, cells in rows}
+
+
+def assert_same_translations(data: Path, one: Path, other: Path) -> None:
+    before, after = (generate(data, path)[0] for path in (one, other))
+    assert {i: text for i, (text, _) in before.items()} == {i: t for i, (t, _) in after.items()}
+    assert all(abs(before[i][1] - after[i][1]) < 2e-4 for i in before)
+
+
+# What is taken out
+
+
+def test_experts_that_were_never_chosen_go_without_a_trace(trained, small_corpus, tmp_path):
+    path = with_logits(trained, tmp_path / "full.pt", {1: NEVER, 4: NEVER, 5: NEVER})
+    output = tmp_path / "new/pruned.pt"
+    printed = prune(small_corpus, path, output, "--min-load", 0)
+    kept = [0, 2, 3, 6, 7]
+    assert kept_of(printed) == {"encoder layer 1": kept, "decoder layer 1": kept}
+    assert "2-2-2-2  1-2-0-2  " in printed and "1 4 5    0.0%" in printed
+    assert "10 of 16 experts" in printed and "note:" not in printed
+    assert strata_of(output) == ["1-2-0-2", "1-2-0-2"]
+    assert len({text for text, _ in generate(small_corpus, output)[0].values()}) > 10
+    assert_same_translations(small_corpus, path, output)
+
+
+MEMBERS = {name: words for name, words in FAMILY.items() if name not in ("hash", "expert-choice")}
+MEMBERS |= {
+    "released": "--smoe-strata 4-4 --moe-norms released",
+    "stacked": "--smoe-strata 4-4 --moe-stacked",
+    "cmr": "--smoe-strata 8 --moe-cmr",
+}
+
+
+@pytest.mark.parametrize("member", some(MEMBERS, "bias", "layers", "chain"))
+def test_so_they_do_in_the_family(ranks, small_corpus, tmp_path, member):
+    """Where the softmax over all experts has a part in it, it is 0 here for the two that go."""
+    words = [*MEMBERS[member].split(), "--max-update", 3]
+    ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, *words), one=True)
+    path, output = tmp_path / "full.pt", tmp_path / "pruned.pt"
+    gone = {1, 2} if member == "stacked" else {1, 4}  # later layers of a stack have no norm
+    with_logits(tmp_path / "checkpoint_last.pt", path, dict.fromkeys(gone, NEVER))
+    printed = prune(small_corpus, path, output, "--min-load", 0)
+    assert not gone & {expert for experts in kept_of(printed).values() for expert in experts}
+    by_softmax = member in ("bias", "top-p", "residual")
+    assert ("note: these gates' decisions go by" in printed) == by_softmax
+
+    # These alone: of others that the references did not choose, a search may have chosen some.
+    model, _ = inputs.load(path, small_corpus)
+    layers = {
+        name: PrunedLayer.of(Layer.of(block), {*range(block.strata.num_experts)} - gone)
+        for name, block in moe_blocks(model).items()
+    }
+    torch.save(prune_content(path, layers), output)
+    assert_same_translations(small_corpus, path, output)
+
+
+@pytest.mark.parametrize("member", some([n for n in FAMILY if n != "hash"], "expert-choice"))
+def test_half_of_any_member_translates(ranks, small_corpus, tmp_path, member):
+    words = [*FAMILY[member].split(), "--max-update", 1]
+    ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, *words), one=True)
+    output = tmp_path / "pruned.pt"
+    kept = kept_of(prune(small_corpus, tmp_path / "checkpoint_last.pt", output, "--keep", 0.5))
+    assert {len(experts) for experts in kept.values()} == {4}
+    assert len(generate(small_corpus, output, "--max-len-b", 9)[0]) == 50
+
+
+def test_top_1_weighs_by_the_experts_left(ranks, small_corpus, tmp_path):
+    """What the note says: those that go had a part in the softmax."""
+    words = ["--smoe-strata", "4", "--moe-top-k", 1, "--max-update", 1]
+    ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, *words), one=True)
+    path = with_logits(tmp_path / "checkpoint_last.pt", tmp_path / "full.pt", {2: SELDOM})
+    printed = prune(small_corpus, path, tmp_path / "pruned.pt", "--min-load", 0)
+    assert all(2 not in experts for experts in kept_of(printed).values()) and "note:" in printed
+    before, after = (generate(small_corpus, tmp_path / f"{n}.pt")[0] for n in ("full", "pruned"))
+    differences = [abs(before[i][1] - after[i][1]) for i in before]
+    assert 1e-5 < max(differences) < 0.1
+
+
+@pytest.mark.parametrize(
+    "words, kept",
+    [
+        (("--min-load", 0), [0, 1]),  # a second choice is one
+        (("--min-load", 3), [0, 1]),  # as many as a gate chooses, whatever the load
+        soak(("--keep", 0.25), [0, 1]),
+        (("--keep", 0.75), [0, 1, 2]),  # of equals the first
+        soak(("--keep", 1), [0, 1, 2, 3]),
+    ],
+)
+def test_first_and_second_choices(two_choices, small_corpus, tmp_path, words, kept):
+    """All tokens choose expert 0 and then expert 1."""
+    printed = prune(small_corpus, two_choices, tmp_path / "pruned.pt", *words)
+    assert kept_of(printed) == {"encoder layer 1": kept, "decoder layer 1": kept}
+    assert_same_translations(small_corpus, two_choices, tmp_path / "pruned.pt")
+
+
+@pytest.fixture(scope="module")
+def two_choices(ranks, small_corpus, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("two-choices")
+    words = ["--smoe-strata", "4", "--max-update", 1]
+    ranks.train(folder, 1, *flags(small_corpus, folder, *words), one=True)
+    return with_logits(folder / "checkpoint_last.pt", folder / "full.pt", {0: 100, 1: 50})
+
+
+# What is counted
+
+
+@pytest.fixture(scope="module")
+def by_hand(gates_by_hand, tmp_path_factory) -> Path:
+    """Gates of 2-2-2-2 as on paper, with layer norms that scale nothing."""
+
+    def change(state):
+        for name, weight in state["model"].items():
+            if ".moe.layer_norms." in name:
+                weight.fill_(float(name.endswith("weight")))
+
+    return changed(gates_by_hand, tmp_path_factory.mktemp("by-hand") / "by_hand.pt", change)
+
+
+def importance(direction: str, side: str) -> list[float]:
+    """Of each expert on paper, by the routes.
+
+    Of 16 components, normalised, the one of a token's class stands out; a gate reads those of the classes
+    that have a route there.
+    """
+    high, low = math.sqrt(15), -1 / math.sqrt(15)
+    tokens, firsts, confidence = 0, Counter(), Counter()
+    for word, count in words_on(direction, side).items():
+        tokens += count
+        own = handmade.SPECIAL if word == "special" else handmade.class_of(word)
+        for stratum, expert in handmade.ROUTES[own].items():
+            logits = dict.fromkeys(range(2 * stratum, 8), 0.0)
+            for kind, route in handmade.ROUTES.items():
+                if stratum in route:
+                    logits[route[stratum]] += high if kind == own else low
+            firsts[expert] += count
+            confidence[expert] += count * math.exp(high) / sum(map(math.exp, logits.values()))
+    return [firsts[e] / tokens * math.exp(confidence[e] / max(firsts[e], 1)) for e in range(8)]
+
+
+def best(importance: list[float], number: int) -> list[int]:
+    """Experts 6 and 7, which the last gate chooses between, and the best others."""
+    others = sorted(range(6), key=lambda expert: -importance[expert])
+    return sorted([*others[: max(number - 2, 0)], 6, 7])
+
+
+@pytest.mark.parametrize("pairs", some(["aa-bb", "aa-bb,cc-aa"], "aa-bb,cc-aa"))
+def test_the_most_important_experts_stay(three_languages, by_hand, tmp_path, pairs):
+    directions = pairs.split(",")
+    for eighths in (1, 4, 5, 7):
+        output = tmp_path / f"{eighths}.pt"
+        words = ("--keep", eighths / 8, "--lang-pairs", pairs, "--max-tokens", 60)
+        call("prune", by_hand, three_languages, *words, "--cpu", "--output", output)
+        for side, strata in zip(SIDES, strata_of(output), strict=True):
+            scores = map(sum, zip(*(importance(d, side) for d in directions), strict=True))
+            kept = best(list(scores), eighths)
+            sizes = [sum(e // 2 == stratum for e in kept) for stratum in range(4)]
+            assert strata.split(",") == 2 * ["-".join(map(str, sizes))]
+
+
+def test_over_all_layers_the_best_of_all_stay(three_languages, by_hand, tmp_path):
+    """Both layers of a side have the same routes, so that they stay the same, and the sides do not."""
+    direction, differ = "aa-bb", 0
+    scores = {side: importance(direction, side) for side in SIDES}
+    others = sorted(((scores[side][e], side) for side in SIDES for e in range(6)), reverse=True)
+    for more in (0, 3, 8, 12):
+        output, share = tmp_path / f"{more}.pt", (8 + 2 * more) / 32
+        words = ("--keep", share, "--over", "all", "--lang-pairs", direction)
+        call("prune", by_hand, three_languages, *words, "--cpu", "--output", output)
+        numbers = [2 + sum(side == s for _, s in others[:more]) for side in SIDES]
+        differ += numbers[0] != numbers[1]
+        found = [strata.split(",") for strata in strata_of(output)]
+        for number, layers, side in zip(numbers, found, SIDES, strict=True):
+            kept = best(scores[side], number)
+            assert layers[0] == layers[1]
+            assert layers[0] == "-".join(str(sum(e // 2 == s for e in kept)) for s in range(4))
+    assert differ
+
+
+@pytest.fixture
+def by_language(multilingual, tmp_path, monkeypatch) -> Path:
+    """Switch gates by which each language goes another way."""
+    monkeypatch.setattr(handmade, "class_of", lambda word: "abc".index(word[0]))
+    shutil.copy(multilingual, tmp_path / "trained.pt")
+    path = handmade.fix_gates(tmp_path / "trained.pt", handmade.symbols(3))
+
+    def change(state):
+        state["cfg"]["model"]["moe_top_k"] = 1
+
+    return changed(path, path, change)
+
+
+LANGUAGE = {"aa": {7}, "bb": {1, 4, 6}, "cc": {0, 3, 5, 7}}
+SPECIAL = {2, 6}
+
+
+@pytest.mark.parametrize(
+    "pairs", some(["aa-bb", "cc-aa", "aa-bb,cc-aa", None], "cc-aa", "aa-bb,cc-aa")
+)
+def test_what_any_direction_uses_stays(three_languages, by_language, tmp_path, pairs):
+    pruned = tmp_path / "pruned.pt"
+    words = ("--lang-pairs", pairs) if pairs else ()
+    printed = prune(three_languages, by_language, pruned, "--min-load", 0, *words)
+    directions = pairs.split(",") if pairs else handmade.DIRECTIONS
+    assert f"choices counted over valid of {', '.join(directions)}" in printed
+    kept = kept_of(printed)
+    for place, side in enumerate(SIDES):
+        languages = {direction.split("-")[place] for direction in directions}
+        used = set.union(SPECIAL, *(LANGUAGE[language] for language in languages))
+        for layer in (1, 3):
+            # One in the last stratum would do; two of it are on all ways here.
+            assert kept[f"{side} layer {layer}"] == sorted(used)
+
+
+def test_a_load_is_that_of_the_direction_where_it_is_highest(
+    three_languages, by_language, tmp_path
+):
+    """What only cc uses has in cc-aa a load that it has not in both directions together."""
+    printed = {}
+    for pairs in ("cc-aa", "cc-aa,aa-bb"):
+        words = ("--min-load", 0.6, "--lang-pairs", pairs, "--force")
+        printed[pairs] = kept_of(prune(three_languages, by_language, tmp_path / "p.pt", *words))
+    one, both = (kept["encoder layer 1"] for kept in printed.values())
+    assert {0, 3, 5, 7} <= {*one} <= {*both}
+
+
+def test_a_sample_is_counted(three_languages, by_hand, tmp_path):
+    words = ("--keep", 0.5, "--sentences", 2, "--lang-pairs", "aa-bb", "--gen-subset", "train")
+    printed = prune(three_languages, by_hand, tmp_path / "pruned.pt", *words)
+    assert "choices counted over train of aa-bb" in printed and "16 of 32 experts" in printed
+
+
+# What is left of the checkpoint
+
+
+@pytest.fixture(scope="module")
+def halved(trained, small_corpus, tmp_path_factory) -> tuple[Path, dict[str, list[int]]]:
+    """A checkpoint, and the experts that are left in it."""
+    output = tmp_path_factory.mktemp("halved") / "checkpoint.pt"
+    printed = prune(small_corpus, trained, output, "--keep", 0.5)
+    assert "8 of 16 experts" in printed
+    return output, kept_of(printed)
+
+
+def test_all_that_stays_keeps_its_bits(trained, halved):
+    output, kept = halved
+    before, after = load(trained), load(output)
+    assert before["model"].keys() == after["model"].keys()
+    for name, tensor in before["model"].items():
+        experts = kept[f"{name.split('.')[0]} layer 1"]
+        if ".moe.experts." in name:
+            tensor = torch.stack([tensor[e] for e in experts])
+        elif ".moe.gates." in name:
+            first = 8 - len(tensor)
+            tensor = torch.stack([tensor[e - first] for e in experts if e >= first])
+        if name not in UNINITIALISED:
+            assert torch.equal(after["model"][name], tensor), name
+    assert "last_optimizer_state" not in after and "ema" in before["extra_state"]
+    assert "ema" not in after["extra_state"]
+    assert after["optimizer_history"] == before["optimizer_history"]
+    tied = [after["model"][f"{side}.embed_tokens.weight"] for side in SIDES]
+    assert tied[0].data_ptr() == tied[1].data_ptr()  # as in the file before
+    assert output.stat().st_size < trained.stat().st_size / 2
+
+
+def test_steps_of_the_bias_go_with_their_experts(ranks, small_corpus, tmp_path):
+    words = ["--smoe-strata", "3-4", "--moe-balance", "bias", "--max-update", 3]
+    ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, *words), one=True)
+    path, output = tmp_path / "checkpoint_last.pt", tmp_path / "pruned.pt"
+    kept = kept_of(prune(small_corpus, path, output, "--keep", 0.5))
+    for side in SIDES:
+        experts = kept[f"{side} layer 1"]
+        for gate, first in enumerate((0, 3)):
+            name = f"{side}.layers.1.moe.gates.{gate}.bias.steps"
+            steps = load(path)["model"][name].tolist()
+            rows = [steps[e - first] for e in experts if e >= first]
+            assert load(output)["model"][name].tolist() == rows
+
+
+def test_every_other_command_takes_it(halved, small_corpus, tmp_path):
+    path, _ = halved
+    encoder, decoder = strata_of(path)
+    generate(small_corpus, path)
+    of_run = (small_corpus, "--path", path, "--cpu")
+    run("fairseq-validate", *of_run, "--user-dir", PLUGIN, "--max-tokens", 400)
+    run("smoe", "analyze", *of_run, "--output", tmp_path / "analysis")
+    found = json.loads((tmp_path / "analysis/run.json").read_text())["strata"]
+    assert found == {"encoder.layer.1": encoder, "decoder.layer.1": decoder}
+    cost = json.loads(run("smoe", "cost", "--path", path, "--json").stdout)
+    names = {name for name in load(path)["smoe_experts"]["parameters"]}
+    tied = {"decoder.embed_tokens.weight", "decoder.output_projection.weight"}
+    sizes = [t.numel() for n, t in load(path)["model"].items() if n in names - tied]
+    assert cost["parameters"] == sum(sizes)
+    prune(small_corpus, path, tmp_path / "again.pt", "--keep", 1)
+    assert strata_of(tmp_path / "again.pt") == [encoder, decoder]
+    train_smoe(
+        *(small_corpus, tmp_path / "finetuned", "--finetune-from-model", path, "--max-update", 1),
+        *("--encoder-smoe-strata", encoder, "--decoder-smoe-strata", decoder, "--lr", 0),
+        "--disable-validation",
+    )
+    model, finetuned = load(path)["model"], load(tmp_path / "finetuned/checkpoint_last.pt")["model"]
+    assert all(torch.equal(finetuned[name], model[name]) for name in names)
+
+
+def test_its_record_lets_it_be_spread_over_processes(two_choices, small_corpus, tmp_path):
+    """The record says how many experts each layer has."""
+    full = with_logits(two_choices, tmp_path / "full.pt", {0: 100, 1: 50, 2: 20, 3: 10})
+    path = changed(full, tmp_path / "uneven.pt", even_out_encoder)
+    prune(small_corpus, path, tmp_path / "pruned.pt", "--min-load", 0)
+    assert strata_of(tmp_path / "pruned.pt") == ["4", "2"]
+    record = load(tmp_path / "pruned.pt")["smoe_experts"]
+    assert record["num_experts"] == 4 and record["other_layers"] == {"decoder.layers.1.moe": 2}
+    words = ("--world-size", 2, "--output", tmp_path / "set.pt")
+    call("reshard", tmp_path / "pruned.pt", *words)
+    shares = [load(tmp_path / f"set-rank-{rank}.pt")["model"] for rank in (0, 1)]
+    assert [len(s["encoder.layers.1.moe.experts.w1"]) for s in shares] == [2, 2]
+    assert [len(s["decoder.layers.1.moe.experts.w1"]) for s in shares] == [1, 1]
+    sentence = refusal("reshard", tmp_path / "pruned.pt", "--world-size", 3, *words[2:], "--force")
+    assert "cannot be spread evenly over 3 processes" in sentence
+
+
+def even_out_encoder(state) -> None:
+    """In the encoder the gate has a logit for each token alone."""
+    state["model"]["encoder.layers.1.moe.gates.0.weight"][:, 0] = 0
+
+
+# What is no request
+
+
+def test_requests_that_are_not_clear(trained, pre_norm, corpus, small_corpus, tmp_path):
+    output = tmp_path / "pruned.pt"
+    for words, sentence in (
+        ((), "neither --keep nor --min-load: expected one of the two"),
+        (("--keep", 1, "--min-load", 0), "--keep with --min-load: expected one of the two"),
+        (("--keep", 0), "--keep 0: expected a share above 0, up to 1"),
+        (("--keep", 1.5), "--keep 1.5: expected a share above 0, up to 1"),
+        (("--keep", "nan"), "--keep nan: expected a share above 0, up to 1"),
+        (("--min-load", "-1"), "--min-load -1: expected a number of at least 0"),
+        (("--min-load", "inf"), "--min-load inf: expected a number of at least 0"),
+        (("--min-load", 0, "--over", "all"), "--over all with --min-load: expected it with --keep"),
+        (("--keep", 1, "--lang-pairs", "en-xx"), "--lang-pairs en-xx: the model knows src-tgt"),
+        (("--keep", 1, "--gen-subset", "test2"), "--gen-subset test2: "),
+    ):
+        assert sentence in refusal("prune", trained, small_corpus, *words, "--output", output)
+    dense = ("prune", pre_norm, corpus, "--keep", 0.5, "--output", output)
+    assert f"{pre_norm} is a dense model: expected one with MoE layers" in refusal(*dense)
+    missing = ("prune", trained, tmp_path / "none", "--keep", 0.5, "--output", output)
+    assert f"{tmp_path / 'none'} is missing" in refusal(*missing)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_has_diverged_is_named(trained, small_corpus, tmp_path):
+    name = "encoder.layers.1.moe.gates.0.weight"
+    path = changed(trained, tmp_path / "nan.pt", lambda state: state["model"][name].fill_(math.nan))
+    ask = ("prune", path, small_corpus, "--keep", 0.5, "--output", tmp_path / "pruned.pt")
+    assert f"{path}: {name} has values that are not numbers" in refusal(*ask)
+    assert [file.name for file in tmp_path.iterdir()] == ["nan.pt"]
+
+
+def test_tables_by_token_are_refused(ranks, small_corpus, tmp_path):
+    words = [*FAMILY["hash"].split(), "--max-update", 1]
+    ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, *words), one=True)
+    path = tmp_path / "checkpoint_last.pt"
+    ask = ("prune", path, small_corpus, "--min-load", 0, "--output", tmp_path / "pruned.pt")
+    assert f"{path} has --moe-gate hash, which looks an expert up" in refusal(*ask)
+    assert not (tmp_path / "pruned.pt").exists()
+
+
+def test_a_set_is_consolidated_first(trained, small_corpus, tmp_path):
+    call("reshard", trained, "--world-size", 2, "--output", tmp_path / "set.pt")
+    before = contents(tmp_path)
+    for name in ("set.pt", "set-rank-0.pt"):
+        ask = ("prune", tmp_path / name, small_corpus, "--keep", 0.5)
+        words = refusal(*ask, "--output", tmp_path / "pruned.pt")
+        assert f"{tmp_path / name} is of a set with --expert-parallel" in words
+        assert f"by smoe consolidate {tmp_path / 'set.pt'} --output FILE" in words
+    assert contents(tmp_path) == before
+    call("consolidate", tmp_path / "set.pt", "--output", tmp_path / "whole.pt")
+    prune(small_corpus, tmp_path / "whole.pt", tmp_path / "pruned.pt", "--keep", 0.5)
+
+
+def test_damaged_files_have_the_sentence_that_they_have_elsewhere(trained, small_corpus, tmp_path):
+    (tmp_path / "cut.pt").write_bytes(trained.read_bytes()[:5000])
+    rotted(trained, tmp_path / "rotted.pt")
+    before = contents(tmp_path)
+    for name, words in (
+        ("cut.pt", "is cut off or not a checkpoint"),
+        ("rotted.pt", "is damaged: "),
+        ("none.pt", "is missing"),
+    ):
+        ask = ("prune", tmp_path / name, small_corpus, "--keep", 0.5)
+        sentence = refusal(*ask, "--output", tmp_path / "pruned.pt")
+        assert f"{tmp_path / name} {words}" in sentence
+    assert contents(tmp_path) == before
+
+
+def test_nothing_is_overwritten_unasked(trained, small_corpus, tmp_path):
+    path, output = Path(shutil.copy(trained, tmp_path)), tmp_path / "pruned.pt"
+    output.write_text("old")
+    ask = ("prune", path, small_corpus, "--keep", 0.5, "--output")
+    assert "is there already; --force" in refusal(*ask, output)
+    assert f"--output: {path} is what is read" in refusal(*ask, path, "--force")
+    assert output.read_text() == "old"
+    call(*ask, output, "--force", "--cpu")
+    assert strata_of(output)
+
+
+# A disk without room, and a kill
+
+
+PRUNE = "import sys; from smoe_fairseq.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture
+def asked(trained, small_corpus, tmp_path) -> list:
+    """A request, of which the output is there from an earlier time."""
+    (tmp_path / "pruned.pt").write_text("old")
+    words = ["--keep", 0.5, "--cpu", "--output", tmp_path / "pruned.pt", "--force"]
+    return ["prune", trained, small_corpus, *words]
+
+
+def test_without_room_what_was_there_stays(tmp_path, asked):
+    result = run_python(FULL + PRUNE, *asked)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    words = f"error: --output {tmp_path / 'pruned.pt'} cannot be saved: File too large; files"
+    assert result.stdout.splitlines()[-1].startswith(words)
+    assert contents(tmp_path) == {"pruned.pt": b"old"}
+
+
+def test_a_kill_leaves_what_was_there(tmp_path, asked):
+    """And the next attempt takes the place of what is left beside it."""
+    assert run_python(KILLED + PRUNE, *asked).returncode == -9
+    assert contents(tmp_path) == {"pruned.pt": b"old", "pruned.pt.tmp": b"half"}
+    call(*asked)
+    assert list(contents(tmp_path)) == ["pruned.pt"] and strata_of(tmp_path / "pruned.pt")
