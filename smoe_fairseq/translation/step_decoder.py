@@ -36,8 +36,8 @@ class StepDecoder:
         """What the last of the tokens gives, ``(R, D)``: the next one's logits are a product away.
 
         Args:
-            tokens_RT: of W = ``beam`` hypotheses per sentence, sentence after sentence. Each call has one more
-                token than the one before.
+            tokens_RT: of W = ``beam`` hypotheses per sentence, sentence after sentence. Each call has one
+                more token than the one before.
         """
         own_WW = torch.full((beam, beam), _HIDDEN, device=tokens_RT.device).fill_diagonal_(0)
         own_WW = own_WW.to(self.source_bias_B1S.dtype)
