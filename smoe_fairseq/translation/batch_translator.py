@@ -94,12 +94,15 @@ class BatchTranslator:
         """What is translated by itself; nothing of a text without words."""
         if not text.strip():
             return []
-        longest = (
-            self.translator.max_positions[0] - 2
-        )  # with a language's token and the end of sentence
+        longest = self.translator.max_positions[0] - 1  # and the token of a language
         if not options.max_len_a:
-            longest = min(longest, options.max_len_b)
-        return divide(text, lambda part: len(self._encode(part)) - 1 <= longest)
+            longest = min(longest, options.max_len_b + 1)
+
+        def fits(part: str) -> bool:
+            # A token is of one byte at least; there may be one for the blank before, and one for the end.
+            return len(part.encode()) + 2 <= longest or len(self._encode(part)) <= longest
+
+        return divide(text, fits)
 
     def _encode(self, text: str) -> Tensor:
         translator = self.translator
