@@ -206,11 +206,11 @@ def test_numbers_that_are_none(folder, flag, value):
     assert f"{value!r}: expected a" in result.stdout
 
 
-def started(folder, *words, **options) -> subprocess.Popen:
+def started(folder, *words, OMP_NUM_THREADS="1", **options) -> subprocess.Popen:
     return subprocess.Popen(
         [SCRIPTS / "smoe", "translate", "run", "--to", "fr", *map(str, (*SEARCH, *words))],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": OMP_NUM_THREADS},
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         preexec_fn=heed_signals,
@@ -234,6 +234,20 @@ def test_a_reader_that_has_gone(folder):
     os.close(writing)
     _, said = process.communicate(b"1 2\n", timeout=120)
     assert process.returncode == 128 + signal.SIGPIPE and b"Traceback" not in said
+
+
+@pytest.mark.parametrize("threads", [soak("1"), "2"])
+def test_an_interruption_of_a_search(folder, threads):
+    process = started(folder, "--output", "never.txt", "--max-tokens", 200, OMP_NUM_THREADS=threads)
+    process.stdin.write(b"1 2 3 4 5 6 7 8 9\n" * 3999)
+    process.stdin.flush()
+    wait_for((folder / "never.txt.tmp").exists, process)
+    process.stdin.write(b"1\n" * 2)  # what is asked for at once, and one more
+    process.stdin.flush()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in said
+    assert not list(folder.glob("never*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, soak(signal.SIGKILL)])

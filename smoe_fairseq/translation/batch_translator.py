@@ -133,7 +133,9 @@ class BatchTranslator:
             )
 
         batches = list(by_length(lengths.tolist(), self.max_tokens // self.threads))
-        yield from in_threads(translate, batches, min(self.threads, len(batches)))
+        threads = min(self.threads, len(batches))
+        stop = search.stop if threads > 1 else None
+        yield from in_threads(translate, batches, threads, stop)
 
     @property
     def threads(self) -> int:

@@ -7,6 +7,7 @@ Shapes: B sentences that are not finished, W hypotheses of each, R = B W rows, T
 vocabulary.
 """
 
+import threading
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -35,6 +36,13 @@ class BeamSearch:
     min_len: int = 1
     max_len_a: float = 0.0
     max_len_b: int = 200
+
+    def __post_init__(self):
+        self.stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Ends the searches that are under way in other threads, by an exception."""
+        self.stopped.set()
 
     @classmethod
     def options(cls) -> list[str]:
@@ -66,6 +74,8 @@ class BeamSearch:
             forced_B = prefix_tokens[:, step] if _begins(prefix_tokens, step) else None
             if run.step(step, forced_B):
                 break
+            if self.stopped.is_set():
+                raise RuntimeError("the search was stopped")
         return run.results()
 
     def _limits(self, model, source_BS: Tensor) -> Tensor:
