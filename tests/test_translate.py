@@ -18,6 +18,9 @@ from test_translator import evaluated, prepared
 
 from smoe_fairseq.analysis.inputs import load
 from smoe_fairseq.analysis.sentence import run_pair
+from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.translation.batch_translator import BatchTranslator, Options
 
 assert prepared  # a fixture
 SEARCH = ("--beam", 2, "--max-len-b", 10)  # as the recipe's evaluation was told
@@ -278,6 +281,24 @@ def test_a_run_of_one_direction_needs_no_flag(small_corpus, tmp_path):
     train_smoe(small_corpus, tmp_path / "run", "--max-update", 3)
     found, _ = translate(tmp_path, "run", text="ax by\n")
     assert found.count("\n") == 1
+
+
+def test_from_python(folder):
+    """What a service would call: texts of any order and length, and how many are done."""
+    model = BatchTranslator(SMoETransformerModel.from_pretrained(folder / "run"), max_tokens=30)
+    texts = ["1 2 is a number", "", "3", "4 5 6 7 8 9 . " * 4, "3"]
+    options, counts = Options(beam=3, nbest=2, max_len_b=10, divide_above=20), []
+    found = model.translate_batch(texts, "en", "fr", options, counts.append)
+    assert [t.source for t in found] == texts and sum(counts) == len(texts) and len(counts) > 2
+    assert [len(t.hypotheses) for t in found] == [2, 1, 2, 2, 2]
+    assert [t.parts for t in found][:3] == [1, 0, 1] and found[3].parts > 1
+    assert found[2].requested is None and found[2].hypotheses[0].requested is None
+    for text, translation in zip(texts, found, strict=True):
+        (alone,) = model.translate_batch([text], "en", "fr", options)
+        assert [h.text for h in alone.hypotheses] == [h.text for h in translation.hypotheses]
+    assert model.translate_batch([], "en", "fr") == []
+    with pytest.raises(UsageError, match="no such direction"):
+        model.translate_batch(["1"], "en", "xx")
 
 
 def test_it_is_in_the_help():

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from fairseq import utils
 from omegaconf import open_dict
@@ -115,7 +116,7 @@ class BatchTranslator:
         ids = [self._encode(text) for text in texts]
         if not ids:
             return
-        lengths = torch.tensor([len(i) for i in ids])
+        lengths = np.array([len(i) for i in ids])
         dataset = self.task.build_dataset_for_inference(ids, lengths)
         search, readout = self._search(options), Readout(self.translator)
 
