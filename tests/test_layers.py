@@ -28,6 +28,7 @@ LAYERS = {
     "criterions": {"models", "modules", "system"},
     "checkpoint": {"modules", "system"},
     "distributed": {"checkpoint", "models", "modules", "system"},
+    "translation": {"models", "modules", "system"},
 }
 LAYERS["analysis"] = {ROOT, *LAYERS}
 LAYERS["conversion"] = {"analysis", "checkpoint", "models", "modules", "settings", "system"}

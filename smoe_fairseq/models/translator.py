@@ -55,10 +55,18 @@ class Translator(TrainedModel):
         """
         if not isinstance(sentences, str) and not sentences:
             return []
-        self._turn_to(source_lang or self.source_lang, target_lang or self.target_lang)
+        self.turn_to(source_lang or self.source_lang, target_lang or self.target_lang)
         return super().translate(sentences, beam or self.cfg.generation.beam, verbose, **options)
 
-    def _turn_to(self, source: str | None, target: str | None) -> None:
+    def turn_to(self, source: str | None, target: str | None, asked: str | None = None) -> None:
+        """Translates from ``source`` to ``target`` from now on; None: as is the only possibility.
+
+        Args:
+            asked: how the sentence of an error calls what was asked for.
+
+        Raises:
+            UsageError: the direction is not known or not clear.
+        """
         multilingual = _is_multilingual(self.cfg.task)
         options = self.task.args if multilingual else self.task.cfg
         known = (
@@ -78,7 +86,7 @@ class Translator(TrainedModel):
                 (source, target)
             ]  # languages that it knows, in a direction of which it has seen no text
         if len(found) != 1:
-            asked = f"source_lang={source!r}, target_lang={target!r}"
+            asked = asked or f"source_lang={source!r}, target_lang={target!r}"
             why = "several directions are possible" if found else "no such direction"
             raise UsageError(f"{asked}: {why}; expected one of {', '.join(known)}")
         if multilingual:
