@@ -21,6 +21,10 @@ COMMANDS = {
         "smoe_fairseq.analysis.analyze_command",
         "where the capacity goes, by language, token and depth: numbers, pictures and a report",
     ),
+    "translate": (
+        "smoe_fairseq.translation.translate_command",
+        "text in, translations out: a line for each line",
+    ),
     "consolidate": (
         "smoe_fairseq.checkpoint.consolidate_command",
         "one ordinary checkpoint of the files that an --expert-parallel run has saved",

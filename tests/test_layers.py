@@ -28,6 +28,7 @@ LAYERS = {
     "criterions": {"models", "modules", "system"},
     "checkpoint": {"modules", "system"},
     "distributed": {"checkpoint", "models", "modules", "system"},
+    "translation": {"models", "modules", "system"},
 }
 for top in ("analysis", "recipes", "path", "cli"):
     LAYERS[top] = {ROOT, *LAYERS}

@@ -89,7 +89,7 @@ class Translator(GeneratorHubInterface):
         """
         if not isinstance(sentences, str) and not sentences:
             return []
-        self._turn_to(source_lang or self.source_lang, target_lang or self.target_lang)
+        self.turn_to(source_lang or self.source_lang, target_lang or self.target_lang)
         return super().translate(sentences, beam or self.cfg.generation.beam, verbose, **options)
 
     def encode(self, sentence: str):
@@ -102,7 +102,15 @@ class Translator(GeneratorHubInterface):
             )
         return tokens
 
-    def _turn_to(self, source: str | None, target: str | None) -> None:
+    def turn_to(self, source: str | None, target: str | None, asked: str | None = None) -> None:
+        """Translates from ``source`` to ``target`` from now on; None: as is the only possibility.
+
+        Args:
+            asked: how the sentence of an error calls what was asked for.
+
+        Raises:
+            UsageError: the direction is not known or not clear.
+        """
         multilingual = _is_multilingual(self.cfg.task)
         options = self.task.args if multilingual else self.task.cfg
         known = (
@@ -122,7 +130,7 @@ class Translator(GeneratorHubInterface):
                 (source, target)
             ]  # languages that it knows, in a direction of which it has seen no text
         if len(found) != 1:
-            asked = f"source_lang={source!r}, target_lang={target!r}"
+            asked = asked or f"source_lang={source!r}, target_lang={target!r}"
             why = "several directions are possible" if found else "no such direction"
             raise UsageError(f"{asked}: {why}; expected one of {', '.join(known)}")
         if multilingual:

@@ -1,12 +1,13 @@
 """Beam search over the hypotheses of a batch, with the results of fairseq's `SequenceGenerator`.
 
-Sooner: the vocabulary is gone through in pieces that stay in the cache, the first step has one hypothesis, and see
-`StepDecoder`.
+Sooner: the vocabulary is gone through in pieces that stay in the cache, the first step has one hypothesis of
+each sentence, and see `StepDecoder`.
 
-Shapes: B sentences that are not finished, W hypotheses of each, R = B W rows, T tokens, C candidates, V vocabulary.
+Shapes: B sentences that are not finished, W hypotheses of each, R = B W rows, T tokens, C candidates, V
+vocabulary.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ _CACHED = 3 << 20  # bytes of log-probabilities at a time, on a CPU
 class BeamSearch:
     """What fairseq's flags of the same names say; called as its generators are, by ``task.inference_step``.
 
-    A sentence is done when W hypotheses have ended among the W best candidates of a step. Of each the score is the
-    sum of its tokens' log-probabilities over ``length ** lenpen``, end of sentence included.
+    A sentence is done when W hypotheses have ended, each among the W best candidates of its step. The score
+    of one is the sum of its tokens' log-probabilities over ``length ** lenpen``, end of sentence included.
     """
 
     dictionary: object
@@ -33,6 +34,11 @@ class BeamSearch:
     max_len_a: float = 0.0
     max_len_b: int = 200
 
+    @classmethod
+    def options(cls) -> list[str]:
+        """Names of the settings beside the dictionary."""
+        return [each.name for each in fields(cls) if each.name != "dictionary"]
+
     @torch.inference_mode()
     def generate(
         self,
@@ -42,7 +48,7 @@ class BeamSearch:
         constraints: None = None,
         bos_token: int | None = None,
     ) -> list[list[dict]]:
-        """Hypotheses of each sentence, best first: "tokens", "score" and "positional_scores" (natural logarithms).
+        """Hypotheses of each sentence, best first, "tokens", "score" and "positional_scores" (to base e).
 
         Args:
             models: one `SMoETransformerModel` in evaluation mode.
@@ -186,9 +192,11 @@ class _Run:
     def _end(self, step: int, ends_BW: Tensor, score_BC: Tensor, parent_BC: Tensor) -> set[int]:
         """Notes the hypotheses that end; returns which of the sentences are finished."""
         sentence_n, place_n = ends_BW.nonzero(as_tuple=True)
-        at_limit = {b for b, limit in enumerate(self.limit_B.tolist()) if step >= limit} if (
-            step >= self.first_limit
-        ) else set()
+        at_limit = (
+            {b for b, limit in enumerate(self.limit_B.tolist()) if step >= limit}
+            if (step >= self.first_limit)
+            else set()
+        )
         if not len(sentence_n):
             return at_limit
         parent_n = parent_BC[sentence_n, place_n]

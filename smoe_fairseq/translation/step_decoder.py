@@ -1,7 +1,7 @@
 """The decoder of a `SMoETransformerModel`, one step of a beam search after the other.
 
 fairseq's way through the layers copies the keys and values of all hypotheses whenever they change places, and
-those of the source for each of them. Here both lie still, once per sentence: a hypothesis is told by a mask which
+those of the source for each of them. Here both lie still, once per sentence: a mask tells a hypothesis which
 of its sentence's keys are its own past.
 
 Shapes: B sentences, W hypotheses of each, R = B W rows, S source positions, N keys of a sentence so far, D
@@ -36,8 +36,8 @@ class StepDecoder:
         """What the last of the tokens gives, ``(R, D)``: the next one's logits are a product away.
 
         Args:
-            tokens_RT: of W = ``beam`` hypotheses per sentence, in the order of the sentences. Each call has one
-                more token than the one before.
+            tokens_RT: of W = ``beam`` hypotheses per sentence, sentence after sentence. Each call has one more
+                token than the one before.
         """
         own_WW = torch.full((beam, beam), _HIDDEN, device=tokens_RT.device).fill_diagonal_(0)
         own_WW = own_WW.to(self.source_bias_B1S.dtype)
@@ -93,9 +93,7 @@ class _Layer:
         def source_attention(h_1RD):
             attention = self.layer.encoder_attn
             q = attention.q_proj(h_1RD).view(batch, beam, -1)
-            return self._attend(
-                attention, q, self.source_keys, self.source_values, source_bias_B1S
-            )
+            return self._attend(attention, q, self.source_keys, self.source_values, source_bias_B1S)
 
         layer = self.layer
         x_1RD = layer.sublayer(x_1RD, layer.self_attn_layer_norm, self_attention)
@@ -105,7 +103,10 @@ class _Layer:
     def keep(self, sentence_B: Tensor) -> None:
         self.source_keys = self.source_keys.index_select(0, sentence_B)
         self.source_values = self.source_values.index_select(0, sentence_B)
-        for cache in (self.keys, self.values):  # the first ones of the same memory, one after the other
+        for cache in (
+            self.keys,
+            self.values,
+        ):  # the first ones of the same memory, one after the other
             cache[: len(sentence_B), :, : self.number] = cache[:, :, : self.number].index_select(
                 0, sentence_B
             )

@@ -1,0 +1,177 @@
+"""``smoe translate``: text in, translations out, a line for each line."""
+
+import json
+import math
+import signal
+import sys
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TextIO
+
+from tqdm import tqdm
+
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.files import whole_file
+from smoe_fairseq.system.quiet import quietly
+
+with quietly():
+    from smoe_fairseq.models.smoe_transformer import SMoETransformerModel
+    from smoe_fairseq.translation.batch_translator import MAX_TOKENS, BatchTranslator, Options
+    from smoe_fairseq.translation.hypothesis import Translation
+    from smoe_fairseq.translation.text_lines import text_lines
+
+AT_ONCE = 4000  # lines that are read and sorted by length; their translations are written together
+
+
+def number(kind: type, least: float) -> Callable[[str], float]:
+    """An argument's type: a finite number from ``least`` on."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value >= least):
+            what = "a whole number" if kind is int else "a number"
+            raise ArgumentTypeError(f"{text!r}: expected {what} of at least {least}")
+        return value
+
+    return parse
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN", help="a run's folder, or a checkpoint")
+    parser.add_argument("--to", metavar="LANG", help="language to translate to")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="LANG",
+        help="language of the text; --from and --to may be left out where only one is possible",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="folder of dict.*.txt and spm.model, if they are not the run's",
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="what to write, in place of standard output"
+    )
+    parser.add_argument("--json", action="store_true", help="a JSON object for each line")
+    parser.add_argument(
+        *("--nbest", "-n"),
+        type=number(int, 1),
+        metavar="N",
+        help="the N best of each: number of the line, score and translation, between tabs",
+    )
+    defaults = Options()
+    for flag, kind, least, words in (
+        ("--beam", int, 1, "hypotheses at a time"),
+        ("--lenpen", float, -math.inf, "above 1 for longer translations, below for shorter ones"),
+        ("--unkpen", float, -math.inf, "above 0 for fewer unknown words"),
+        ("--max-len-a", float, 0, "a translation has at most A x + B tokens, x those of the line"),
+        ("--max-len-b", int, 1, "see there"),
+    ):
+        default = getattr(defaults, flag[2:].replace("-", "_"))
+        kind = number(kind, least)
+        parser.add_argument(
+            flag, type=kind, default=default, metavar="X", help=f"{words} (default: {default})"
+        )
+    parser.add_argument(
+        "--max-tokens",
+        type=number(int, 1),
+        default=MAX_TOKENS,
+        metavar="N",
+        help=f"tokens of text that are translated at a time, padding included (default: {MAX_TOKENS})",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
+
+
+def run(args: Namespace) -> int:
+    """Translates standard input; an interruption ends it without a stack trace."""
+    try:
+        _translate(args)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _translate(args: Namespace) -> None:
+    names = {each.name for each in fields(Options)} & vars(args).keys()
+    options = Options(
+        **{name: getattr(args, name) for name in names if getattr(args, name) is not None},
+        requested=args.json,
+    )
+    if options.nbest > options.beam:
+        raise UsageError(f"--nbest {options.nbest}: expected at most --beam, {options.beam}")
+    model = _load(args)
+    asked = " ".join(
+        f"{flag} {lang}" for flag, lang in (("--from", args.source), ("--to", args.to)) if lang
+    )
+    model.translator.turn_to(args.source, args.to, asked or "neither --from nor --to is given")
+    begun, lines = time.monotonic(), 0
+    with _output(args.output) as output, tqdm(unit=" lines", disable=None) as bar:
+        at_once = 1 if sys.stdin.isatty() else AT_ONCE
+        for texts in text_lines(sys.stdin.buffer, at_once):
+            with quietly():
+                found = model.translate_batch(texts, args.source, args.to, options, bar.update)
+            for text_number, translation in enumerate(found, lines + 1):
+                if translation.parts > 1:
+                    words = f"line {text_number} is long: translated in {translation.parts} parts"
+                    with tqdm.external_write_mode(sys.stderr):
+                        print(words, file=sys.stderr)
+                for words in _written(text_number, translation, args):
+                    print(words, file=output)
+            output.flush()
+            lines += len(texts)
+    seconds = time.monotonic() - begun
+    print(
+        f"{lines} lines in {seconds:.1f} s ({lines / max(seconds, 1e-3):.1f} per second)",
+        file=sys.stderr,
+    )
+
+
+def _load(args: Namespace) -> BatchTranslator:
+    import torch
+
+    try:
+        device = torch.device(args.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"--device {args.device}: expected cpu, or a GPU's name ({reason})"
+        ) from None
+    with quietly():
+        translator = SMoETransformerModel.from_pretrained(
+            args.path, data_name_or_path=args.data, source_lang=args.source, target_lang=args.to
+        )
+    return BatchTranslator(translator.to(device), args.max_tokens)
+
+
+@contextmanager
+def _output(path: str | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    if Path(path).is_dir():
+        raise UsageError(f"--output {path}: it is a folder; expected a file's name")
+    with (
+        whole_file(path, f"--output {path}") as partial,
+        open(partial, "w", encoding="utf-8") as file,
+    ):
+        yield file
+
+
+def _written(line: int, translation: Translation, args: Namespace) -> Iterator[str]:
+    """The lines that are written for one."""
+    if args.json:
+        yield json.dumps({"line": line, **asdict(translation)}, ensure_ascii=False)
+    elif args.nbest is None:
+        yield translation.hypotheses[0].text
+    else:
+        for hypothesis in translation.hypotheses:
+            yield f"{line}\t{hypothesis.score:.4f}\t{hypothesis.text}"
