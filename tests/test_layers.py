@@ -30,7 +30,9 @@ LAYERS = {
     "distributed": {"checkpoint", "models", "modules", "system"},
     "translation": {"models", "modules", "system"},
 }
-for top in ("analysis", "recipes", "path", "cli"):
+LAYERS["analysis"] = {ROOT, *LAYERS}
+LAYERS["serving"] = {"analysis", "models", "system", "translation"}
+for top in ("recipes", "path", "cli"):
     LAYERS[top] = {ROOT, *LAYERS}
 LAYERS[ROOT] = {"compat"}
 

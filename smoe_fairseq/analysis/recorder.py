@@ -56,7 +56,7 @@ class BlockFollower:
     def note(
         self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
     ) -> None:
-        """What is kept of N tokens: their numbers in the batch, their first choices, their rows of the routing."""
+        """What is kept of N tokens: numbers in the batch, first choices, rows of the routing."""
 
 
 class BlockRecorder(BlockFollower):

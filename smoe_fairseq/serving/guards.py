@@ -1,6 +1,4 @@
-"""What stands before every request: who may ask, how much may be sent, what a browser may do with the answer."""
-
-import ipaddress
+"""What stands before each request: who may ask, how much may be sent, what a browser may do then."""
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -65,21 +63,6 @@ def host_of(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0].lower()
     return header.partition(":")[0].lower()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def own_names(host: str) -> frozenset[str] | None:
-    """For `Guard`: what a server on the loopback address is called; None for others, which have many names."""
-    if not is_loopback(host):
-        return None
-    return frozenset({"127.0.0.1", "::1", "localhost", host.lower()})
 
 
 async def body_of(request: Request, limit: int) -> bytes:

@@ -1,68 +1,45 @@
 """``smoe serve``: a page in the browser, and JSON for programs, before a trained model."""
 
-import errno
 import importlib.util
-import logging
 import signal
-import socket
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from smoe_fairseq.serving.numbers import port, positive, seconds
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.quiet import quietly
 
 NEEDED = ("starlette", "uvicorn")
-BACKLOG = 1024  # connections that wait to be accepted
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The run, where to listen, and limits."""
-    parser.add_argument("run_", metavar="RUN", type=Path, help="folder of a run, or a checkpoint")
+    parser.add_argument("path", metavar="RUN", help="a run's folder, or a checkpoint")
     parser.add_argument(
-        "--checkpoint", metavar="NAME", help="of the folder's; default: the best, or else the last"
+        "--data",
+        metavar="DIR",
+        help="folder of dict.*.txt and spm.model, if they are not the run's",
     )
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="with its dictionaries, if they are elsewhere now"
+        "--from", dest="source", metavar="LANG", help="of one direction that the data do not say"
     )
+    parser.add_argument("--to", dest="target", metavar="LANG", help="see there")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; others than 127.0.0.1 let other machines in. Default: 127.0.0.1",
+        help="address to listen on; others than this machine's own let other machines in "
+        "(default: 127.0.0.1)",
     )
-    parser.add_argument(
-        "--port", type=port, default=8000, help="0: any that is free; default: 8000"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=positive,
-        default=200,
-        metavar="N",
-        help="of a text, in subwords; default: 200",
-    )
-    parser.add_argument(
-        "--max-batch",
-        type=positive,
-        default=32,
-        metavar="N",
-        help="texts that are translated together; default: 32",
-    )
-    parser.add_argument(
-        "--max-queue",
-        type=positive,
-        default=512,
-        metavar="N",
-        help="texts that may wait; more are refused for the moment. Default: 512",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="from a request to its answer; default: 60",
-    )
-    parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
+    for flag, kind, default, metavar, words in (
+        ("--port", port, 8000, "N", "0: any that is free"),
+        ("--max-tokens", positive, 200, "N", "subwords of a text"),
+        ("--max-batch", positive, 32, "N", "texts that are translated together"),
+        ("--max-queue", positive, 512, "N", "texts that may wait; more are refused for the moment"),
+        ("--timeout", seconds, 60.0, "SECONDS", "from a request to its answer"),
+    ):
+        words = f"{words} (default: {default:g})"
+        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=words)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
 
 
 def run(args: Namespace) -> None:
@@ -74,75 +51,40 @@ def run(args: Namespace) -> None:
         )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
-    with _listening(args.host, args.port) as listener:  # before the model, which takes longer
+    from smoe_fairseq.serving.listener import is_loopback, listening
+
+    with listening(args.host, args.port) as listener:  # before the model, which takes longer
         with quietly():
             from smoe_fairseq.serving.engine import Engine
+            from smoe_fairseq.serving.server import serve
 
             engine = Engine.of_run(
-                args.run_, args.checkpoint, args.data, max_tokens=args.max_tokens, cpu=args.cpu
+                *(args.path, args.data, args.source, args.target, args.max_tokens),
+                device=_device(args.device),
             )
-        _serve(engine, args, listener)
+        if not is_loopback(args.host):
+            print(
+                f"warning: --host {args.host} lets other machines in: whoever reaches this one can "
+                "have text translated, and nothing is encrypted",
+                file=sys.stderr,
+            )
+        address = f"[{args.host}]" if ":" in args.host else args.host
+        port_number = listener.getsockname()[1]
+        print(f"{engine.name}: open http://{address}:{port_number}/ (Ctrl-C ends it)", flush=True)
+        serve(engine, args, listener)
 
 
-def _serve(engine, args: Namespace, listener: socket.socket) -> None:
-    import uvicorn
+def _device(name: str):
+    import torch
 
-    from smoe_fairseq.serving.guards import is_loopback, own_names
-    from smoe_fairseq.serving.web_app import Limits, WebApp
-
-    limits = Limits(args.max_batch, args.max_queue, args.timeout)
-    config = uvicorn.Config(
-        WebApp(engine, limits).asgi(own_names(args.host)),
-        http="h11",
-        loop="asyncio",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(limits.stopping),
-    )
-    if not is_loopback(args.host):
-        print(
-            f"warning: --host {args.host} lets other machines in: whoever reaches them can translate, "
-            "and nothing is encrypted",
-            file=sys.stderr,
-        )
-    address = f"[{args.host}]" if ":" in args.host else args.host
-    print(f"{engine.name}: http://{address}:{listener.getsockname()[1]}/ (Ctrl-C ends it)")
-    sys.stdout.flush()
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    uvicorn.Server(config).run(sockets=[listener])
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+        return device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--device {name}: expected cpu, or a GPU's name ({reason})") from None
 
 
 def _end(number: int, frame) -> None:
     raise SystemExit(128 + number)
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """A socket that has its address, so that nobody else takes it while the model is loaded."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise UsageError(
-            f"--host {host}: {error.strerror}; expected an address of this machine, such as 127.0.0.1"
-        ) from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise UsageError(
-                f"--port {port} is in use: name another, or 0 for any that is free"
-            ) from None
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise UsageError(
-                f"--host {host} is no address of this machine: expected one, such as 127.0.0.1"
-            ) from None
-        raise UsageError(f"--host {host} --port {port}: {error.strerror}") from None
-    return listener

@@ -36,12 +36,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """Args:
-    max_batch: texts that are translated together.
-    max_waiting: texts in the queue.
-    linger: seconds that a text waits for others to come.
-    timeout: seconds from a request to its answer.
-    stopping: seconds for the batch that is being translated when the server is told to stop.
+    """What one server takes.
+
+    Args:
+        max_batch: texts that are translated together.
+        max_waiting: texts in the queue.
+        timeout: seconds from a request to its answer.
+        linger: seconds that a text waits for others to come.
+        stopping: seconds for what has been asked already, when the server is told to stop.
     """
 
     max_batch: int
@@ -175,7 +177,9 @@ def _file(path: Path):
 
 async def _of_starlette(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
-        sentence = f"there is nothing at {request.url.path}: expected /, /languages, /health or /translate"
+        sentence = (
+            f"there is nothing at {request.url.path}: expected /, /languages, /health or /translate"
+        )
         return refusal(404, sentence)
     allowed = (error.headers or {}).get("Allow", "")
     expected = f": expected {allowed}" if allowed else ""
