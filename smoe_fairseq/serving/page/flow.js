@@ -15,9 +15,9 @@ function shape(name, attributes = {}, text) {
   return made;
 }
 
-// The height of each token at each stratum and behind the last: those that stop are on top, the others
-// below, both in the order of the sentence.
-export function heights(layer) {
+// The height of each token at each stratum and, as at the last, behind it: those that stop are on top, the
+// others below, both in the order of the sentence.
+function heights(layer) {
   const tokens = layer.stops.map((_, index) => index);
   const columns = layer.strata.map((_, stratum) => {
     const stays = (index) => layer.stops[index].some((stop) => stop.stratum === stratum);
@@ -28,7 +28,7 @@ export function heights(layer) {
     passing.forEach((index, row) => (column[index] = (stopping.length + row) * ROW + GAP));
     return column;
   });
-  return [...columns, tokens.map((index) => index * ROW)];
+  return [...columns, columns.at(-1)];
 }
 
 // A drawing of `width` pixels. `chosen(index, shape)` is called with the strand that is pointed at or tapped,
@@ -44,9 +44,12 @@ export function flow(side, layer, width, chosen) {
   const svg = shape("svg", { class: "flow", viewBox: `0 0 ${width} ${height}`, role: "img" });
   svg.setAttribute("aria-label", summary(layer));
 
-  layer.strata.forEach((size, stratum) => {
+  const narrow = step < 78;
+  if (narrow) svg.append(shape("text", { class: "head label", x: labels, y: 14 }, "stratum"));
+  svg.append(shape("text", { class: "head label", x: labels - (narrow ? 0 : 12), y: 29 }, "tokens"));
+  layer.strata.forEach((_, stratum) => {
     const stops = layer.stops.filter((way) => way.some((stop) => stop.stratum === stratum)).length;
-    const name = step < 78 ? `${stratum}` : `stratum ${stratum}`;
+    const name = narrow ? stratum : `stratum ${stratum}`;
     svg.append(shape("text", { class: "head", x: x(stratum), y: 14 }, name));
     svg.append(shape("text", { class: "head", x: x(stratum), y: 29 }, `${stops}/${side.tokens.length}`));
     const end = HEAD + side.tokens.length * ROW + GAP;

@@ -1,6 +1,6 @@
 // The form: languages, text, a translation and its routing, all of which a link can say.
 
-import { sentence } from "./sentence.js";
+import { hide, sentence } from "./sentence.js";
 import { element, mostOf, title } from "./tokens.js";
 
 const part = (id) => document.getElementById(id);
@@ -106,6 +106,7 @@ async function translate() {
 }
 
 function show() {
+  hide();
   const translations = result?.translations ?? [];
   part("translation").lang = result?.target ?? "";
   part("translation").replaceChildren(
@@ -158,6 +159,7 @@ function chooser(side, words, layers) {
 }
 
 function showSentences() {
+  hide();
   part("sentences").replaceChildren(
     ...result.translations.map(({ routing }, index) =>
       sentence(index + 1, routing, result, (side) =>

@@ -3,19 +3,31 @@
 import { flow, point } from "./flow.js";
 import { detailsOf, element, mostOf, title, tokenRow } from "./tokens.js";
 
+const LINGER = 150; // milliseconds that the box stays, so that the pointer can go into it
 const box = document.getElementById("details");
-let leaving; // the timer after which the box goes
+let current = null; // the side of which the box shows a token
+let leaving; // the timer after which it goes
 
-function hide() {
+export function hide() {
   clearTimeout(leaving);
   box.hidden = true;
+  current?.choose(null);
+  current = null;
 }
 
-// The box stays while the pointer is in it, goes with Escape, and never has the focus.
-box.addEventListener("pointerenter", () => clearTimeout(leaving));
-box.addEventListener("pointerleave", () => box.dispatchEvent(new Event("leave")));
-document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
+function leave() {
+  clearTimeout(leaving);
+  leaving = setTimeout(() => current?.settle(), LINGER);
+}
 
+box.addEventListener("pointerenter", () => clearTimeout(leaving));
+box.addEventListener("pointerleave", leave);
+document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
+document.addEventListener("pointerdown", (event) => {
+  if (!event.target.closest(".token, .strand, #details")) hide();
+});
+
+// Above what it belongs to, so that the strands stay in sight; below where there is no room.
 function show(content, anchor) {
   clearTimeout(leaving);
   box.replaceChildren(...content);
@@ -24,10 +36,10 @@ function show(content, anchor) {
   const size = box.getBoundingClientRect();
   const width = document.documentElement.clientWidth;
   const left = Math.min(Math.max(at.left, 8), Math.max(8, width - size.width - 8));
-  const below = at.bottom + 6;
-  const room = window.innerHeight - below >= size.height || at.top < size.height + 6;
+  const above = at.top - size.height - 6;
+  const top = above > 0 ? above : at.bottom + 6;
   box.style.left = `${left + window.scrollX}px`;
-  box.style.top = `${(room ? below : at.top - size.height - 6) + window.scrollY}px`;
+  box.style.top = `${top + window.scrollY}px`;
 }
 
 // An article. `shown(side)` names the layers to show of each side, of which all are in `routing`.
@@ -45,46 +57,50 @@ export function sentence(number, routing, languages, shown) {
 function sideOf(side, words, language, layers) {
   const part = element("section", { className: "side", ariaLabel: `${words}, token by token` });
   const pictures = [];
-  let row;
   let held = null; // the token that has the focus
 
-  function choose(index, anchor) {
-    for (const button of row.children) button.classList.remove("chosen");
+  function choose(index) {
     for (const picture of pictures) point(picture.firstElementChild, index);
-    if (index === null) return;
-    row.children[index].classList.add("chosen");
-    show(detailsOf(side, layers, index), anchor);
-    row.children[index].setAttribute("aria-describedby", "details");
+    [...row.children].forEach((button, each) => {
+      button.classList.toggle("chosen", each === index);
+      if (each === index) button.setAttribute("aria-describedby", box.id);
+      else button.removeAttribute("aria-describedby");
+    });
   }
 
-  function leave() {
-    leaving = setTimeout(() => {
-      if (held === null) {
-        choose(null);
-        hide();
-      } else choose(held, row.children[held]);
-    }, 150);
+  // What is shown when nothing is pointed at.
+  function settle() {
+    if (held === null) hide();
+    else turnTo(held);
   }
 
-  function chosen(index, anchor, why) {
-    if (!side.special.length || !layers.length) return;
+  function turnTo(index, strand) {
+    if (current && current !== me) current.choose(null);
+    current = me;
+    choose(index);
+    const button = row.children[index];
+    const inSight = button.getBoundingClientRect().top > 0;
+    show(detailsOf(side, layers, index), inSight || !strand ? button : strand);
+  }
+
+  function chosen(index, why, strand) {
+    if (!layers.length) return;
     if (why === "focused") held = index;
     if (why === "blurred") held = null;
     if (index === null) leave();
-    else choose(index, anchor);
+    else turnTo(index, strand);
   }
 
-  row = tokenRow(side, layers, language, chosen);
+  const me = { choose, settle };
+  const row = tokenRow(side, layers, language, chosen);
   row.setAttribute("aria-label", `Tokens: ${words.toLowerCase()}`);
-  box.addEventListener("leave", () => row.isConnected && leave());
   part.append(element("h3", { textContent: words }), row);
-  for (const layer of layers) {
-    if (mostOf([layer]) < 2) continue;
+  for (const layer of layers.filter((each) => mostOf([each]) > 1)) {
     const holder = element("div");
     const caption = element("figcaption", { textContent: captionOf(layer) });
     part.append(element("figure", {}, caption, holder));
     pictures.push(holder);
-    draw(holder, side, layer, (index, strand) => chosen(index, strand, "pointed"));
+    draw(holder, side, layer, (index, strand) => chosen(index, "pointed", strand));
   }
   return part;
 }

@@ -36,8 +36,8 @@ export function piece(token) {
   return token === WORD_BEGINS ? token : token.replaceAll(WORD_BEGINS, "");
 }
 
-// A row of one side's tokens: one stop of the tab key, arrows go along it. `chosen(index, button, why)` is
-// called when a token is pointed at, tapped or focused, and with null when it is left.
+// A row of one side's tokens: one stop of the tab key, arrows go along it. `chosen(index, why)` is called when
+// a token is pointed at, tapped or focused, and with null when it is left.
 export function tokenRow(side, layers, language, chosen) {
   const most = mostOf(layers);
   const pieces = side.tokens.some((token) => token.startsWith(WORD_BEGINS));
@@ -58,14 +58,14 @@ export function tokenRow(side, layers, language, chosen) {
       button.setAttribute("aria-label", words);
     }
     button.addEventListener("pointerenter", (event) => {
-      if (event.pointerType === "mouse") chosen(index, button, "pointed");
+      if (event.pointerType === "mouse") chosen(index, "pointed");
     });
     button.addEventListener("pointerleave", (event) => {
-      if (event.pointerType === "mouse") chosen(null, button, "left");
+      if (event.pointerType === "mouse") chosen(null, "left");
     });
-    button.addEventListener("focus", () => chosen(index, button, "focused"));
-    button.addEventListener("blur", () => chosen(null, button, "blurred"));
-    button.addEventListener("click", () => chosen(index, button, "focused"));
+    button.addEventListener("focus", () => chosen(index, "focused"));
+    button.addEventListener("blur", () => chosen(null, "blurred"));
+    button.addEventListener("click", () => chosen(index, "focused"));
     row.append(button);
   });
   row.addEventListener("keydown", goAlong);
@@ -106,11 +106,13 @@ export function detailsOf(side, layers, index) {
 }
 
 function share({ expert, weight }) {
+  const bar = element("span", { className: "bar" });
+  bar.style.width = `${weight * 100}%`;
   return element(
     "div",
     { className: "share" },
     element("span", { textContent: `expert ${expert}` }),
     element("b", { textContent: `${Math.round(weight * 100)}\u202f%` }),
-    element("meter", { min: 0, max: 1, value: weight, ariaHidden: "true" }),
+    element("span", { className: "track" }, bar),
   );
 }
