@@ -16,6 +16,7 @@ from smoe_fairseq.translation.beam_search import BeamSearch
 from smoe_fairseq.translation.hypothesis import Translation, joined
 from smoe_fairseq.translation.long_text import divide
 from smoe_fairseq.translation.readout import Readout
+from smoe_fairseq.translation.threads import in_threads
 
 MAX_TOKENS = 16384  # of source, padding included, that are translated at a time
 
@@ -114,21 +115,28 @@ class BatchTranslator:
         lengths = torch.tensor([len(i) for i in ids])
         dataset = self.task.build_dataset_for_inference(ids, lengths)
         search, readout = self._search(options), Readout(self.translator)
-        for batch in by_length(lengths.tolist(), self.max_tokens):
+
+        def translate(batch: list[int]) -> tuple[list[int], list[Translation]]:
             sample = dataset.collater([dataset[index] for index in batch])
             sample = utils.apply_to_sample(lambda x: x.to(self.translator.device), sample)
             with torch.inference_mode():
                 found = self.task.inference_step(search, self.translator.models, sample)
             order = sample["id"].tolist()
-            yield (
-                order,
-                readout.translations(
-                    [texts[index] for index in order],
-                    sample["net_input"]["src_tokens"],
-                    [hypotheses[: options.nbest] for hypotheses in found],
-                    requested=options.requested and self._is_ours(),
-                ),
+            return order, readout.translations(
+                [texts[index] for index in order],
+                sample["net_input"]["src_tokens"],
+                [hypotheses[: options.nbest] for hypotheses in found],
+                requested=options.requested and self._is_ours(),
             )
+
+        batches = list(by_length(lengths.tolist(), self.max_tokens // self.threads))
+        yield from in_threads(translate, batches, min(self.threads, len(batches)))
+
+    @property
+    def threads(self) -> int:
+        """Batches at a time."""
+        on_cpu = self.translator.device.type == "cpu"
+        return torch.get_num_threads() if on_cpu and self._is_ours() else 1
 
     def _search(self, options: Options):
         """Ours, or fairseq's for its own models."""

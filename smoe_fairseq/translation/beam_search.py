@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from smoe_fairseq.translation.best_of_many import best_of_many
 from smoe_fairseq.translation.step_decoder import StepDecoder
 
 _NEVER = float("-inf")
@@ -73,6 +74,13 @@ class BeamSearch:
         return limit_B.clamp(max=model.max_decoder_positions() - 1)
 
 
+def places_without(gone: set[int], number: int) -> list[int]:
+    """What is to lie in each place of a shorter row: as before, or what fills the gaps from the end."""
+    left = number - len(gone)
+    last = (place for place in range(left, number) if place not in gone)
+    return [next(last) if place in gone else place for place in range(left)]
+
+
 def _begins(prefix_tokens: Tensor | None, step: int) -> bool:
     return prefix_tokens is not None and step < prefix_tokens.shape[1]
 
@@ -123,7 +131,7 @@ class _Run:
         if len(finished) == len(self.left):
             return True
         if finished:
-            keep = [b for b in range(len(self.left)) if b not in finished]
+            keep = places_without(finished, len(self.left))
             keep_B = torch.tensor(keep, device=score_BC.device)
             self.left = [self.left[b] for b in keep]
             score_BC, parent_BC, token_BC, ends_BC, self.ignored_BW = (
@@ -134,7 +142,7 @@ class _Run:
                 x.index_select(0, keep_B) for x in (self.tokens_BWT, self.sums_BWT, self.limit_B)
             )
             self.first_limit = int(self.limit_B.min())
-            self.state.keep(keep_B)
+            self.state.keep(keep)
 
         # The best candidates that have not ended; where there are too few, ended ones that are ignored.
         candidates = score_BC.shape[1]
@@ -166,11 +174,12 @@ class _Run:
                 lprobs_BWV += self.sums_BWT[sentences, :, -1:]
             flat = lprobs_BWV.flatten(1)
             number = min(2 * self.beam, flat.shape[1] - 1)
-            best = flat.topk(number)
-            if best.values.isnan().any():  # which topk takes for the greatest
-                best = flat.nan_to_num_(nan=_NEVER, posinf=None, neginf=_NEVER).topk(number)
+            best = best_of_many(flat, number)
+            if best[0].isnan().any():  # which are taken for the greatest
+                best = best_of_many(flat.masked_fill_(flat.isnan(), _NEVER), number)
             found.append(best)
-        return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
+        score_BC, index_BC = map(torch.cat, zip(*found, strict=True))
+        return score_BC, index_BC
 
     def _restrict(self, lprobs_BWV, step: int, forced_B: Tensor | None, limit_B: Tensor) -> None:
         """Leaves only what may follow."""

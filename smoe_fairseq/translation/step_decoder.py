@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _HIDDEN = float("-inf")
+_FEW = 16  # numbers of which torch's softmax takes longer than of more, on a CPU
 
 
 class StepDecoder:
@@ -27,6 +28,9 @@ class StepDecoder:
         self.decoder = decoder
         source_BSD = encoder_out["encoder_out"][0].transpose(0, 1)
         mask_BS = encoder_out["encoder_padding_mask"][0]
+        if (more := _FEW - mask_BS.shape[1]) > 0:
+            source_BSD = F.pad(source_BSD, (0, 0, 0, more))
+            mask_BS = F.pad(mask_BS, (0, more), value=True)
         zeros_BS = torch.zeros(mask_BS.shape, dtype=source_BSD.dtype, device=mask_BS.device)
         self.source_bias_B1S = zeros_BS.masked_fill(mask_BS, _HIDDEN).unsqueeze(1)
         self.bias_BWN = None  # before the first step
@@ -36,8 +40,8 @@ class StepDecoder:
         """What the last of the tokens gives, ``(R, D)``: the next one's logits are a product away.
 
         Args:
-            tokens_RT: of W = ``beam`` hypotheses per sentence, sentence after sentence. Each call has one more
-                token than the one before.
+            tokens_RT: of W = ``beam`` hypotheses per sentence, sentence after sentence. Each call has one
+                more token than the one before.
         """
         own_WW = torch.full((beam, beam), _HIDDEN, device=tokens_RT.device).fill_diagonal_(0)
         own_WW = own_WW.to(self.source_bias_B1S.dtype)
@@ -57,12 +61,20 @@ class StepDecoder:
         index_BWN = parent_BW.unsqueeze(2).expand(-1, -1, self.bias_BWN.shape[2])
         self.bias_BWN = self.bias_BWN.gather(1, index_BWN)
 
-    def keep(self, sentence_B: Tensor) -> None:
-        """Goes on with these sentences alone."""
-        self.bias_BWN = self.bias_BWN.index_select(0, sentence_B)
-        self.source_bias_B1S = self.source_bias_B1S.index_select(0, sentence_B)
+    def keep(self, places: list[int]) -> None:
+        """Goes on with the sentences of these places alone; most should be where they are to be."""
+        self.bias_BWN = moved_up(self.bias_BWN, places)
+        self.source_bias_B1S = moved_up(self.source_bias_B1S, places)
         for layer in self.layers:
-            layer.keep(sentence_B)
+            layer.keep(places)
+
+
+def moved_up(x_B: Tensor, places: list[int]) -> Tensor:
+    """``x[places]`` in the memory of ``x``, of which little is moved."""
+    to = [i for i, place in enumerate(places) if i != place]
+    if to:
+        x_B[to] = x_B[[places[i] for i in to]]
+    return x_B[: len(places)]
 
 
 class _Layer:
@@ -100,17 +112,10 @@ class _Layer:
         x_1RD = layer.sublayer(x_1RD, layer.encoder_attn_layer_norm, source_attention)
         return layer.feed_forward(x_1RD, None, ids_R1, with_stats=False)[0]
 
-    def keep(self, sentence_B: Tensor) -> None:
-        self.source_keys = self.source_keys.index_select(0, sentence_B)
-        self.source_values = self.source_values.index_select(0, sentence_B)
-        for cache in (
-            self.keys,
-            self.values,
-        ):  # the first ones of the same memory, one after the other
-            cache[: len(sentence_B), :, : self.number] = cache[:, :, : self.number].index_select(
-                0, sentence_B
-            )
-        self.keys, self.values = (cache[: len(sentence_B)] for cache in (self.keys, self.values))
+    def keep(self, places: list[int]) -> None:
+        self.source_keys = moved_up(self.source_keys, places)
+        self.source_values = moved_up(self.source_values, places)
+        self.keys, self.values = moved_up(self.keys, places), moved_up(self.values, places)
 
     def _attend(self, attention, q_BWD, keys_BHNd, values_BHNd, bias) -> Tensor:
         q_BHWd = self._by_head(q_BWD * attention.scaling)
