@@ -36,8 +36,8 @@ class Asked:
     search: Search
 
 
-def read(body: bytes) -> Asked:
-    """The content of ``POST /translate``.
+def read(body: bytes, max_texts: int = MAX_TEXTS) -> Asked:
+    """The content of ``POST /translate``, with at most so many texts.
 
     Raises:
         MalformedRequest: it is not a JSON object in UTF-8.
@@ -48,7 +48,7 @@ def read(body: bytes) -> Asked:
         if name not in _DEFAULTS:
             raise UsageError(f"{_short(name)}: unknown; expected some of {', '.join(_DEFAULTS)}")
     asked = _DEFAULTS | given
-    texts = _texts(asked["text"], asked["texts"])
+    texts = _texts(asked["text"], asked["texts"], max_texts)
     beam = _whole(asked, "beam", MAX_BEAM)
     nbest = _whole(asked, "nbest", beam)
     lenpen = asked["lenpen"]
@@ -73,15 +73,15 @@ def _object(body: bytes) -> dict:
     return given
 
 
-def _texts(text, texts) -> list[str]:
+def _texts(text, texts, most: int) -> list[str]:
     if (text is None) == (texts is None):
         raise UsageError('expected either "text", a string, or "texts", a list of strings')
     if texts is None:
         texts = [text]
     if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
         raise UsageError('"text" has to be a string, "texts" a list of strings')
-    if not 1 <= len(texts) <= MAX_TEXTS:
-        raise UsageError(f"texts: {len(texts)} of them; expected 1 to {MAX_TEXTS} in one request")
+    if not 1 <= len(texts) <= most:
+        raise UsageError(f"texts: {len(texts)} of them; expected 1 to {most} in one request")
     for each in texts:
         if not each.strip():
             raise UsageError("a text is empty: expected at least one word")

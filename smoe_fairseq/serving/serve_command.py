@@ -1,6 +1,5 @@
 """``smoe serve``: a page in the browser, and JSON for programs, before a trained model."""
 
-import importlib.util
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
@@ -8,8 +7,6 @@ from argparse import ArgumentParser, Namespace
 from smoe_fairseq.serving.numbers import port, positive, seconds
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.quiet import quietly
-
-NEEDED = ("starlette", "uvicorn")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -44,11 +41,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Listens until a signal ends it; the exit status is then 128 and the signal's number, as a shell's."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
         raise UsageError(
-            f"smoe serve needs {' and '.join(missing)}: pip install 'smoe-fairseq[serve]'"
-        )
+            "smoe serve needs starlette and uvicorn: pip install 'smoe-fairseq[serve]'"
+        ) from None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     from smoe_fairseq.serving.listener import is_loopback, listening

@@ -58,6 +58,7 @@ class WebApp:
 
     def __init__(self, engine: Engine, limits: Limits):
         self.engine, self.limits = engine, limits
+        self.max_texts = min(asked.MAX_TEXTS, limits.max_waiting)
         self.queue: RequestQueue
 
     def asgi(self, hosts: frozenset[str] | None) -> Starlette:
@@ -92,7 +93,7 @@ class WebApp:
 
     async def languages(self, request: Request) -> Response:
         """What can be asked for."""
-        return JSONResponse(self.engine.description() | {"max_texts": asked.MAX_TEXTS})
+        return JSONResponse(self.engine.description() | {"max_texts": self.max_texts})
 
     async def health(self, request: Request) -> Response:
         queue = self.queue
@@ -107,7 +108,7 @@ class WebApp:
         try:
             async with asyncio.timeout(SLOWEST_BODY):
                 body = await body_of(request, MAX_BODY)
-            wanted = asked.read(body)
+            wanted = asked.read(body, self.max_texts)
             self.engine.check(wanted.texts, wanted.search)
             futures = self.queue.submit(wanted.texts, wanted.search)
         except TooLarge:
