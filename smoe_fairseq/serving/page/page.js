@@ -113,6 +113,7 @@ function show() {
     ...translations.map((each) => element("p", { textContent: each.translation })),
   );
   part("strata").hidden = !translations.length;
+  part("sentences").replaceChildren();
   if (!translations.length) return;
   const { encoder, decoder } = translations[0].routing;
   const layers = [...encoder.layers, ...decoder.layers];
