@@ -32,6 +32,7 @@ class Options:
     min_len: int = 1
     max_len_a: float = 0.0
     max_len_b: int = 200
+    divide_above: int = 200  # tokens of a text; as many as a translation may have
     requested: bool = False  # whether the requested capacity is wanted, which takes one more pass
 
 
@@ -59,8 +60,8 @@ class BatchTranslator:
     ) -> list[Translation]:
         """Translations in the order of the texts; one without words has an empty hypothesis.
 
-        A text that is longer than the model takes, or than a translation may become, is divided at the ends
-        of its sentences, and the translations of the parts are joined with blanks.
+        A text of more than ``divide_above`` tokens, or than the model takes, is divided at the ends of its
+        sentences, and the translations of the parts are joined with blanks.
 
         Args:
             source, target: languages; may be left out where only one direction is possible.
@@ -94,12 +95,14 @@ class BatchTranslator:
         """What is translated by itself; nothing of a text without words."""
         if not text.strip():
             return []
-        longest = (
-            self.translator.max_positions[0] - 2
-        )  # with a language's token and the end of sentence
-        if not options.max_len_a:
-            longest = min(longest, options.max_len_b)
-        return divide(text, lambda part: len(self._encode(part)) - 1 <= longest)
+        # With the end of sentence; and there may be the token of a language.
+        longest = min(options.divide_above + 1, self.translator.max_positions[0] - 1)
+
+        def fits(part: str) -> bool:
+            # A token is of one byte at least; there may be one for the blank before, and one for the end.
+            return len(part.encode()) + 2 <= longest or len(self._encode(part)) <= longest
+
+        return divide(text, fits)
 
     def _encode(self, text: str) -> Tensor:
         translator = self.translator
@@ -146,7 +149,7 @@ class BatchTranslator:
         settings = copy.deepcopy(self.translator.cfg.generation)
         with open_dict(settings):
             for name, value in vars(options).items():
-                if name != "requested":
+                if name in BeamSearch.options() or name == "nbest":
                     setattr(settings, name, value)
         return self.task.build_generator(self.translator.models, settings)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.translation.best_of_many import best_of_many
 from smoe_fairseq.translation.step_decoder import StepDecoder
 
@@ -237,6 +238,10 @@ class _Run:
         self.sums_BWT = torch.cat([sums, score_BW.unsqueeze(2)], dim=2)
 
     def results(self) -> list[list[dict]]:
+        if not all(sentence.ended for sentence in self.sentences):
+            raise UsageError(
+                "the model gives no probabilities, but NaN: it has diverged in training"
+            )
         return [self._sorted(sentence.ended) for sentence in self.sentences]
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 import sys
 import time
@@ -24,6 +25,9 @@ with quietly():
     from smoe_fairseq.translation.hypothesis import Translation
     from smoe_fairseq.translation.text_lines import text_lines
 
+_LINE_ENDS = (
+    "[\x85\u2028\u2029]"  # for some programs, beside those that JSON does not take as they are
+)
 AT_ONCE = 4000  # lines that are read and sorted by length; their translations are written together
 
 
@@ -74,6 +78,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("--unkpen", float, -math.inf, "above 0 for fewer unknown words"),
         ("--max-len-a", float, 0, "a translation has at most A x + B tokens, x those of the line"),
         ("--max-len-b", int, 1, "see there"),
+        ("--divide-above", int, 1, "a line of more tokens is translated by sentences"),
     ):
         default = getattr(defaults, flag[2:].replace("-", "_"))
         kind = number(kind, least)
@@ -169,7 +174,8 @@ def _output(path: str | None) -> Iterator[TextIO]:
 def _written(line: int, translation: Translation, args: Namespace) -> Iterator[str]:
     """The lines that are written for one."""
     if args.json:
-        yield json.dumps({"line": line, **asdict(translation)}, ensure_ascii=False)
+        words = json.dumps({"line": line, **asdict(translation)}, ensure_ascii=False)
+        yield re.sub(_LINE_ENDS, lambda found: f"\\u{ord(found[0]):04x}", words)
     elif args.nbest is None:
         yield translation.hypotheses[0].text
     else:

@@ -1,0 +1,136 @@
+"""`BeamSearch` beside fairseq's `SequenceGenerator`, on models of every kind, all hypotheses of each."""
+
+import pytest
+import torch
+from fairseq.sequence_generator import SequenceGenerator
+from family import FAMILY
+from sampling import soak, some
+from test_model import make_task, tiny
+
+from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.translation.beam_search import BeamSearch
+from smoe_fairseq.translation.best_of_many import best_of_many
+
+SYSTEMS = FAMILY | {
+    "dense": "--moe-freq 0",
+    "smoe": "--smoe-strata 2-2-2-2",
+    "stacked": "--smoe-strata 4-4 --moe-stacked",
+    "cmr": "--smoe-strata 8 --moe-cmr",
+    "released norms": "--smoe-strata 4-4 --moe-norms released",
+    "post-norm": "--moe-freq 0 --no-encoder-normalize-before --no-decoder-normalize-before",
+    "learned positions": "--smoe-strata 8 --encoder-learned-pos --decoder-learned-pos",
+    "embedding norm": "--smoe-strata 8 --layernorm-embedding",
+    "two matrices": "--smoe-strata 8 --no-share-all-embeddings",
+    "no positions": "--smoe-strata 8 --no-token-positional-embeddings",
+}
+VOCABULARY = 97  # which the groups of `best_of_many` do not divide
+LENGTHS = (9, 3, 14, 1, 6, 9)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(3)
+
+
+def sharp(*flags):
+    """A model whose choices are far apart, so that no rounding decides, and which ends now and then."""
+    model = tiny(*flags).eval()
+    with torch.no_grad():
+        for block in moe_blocks(model).values():
+            for gate in block.gates:
+                for parameter in gate.parameters():
+                    torch.nn.init.normal_(parameter, std=0.5)
+        # Not the embeddings, by which each token would be followed by itself.
+        weight = torch.randn_like(model.decoder.output_projection.weight) / 2
+        weight[2] *= 3  # the end of sentence
+        model.decoder.output_projection.weight = torch.nn.Parameter(weight)
+    return model
+
+
+def batch(task) -> dict:
+    pad, eos = task.source_dictionary.pad(), task.source_dictionary.eos()
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.full((len(LENGTHS), max(LENGTHS) + 1), pad)
+    for row, length in zip(rows, LENGTHS, strict=True):
+        row[-1] = eos
+        row[-1 - length : -1] = torch.randint(4, 90, (length,), generator=generator)
+    return {"net_input": {"src_tokens": rows, "src_lengths": rows.ne(pad).sum(1)}}
+
+
+def compare(model, task, beam=4, lenpen=1.0, unkpen=0.0, min_len=1, max_len_b=20, **more):
+    sample = batch(task)
+    options = {"unk_penalty": unkpen, "min_len": min_len, "max_len_b": max_len_b}
+    oracle = SequenceGenerator(
+        [model], task.target_dictionary, beam_size=beam, len_penalty=lenpen, **options
+    )
+    ours = BeamSearch(task.target_dictionary, beam, lenpen, unkpen, min_len, 0, max_len_b)
+    expected = oracle.generate([model], sample, **more)
+    found = ours.generate([model], sample, **more)
+    for want, got in zip(expected, found, strict=True):
+        assert [h["tokens"].tolist() for h in want] == [h["tokens"].tolist() for h in got]
+        for a, b in zip(want, got, strict=True):
+            assert b["score"] == pytest.approx(float(a["score"]), abs=1e-4)
+            each = a["positional_scores"]
+            assert torch.allclose(b["positional_scores"], each, atol=1e-3)
+    return found
+
+
+@pytest.mark.parametrize(
+    "system", some(SYSTEMS, "smoe", "dense", "cmr", "chain", "hash", "post-norm", "two matrices")
+)
+def test_every_system_has_fairseqs_hypotheses(system):
+    found = compare(sharp(*SYSTEMS[system].split()), make_task(96))
+    lengths = {len(h["tokens"]) for hypotheses in found for h in hypotheses}
+    assert len(lengths) > 2 and all(len(hypotheses) == 4 for hypotheses in found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beam": 1},
+        {"beam": 7, "lenpen": 0.3},
+        {"lenpen": 2.0, "min_len": 5},
+        {"max_len_b": 3},
+        {"unkpen": 5.0, "max_len_b": 8},
+        {"unkpen": -20.0, "max_len_b": 8},
+        soak({"beam": 200, "max_len_b": 6}),
+        {"beam": 90, "max_len_b": 4},
+        {"bos_token": 7},
+        {"prefix_tokens": torch.tensor([[8], [9], [10], [11], [12], [13]])},
+    ],
+)
+def test_every_option_means_the_same(options):
+    compare(sharp("--smoe-strata", "4-4"), make_task(96), **options)
+
+
+def test_the_limit_is_of_each_sentence():
+    """Where fairseq takes the longest of the batch, so that it counts who is translated beside it."""
+    model, task = sharp("--smoe-strata", "4-4"), make_task(96)
+    with torch.no_grad():
+        model.decoder.output_projection.weight[2] = 0
+    sample = batch(task)
+    search = BeamSearch(task.target_dictionary, max_len_a=1.0, max_len_b=2)
+    found = search.generate([model], sample)
+    # Before the limit nothing ends; there everything does.
+    lengths = sample["net_input"]["src_lengths"]
+    assert [len(h[0]["tokens"]) for h in found] == (lengths + 3).tolist()
+
+
+def test_a_model_that_has_diverged_is_named():
+    model, task = sharp("--smoe-strata", "4-4"), make_task(96)
+    with torch.no_grad():
+        model.decoder.output_projection.weight.fill_(float("nan"))
+    with pytest.raises(UsageError, match="it has diverged"):
+        BeamSearch(task.target_dictionary).generate([model], batch(task))
+
+
+@pytest.mark.parametrize(("size", "number"), [(20025, 10), (4005, 2), (641, 20), (30, 20), (7, 7)])
+def test_the_best_of_many(size, number):
+    x = torch.randn(5, size)
+    x[0, 3:6] = float("-inf")
+    values, indices = best_of_many(x, number)
+    expected = x.topk(number)
+    assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)
+    x[2, size // 2] = float("nan")
+    assert best_of_many(x, number)[0].isnan().any(1).tolist() == [False, False, True, False, False]

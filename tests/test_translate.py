@@ -1,0 +1,271 @@
+"""``smoe translate``: equal to fairseq-generate, line for line, and one sentence for what cannot be used."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from commands import PLUGIN, SCRIPTS, generation, run
+from sampling import soak
+from test_signals import heed_signals, wait_for
+from test_training import train as train_smoe
+from test_translator import evaluated, prepared
+
+from smoe_fairseq.analysis.inputs import load
+from smoe_fairseq.analysis.sentence import run_pair
+
+assert prepared  # a fixture
+SEARCH = ("--beam", 2, "--max-len-b", 10)  # as the recipe's evaluation was told
+RUN = "runs/tiny/smoe-2-2"
+
+
+def translate(folder, *words, text: str, check=True):
+    """What is written, and what is said."""
+    output = Path(folder) / "translated.txt"
+    output.unlink(missing_ok=True)
+    command = ("smoe", "translate", *words, "--output", output)
+    result = run(*command, cwd=folder, stdin=text, check=check)
+    return output.read_text() if output.exists() else None, result.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(prepared, tmp_path_factory) -> Path:
+    """The trained run with all that it needs, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("translate")
+    (folder / "run").mkdir()
+    data = prepared / "data/tiny/bin"
+    best = prepared / RUN / "checkpoint_best.pt"
+    for file in (best, data / "spm.model", *data.glob("dict.*.txt")):
+        shutil.copy(file, folder / "run")
+    return folder
+
+
+@pytest.mark.parametrize("direction", ["en-fr", "fr-en"])
+def test_the_translations_are_those_of_fairseq_generate(prepared, folder, direction):
+    text, expected = evaluated(prepared, direction)
+    source, target = direction.split("-")
+    words = ("run", "--from", source, "--to", target, *SEARCH)
+    found, said = translate(folder, *words, text="".join(f"{line}\n" for line in text))
+    assert found.splitlines() == expected and re.search(r"^12 lines in [\d.]+ s", said, re.M)
+    # However many at a time; with threads, too.
+    for more in (("--max-tokens", 1), ("--max-tokens", 40)):
+        again, _ = translate(folder, *words, *more, text="\n".join(text))
+        assert again == found
+
+
+def test_several_threads_change_nothing(prepared, folder):
+    text, expected = evaluated(prepared, "en-fr")
+    command = ("smoe", "translate", "run", "--to", "fr", *SEARCH, "--max-tokens", 60)
+    output = folder / "threads.txt"
+    run(*command, "--output", output, cwd=folder, stdin="\n".join(text), OMP_NUM_THREADS="3")
+    assert output.read_text().splitlines() == expected
+
+
+def test_all_directions_of_several_languages(multilingual, three_languages, tmp_path):
+    """Scores and words of every hypothesis, by fairseq-generate and by --nbest."""
+    for direction in ("bb-aa", "cc-aa", "aa-bb", "aa-cc"):
+        source, target = direction.split("-")
+        data = ("--source-lang", source, "--target-lang", target, "--lang-pairs", direction)
+        task = ("--task", "translation_multi_simple_epoch", "--encoder-langtok", "tgt")
+        langs = ("--langs", "aa,bb,cc", "--gen-subset", "valid", "--nbest", 3)
+        output = run(
+            *("fairseq-generate", *generation(three_languages, multilingual)),
+            *("--user-dir", PLUGIN, *task, *data, *langs, "--num-workers", 0),
+        ).stdout
+        text = dict(re.findall(r"^S-(\d+)\t(.*)$", output, re.M))
+        expected = re.findall(r"^D-(\d+)\t(\S+)\t(.*)$", output, re.M)
+        lines = [text[n].removeprefix(f"__{target}__ ") for n in sorted(text, key=int)]
+        words = (multilingual, "--data", three_languages, "--from", source, "--to", target)
+        search = ("--beam", 3, "--max-len-b", 12, "--nbest", 3)
+        # The longest line has more tokens than --max-len-b and would be divided: see there.
+        short = [i for i, line in enumerate(lines) if len(line.split()) <= 12]
+        given = "".join(f"{lines[i]}\n" for i in short)
+        found, _ = translate(tmp_path, *words, *search, text=given)
+        want = {}
+        for number, score, translation in expected:
+            want.setdefault(int(number), []).append((float(score), translation))
+        rows = [line.split("\t") for line in found.splitlines()]
+        assert len(rows) == 3 * len(short) and len(short) >= 5
+        flat = [(k + 1, *each) for k, i in enumerate(short) for each in want[i]]
+        for (line, score, words_), (number, wanted, translation) in zip(rows, flat, strict=True):
+            assert int(line) == number and words_ == translation
+            assert float(score) == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_model_of_fairseqs_own_translates_too(pre_norm, corpus, raw_corpus, tmp_path):
+    """By its own generator; without the plugin's name anywhere."""
+    output = run("fairseq-generate", *generation(corpus, pre_norm)).stdout
+    expected = dict(re.findall(r"^D-(\d+)\t\S+\t(.*)$", output, re.M))
+    text = (raw_corpus / "test.src").read_text()
+    words = (pre_norm, "--data", corpus, "--beam", 3, "--max-len-b", 12)
+    found, _ = translate(tmp_path, *words, text=text)
+    assert found.splitlines() == [expected[n] for n in sorted(expected, key=int)]
+    found, _ = translate(tmp_path, *words, "--json", text=text.split("\n")[0])
+    assert json.loads(found)["requested"] is None
+
+
+def test_json_has_scores_and_requested_capacity(prepared, folder):
+    text, _ = evaluated(prepared, "fr-en")
+    words = ("run", "--from", "fr", "--to", "en", *SEARCH, "--json", "--nbest", 2)
+    found, _ = translate(folder, *words, text=f"{text[0]}\n\n{text[1]}\n")
+    first, empty, second = map(json.loads, found.splitlines())
+    assert [first["source"], empty["source"], second["source"]] == [text[0], "", text[1]]
+    assert [h["text"] for h in empty["hypotheses"]] == [""] and empty["line"] == 2
+    model, task = load(folder / "run/checkpoint_best.pt", folder / "run")
+    for line in (first, second):
+        assert line["tokens"][0] == "__en__" and line["tokens"][-1] == "</s>"
+        assert [len(line["hypotheses"]), line["parts"]] == [2, 1]
+        for hypothesis in line["hypotheses"]:
+            assert hypothesis["tokens"][-1] == "</s>"
+            scores, tokens = hypothesis["scores"], hypothesis["tokens"]
+            assert hypothesis["score"] == pytest.approx(sum(scores) / len(tokens), abs=1e-4)
+            # As `smoe analyze` finds it for the same pair.
+            source = torch.tensor([[task.source_dictionary.index(t) for t in line["tokens"]]])
+            target = [task.target_dictionary.index(t) for t in tokens]
+            given = torch.tensor([[target[-1], *target[:-1]]])
+            encoder, decoder = run_pair(
+                model,
+                task,
+                {
+                    "src_tokens": source,
+                    "src_lengths": torch.tensor([source.shape[1]]),
+                    "prev_output_tokens": given,
+                },
+            )
+            assert line["requested"] == encoder.requested[0]
+            assert hypothesis["requested"] == [*decoder.requested[0][1:], None]
+
+
+def test_lines_of_any_length(folder):
+    """Long ones are divided where a sentence ends; without ends, between words; without words, anywhere."""
+    words = ("run", "--from", "fr", "--to", "en", *SEARCH, "--divide-above", 18)
+    sentences = ["1 2 est .", "3 4 est un nombre .", "5 6 ."]
+
+    def lines(*text):
+        found, said = translate(folder, *words, text="".join(f"{line}\n" for line in text))
+        assert len(found.splitlines()) == len(text)
+        return found.splitlines(), said
+
+    alone, said = lines(*sentences, "7 8", "")
+    assert "parts" not in said and alone[-1] == ""
+    (joined, *rest, short), said = lines(" ".join(sentences), "1 " * 40, "12" * 300, "7 8")
+    parts = int(re.search(r"^line 1 is long: translated in (\d) parts$", said, re.M)[1])
+    assert parts in (2, 3) and short == alone[3] and all(rest)
+    assert "line 2 is long" in said and "line 3 is long" in said and "line 4" not in said
+    if parts == 3:
+        assert joined == " ".join(alone[:3])
+    else:
+        pairs, _ = lines(" ".join(sentences[:2]), " ".join(sentences[1:]))
+        assert joined in (f"{pairs[0]} {alone[2]}", f"{alone[0]} {pairs[1]}")
+
+
+def test_text_as_it_comes(folder):
+    """No last line end, Windows' line ends, blanks, and characters that there were none of in training."""
+    words = ("run", "--to", "fr", *SEARCH)
+    plain, _ = translate(folder, *words, text="1 2\n3 4\n")
+    assert translate(folder, *words, text="1 2\r\n3 4")[0] == plain
+    odd = "   \n\t\n☃ 𝄞\u2028 1\n"
+    found, _ = translate(folder, *words, text=odd)
+    assert found.split("\n")[:2] == ["", ""] and found.count("\n") == 3
+    assert translate(folder, *words, text="")[0] == ""
+
+
+REFUSED = {
+    "no such language": (("run", "--to", "xx"), "--to xx: no such direction; expected one of"),
+    "no direction": (("run",), "neither --from nor --to is given: several directions"),
+    "two sources": (("run", "--to", "en"), "--to en: several directions are possible"),
+    "no run": (("none", "--to", "fr"), "none is missing: expected the folder of a run"),
+    "no checkpoint": ((".", "--to", "fr"), ". has no checkpoint_best.pt or checkpoint_last.pt"),
+    "no data": (("run", "--to", "fr", "--data", "."), ". has no dictionaries"),
+    "too many": (("run", "--to", "fr", "--nbest", 6), "--nbest 6: expected at most --beam, 5"),
+    "no device": (("run", "--to", "fr", "--device", "abacus"), "--device abacus: expected cpu"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_used_is_named(folder, name):
+    words, sentence = REFUSED[name]
+    result = run("smoe", "translate", *words, stdin="1 2\n", cwd=folder, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith("error: ") and sentence in last
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--beam", "0"), ("--lenpen", "nan"), ("--max-len-b", "x"), ("--nbest", "0")],
+)
+def test_numbers_that_are_none(folder, flag, value):
+    result = run("smoe", "translate", "run", flag, value, cwd=folder, check=False)
+    assert result.returncode == 2 and f"argument {flag}" in result.stdout
+    assert f"{value!r}: expected a" in result.stdout
+
+
+def started(folder, *words, **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [SCRIPTS / "smoe", "translate", "run", "--to", "fr", *map(str, (*SEARCH, *words))],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=heed_signals,
+        **options,
+    )
+
+
+def test_a_line_that_is_not_utf8_is_named(folder):
+    process = started(folder, "--output", "not-utf8.txt")
+    _, said = process.communicate(b"1 2\n3 \xff4\n", timeout=120)
+    (last,) = said.decode().splitlines()
+    assert last.startswith("error: line 2 of standard input is not UTF-8: byte 0xff at position 3;")
+    assert process.returncode == 1
+    assert not list(folder.glob("not-utf8*"))
+
+
+def test_a_reader_that_has_gone(folder):
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = started(folder, stdout=writing)
+    os.close(writing)
+    _, said = process.communicate(b"1 2\n", timeout=120)
+    assert process.returncode == 128 + signal.SIGPIPE and b"Traceback" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, soak(signal.SIGKILL)])
+def test_an_interruption_leaves_the_file_as_it_was(folder, number):
+    output = folder / "kept.txt"
+    output.write_text("as it was\n")
+    process = started(folder, "--output", output.name)
+    partial = folder / "kept.txt.tmp"
+    wait_for(partial.exists, process)  # it waits for text now
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert output.read_text() == "as it was\n" and b"Traceback" not in said
+    if number == signal.SIGINT:
+        assert process.returncode == 130 and not partial.exists()
+    partial.unlink(missing_ok=True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_one_sentence(folder):
+    with open("/dev/full", "wb") as full:
+        process = started(folder, stdout=full)
+        _, said = process.communicate(b"1 2\n", timeout=120)
+    assert process.returncode == 1
+    assert said.decode().splitlines()[-1].startswith("error: standard output cannot be written: No")
+
+
+def test_a_run_of_one_direction_needs_no_flag(small_corpus, tmp_path):
+    train_smoe(small_corpus, tmp_path / "run", "--max-update", 3)
+    found, _ = translate(tmp_path, "run", text="ax by\n")
+    assert found.count("\n") == 1
+
+
+def test_it_is_in_the_help():
+    assert "translate" in run("smoe", "--help").stdout
+    assert "--nbest" in run("smoe", "translate", "--help").stdout
