@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from commands import PLUGIN, run
 from handmade import read
-from sampling import soak
 from test_recipes import recipe
 
+pytestmark = pytest.mark.soak
 SMALL = [
     *("--encoder-embed-dim", "64", "--encoder-ffn-embed-dim", "64", "--max-tokens", "1000"),
     *("--max-update", "120", "--warmup-updates", "20"),
@@ -36,14 +36,13 @@ def requested_in_validation(checkpoint: Path) -> float:
     return float(re.findall(r"valid on.*? requested_capacity ([\d.]+)", log)[-1])
 
 
-@pytest.mark.soak
 def test_budget_is_met_within_five_percent(budgeted):
     """Uniform routing would ask for 2.08 strata."""
     assert requested_in_validation(budgeted) == pytest.approx(1.5, rel=0.05)
     assert "smoe_budget_loss=" in budgeted.with_name("train.log").read_text()
 
 
-@pytest.mark.parametrize("method, budget", [soak("smoe-2-2-2-2", "1.5")])
+@pytest.mark.parametrize("method, budget", [("smoe-2-2-2-2", "1.5")])
 def test_budget_is_met_by_the_recipe_as_it_is(phrasebook, tmp_path, method, budget):
     for part in ("data", "runs"):
         (tmp_path / part).mkdir()
@@ -78,7 +77,6 @@ def test_one_model_translates_with_any_bias(phrasebook, budgeted):
     assert large != plain
 
 
-@pytest.mark.soak
 def test_curve_of_an_analysis(phrasebook, budgeted, tmp_path):
     data, output = phrasebook / "data/phrasebook/bin", tmp_path / "out"
     words = ["smoe", "analyze", data, "--path", budgeted, "--output", output, "--cpu"]

@@ -313,8 +313,8 @@ def test_balance_over_an_update_by_hand():
         ),
         ("--smoe-chain 2 --smoe-strata 8 --moe-cmr", "--moe-cmr: expected --smoe-chain 1, not 2"),
         (
-            "--smoe-chain 2 --smoe-strata 8 --moe-norms released",
-            "--moe-norms released: that code has no --smoe-chain 2; expected paper",
+            "--smoe-chain 2 --smoe-strata 8 --smoe-norm released",
+            "--smoe-norm released: that code has no --smoe-chain 2; expected paper",
         ),
         ("--moe-freq 0 --smoe-chain 2", "--smoe-chain 2 with --moe-freq 0: a dense model has no"),
         ("--moe-freq 0 --moe-gate base", "--moe-gate base with --moe-freq 0: a dense model has no"),

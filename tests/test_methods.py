@@ -14,9 +14,9 @@ METHODS = some(
         *("dense", "moe", "switch", "moe-eom", "moe-cmr", "stacked-4-4", "smoe-2-2-2-2"),
         *("moe-hash", "moe-base", "moe-expert-choice", "moe-top-p", "moe-null", "moe-residual"),
         *("moe-shared", "moe-bias", "moe-update", "pyramid-4-8 --moe-freq 1", "moe-chain"),
-        *("moe-32", "stacked-2-2-2-2", "smoe-4-4", "smoe-1-3-4"),
+        *("moe-32", "stacked-2-2-2-2", "smoe-4-4", "smoe-1-3-4", "deep-4-4"),
     ],
-    *("dense", "switch", "moe-cmr", "stacked-4-4", "smoe-2-2-2-2", "moe-expert-choice", "moe-bias"),
+    *("dense", "moe-cmr", "smoe-2-2-2-2", "moe-expert-choice"),
 )
 SMALL = [
     *("--encoder-embed-dim", "64", "--encoder-ffn-embed-dim", "64", "--max-tokens", "500"),

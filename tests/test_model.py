@@ -8,6 +8,7 @@ from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import build_model
+from omegaconf import OmegaConf
 
 import smoe_fairseq.models  # noqa: F401  (as --user-dir does)
 from smoe_fairseq.models import size
@@ -26,11 +27,16 @@ def make_task(vocabulary=96):
     return Task
 
 
-def make_model(*flags, vocabulary=96):
+def configured(*flags):
+    """The config of a model of these flags."""
     parser = options.get_training_parser()
     args = options.parse_args_and_arch(parser, ["data", *flags])
+    return convert_namespace_to_omegaconf(args).model
+
+
+def make_model(*flags, vocabulary=96):
     torch.manual_seed(0)
-    return build_model(convert_namespace_to_omegaconf(args).model, make_task(vocabulary))
+    return build_model(configured(*flags), make_task(vocabulary))
 
 
 def tiny(*flags):
@@ -279,6 +285,16 @@ def test_a_checkpoint_of_another_architecture_is_named(flags, words):
     with pytest.raises(UsageError) as end:
         tiny(*flags.split()).load_state_dict(state)
     assert words in str(end.value)
+
+
+def test_the_former_name_of_smoe_norm_is_known():
+    """As a flag, and in the config of a checkpoint."""
+    flags = ("--arch", "smoe_transformer_tiny", "--moe-norms", "released")
+    config = OmegaConf.to_container(configured(*flags))
+    norm = config.pop("smoe_norm")
+    assert norm == "released"
+    model = build_model(OmegaConf.create({**config, "moe_norms": norm}), make_task())
+    assert len(model.encoder.layers[1].moe.layer_norms) == len(("4", "4")) + 1
 
 
 def test_recomputed_activations_are_those_of_autocast():

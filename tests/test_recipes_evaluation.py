@@ -335,6 +335,7 @@ def test_what_an_unfinished_evaluation_with_other_flags_has_left_is_not_used(tin
     assert (run / "test/fr-en.txt").read_text() != "what nobody has translated\n" * 12
 
 
+@pytest.mark.soak
 def test_what_goes_wrong_in_a_translation_is_one_sentence(unevaluated):
     run = unevaluated / "runs/tiny/smoe-2-2"
     sentence = refusal(evaluate_again(unevaluated, "--lenpen", "much"))

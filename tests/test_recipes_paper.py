@@ -171,6 +171,8 @@ def test_batch_of_the_released_scripts_and_any_other(tmp_path):
     given = {"GPUS": "8", "NODES": "4", "BATCH": "release"}
     words = trained(dry(tmp_path, "train", "m15", "moe", **given))
     assert (value(words, "--max-tokens"), value(words, "--update-freq")) == ("4096", "1")
+    assert "--smoe-norm" not in dry(tmp_path, "train", "m15", "moe", **given).stdout
+    assert "--smoe-norm released" in dry(tmp_path, "train", "m15", "smoe-4-12", **given).stdout
     words = trained(dry(tmp_path, "train", "m15", "moe", BATCH="100000", GPUS="2"))
     assert batch(words, 2) == pytest.approx(100_000, rel=0.02)
 

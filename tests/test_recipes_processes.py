@@ -83,6 +83,7 @@ def goes_on_to_the_same_bits(tmp_path: Path, script: str, words, given) -> None:
     assert_same_bits(content(parts), content(tmp_path / "whole/tiny/smoe-2-2"))
 
 
+@pytest.mark.soak
 def test_interrupted_on_a_machine_without_gpu(tmp_path, place):
     """GPUS=2 is two processes; what they need for that is added, and fp16 left out."""
     words = ["tiny", "smoe-2-2", "--disable-validation"]

@@ -8,13 +8,16 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
 from test_recipes_evaluation import kill_session, wait_until
 
 from smoe_fairseq.recipes.study import kept
-from smoe_fairseq.recipes.study.student import difference, quantile
-from smoe_fairseq.recipes.study.verdicts import CONFIRMED, OPEN, REFUTED, verdicts
+from smoe_fairseq.recipes.study.capacity_claims import about_capacity
+from smoe_fairseq.recipes.study.capacity_summary import spearman
+from smoe_fairseq.recipes.study.student import difference, interval, quantile
+from smoe_fairseq.recipes.study.verdicts import CONFIRMED, OPEN, REFUTED, about_cost, about_scores
 
 ROOT = Path(__file__).parents[1]
 RUNS = ("moe", "smoe-2-2", "moe.seed-2", "smoe-2-2.seed-2")
@@ -112,6 +115,19 @@ def test_the_report_is_made_of_what_is_kept(studied, tmp_path):
     again = recipe(tmp_path, "study", "tiny", **given)
     assert again.returncode == 0 and "0 of 4 runs are left" in again.stdout, again.stderr
     assert (tmp_path / "results/tiny/report.md").read_text() == report
+    kept_pairs = json.loads((folder / "results/tiny/comparisons.json").read_text())
+    assert list(kept_pairs) == ["moe smoe-2-2"]
+    assert set(kept_pairs["moe smoe-2-2"]["directions"]) == {"en-fr", "fr-en"}
+    assert "(e) smoe-2-2 takes as much more time than moe" in report
+    assert "(g) frequent tokens ask for less in the decoder" in report
+    assert not (tmp_path / "results/tiny/moe/routing.json").exists()
+    of_smoe = json.loads((tmp_path / "results/tiny/smoe-2-2/routing.json").read_text())
+    assert set(of_smoe["requested_capacity"]["en-fr"]) == {"encoder.1", "decoder.1"}
+    with open(folder / "runs/tiny/smoe-2-2/routing/blocks.csv") as lines:
+        rows = [r for r in csv.DictReader(lines) if r["kind"] == "text"]
+    for row in rows:
+        layer = of_smoe["requested_capacity"][row["direction"]][f"{row['side']}.{row['layer']}"]
+        assert layer == float(row["requested_capacity"])
     scores = [json.loads((folder / "results/tiny" / n / "scores.json").read_text()) for n in RUNS]
     bleu = {n: sum(d["bleu"] for d in s["scores"].values()) / 2 for n, s in zip(RUNS, scores)}
     mean = (bleu["moe"] + bleu["moe.seed-2"]) / 2
@@ -191,7 +207,7 @@ def test_verdicts_follow_the_interval():
         "smoe-4-4": [29.0, 30.0, 31.5],
         "smoe-2-2-2-2": [30.5, 30.6, 30.7],
     }
-    found = {v.claim[:3] + v.claim.split(" ")[-1]: v.verdict for v in verdicts(points)}
+    found = {v.claim[:3] + v.claim.split(" ")[-1]: v.verdict for v in about_scores(points)}
     assert found == {
         "(a)moe": CONFIRMED,
         "(a)switch": CONFIRMED,
@@ -201,5 +217,62 @@ def test_verdicts_follow_the_interval():
         "(d)smoe-4-4": OPEN,
     }
     closer = points | {"moe-16": [30.55, 30.6, 30.65]}
-    assert {v.claim[:3]: v.verdict for v in verdicts(closer)}["(c)"] == CONFIRMED
-    assert verdicts({"dense": [1.0]}) == []
+    assert {v.claim[:3]: v.verdict for v in about_scores(closer)}["(c)"] == CONFIRMED
+    assert about_scores({"dense": [1.0]}) == []
+
+
+def test_cost_is_compared_with_flops():
+    flops = {"moe": 10.0, "smoe-4-4": 12.0}
+    times = {"moe": [1.0, 1.01], "smoe-4-4": [1.2, 1.21]}
+    (found,) = about_cost(times, flops, "moe")
+    assert found.verdict == CONFIRMED and abs(found.difference.mean) < 0.01
+    assert "+20%" in found.claim
+    (found,) = about_cost(times | {"smoe-4-4": [1.6, 1.61]}, flops, "moe")
+    assert found.verdict == REFUTED and 0.3 < found.difference.mean < 0.36
+    (found,) = about_cost(times | {"smoe-4-4": [1.0, 1.6]}, flops, "moe")
+    assert found.verdict == OPEN
+    (found,) = about_cost(times | {"smoe-4-4": [1.2]}, flops, "moe")
+    assert found.verdict == f"{OPEN}: a single run"
+    assert about_cost({"dense": [1.0]}, {"dense": 1.0}, "moe") == []
+
+
+def routing(into, out_of, rank, encoder=(1.5,)):
+    """Of one run: requested capacity of targets in English, and of others; and the correlation."""
+    blocks = {f"encoder.{2 * i + 1}": value for i, value in enumerate(encoder)}
+    requested = {f"{x}-en": {"decoder.1": mean} for x, mean in zip("ab", into)}
+    requested |= {f"en-{x}": {"decoder.1": mean} for x, mean in zip("ab", out_of)}
+    return {
+        "requested_capacity": {name: layers | blocks for name, layers in requested.items()},
+        "rank_correlation": {"encoder.1": -rank, "decoder.1": rank},
+    }
+
+
+def test_verdicts_about_requested_capacity():
+    runs = [
+        routing((1.5, 1.51), (1.2, 1.8), 0.4, (1.9, 1.5, 1.3)),
+        routing((1.5, 1.52), (1.3, 1.8), 0.41),
+    ]
+    found = about_capacity(runs)
+    assert [v.claim[:3] for v in found] == ["(f)", "(g)", "(g)", "(h)"]
+    f, encoder, decoder, h = found
+    assert f.verdict == OPEN and f.difference.mean == pytest.approx((0.59 + 0.48) / 2)
+    assert "in en " in f.claim
+    assert (encoder.verdict, decoder.verdict) == (REFUTED, CONFIRMED)
+    assert h.verdict == CONFIRMED and h.difference.mean == pytest.approx(0.5)
+    assert "over the directions of one run" in h.claim
+    assert about_capacity([]) == []
+
+
+def test_rank_correlation_by_hand():
+    assert spearman(np.array([1, 2, 3, 4]), np.array([1.0, 1.5, 1.7, 9.0])) == pytest.approx(1)
+    # Ranks 1 2 3 4 and 3.5 1.5 1.5 3.5: covariance 0.
+    assert spearman(np.array([1, 2, 3, 4]), np.array([2.0, 1, 1, 2])) == pytest.approx(0)
+    assert math.isnan(spearman(np.array([1, 2]), np.array([1.0, 1.0])))
+
+
+def test_interval_of_a_mean_by_hand():
+    found = interval([1.0, 2.0, 3.0])
+    assert (found.low, found.high) == pytest.approx(
+        (2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5), abs=1e-3
+    )
+    assert interval([1.0]).low is None

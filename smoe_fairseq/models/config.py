@@ -150,10 +150,11 @@ class SMoETransformerConfig(FairseqDataclass):
         "tokens that keep an expert that has too many: the first ones, sentence after sentence, those of "
         "highest gate probability, or drawn ones",
     )
-    moe_norms: ChoiceEnum(NORMS) = option(
+    smoe_norm: ChoiceEnum(NORMS) = option(
         "paper",
         "inner layer norms and residuals as the paper or as its released code has them; the same with one "
         "stratum",
+        argparse_alias="--moe-norms",
     )
     moe_dropout_per: ChoiceEnum(DROPOUTS) = option(
         "stratum", "dropout of each stratum's output, or of what the whole MoE layer adds"
@@ -286,7 +287,7 @@ BLOCK_OPTIONS = {
     "second_expert_policy": "moe_second_expert_policy",
     "gate_normalization": "moe_gate_normalization",
     "drop_order": "moe_drop_order",
-    "norms": "moe_norms",
+    "norms": "smoe_norm",
     "dropout_per": "moe_dropout_per",
     "gate_init_scale": "moe_gate_init_scale",
     "output_init_scale": "moe_output_init_scale",
@@ -305,6 +306,8 @@ ENUMERATED = ("gate", "balance", "balance_over", "gate_normalization", "second_e
 ENUMERATED += ("drop_order", "norms", "dropout_per")
 DEFAULTS = {f.name: f.default for f in fields(SMoETransformerConfig)}
 FIELDS = tuple(f.name for f in fields(SMoETransformerConfig) if not f.name.startswith("_"))
+# Of options in checkpoints of before.
+FORMER_NAMES = {"moe_norms": "smoe_norm"}
 
 
 def flag(name: str) -> str:

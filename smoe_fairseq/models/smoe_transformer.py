@@ -14,7 +14,7 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.models.config import FIELDS, SMoETransformerConfig
+from smoe_fairseq.models.config import FIELDS, FORMER_NAMES, SMoETransformerConfig
 from smoe_fairseq.models.hash_tables import hash_table
 from smoe_fairseq.models.moe_layers import experts_of, placement_of
 from smoe_fairseq.models.preflight import check_checkpoint, check_config, check_model
@@ -42,6 +42,7 @@ class SMoETransformerModel(TransformerModelBase):
     @classmethod
     def build_model(cls, cfg, task):
         values = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else vars(cfg)
+        values = {FORMER_NAMES.get(name, name): value for name, value in values.items()}
         config = SMoETransformerConfig(**{k: values[k] for k in FIELDS if k in values})
         transformer = config.transformer()
         dictionaries = {"encoder": task.source_dictionary, "decoder": task.target_dictionary}

@@ -7,6 +7,8 @@ reading the ends on the host for every product.
 Shapes: N rows that lie by expert, I inputs, O outputs, E experts.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -79,9 +81,11 @@ class _GroupedLinear(torch.autograd.Function):
         return x_grad_NI, None, None, None, None, None
 
 
-def weight_gradient(y_grad_NO: Tensor, x_NI: Tensor, ends_E: Tensor) -> Tensor:
+def weight_gradient(
+    y_grad_NO: Tensor, x_NI: Tensor, ends_E: Tensor, product: Callable | None = None
+) -> Tensor:
     """``(E, O, I)``: of the weights of each expert; 0 for those without rows, which kernels leave as is."""
-    gradient_EOI = _product(y_grad_NO.t(), x_NI, ends_E)
+    gradient_EOI = (product or _product)(y_grad_NO.t(), x_NI, ends_E)
     empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
     return gradient_EOI.masked_fill_(empty_E.view(-1, 1, 1), 0)
 
@@ -123,8 +127,10 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, grad_NO):
     x_NI, w_EIO, ends_E = ctx.saved_tensors
+    # Called while torch traces, also where it does not say so (2.11).
     x_grad_NI = _traced(grad_NO, w_EIO.transpose(1, 2), ends_E)
-    return x_grad_NI, weight_gradient(grad_NO, x_NI, ends_E).transpose(1, 2), None
+    w_grad_EOI = weight_gradient(grad_NO, x_NI, ends_E, _traced)
+    return x_grad_NI, w_grad_EOI.transpose(1, 2), None
 
 
 _traced.register_autograd(_backward, setup_context=_save)

@@ -15,6 +15,11 @@ PUBLIC = getattr(F, "grouped_mm", None)
 PRIVATE = getattr(torch, "_grouped_mm", None)
 grouped_mm = PUBLIC or PRIVATE
 
+# Devices that have autocast ("meta" has none). Asked beforehand: torch 2.11 cannot trace the question.
+AUTOCAST = frozenset(
+    filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla"))
+)
+
 
 def has_grouped_mm(weight: Tensor) -> bool:
     """Whether `grouped_mm` is there for weights of this type and device."""
@@ -27,13 +32,13 @@ def has_grouped_mm(weight: Tensor) -> bool:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast has products computed in; None where it is off, or not for such devices ("meta")."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if device.type in AUTOCAST and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
     """Within it, products are computed in the type of their factors."""
-    if torch.amp.is_autocast_available(device.type):
+    if device.type in AUTOCAST:
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

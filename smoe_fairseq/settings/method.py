@@ -44,3 +44,8 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
 
     flags = OmegaConf.to_container(read(path, _KEYS)).get("train", {})
     return {key: fill(value) for key, value in flags.items()}
+
+
+def has_strata(flags: Flags) -> bool:
+    """Whether the flags of a method make several strata, at some of which tokens may stop."""
+    return "-" in str(flags.get("smoe-strata", "")) and not flags.get("moe-stacked")

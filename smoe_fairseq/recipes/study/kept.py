@@ -17,12 +17,14 @@ from smoe_fairseq.analysis.training_log import UPDATES, read_lines
 from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.evaluating.scores import Score
 from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.study import capacity_summary
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_folder
 
 FILE = "run.json"
 CURVE = "curve.csv"
+ROUTING = "routing.json"
 COLUMNS = ("update", "training_nll", "validation_nll", "words", "seconds")
 _VALID = re.compile(r"valid on '[^']*' subset \|.*? \| nll_loss ([\d.]+) \|.*\| num_updates (\d+)")
 
@@ -50,6 +52,7 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
         "machine": _machine(),
         "updates": curve[-1]["update"] if curve else None,
     }
+    capacity = capacity_summary.summary(run)
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -57,6 +60,8 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
     with whole_folder(folder_of(dataset.name) / name, replace=True) as folder:
         shutil.copyfile(run / scores.FILE, folder / scores.FILE)
         (folder / CURVE).write_text(text.getvalue(), "utf-8")
+        if capacity is not None:
+            (folder / ROUTING).write_text(json.dumps(capacity, indent=1) + "\n", "utf-8")
         (folder / FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
@@ -85,7 +90,7 @@ def _curve(log: Path) -> list[dict]:
             words, last = words + new, update
             rate = row.pop("wps")
             seconds += new / rate if rate else 0.0
-        curve.append(row | {"words": round(words), "seconds": round(seconds, 1)})
+        curve.append(row | {"words": round(words), "seconds": round(seconds, 2)})
     return curve
 
 
@@ -121,6 +126,7 @@ class Result:
     scores: dict[str, Score]
     curve: list[dict[str, float | None]]
     about: dict
+    routing: dict | None = None  # see `capacity_summary.summary`
 
     @property
     def bleu(self) -> float:
@@ -131,6 +137,11 @@ class Result:
     def validation(self) -> float:
         """The lowest loss, which is that of the checkpoint that was scored."""
         return min(row["validation_nll"] for row in self.curve if row["validation_nll"] is not None)
+
+    @property
+    def time(self) -> float:
+        """Seconds of training per target word; 0 where the log has not said."""
+        return self.curve[-1]["seconds"] / max(1, self.curve[-1]["words"])
 
 
 def read(dataset: str) -> list[Result]:
@@ -147,9 +158,11 @@ def _read(folder: Path) -> Result:
                 {name: float(value) if value else None for name, value in row.items()}
                 for row in csv.DictReader(lines)
             ]
+        file = folder / ROUTING
+        capacity = json.loads(file.read_text("utf-8")) if file.exists() else None
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} does not hold a run's results ({error})") from None
-    found = Result(folder.name, scores.read(folder), curve, about)
+    found = Result(folder.name, scores.read(folder), curve, about, capacity)
     if not found.scores or not any(row.get("validation_nll") for row in curve):
         raise UsageError(f"{folder} has no scores or no validation loss: delete it and study again")
     return found

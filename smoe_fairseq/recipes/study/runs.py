@@ -16,9 +16,9 @@ from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.launch import cores, launch, whole_number
 from smoe_fairseq.recipes.shell import command, dry_run, environment, report
-from smoe_fairseq.recipes.study import kept
+from smoe_fairseq.recipes.study import capacity_summary, kept
 from smoe_fairseq.settings.dataset import Dataset
-from smoe_fairseq.settings.method import method_flags
+from smoe_fairseq.settings.method import has_strata, method_flags
 from smoe_fairseq.settings.paper_tables import tables
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.memory import machine_memory
@@ -39,6 +39,7 @@ class Run:
     seed: int
     flags: tuple[str, ...]
     updates: int
+    strata: bool  # several, at some of which tokens may stop
     process: subprocess.Popen | None = field(default=None, repr=False)
 
     @property
@@ -51,10 +52,15 @@ class Run:
 
     @property
     def line(self) -> str:
-        """What it takes, both of which do nothing where it is done."""
+        """What it takes; training and evaluation do nothing where they are done."""
         words = ("python", "-m", "smoe_fairseq.recipes")
-        train = command(*words, "train", self.dataset.name, self.method, *self.flags)
-        return f"{train} && {command(*words, 'evaluate', self.dataset.name, self.method)}"
+        steps = [
+            command(*words, "train", self.dataset.name, self.method, *self.flags),
+            command(*words, "evaluate", self.dataset.name, self.method),
+        ]
+        if self.strata:
+            steps += capacity_summary.commands(self.dataset, self.folder)
+        return " && ".join(steps)
 
     def done(self) -> int:
         """Updates that its log speaks of."""
@@ -106,7 +112,8 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
     for seed in seeds.several(dataset):  # of one seed all methods first: a table from early on
         for method in methods:
             given = dataset.train | method_flags(method, dataset)
-            runs.append(Run(dataset, method, seed, flags, _updates(given, flags)))
+            updates = _updates(given, flags)
+            runs.append(Run(dataset, method, seed, flags, updates, has_strata(given)))
     return runs
 
 
@@ -145,7 +152,7 @@ def _work(dataset: Dataset, left: list[Run]) -> list[Run]:
                         failed.append(run)
                         report(f"{run.name} failed: {run.folder / LOG}")
                     else:
-                        kept.keep(dataset, run.name, run.line)
+                        kept.keep(dataset, run.name, f"SEED={run.seed} {run.line}")
                         _tell(run, len(left) - len(waiting) - len(running), len(left))
             if bar.disable and time.monotonic() > news + NEWS_SECONDS:
                 news = time.monotonic()

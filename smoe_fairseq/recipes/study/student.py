@@ -20,6 +20,15 @@ class Difference:
         return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
 
 
+def interval(values: Sequence[float]) -> Difference:
+    """Of the mean of a few values, against zero."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Difference(mean, None, None)
+    width = quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Difference(mean, mean - width, mean + width)
+
+
 def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     """``second`` less ``first``, of independent runs with variances of their own (Welch 1947)."""
     mean = statistics.fmean(second) - statistics.fmean(first)

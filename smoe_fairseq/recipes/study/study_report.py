@@ -4,8 +4,9 @@ import statistics
 from pathlib import Path
 
 from smoe_fairseq.recipes import seeds
-from smoe_fairseq.recipes.study import kept
-from smoe_fairseq.recipes.study.verdicts import verdicts
+from smoe_fairseq.recipes.study import kept, sentences
+from smoe_fairseq.recipes.study.capacity_claims import about_capacity
+from smoe_fairseq.recipes.study.verdicts import about_cost, about_scores
 from smoe_fairseq.recipes.tables.columns import Column
 from smoe_fairseq.recipes.tables.render import Grid, markdown, number
 from smoe_fairseq.recipes.tables.table import system_costs
@@ -15,6 +16,7 @@ from smoe_fairseq.system.files import write_whole
 
 FILE = "report.md"
 BASELINE = "moe"
+SMOE = ("smoe-", "deep-")
 
 
 def write_report(dataset: Dataset) -> Path:
@@ -30,7 +32,7 @@ def write_report(dataset: Dataset) -> Path:
         f"# Study: {dataset.name}",
         markdown(_table(systems, costs)),
         "## The paper's claims",
-        markdown(_claims(systems)),
+        markdown(_claims(dataset, systems, costs)),
         "## BLEU by direction",
         markdown(_directions(systems)),
         *_pictures(folder, systems, costs),
@@ -88,14 +90,31 @@ def _with_spread(values: list[float], digits: int) -> str:
     return f"{mean} ± {number(statistics.stdev(values), digits)}" if len(values) > 1 else mean
 
 
-def _claims(systems) -> Grid:
-    points = {m: [result.bleu for result in results] for m, results in systems.items()}
-    rows = [[v.claim, str(v.difference), v.verdict] for v in verdicts(points)]
-    notes = [
-        "Differences of the mean BLEU, with the 95 percent interval over seeds (Welch's t). Significance by "
-        "sentences: `smoe table DATASET --compare A B`."
+def _claims(dataset: Dataset, systems, costs) -> Grid:
+    found = about_scores({m: [result.bleu for result in results] for m, results in systems.items()})
+    pairs = [v.methods for v in found]
+    by_sentence = sentences.compared(dataset, systems, pairs)
+    flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
+    times = {m: [result.time for result in systems[m] if result.time] for m in flops}
+    times = {m: of_runs for m, of_runs in times.items() if of_runs}
+    found += about_cost(times, flops, BASELINE)
+    smoe = [r for m, results in systems.items() if m.startswith(SMOE) for r in results]
+    found += about_capacity([result.routing for result in smoe if result.routing])
+    rows = [
+        [
+            *(v.claim, str(v.difference)),
+            sentences.in_words(by_sentence[v.methods]) if v.methods in by_sentence else "",
+            v.verdict,
+        ]
+        for v in found
     ]
-    return Grid(["claim", "difference", "verdict"], rows, notes, texts=3)
+    notes = [
+        "Of scores, the difference of the mean BLEU, with the 95 percent interval over seeds (Welch's t), "
+        f"and the directions that differ by sentences (paired bootstrap, p < {sentences.LEVEL}). (e): "
+        "relative to what the FLOPs say, from the seconds that training took, beside whatever else ran on "
+        "the machine. (f) to (h): all runs of SMoE on the test set, text alone."
+    ]
+    return Grid(["claim", "difference", "directions", "verdict"], rows, notes, texts=4)
 
 
 def _directions(systems) -> Grid:

@@ -69,6 +69,21 @@ def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU
     return Grid(header, rows, notes)
 
 
+def by_sentences(dataset: Dataset, first: str, second: str) -> dict[str, tuple[float, float]]:
+    """By direction, the difference in BLEU of the means over seeds, and the p-value over sentences.
+
+    Raises:
+        UsageError: either is not scored.
+    """
+    one, other = (_System(dataset, name, scores.BLEU) for name in (first, second))
+    found = {}
+    for direction in dataset.directions:
+        before, after = (statistics.fmean(system.points([direction])) for system in (one, other))
+        p = _bootstrap(dataset, direction, one, other, scores.BLEU)
+        found[direction] = (after - before, p)
+    return found
+
+
 class _System:
     """A method's scored runs, or one run."""
 

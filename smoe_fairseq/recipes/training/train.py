@@ -11,7 +11,7 @@ from smoe_fairseq.recipes.training.foretell import foretold
 from smoe_fairseq.recipes.training.precision import precision_flags
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.settings.flags import arguments
-from smoe_fairseq.settings.method import method_flags
+from smoe_fairseq.settings.method import has_strata, method_flags
 from smoe_fairseq.system.errors import UsageError
 
 FORCE = "--force-resume"
@@ -44,6 +44,10 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         notes += [f"# {planned}", f"# BATCH: {batch.choices(dataset)}"]
         if not planned.kept:
             report(f"the batch is not of the size asked for: {planned}")
+        if planned.name == "release" and has_strata(flags):
+            notes.append(
+                "# --smoe-norm released computes as the released code does (docs/reproduce.md)"
+            )
     chosen, said = precision_flags(flags, place, extra)
     flags |= chosen
     notes += said
