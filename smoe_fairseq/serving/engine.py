@@ -31,7 +31,7 @@ class Engine:
         self.model, self.name = model, name
         translator = self.translator = model.translator
         self.max_tokens = min(max_tokens, translator.max_positions[0] - 2)
-        self.max_len = max(Options().max_len_b, self.max_tokens)  # else a text may be divided
+        self.max_len = max(Options().max_len_b, self.max_tokens)
         task = self.task = translator.task
         self.directions = inputs.directions(task)
         self.any_pair = inputs.is_multilingual(task)
@@ -95,7 +95,13 @@ class Engine:
 
     def translate(self, texts: list[str], search: Search) -> list[dict]:
         """An answer for each text, as JSON has it."""
-        options = Options(search.beam, search.nbest, lenpen=search.lenpen, max_len_b=self.max_len)
+        options = Options(
+            beam=search.beam,
+            nbest=search.nbest,
+            lenpen=search.lenpen,
+            max_len_b=self.max_len,
+            divide_above=self.max_tokens,
+        )
         with quietly():
             found = self.model.translate_batch(texts, search.source, search.target, options)
             routing = self._routing(found) if search.routing else None
