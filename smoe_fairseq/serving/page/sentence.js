@@ -106,8 +106,8 @@ function sideOf(side, words, language, layers) {
 }
 
 function captionOf(layer) {
-  const words = layer.fixed_depth ? "every token stops at each stratum" : "the way through the strata";
-  return `${title(layer)}, ${words}; in a dot, the expert of the first choice`;
+  const way = layer.fixed_depth ? ", which every token passes" : "";
+  return `${title(layer)}${way}: stops, with the expert of the first choice`;
 }
 
 // Drawn anew when there is another width.
