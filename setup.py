@@ -92,6 +92,7 @@ setup(
     package_data={
         "smoe_fairseq.settings": ["paper_tables.yaml"],
         "smoe_fairseq.compat": ["smoe_fairseq.pth"],
+        "smoe_fairseq.serving": ["page/*"],
     },
     entry_points={"console_scripts": ["smoe = smoe_fairseq.cli:main"]},
     # fairseq 0.12.2 itself is missing here because its own requirements (hydra-core<1.1,
@@ -115,8 +116,10 @@ setup(
     extras_require={
         "analysis": ["matplotlib>=3.9"],
         "export": ["safetensors>=0.4.3"],
+        "serve": ["starlette>=0.40,<2", "uvicorn>=0.30,<1"],
         "dev": [
             "hypothesis>=6",
+            "playwright>=1.45",  # drives a Chromium that is there already
             "pytest>=8",
             "pytest-xdist>=3",
             "ruff",

@@ -27,6 +27,10 @@ COMMANDS = {
         "smoe_fairseq.translation.translate_command",
         "text in, translations out: a line for each line",
     ),
+    "serve": (
+        "smoe_fairseq.serving.serve_command",
+        "a page in the browser, and JSON for programs, before a trained model",
+    ),
     "consolidate": (
         "smoe_fairseq.checkpoint.consolidate_command",
         "one ordinary checkpoint of the files that an --expert-parallel run has saved",

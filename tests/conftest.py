@@ -109,6 +109,33 @@ def phrasebook(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def prepared(tmp_path_factory) -> Path:
+    """The folder in which a data set was prepared, and a run trained until it has words, by the recipes."""
+    from test_recipes import recipe, write_dataset, write_text
+
+    folder = tmp_path_factory.mktemp("prepared")
+    raw = write_text(folder / "text", "en-fr", train=300, valid=20, test=12)
+    write_text(raw, "en-de", train=30, valid=20)
+    training = {"arch": "smoe_transformer_tiny", "max-tokens": 1000, "max-update": 60}
+    given = write_dataset(
+        *(folder / "configs", "tiny"),
+        pairs=["en-fr", "en-de"],
+        raw={},
+        subwords={"vocab-size": 60},
+        train={**training, "lr": 0.005, "warmup-updates": 5, "num-workers": 0},
+        generate={"max-tokens": 1000, "max-len-b": 10, "num-workers": 0},
+    )
+    for words in (
+        ("prepare", "tiny"),
+        ("train", "tiny", "smoe-2-2"),
+        ("evaluate", "tiny", "smoe-2-2", "--beam", "2"),
+    ):
+        result = recipe(folder, *words, RAW=str(raw), OMP_NUM_THREADS="1", **given)
+        assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
 def ranks():
     """Starts runs of several processes."""
     return Ranks()

@@ -169,14 +169,14 @@ def install(environment: Environment, python: str, folder: Path) -> None:
     lowest = lowest_versions((source / "setup.py").read_text(encoding="utf-8"))
     constraints = folder / "constraints.txt"
     constraints.write_text(around(there, lowest if environment.oldest else "", tested))
-    execute(*get, "-c", constraints, "-e", f"{source}[dev,analysis,export]")
+    execute(*get, "-c", constraints, "-e", f"{source}[dev,analysis,export,serve]")
     execute(*get, "--no-deps", "fairseq==0.12.2")
 
 
 def lowest_versions(setup: str) -> str:
     """Of what setup.py requires to run, as constraints; what it takes for development is not meant."""
     needed = re.search(r"install_requires=\[(.*?)\]", setup, re.DOTALL)[1]
-    for extra in ("analysis", "export"):
+    for extra in ("analysis", "export", "serve"):
         needed += re.search(rf'"{extra}": \[(.*?)\]', setup)[1]
     return "".join(f"{n}=={v}\n" for n, v in re.findall(r'"([\w-]+)>=([\d.]+)', needed))
 

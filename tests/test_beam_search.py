@@ -17,7 +17,7 @@ SYSTEMS = FAMILY | {
     "smoe": "--smoe-strata 2-2-2-2",
     "stacked": "--smoe-strata 4-4 --moe-stacked",
     "cmr": "--smoe-strata 8 --moe-cmr",
-    "released norms": "--smoe-strata 4-4 --moe-norms released",
+    "released norms": "--smoe-strata 4-4 --smoe-norm released",
     "post-norm": "--moe-freq 0 --no-encoder-normalize-before --no-decoder-normalize-before",
     "learned positions": "--smoe-strata 8 --encoder-learned-pos --decoder-learned-pos",
     "embedding norm": "--smoe-strata 8 --layernorm-embedding",

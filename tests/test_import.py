@@ -32,7 +32,7 @@ def vanilla(small_corpus, tmp_path_factory) -> Path:
 def stratified(small_corpus, tmp_path_factory) -> Path:
     """What the paper's code trains, as a model of ours, norms as that code has them."""
     folder = tmp_path_factory.mktemp("stratified")
-    train_smoe(small_corpus, folder, "--smoe-strata", "2-1-3", "--moe-norms", "released", *TINY)
+    train_smoe(small_corpus, folder, "--smoe-strata", "2-1-3", "--smoe-norm", "released", *TINY)
     return folder / "checkpoint_last.pt"
 
 

@@ -32,6 +32,7 @@ LAYERS = {
 }
 LAYERS["analysis"] = {ROOT, *LAYERS}
 LAYERS["conversion"] = {"analysis", "checkpoint", "models", "modules", "settings", "system"}
+LAYERS["serving"] = {"analysis", "models", "system", "translation"}
 for top in ("recipes", "path", "cli"):
     LAYERS[top] = {ROOT, *LAYERS}
 LAYERS[ROOT] = {"compat"}

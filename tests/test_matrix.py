@@ -79,6 +79,7 @@ def test_lowest_versions_and_what_torch_brings_come_before_the_tested_ones():
     setup = (matrix.ROOT / "setup.py").read_text(encoding="utf-8")
     lowest = matrix.lowest_versions(setup)
     assert "numpy==2\n" in lowest and "matplotlib==3.9\n" in lowest and "pytest" not in lowest
+    assert "starlette==0.40\n" in lowest and "uvicorn==0.30\n" in lowest
     tested = "# tested\nnumpy==2.4.6\nsympy==1.14.0\nMarkupSafe==3.0.4\ntyping_extensions==4.16.0\n"
     there = "sympy==1.13.1\nmarkupsafe==3.0.2\ntyping-extensions==4.15.0\ntorch==2.6.0\n"
     assert matrix.around(there, lowest, tested).startswith(there)

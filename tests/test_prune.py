@@ -115,7 +115,7 @@ def test_experts_that_were_never_chosen_go_without_a_trace(trained, small_corpus
 
 MEMBERS = {name: words for name, words in FAMILY.items() if name not in ("hash", "expert-choice")}
 MEMBERS |= {
-    "released": "--smoe-strata 4-4 --moe-norms released",
+    "released": "--smoe-strata 4-4 --smoe-norm released",
     "stacked": "--smoe-strata 4-4 --moe-stacked",
     "cmr": "--smoe-strata 8 --moe-cmr",
 }

@@ -212,7 +212,7 @@ WRONG = {
     "--moe-cmr --smoe-strata 4": "--moe-cmr: the FFN would count twice; expected none",
     "--moe-output-init-scale 0.5": "--moe-output-init-scale 0.5: experts are copies of the FFN",
     "--moe-expert-ffn-dim 32": "--moe-expert-ffn-dim 32: experts are copies of the FFN; expected 0",
-    "--moe-norms released": " released: it normalises what the dense model left as it was",
+    "--smoe-norm released": " released: it normalises what the dense model left as it was",
     "--smoe-strata 4,4,4": "--smoe-strata 4,4,4: expected one value of the encoder, which has 1",
     "--noise -1": "--noise -1.0: expected 0 or a positive number",
     "--noise nan": "--noise nan: expected 0 or a positive number",

@@ -1,6 +1,6 @@
 """Which expert each token chose: counters filled while a model runs.
 
-Shapes: B sentences, S positions, T tokens, V token types, L strata, E experts.
+Shapes: B sentences, S positions, T tokens, N of them in a stratum, V token types, L strata, E experts.
 """
 
 from collections.abc import Iterator
@@ -12,32 +12,20 @@ from torch import Tensor, nn
 from smoe_fairseq.analysis.inputs import dictionary_of
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.routing import Routing
 
 
-class BlockRecorder:
-    """Follows the tokens through one block and counts the first choices of its gates by token type.
+class BlockFollower:
+    """Follows the tokens of a batch through one block.
 
     Attributes:
-        counts: ``(V, L, E)``, how often a token of type v that was in stratum i chose expert e first.
         requested_BS: strata that each token of the last batch stopped at, 0 at padding.
     """
 
     def __init__(self, block: StratifiedMoE, vocabulary: int, padding: int):
         self.block = block
-        self.padding = padding
         self.vocabulary = vocabulary
-        self.reset()
-
-    def reset(self) -> None:
-        """Empties the counters."""
-        strata = self.block.strata
-        self.counts = torch.zeros(
-            self.vocabulary,
-            len(strata),
-            strata.num_experts,
-            dtype=torch.int64,
-            device=self.block.stratum_of_expert.device,
-        )
+        self.padding = padding
 
     def begin(self, tokens_BS: Tensor) -> None:
         """A batch begins: all tokens but padding are in stratum 0."""
@@ -53,35 +41,70 @@ class BlockRecorder:
     def requested_BS(self) -> Tensor:
         return self.requested_T.view(self.shape)
 
-    def record(self, stratum: int, first_choice_T: Tensor, active_T: Tensor | None) -> None:
+    def record(self, stratum: int, routing: Routing, active_T: Tensor | None) -> None:
         """One gate has chosen, for the tokens in its stratum or, with a mask, for all rows."""
         strata = self.block.strata
-        index = (self.position_T == stratum).nonzero().squeeze(1)
-        chosen = first_choice_T if active_T is None else first_choice_T[index]
-        expert = chosen + strata.first_experts[stratum]
-        cell = (self.type_T[index] * len(strata) + stratum) * strata.num_experts + expert
-        self.counts.view(-1).index_add_(0, cell, torch.ones_like(cell))
-        self.requested_T[index] += 1
+        index_N = (self.position_T == stratum).nonzero().squeeze(1)
+        row_N = torch.arange(len(index_N), device=index_N.device) if active_T is None else index_N
+        expert_N = routing.first_choice_T[row_N] + strata.first_experts[stratum]
+        self.note(stratum, index_N, expert_N, routing, row_N)
+        self.requested_T[index_N] += 1
         if strata.fixed_depth:
-            self.position_T[index] = stratum + 1
+            self.position_T[index_N] = stratum + 1
         else:
-            self.position_T[index] = self.block.stratum_of_expert[expert] + 1
+            self.position_T[index_N] = self.block.stratum_of_expert[expert_N] + 1
+
+    def note(
+        self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
+    ) -> None:
+        """What is kept of N tokens: numbers in the batch, first choices, rows of the routing."""
+
+
+class BlockRecorder(BlockFollower):
+    """Counts the first choices of a block's gates by token type.
+
+    Attributes:
+        counts: ``(V, L, E)``, how often a token of type v that was in stratum i chose expert e first.
+    """
+
+    def __init__(self, block: StratifiedMoE, vocabulary: int, padding: int):
+        super().__init__(block, vocabulary, padding)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empties the counters."""
+        strata = self.block.strata
+        self.counts = torch.zeros(
+            self.vocabulary,
+            len(strata),
+            strata.num_experts,
+            dtype=torch.int64,
+            device=self.block.stratum_of_expert.device,
+        )
+
+    def note(
+        self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
+    ) -> None:
+        strata = self.block.strata
+        cell_N = (self.type_T[index_N] * len(strata) + stratum) * strata.num_experts + expert_N
+        self.counts.view(-1).index_add_(0, cell_N, torch.ones_like(cell_N))
 
 
 class Recorder:
-    """A `BlockRecorder` for every MoE layer of a model, by the layer's name.
+    """A follower for every MoE layer of a model, by the layer's name.
 
     Args:
         model: one of ours in evaluation mode.
         task: the fairseq task of its dictionaries.
+        follower: what is kept of each layer.
     """
 
-    def __init__(self, model: nn.Module, task):
+    def __init__(self, model: nn.Module, task, follower: type[BlockFollower] = BlockRecorder):
         self.model = model
         self.blocks = {}
         for name, block in moe_blocks(model).items():
             dictionary = dictionary_of(task, name.split(".")[0])
-            self.blocks[name] = BlockRecorder(block, len(dictionary), dictionary.pad())
+            self.blocks[name] = follower(block, len(dictionary), dictionary.pad())
 
     @contextmanager
     def recording(self) -> Iterator["Recorder"]:
@@ -118,9 +141,9 @@ def given(net_input: dict, side: str) -> Tensor:
     return net_input["src_tokens"]
 
 
-def _listener(recorder: BlockRecorder, stratum: int):
+def _listener(recorder: BlockFollower, stratum: int):
     def listen(gate, inputs, routing):
         active_T = inputs[1] if len(inputs) > 1 else None
-        recorder.record(stratum, routing.first_choice_T, active_T)
+        recorder.record(stratum, routing, active_T)
 
     return listen

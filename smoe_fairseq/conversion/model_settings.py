@@ -11,7 +11,7 @@ from smoe_fairseq.system.errors import UsageError
 
 OURS, STOCK = "smoe_transformer", "transformer"
 SIDES = ("encoder", "decoder")
-NORM_OPTION = "moe_norms"  # how inner layer norms and residuals are computed
+NORM_OPTION = "smoe_norm"  # how inner layer norms and residuals are computed
 # fairseq's options that ours has not got, each with another forward pass than without.
 _WITHOUT_PLACE = (
     *("adaptive_input", "adaptive_softmax_cutoff", "cross_self_attention", "no_cross_attention"),

@@ -1,0 +1,124 @@
+// One sentence and its translation: tokens of both sides, the box with the details of one, and their flow.
+
+import { flow, point } from "./flow.js";
+import { detailsOf, element, mostOf, title, tokenRow } from "./tokens.js";
+
+const LINGER = 150; // milliseconds that the box stays, so that the pointer can go into it
+const box = document.getElementById("details");
+let current = null; // the side of which the box shows a token
+let leaving; // the timer after which it goes
+
+export function hide() {
+  clearTimeout(leaving);
+  box.hidden = true;
+  current?.choose(null);
+  current = null;
+}
+
+function leave() {
+  clearTimeout(leaving);
+  leaving = setTimeout(() => current?.settle(), LINGER);
+}
+
+box.addEventListener("pointerenter", () => clearTimeout(leaving));
+box.addEventListener("pointerleave", leave);
+document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
+document.addEventListener("pointerdown", (event) => {
+  if (!event.target.closest(".token, .strand, #details")) hide();
+});
+
+// Above what it belongs to, so that the strands stay in sight; below where there is no room.
+function show(content, anchor) {
+  clearTimeout(leaving);
+  box.replaceChildren(...content);
+  box.hidden = false;
+  const at = anchor.getBoundingClientRect();
+  const size = box.getBoundingClientRect();
+  const width = document.documentElement.clientWidth;
+  const left = Math.min(Math.max(at.left, 8), Math.max(8, width - size.width - 8));
+  const above = at.top - size.height - 6;
+  const top = above > 0 ? above : at.bottom + 6;
+  box.style.left = `${left + window.scrollX}px`;
+  box.style.top = `${top + window.scrollY}px`;
+}
+
+// An article. `shown(side)` names the layers to show of each side, of which all are in `routing`.
+export function sentence(number, routing, languages, shown) {
+  const article = element("article", { className: "sentence", ariaLabel: `Sentence ${number}` });
+  for (const [name, words, language] of [
+    ["encoder", "Source", languages.source],
+    ["decoder", "Translation", languages.target],
+  ]) {
+    article.append(sideOf(routing[name], words, language, shown(name)));
+  }
+  return article;
+}
+
+function sideOf(side, words, language, layers) {
+  const part = element("section", { className: "side", ariaLabel: `${words}, token by token` });
+  const pictures = [];
+  let held = null; // the token that has the focus
+
+  function choose(index) {
+    for (const picture of pictures) point(picture.firstElementChild, index);
+    [...row.children].forEach((button, each) => {
+      button.classList.toggle("chosen", each === index);
+      if (each === index) button.setAttribute("aria-describedby", box.id);
+      else button.removeAttribute("aria-describedby");
+    });
+  }
+
+  // What is shown when nothing is pointed at.
+  function settle() {
+    if (held === null) hide();
+    else turnTo(held);
+  }
+
+  function turnTo(index, strand) {
+    if (current && current !== me) current.choose(null);
+    current = me;
+    choose(index);
+    const button = row.children[index];
+    const inSight = button.getBoundingClientRect().top > 0;
+    show(detailsOf(side, layers, index), inSight || !strand ? button : strand);
+  }
+
+  function chosen(index, why, strand) {
+    if (!layers.length) return;
+    if (why === "focused") held = index;
+    if (why === "blurred") held = null;
+    if (index === null) leave();
+    else turnTo(index, strand);
+  }
+
+  const me = { choose, settle };
+  const row = tokenRow(side, layers, language, chosen);
+  row.setAttribute("aria-label", `Tokens: ${words.toLowerCase()}`);
+  part.append(element("h3", { textContent: words }), row);
+  for (const layer of layers.filter((each) => mostOf([each]) > 1)) {
+    const holder = element("div");
+    const caption = element("figcaption", { textContent: captionOf(layer) });
+    part.append(element("figure", {}, caption, holder));
+    pictures.push(holder);
+    draw(holder, side, layer, (index, strand) => chosen(index, "pointed", strand));
+  }
+  return part;
+}
+
+function captionOf(layer) {
+  const way = layer.fixed_depth ? ", which every token passes" : "";
+  return `${title(layer)}${way}: stops, with the expert of the first choice`;
+}
+
+// Drawn anew when there is another width.
+function draw(holder, side, layer, chosen) {
+  let drawn = 0;
+  new ResizeObserver(() => {
+    const width = Math.round(holder.clientWidth);
+    if (width && width !== drawn) {
+      drawn = width;
+      holder.replaceChildren(flow(side, layer, width, chosen));
+    }
+  }).observe(holder);
+  holder.replaceChildren(flow(side, layer, 480, chosen));
+}

@@ -1,0 +1,347 @@
+"""``smoe serve``: requests to real servers, one by one and many at once."""
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from commands import run, run_python
+from handmade import ROUTES, SPECIAL
+from serving import JSON, Serving
+
+from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.serving.web_app import MAX_BODY, PAGE
+from smoe_fairseq.translation.batch_translator import BatchTranslator, Options
+
+TEXTS = [f"{' '.join(str(number))} is a number" for number in range(100, 200)]
+LONG = {"texts": ["1 2 3 4 5 6 7 8 9 " * 7] * 64, "source": "en", "target": "fr", "beam": 20}
+
+
+@pytest.fixture(scope="module")
+def trained(prepared):
+    return prepared / "runs/tiny/smoe-2-2"
+
+
+@pytest.fixture(scope="module")
+def server(trained):
+    with Serving(trained) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def translator(trained):
+    return SMoETransformerModel.from_pretrained(trained)
+
+
+def expected(translator, source, target, texts, **options):
+    return translator.translate(texts, source_lang=source, target_lang=target, **options)
+
+
+def test_translations_are_those_of_python(server, translator):
+    for source, target in (("en", "fr"), ("fr", "en"), ("fr", "de")):  # the last was never seen
+        found = server.translate(source, target, *TEXTS[:5])
+        words = expected(translator, source, target, TEXTS[:5])
+        assert [each["translation"] for each in found] == words and all(words)
+    status, content = server.post(text=TEXTS[7], source="en", target="fr", beam=2, lenpen=0.5)
+    assert status == 200 and (content["source"], content["target"]) == ("en", "fr")
+    words = expected(translator, "en", "fr", [TEXTS[7]], beam=2, lenpen=0.5)
+    assert [each["translation"] for each in content["translations"]] == words
+
+
+def test_hypotheses_are_those_of_the_search(server, translator):
+    (found,) = server.translate("en", "fr", TEXTS[3], beam=4, nbest=3)
+    (direct,) = BatchTranslator(translator).translate_batch(
+        [TEXTS[3]], "en", "fr", Options(beam=4, nbest=3)
+    )
+    assert found["tokens"] == direct.tokens and len(found["hypotheses"]) == 3
+    for hypothesis, other in zip(found["hypotheses"], direct.hypotheses, strict=True):
+        assert hypothesis["text"] == other.text and hypothesis["tokens"] == other.tokens
+        assert hypothesis["score"] == pytest.approx(other.score)
+        assert hypothesis["scores"] == pytest.approx(other.scores)
+
+
+def test_what_it_offers(server):
+    offered = server.get("/languages")
+    assert sorted(offered["directions"]) == ["de-en", "en-de", "en-fr", "fr-en"]
+    assert sorted(offered["languages"]) == ["de", "en", "fr"] and offered["model"] == "smoe-2-2"
+    assert offered["strata"] == {"encoder.layer.1": [2, 2], "decoder.layer.1": [2, 2]}
+    assert (offered["max_tokens"], offered["max_texts"]) == (200, 64)
+    assert server.get("/health")["status"] == "ok"
+
+
+def test_routes_are_those_on_paper(three_languages, gates_by_hand):
+    """Of the model whose gates were fixed by hand, each token's experts in each layer and stratum."""
+    with Serving(gates_by_hand, "--data", three_languages) as serving:
+        (found,) = serving.translate("aa", "bb", "aa0 aa1 aa2 aa5", routing=True)
+    for side in ("encoder", "decoder"):
+        routing = found["routing"][side]
+        assert [each["name"] for each in routing["layers"]] == [f"{side}.layer.{n}" for n in (1, 3)]
+        classes = [SPECIAL if s else int(t[2:]) % 3 for t, s in zip(*tokens_of(routing))]
+        for layer in routing["layers"]:
+            assert layer["strata"] == [2, 2, 2, 2] and layer["first_experts"] == [0, 2, 4, 6]
+            for kind, stops in zip(classes, layer["stops"], strict=True):
+                assert {stop["stratum"]: stop["first"] for stop in stops} == ROUTES[kind]
+    encoder, decoder = (found["routing"][side]["tokens"] for side in ("encoder", "decoder"))
+    assert encoder == ["__bb__", "aa0", "aa1", "aa2", "aa5", "</s>"] == found["tokens"]
+    assert decoder == ["</s>", *found["hypotheses"][0]["tokens"][:-1]]
+
+
+def tokens_of(routing):
+    return routing["tokens"], routing["special"]
+
+
+def test_routing_in_a_batch_is_that_of_each_text(server, translator):
+    """Padding takes nothing, weights are those of the experts used, and counts are the search's own."""
+    texts = [TEXTS[0], "1 2 " * 20, "is"]
+    together = server.translate("en", "fr", *texts, routing=True)
+    direct = BatchTranslator(translator).translate_batch(texts, "en", "fr", Options(requested=True))
+    for text, found, other in zip(texts, together, direct, strict=True):
+        (alone,) = server.translate("en", "fr", text, routing=True)
+        for side, requested in (
+            ("encoder", other.requested),
+            ("decoder", other.hypotheses[0].requested[:-1]),
+        ):
+            routing = found["routing"][side]
+            (layer,) = routing["layers"]
+            counts = [len(stops) for stops in layer["stops"]]
+            assert counts[side == "decoder" :] == requested
+            assert routing["tokens"] == alone["routing"][side]["tokens"]
+            (same,) = alone["routing"][side]["layers"]
+            for stops, others in zip(layer["stops"], same["stops"], strict=True):
+                for stop, twin in zip(stops, others, strict=True):
+                    weights = [each["weight"] for each in stop["experts"]]
+                    assert len(weights) == 2 and sum(weights) == pytest.approx(1, abs=2e-4)
+                    assert weights == sorted(weights, reverse=True)
+                    assert stop["first"] == stop["experts"][0]["expert"] == twin["first"]
+                    assert all(0 <= e["expert"] - 2 * stop["stratum"] < 4 for e in stop["experts"])
+                    assert weights == pytest.approx(
+                        [e["weight"] for e in twin["experts"]], abs=1e-3
+                    )
+    assert "routing" not in server.translate("en", "fr", "is")[0]
+
+
+def test_two_hundred_at_once(server, translator):
+    """None lost, none mixed up, and far fewer batches than texts."""
+    asked = [("en", "fr", text) for text in TEXTS] + [("fr", "en", text) for text in TEXTS]
+    core = BatchTranslator(translator)
+    direct = core.translate_batch(TEXTS, "en", "fr") + core.translate_batch(TEXTS, "fr", "en")
+    assert len({tuple(each.tokens) for each in direct}) == 200  # a mix-up shows
+    assert len({round(each.hypotheses[0].score, 4) for each in direct}) > 20
+    before = server.get("/health")
+    together = threading.Barrier(len(asked))
+
+    def ask(question):
+        together.wait()
+        (answer,) = server.translate(*question)
+        return answer
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(ask, asked))
+    for answer, other in zip(answers, direct, strict=True):
+        assert (answer["text"], answer["tokens"]) == (other.source, other.tokens)
+        (best,) = answer["hypotheses"]
+        assert answer["translation"] == best["text"] == other.hypotheses[0].text
+        assert best["score"] == pytest.approx(other.hypotheses[0].score, abs=1e-5)
+    after = server.get("/health")
+    assert after["translated"] - before["translated"] == 200 and after["waiting"] == 0
+    assert after["batches"] - before["batches"] < 60
+
+
+GOOD = {"text": "1 2", "source": "en", "target": "fr"}
+REFUSED = {
+    "no JSON": (b'{"text": ', 400, "the body is not JSON (Expecting value: line 1"),
+    "nothing": (b"", 400, "the body is not JSON"),
+    "not UTF-8": (b'{"text": "\xff"}', 400, "the body is not UTF-8 at byte 10"),
+    "deep": (b"[" * 100000, 400, "the body is not JSON (it cannot be read)"),
+    "a list": (b"[1]", 400, "the body is not a JSON object: expected {"),
+    "no text": ({"text": None}, 422, 'expected either "text", a string, or "texts"'),
+    "both": ({"texts": ["1"]}, 422, 'expected either "text", a string, or "texts"'),
+    "a number": ({"text": 7}, 422, '"text" has to be a string'),
+    "blank": ({"text": " \n"}, 422, "a text is empty"),
+    "half": ({"text": "\ud800"}, 422, "a text holds half of a surrogate pair"),
+    "none": ({"text": None, "texts": []}, 422, "texts: 0 of them; expected 1 to 64"),
+    "many": ({"text": None, "texts": ["1"] * 65}, 422, "texts: 65 of them; expected 1 to 64"),
+    "long": ({"text": "1 " * 500}, 422, "tokens is longer than this server takes (200): divide"),
+    "longer": ({"text": "1 " * 5000}, 422, "tokens is longer than the model takes (1024): divide"),
+    "too much": ({"text": "1 " * MAX_BODY}, 413, f"the body has more than {MAX_BODY} bytes"),
+    "no source": ({"source": None}, 422, "source is missing: expected a language"),
+    "language": ({"target": "xx"}, 422, "from 'en' to 'xx': no such direction; expected one of "),
+    "same": ({"target": "en"}, 422, "from 'en' to 'en': no such direction"),
+    "beam": ({"beam": 0}, 422, "beam 0: expected a whole number from 1 to 20"),
+    "wide": ({"beam": 10**9}, 422, "beam 1000000000: expected a whole number from 1 to 20"),
+    "true": ({"beam": True}, 422, "beam true: expected a whole number"),
+    "nbest": ({"nbest": 6}, 422, "nbest 6: expected a whole number from 1 to 5 (the beam)"),
+    "lenpen": ({"lenpen": float("nan")}, 422, "lenpen NaN: expected a number from 0 to 10"),
+    "routing": ({"routing": 1}, 422, "routing 1: expected true or false"),
+    "unknown": ({"temperature": 1}, 422, '"temperature": unknown; expected some of text, texts'),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_has_one_sentence(server, name):
+    body, status, sentence = REFUSED[name]
+    if isinstance(body, dict):
+        body = json.dumps(GOOD | body)
+    found, headers, content = server.request("POST", "/translate", body, JSON)
+    error = json.loads(content)["error"]
+    assert (found, sentence in error) == (status, True), error
+    assert headers["Content-Type"] == "application/json" and "\n" not in error
+    assert server.post(**GOOD)[0] == 200
+
+
+def test_other_requests_are_refused(server):
+    for method, path, headers, status, sentence in (
+        ("GET", "/translate", {}, 405, "Method Not Allowed: expected POST"),
+        ("POST", "/", {}, 405, "Method Not Allowed: expected "),
+        ("GET", "/page/../engine.py", {}, 404, "nothing at /page/../engine.py: expected /"),
+        # A page of another origin can send this one without asking first.
+        (
+            "POST",
+            "/translate",
+            {"Content-Type": "text/plain"},
+            415,
+            "Content-Type: application/json",
+        ),
+        ("GET", "/languages", {"Host": "evil.example:80"}, 403, "answers to 127.0.0.1, ::1, local"),
+        ("GET", "/", {"Host": "127.0.0.1.evil.example"}, 403, "answers to 127.0.0.1"),
+    ):
+        found, _, content = server.request(method, path, json.dumps(GOOD), headers)
+        assert (found, sentence in json.loads(content)["error"]) == (status, True), content
+    for host in ("localhost", "127.0.0.1:1", "[::1]:8000", "LOCALHOST"):
+        assert server.request("GET", "/health", None, {"Host": host})[0] == 200
+
+
+def test_the_page_is_its_own_files(server):
+    """Nothing comes from elsewhere, and a browser is told to take nothing from there."""
+    for file in PAGE.iterdir():
+        path = "/" if file.stem == "index" else f"/{file.name}"
+        status, headers, content = server.request("GET", path)
+        assert status == 200 and content == file.read_bytes()
+        policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
+        assert policy["default-src"] == "'none'" and set(policy.values()) <= {"'none'", "'self'"}
+        assert headers["X-Content-Type-Options"] == "nosniff" and "Server" not in headers
+        addresses = set(re.findall(r"https?://[^\s\"')]+", content.decode()))
+        assert addresses <= {"http://www.w3.org/2000/svg"}
+        assert "innerHTML" not in content.decode()
+
+
+def busy(serving) -> threading.Thread:
+    """A request whose texts are with the model now, and none of them in the queue."""
+    before = serving.get("/health")["waiting"]
+    thread = threading.Thread(target=serving.post, kwargs=LONG)
+    thread.start()
+    seen = False
+    while thread.is_alive():
+        waiting = serving.get("/health")["waiting"]
+        seen = seen or waiting > before
+        if seen and not waiting:
+            break
+    return thread
+
+
+def test_a_full_queue_says_so_and_the_rest_is_answered(trained, translator):
+    with Serving(trained, "--max-queue", 64, "--max-batch", 64) as serving:
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: serving.post(**LONG), range(8)))
+        statuses = [status for status, _ in answers]
+        assert set(statuses) == {200, 503}
+        words = expected(translator, "en", "fr", LONG["texts"][:1], beam=20)
+        for status, content in answers:
+            if status == 503:
+                assert "texts are waiting, of at most 64: try again" in content["error"]
+            else:
+                assert [t["translation"] for t in content["translations"]] == words * 64
+        assert serving.get("/health")["translated"] == 64 * statuses.count(200)
+
+
+def test_who_has_gone_is_not_translated_for(trained):
+    with Serving(trained, "--max-batch", 64) as serving:
+        thread = busy(serving)
+        body = json.dumps(GOOD).encode()
+        head = (
+            f"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON['Content-Type']}"
+        )
+        with socket.create_connection(("127.0.0.1", serving.port)) as connection:
+            connection.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        thread.join()
+        assert serving.post(**GOOD)[0] == 200
+        assert serving.get("/health")["translated"] == 64 + 1
+
+
+def test_who_waits_too_long_is_told(trained):
+    with Serving(trained, "--timeout", 0.001) as serving:
+        status, content = serving.post(**GOOD)
+        assert status == 504 and "no translation within 0.001 s" in content["error"]
+        assert serving.get("/health")["status"] == "ok"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_when_all_is_answered(trained, number):
+    with Serving(trained) as serving, ThreadPoolExecutor(1) as pool:
+        idle = socket.create_connection(("127.0.0.1", serving.port))
+        asked = pool.submit(serving.post, **GOOD, beam=20, routing=True)
+        while serving.get("/health")["translated"] + serving.get("/health")["waiting"] == 0:
+            time.sleep(0.001)
+        assert serving.stop(number) == 128 + number
+        assert asked.result()[0] == 200
+        assert "Traceback" not in serving.output and "rror" not in serving.output
+        idle.close()
+
+
+def test_a_port_in_use_is_named(server, trained):
+    result = run("smoe", "serve", trained, "--port", server.port, check=False)
+    assert result.returncode == 1
+    assert result.stdout == (
+        f"error: --port {server.port} is in use: name another, or 0 for any that is free\n"
+    )
+
+
+def test_what_cannot_be_served(tmp_path):
+    for words, status, sentence in (
+        (["none"], 1, "error: none is missing: expected the folder of a run"),
+        (["none", "--host", "no.such.host.invalid"], 1, "error: --host no.such.host.invalid: "),
+        (["none", "--host", "192.0.2.1"], 1, "error: --host 192.0.2.1: no address of this machine"),
+        (["none", "--device", "gpu"], 1, "error: --device gpu: expected cpu, or a GPU's name"),
+        (["none", "--port", "70000"], 2, "70000: expected a number from 0 to 65535"),
+        (["none", "--timeout", "0"], 2, "0: expected seconds, more than 0"),
+        (["none", "--max-batch", "0"], 2, "0: expected a whole number of at least 1"),
+    ):
+        words = words if "--port" in words else [*words, "--port", "0"]
+        result = run("smoe", "serve", *words, check=False, cwd=tmp_path)
+        assert result.returncode == status and sentence in result.stdout, result.stdout
+        assert "Traceback" not in result.stdout
+
+
+def test_without_what_it_needs():
+    program = "import sys; sys.modules['uvicorn'] = None\n"
+    program += "from smoe_fairseq.cli import main; main(['serve', 'none'])"
+    result = run_python(program)
+    sentence = "error: smoe serve needs starlette and uvicorn: pip install 'smoe-fairseq[serve]'\n"
+    assert (result.returncode, result.stdout) == (1, sentence)
+
+
+def test_other_machines_are_let_in_with_a_warning(trained):
+    with Serving(trained, "--host", "0.0.0.0") as serving:
+        assert "warning: --host 0.0.0.0 lets other machines in" in serving.output
+        found = serving.request("GET", "/health", None, {"Host": "translate.example"})
+        assert found[0] == 200
+
+
+def test_a_checkpoint_of_one_direction(small_corpus, tmp_path):
+    """Words between blanks, and a direction that is the only one."""
+    from test_training import train
+
+    train(small_corpus, tmp_path, "--max-update", 3)
+    with Serving(tmp_path / "checkpoint_best.pt") as serving:
+        offered = serving.get("/languages")
+        assert offered["directions"] == ["src-tgt"] and not offered["any_pair"]
+        assert offered["model"] == os.path.basename(tmp_path)
+        (found,) = serving.translate("src", "tgt", "ax by", routing=True)
+        assert found["routing"]["encoder"]["tokens"] == ["ax", "by", "</s>"]
+        status, content = serving.post(text="AX", source="tgt", target="src")
+        assert status == 422 and "expected one of src-tgt" in content["error"]

@@ -1,0 +1,284 @@
+"""The page of ``smoe serve`` in a headless Chromium: as it is seen, pointed at and typed into.
+
+Where there is no Chromium, all is skipped: ``apt-get install chromium``, or ``CHROMIUM=/path/to/it``.
+"""
+
+import os
+import shutil
+import signal
+
+import fairseq  # noqa: F401  (by which torch takes its checkpoints)
+import pytest
+from handmade import ROUTES
+from serving import Serving
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = os.environ.get("CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium: apt-get install chromium")
+PHONE, DESKTOP = (390, 844), (1280, 900)
+SENTENCE = "aa0 aa1 aa2 aa5"  # of these classes, by the gates of `handmade`
+CLASSES = [3, 0, 1, 2, 2, 3]  # with the language's token and the end of sentence
+EXPECTED = [str(len(ROUTES[kind])) for kind in CLASSES]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(three_languages, gates_by_hand):
+    with Serving(gates_by_hand, "--data", three_languages) as serving:
+        yield serving
+
+
+@pytest.fixture
+def opened(browser):
+    """Opens pages; whatever they ask for of elsewhere, or complain of, fails the test at its end."""
+    contexts, wrong = [], []
+
+    def open_page(serving, link="", size=DESKTOP, colours="light", touch=False, quiet=True):
+        context = browser.new_context(
+            viewport={"width": size[0], "height": size[1]}, color_scheme=colours, has_touch=touch
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(30000)
+        page.on("request", lambda r: r.url.startswith(serving.url) or wrong.append(r.url))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        if quiet:
+            page.on("console", lambda m: m.type in ("log", "info") or wrong.append(m.text))
+        page.goto(f"{serving.url}/{link}")
+        page.wait_for_selector("#source option", state="attached")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def numbers(page, side="Source"):
+    """The strata that the tokens of a side asked for, as they stand under the tokens."""
+    return page.locator(f"section[aria-label^={side}] .token .number").all_inner_texts()
+
+
+def translated(page):
+    page.wait_for_selector(".token")
+    return page
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_type_and_see(server, opened, size):
+    page = opened(server, size=size)
+    page.get_by_label("From", exact=True).select_option("aa")
+    page.get_by_label("To", exact=True).select_option("cc")
+    assert page.locator("#unseen").is_hidden()
+    page.get_by_label("Text, a sentence per line").fill(SENTENCE)
+    page.get_by_role("button", name="Translate", exact=True).click()
+    translated(page)
+    (answer,) = server.translate("aa", "cc", SENTENCE)
+    assert page.locator("#translation").inner_text() == answer["translation"]
+    assert numbers(page) == EXPECTED
+    shown = page.locator("section[aria-label^=Source] .token .piece").all_inner_texts()
+    assert shown == ["__cc__", *SENTENCE.split(), "</s>"]
+    levels = page.locator("section[aria-label^=Source] .token").evaluate_all(
+        "tokens => tokens.map(t => getComputedStyle(t).backgroundColor)"
+    )
+    assert len(set(levels)) == len(set(EXPECTED))  # a colour for each number
+    assert page.locator("#legend .swatch").all_inner_texts() == ["1", "2", "3", "4"]
+    assert "Translated in" in page.locator("#status").inner_text()
+    wide = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert wide == [size[0], size[0]]  # nothing to scroll sideways
+
+
+def test_flow_of_the_tokens(server, opened):
+    page = translated(opened(server, f"#aa-bb:{SENTENCE}"))
+    flows = page.locator("section[aria-label^=Source] svg.flow")
+    assert flows.count() == 2  # a picture for each layer
+    for n in range(2):
+        flow = flows.nth(n)
+        assert flow.locator(".strand").count() == len(CLASSES)
+        for index, kind in enumerate(CLASSES):
+            experts = flow.locator(f".strand[data-token='{index}'] .expert").all_text_contents()
+            assert experts == [str(expert) for expert in ROUTES[kind].values()]
+        heads = flow.locator(".head").all_text_contents()
+        assert heads[1:-1:2] == [f"stratum {i}" for i in range(4)] and heads[-1] == "out"
+        assert heads[2:-1:2] == ["6/6", "3/6", "4/6", "3/6"]
+    left = page.evaluate("scrollX")
+    flows.first.locator(".strand[data-token='2'] .expert").first.hover()
+    assert page.locator(".token.chosen .piece").all_inner_texts() == ["aa1"]
+    assert "choosing" in flows.first.get_attribute("class") and page.evaluate("scrollX") == left
+
+
+def details(page):
+    page.wait_for_selector("#details:not([hidden])")
+    return page.locator("#details").inner_text().replace("\u202f", " ").split("\n")
+
+
+def test_experts_and_weights_by_pointer(server, opened):
+    page = translated(opened(server, f"#aa-bb:{SENTENCE}"))
+    answer = server.translate("aa", "bb", SENTENCE, routing=True)[0]["routing"]["encoder"]
+    page.locator(".token").nth(2).hover()  # aa1: past stratum 2
+    lines = details(page)
+    assert lines[0] == "aa1" and "encoder layer 1: 3 of 4 strata" in lines
+    text = " ".join(lines)
+    for layer in answer["layers"]:
+        for stop in layer["stops"][2]:
+            for each in stop["experts"]:
+                assert f"expert {each['expert']} {round(each['weight'] * 100)} %" in text
+    assert text.count("passed by") == 2  # a stratum in each of two layers
+    page.mouse.move(5, 5)
+    page.wait_for_selector("#details", state="hidden")
+    assert page.locator(".chosen").count() == 0
+
+
+def test_by_keyboard_alone(server, opened):
+    page = opened(server)
+    page.get_by_label("Text, a sentence per line").focus()
+    page.keyboard.type(SENTENCE)
+    page.keyboard.press("Control+Enter")
+    translated(page)
+    for _ in range(2):
+        page.keyboard.press("Tab")  # past the button
+    while not page.evaluate("document.activeElement.classList.contains('token')"):
+        page.keyboard.press("Tab")
+    page.keyboard.press("ArrowRight")
+    assert details(page)[0] == "aa0"
+    assert page.evaluate("document.activeElement.getAttribute('aria-describedby')") == "details"
+    assert page.evaluate("document.activeElement.ariaLabel") == "aa0: 1 of 4 strata"
+    page.keyboard.press("End")
+    assert details(page)[0] == "</s>"
+    page.keyboard.press("Escape")
+    assert page.locator("#details").is_hidden()
+    unnamed = page.locator("select, textarea, button").evaluate_all(
+        "all => all.filter(e => !(e.labels?.length || e.ariaLabel || e.innerText.trim())).length"
+    )
+    assert unnamed == 0
+
+
+def test_by_touch(server, opened):
+    page = translated(opened(server, f"#aa-bb:{SENTENCE}", size=PHONE, touch=True))
+    page.locator(".token").nth(1).tap()
+    assert details(page)[0] == "aa0"
+    box = page.locator("#details").bounding_box()
+    assert 0 <= box["x"] and box["x"] + box["width"] <= PHONE[0]
+    page.locator("h1").tap()
+    page.wait_for_selector("#details", state="hidden")
+
+
+def test_one_layer_or_all(server, opened):
+    page = translated(opened(server, f"#aa-bb:{SENTENCE}"))
+    page.get_by_label("Source:").select_option("encoder.layer.3")
+    assert page.locator("section[aria-label^=Source] svg.flow").count() == 1
+    assert page.locator("section[aria-label^=Translation] svg.flow").count() == 2
+    page.locator(".token").nth(2).hover()
+    lines = details(page)
+    assert "encoder layer 3: 3 of 4 strata" in lines and "encoder layer 1" not in " ".join(lines)
+
+
+def test_links_can_be_shared(server, opened):
+    page = opened(server)
+    page.get_by_label("From", exact=True).select_option("bb")
+    page.get_by_label("To", exact=True).select_option("aa")
+    text = "bb1 %#&: bb2\nbb3"
+    page.get_by_label("Text, a sentence per line").fill(text)
+    page.keyboard.press("Control+Enter")
+    translated(page)
+    assert page.locator("article").count() == 2  # a sentence per line
+    other = translated(opened(server, page.url[len(server.url) + 1 :]))
+    assert other.locator("#text").input_value() == text
+    assert other.locator("#source").input_value() == "bb"
+    assert other.locator("#target").input_value() == "aa"
+    same = [p.locator("#translation").inner_text() for p in (page, other)]
+    assert same[0] == same[1]
+    wrong = opened(server, "#xx-aa:text")
+    assert "The link asks for xx-aa" in wrong.get_by_role("alert").inner_text()
+
+
+def test_languages_are_swapped(server, opened):
+    page = translated(opened(server, "#aa-bb:aa1"))
+    page.get_by_role("button", name="Swap the languages").click()
+    assert [page.locator(f"#{id}").input_value() for id in ("source", "target")] == ["bb", "aa"]
+    page.get_by_label("From", exact=True).select_option("bb")
+    page.get_by_label("To", exact=True).select_option("cc")
+    assert page.locator("#unseen").is_visible()  # the model was not trained in it
+
+
+def test_text_is_text(server, opened):
+    page = translated(opened(server, "#aa-bb:<img src=x onerror=document.title=1> aa1 <b>"))
+    assert page.locator("main img, main b").count() == 0
+    assert page.title() == "Translation through strata"
+
+
+def test_errors_are_seen(three_languages, gates_by_hand, opened):
+    with Serving(gates_by_hand, "--data", three_languages, "--max-tokens", 5) as serving:
+        page = opened(serving, "#aa-bb:aa1", quiet=False)  # a browser logs each status from 400 on
+        translated(page)
+        page.get_by_label("Text, a sentence per line").fill(" ")
+        page.keyboard.press("Control+Enter")
+        alert = page.get_by_role("alert")
+        assert alert.inner_text() == "There is no text: type a sentence."
+        page.get_by_label("Text, a sentence per line").fill("aa1 " * 6)
+        page.keyboard.press("Control+Enter")
+        sync_api.expect(alert).to_contain_text("longer than this server takes (5)")
+        assert page.locator(".token").count() == 0  # nothing old beside it
+        serving.stop(signal.SIGKILL)
+        page.get_by_label("Text, a sentence per line").fill("aa1")
+        page.keyboard.press("Control+Enter")
+        sync_api.expect(alert).to_contain_text("The server does not answer")
+        assert page.locator("#status").inner_text() == ""
+
+
+def test_light_and_dark_can_be_read(server, opened):
+    """Text on each colour, by the contrast that WCAG asks for (4.5)."""
+    backs = set()
+    for colours in ("light", "dark"):
+        page = translated(opened(server, f"#aa-bb:{SENTENCE}", colours=colours))
+        pairs = page.evaluate(
+            """() => [...document.querySelectorAll('.swatch, .token, body, #model, button[type=submit]')]
+            .map(e => [e, getComputedStyle(e)])
+            .map(([e, s]) => [s.color, s.backgroundColor === 'rgba(0, 0, 0, 0)'
+                ? getComputedStyle(document.body).backgroundColor : s.backgroundColor])"""
+        )
+        for pair in pairs:
+            low, high = sorted(map(luminance, pair))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (colours, pair)
+        backs.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(backs) == 2
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of ``rgb(r, g, b)``."""
+    parts = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize(
+    "flags, words, tokens",
+    [
+        (("--moe-freq", 0), "This model is dense", 0),
+        (("--smoe-strata", "4"), "This model has one stratum", 1),
+    ],
+    ids=["dense", "one stratum"],
+)
+def test_models_without_strata_say_so(small_corpus, tmp_path, opened, flags, words, tokens):
+    from test_training import train
+
+    train(small_corpus, tmp_path, "--max-update", 2, *flags)
+    with Serving(tmp_path) as serving:
+        page = translated(opened(serving, "#src-tgt:ax by"))
+        assert page.locator("#nothing").inner_text().startswith(words)
+        assert page.locator("svg.flow").count() == 0 and page.locator("#view").is_hidden()
+        assert set(numbers(page)) == {"1"} if tokens else numbers(page) == []
+        page.locator(".token").first.hover()
+        if tokens:
+            assert "expert" in " ".join(details(page))
+        else:
+            assert page.locator("#details").is_hidden()
