@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving RUN --text FILE --direction de-en --at-once 1 32 --out out.json
 
-Each request is one line of the text. Beside the time it says how long the server's processor was busy, which other
-programs on the machine change less.
+Each request is one line of the text. Beside the time it says how long the server's processor was busy, which
+other programs on the machine change less.
 """
 
 import argparse
