@@ -1,5 +1,6 @@
 """``smoe serve``: requests to real servers, one by one and many at once."""
 
+import asyncio
 import json
 import os
 import re
@@ -15,7 +16,8 @@ from handmade import ROUTES, SPECIAL
 from serving import JSON, Serving
 
 from smoe_fairseq.models import SMoETransformerModel
-from smoe_fairseq.serving.web_app import MAX_BODY, PAGE
+from smoe_fairseq.serving.engine import Engine
+from smoe_fairseq.serving.web_app import MAX_BODY, PAGE, Limits, WebApp
 from smoe_fairseq.translation.batch_translator import BatchTranslator, Options
 
 TEXTS = [f"{' '.join(str(number))} is a number" for number in range(100, 200)]
@@ -257,6 +259,55 @@ def test_a_full_queue_says_so_and_the_rest_is_answered(trained, translator):
             else:
                 assert [t["translation"] for t in content["translations"]] == words * 64
         assert serving.get("/health")["translated"] == 64 * statuses.count(200)
+
+
+class Broken(Engine):
+    """An engine whose model fails at one text."""
+
+    def __init__(self):
+        self.name = "broken"
+
+    def check(self, texts, search):
+        pass
+
+    def translate(self, texts, search):
+        if "bad" in texts:
+            raise RuntimeError("out of memory")
+        return [{"text": text} for text in texts]
+
+
+def test_a_failure_is_one_sentence_and_the_next_text_is_translated():
+    app = WebApp(Broken(), Limits(max_batch=4, max_waiting=8, timeout=60)).asgi(None)
+
+    async def ask_both():
+        async with app.router.lifespan_context(app):
+            with pytest.raises(RuntimeError, match="out of memory"):  # which the server logs
+                await ask(app, GOOD | {"text": "bad"}, answers)
+            await ask(app, GOOD, answers)
+
+    answers = []
+    asyncio.run(ask_both())
+    (failed, error), (status, found) = answers
+    assert failed == 500 and error["error"].startswith("the translation failed")
+    assert status == 200 and found["translations"] == [{"text": GOOD["text"]}]
+
+
+async def ask(app, asked, answers):
+    """One request by the words of ASGI; adds status and JSON to the answers."""
+    messages = [{"type": "http.request", "body": json.dumps(asked).encode()}]
+    sent = []
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            answers.append((sent[0]["status"], json.loads(message["body"])))
+
+    scope = {"type": "http", "method": "POST", "path": "/translate", "query_string": b""}
+    headers = [(name.lower().encode(), value.encode()) for name, value in JSON.items()]
+    await app(scope | {"headers": headers}, receive, send)
 
 
 def test_who_has_gone_is_not_translated_for(trained):

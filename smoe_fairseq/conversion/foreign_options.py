@@ -8,7 +8,7 @@ from torch import Tensor
 
 from smoe_fairseq.conversion.foreign_names import gate_sizes, is_of_paper
 from smoe_fairseq.conversion.model_settings import NORM_OPTION, SIDES, of_experts, saved_options
-from smoe_fairseq.models.config import FIELDS, flag
+from smoe_fairseq.models.config import SMoETransformerConfig, flag
 from smoe_fairseq.modules.strata import Strata
 from smoe_fairseq.system.errors import UsageError
 
@@ -33,7 +33,8 @@ def foreign_options(path: Path, state: Mapping, weights: Mapping[str, Tensor]) -
                 f"{path} was trained with {flag(name)} {values[name]}, which is not taken over; expected a "
                 "model without it"
             )
-    options = {name: values[name] for name in FIELDS if name in values and not of_experts(name)}
+    known = SMoETransformerConfig.among(values)
+    options = {name: value for name, value in known.items() if not of_experts(name)}
     options |= {name: values[name] for name in _SAME_NAME if values.get(name) is not None}
     top_1, before = (
         values.get(name) for name in ("moe_top1_expert", "moe_normalize_gate_prob_before_dropping")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
 
-from smoe_fairseq.models.config import FIELDS, SMoETransformerConfig, flag
+from smoe_fairseq.models.config import SMoETransformerConfig, flag
 from smoe_fairseq.system.errors import UsageError
 
 OURS, STOCK = "smoe_transformer", "transformer"
@@ -69,7 +69,7 @@ def known_options(path: Path, state: Mapping) -> dict:
                 f"{path} was trained with {flag(name)} {values[name]}, which smoe_transformer has not got; "
                 "expected a model without it"
             )
-    known = {name: values[name] for name in FIELDS if name in values}
+    known = SMoETransformerConfig.among(values)
     return known if model == OURS else {**known, "moe_freq": 0}
 
 

@@ -23,7 +23,7 @@ from smoe_fairseq.conversion.model_settings import (
 )
 from smoe_fairseq.conversion.target_model import plain_config, target_model
 from smoe_fairseq.conversion.written import with_model_options
-from smoe_fairseq.models.config import DEFAULTS, SMoETransformerConfig, flag
+from smoe_fairseq.models.config import SMoETransformerConfig, flag
 from smoe_fairseq.models.transformer_layer import STOCK_LAYER_COPIES
 from smoe_fairseq.modules.gates.linear import draw_as_linear
 from smoe_fairseq.system.errors import UsageError
@@ -47,7 +47,7 @@ _REFUSED = {
         for name in ("moe_shared_experts", "moe_residual", "moe_cmr", "moe_stacked")
     },
     "moe_output_init_scale": (
-        lambda config: config.moe_output_init_scale != DEFAULTS["moe_output_init_scale"],
+        lambda config: config.moe_output_init_scale != SMoETransformerConfig.moe_output_init_scale,
         "experts are copies of the FFN",
         "1.0",
     ),
@@ -60,9 +60,9 @@ _REFUSED = {
         "0",
     ),
     NORM_OPTION: (
-        lambda config: getattr(config, NORM_OPTION) != DEFAULTS[NORM_OPTION],
+        lambda config: getattr(config, NORM_OPTION) != getattr(SMoETransformerConfig, NORM_OPTION),
         "it normalises what the dense model left as it was",
-        DEFAULTS[NORM_OPTION],
+        getattr(SMoETransformerConfig, NORM_OPTION),
     ),
 }
 
@@ -85,7 +85,7 @@ def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
     options = transformer_options(path, state) | dict(moe_options)
     _check(path, SMoETransformerConfig(**options))
     target = target_model(path, options, state["model"]).state_dict()
-    scale = options.get("moe_gate_init_scale", DEFAULTS["moe_gate_init_scale"])
+    scale = options.get("moe_gate_init_scale", SMoETransformerConfig.moe_gate_init_scale)
     state["model"] = _weights(path, state["model"], target, scale, noise)
     return with_model_options(state, plain_config(options))
 

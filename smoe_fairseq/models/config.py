@@ -1,6 +1,7 @@
 """Options of the SMoE transformers, on the command line and in hydra configs."""
 
 from argparse import SUPPRESS, Action, BooleanOptionalAction, Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Optional
 
@@ -85,8 +86,13 @@ class DecoderOptions(MoEOptions):
         values = (
             OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else vars(cfg)
         )
+        return cls(**cls.among(values))
+
+    @classmethod
+    def among(cls, values: Mapping) -> dict:
+        """Those of ``values`` that are options, also under their former names."""
         values = {FORMER_NAMES.get(name, name): value for name, value in values.items()}
-        return cls(**{name: values[name] for name in cls.names() if name in values})
+        return {name: values[name] for name in cls.names() if name in values}
 
     @staticmethod
     def positions_option_of(side: str) -> str:

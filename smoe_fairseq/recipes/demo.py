@@ -1,6 +1,8 @@
 """``scripts/demo.sh``: prepare, train and evaluate in one, and what has been learnt in the end."""
 
 import os
+import sysconfig
+from pathlib import Path
 
 from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.evaluating.evaluate import evaluate
@@ -11,6 +13,7 @@ from smoe_fairseq.recipes.shell import command, dry_run, run
 from smoe_fairseq.recipes.tables import table
 from smoe_fairseq.recipes.tables.render import markdown
 from smoe_fairseq.recipes.training.train import train
+from smoe_fairseq.serving.serve_command import PORT
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.quiet import quietly
 
@@ -55,6 +58,15 @@ def _show(dataset: Dataset, method: str) -> None:
         report = folder / "report"
         analyze = ("smoe", "analyze", folders.binary, "--path", checkpoint, "--output", report)
         run([command("rm", "-rf", report), command(*analyze)])
+    print(f"\nIn the browser, with the way of each token through the strata:\n  {_serve(folder)}")
+
+
+def _serve(folder: Path) -> str:
+    """The command that opens the page, with the program of this environment."""
+    smoe = Path(sysconfig.get_path("scripts")) / "smoe"
+    if smoe.is_relative_to(Path.cwd()):
+        smoe = smoe.relative_to(Path.cwd())
+    return f"{command(smoe, 'serve', folder)}    # then open http://127.0.0.1:{PORT}/"
 
 
 def _sample(dataset: Dataset, method: str, direction: str, line: int) -> dict[str, str]:

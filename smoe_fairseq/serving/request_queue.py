@@ -123,6 +123,7 @@ class RequestQueue:
     def _translate(self, batch: list[_Waiting]) -> None:
         try:
             results = self.translate([entry.text for entry in batch], batch[0].kind)
+            answers = list(zip(batch, results, strict=True))
         except Exception as error:
             if len(batch) == 1:
                 batch[0].future.set_exception(error)
@@ -132,5 +133,5 @@ class RequestQueue:
             return
         self.batches += 1
         self.translated += len(batch)
-        for entry, result in zip(batch, results, strict=True):
-            entry.future.set_result(result)
+        for entry, answer in answers:
+            entry.future.set_result(answer)

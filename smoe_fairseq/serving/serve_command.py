@@ -8,6 +8,8 @@ from smoe_fairseq.serving.numbers import port, positive, seconds
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.quiet import quietly
 
+PORT = 8000
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The run, where to listen, and limits."""
@@ -28,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "(default: 127.0.0.1)",
     )
     for flag, kind, default, metavar, words in (
-        ("--port", port, 8000, "N", "0: any that is free"),
+        ("--port", port, PORT, "N", "0: any that is free"),
         ("--max-tokens", positive, 200, "N", "subwords of a text"),
         ("--max-batch", positive, 32, "N", "texts that are translated together"),
         ("--max-queue", positive, 512, "N", "texts that may wait; more are refused for the moment"),

@@ -22,7 +22,7 @@ export function flow(side, layer, width, chosen) {
   const strata = layer.strata.length;
   const labels = Math.min(120, Math.round(width * 0.27));
   const letters = Math.floor((labels - 16) / 7);
-  const step = (width - labels - 28) / strata;
+  const step = (width - labels - 36) / strata;
   const x = (column) => labels + 14 + column * step;
   const end = HEAD + side.tokens.length * ROW;
   const svg = shape("svg", { class: "flow", viewBox: `0 0 ${width} ${end + 4}`, role: "img" });
