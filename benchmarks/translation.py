@@ -1,10 +1,10 @@
-"""Times a trained model's translation: `smoe translate`'s core beside fairseq's generator, and whole programs.
+"""Times a trained model's translation: `smoe translate`'s core beside fairseq's generator, and the programs.
 
     python -m benchmarks.translation RUN --data data/multi30k/bin --text data/multi30k/raw --direction en-de
 
-Both translate the test set's text to text in one process, with the model loaded once, in turns; before that their
-translations are compared. With ``--programs`` also fairseq-generate and smoe translate, each as a process, by the
-speed that each reports and by its time from start to end.
+Both translate the test set's text to text in one process, with the model loaded once, in turns; before that
+their translations are compared. With ``--programs`` also fairseq-generate and smoe translate, each as a
+process, by the speed that each reports and by its time from start to end.
 """
 
 import argparse

@@ -98,6 +98,7 @@ def test_every_system_has_fairseqs_hypotheses(system):
         {"beam": 90, "max_len_b": 4},
         {"bos_token": 7},
         {"prefix_tokens": torch.tensor([[8], [9], [10], [11], [12], [13]])},
+        {"prefix_tokens": torch.arange(8, 20).view(6, 2)},
     ],
 )
 def test_every_option_means_the_same(options):

@@ -18,6 +18,9 @@ from test_translator import evaluated, prepared
 
 from smoe_fairseq.analysis.inputs import load
 from smoe_fairseq.analysis.sentence import run_pair
+from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.translation.batch_translator import BatchTranslator, Options
 
 assert prepared  # a fixture
 SEARCH = ("--beam", 2, "--max-len-b", 10)  # as the recipe's evaluation was told
@@ -206,11 +209,11 @@ def test_numbers_that_are_none(folder, flag, value):
     assert f"{value!r}: expected a" in result.stdout
 
 
-def started(folder, *words, **options) -> subprocess.Popen:
+def started(folder, *words, OMP_NUM_THREADS="1", **options) -> subprocess.Popen:
     return subprocess.Popen(
         [SCRIPTS / "smoe", "translate", "run", "--to", "fr", *map(str, (*SEARCH, *words))],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": OMP_NUM_THREADS},
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         preexec_fn=heed_signals,
@@ -234,6 +237,20 @@ def test_a_reader_that_has_gone(folder):
     os.close(writing)
     _, said = process.communicate(b"1 2\n", timeout=120)
     assert process.returncode == 128 + signal.SIGPIPE and b"Traceback" not in said
+
+
+@pytest.mark.parametrize("threads", [soak("1"), "2"])
+def test_an_interruption_of_a_search(folder, threads):
+    process = started(folder, "--output", "never.txt", "--max-tokens", 200, OMP_NUM_THREADS=threads)
+    process.stdin.write(b"1 2 3 4 5 6 7 8 9\n" * 3999)
+    process.stdin.flush()
+    wait_for((folder / "never.txt.tmp").exists, process)
+    process.stdin.write(b"1\n" * 2)  # what is asked for at once, and one more
+    process.stdin.flush()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in said
+    assert not list(folder.glob("never*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, soak(signal.SIGKILL)])
@@ -264,6 +281,24 @@ def test_a_run_of_one_direction_needs_no_flag(small_corpus, tmp_path):
     train_smoe(small_corpus, tmp_path / "run", "--max-update", 3)
     found, _ = translate(tmp_path, "run", text="ax by\n")
     assert found.count("\n") == 1
+
+
+def test_from_python(folder):
+    """What a service would call: texts of any order and length, and how many are done."""
+    model = BatchTranslator(SMoETransformerModel.from_pretrained(folder / "run"), max_tokens=30)
+    texts = ["1 2 is a number", "", "3", "4 5 6 7 8 9 . " * 4, "3"]
+    options, counts = Options(beam=3, nbest=2, max_len_b=10, divide_above=20), []
+    found = model.translate_batch(texts, "en", "fr", options, counts.append)
+    assert [t.source for t in found] == texts and sum(counts) == len(texts) and len(counts) > 2
+    assert [len(t.hypotheses) for t in found] == [2, 1, 2, 2, 2]
+    assert [t.parts for t in found][:3] == [1, 0, 1] and found[3].parts > 1
+    assert found[2].requested is None and found[2].hypotheses[0].requested is None
+    for text, translation in zip(texts, found, strict=True):
+        (alone,) = model.translate_batch([text], "en", "fr", options)
+        assert [h.text for h in alone.hypotheses] == [h.text for h in translation.hypotheses]
+    assert model.translate_batch([], "en", "fr") == []
+    with pytest.raises(UsageError, match="no such direction"):
+        model.translate_batch(["1"], "en", "xx")
 
 
 def test_it_is_in_the_help():

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from fairseq import utils
 from omegaconf import open_dict
@@ -115,7 +116,7 @@ class BatchTranslator:
         ids = [self._encode(text) for text in texts]
         if not ids:
             return
-        lengths = torch.tensor([len(i) for i in ids])
+        lengths = np.array([len(i) for i in ids])
         dataset = self.task.build_dataset_for_inference(ids, lengths)
         search, readout = self._search(options), Readout(self.translator)
 
@@ -133,7 +134,9 @@ class BatchTranslator:
             )
 
         batches = list(by_length(lengths.tolist(), self.max_tokens // self.threads))
-        yield from in_threads(translate, batches, min(self.threads, len(batches)))
+        threads = min(self.threads, len(batches))
+        stop = search.stop if threads > 1 else None
+        yield from in_threads(translate, batches, threads, stop)
 
     @property
     def threads(self) -> int:

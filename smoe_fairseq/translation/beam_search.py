@@ -7,7 +7,8 @@ Shapes: B sentences that are not finished, W hypotheses of each, R = B W rows, T
 vocabulary.
 """
 
-from dataclasses import dataclass, field, fields
+import threading
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -36,6 +37,13 @@ class BeamSearch:
     max_len_a: float = 0.0
     max_len_b: int = 200
 
+    def __post_init__(self):
+        self.stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Ends the searches that are under way in other threads, by an exception."""
+        self.stopped.set()
+
     @classmethod
     def options(cls) -> list[str]:
         """Names of the settings beside the dictionary."""
@@ -55,7 +63,7 @@ class BeamSearch:
         Args:
             models: one `SMoETransformerModel` in evaluation mode.
             sample: fairseq's batch; "net_input" has "src_tokens" and "src_lengths".
-            prefix_tokens: (B, P), with which every hypothesis begins.
+            prefix_tokens: (B, P) without padding, with which every hypothesis begins.
             bos_token: what the decoder is given first; by default the end of sentence.
         """
         (model,) = models
@@ -63,9 +71,11 @@ class BeamSearch:
         encoder_out = model.encoder(source_BS)
         run = _Run(self, model.decoder, encoder_out, self._limits(model, source_BS), bos_token)
         for step in range(run.last_step + 1):
-            forced_B = prefix_tokens[:, step] if _begins(prefix_tokens, step) else None
+            forced_B = prefix_tokens[run.left, step] if _begins(prefix_tokens, step) else None
             if run.step(step, forced_B):
                 break
+            if self.stopped.is_set():
+                raise RuntimeError("the search was stopped")
         return run.results()
 
     def _limits(self, model, source_BS: Tensor) -> Tensor:
@@ -94,11 +104,6 @@ class _Ended:
     sums: Tensor  # (n, step + 1) of log-probabilities up to each
 
 
-@dataclass
-class _Sentence:
-    ended: list[tuple[float, _Ended, int]] = field(default_factory=list)  # score, where
-
-
 class _Run:
     """The search for one batch."""
 
@@ -111,7 +116,8 @@ class _Run:
         batch, device = len(limit_B), limit_B.device
         self.limit_B = limit_B
         self.first_limit, self.last_step = int(limit_B.min()), int(limit_B.max())
-        self.sentences = [_Sentence() for _ in range(batch)]
+        # Of each sentence: score, and which one it is of those that ended together.
+        self.ended: list[list[tuple[float, _Ended, int]]] = [[] for _ in range(batch)]
         self.left = list(range(batch))  # sentences that are not finished
         # One hypothesis at first, which all begin with.
         first = self.eos if bos is None else bos
@@ -220,7 +226,7 @@ class _Run:
         scores = (sum_n / (step + 1) ** self.search.lenpen).tolist()
         finished = at_limit
         for i, (b, score) in enumerate(zip(sentence_n.tolist(), scores, strict=True)):
-            of_sentence = self.sentences[self.left[b]].ended
+            of_sentence = self.ended[self.left[b]]
             if len(of_sentence) < self.beam:
                 of_sentence.append((score, ended, i))
             if len(of_sentence) == self.beam:
@@ -238,11 +244,11 @@ class _Run:
         self.sums_BWT = torch.cat([sums, score_BW.unsqueeze(2)], dim=2)
 
     def results(self) -> list[list[dict]]:
-        if not all(sentence.ended for sentence in self.sentences):
+        if not all(self.ended):
             raise UsageError(
                 "the model gives no probabilities, but NaN: it has diverged in training"
             )
-        return [self._sorted(sentence.ended) for sentence in self.sentences]
+        return [self._sorted(ended) for ended in self.ended]
 
     @staticmethod
     def _sorted(ended: list[tuple[float, _Ended, int]]) -> list[dict]:

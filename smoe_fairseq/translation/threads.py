@@ -6,8 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 
-def in_threads(function: Callable, items: Iterable, number: int) -> Iterator:
-    """The results in the order of the items, so many of which are computed at a time."""
+def in_threads(
+    function: Callable, items: Iterable, number: int, stop: Callable[[], None] | None = None
+) -> Iterator:
+    """The results in the order of the items, so many of which are computed at a time.
+
+    Args:
+        stop: has those that are being computed end soon, by any exception; called where nobody waits for
+            them. None: with one at a time nothing is left behind.
+    """
     if number == 1:
         yield from map(function, items)
         return
@@ -16,6 +23,9 @@ def in_threads(function: Callable, items: Iterable, number: int) -> Iterator:
     pool = ThreadPoolExecutor(number)
     try:
         yield from pool.map(function, items)
+    except BaseException:
+        stop()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(before)

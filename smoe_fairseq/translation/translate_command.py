@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import signal
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -95,16 +94,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
 
 
-def run(args: Namespace) -> int:
-    """Translates standard input; an interruption ends it without a stack trace."""
-    try:
-        _translate(args)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
-
-
-def _translate(args: Namespace) -> None:
+def run(args: Namespace) -> None:
+    """Translates standard input."""
     names = {each.name for each in fields(Options)} & vars(args).keys()
     options = Options(
         **{name: getattr(args, name) for name in names if getattr(args, name) is not None},
