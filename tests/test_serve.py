@@ -4,16 +4,18 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from commands import run, run_python
 from handmade import ROUTES, SPECIAL
 from serving import JSON, Serving
+from test_recipes import ROOT, surroundings
 
 from smoe_fairseq.models import SMoETransformerModel
 from smoe_fairseq.serving.engine import Engine
@@ -233,16 +235,11 @@ def test_the_page_is_its_own_files(server):
 
 
 def busy(serving) -> threading.Thread:
-    """A request whose texts are with the model now, and none of them in the queue."""
-    before = serving.get("/health")["waiting"]
+    """A request whose texts are with the model now."""
     thread = threading.Thread(target=serving.post, kwargs=LONG)
     thread.start()
-    seen = False
-    while thread.is_alive():
-        waiting = serving.get("/health")["waiting"]
-        seen = seen or waiting > before
-        if seen and not waiting:
-            break
+    while serving.get("/health")["translating"] < len(LONG["texts"]):
+        assert thread.is_alive()
     return thread
 
 
@@ -324,6 +321,16 @@ def test_who_has_gone_is_not_translated_for(trained):
         assert serving.get("/health")["translated"] == 64 + 1
 
 
+@pytest.mark.soak
+def test_who_sends_too_slowly_is_told(server):
+    head = f"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON['Content-Type']}"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(f"{head}\r\nContent-Length: 100\r\n\r\n{{".encode())
+        with connection.makefile("rb") as answer:
+            content = answer.read()
+    assert content.startswith(b"HTTP/1.1 408") and b"not here within 10 s" in content
+
+
 def test_who_waits_too_long_is_told(trained):
     with Serving(trained, "--timeout", 0.001) as serving:
         status, content = serving.post(**GOOD)
@@ -336,8 +343,8 @@ def test_a_signal_ends_it_when_all_is_answered(trained, number):
     with Serving(trained) as serving, ThreadPoolExecutor(1) as pool:
         idle = socket.create_connection(("127.0.0.1", serving.port))
         asked = pool.submit(serving.post, **GOOD, beam=20, routing=True)
-        while serving.get("/health")["translated"] + serving.get("/health")["waiting"] == 0:
-            time.sleep(0.001)
+        while not any(list(serving.get("/health").values())[1:]):
+            pass
         assert serving.stop(number) == 128 + number
         assert asked.result()[0] == 200
         assert "Traceback" not in serving.output and "rror" not in serving.output
@@ -396,3 +403,30 @@ def test_a_checkpoint_of_one_direction(small_corpus, tmp_path):
         assert found["routing"]["encoder"]["tokens"] == ["ax", "by", "</s>"]
         status, content = serving.post(text="AX", source="tgt", target="src")
         assert status == 422 and "expected one of src-tgt" in content["error"]
+
+
+def test_a_stock_model_has_no_strata(corpus, pre_norm):
+    with Serving(pre_norm, "--data", corpus) as serving:
+        (found,) = serving.translate("src", "tgt", "a b c", routing=True)
+        assert found["routing"]["encoder"]["tokens"] == ["a", "b", "c", "</s>"]
+        assert found["routing"]["encoder"]["layers"] == found["routing"]["decoder"]["layers"] == []
+        assert serving.get("/languages")["strata"] == {}
+
+
+@pytest.mark.soak
+def test_the_demo_ends_with_the_command(prepared, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(prepared, folder)
+    result = subprocess.run(
+        [ROOT / "scripts/recipe", "demo", "tiny", "smoe-2-2"],
+        cwd=folder,
+        env=surroundings() | {"CONFIG_DIR": str(folder / "configs"), "RAW": str(folder / "text")},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    last = result.stdout.splitlines()[-1]
+    found = re.fullmatch(r"  (\S+)/smoe serve (\S+) +# then open http://127.0.0.1:8000/", last)
+    assert found, last
+    with Serving(found[2], folder=folder) as serving:
+        assert serving.get("/languages")["model"] == "smoe-2-2"

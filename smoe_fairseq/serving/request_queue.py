@@ -47,6 +47,7 @@ class RequestQueue:
         self.translate = translate
         self.max_batch, self.max_waiting, self.linger = max_batch, max_waiting, linger
         self.batches = self.translated = 0  # so far
+        self.translating = 0  # texts that are with the model
         self._waiting: deque[_Waiting] = deque()
         self._closed = False
         self._changed = threading.Condition()
@@ -93,8 +94,10 @@ class RequestQueue:
         while batch := self._next_batch():
             # From here on a future cannot be cancelled any more; those that were are dropped.
             batch = [entry for entry in batch if entry.future.set_running_or_notify_cancel()]
+            self.translating = len(batch)
             if batch:
                 self._translate(batch)
+            self.translating = 0
 
     def _next_batch(self) -> list[_Waiting]:
         """The first text that waits and others of its kind, in their order; none: the queue is closed."""

@@ -96,14 +96,23 @@ class WebApp:
         return JSONResponse(self.engine.description() | {"max_texts": self.max_texts})
 
     async def health(self, request: Request) -> Response:
+        """Numbers of texts."""
         queue = self.queue
-        counts = {"waiting": queue.waiting, "translated": queue.translated}
-        return JSONResponse({"status": "ok", **counts, "batches": queue.batches})
+        return JSONResponse(
+            {
+                "status": "ok",
+                "waiting": queue.waiting,
+                "translating": queue.translating,
+                "translated": queue.translated,
+                "batches": queue.batches,
+            }
+        )
 
     async def translate(self, request: Request) -> Response:
         """Translations of one text or several, in their order; an error is one sentence."""
         # Asked for by name, since a page elsewhere can send any other type without asking first.
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
             return refusal(415, "expected the header Content-Type: application/json")
         try:
             async with asyncio.timeout(SLOWEST_BODY):
