@@ -37,6 +37,13 @@ def server(three_languages, gates_by_hand):
         yield serving
 
 
+@pytest.fixture(scope="module")
+def talking(three_languages, multilingual):
+    """The same model before its gates were fixed: it translates to words, if to few."""
+    with Serving(multilingual, "--data", three_languages) as serving:
+        yield serving
+
+
 @pytest.fixture
 def opened(browser):
     """Opens pages; whatever they ask for of elsewhere, or complain of, fails the test at its end."""
@@ -82,8 +89,6 @@ def test_type_and_see(server, opened, size):
     page.get_by_label("Text, a sentence per line").fill(SENTENCE)
     page.get_by_role("button", name="Translate", exact=True).click()
     translated(page)
-    (answer,) = server.translate("aa", "cc", SENTENCE)
-    assert page.locator("#translation").inner_text() == answer["translation"]
     assert numbers(page) == EXPECTED
     shown = page.locator("section[aria-label^=Source] .token .piece").all_inner_texts()
     assert shown == ["__cc__", *SENTENCE.split(), "</s>"]
@@ -95,6 +100,22 @@ def test_type_and_see(server, opened, size):
     assert "Translated in" in page.locator("#status").inner_text()
     wide = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert wide == [size[0], size[0]]  # nothing to scroll sideways
+
+
+def test_translations_are_the_servers(talking, opened):
+    texts = ["aa0 aa1 aa2", "aa4"]
+    expected = [each["translation"] for each in talking.translate("aa", "bb", *texts)]
+    assert all(expected) and len(set(expected)) == 2
+    page = opened(talking)
+    page.get_by_label("From", exact=True).select_option("aa")
+    page.get_by_label("To", exact=True).select_option("bb")
+    page.get_by_label("Text, a sentence per line").fill("\n\n".join(texts))
+    page.get_by_role("button", name="Translate", exact=True).click()
+    translated(page)
+    region = page.get_by_role("region", name="Translation", exact=True)
+    assert region.locator("p").all_inner_texts() == expected
+    assert region.get_attribute("aria-live") == "polite" and region.get_attribute("lang") == "bb"
+    assert page.locator("article").count() == 2
 
 
 def test_flow_of_the_tokens(server, opened):
@@ -182,8 +203,8 @@ def test_one_layer_or_all(server, opened):
     assert "encoder layer 3: 3 of 4 strata" in lines and "encoder layer 1" not in " ".join(lines)
 
 
-def test_links_can_be_shared(server, opened):
-    page = opened(server)
+def test_links_can_be_shared(talking, opened):
+    page = opened(talking)
     page.get_by_label("From", exact=True).select_option("bb")
     page.get_by_label("To", exact=True).select_option("aa")
     text = "bb1 %#&: bb2\nbb3"
@@ -191,19 +212,21 @@ def test_links_can_be_shared(server, opened):
     page.keyboard.press("Control+Enter")
     translated(page)
     assert page.locator("article").count() == 2  # a sentence per line
-    other = translated(opened(server, page.url[len(server.url) + 1 :]))
+    other = translated(opened(talking, page.url[len(talking.url) + 1 :]))
     assert other.locator("#text").input_value() == text
     assert other.locator("#source").input_value() == "bb"
     assert other.locator("#target").input_value() == "aa"
     same = [p.locator("#translation").inner_text() for p in (page, other)]
-    assert same[0] == same[1]
-    wrong = opened(server, "#xx-aa:text")
+    assert same[0] == same[1] != ""
+    wrong = opened(talking, "#xx-aa:text")
     assert "The link asks for xx-aa" in wrong.get_by_role("alert").inner_text()
 
 
-def test_languages_are_swapped(server, opened):
-    page = translated(opened(server, "#aa-bb:aa1"))
+def test_languages_are_swapped(talking, opened):
+    page = translated(opened(talking, "#aa-bb:aa1"))
+    spoken = page.locator("#translation").inner_text()
     page.get_by_role("button", name="Swap the languages").click()
+    assert page.locator("#text").input_value() == spoken != ""
     assert [page.locator(f"#{id}").input_value() for id in ("source", "target")] == ["bb", "aa"]
     page.get_by_label("From", exact=True).select_option("bb")
     page.get_by_label("To", exact=True).select_option("cc")

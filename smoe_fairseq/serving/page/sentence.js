@@ -27,7 +27,7 @@ document.addEventListener("pointerdown", (event) => {
   if (!event.target.closest(".token, .strand, #details")) hide();
 });
 
-// Above what it belongs to, so that the strands stay in sight; below where there is no room.
+// Above what it belongs to, so that the strands stay in sight; else below, as far as there is room.
 function show(content, anchor) {
   clearTimeout(leaving);
   box.replaceChildren(...content);
@@ -37,7 +37,8 @@ function show(content, anchor) {
   const width = document.documentElement.clientWidth;
   const left = Math.min(Math.max(at.left, 8), Math.max(8, width - size.width - 8));
   const above = at.top - size.height - 6;
-  const top = above > 0 ? above : at.bottom + 6;
+  const below = Math.min(at.bottom + 6, Math.max(8, window.innerHeight - size.height - 8));
+  const top = above > 0 ? above : below;
   box.style.left = `${left + window.scrollX}px`;
   box.style.top = `${top + window.scrollY}px`;
 }
