@@ -128,6 +128,7 @@ def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
     assert len(scores) == 4 and {score["sentences"] for score in scores.values()} == {7}
 
 
+@pytest.mark.soak
 def test_archive_and_folders_give_the_same(tmp_path, given, published):
     (tmp_path / "given.zip").write_bytes(zipped(published))
     folder = tmp_path / "unpacked/here"

@@ -84,6 +84,7 @@ def test_without_dataclass_hash_fairseq_is_not_imported():
     assert "mutable default" in output
 
 
+@pytest.mark.soak
 def test_deprecation_of_jit_is_not_told_to_those_who_cannot_help_it(tmp_path):
     """torch 2.14 warns five times while fairseq is imported; here any torch does."""
     message = (

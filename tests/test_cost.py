@@ -199,6 +199,7 @@ def test_what_processes_hold_and_send_is_that_on_paper():
     assert costs["sharded"]["memory"] < held["peak"]
 
 
+@pytest.mark.soak
 def test_zero_sharding_sends_what_each_process_has_updated():
     """Shared parameters to all others, in the type that the optimizer has them in."""
     experts = 2 * 4 * (8 * 16 * 2 + 16 + 8)

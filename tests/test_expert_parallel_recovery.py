@@ -61,6 +61,7 @@ def test_a_half_published_set_is_read_as_it_was_meant(saves, tmp_path, capsys):
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
+@pytest.mark.soak
 def test_another_runs_folder_is_only_read(ranks, small_corpus, saves, tmp_path):
     """It may be about to save: --restore-file finds its last whole set, and leaves what is pending."""
     source = tmp_path / "source"
@@ -120,6 +121,7 @@ def test_averaged_weights_are_part_of_a_set(ranks, small_corpus, tmp_path):
     assert len(extra["ema_fp32_params"][w1]) == 8
 
 
+@pytest.mark.soak
 def test_an_optimizer_that_cannot_be_divided(ranks, small_corpus, tmp_path):
     """Adafactor keeps a number for each tensor: all experts of a process together."""
     arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--optimizer", "adafactor")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import generate, generation, hypotheses, run, run_python
+from sampling import soak
 from test_average import AVERAGE, KILLED, changed
 from test_checkpoint_files import FULL, contents, rotted
 from test_expert_parallel import flags
@@ -40,7 +41,7 @@ def sparse(small_corpus, tmp_path_factory) -> Path:
 # fairseq's transformer
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("norm", ["pre", soak("post")])
 def test_fairseq_alone_translates_the_same(small_corpus, dense, tmp_path, norm):
     path = dense
     if norm == "post":

@@ -56,7 +56,7 @@ def averages_of(folder) -> dict[str, float]:
 ALONE = ["top-3", "null", "top-p", "hash", "residual", "shared", "bias", "layers", "chain"]
 
 
-@pytest.mark.parametrize("member", some(sorted(ALONE), "bias", "chain"))
+@pytest.mark.parametrize("member", some(sorted(ALONE), "bias"))
 def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
     """Those whose tokens do not ask what others do: with the batches of both in one process."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -97,6 +97,7 @@ def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, mem
     assert_same_bits(content(tmp_path / "a"), content(tmp_path / "b"))
 
 
+@pytest.mark.soak
 def test_consolidated_bias_and_table(ranks, small_corpus, tmp_path):
     """What is no parameter comes along into one checkpoint, which translates."""
     for member in ("bias", "hash"):

@@ -21,6 +21,7 @@ with fsdp_enable_wrap(DistributedTrainingConfig(distributed_world_size=1)):
 """
 
 
+@pytest.mark.soak
 def test_the_group_of_one_process_is_found(tmp_path):
     """With a fairscale that keeps it elsewhere."""
     program = tmp_path / "program.py"

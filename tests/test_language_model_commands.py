@@ -68,7 +68,7 @@ def eval_lm(data, checkpoint, *more) -> tuple[float, float, int]:
     return float(found[1]), float(found[2]), tokens
 
 
-@pytest.mark.parametrize("mode", ["none", "eos"])
+@pytest.mark.parametrize("mode", ["none", soak("eos")])
 def test_it_learns_and_eval_lm_agrees_with_validation(english, trained, mode):
     """An even guess of 400 and more words is above 8.6 bits."""
     of = trained(mode)
@@ -231,6 +231,7 @@ def test_sharded_experts_on_two_processes_equal_one(ranks, english, tmp_path, mo
     )
 
 
+@pytest.mark.soak
 def test_hydra_train(english, tmp_path):
     run(
         *("fairseq-hydra-train", "task=language_modeling", f"task.data={english}"),

@@ -16,7 +16,7 @@ METHODS = some(
         *("moe-shared", "moe-bias", "moe-update", "pyramid-4-8 --moe-freq 1", "moe-chain"),
         *("moe-32", "stacked-2-2-2-2", "smoe-4-4", "smoe-1-3-4", "deep-4-4"),
     ],
-    *("dense", "moe-cmr", "smoe-2-2-2-2", "moe-expert-choice"),
+    *("dense", "smoe-2-2-2-2"),
 )
 SMALL = [
     *("--encoder-embed-dim", "64", "--encoder-ffn-embed-dim", "64", "--max-tokens", "500"),

@@ -83,6 +83,7 @@ def prepared(raw, given, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.soak
 def test_gathered_text_does_not_depend_on_the_processes(tmp_path, raw, given, prepared):
     said = step(tmp_path, given, "gather", "tiny", raw, "raw", "--workers", "3").stdout
     assert tree(tmp_path / "raw") == tree(prepared / "raw")

@@ -151,6 +151,7 @@ def test_half_of_any_member_translates(ranks, small_corpus, tmp_path, member):
     assert len(generate(small_corpus, output, "--max-len-b", 9)[0]) == 50
 
 
+@pytest.mark.soak
 def test_top_1_weighs_by_the_experts_left(ranks, small_corpus, tmp_path):
     """What the note says: those that go had a part in the softmax."""
     words = ["--smoe-strata", "4", "--moe-top-k", 1, "--max-update", 1]
@@ -167,7 +168,7 @@ def test_top_1_weighs_by_the_experts_left(ranks, small_corpus, tmp_path):
     "words, kept",
     [
         (("--min-load", 0), [0, 1]),  # a second choice is one
-        (("--min-load", 3), [0, 1]),  # as many as a gate chooses, whatever the load
+        soak(("--min-load", 3), [0, 1]),  # as many as a gate chooses, whatever the load
         soak(("--keep", 0.25), [0, 1]),
         (("--keep", 0.75), [0, 1, 2]),  # of equals the first
         soak(("--keep", 1), [0, 1, 2, 3]),

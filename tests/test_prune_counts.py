@@ -66,6 +66,7 @@ def test_the_most_important_experts_stay(three_languages, by_hand, tmp_path, pai
             assert strata.split(",") == 2 * ["-".join(map(str, sizes))]
 
 
+@pytest.mark.soak
 def test_over_all_layers_the_best_of_all_stay(three_languages, by_hand, tmp_path):
     """Both layers of a side have the same routes, so that they stay the same, and the sides do not."""
     direction, differ = "aa-bb", 0
@@ -120,6 +121,7 @@ def test_what_any_direction_uses_stays(three_languages, by_language, tmp_path, p
             assert kept[f"{side} layer {layer}"] == sorted(used)
 
 
+@pytest.mark.soak
 def test_a_load_is_that_of_the_direction_where_it_is_highest(
     three_languages, by_language, tmp_path
 ):

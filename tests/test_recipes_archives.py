@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import run
+from sampling import soak
 from test_recipes import ROOT, Files, commands, recipe, refusal, table
 
 SPLITS = {"train": 60, "dev": 8, "test": 6}
@@ -155,7 +156,7 @@ def test_opus100_from_archive_to_table(tmp_path, server):
     assert "| smoe-2-2 |" in table(tmp_path, "opus100", **given)
 
 
-@pytest.mark.parametrize("pair", ["eng-nso", "nso-eng"])
+@pytest.mark.parametrize("pair", ["eng-nso", soak("nso-eng")])
 def test_m4_from_text(tmp_path, server, pair):
     """A folder of NLLB's text and of Flores-200 as it is published; pairs in either order."""
     files = {

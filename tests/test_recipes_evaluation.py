@@ -272,6 +272,7 @@ def lines_of(file: Path) -> list[str]:
     return [line for line in file.read_text().splitlines() if not line.startswith("20")]
 
 
+@pytest.mark.soak
 def test_a_killed_evaluation_goes_on_with_what_is_left(tiny, unevaluated):
     expected = result_of(tiny[0] / "runs/tiny/smoe-2-2")
     run = unevaluated / "runs/tiny/smoe-2-2"

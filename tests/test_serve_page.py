@@ -10,6 +10,7 @@ import signal
 import fairseq  # noqa: F401  (by which torch takes its checkpoints)
 import pytest
 from handmade import ROUTES
+from sampling import soak
 from serving import Serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -287,7 +288,7 @@ def luminance(colour: str) -> float:
     "flags, words, tokens",
     [
         (("--moe-freq", 0), "This model is dense", 0),
-        (("--smoe-strata", "4"), "This model has one stratum", 1),
+        soak(("--smoe-strata", "4"), "This model has one stratum", 1),
     ],
     ids=["dense", "one stratum"],
 )

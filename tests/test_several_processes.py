@@ -77,7 +77,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert_same_bits(content(tmp_path / "parts"), content(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("model", ["smoe", "stock"])
+@pytest.mark.parametrize("model", ["smoe", soak("stock")])
 def test_finetuning(ranks, small_corpus, tmp_path, model):
     """Each process gets the parameters that the first one has read."""
     make = flags if model == "smoe" else stock
@@ -112,7 +112,7 @@ def validated(run) -> dict:
     return {name: value for name, value in found.items() if name not in ("valid_wps", "valid_wpb")}
 
 
-@pytest.mark.parametrize("model, size", [("smoe", 10), ("stock", 50)])
+@pytest.mark.parametrize("model, size", [("smoe", 10), soak("stock", 50)])
 def test_validation(ranks, small_corpus, tmp_path, model, size):
     """Two processes find what one finds; the second has one batch less, of three, or none at all."""
     make = flags if model == "smoe" else stock

@@ -140,6 +140,7 @@ def test_the_report_is_made_of_what_is_kept(studied, tmp_path):
         assert (tmp_path / f"results/tiny/{name}.png").stat().st_size > 10_000
 
 
+@pytest.mark.soak
 def test_a_dry_run_prints_what_is_left(data, tmp_path):
     folder, given = data
     result = recipe(tmp_path, "study", "tiny", "dense", "--lr", "1", DRY_RUN="1", **given)
@@ -149,6 +150,7 @@ def test_a_dry_run_prints_what_is_left(data, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.soak
 def test_bad_input_of_a_study_is_one_sentence(data, tmp_path):
     _, given = data
     assert "'odd'" in refusal(recipe(tmp_path, "study", "tiny", "odd", **given))

@@ -200,6 +200,7 @@ def test_bad_flags_end_before_training(small_corpus, tmp_path):
     assert not list((tmp_path / "new").glob("*"))
 
 
+@pytest.mark.soak
 def test_hydra_train(small_corpus, tmp_path):
     run(
         *("fairseq-hydra-train", "task=translation", f"task.data={small_corpus}"),
@@ -228,6 +229,7 @@ def test_numbers_that_are_none_end_in_one_sentence(small_corpus, tmp_path):
     assert "Traceback" not in process.stdout
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "flags", [["--fp16", "--fp16-no-flatten-grads"], soak(["--memory-efficient-fp16"])]
 )

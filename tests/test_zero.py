@@ -19,6 +19,7 @@ ZERO = ("--zero-sharding", "os")
 ACCUMULATED_CLIPPED = ("--update-freq", 2, "--clip-norm", 0.5)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("world_size, model", [(2, "smoe"), soak(4, "stock")])
 def test_trains_and_resumes_as_without(ranks, small_corpus, tmp_path, world_size, model):
     """Bit for bit, the optimizer's state too: either can go on with what the other has saved."""
