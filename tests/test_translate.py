@@ -14,7 +14,7 @@ from commands import PLUGIN, SCRIPTS, generation, run
 from sampling import soak
 from test_signals import heed_signals, wait_for
 from test_training import train as train_smoe
-from test_translator import evaluated, prepared
+from test_translator import evaluated
 
 from smoe_fairseq.analysis.inputs import load
 from smoe_fairseq.analysis.sentence import run_pair
@@ -22,7 +22,6 @@ from smoe_fairseq.models import SMoETransformerModel
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.translation.batch_translator import BatchTranslator, Options
 
-assert prepared  # a fixture
 SEARCH = ("--beam", 2, "--max-len-b", 10)  # as the recipe's evaluation was told
 RUN = "runs/tiny/smoe-2-2"
 
