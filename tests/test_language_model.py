@@ -23,8 +23,8 @@ def tiny_lm(*flags):
     return make_model(*TASK, "--arch", "smoe_transformer_lm_tiny", "--dropout", "0", *flags)
 
 
-def member_model(member):
-    model = tiny_lm(*MEMBERS[member].split()).eval()
+def member_model(member, *flags):
+    model = tiny_lm(*MEMBERS[member].split(), *flags).eval()
     for block in moe_blocks(model).values():
         for gate in block.gates:
             for parameter in gate.parameters():  # gates that differ clearly
@@ -108,6 +108,58 @@ def test_a_later_token_changes_nothing_before_it(member):
         assert torch.equal(got[0, :place].float(), want[0, :place].float())
         assert torch.equal(got[1:].float(), want[1:].float())
         assert not torch.allclose(got[0, place:], want[0, place:])
+
+
+UNLIMITED = ("--moe-capacity-factor", "0", "--moe-second-expert-policy", "all")
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_in_training_only_a_limit_and_base_look_ahead(member):
+    """Without a limit on the experts what comes later is nothing to a token, but where all are balanced."""
+    model = member_model(member, *UNLIMITED).double().train()
+    tokens = make_text()
+    changed = tokens.clone()
+    changed[0, 3:] = (changed[0, 3:] + 17) % 90 + 4
+    want, got = (model(text)[0][0, :3].float() for text in (tokens, changed))
+    assert torch.equal(got, want) == (member != "base")
+
+
+def test_exit_bias_moves_the_stops_of_evaluation():
+    """0 leaves every bit as it is; far below, every token stops everywhere, far above at one of two."""
+    tokens, stops = make_text(), {}
+    for bias in ("0", "-1e4", "1e4"):
+        torch.manual_seed(1)
+        model = tiny_lm("--smoe-strata", "4-4", f"--smoe-exit-bias={bias}").eval()
+        out, extra = model(tokens)
+        stops[bias] = extra["moe_stats"][0].requested_capacity[tokens != PAD]
+        if bias == "0":
+            torch.manual_seed(1)
+            assert torch.equal(out, tiny_lm("--smoe-strata", "4-4").eval()(tokens)[0])
+    assert set(stops["-1e4"].tolist()) == {2} and set(stops["1e4"].tolist()) == {1}
+    assert set(stops["0"].tolist()) == {1, 2}
+
+
+def test_budget_is_of_the_logged_capacity():
+    model = tiny_lm("--smoe-strata", "4-4", "--smoe-capacity-budget", "1.9")
+    sample = make_sample(make_text())
+    _, size, log = make_criterion()(model.train(), sample)
+    _, extra = model.eval()(**sample["net_input"])  # in both a token is where its best expert is
+    real = sample["net_input"]["src_tokens"] != PAD
+    capacity = extra["moe_stats"][0].requested_capacity[real].float().mean()
+    assert float(log["smoe_budget_loss"]) / size == pytest.approx(
+        abs(float(capacity) - 1.9), abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_of_half_precision_is_that_of_single(dtype):
+    sample = make_sample(make_text())
+    model = tiny_lm("--smoe-strata", "4").eval()
+    want, size, _ = make_criterion()(model, sample)
+    loss, _, _ = make_criterion()(model.to(dtype), sample)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=0.02)
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize("member", some(MEMBERS, "null", "hash", "base", "chain", "cmr"))

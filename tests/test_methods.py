@@ -15,6 +15,7 @@ METHODS = some(
         *("moe-hash", "moe-base", "moe-expert-choice", "moe-top-p", "moe-null", "moe-residual"),
         *("moe-shared", "moe-bias", "moe-update", "pyramid-4-8 --moe-freq 1", "moe-chain"),
         *("moe-32", "stacked-2-2-2-2", "smoe-4-4", "smoe-1-3-4", "deep-4-4"),
+        *("moe-top-4", "smoe-budget-4-4", "smoe-released-4-4", "moe-16"),
     ],
     *("dense", "smoe-2-2-2-2"),
 )

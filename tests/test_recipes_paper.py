@@ -173,6 +173,8 @@ def test_batch_of_the_released_scripts_and_any_other(tmp_path):
     assert (value(words, "--max-tokens"), value(words, "--update-freq")) == ("4096", "1")
     assert "--smoe-norm" not in dry(tmp_path, "train", "m15", "moe", **given).stdout
     assert "--smoe-norm released" in dry(tmp_path, "train", "m15", "smoe-4-12", **given).stdout
+    has_it = dry(tmp_path, "train", "m15", "smoe-released-4-12", **given).stdout
+    assert has_it.count("--smoe-norm released") == 1 and "# --smoe-norm" not in has_it
     words = trained(dry(tmp_path, "train", "m15", "moe", BATCH="100000", GPUS="2"))
     assert batch(words, 2) == pytest.approx(100_000, rel=0.02)
 

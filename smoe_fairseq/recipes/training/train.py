@@ -44,7 +44,7 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         notes += [f"# {planned}", f"# BATCH: {batch.choices(dataset)}"]
         if not planned.kept:
             report(f"the batch is not of the size asked for: {planned}")
-        if planned.name == "release" and has_strata(flags):
+        if planned.name == "release" and has_strata(flags) and "smoe-norm" not in flags:
             notes.append(
                 "# --smoe-norm released computes as the released code does (docs/reproduce.md)"
             )
