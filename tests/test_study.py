@@ -208,6 +208,7 @@ def test_verdicts_follow_the_interval():
         "stacked-4-4": [20.0],
         "smoe-4-4": [29.0, 30.0, 31.5],
         "smoe-2-2-2-2": [30.5, 30.6, 30.7],
+        "smoe-budget-4-4": [90.0, 90.1],
     }
     found = {v.claim[:3] + v.claim.split(" ")[-1]: v.verdict for v in about_scores(points)}
     assert found == {

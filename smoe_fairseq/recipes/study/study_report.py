@@ -6,7 +6,7 @@ from pathlib import Path
 from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.study import kept, sentences
 from smoe_fairseq.recipes.study.capacity_claims import about_capacity
-from smoe_fairseq.recipes.study.verdicts import about_cost, about_scores
+from smoe_fairseq.recipes.study.verdicts import SMOE, about_cost, about_scores
 from smoe_fairseq.recipes.tables.columns import Column
 from smoe_fairseq.recipes.tables.render import Grid, markdown, number
 from smoe_fairseq.recipes.tables.table import system_costs
@@ -16,7 +16,6 @@ from smoe_fairseq.system.files import write_whole
 
 FILE = "report.md"
 BASELINE = "moe"
-SMOE = ("smoe-", "deep-")
 
 
 def write_report(dataset: Dataset) -> Path:
@@ -98,7 +97,7 @@ def _claims(dataset: Dataset, systems, costs) -> Grid:
     times = {m: [result.time for result in systems[m] if result.time] for m in flops}
     times = {m: of_runs for m, of_runs in times.items() if of_runs}
     found += about_cost(times, flops, BASELINE)
-    smoe = [r for m, results in systems.items() if m.startswith(SMOE) for r in results]
+    smoe = [r for m, results in systems.items() if _is_smoe(m) for r in results]
     found += about_capacity([result.routing for result in smoe if result.routing])
     rows = [
         [
@@ -115,6 +114,11 @@ def _claims(dataset: Dataset, systems, costs) -> Grid:
         "the machine. (f) to (h): all runs of SMoE on the test set, text alone."
     ]
     return Grid(["claim", "difference", "directions", "verdict"], rows, notes, texts=4)
+
+
+def _is_smoe(method: str) -> bool:
+    """As the paper has it, of any depth."""
+    return bool(SMOE.match(method.replace("deep-", "smoe-")))
 
 
 def _directions(systems) -> Grid:
