@@ -3,13 +3,12 @@
 import argparse
 import functools
 import importlib
-import signal
 import sys
-from collections.abc import Callable
 
 from smoe_fairseq.compat import require_fairseq
 from smoe_fairseq.system.errors import ends_with_sentence, of_command
 from smoe_fairseq.system.output import writes_all
+from smoe_fairseq.system.signals import heeded
 
 # name: (module, one line of help). The module has `add_arguments(parser)` and `run(args)`, which
 # returns None or an exit status.
@@ -66,20 +65,7 @@ COMMANDS = {
 }
 
 
-def quiet_when_interrupted(command: Callable) -> Callable:
-    """The command; Ctrl-C ends it with a shell's status for that, and no stack trace."""
-
-    @functools.wraps(command)
-    def run(*arguments, **options):
-        try:
-            return command(*arguments, **options)
-        except KeyboardInterrupt:
-            raise SystemExit(128 + signal.SIGINT) from None
-
-    return run
-
-
-@quiet_when_interrupted
+@heeded()
 @functools.partial(ends_with_sentence, sentence=of_command)
 @writes_all
 def main(argv: list[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -303,6 +304,10 @@ def test_nothing_is_overwritten_unasked(run_of_one, tmp_path):
     assert_is_mean(output, [load(file)["model"] for file in files])
     sentence = refusal("average", *files, "--output", files[1], "--force")
     assert f"--output: {files[1]} is what is read" in sentence
+    sentence = refusal("average", *files, "--output", tmp_path, "--force")
+    assert f"--output: {tmp_path} is a folder; expected a file's name" in sentence
+    sentence = refusal("average", files[0], tmp_path / "..", "--output", output)
+    assert "is a folder: add --last N" in sentence
 
 
 # A disk without room, and a kill
@@ -341,6 +346,14 @@ def test_a_kill_leaves_what_was_there(tmp_path, asked):
     assert contents(tmp_path) == {"mean.pt": b"old", "mean.pt.tmp": b"half"}
     call(*asked)
     assert list(contents(tmp_path)) == ["mean.pt"] and load(tmp_path / "mean.pt")["model"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, soak(signal.SIGINT), soak(signal.SIGHUP)])
+def test_a_signal_leaves_nothing_beside_what_was_there(tmp_path, asked, number):
+    """By the door that all commands have in common."""
+    sent = KILLED.replace("signal.SIGKILL", str(int(number)))
+    assert run_python(sent + AVERAGE, *asked).returncode == 128 + number
+    assert contents(tmp_path) == {"mean.pt": b"old"}
 
 
 def test_what_was_not_written_as_it_should_be_is_noticed(tmp_path, asked, monkeypatch):

@@ -103,6 +103,12 @@ def exported(path: Path, output: Path) -> tuple[dict, dict]:
     return load_file(output), json.loads(output.with_suffix(".json").read_text())
 
 
+def test_others_may_read_it_as_any_new_file(sparse, tmp_path):
+    exported(sparse, tmp_path / "model.safetensors")
+    rights = {(tmp_path / name).stat().st_mode for name in ("model.json", "model.safetensors")}
+    assert len(rights) == 1
+
+
 def test_all_weights_and_options(sparse, tmp_path):
     tensors, content = exported(sparse, tmp_path / "new/model.safetensors")
     source = load(sparse)
@@ -255,6 +261,7 @@ def test_damaged_files_and_what_is_read(dense, tmp_path, to):
         ("rotted.pt", "is damaged: "),
         ("empty.pt", "is not a checkpoint of fairseq"),
         ("none.pt", "is missing"),
+        ("", "cannot be read: Is a directory; expected a checkpoint, such as checkpoint_best.pt"),
     ):
         ask = ("export", tmp_path / name, "--to", to, "--output", tmp_path / "out")
         assert f"{tmp_path / name} {words}" in refusal(*ask)

@@ -175,6 +175,31 @@ def test_text_as_it_comes(folder):
     found, _ = translate(folder, *words, text=odd)
     assert found.split("\n")[:2] == ["", ""] and found.count("\n") == 3
     assert translate(folder, *words, text="")[0] == ""
+    assert translate(folder, *words, text="\u200b\n")[0] == "\n"  # a blank of no width
+
+
+def test_text_is_utf8_whatever_the_terminal_takes(folder):
+    process = started(folder, "--json", stdout=subprocess.PIPE, PYTHONIOENCODING="ascii")
+    found, said = process.communicate("1 \N{SNOWMAN}\n".encode(), timeout=120)
+    assert process.returncode == 0, said
+    assert json.loads(found.decode())["source"] == "1 \N{SNOWMAN}"
+
+
+@pytest.mark.parametrize(
+    ("closing", "sentence"),
+    [("<&-", "standard input is closed: exp"), (">&-", "standard output is closed: exp")],
+)
+def test_closed_streams_are_named(folder, closing, sentence):
+    line = f'exec "{SCRIPTS / "smoe"}" translate run --to fr {closing}'
+    result = subprocess.run(["bash", "-c", line], cwd=folder, input=b"", stderr=subprocess.PIPE)
+    assert result.returncode == 1
+    assert result.stderr.decode().splitlines()[-1].startswith(f"error: {sentence}")
+
+
+def test_what_is_said_is_never_among_the_translations(folder):
+    line = f'exec "{SCRIPTS / "smoe"}" translate run --to fr --beam 1 --max-len-b 4 2>&-'
+    result = subprocess.run(["bash", "-c", line], cwd=folder, input=b"1 2\n", capture_output=True)
+    assert (result.returncode, result.stdout.count(b"\n")) == (0, 1)
 
 
 REFUSED = {
@@ -208,15 +233,15 @@ def test_numbers_that_are_none(folder, flag, value):
     assert f"{value!r}: expected a" in result.stdout
 
 
-def started(folder, *words, OMP_NUM_THREADS="1", **options) -> subprocess.Popen:
+def started(folder, *words, stdout=None, **environment) -> subprocess.Popen:
     return subprocess.Popen(
         [SCRIPTS / "smoe", "translate", "run", "--to", "fr", *map(str, (*SEARCH, *words))],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": OMP_NUM_THREADS},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         preexec_fn=heed_signals,
-        **options,
+        stdout=stdout,
     )
 
 
@@ -252,7 +277,9 @@ def test_an_interruption_of_a_search(folder, threads):
     assert not list(folder.glob("never*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, soak(signal.SIGKILL)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, soak(signal.SIGINT), soak(signal.SIGHUP), soak(signal.SIGKILL)]
+)
 def test_an_interruption_leaves_the_file_as_it_was(folder, number):
     output = folder / "kept.txt"
     output.write_text("as it was\n")
@@ -262,8 +289,8 @@ def test_an_interruption_leaves_the_file_as_it_was(folder, number):
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert output.read_text() == "as it was\n" and b"Traceback" not in said
-    if number == signal.SIGINT:
-        assert process.returncode == 130 and not partial.exists()
+    if number != signal.SIGKILL:
+        assert process.returncode == 128 + number and not partial.exists()
     partial.unlink(missing_ok=True)
 
 

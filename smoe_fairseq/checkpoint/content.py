@@ -19,6 +19,10 @@ def open_checkpoint(path: Path | str) -> dict:
         UnreadableCheckpoint: it is cut off, damaged, refused, or the system does not let it be read; each
             has a class of its own.
     """
+    if Path(path).is_dir():
+        raise UsageError(
+            f"{path} cannot be read: Is a directory; expected a checkpoint, such as checkpoint_best.pt in it"
+        )
     try:
         with reading(path):
             state = torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=True)

@@ -66,11 +66,13 @@ def _remove(file: Path) -> None:
 
 
 def check_output(read: Iterable[Path], files: Iterable[Path], force: bool) -> None:
-    """Raise UsageError where a file to be written is one that is read, or there already."""
+    """Raise UsageError where a file to be written is one that is read, a folder, or there already."""
     read = {file.resolve() for file in read}
     for file in files:
         if file.resolve() in read:
             raise UsageError(f"--output: {file} is what is read; choose another name or folder")
+        if file.is_dir():
+            raise UsageError(f"--output: {file} is a folder; expected a file's name")
         if file.exists() and not force:
             raise UsageError(f"--output: {file} is there already; --force overwrites it")
 

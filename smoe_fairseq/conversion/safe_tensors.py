@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -99,9 +100,12 @@ def _once_each(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 
 
 def _save(tensors: dict, path: str) -> None:
-    """As the library does; what the system says is an OSError, as from others."""
+    """As the library does, with the rights of any new file; what the system says is an OSError."""
+    Path(path).touch()
+    rights = stat.S_IMODE(os.stat(path).st_mode)
     try:
         save_file(tensors, path, metadata={"format": "pt"})
+        os.chmod(path, rights)  # the library's are the owner's alone
     except SafetensorError as error:
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from None

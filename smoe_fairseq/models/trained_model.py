@@ -71,6 +71,10 @@ class TrainedModel(GeneratorHubInterface):
             )
         return cls(cfg, task, models, subwords)
 
+    def has_words(self, sentence: str) -> bool:
+        """Whether there is anything to translate: subwords beside language and end of sentence."""
+        return bool(self.apply_bpe(self.tokenize(sentence)).strip())
+
     def encode(self, sentence: str):
         tokens = super().encode(sentence)
         limit = self.max_positions

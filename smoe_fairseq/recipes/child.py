@@ -7,9 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.signals import ENDING
 
-# What ends a program: Ctrl-C, the end of a terminal, and what `kill`, batch systems and containers send.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE = (
     60  # seconds that the command's own children have after it; torchrun gives its workers 30
 )

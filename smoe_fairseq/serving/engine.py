@@ -86,6 +86,8 @@ class Engine:
                 f"{', '.join(self.directions)}"
             )
         for text in texts:
+            if not self.translator.has_words(text):
+                raise UsageError("a text is empty: expected at least one word")
             tokens = len(self.translator.encode(text)) - 1
             if tokens > self.max_tokens:
                 raise UsageError(

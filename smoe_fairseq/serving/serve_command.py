@@ -1,6 +1,5 @@
 """``smoe serve``: a page in the browser, and JSON for programs, before a trained model."""
 
-import signal
 import sys
 from argparse import ArgumentParser, Namespace
 
@@ -50,18 +49,17 @@ def run(args: Namespace) -> None:
         raise UsageError(
             "smoe serve needs starlette and uvicorn: pip install 'smoe-fairseq[serve]'"
         ) from None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end)
     from smoe_fairseq.serving.listener import is_loopback, listening
 
     with listening(args.host, args.port) as listener:  # before the model, which takes longer
         with quietly():
             from smoe_fairseq.serving.engine import Engine
             from smoe_fairseq.serving.server import serve
+            from smoe_fairseq.translation.device import device_of
 
             engine = Engine.of_run(
                 *(args.path, args.data, args.source, args.target, args.max_tokens),
-                device=_device(args.device),
+                device=device_of(args.device),
             )
         if not is_loopback(args.host):
             print(
@@ -73,19 +71,3 @@ def run(args: Namespace) -> None:
         port_number = listener.getsockname()[1]
         print(f"{engine.name}: open http://{address}:{port_number}/ (Ctrl-C ends it)", flush=True)
         serve(engine, args, listener)
-
-
-def _device(name: str):
-    import torch
-
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-        return device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"--device {name}: expected cpu, or a GPU's name ({reason})") from None
-
-
-def _end(number: int, frame) -> None:
-    raise SystemExit(128 + number)

@@ -1,6 +1,7 @@
 """The web server itself."""
 
 import logging
+import signal
 import socket
 from argparse import Namespace
 
@@ -12,7 +13,7 @@ from smoe_fairseq.serving.web_app import Limits, WebApp
 
 
 def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
-    """Answers requests until a signal ends it, which is then raised once more."""
+    """Answers requests until SIGINT or SIGTERM (as which SIGHUP counts) ends it, raised once more then."""
     limits = Limits(args.max_batch, args.max_queue, args.timeout)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config = uvicorn.Config(
@@ -27,4 +28,7 @@ def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
         server_header=False,
         timeout_graceful_shutdown=int(limits.stopping),
     )
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        # The end of a terminal, which uvicorn does not know; it would end in the middle of an answer.
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     uvicorn.Server(config).run(sockets=[listener])

@@ -49,6 +49,8 @@ def writes_all(command: Callable) -> Callable:
 
     @functools.wraps(command)
     def run(*arguments, **options):
+        if sys.stderr is None:  # closed: what is printed to it would go to standard output
+            sys.stderr = open(os.devnull, "w")
         if sys.stdout is None:  # closed, which Python takes for nowhere
             return command(*arguments, **options)
         output = sys.stdout = _Watched(sys.stdout)

@@ -93,8 +93,8 @@ class BatchTranslator:
         ]
 
     def _parts(self, text: str, options: Options) -> list[str]:
-        """What is translated by itself; nothing of a text without words."""
-        if not text.strip():
+        """What is translated by itself; nothing of a text without subwords, such as blanks of no width."""
+        if not self.translator.has_words(text):
             return []
         # With the end of sentence; and there may be the token of a language.
         longest = min(options.divide_above + 1, self.translator.max_positions[0] - 1)

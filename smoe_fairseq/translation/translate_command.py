@@ -21,6 +21,7 @@ from smoe_fairseq.system.quiet import quietly
 with quietly():
     from smoe_fairseq.models.smoe_transformer import SMoETransformerModel
     from smoe_fairseq.translation.batch_translator import MAX_TOKENS, BatchTranslator, Options
+    from smoe_fairseq.translation.device import device_of
     from smoe_fairseq.translation.hypothesis import Translation
     from smoe_fairseq.translation.text_lines import text_lines
 
@@ -96,6 +97,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Translates standard input."""
+    _check_streams(args)
     names = {each.name for each in fields(Options)} & vars(args).keys()
     options = Options(
         **{name: getattr(args, name) for name in names if getattr(args, name) is not None},
@@ -130,17 +132,16 @@ def run(args: Namespace) -> None:
     )
 
 
-def _load(args: Namespace) -> BatchTranslator:
-    import torch
+def _check_streams(args: Namespace) -> None:
+    """Raise UsageError where nothing can be read, or all that is written is lost."""
+    if sys.stdin is None:
+        raise UsageError("standard input is closed: expected text, a line for each translation")
+    if sys.stdout is None and args.output is None:
+        raise UsageError("standard output is closed: expected it open, or --output FILE")
 
-    try:
-        device = torch.device(args.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(
-            f"--device {args.device}: expected cpu, or a GPU's name ({reason})"
-        ) from None
+
+def _load(args: Namespace) -> BatchTranslator:
+    device = device_of(args.device)
     with quietly():
         translator = SMoETransformerModel.from_pretrained(
             args.path, data_name_or_path=args.data, source_lang=args.source, target_lang=args.to
@@ -151,6 +152,7 @@ def _load(args: Namespace) -> BatchTranslator:
 @contextmanager
 def _output(path: str | None) -> Iterator[TextIO]:
     if path is None:
+        sys.stdout.reconfigure(encoding="utf-8")  # whatever the terminal's is, as the text read
         yield sys.stdout
         return
     if Path(path).is_dir():
