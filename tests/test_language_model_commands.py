@@ -373,3 +373,12 @@ def test_costs_by_hand():
     untied = ("--no-share-decoder-input-output-embed", "--world-size", 2)
     untied = run("smoe", "cost", "--arch", "smoe_transformer_lm_tiny", "--json", *untied).stdout
     assert json.loads(untied)["processes"]["sharded"]
+
+
+def test_a_pruned_model_is_one_again(english, trained, tmp_path):
+    """Its settings speak of no encoder, with which it could not be opened."""
+    output = tmp_path / "pruned.pt"
+    words = ("--keep", 0.5, "--sentences", 5, "--cpu", "--output", output)
+    run("smoe", "prune", trained("none").checkpoint, english, *words)
+    command = ("fairseq-eval-lm", english, "--user-dir", PLUGIN, "--path", output, "--cpu")
+    assert "Perplexity" in run(*command).stdout

@@ -75,12 +75,10 @@ def prune(path: Path, layers: Mapping[str, PrunedLayer]) -> dict:
     state["model"] = {
         name: _pruned(name, tensor, by_prefix) for name, tensor in state["model"].items()
     }
-    strata = {
-        f"{side}_smoe_strata": ",".join(
-            str(layer.after) for name, layer in layers.items() if name.startswith(side)
-        )
-        for side in ("encoder", "decoder")
-    }
+    strata = {}  # of the sides that have MoE layers; a language model has one
+    for name, layer in layers.items():
+        strata.setdefault(f"{name.partition('.')[0]}_smoe_strata", []).append(str(layer.after))
+    strata = {option: ",".join(of_side) for option, of_side in strata.items()}
     if state.get("cfg"):
         state["cfg"] = {
             part: _with_strata(values, strata) if part == "model" or _has_strata(values) else values
