@@ -4,7 +4,7 @@ With one stratum the outputs are those of the dense model: the weights of a toke
 With several a token would meet the same FFN once per stratum that it stops at. So the layer norms of later
 strata begin `LATER` times as large, and what their experts, which are those of the first one too, answer
 there is almost nothing: whichever way the new gates send a token, it has met the FFN once. Training brings
-these layer norms up as they become of use (docs/using.md has the schemes that this was chosen from).
+these layer norms up as they become of use (docs/results.md has the schemes that this was chosen from).
 """
 
 import re
