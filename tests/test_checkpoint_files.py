@@ -296,7 +296,8 @@ def test_a_kill_while_saving_leaves_the_old_checkpoint(pre_norm, corpus, folder)
 # A disk without room
 
 FULL = """
-import resource, signal
+import resource, signal, sys
+sys.dont_write_bytecode = True  # Python 3.11 would keep the half of it for later
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # bytes; smaller than a checkpoint
 """

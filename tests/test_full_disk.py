@@ -36,10 +36,12 @@ def limited(size: int, *command, cwd=None, **environment) -> subprocess.Complete
 
     program, *words = map(str, command)
     program = sys.executable if program == "python" else str(SCRIPTS / program)
+    given = {"OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", **environment}
+    given["PYTHONDONTWRITEBYTECODE"] = "1"  # of which Python 3.11 would keep the half for later
     return subprocess.run(
         [program, *words],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", **environment},
+        env={**os.environ, **given},
         capture_output=True,
         text=True,
         preexec_fn=limit,

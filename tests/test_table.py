@@ -1,7 +1,6 @@
 """``smoe table``: the paper's layout from saved scores, beside numbers worked out by hand."""
 
 import csv
-import io
 import json
 import re
 import shutil
@@ -254,7 +253,8 @@ def two_systems(tmp_path):
 def test_paired_bootstrap(two_systems):
     folder, a, b = two_systems
     lines = table(folder, "multi30k", "--compare", "dense", "moe", "--format", "csv").stdout
-    rows = {r["direction"]: r for r in csv.DictReader(io.StringIO(lines))}
+    table_alone = [line for line in lines.splitlines() if line.count(",") == 4]  # notes have fewer
+    rows = {r["direction"]: r for r in csv.DictReader(table_alone)}
     assert rows["en-de"]["dense"] == f"{a:.2f}" and rows["en-de"]["moe"] == f"{b:.2f}"
     assert rows["en-de"]["difference"] == f"{b - a:+.2f}"
     assert float(rows["en-de"]["p"]) < 0.01
