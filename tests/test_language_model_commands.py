@@ -252,6 +252,7 @@ def test_bad_flags_end_before_training(english, tmp_path):
         "--moe-gate expert-choice": "error: --moe-gate expert-choice: an expert would choose a token",
         "--encoder-layers 2": "error: --encoder-layers: a language model has no encoder",
         "--decoder-layers 1": "error: --moe-freq 2 for the decoder: expected 0 (dense) to its 1 layers",
+        "--arch smoe_multilingual_transformer_tiny": "error: --task language_modeling: a model of",
         "--arch smoe_transformer_tiny": "error: --task language_modeling: a model of translation has an",
         "--past-target": "error: --past-target: a token would see what it is to say",
         "--output-dictionary-size 50": "error: --output-dictionary-size 50: input and output share",

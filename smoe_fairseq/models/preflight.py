@@ -53,11 +53,7 @@ def check_config(config: DecoderOptions, task) -> None:
 
 def check_translation(config: SMoETransformerConfig, task) -> None:
     """Raise ValueError where a task does not translate, or embeddings of different words are to be shared."""
-    if hasattr(task, "targets"):
-        raise ValueError(
-            "--task language_modeling: a model of translation has an encoder, for which there is no text; "
-            "expected an --arch smoe_transformer_lm"
-        )
+    _check_has_source(task)
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise ValueError(
             "--share-all-embeddings: source and target dictionary differ; preprocess with "
@@ -65,8 +61,17 @@ def check_translation(config: SMoETransformerConfig, task) -> None:
         )
 
 
+def _check_has_source(task) -> None:
+    if hasattr(task, "targets"):
+        raise ValueError(
+            "--task language_modeling: a model of translation has an encoder, for which there is no text; "
+            "expected an --arch smoe_transformer_lm"
+        )
+
+
 def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> None:
     """Raise ValueError where a model per language pair does not fit the task or an option."""
+    _check_has_source(task)
     pairs = getattr(task, "model_lang_pairs", None)
     if pairs is None:
         raise ValueError(
