@@ -127,7 +127,7 @@ def run(args: Namespace) -> None:
             lines += len(texts)
     seconds = time.monotonic() - begun
     print(
-        f"{lines} lines in {seconds:.1f} s ({lines / max(seconds, 1e-3):.1f} per second)",
+        f"{lines} line{'s' * (lines != 1)} in {seconds:.1f} s ({lines / max(seconds, 1e-3):.1f} per second)",
         file=sys.stderr,
     )
 
