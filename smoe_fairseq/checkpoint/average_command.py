@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from smoe_fairseq.checkpoint.names import PENDING, rank_files, rank_of, set_name
+from smoe_fairseq.checkpoint.names import PENDING, files_read, rank_of, set_name
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.quiet import quietly
 
@@ -47,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     """Averages, writes, and says of what."""
     paths = chosen(args.paths, args.last, args.by)
-    read = [file for path in paths for file in (path, *rank_files(set_name(path)).values())]
+    read = [file for path in paths for file in files_read(path)]
     check_output(read, [args.output], args.force)
     with tqdm(unit=" tensors", desc=args.output.name) as bar:
 

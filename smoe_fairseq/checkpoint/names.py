@@ -39,3 +39,8 @@ def rank_files(path: Path | str, suffix: str = "") -> dict[int, Path]:
             if match := pattern.fullmatch(file.name):
                 found[int(match[1])] = file
     return dict(sorted(found.items()))
+
+
+def files_read(path: Path) -> list[Path]:
+    """A checkpoint and, where its name stands for a set of ``--expert-parallel``, the files of that."""
+    return [path, *rank_files(set_name(path)).values()]

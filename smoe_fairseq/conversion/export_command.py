@@ -8,9 +8,10 @@ from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.quiet import quietly
 
 with quietly():
+    from smoe_fairseq.checkpoint.names import files_read
     from smoe_fairseq.checkpoint.write import check_output
     from smoe_fairseq.conversion.stock import as_stock
-    from smoe_fairseq.conversion.written import files_read, write_converted
+    from smoe_fairseq.conversion.written import write_converted
 
 
 def add_arguments(parser: ArgumentParser) -> None:

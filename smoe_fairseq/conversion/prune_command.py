@@ -5,18 +5,17 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from tqdm import tqdm
-
 from smoe_fairseq.analysis.analyze_command import positive
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.quiet import quietly
 
 with quietly():
     from smoe_fairseq.analysis import inputs
-    from smoe_fairseq.checkpoint.write import check_output, write_content
+    from smoe_fairseq.checkpoint.write import check_output
     from smoe_fairseq.conversion.prune import PrunedLayer, check_is_one_file, prune
     from smoe_fairseq.conversion.selection import Layer, keep_loaded, keep_share
     from smoe_fairseq.conversion.use import Use, highest_load, together, use_of
+    from smoe_fairseq.conversion.written import write_converted
     from smoe_fairseq.models.moe_layers import moe_blocks
     from smoe_fairseq.modules.gates.hashed import HashGate
 
@@ -96,8 +95,7 @@ def run(args: Namespace) -> None:
         kept = keep_loaded(layers, highest_load(uses), args.min_load)
     pruned = {name: PrunedLayer.of(layers[name], kept[name]) for name in layers}
     state = prune(args.path, pruned)
-    with tqdm(total=len(state["model"]), unit=" tensors", desc=args.output.name) as bar:
-        write_content(state, args.output, bar.update)
+    write_converted(state, args.output)
     print(f"choices counted over {args.gen_subset} of {', '.join(directions)}")
     print(table(pruned, use))
     left = sum(state["model"][name].numel() for name in parameters)

@@ -13,10 +13,11 @@ with quietly():
     from fairseq.dataclass import FairseqDataclass
     from fairseq.dataclass.utils import gen_parser_from_dataclass
 
+    from smoe_fairseq.checkpoint.names import files_read
     from smoe_fairseq.checkpoint.write import check_output
     from smoe_fairseq.conversion.model_settings import of_experts
     from smoe_fairseq.conversion.upcycle import upcycle
-    from smoe_fairseq.conversion.written import files_read, write_converted
+    from smoe_fairseq.conversion.written import write_converted
     from smoe_fairseq.models.config import SMoETransformerConfig, flag
 
 

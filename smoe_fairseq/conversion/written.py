@@ -1,4 +1,4 @@
-"""What conversions share: which files are read, what a checkpoint says of its model, how it is written."""
+"""What conversions share: what a checkpoint says of its model, how it is written."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -6,13 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from smoe_fairseq.checkpoint.names import rank_files, set_name
 from smoe_fairseq.checkpoint.write import write_content
-
-
-def files_read(path: Path) -> list[Path]:
-    """A checkpoint and, where its name stands for a set of ``--expert-parallel``, the files of that."""
-    return [path, *rank_files(set_name(path)).values()]
 
 
 def with_model_options(state: Mapping, options: Mapping) -> dict:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from smoe_fairseq.recipes.study.student import Difference, interval
+from smoe_fairseq.recipes.study.student import interval
 from smoe_fairseq.recipes.study.verdicts import Verdict, decide
 
 Routing = dict  # as `capacity_summary.summary` gives it
@@ -71,8 +71,7 @@ def _first_block(runs: Sequence[Routing]) -> list[Verdict]:
     values = each[0] if alone else [statistics.fmean(differences) for differences in each]
     over = ", interval over the directions of one run" if alone else ""
     claim = f"(h) the first encoder block asks for more than the later ones{over}"
-    found: Difference = interval(values)
-    return [decide(claim, found)]
+    return [decide(claim, interval(values))]
 
 
 def _pivot(directions: list[str]) -> str | None:
