@@ -3,7 +3,7 @@
 Shapes: B sentences, S positions, T tokens, N of them in a stratum, V token types, L strata, E experts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -109,15 +109,13 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator["Recorder"]:
         """Listens to the gates as long as the context is open."""
-        handles = []
-        for recorder in self.blocks.values():
-            for stratum, gate in enumerate(recorder.block.gates):
-                handles.append(gate.register_forward_hook(_listener(recorder, stratum)))
-        try:
+        hooks = [
+            (gate, _listener(recorder, stratum))
+            for recorder in self.blocks.values()
+            for stratum, gate in enumerate(recorder.block.gates)
+        ]
+        with hooked(hooks):
             yield self
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def reset(self) -> None:
         for recorder in self.blocks.values():
@@ -132,6 +130,17 @@ class Recorder:
         for name, recorder in self.blocks.items():
             recorder.begin(given(net_input, name.split(".")[0]))
         self.model(**net_input)
+
+
+@contextmanager
+def hooked(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
+    """Each hook is called after its module's forward pass as long as the context is open."""
+    handles = [module.register_forward_hook(hook) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def given(net_input: dict, side: str) -> Tensor:

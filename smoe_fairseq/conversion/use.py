@@ -14,6 +14,7 @@ from torch import nn
 
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.collect import run_direction
+from smoe_fairseq.analysis.recorder import hooked
 from smoe_fairseq.models.moe_layers import moe_blocks
 from smoe_fairseq.modules.routing import Routing
 
@@ -112,17 +113,14 @@ def highest_load(uses: Sequence[dict[str, Use]]) -> dict[str, ndarray]:
 
 @contextmanager
 def _recording(model: nn.Module, device: torch.device) -> Iterator[dict[str, LayerRecorder]]:
-    recorders, handles = {}, []
+    recorders, hooks = {}, []
     for layer, block in moe_blocks(model).items():
         recorders[layer] = LayerRecorder(block.strata.num_experts, device)
         for i, gate in enumerate(block.gates):
             first = block.strata.first_experts[i]
-            handles.append(gate.register_forward_hook(_listener(recorders[layer], first, i == 0)))
-    try:
+            hooks.append((gate, _listener(recorders[layer], first, i == 0)))
+    with hooked(hooks):
         yield recorders
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _listener(recorder: LayerRecorder, first_expert: int, is_first: bool):
