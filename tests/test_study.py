@@ -49,7 +49,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def studied(data):
-    """Killed when the first run was kept, and started again."""
+    """Killed when the first run was kept and reported, and started again."""
     folder, given = data
     first = subprocess.Popen(
         [ROOT / "scripts/study.sh", "tiny"],
@@ -59,7 +59,8 @@ def studied(data):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    wait_until(lambda: kept_runs(folder) or first.poll() is not None)
+    report = folder / "results/tiny/report.md"
+    wait_until(lambda: report.exists() or first.poll() is not None)
     kill_session(first.pid)
     first.wait()
     (done,) = kept_runs(folder)
@@ -162,6 +163,18 @@ def test_bad_input_of_a_study_is_one_sentence(data, tmp_path):
     )
     assert "JOBS=no" in refusal(recipe(data[0], "study", "tiny", "dense", JOBS="no", **given))
     assert "prepare.sh tiny" in refusal(recipe(tmp_path, "study", "tiny", **given))
+    assert "no runs" in refusal(recipe(tmp_path, "report", "tiny", **given))
+
+
+@pytest.mark.soak
+def test_what_cannot_be_kept_is_known_before_the_first_run(data, tmp_path):
+    folder, given = data
+    for name in ("configs", "data"):
+        os.symlink(folder / name, tmp_path / name)
+    (tmp_path / "file").touch()
+    result = recipe(tmp_path, "study", "tiny", RESULTS_DIR=str(tmp_path / "file"), **given)
+    assert str(tmp_path / "file") in refusal(result)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.soak

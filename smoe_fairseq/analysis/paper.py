@@ -1,5 +1,6 @@
 """Our costs of the systems in the paper's tables, beside what it prints."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from smoe_fairseq.analysis.cost import CONTEXT, Cost, count
@@ -13,10 +14,17 @@ WITH_COSTS = ("m4", "m15")
 BASELINE = "moe"  # the row that differences between rows are taken from
 
 
-def system_cost(dataset: Dataset, method: str, context: int = CONTEXT) -> Cost:
+def system_cost(
+    dataset: Dataset,
+    method: str,
+    context: int = CONTEXT,
+    requested_capacity: Mapping[str, float] | None = None,
+) -> Cost:
     """Of the model that a method's flags make of a data set's; an unknown method is a `UsageError`."""
     args = parse_model(arguments(dataset.train | method_flags(method, dataset)))
-    return count(build_meta_model(args, int(dataset.subwords["vocab-size"])), context)
+    return count(
+        build_meta_model(args, int(dataset.subwords["vocab-size"])), context, requested_capacity
+    )
 
 
 def costs(table: str, context: int = CONTEXT) -> dict[str, Cost]:

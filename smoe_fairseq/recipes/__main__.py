@@ -59,9 +59,15 @@ def _study(given) -> None:
     from smoe_fairseq.recipes.study.study_report import write_report
 
     dataset = load_dataset(given.dataset)
-    study(dataset, given.flags)
+    study(dataset, given.flags, lambda: write_report(dataset))
     if not dry_run():
         write_report(dataset)
+
+
+def _report(given) -> None:
+    from smoe_fairseq.recipes.study.study_report import write_report
+
+    write_report(load_dataset(given.dataset))
 
 
 def _demo(given) -> None:
@@ -165,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
         "study", _study, "all methods and SEEDS; METHODS, then flags of fairseq-train", "dataset"
     )
     recipe.add_argument("flags", metavar="METHODS", nargs=argparse.REMAINDER)
+    add("report", _report, "of the runs of a study that are kept, without the others", "dataset")
     table.add_arguments(add("table", table.run, "print the scores of all methods"))
     add("demo", _demo, "all of these, and what has been learnt", "dataset", "method")
     add("fetch", _fetch, "step: download the raw files", "dataset", paths=("folder",))

@@ -30,8 +30,8 @@ class Groups:
     """Commands in groups of their own, to which signals to this process are passed on.
 
     A group has one address for the command, its pipe and all that they start. It cannot read from the
-    terminal, and no command of a recipe does. At the end, where a signal was received, all that is left of
-    the groups is waited for.
+    terminal, and no command of a recipe does. At the end, where a signal was received or there was an error,
+    by which they are terminated, all that is left of the groups is waited for.
 
     Raises:
         SystemExit: at the end, where this process was sent one of `ENDING`: the shell's status for it.
@@ -60,9 +60,11 @@ class Groups:
             signal.signal(number, actions[number])
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, error, *_):
         try:
-            if self.received:
+            if error and not self.received:
+                self._send_all(signal.SIGTERM)
+            if error or self.received:
                 for group in self.groups:
                     _wait_for(group)
         finally:

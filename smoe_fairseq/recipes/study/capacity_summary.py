@@ -1,8 +1,9 @@
 """Where the capacity of a run goes, in the numbers that claims are about, as ``smoe analyze`` finds them."""
 
 import csv
+import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,16 @@ def summary(run: Path) -> dict | None:
         if len(seen) > 2:
             correlation[layer] = spearman(seen[:, 0], seen[:, 2] / seen[:, 1])
     return {"requested_capacity": dict(requested), "rank_correlation": correlation}
+
+
+def mean(runs: Iterable[dict | None]) -> dict[str, float] | None:
+    """Requested capacity by MoE layer, as `moe_blocks` names them, over directions and ``runs``."""
+    found = defaultdict(list)
+    for run in runs:
+        for layers in run["requested_capacity"].values() if run else ():
+            for layer, value in layers.items():
+                found[layer.replace(".", ".layer.")].append(value)
+    return {layer: statistics.fmean(values) for layer, values in found.items()} or None
 
 
 def _rows(file: Path) -> Iterator[dict]:

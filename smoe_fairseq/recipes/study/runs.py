@@ -6,7 +6,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,12 +74,14 @@ class Run:
         return min(self.updates, int(found[-1])) if found else 0
 
 
-def study(dataset: Dataset, words: Sequence[str]) -> None:
+def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], object]) -> None:
     """``words``: methods (by default the data set's), then flags of fairseq-train for all of them.
 
-    The results of a run are written when it ends. One that fails does not end the others.
+    The results of a run are written when it ends, and the report anew. One that fails does not end the
+    others.
 
     Raises:
+        OSError: what is to be kept cannot be written.
         UsageError: a method or a seed is unknown, or a run failed.
         SystemExit: a signal; all runs have been stopped by it, and go on at the next start.
     """
@@ -93,7 +96,8 @@ def study(dataset: Dataset, words: Sequence[str]) -> None:
         raise UsageError(
             f"{Folders(dataset.name).binary} is missing: run scripts/prepare.sh {dataset.name} first"
         )
-    failed = _work(dataset, left) if left else []
+    kept.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)  # before hours of work for it
+    failed = _work(dataset, left, write_report) if left else []
     if failed:
         names = ", ".join(run.name for run in failed)
         raise UsageError(
@@ -122,11 +126,11 @@ def _updates(given: dict, flags: Sequence[str]) -> int:
     return int(behind[-1] if behind else given.get("max-update", 0))
 
 
-def _work(dataset: Dataset, left: list[Run]) -> list[Run]:
+def _work(dataset: Dataset, left: list[Run], write_report: Callable[[], object]) -> list[Run]:
     """Those that failed."""
     from tqdm import tqdm
 
-    slots, failed, running = _slots(), [], {}
+    slots, failed, running, new = _slots(), [], {}, False
     waiting = deque(left)
     total = sum(run.updates for run in left)
     news = time.monotonic()
@@ -142,6 +146,10 @@ def _work(dataset: Dataset, left: list[Run]) -> list[Run]:
                 if waiting:
                     run = running[slot] = waiting.popleft()
                     _start(groups, run, slots[slot])
+            if new and running:  # beside them; the last report is the caller's, with what is wrong
+                with suppress(UsageError):
+                    write_report()
+                new = False
             time.sleep(POLL_SECONDS)
             updates = sum(run.done() for run in left)
             bar.update(updates - bar.n)
@@ -153,6 +161,7 @@ def _work(dataset: Dataset, left: list[Run]) -> list[Run]:
                         report(f"{run.name} failed: {run.folder / LOG}")
                     else:
                         kept.keep(dataset, run.name, f"SEED={run.seed} {run.line}")
+                        new = True
                         _tell(run, len(left) - len(waiting) - len(running), len(left))
             if bar.disable and time.monotonic() > news + NEWS_SECONDS:
                 news = time.monotonic()

@@ -41,41 +41,40 @@ def draw_costs(systems: Systems, flops: Mapping[str, float]) -> Figure:
 
 @styled
 def draw_directions(systems: Systems, baseline: str) -> Figure:
-    """BLEU by direction above that of the baseline: means over seeds, and each seed as a small dot."""
-    figure, axes = new(1, 1, width=9.0, height=4.2)
-    colours = _colours(systems)
-    ax = axes[0][0]
-    directions = list(systems[baseline][0].scores)
-    base = {d: _mean(systems[baseline], d) for d in directions}
+    """BLEU above that of the baseline: of each direction and their mean a column, of each method a row.
+
+    Bars are means over seeds, dots are the seeds. Columns share their scale.
+    """
     others = [method for method in systems if method != baseline]
-    for i, method in enumerate(others):
-        shift = (i + 0.5) / len(others) * 0.8 - 0.4
-        at = [k + shift for k in range(len(directions))]
-        ax.bar(
-            at,
-            [_mean(systems[method], d) - base[d] for d in directions],
-            width=0.8 / len(others),
-            color=colours[method],
-            label=method,
-        )
-        for result in systems[method]:
-            points = [result.scores[d].bleu - base[d] for d in directions]
-            ax.plot(at, points, "o", ms=3, color="black", mec="white", mew=0.5)
-    ax.axhline(0, color="black", lw=0.8)
-    ax.set_xticks(range(len(directions)), directions)
-    ax.set_title(f"BLEU above {baseline}, by direction")
-    _legend(figure, ax)
+    every = [result for results in systems.values() for result in results]
+    directions = [d for d in systems[baseline][0].scores if all(d in r.scores for r in every)]
+    columns = [("mean", directions), *((d, [d]) for d in directions)]
+    height = 1.2 + 0.21 * len(others)
+    figure, axes = new(1, len(columns), width=11.0, height=height, sharey=True, sharex=True)
+    colours = _colours(systems)
+    rows = range(len(others))
+    for ax, (name, of_column) in zip(axes[0], columns, strict=True):
+        base = statistics.fmean(_bleu(result, of_column) for result in systems[baseline])
+        for row, method in zip(rows, others, strict=True):
+            above = [_bleu(result, of_column) - base for result in systems[method]]
+            ax.barh(row, statistics.fmean(above), height=0.75, color=colours[method])
+            ax.plot(above, [row] * len(above), "o", ms=3, color="black", mec="white", mew=0.5)
+        ax.axvline(0, color="black", lw=0.8)
+        ax.set_title(name)
+    axes[0][0].set_yticks(rows, others, fontsize=8)
+    axes[0][0].invert_yaxis()
+    figure.supxlabel(f"BLEU above {baseline}", fontsize=10)
     return figure
+
+
+def _bleu(result: Result, directions: Sequence[str]) -> float:
+    return statistics.fmean(result.scores[d].bleu for d in directions)
 
 
 def _legend(figure: Figure, ax) -> None:
     """Below all axes, where no curve is."""
     handles, labels = ax.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncol=6, fontsize=8)
-
-
-def _mean(results: Sequence[Result], direction: str) -> float:
-    return statistics.fmean(result.scores[direction].bleu for result in results)
 
 
 def _colours(systems) -> dict[str, str]:

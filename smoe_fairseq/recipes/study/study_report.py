@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 from smoe_fairseq.recipes import seeds
-from smoe_fairseq.recipes.study import kept, sentences
+from smoe_fairseq.recipes.study import capacity_summary, kept, sentences
 from smoe_fairseq.recipes.study.capacity_claims import about_capacity
 from smoe_fairseq.recipes.study.verdicts import SMOE, about_cost, about_scores
 from smoe_fairseq.recipes.tables.columns import Column
@@ -26,7 +26,10 @@ def write_report(dataset: Dataset) -> Path:
     """
     folder = kept.folder_of(dataset.name)
     systems = _systems(dataset)
-    costs = {method: system_costs(dataset, method) for method in systems}
+    costs = {
+        method: system_costs(dataset, method, capacity_summary.mean([r.routing for r in results]))
+        for method, results in systems.items()
+    }
     parts = [
         f"# Study: {dataset.name}",
         markdown(_table(systems, costs)),
@@ -63,23 +66,27 @@ def _table(systems, costs) -> Grid:
         parameters, flops = costs[method]
         bleu = [result.bleu for result in results]
         losses = [result.validation for result in results]
+        times = [result.time for result in results]
         updates = {result.about["updates"] for result in results}
         rows.append(
             [
                 method,
                 number(parameters, 1),
                 number(flops, 1),
+                number(1e6 * statistics.fmean(times) if all(times) else None, 0),
                 str(len(results)),
                 " ".join(f"{u:,}" for u in sorted(updates)),
                 _with_spread(losses, 3),
                 _with_spread(bleu, 2),
             ]
         )
-    header = ["method", "parameters (M)", "FLOPs/token (M)", "seeds", "updates"]
+    header = ["method", "parameters (M)", "FLOPs/token (M)", "time/token (us)", "seeds", "updates"]
     header += ["validation loss", "BLEU"]
     notes = [
-        "Validation loss in bits per target token, the lowest of a run; BLEU of that checkpoint, mean over "
-        "the directions. Mean over seeds and, behind it, their standard deviation."
+        "FLOPs of a forward pass (at the requested capacity of the test set's text, where a model has "
+        "strata), time of a whole update, per target token. Validation loss in bits per "
+        "target token, the lowest of a run; BLEU of that checkpoint, mean over the directions. Mean over "
+        "seeds and, behind it, their standard deviation."
     ]
     return Grid(header, rows, notes)
 

@@ -72,12 +72,16 @@ def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU
 def by_sentences(dataset: Dataset, first: str, second: str) -> dict[str, tuple[float, float]]:
     """By direction, the difference in BLEU of the means over seeds, and the p-value over sentences.
 
+    Of those directions that are scored in all runs of both.
+
     Raises:
         UsageError: either is not scored.
     """
     one, other = (_System(dataset, name, scores.BLEU) for name in (first, second))
     found = {}
     for direction in dataset.directions:
+        if not (one.has(direction) and other.has(direction)):
+            continue
         before, after = (statistics.fmean(system.points([direction])) for system in (one, other))
         p = _bootstrap(dataset, direction, one, other, scores.BLEU)
         found[direction] = (after - before, p)

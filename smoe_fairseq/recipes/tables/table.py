@@ -4,7 +4,7 @@ import itertools
 import statistics
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.evaluating import scores
@@ -139,8 +139,13 @@ def _over_seeds(function, values: Sequence[float | None]) -> float | None:
         return None
 
 
-def system_costs(dataset: Dataset, method: str) -> list[float | None]:
-    """Parameters and FLOPs per token in millions, of the model that the recipe's flags describe."""
+def system_costs(
+    dataset: Dataset, method: str, requested_capacity: Mapping[str, float] | None = None
+) -> list[float | None]:
+    """Parameters and FLOPs per token in millions, of the model that the recipe's flags describe.
+
+    ``requested_capacity`` is what was measured, by MoE layer; by default that of uniform routing.
+    """
     try:
         method_flags(method, dataset)
     except UsageError:  # a folder that is no method's, such as a copy
@@ -148,7 +153,7 @@ def system_costs(dataset: Dataset, method: str) -> list[float | None]:
     with quietly():
         from smoe_fairseq.analysis.paper import system_cost
 
-        cost = system_cost(dataset, method)
+        cost = system_cost(dataset, method, requested_capacity=requested_capacity)
     return [cost.parameters / 1e6, cost.flops_per_token / 1e6]
 
 

@@ -1,0 +1,85 @@
+"""The report of a study is made of the small files that are kept of its runs, and of nothing else."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from test_recipes import recipe, refusal
+from test_table import write_translations
+
+from smoe_fairseq.recipes.study import kept
+
+ROOT = Path(__file__).parents[1]
+
+
+def keep(folder: Path, run: str, losses: dict[int, float], **routing) -> None:
+    """As a study keeps a run whose scores are in ``folder/runs``."""
+    results = folder / "results/multi30k" / run
+    results.mkdir(parents=True)
+    shutil.copy(folder / "runs/multi30k" / run / "scores.json", results)
+    rows = [f"{u},{x},{x},{1000 * u},{u / 2}\n" for u, x in losses.items()]
+    (results / kept.CURVE).write_text(",".join(kept.COLUMNS) + "\n" + "".join(rows))
+    about = {"command": "c", "commit": "1", "versions": {}, "machine": "m", "updates": max(losses)}
+    (results / kept.FILE).write_text(json.dumps(about))
+    if routing:
+        (results / kept.ROUTING).write_text(json.dumps(routing))
+
+
+def rows(report: str, section: str) -> dict[str, list[str]]:
+    """Cells of a section's table, by the first."""
+    text = report.split(f"# {section}")[1].split("\n#")[0]
+    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")]
+    return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    references = [f"der Mann geht am {i}. Tag nach Hause ." for i in range(40)]
+    bad = write_translations(tmp_path, "moe", ["der Mann ."] * 40, references)
+    good = write_translations(tmp_path, "smoe-4-4", references, references)
+    keep(tmp_path, "moe", {1: 5.0, 2: 3.5})
+    capacity = {"en-de": {"encoder.1": 1.25, "decoder.1": 1.25}}
+    smoe = {"requested_capacity": capacity, "rank_correlation": {"encoder.1": 0.1, "decoder.1": 0}}
+    keep(tmp_path, "smoe-4-4", {1: 5.0, 2: 3.25}, **smoe)
+    return tmp_path, good - bad
+
+
+def test_numbers_and_verdicts(two_runs):
+    folder, apart = two_runs
+    result = recipe(folder, "report", "multi30k")
+    assert result.returncode == 0, result.stderr
+    assert "what 2 runs show" in result.stdout
+    report = (folder / "results/multi30k/report.md").read_text()
+    table = rows(report, "Study: multi30k")
+    assert table["moe"][3:6] == ["1", "2", "3.500"]
+    assert table["smoe-4-4"][5:] == ["3.250", "100.00"]
+    assert table["moe"][2] == "500"  # 1 s for 2,000 words
+    claims = rows(report, "The paper's claims")
+    # Only one of six directions is scored.
+    (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
+    assert a[0] == f"+{apart:.2f}" and a[1] == "1 above, 0 below, of 1"
+    assert a[2] == "not confirmed here: a single run"
+    assert rows(report, "BLEU by direction")["smoe-4-4"] == ["100.00"]
+    for name in ("costs", "directions"):
+        assert (folder / f"results/multi30k/{name}.png").stat().st_size > 10_000
+
+
+def test_flops_are_those_of_the_measured_capacity(two_runs):
+    """A quarter of a stratum more than one: of two layers the two experts of 2 x 128 x 256 weights."""
+    folder, _ = two_runs
+    assert recipe(folder, "report", "multi30k").returncode == 0
+    report = (folder / "results/multi30k/report.md").read_text()
+    table = rows(report, "Study: multi30k")
+    more = 0.25 * 2 * 2 * 2 * (2 * 128 * 256) / 1e6
+    apart = float(table["smoe-4-4"][1]) - float(table["moe"][1])
+    assert apart == pytest.approx(more, abs=0.1)
+    share = more / float(table["moe"][1])
+    assert f"({100 * share:+.0f}%)" in report
+
+
+def test_what_is_kept_and_broken_is_named(two_runs):
+    folder, _ = two_runs
+    file = folder / "results/multi30k/moe" / kept.FILE
+    file.write_text("{")
+    assert str(file.parent.relative_to(folder)) in refusal(recipe(folder, "report", "multi30k"))
