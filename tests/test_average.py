@@ -310,6 +310,18 @@ def test_nothing_is_overwritten_unasked(run_of_one, tmp_path):
     assert "is a folder: add --last N" in sentence
 
 
+def test_what_cannot_be_written_is_known_before_the_work(run_of_one, tmp_path, monkeypatch):
+    """On a file system that may be read only, and below a file; what is read is not even there."""
+    files = ["no-checkpoint-1.pt", "no-checkpoint-2.pt"]
+    (tmp_path / "file").touch()
+    sentence = refusal("average", *files, "--output", tmp_path / "file/sub/mean.pt")
+    assert f"mean.pt cannot be written: {tmp_path / 'file'} is not a folder" in sentence
+    monkeypatch.setattr("os.access", lambda path, _: Path(path) != tmp_path)
+    sentence = refusal("average", *files, "--output", tmp_path / "new/mean.pt")
+    assert f"mean.pt cannot be written: nothing may be written in {tmp_path}" in sentence
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 # A disk without room, and a kill
 
 

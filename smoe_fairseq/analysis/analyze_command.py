@@ -6,6 +6,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
+from smoe_fairseq.settings.numbers import positive
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import refuse_existing
 from smoe_fairseq.system.quiet import quietly
@@ -93,10 +94,3 @@ def _numbers(text: str) -> list[float]:
     except ValueError:
         pass
     raise ArgumentTypeError(f"{text}: expected numbers joined by commas, such as 0,0.5,1,2")
-
-
-def positive(text: str) -> int:
-    """An argument that is a whole number above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text}: expected a positive number")
-    return int(text)

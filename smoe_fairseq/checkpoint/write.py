@@ -1,5 +1,6 @@
 """Writes checkpoints that only appear under their names when they are complete and verified."""
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -66,7 +67,10 @@ def _remove(file: Path) -> None:
 
 
 def check_output(read: Iterable[Path], files: Iterable[Path], force: bool) -> None:
-    """Raise UsageError where a file to be written is one that is read, a folder, or there already."""
+    """Raise UsageError where a file to be written is one that is read, a folder, or there already.
+
+    Or where it cannot be written: that is known before the work of which it is the result.
+    """
     read = {file.resolve() for file in read}
     for file in files:
         if file.resolve() in read:
@@ -75,6 +79,13 @@ def check_output(read: Iterable[Path], files: Iterable[Path], force: bool) -> No
             raise UsageError(f"--output: {file} is a folder; expected a file's name")
         if file.exists() and not force:
             raise UsageError(f"--output: {file} is there already; --force overwrites it")
+        folder = next(parent for parent in file.absolute().parents if os.path.exists(parent))
+        if not folder.is_dir():
+            raise UsageError(f"--output: {file} cannot be written: {folder} is not a folder")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(
+                f"--output: {file} cannot be written: nothing may be written in {folder}"
+            )
 
 
 def write_content(state: dict, output: Path, progress: Callable) -> None:

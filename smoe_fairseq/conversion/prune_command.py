@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from smoe_fairseq.analysis.analyze_command import positive
+from smoe_fairseq.settings.numbers import positive
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.quiet import quietly
 

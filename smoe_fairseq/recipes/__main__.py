@@ -6,6 +6,7 @@ from pathlib import Path
 
 from smoe_fairseq.recipes.tables import table
 from smoe_fairseq.settings.dataset import load_dataset
+from smoe_fairseq.settings.numbers import positive
 from smoe_fairseq.system.errors import ends_with_sentence
 from smoe_fairseq.system.output import writes_all
 
@@ -135,12 +136,6 @@ def _tokenizer(given) -> None:
     fetch_tokenizer(given.name)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="smoe_fairseq.recipes", description=__doc__)
     recipes = parser.add_subparsers(required=True, metavar="RECIPE")
@@ -198,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     paths = ("text", "dictionary", "output")
     binarise = add("binarise", _binarise, "step: subwords to numbers", "dataset", paths=paths)
     for step in (gather, encode, binarise):
-        step.add_argument("--workers", type=_count, default=1, help="processes (1)")
+        step.add_argument("--workers", type=positive, default=1, help="processes (1)")
     add("tokenizer", _tokenizer, "step: sacreBLEU's tokenizer model", "name")
     return parser
 

@@ -3,7 +3,7 @@
 import sys
 from argparse import ArgumentParser, Namespace
 
-from smoe_fairseq.serving.numbers import port, positive, seconds
+from smoe_fairseq.settings.numbers import port, positive, seconds
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.quiet import quietly
 

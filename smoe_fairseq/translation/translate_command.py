@@ -5,8 +5,8 @@ import math
 import re
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from smoe_fairseq.settings.numbers import at_least, positive
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_file
 from smoe_fairseq.system.quiet import quietly
@@ -29,22 +30,6 @@ _LINE_ENDS = (
     "[\x85\u2028\u2029]"  # for some programs, beside those that JSON does not take as they are
 )
 AT_ONCE = 4000  # lines that are read and sorted by length; their translations are written together
-
-
-def number(kind: type, least: float) -> Callable[[str], float]:
-    """An argument's type: a finite number from ``least`` on."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and value >= least):
-            what = "a whole number" if kind is int else "a number"
-            raise ArgumentTypeError(f"{text!r}: expected {what} of at least {least}")
-        return value
-
-    return parse
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -67,7 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="a JSON object for each line")
     parser.add_argument(
         *("--nbest", "-n"),
-        type=number(int, 1),
+        type=positive,
         metavar="N",
         help="the N best of each: number of the line, score and translation, between tabs",
     )
@@ -81,13 +66,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("--divide-above", int, 1, "a line of more tokens is translated by sentences"),
     ):
         default = getattr(defaults, flag[2:].replace("-", "_"))
-        kind = number(kind, least)
+        kind = at_least(kind, least)
         parser.add_argument(
             flag, type=kind, default=default, metavar="X", help=f"{words} (default: {default})"
         )
     parser.add_argument(
         "--max-tokens",
-        type=number(int, 1),
+        type=positive,
         default=MAX_TOKENS,
         metavar="N",
         help=f"tokens of text that are translated at a time, padding included (default: {MAX_TOKENS})",

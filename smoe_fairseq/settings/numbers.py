@@ -1,0 +1,45 @@
+"""Numbers that the flags of our own commands take, as types of argparse."""
+
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    return at_least(int, 1)(text)
+
+
+def at_least(kind: type, least: float) -> Callable[[str], float]:
+    """The type of finite numbers from ``least`` on; ``kind`` is int or float."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text) if text.isascii() else math.nan
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value >= least):
+            what = "a whole number" if kind is int else "a number"
+            bound = f" of at least {least}" if math.isfinite(least) else ""
+            raise ArgumentTypeError(f"{text}: expected {what}{bound}")
+        return value
+
+    return parse
+
+
+def port(text: str) -> int:
+    """0 to 65535."""
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise ArgumentTypeError(f"{text}: expected a number from 0 to 65535")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """More than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"{text}: expected seconds, more than 0")
+    return value
