@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from smoe_fairseq.analysis.figures.style import new, styled
@@ -17,26 +18,38 @@ COLOURS = (
 
 @styled
 def draw_costs(systems: Systems, flops: Mapping[str, float]) -> Figure:
-    """Validation loss over FLOPs of training (``flops``: forward, per target token) and over seconds."""
+    """Validation loss over FLOPs of training (``flops``: forward, per target token) and over hours.
+
+    Of the second half of each run's updates, where systems can be told apart.
+    """
     figure, axes = new(1, 2, height=4.2)
     colours = _colours(systems)
     for method, results in systems.items():
         colour = colours[method]
         for i, result in enumerate(results):
             rows = [row for row in result.curve if row["validation_nll"] is not None]
+            rows = [row for row in rows if row["update"] >= rows[-1]["update"] / 2]
             losses = [row["validation_nll"] for row in rows]
-            label = method if i == 0 else None
+            style = {"ms": 2.5, "lw": 1, "color": colour, "label": method if i == 0 else None}
             if method in flops:
-                spent = [3 * flops[method] * row["words"] / 1e12 for row in rows]
-                axes[0][0].plot(spent, losses, "o-", ms=2.5, lw=1, color=colour, label=label)
-            hours = [row["seconds"] / 3600 for row in rows]
-            axes[0][1].plot(hours, losses, "o-", ms=2.5, lw=1, color=colour, label=label)
+                words = _at(rows, result, "words")
+                axes[0][0].plot(3e-12 * flops[method] * words, losses, "o-", **style)
+            axes[0][1].plot(_at(rows, result, "seconds") / 3600, losses, "o-", **style)
     axes[0][0].set_xlabel("training, TFLOP")
     axes[0][1].set_xlabel("hours of training")
-    for ax in axes[0]:
-        ax.set_title("validation loss (bits per token)")
+    figure.suptitle("Validation loss (bits per token), second half of training", fontsize=11)
     _legend(figure, axes[0][1])
     return figure
+
+
+def _at(rows: Sequence[dict], result: Result, column: str) -> np.ndarray:
+    """Of words or seconds, what they were at ``rows``: epochs end between two lines of the log."""
+    logged = [row for row in result.curve if row["training_nll"] is not None]
+    return np.interp(
+        [row["update"] for row in rows],
+        [row["update"] for row in logged],
+        [row[column] for row in logged],
+    )
 
 
 @styled

@@ -30,11 +30,11 @@ def write_report(dataset: Dataset) -> Path:
         method: system_costs(dataset, method, capacity_summary.mean([r.routing for r in results]))
         for method, results in systems.items()
     }
+    claims = _claims(dataset, systems, costs)
     parts = [
         f"# Study: {dataset.name}",
         markdown(_table(systems, costs)),
-        "## The paper's claims",
-        markdown(_claims(dataset, systems, costs)),
+        *(["## The paper's claims", markdown(claims)] if claims.rows else []),
         "## BLEU by direction",
         markdown(_directions(systems)),
         *_pictures(folder, systems, costs),
