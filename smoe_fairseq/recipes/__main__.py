@@ -66,9 +66,12 @@ def _study(given) -> None:
 
 
 def _report(given) -> None:
+    from smoe_fairseq.recipes.shell import dry_run
     from smoe_fairseq.recipes.study.study_report import write_report
 
-    write_report(load_dataset(given.dataset))
+    dataset = load_dataset(given.dataset)
+    if not dry_run():
+        write_report(dataset)
 
 
 def _demo(given) -> None:

@@ -1,0 +1,43 @@
+"""The study in ``results/``: its reports are what the command makes of it, and the docs have them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from test_recipes import recipe
+
+from smoe_fairseq.recipes.study import kept
+
+ROOT = Path(__file__).parents[1]
+REPORTS = sorted((ROOT / "results").rglob("report.md"))
+MULTI30K = ROOT / "results/multi30k/report.md"
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_report_is_made_of_the_files_beside_it(report, tmp_path):
+    dataset = report.parent.name
+    shutil.copytree(report.parent, tmp_path / dataset)
+    (tmp_path / dataset / "report.md").unlink()
+    result = recipe(tmp_path, "report", dataset, RESULTS_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    again = (tmp_path / dataset / "report.md").read_text()
+    where = report.parent.parent.relative_to(ROOT)
+    assert again == report.read_text(), f"RESULTS_DIR={where} scripts/report.sh {dataset}"
+
+
+def test_every_run_that_is_kept_is_in_the_report():
+    runs = {file.parent.name for file in MULTI30K.parent.glob(f"*/{kept.FILE}")}
+    made = MULTI30K.read_text().split("## Runs")[1]
+    assert runs == {line.split("|")[1].strip() for line in made.splitlines()[4:] if "|" in line}
+    for run in runs:
+        about = json.loads((MULTI30K.parent / run / kept.FILE).read_text())
+        assert about["commit"] and about["machine"] and about["command"].startswith("SEED=")
+
+
+def test_the_docs_have_the_reports_tables():
+    docs = (ROOT / "docs/study.md").read_text()
+    shown = MULTI30K.read_text().split("## Pictures")[0]
+    for line in shown.splitlines():
+        if line.startswith("|"):
+            assert line in docs, "docs/study.md is older than results/multi30k/report.md"
