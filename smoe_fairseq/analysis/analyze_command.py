@@ -6,9 +6,9 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
-from smoe_fairseq.settings.numbers import positive
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import refuse_existing
+from smoe_fairseq.system.numbers import positive
 from smoe_fairseq.system.quiet import quietly
 
 TOO_FEW = 10

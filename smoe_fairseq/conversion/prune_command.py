@@ -5,8 +5,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from smoe_fairseq.settings.numbers import positive
 from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.numbers import positive
 from smoe_fairseq.system.quiet import quietly
 
 with quietly():

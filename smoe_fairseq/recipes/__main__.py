@@ -6,8 +6,8 @@ from pathlib import Path
 
 from smoe_fairseq.recipes.tables import table
 from smoe_fairseq.settings.dataset import load_dataset
-from smoe_fairseq.settings.numbers import positive
 from smoe_fairseq.system.errors import ends_with_sentence
+from smoe_fairseq.system.numbers import positive
 from smoe_fairseq.system.output import writes_all
 
 

@@ -3,8 +3,8 @@
 import sys
 from argparse import ArgumentParser, Namespace
 
-from smoe_fairseq.settings.numbers import port, positive, seconds
 from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.system.numbers import port, positive, seconds
 from smoe_fairseq.system.quiet import quietly
 
 PORT = 8000

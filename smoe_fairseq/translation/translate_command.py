@@ -14,9 +14,9 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from smoe_fairseq.settings.numbers import at_least, positive
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_file
+from smoe_fairseq.system.numbers import at_least, positive
 from smoe_fairseq.system.quiet import quietly
 
 with quietly():
