@@ -34,6 +34,21 @@ def folder_of(dataset: str) -> Path:
     return Path(os.environ.get("RESULTS_DIR") or "results") / dataset
 
 
+def make_folder(dataset: str) -> None:
+    """Where results are to be kept.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    folder = folder_of(dataset)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{folder} cannot be made: {error.strerror}; RESULTS_DIR is where results are kept"
+        ) from None
+
+
 def there(dataset: Dataset, name: str) -> bool:
     """Whether a run's results are kept."""
     return (folder_of(dataset.name) / name / FILE).exists()

@@ -81,8 +81,7 @@ def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], obj
     others.
 
     Raises:
-        OSError: what is to be kept cannot be written.
-        UsageError: a method or a seed is unknown, or a run failed.
+        UsageError: a method or a seed is unknown, nothing can be kept, or a run failed.
         SystemExit: a signal; all runs have been stopped by it, and go on at the next start.
     """
     runs = _runs(dataset, words)
@@ -96,7 +95,7 @@ def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], obj
         raise UsageError(
             f"{Folders(dataset.name).binary} is missing: run scripts/prepare.sh {dataset.name} first"
         )
-    kept.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)  # before hours of work for it
+    kept.make_folder(dataset.name)  # before hours of work for it
     failed = _work(dataset, left, write_report) if left else []
     if failed:
         names = ", ".join(run.name for run in failed)
