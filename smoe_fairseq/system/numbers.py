@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    return at_least(int, 1)(text)
+    """A whole number of at least 1, in digits alone."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ArgumentTypeError(f"{text}: expected a whole number of at least 1")
+    return int(text)
 
 
 def at_least(kind: type, least: float) -> Callable[[str], float]:
@@ -15,13 +17,13 @@ def at_least(kind: type, least: float) -> Callable[[str], float]:
 
     def parse(text: str) -> float:
         try:
-            value = kind(text) if text.isascii() else math.nan
+            value = kind(text)
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and value >= least):
             what = "a whole number" if kind is int else "a number"
             bound = f" of at least {least}" if math.isfinite(least) else ""
-            raise ArgumentTypeError(f"{text}: expected {what}{bound}")
+            raise ArgumentTypeError(f"{text!r}: expected {what}{bound}")
         return value
 
     return parse

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_file
-from smoe_fairseq.system.numbers import at_least, positive
+from smoe_fairseq.system.numbers import at_least
 from smoe_fairseq.system.quiet import quietly
 
 with quietly():
@@ -52,7 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="a JSON object for each line")
     parser.add_argument(
         *("--nbest", "-n"),
-        type=positive,
+        type=at_least(int, 1),
         metavar="N",
         help="the N best of each: number of the line, score and translation, between tabs",
     )
@@ -72,7 +72,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         )
     parser.add_argument(
         "--max-tokens",
-        type=positive,
+        type=at_least(int, 1),
         default=MAX_TOKENS,
         metavar="N",
         help=f"tokens of text that are translated at a time, padding included (default: {MAX_TOKENS})",

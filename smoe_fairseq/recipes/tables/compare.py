@@ -59,8 +59,7 @@ def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU
     notes = [f"paired bootstrap, {SAMPLES} samples: the difference is significant where p < 0.05"]
     if several:
         header.append("p (seeds)")
-        both = [d for d in dataset.directions if one.has(d) and other.has(d)]
-        points = [system.points(both) for system in systems.values()]
+        points = [system.points(_of_both(dataset, one, other)) for system in systems.values()]
         rows.append(["average", *_row(points, None), number(by_seeds(*points), digits=4)])
         notes += [f"{name}: {', '.join(system.runs)}" for name, system in systems.items()]
         notes.append(_smallest(*points))
@@ -79,13 +78,15 @@ def by_sentences(dataset: Dataset, first: str, second: str) -> dict[str, tuple[f
     """
     one, other = (_System(dataset, name, scores.BLEU) for name in (first, second))
     found = {}
-    for direction in dataset.directions:
-        if not (one.has(direction) and other.has(direction)):
-            continue
+    for direction in _of_both(dataset, one, other):
         before, after = (statistics.fmean(system.points([direction])) for system in (one, other))
         p = _bootstrap(dataset, direction, one, other, scores.BLEU)
         found[direction] = (after - before, p)
     return found
+
+
+def _of_both(dataset: Dataset, one: "_System", other: "_System") -> list[str]:
+    return [d for d in dataset.directions if one.has(d) and other.has(d)]
 
 
 class _System:
