@@ -65,6 +65,19 @@ def test_numbers_and_verdicts(two_runs):
         assert (folder / f"results/multi30k/{name}.png").stat().st_size > 10_000
 
 
+def test_pictures_have_a_row_for_systems_beyond_the_study(two_runs):
+    """Beside the baseline, so that they can be told apart; a second seed needs none."""
+    folder, _ = two_runs
+    results, heights = folder / "results/multi30k", []
+    for more in ("", "moe.seed-2", "moe-hash"):
+        if more:
+            shutil.copytree(results / "moe", results / more)
+        assert recipe(folder, "report", "multi30k").returncode == 0
+        header = (results / "costs.png").read_bytes()[:24]
+        heights.append(int.from_bytes(header[20:], "big"))
+    assert heights[0] == heights[1] < heights[2]
+
+
 def test_flops_are_those_of_the_measured_capacity(two_runs):
     """A quarter of a stratum more than one: of two layers the two experts of 2 x 128 x 256 weights."""
     folder, _ = two_runs

@@ -1,5 +1,6 @@
 """Pictures of a study: what training costs and brings, and scores by direction."""
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -17,29 +18,55 @@ COLOURS = (
 
 
 @styled
-def draw_costs(systems: Systems, flops: Mapping[str, float]) -> Figure:
+def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
     """Validation loss over FLOPs of training (``flops``: forward, per target token) and over hours.
 
-    Of the second half of each run's updates, where systems can be told apart.
+    Of the second half of each run's updates, where systems can be told apart. A row for each group of
+    systems; seeds are thin lines, and their mean a thick one.
     """
-    figure, axes = new(1, 2, height=4.2)
-    colours = _colours(systems)
-    for method, results in systems.items():
-        colour = colours[method]
-        for i, result in enumerate(results):
-            rows = [row for row in result.curve if row["validation_nll"] is not None]
-            rows = [row for row in rows if row["update"] >= rows[-1]["update"] / 2]
-            losses = [row["validation_nll"] for row in rows]
-            style = {"ms": 2.5, "lw": 1, "color": colour, "label": method if i == 0 else None}
+    rows, colours = len(groups), _colours(groups)
+    figure, axes = new(rows, 2, width=9.0, height=3.6 * rows + 0.4, sharex="col", sharey=True)
+    for (by_flops, by_hours), systems in zip(axes, groups, strict=True):
+        for method, results in systems.items():
+            curves = [_second_half(result) for result in results]
+            _draw_curves(by_hours, colours[method], curves, "hours", label=method)
             if method in flops:
-                words = _at(rows, result, "words")
-                axes[0][0].plot(3e-12 * flops[method] * words, losses, "o-", **style)
-            axes[0][1].plot(_at(rows, result, "seconds") / 3600, losses, "o-", **style)
-    axes[0][0].set_xlabel("training, TFLOP")
-    axes[0][1].set_xlabel("hours of training")
-    figure.suptitle("Validation loss (bits per token), second half of training", fontsize=11)
-    _legend(figure, axes[0][1])
+                for curve in curves:
+                    curve["tflop"] = 3e-12 * flops[method] * curve["words"]
+                _draw_curves(by_flops, colours[method], curves, "tflop")
+        by_hours.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    axes[-1][0].set_xlabel("training, TFLOP")
+    axes[-1][1].set_xlabel("hours of training")
+    title = "Validation loss (bits per token), second half of training"
+    if any(len(results) > 1 for systems in groups for results in systems.values()):
+        title += " (thin: seeds, thick: their mean)"
+    figure.suptitle(title, fontsize=11)
     return figure
+
+
+def _draw_curves(ax, colour: str, curves: Sequence[dict], column: str, label: str | None = None):
+    """Loss over a column; the mean is of the updates that all seeds were validated at."""
+    for curve in curves if len(curves) > 1 else ():
+        ax.plot(curve[column], curve["loss"], lw=0.6, color=colour, alpha=0.6)
+    common = set.intersection(*(set(curve["update"]) for curve in curves))
+    at = [np.isin(curve["update"], sorted(common)) for curve in curves]
+    x, y = (
+        np.mean([curve[name][w] for curve, w in zip(curves, at, strict=True)], axis=0)
+        for name in (column, "loss")
+    )
+    ax.plot(x, y, "o-", ms=3, lw=1.6, color=colour, label=label)
+
+
+def _second_half(result: Result) -> dict[str, np.ndarray]:
+    """Where a run was validated: update, loss, target words seen and hours trained until then."""
+    rows = [row for row in result.curve if row["validation_nll"] is not None]
+    rows = [row for row in rows if row["update"] >= rows[-1]["update"] / 2]
+    return {
+        "update": np.array([row["update"] for row in rows]),
+        "loss": np.array([row["validation_nll"] for row in rows]),
+        "words": _at(rows, result, "words"),
+        "hours": _at(rows, result, "seconds") / 3600,
+    }
 
 
 def _at(rows: Sequence[dict], result: Result, column: str) -> np.ndarray:
@@ -53,18 +80,19 @@ def _at(rows: Sequence[dict], result: Result, column: str) -> np.ndarray:
 
 
 @styled
-def draw_directions(systems: Systems, baseline: str) -> Figure:
+def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure:
     """BLEU above that of the baseline: of each direction and their mean a column, of each method a row.
 
     Bars are means over seeds, dots are the seeds. Columns share their scale.
     """
+    systems = {method: results for group in groups for method, results in group.items()}
     others = [method for method in systems if method != baseline]
     every = [result for results in systems.values() for result in results]
     directions = [d for d in systems[baseline][0].scores if all(d in r.scores for r in every)]
     columns = [("mean", directions), *((d, [d]) for d in directions)]
     height = 1.2 + 0.21 * len(others)
     figure, axes = new(1, len(columns), width=11.0, height=height, sharey=True, sharex=True)
-    colours = _colours(systems)
+    colours = _colours(groups)
     rows = range(len(others))
     for ax, (name, of_column) in zip(axes[0], columns, strict=True):
         base = statistics.fmean(_bleu(result, of_column) for result in systems[baseline])
@@ -84,12 +112,11 @@ def _bleu(result: Result, directions: Sequence[str]) -> float:
     return statistics.fmean(result.scores[d].bleu for d in directions)
 
 
-def _legend(figure: Figure, ax) -> None:
-    """Below all axes, where no curve is."""
-    handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncol=6, fontsize=8)
-
-
-def _colours(systems) -> dict[str, str]:
-    """Of a method the same in all pictures."""
-    return {method: COLOURS[i % len(COLOURS)] for i, method in enumerate(systems)}
+def _colours(groups: Sequence[Systems]) -> dict[str, str]:
+    """Of a method the same in all pictures, of two in a group as long as possible different ones."""
+    found: dict[str, str] = {}
+    for systems in groups:
+        free = [c for c in COLOURS if c not in {found.get(method) for method in systems}]
+        new_ones = (method for method in systems if method not in found)
+        found |= zip(new_ones, itertools.cycle(free))  # noqa: B905
+    return found

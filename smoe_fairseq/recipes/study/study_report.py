@@ -16,6 +16,7 @@ from smoe_fairseq.system.files import write_whole
 
 FILE = "report.md"
 BASELINE = "moe"
+GROUP = 8  # systems
 
 
 def write_report(dataset: Dataset) -> Path:
@@ -37,7 +38,7 @@ def write_report(dataset: Dataset) -> Path:
         *(["## The paper's claims", markdown(claims)] if claims.rows else []),
         "## BLEU by direction",
         markdown(_directions(systems)),
-        *_pictures(folder, systems, costs),
+        *_pictures(folder, _groups(dataset, systems), costs),
         "## Runs",
         markdown(_made(systems)),
     ]
@@ -144,7 +145,18 @@ def _directions(systems) -> Grid:
     return Grid(["method", *(column.name for column in columns)], rows, notes)
 
 
-def _pictures(folder: Path, systems, costs) -> list[str]:
+def _groups(dataset: Dataset, systems: dict) -> list[dict]:
+    """As many systems as can be told apart: first those of the data set's study, then the others, beside
+    the baseline.
+    """
+    first = [m for m in systems if m in dataset.study] or list(systems)[:GROUP]
+    others = [m for m in systems if m not in first and m != BASELINE]
+    baseline = [m for m in systems if m == BASELINE]
+    parts = [first, *(baseline + others[i : i + GROUP] for i in range(0, len(others), GROUP))]
+    return [{m: systems[m] for m in part} for part in parts]
+
+
+def _pictures(folder: Path, groups, costs) -> list[str]:
     try:
         from smoe_fairseq.analysis.figures import style
     except ImportError:
@@ -152,9 +164,10 @@ def _pictures(folder: Path, systems, costs) -> list[str]:
     from smoe_fairseq.recipes.study import study_figures as figures
 
     flops = {m: cost[1] * 1e6 for m, cost in costs.items() if cost[1] is not None}
-    drawn = {"costs": figures.draw_costs(systems, flops)}
-    if BASELINE in systems and len(systems) > 1:
-        drawn["directions"] = figures.draw_directions(systems, BASELINE)
+    drawn = {"costs": figures.draw_costs(groups, flops)}
+    methods = {method for group in groups for method in group}
+    if BASELINE in methods and len(methods) > 1:
+        drawn["directions"] = figures.draw_directions(groups, BASELINE)
     for name, figure in drawn.items():
         style.save(figure, folder / name)
     return ["## Pictures", *(f"![{name}]({name}.png)" for name in drawn)]
