@@ -65,7 +65,8 @@ def studied(data):
     first.wait()
     (done,) = kept_runs(folder)
     before = (folder / "results/tiny" / done / kept.FILE).stat().st_mtime_ns
-    result = recipe(folder, "study", "tiny", JOBS="2", **given)
+    absolute = {"RUN_DIR": str(folder / "runs")}
+    result = recipe(folder, "study", "tiny", JOBS="2", **given | absolute)
     assert result.returncode == 0, result.stdout + result.stderr
     assert (folder / "results/tiny" / done / kept.FILE).stat().st_mtime_ns == before
     return folder, result.stdout
@@ -76,14 +77,20 @@ def kept_runs(folder: Path) -> list[str]:
     return [name for name in names if not name.endswith(".partial")]
 
 
+def kept_command(folder: Path, run: str) -> str:
+    return json.loads((folder / "results/tiny" / run / kept.FILE).read_text())["command"]
+
+
 @pytest.mark.soak
 def test_an_interrupted_study_goes_on_with_what_is_left(studied):
     folder, said = studied
+    assert "--path runs/tiny/smoe-2-2/checkpoint" in kept_command(folder, "smoe-2-2")
     assert "# tiny: 3 of 4 runs are left" in said and "(3 of 3 runs)" in said
     assert sorted(kept_runs(folder)) == sorted(RUNS)
     for name in RUNS:
         about = json.loads((folder / "results/tiny" / name / kept.FILE).read_text())
         assert about["updates"] == 2
+        assert str(folder) not in kept_command(folder, name)  # of any machine, so as without RUN_DIR
         assert about["flags"]["--seed"] == ("2" if name.endswith("seed-2") else "1")
         assert set(about["versions"]) == {"torch", "fairseq", "sacrebleu"}
         same = folder / "runs/tiny" / name / "scores.json"

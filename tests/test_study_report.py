@@ -58,8 +58,8 @@ def test_numbers_and_verdicts(two_runs):
     claims = rows(report, "The paper's claims")
     # Only one of six directions is scored.
     (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
-    assert a[0] == f"+{apart:.2f}" and a[1] == "1 above, 0 below, of 1"
-    assert a[2] == "not confirmed here: a single run"
+    assert a[:3] == [f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1"]
+    assert a[3] == "not confirmed here: a single run"
     assert rows(report, "BLEU by direction")["smoe-4-4"] == ["100.00"]
     for name in ("costs", "directions"):
         assert (folder / f"results/multi30k/{name}.png").stat().st_size > 10_000

@@ -33,6 +33,7 @@ def test_every_run_that_is_kept_is_in_the_report():
     for run in runs:
         about = json.loads((MULTI30K.parent / run / kept.FILE).read_text())
         assert about["commit"] and about["machine"] and about["command"].startswith("SEED=")
+        assert " /" not in about["command"]  # of any machine
 
 
 def test_the_docs_have_the_reports_tables():

@@ -59,7 +59,7 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
     run = Folders(dataset.name).run(name)
     curve = _curve(run / "train.log")
     content = {
-        "command": line,
+        "command": _as_anywhere(Folders(dataset.name), line),
         "flags": json.loads((run / "identity.json").read_text("utf-8"))["flags"],
         "commit": _commit(),
         "versions": {p: version(p) for p in ("torch", "fairseq", "sacrebleu")},
@@ -78,6 +78,13 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
         if capacity is not None:
             (folder / ROUTING).write_text(json.dumps(capacity, indent=1) + "\n", "utf-8")
         (folder / FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _as_anywhere(folders: Folders, line: str) -> str:
+    """The command with paths as they are without ``DATA_DIR`` and ``RUN_DIR``, which are one machine's."""
+    for folder, name in ((folders.data, "data"), (folders.runs, "runs")):
+        line = line.replace(f"{folder}/", f"{name}/{folders.dataset}/")
+    return line
 
 
 def _curve(log: Path) -> list[dict]:

@@ -15,9 +15,15 @@ class Difference:
     high: float | None
 
     def __str__(self) -> str:
-        if self.low is None:
-            return f"{self.mean:+.2f}"
-        return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
+        return format(self, "")
+
+    def __format__(self, spec: str) -> str:
+        """``spec`` is that of each number."""
+        mean, low, high = (
+            None if number is None else format(number, spec or "+.2f")
+            for number in (self.mean, self.low, self.high)
+        )
+        return mean if low is None else f"{mean} [{low}, {high}]"
 
 
 def interval(values: Sequence[float]) -> Difference:

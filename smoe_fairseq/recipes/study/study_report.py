@@ -6,6 +6,7 @@ from pathlib import Path
 from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.study import capacity_summary, kept, sentences
 from smoe_fairseq.recipes.study.capacity_claims import about_capacity
+from smoe_fairseq.recipes.study.student import difference
 from smoe_fairseq.recipes.study.verdicts import SMOE, about_cost, about_scores
 from smoe_fairseq.recipes.tables.columns import Column
 from smoe_fairseq.recipes.tables.render import Grid, markdown, number
@@ -107,21 +108,25 @@ def _claims(dataset: Dataset, systems, costs) -> Grid:
     found += about_cost(times, flops, BASELINE)
     smoe = [r for m, results in systems.items() if _is_smoe(m) for r in results]
     found += about_capacity([result.routing for result in smoe if result.routing])
+    losses = {method: [result.validation for result in rs] for method, rs in systems.items()}
     rows = [
         [
             *(v.claim, str(v.difference)),
+            f"{difference(*(losses[m] for m in v.methods)):+.3f}" if v.methods else "",
             sentences.in_words(by_sentence[v.methods]) if v.methods in by_sentence else "",
             v.verdict,
         ]
         for v in found
     ]
     notes = [
-        "Of scores, the difference of the mean BLEU, with the 95 percent interval over seeds (Welch's t), "
+        "Of scores, the difference of the mean BLEU and of the validation loss (bits per token; below zero "
+        "is better), with the 95 percent interval over seeds (Welch's t), "
         f"and the directions that differ by sentences (paired bootstrap, p < {sentences.LEVEL}). (e): "
         "relative to what the FLOPs say, from the seconds that training took, beside whatever else ran on "
         "the machine. (f) to (h): all runs of SMoE on the test set, text alone."
     ]
-    return Grid(["claim", "difference", "directions", "verdict"], rows, notes, texts=4)
+    header = ["claim", "difference", "of the loss", "directions", "verdict"]
+    return Grid(header, rows, notes, texts=5)
 
 
 def _is_smoe(method: str) -> bool:
