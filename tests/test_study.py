@@ -16,7 +16,7 @@ from test_recipes_evaluation import kill_session, wait_until
 from smoe_fairseq.recipes.study import kept
 from smoe_fairseq.recipes.study.capacity_claims import about_capacity
 from smoe_fairseq.recipes.study.capacity_summary import spearman
-from smoe_fairseq.recipes.study.student import difference, interval, quantile
+from smoe_fairseq.recipes.study.student import interval, paired, quantile
 from smoe_fairseq.recipes.study.verdicts import CONFIRMED, OPEN, REFUTED, about_cost, about_scores
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +90,9 @@ def test_an_interrupted_study_goes_on_with_what_is_left(studied):
     for name in RUNS:
         about = json.loads((folder / "results/tiny" / name / kept.FILE).read_text())
         assert about["updates"] == 2
-        assert str(folder) not in kept_command(folder, name)  # of any machine, so as without RUN_DIR
+        assert str(folder) not in kept_command(
+            folder, name
+        )  # of any machine, so as without RUN_DIR
         assert about["flags"]["--seed"] == ("2" if name.endswith("seed-2") else "1")
         assert set(about["versions"]) == {"torch", "fairseq", "sacrebleu"}
         same = folder / "runs/tiny" / name / "scores.json"
@@ -210,13 +212,20 @@ def test_students_t(freedom, expected):
     assert quantile(0.975, freedom) == pytest.approx(expected, abs=0.001 * expected)
 
 
-def test_welchs_interval_by_hand():
-    found = difference([1.0, 2.0, 3.0], [4.0, 6.0, 8.0])
-    # Variances 1 and 4 of three each: standard error sqrt(5/3), 25/9 / (1/18 + 16/18) = 2.941 degrees.
+def test_a_paired_interval_by_hand():
+    """A seed that only one of them has says nothing about what lies between them."""
+    first = {1: 1.0, 2: 2.0, 3: 3.0, 4: 90.0}
+    found = paired(first, {7: 50.0, 3: 8.0, 2: 6.0, 1: 4.0})
+    # Differences 3, 4 and 5: their deviation is 1, two degrees of freedom.
     assert found.mean == 4
-    width = quantile(0.975, 50 / 17) * math.sqrt(5 / 3)
-    assert (found.low, found.high) == pytest.approx((4 - width, 4 + width))
-    assert difference([1.0], [2.0, 3.0]).low is None
+    width = 4.303 / math.sqrt(3)
+    assert (found.low, found.high) == pytest.approx((4 - width, 4 + width), abs=1e-3)
+    assert paired({1: 1.0}, {1: 2.0, 2: 3.0}).low is None
+    assert paired({1: 1.0}, {2: 2.0}) is None
+
+
+def by_seed(points: dict[str, list[float]]) -> dict[str, dict[int, float]]:
+    return {method: dict(enumerate(values, 1)) for method, values in points.items()}
 
 
 def test_verdicts_follow_the_interval():
@@ -224,12 +233,13 @@ def test_verdicts_follow_the_interval():
         "moe": [30.0, 30.1, 30.2],
         "switch": [28.0, 28.1, 28.2],
         "moe-cmr": [33.0, 33.1, 33.2],
-        "moe-16": [30.7, 30.8, 30.9],
+        "moe-16": [30.8, 30.7, 30.9],
         "stacked-4-4": [20.0],
         "smoe-4-4": [29.0, 30.0, 31.5],
         "smoe-2-2-2-2": [30.5, 30.6, 30.7],
         "smoe-budget-4-4": [90.0, 90.1],
     }
+    points = by_seed(points)
     found = {v.claim[:3] + v.claim.split(" ")[-1]: v.verdict for v in about_scores(points)}
     assert found == {
         "(a)moe": CONFIRMED,
@@ -239,24 +249,24 @@ def test_verdicts_follow_the_interval():
         "(c)BLEU": OPEN,
         "(d)smoe-4-4": OPEN,
     }
-    closer = points | {"moe-16": [30.55, 30.6, 30.65]}
+    closer = points | by_seed({"moe-16": [30.55, 30.6, 30.65]})
     assert {v.claim[:3]: v.verdict for v in about_scores(closer)}["(c)"] == CONFIRMED
-    assert about_scores({"dense": [1.0]}) == []
+    assert about_scores({"dense": {1: 1.0}}) == []
 
 
 def test_cost_is_compared_with_flops():
     flops = {"moe": 10.0, "smoe-4-4": 12.0}
-    times = {"moe": [1.0, 1.01], "smoe-4-4": [1.2, 1.21]}
+    times = by_seed({"moe": [1.0, 1.01], "smoe-4-4": [1.2, 1.21]})
     (found,) = about_cost(times, flops, "moe")
     assert found.verdict == CONFIRMED and abs(found.difference.mean) < 0.01
     assert "+20%" in found.claim
-    (found,) = about_cost(times | {"smoe-4-4": [1.6, 1.61]}, flops, "moe")
+    (found,) = about_cost(times | by_seed({"smoe-4-4": [1.6, 1.61]}), flops, "moe")
     assert found.verdict == REFUTED and 0.3 < found.difference.mean < 0.36
-    (found,) = about_cost(times | {"smoe-4-4": [1.0, 1.6]}, flops, "moe")
+    (found,) = about_cost(times | by_seed({"smoe-4-4": [1.0, 1.6]}), flops, "moe")
     assert found.verdict == OPEN
-    (found,) = about_cost(times | {"smoe-4-4": [1.2]}, flops, "moe")
+    (found,) = about_cost(times | by_seed({"smoe-4-4": [1.2]}), flops, "moe")
     assert found.verdict == f"{OPEN}: a single run"
-    assert about_cost({"dense": [1.0]}, {"dense": 1.0}, "moe") == []
+    assert about_cost({"dense": {1: 1.0}}, {"dense": 1.0}, "moe") == []
 
 
 def routing(into, out_of, rank, encoder=(1.5,)):

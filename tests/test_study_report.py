@@ -9,6 +9,7 @@ from test_recipes import recipe, refusal
 from test_table import write_translations
 
 from smoe_fairseq.recipes.study import kept
+from smoe_fairseq.recipes.study.verdicts import OPEN
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,17 +53,30 @@ def test_numbers_and_verdicts(two_runs):
     assert "what 2 runs show" in result.stdout
     report = (folder / "results/multi30k/report.md").read_text()
     table = rows(report, "Study: multi30k")
-    assert table["moe"][3:6] == ["1", "2", "3.500"]
-    assert table["smoe-4-4"][5:] == ["3.250", "100.00"]
+    assert table["moe"][3:] == ["1", "2", "3.500", "-", f"{abs(100 - apart):.2f}", "-"]
+    assert table["smoe-4-4"][5:] == ["3.250", "-0.250", "100.00", f"+{apart:.2f}"]
     assert table["moe"][2] == "500"  # 1 s for 2,000 words
     claims = rows(report, "The paper's claims")
     # Only one of six directions is scored.
     (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
-    assert a[:3] == [f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1"]
-    assert a[3] == "not confirmed here: a single run"
+    assert a == [f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1", f"{OPEN}: a single run"]
     assert rows(report, "BLEU by direction")["smoe-4-4"] == ["100.00"]
     for name in ("costs", "directions"):
         assert (folder / f"results/multi30k/{name}.png").stat().st_size > 10_000
+
+
+def test_systems_are_compared_over_the_seeds_that_both_have(two_runs):
+    folder, apart = two_runs
+    results = folder / "results/multi30k"
+    shutil.copytree(results / "smoe-4-4", results / "smoe-4-4.seed-2")
+    curve = results / "smoe-4-4.seed-2" / kept.CURVE
+    curve.write_text(curve.read_text().replace("3.25,3.25", "3.05,3.05"))
+    assert recipe(folder, "report", "multi30k").returncode == 0
+    report = (results / "report.md").read_text()
+    smoe = rows(report, "Study: multi30k")["smoe-4-4"]
+    assert smoe[3] == "2" and smoe[5:7] == ["3.150 ± 0.141", "-0.250"]
+    (a,) = (v for claim, v in rows(report, "The paper's claims").items() if "above moe" in claim)
+    assert a == [f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1", f"{OPEN}: a single run"]
 
 
 def test_pictures_have_a_row_for_systems_beyond_the_study(two_runs):

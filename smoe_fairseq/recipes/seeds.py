@@ -59,6 +59,12 @@ def method_of(name: str) -> str:
     return found["method"] if found else name
 
 
+def seed_in(name: str) -> int | None:
+    """Of a run's folder; None is the data set's own."""
+    found = _NAME.fullmatch(name)
+    return int(found["seed"]) if found else None
+
+
 def order(name: str) -> tuple[str, int]:
     """Runs of a method one after the other, that of the data set's own seed first."""
     found = _NAME.fullmatch(name)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import smoe_fairseq
 from smoe_fairseq.analysis.training_log import UPDATES, read_lines
+from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.evaluating.scores import Score
 from smoe_fairseq.recipes.folders import Folders
@@ -149,6 +150,11 @@ class Result:
     curve: list[dict[str, float | None]]
     about: dict
     routing: dict | None = None  # see `capacity_summary.summary`
+
+    @property
+    def seed(self) -> int | None:
+        """None is the data set's own."""
+        return seeds.seed_in(self.name)
 
     @property
     def bleu(self) -> float:

@@ -18,7 +18,7 @@ def compared(
     systems: Mapping[str, Sequence[Result]],
     pairs: Iterable[tuple[str, str]],
 ) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
-    """By pair and direction, the difference in BLEU and its p-value over sentences.
+    """By pair and direction, the difference in BLEU and its p-value over sentences, of the seeds of both.
 
     Computed of the runs' translations where these are there; otherwise as kept from before. A pair of which
     there is neither is left out.
@@ -28,12 +28,14 @@ def compared(
     now, found = {}, {}
     for pair in dict.fromkeys(pairs):
         key = " ".join(pair)
-        runs = {r.name: round(r.bleu, 6) for method in pair for r in systems[method]}
+        common = set.intersection(*({r.seed for r in systems[method]} for method in pair))
+        of_both = [r for method in pair for r in systems[method] if r.seed in common]
+        runs = {r.name: round(r.bleu, 6) for r in of_both}
         if before.get(key, {}).get("runs") == runs:
             now[key] = before[key]
         else:
             try:
-                now[key] = {"runs": runs, "directions": by_sentences(dataset, *pair)}
+                now[key] = {"runs": runs, "directions": by_sentences(dataset, *pair, common)}
             except UsageError:  # a machine without the runs
                 continue
         found[pair] = {d: tuple(values) for d, values in now[key]["directions"].items()}

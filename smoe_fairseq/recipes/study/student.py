@@ -1,14 +1,14 @@
-"""Student's t: how far a difference of two means may be chance, where each is of a few runs (Welch)."""
+"""Student's t: how far the mean of a few runs, or of what lies between two systems, may be chance."""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Difference:
-    """``mean`` and the ends of its 95 percent interval; both ends None where one side is a single run."""
+    """``mean`` and the ends of its 95 percent interval; both ends None where it is a single run's."""
 
     mean: float
     low: float | None
@@ -35,19 +35,13 @@ def interval(values: Sequence[float]) -> Difference:
     return Difference(mean, mean - width, mean + width)
 
 
-def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """``second`` less ``first``, of independent runs with variances of their own (Welch 1947)."""
-    mean = statistics.fmean(second) - statistics.fmean(first)
-    if min(len(first), len(second)) < 2:
-        return Difference(mean, None, None)
-    parts = [statistics.variance(x) / len(x) for x in (first, second)]
-    total = sum(parts)
-    if total == 0:
-        return Difference(mean, mean, mean)
-    sizes = [len(x) - 1 for x in (first, second)]
-    freedom = total**2 / sum(part**2 / size for part, size in zip(parts, sizes, strict=True))
-    width = quantile(0.975, freedom) * math.sqrt(total)
-    return Difference(mean, mean - width, mean + width)
+def paired(first: Mapping, second: Mapping) -> Difference | None:
+    """``second`` less ``first``, each a value by seed, over the seeds of both; None where these are none.
+
+    A seed gives all systems the same batches in the same order, so part of what it does is the same to both.
+    """
+    common = [seed for seed in first if seed in second]
+    return interval([second[seed] - first[seed] for seed in common]) if common else None
 
 
 def quantile(probability: float, freedom: float) -> float:

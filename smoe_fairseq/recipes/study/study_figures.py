@@ -83,10 +83,11 @@ def _at(rows: Sequence[dict], result: Result, column: str) -> np.ndarray:
 def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure:
     """BLEU above that of the baseline: of each direction and their mean a column, of each method a row.
 
-    Bars are means over seeds, dots are the seeds. Columns share their scale.
+    Bars are means over the seeds that both have, dots are the seeds. Columns share their scale.
     """
     systems = {method: results for group in groups for method, results in group.items()}
-    others = [method for method in systems if method != baseline]
+    common = {result.seed for result in systems[baseline]}
+    others = [m for m in systems if m != baseline and common & {r.seed for r in systems[m]}]
     every = [result for results in systems.values() for result in results]
     directions = [d for d in systems[baseline][0].scores if all(d in r.scores for r in every)]
     columns = [("mean", directions), *((d, [d]) for d in directions)]
@@ -95,9 +96,10 @@ def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure:
     colours = _colours(groups)
     rows = range(len(others))
     for ax, (name, of_column) in zip(axes[0], columns, strict=True):
-        base = statistics.fmean(_bleu(result, of_column) for result in systems[baseline])
+        base = {result.seed: _bleu(result, of_column) for result in systems[baseline]}
         for row, method in zip(rows, others, strict=True):
-            above = [_bleu(result, of_column) - base for result in systems[method]]
+            of_both = [result for result in systems[method] if result.seed in base]
+            above = [_bleu(result, of_column) - base[result.seed] for result in of_both]
             ax.barh(row, statistics.fmean(above), height=0.75, color=colours[method])
             ax.plot(above, [row] * len(above), "o", ms=3, color="black", mec="white", mew=0.5)
         ax.axvline(0, color="black", lw=0.8)

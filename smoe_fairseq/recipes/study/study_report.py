@@ -6,7 +6,7 @@ from pathlib import Path
 from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.study import capacity_summary, kept, sentences
 from smoe_fairseq.recipes.study.capacity_claims import about_capacity
-from smoe_fairseq.recipes.study.student import difference
+from smoe_fairseq.recipes.study.student import paired
 from smoe_fairseq.recipes.study.verdicts import SMOE, about_cost, about_scores
 from smoe_fairseq.recipes.tables.columns import Column
 from smoe_fairseq.recipes.tables.render import Grid, markdown, number
@@ -63,11 +63,13 @@ def _systems(dataset: Dataset) -> dict[str, list[kept.Result]]:
 
 
 def _table(systems, costs) -> Grid:
+    base = {r.seed: r for r in systems.get(BASELINE, ())}
     rows = []
     for method, results in systems.items():
         parameters, flops = costs[method]
         bleu = [result.bleu for result in results]
         losses = [result.validation for result in results]
+        pairs = [(r, base[r.seed]) for r in results if r.seed in base and method != BASELINE]
         times = [result.time for result in results]
         updates = {result.about["updates"] for result in results}
         rows.append(
@@ -79,40 +81,43 @@ def _table(systems, costs) -> Grid:
                 str(len(results)),
                 " ".join(f"{u:,}" for u in sorted(updates)),
                 _with_spread(losses, 3),
+                _with_spread([one.validation - other.validation for one, other in pairs], 3, True),
                 _with_spread(bleu, 2),
+                _with_spread([one.bleu - other.bleu for one, other in pairs], 2, True),
             ]
         )
     header = ["method", "parameters (M)", "FLOPs/token (M)", "time/token (us)", "seeds", "updates"]
-    header += ["validation loss", "BLEU"]
+    header += ["validation loss", f"less {BASELINE}'s", "BLEU", f"less {BASELINE}'s"]
     notes = [
         "FLOPs of a forward pass (at the requested capacity of the test set's text, where a model has "
         "strata), time of a whole update, per target token. Validation loss in bits per "
         "target token, the lowest of a run; BLEU of that checkpoint, mean over the directions. Mean over "
-        "seeds and, behind it, their standard deviation."
+        "seeds and, behind it, their standard deviation; beside the baseline, of the differences of those "
+        "seeds that both have."
     ]
     return Grid(header, rows, notes)
 
 
-def _with_spread(values: list[float], digits: int) -> str:
-    mean = number(statistics.fmean(values), digits)
+def _with_spread(values: list[float], digits: int, sign: bool = False) -> str:
+    mean = number(statistics.fmean(values) if values else None, digits, sign=sign)
     return f"{mean} ± {number(statistics.stdev(values), digits)}" if len(values) > 1 else mean
 
 
 def _claims(dataset: Dataset, systems, costs) -> Grid:
-    found = about_scores({m: [result.bleu for result in results] for m, results in systems.items()})
+    found = about_scores({m: {r.seed: r.bleu for r in results} for m, results in systems.items()})
     pairs = [v.methods for v in found]
     by_sentence = sentences.compared(dataset, systems, pairs)
     flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
-    times = {m: [result.time for result in systems[m] if result.time] for m in flops}
+    times = {m: {r.seed: r.time for r in systems[m] if r.time} for m in flops}
     times = {m: of_runs for m, of_runs in times.items() if of_runs}
     found += about_cost(times, flops, BASELINE)
     smoe = [r for m, results in systems.items() if _is_smoe(m) for r in results]
     found += about_capacity([result.routing for result in smoe if result.routing])
-    losses = {method: [result.validation for result in rs] for method, rs in systems.items()}
+    losses = {method: {r.seed: r.validation for r in rs} for method, rs in systems.items()}
     rows = [
         [
             *(v.claim, str(v.difference)),
-            f"{difference(*(losses[m] for m in v.methods)):+.3f}" if v.methods else "",
+            f"{paired(*(losses[m] for m in v.methods)):+.3f}" if v.methods else "",
             sentences.in_words(by_sentence[v.methods]) if v.methods in by_sentence else "",
             v.verdict,
         ]
@@ -120,7 +125,7 @@ def _claims(dataset: Dataset, systems, costs) -> Grid:
     ]
     notes = [
         "Of scores, the difference of the mean BLEU and of the validation loss (bits per token; below zero "
-        "is better), with the 95 percent interval over seeds (Welch's t), "
+        "is better) over the seeds that both have, with its 95 percent interval (paired t), "
         f"and the directions that differ by sentences (paired bootstrap, p < {sentences.LEVEL}). (e): "
         "relative to what the FLOPs say, from the seconds that training took, beside whatever else ran on "
         "the machine. (f) to (h): all runs of SMoE on the test set, text alone."

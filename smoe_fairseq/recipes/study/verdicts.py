@@ -2,10 +2,11 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from smoe_fairseq.recipes.study.student import Difference, difference
+from smoe_fairseq.recipes.study.student import Difference, paired
 
 CONFIRMED, OPEN, REFUTED = "confirmed here", "not confirmed here", "refuted here"
 SMOE = re.compile(r"smoe-\d")  # as the paper has it: other methods' names go on otherwise
@@ -36,8 +37,10 @@ def decide(claim: str, found: Difference, margin: float = 0.0, methods=None) -> 
     return Verdict(claim, found, REFUTED if found.high < -margin else OPEN, methods)
 
 
-def about_scores(points: Mapping[str, Sequence[float]]) -> list[Verdict]:
-    """Of the claims whose systems are there; ``points`` has, by method, BLEU of each seed."""
+def about_scores(points: Mapping[str, Mapping[int | None, float]]) -> list[Verdict]:
+    """Of the claims whose systems are there, with a seed that both have; ``points`` has, by method, BLEU by
+    seed.
+    """
     found = []
     best = best_smoe(points)
     if best is not None:
@@ -53,22 +56,22 @@ def about_scores(points: Mapping[str, Sequence[float]]) -> list[Verdict]:
     if {"smoe-4-4", "smoe-2-2-2-2"} <= points.keys():
         claim = "(d) fewer experts per stratum are better: smoe-2-2-2-2 is above smoe-4-4"
         found.append(_above(points, "smoe-4-4", "smoe-2-2-2-2", claim))
-    return found
+    return [verdict for verdict in found if verdict is not None]
 
 
-def best_smoe(points: Mapping[str, Sequence[float]]) -> str | None:
+def best_smoe(points: Mapping[str, Mapping[int | None, float]]) -> str | None:
     """The SMoE of highest mean."""
     smoe = [method for method in points if SMOE.match(method)]
-    return max(smoe, key=lambda m: sum(points[m]) / len(points[m]), default=None)
+    return max(smoe, key=lambda m: statistics.fmean(points[m].values()), default=None)
 
 
 def about_cost(
-    times: Mapping[str, Sequence[float]], flops: Mapping[str, float], baseline: str
+    times: Mapping[str, Mapping[int | None, float]], flops: Mapping[str, float], baseline: str
 ) -> list[Verdict]:
     """Whether a token of each SMoE takes as much longer than one of ``baseline`` as it has more FLOPs.
 
     Args:
-        times: by method, seconds of training per word of each seed.
+        times: by method, seconds of training per word, by seed.
         flops: per token.
     """
     found = []
@@ -76,8 +79,9 @@ def about_cost(
         if not SMOE.match(method) or baseline not in times:
             continue
         more = math.log(flops[method] / flops[baseline])
-        logs = [[math.log(x) for x in times[m]] for m in (baseline, method)]
-        d = difference(*logs)
+        logs = [{s: math.log(x) for s, x in times[m].items()} for m in (baseline, method)]
+        if (d := paired(*logs)) is None:
+            continue
         ends = None if d.low is None else (math.expm1(d.low - more), math.expm1(d.high - more))
         beside = Difference(math.expm1(d.mean - more), *(ends or (None, None)))
         claim = (
@@ -95,6 +99,6 @@ def about_cost(
     return found
 
 
-def _above(points, lower: str, upper: str, claim: str, margin: float = 0.0) -> Verdict:
-    found = difference(points[lower], points[upper])
-    return decide(claim, found, margin, (lower, upper))
+def _above(points, lower: str, upper: str, claim: str, margin: float = 0.0) -> Verdict | None:
+    found = paired(points[lower], points[upper])
+    return None if found is None else decide(claim, found, margin, (lower, upper))

@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -68,15 +68,17 @@ def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU
     return Grid(header, rows, notes)
 
 
-def by_sentences(dataset: Dataset, first: str, second: str) -> dict[str, tuple[float, float]]:
-    """By direction, the difference in BLEU of the means over seeds, and the p-value over sentences.
+def by_sentences(
+    dataset: Dataset, first: str, second: str, of_seeds: Collection[int | None]
+) -> dict[str, tuple[float, float]]:
+    """By direction, the difference in BLEU of the means over ``of_seeds``, and the p-value over sentences.
 
     Of those directions that are scored in all runs of both.
 
     Raises:
         UsageError: either is not scored.
     """
-    one, other = (_System(dataset, name, scores.BLEU) for name in (first, second))
+    one, other = (_System(dataset, name, scores.BLEU, of_seeds) for name in (first, second))
     found = {}
     for direction in _of_both(dataset, one, other):
         before, after = (statistics.fmean(system.points([direction])) for system in (one, other))
@@ -90,12 +92,20 @@ def _of_both(dataset: Dataset, one: "_System", other: "_System") -> list[str]:
 
 
 class _System:
-    """A method's scored runs, or one run."""
+    """A method's scored runs, or those of some seeds, or one run."""
 
-    def __init__(self, dataset: Dataset, name: str, metric: str):
+    def __init__(
+        self,
+        dataset: Dataset,
+        name: str,
+        metric: str,
+        of_seeds: Collection[int | None] | None = None,
+    ):
         self.metric, self.folder = metric, Folders(dataset.name).runs
         found = sorted((p.name for p in self.folder.glob("*") if p.is_dir()), key=seeds.order)
         runs = [run for run in found if name in (run, seeds.method_of(run))]
+        if of_seeds is not None:
+            runs = [run for run in runs if seeds.seed_in(run) in of_seeds]
         self.runs = {run: scores.read(self.folder / run) for run in runs}
         self.runs = {run: result for run, result in self.runs.items() if result}
         if not self.runs:
