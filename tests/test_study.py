@@ -31,7 +31,7 @@ def data(tmp_path_factory):
     given = write_dataset(
         *(folder / "configs", "tiny"),
         pairs=["en-fr"],
-        experts=2,
+        experts=4,  # of which smoe-2-2 is one
         raw={},
         subwords={"vocab-size": 60},
         train={
@@ -100,6 +100,16 @@ def test_an_interrupted_study_goes_on_with_what_is_left(studied):
 
 
 @pytest.mark.soak
+def test_flags_that_kept_runs_were_not_made_with_are_refused(studied, data):
+    """They would have no effect; those that are not part of a run have none on its results."""
+    folder, _ = studied
+    said = refusal(recipe(folder, "study", "tiny", "moe", "--lr", "0.5", **data[1]))
+    assert "--lr 0.5" in said and "made with --lr 0.01" in said and "results/tiny/moe " in said
+    again = recipe(folder, "study", "tiny", "moe", "--lr=0.01", "--log-interval", "5", **data[1])
+    assert again.returncode == 0 and "0 of 2 runs are left" in again.stdout, again.stderr
+
+
+@pytest.mark.soak
 def test_the_curve_is_that_of_the_log(studied):
     folder, _ = studied
     with open(folder / "results/tiny/moe/curve.csv") as lines:
@@ -128,8 +138,8 @@ def test_the_report_is_made_of_what_is_kept(studied, tmp_path):
     kept_pairs = json.loads((folder / "results/tiny/comparisons.json").read_text())
     assert list(kept_pairs) == ["moe smoe-2-2"]
     assert set(kept_pairs["moe smoe-2-2"]["directions"]) == {"en-fr", "fr-en"}
-    assert "(e) smoe-2-2 takes as much more time than moe" in report
-    assert "(g) frequent tokens ask for less in the decoder" in report
+    assert "(e) time per token of smoe-2-2 is within 10% of what FLOPs say" in report
+    assert "(g) smoe-2-2: frequent tokens ask for less in the decoder" in report
     assert not (tmp_path / "results/tiny/moe/routing.json").exists()
     of_smoe = json.loads((tmp_path / "results/tiny/smoe-2-2/routing.json").read_text())
     assert set(of_smoe["requested_capacity"]["en-fr"]) == {"encoder.1", "decoder.1"}
@@ -198,6 +208,7 @@ def test_a_run_that_fails_does_not_end_the_others(data, tmp_path):
     sentence = refusal(recipe(tmp_path, "study", "tiny", "smoe-2-2", "moe", JOBS="1", **given))
     assert "1 of 2 runs failed (smoe-2-2)" in sentence and "smoe-2-2/study.log" in sentence
     assert kept_runs(tmp_path) == ["moe"]
+    assert "\n| moe " in (tmp_path / "results/tiny/report.md").read_text()
     assert "checkpoint_last.pt" in (odd / "study.log").read_text()
 
 
@@ -237,63 +248,87 @@ def test_verdicts_follow_the_interval():
         "stacked-4-4": [20.0],
         "smoe-4-4": [29.0, 30.0, 31.5],
         "smoe-2-2-2-2": [30.5, 30.6, 30.7],
-        "smoe-budget-4-4": [90.0, 90.1],
+        "smoe-8-8": [90.0, 90.1, 90.3],  # of twice the size
+        "smoe-budget-4-4": [90.0, 90.1],  # not the paper's
     }
     points = by_seed(points)
-    found = {v.claim[:3] + v.claim.split(" ")[-1]: v.verdict for v in about_scores(points)}
-    assert found == {
-        "(a)moe": CONFIRMED,
-        "(a)switch": CONFIRMED,
-        "(a)moe-cmr": REFUTED,
-        "(b)stacked-4-4": f"{OPEN}: a single run",
-        "(c)BLEU": OPEN,
-        "(d)smoe-4-4": OPEN,
+    assert {v.claim: v.verdict for v in about_scores(points, experts=8)} == {
+        "(a) smoe-4-4 is above moe": OPEN,
+        "(a) smoe-4-4 is above switch": OPEN,
+        "(a) smoe-4-4 is above moe-cmr": REFUTED,
+        "(a) smoe-2-2-2-2 is above moe": CONFIRMED,
+        "(a) smoe-2-2-2-2 is above switch": CONFIRMED,
+        "(a) smoe-2-2-2-2 is above moe-cmr": REFUTED,
+        "(b) moe is above stacked-4-4": f"{OPEN}: a single seed",
+        "(c) smoe-4-4 reaches moe-16, within 0.3 BLEU": OPEN,
+        "(c) smoe-2-2-2-2 reaches moe-16, within 0.3 BLEU": OPEN,
+        "(d) fewer experts per stratum are better: smoe-2-2-2-2 is above smoe-4-4": OPEN,
     }
     closer = points | by_seed({"moe-16": [30.55, 30.6, 30.65]})
-    assert {v.claim[:3]: v.verdict for v in about_scores(closer)}["(c)"] == CONFIRMED
-    assert about_scores({"dense": {1: 1.0}}) == []
+    found = {v.claim: v.verdict for v in about_scores(closer, experts=8)}
+    assert found["(c) smoe-2-2-2-2 reaches moe-16, within 0.3 BLEU"] == CONFIRMED
+    (other,) = about_scores({"moe": {1: 30.0, 2: 31.0}, "smoe-4-4": {3: 32.0}}, experts=8)
+    assert other.verdict == f"{OPEN}: no seed that both have" and other.found is None
+    assert about_scores({"dense": {1: 1.0}}, experts=8) == []
 
 
 def test_cost_is_compared_with_flops():
     flops = {"moe": 10.0, "smoe-4-4": 12.0}
     times = by_seed({"moe": [1.0, 1.01], "smoe-4-4": [1.2, 1.21]})
     (found,) = about_cost(times, flops, "moe")
-    assert found.verdict == CONFIRMED and abs(found.difference.mean) < 0.01
-    assert "+20%" in found.claim
+    assert found.verdict == CONFIRMED and found.found.mean == pytest.approx(0.2, abs=0.01)
+    assert "+20% beside moe" in found.claim
     (found,) = about_cost(times | by_seed({"smoe-4-4": [1.6, 1.61]}), flops, "moe")
-    assert found.verdict == REFUTED and 0.3 < found.difference.mean < 0.36
+    assert found.verdict == REFUTED and 0.59 < found.found.mean < 0.61
+    (found,) = about_cost(times | by_seed({"smoe-4-4": [1.0, 1.01]}), flops, "moe")
+    assert found.verdict == REFUTED and abs(found.found.mean) < 0.01
     (found,) = about_cost(times | by_seed({"smoe-4-4": [1.0, 1.6]}), flops, "moe")
     assert found.verdict == OPEN
     (found,) = about_cost(times | by_seed({"smoe-4-4": [1.2]}), flops, "moe")
-    assert found.verdict == f"{OPEN}: a single run"
+    assert found.verdict == f"{OPEN}: a single seed"
     assert about_cost({"dense": {1: 1.0}}, {"dense": 1.0}, "moe") == []
 
 
-def routing(into, out_of, rank, encoder=(1.5,)):
+def routing(into, out_of, ranks=(0.1, 0.1), encoder=(1.5,)):
     """Of one run: requested capacity of targets in English, and of others; and the correlation."""
     blocks = {f"encoder.{2 * i + 1}": value for i, value in enumerate(encoder)}
     requested = {f"{x}-en": {"decoder.1": mean} for x, mean in zip("ab", into)}
     requested |= {f"en-{x}": {"decoder.1": mean} for x, mean in zip("ab", out_of)}
+    correlation = {f"{x}-en": {"encoder.1": -r, "decoder.1": r} for x, r in zip("ab", ranks)}
     return {
         "requested_capacity": {name: layers | blocks for name, layers in requested.items()},
-        "rank_correlation": {"encoder.1": -rank, "decoder.1": rank},
+        "rank_correlation": correlation,
     }
 
 
 def test_verdicts_about_requested_capacity():
-    runs = [
-        routing((1.5, 1.51), (1.2, 1.8), 0.4, (1.9, 1.5, 1.3)),
-        routing((1.5, 1.52), (1.3, 1.8), 0.41),
+    """Of each system by itself, over its seeds."""
+    several = [
+        routing((1.5, 1.51), (1.2, 1.8), (0.3, 0.5), (1.9, 1.5, 1.3)),
+        routing((1.5, 1.52), (1.3, 1.8), (0.6, 0.22), (1.9, 1.4, 1.3)),
     ]
-    found = about_capacity(runs)
-    assert [v.claim[:3] for v in found] == ["(f)", "(g)", "(g)", "(h)"]
-    f, encoder, decoder, h = found
-    assert f.verdict == OPEN and f.difference.mean == pytest.approx((0.59 + 0.48) / 2)
-    assert "in en " in f.claim
+    one = [routing((1.5, 1.6), (1.2, 1.7), (0.1, -0.3), (1.5, 1.6))]
+    found = about_capacity({"smoe-4-4": several, "deep-2-2": one, "smoe-2-2-2-2": []})
+    assert [v.claim.split(":")[0] for v in found] == [
+        *("(f) smoe-4-4", "(f) deep-2-2", "(g) smoe-4-4", "(g) smoe-4-4"),
+        *("(g) deep-2-2", "(g) deep-2-2", "(h) smoe-4-4", "(h) deep-2-2"),
+    ]
+    f, f_one, encoder, decoder, one_encoder, _, h, h_one = found
+    assert f.found.mean == pytest.approx((0.01 / 0.6 + 0.02 / 0.5) / 2) and f.found.count == 2
+    assert f.verdict == CONFIRMED and "targets in en " in f.claim
+    assert f_one.found.mean == pytest.approx(0.2) and f_one.verdict == f"{OPEN}: a single seed"
     assert (encoder.verdict, decoder.verdict) == (REFUTED, CONFIRMED)
-    assert h.verdict == CONFIRMED and h.difference.mean == pytest.approx(0.5)
-    assert "over the directions of one run" in h.claim
-    assert about_capacity([]) == []
+    assert decoder.found.mean == pytest.approx((0.4 + 0.41) / 2)
+    assert (encoder.directions, decoder.directions) == (
+        "0 above, 2 below, of 2",
+        "2 above, 0 below, of 2",
+    )
+    assert one_encoder.directions == "1 above, 1 below, of 2"
+    assert h.verdict == CONFIRMED and h.found.mean == pytest.approx((0.5 + 0.55) / 2)
+    assert h_one.found.mean == pytest.approx(-0.1) and h_one.verdict == f"{OPEN}: a single seed"
+    apart = [routing((1.2, 1.7), (1.2, 1.8)), routing((1.2, 1.71), (1.2, 1.8))]
+    assert about_capacity({"smoe-4-4": apart})[0].verdict == REFUTED
+    assert about_capacity({}) == []
 
 
 def test_rank_correlation_by_hand():

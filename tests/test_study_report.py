@@ -41,7 +41,7 @@ def two_runs(tmp_path):
     good = write_translations(tmp_path, "smoe-4-4", references, references)
     keep(tmp_path, "moe", {1: 5.0, 2: 3.5})
     capacity = {"en-de": {"encoder.1": 1.25, "decoder.1": 1.25}}
-    smoe = {"requested_capacity": capacity, "rank_correlation": {"encoder.1": 0.1, "decoder.1": 0}}
+    smoe = {"requested_capacity": capacity, "rank_correlation": {"en-de": {"encoder.1": 0.1}}}
     keep(tmp_path, "smoe-4-4", {1: 5.0, 2: 3.25}, **smoe)
     return tmp_path, good - bad
 
@@ -59,8 +59,9 @@ def test_numbers_and_verdicts(two_runs):
     claims = rows(report, "The paper's claims")
     # Only one of six directions is scored.
     (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
-    assert a == [f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1", f"{OPEN}: a single run"]
-    assert rows(report, "BLEU by direction")["smoe-4-4"] == ["100.00"]
+    verdict = f"{OPEN}: a single seed"
+    assert a == ["1", f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1", verdict]
+    assert rows(report, "BLEU by direction")["smoe-4-4"] == ["1", "100.00"]
     for name in ("costs", "directions"):
         assert (folder / f"results/multi30k/{name}.png").stat().st_size > 10_000
 
@@ -76,7 +77,8 @@ def test_systems_are_compared_over_the_seeds_that_both_have(two_runs):
     smoe = rows(report, "Study: multi30k")["smoe-4-4"]
     assert smoe[3] == "2" and smoe[5:7] == ["3.150 ± 0.141", "-0.250"]
     (a,) = (v for claim, v in rows(report, "The paper's claims").items() if "above moe" in claim)
-    assert a == [f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1", f"{OPEN}: a single run"]
+    verdict = f"{OPEN}: a single seed"
+    assert a == ["1", f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1", verdict]
 
 
 def test_pictures_have_a_row_for_systems_beyond_the_study(two_runs):
@@ -92,6 +94,37 @@ def test_pictures_have_a_row_for_systems_beyond_the_study(two_runs):
     assert heights[0] == heights[1] < heights[2]
 
 
+def test_sentences_are_those_of_the_runs_that_are_kept(two_runs):
+    """With others of these names in RUN_DIR, what is kept of before stays, and nothing is made of them."""
+    folder, _ = two_runs
+    results, file = folder / "results/multi30k", folder / "runs/multi30k/moe/scores.json"
+    assert recipe(folder, "report", "multi30k").returncode == 0
+    before = (results / "comparisons.json").read_text()
+    content = json.loads(file.read_text())
+    content["scores"]["en-de"]["bleu"] += 1
+    file.write_text(json.dumps(content))
+    for there in (True, False):
+        if not there:
+            (results / "comparisons.json").unlink()
+        assert recipe(folder, "report", "multi30k").returncode == 0
+        claims = rows((results / "report.md").read_text(), "The paper's claims")
+        (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
+        assert a[3] == ("1 above, 0 below, of 1" if there else "not computed")
+        assert (results / "comparisons.json").exists() == there
+        assert not there or (results / "comparisons.json").read_text() == before
+
+
+def test_a_run_shorter_than_the_log_s_interval_is_reported(two_runs):
+    folder, _ = two_runs
+    for run in ("moe", "smoe-4-4"):
+        curve = folder / "results/multi30k" / run / kept.CURVE
+        curve.write_text(",".join(kept.COLUMNS) + "\n2,,3.5,0,0.0\n")
+    result = recipe(folder, "report", "multi30k")
+    assert result.returncode == 0, result.stderr
+    report = (folder / "results/multi30k/report.md").read_text()
+    assert rows(report, "Study: multi30k")["moe"][2] == "-"
+
+
 def test_flops_are_those_of_the_measured_capacity(two_runs):
     """A quarter of a stratum more than one: of two layers the two experts of 2 x 128 x 256 weights."""
     folder, _ = two_runs
@@ -102,7 +135,7 @@ def test_flops_are_those_of_the_measured_capacity(two_runs):
     apart = float(table["smoe-4-4"][1]) - float(table["moe"][1])
     assert apart == pytest.approx(more, abs=0.1)
     share = more / float(table["moe"][1])
-    assert f"({100 * share:+.0f}%)" in report
+    assert f": {100 * share:+.0f}% beside moe" in report
 
 
 def test_what_is_kept_and_broken_is_named(two_runs):

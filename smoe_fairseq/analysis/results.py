@@ -18,6 +18,7 @@ from smoe_fairseq.analysis.collect import Direction, TypeCounts
 from smoe_fairseq.analysis.counts import Block, Counts
 from smoe_fairseq.analysis.exit_curve import Curve
 from smoe_fairseq.analysis.inputs import TEXT
+from smoe_fairseq.analysis.pivot import pivot
 
 KINDS = {False: "text", True: "special"}
 
@@ -111,11 +112,8 @@ class Results:
         return sorted(self.directions, key=lambda name: -self.sizes[name])
 
     def pivot(self) -> str | None:
-        """The language that all directions have in common, when just one does (the paper's English)."""
-        if len(self.directions) < 2:
-            return None
-        common = set.intersection(*(set(name.split("-")) for name in self.directions))
-        return common.pop() if len(common) == 1 else None
+        """See `pivot`."""
+        return pivot(self.directions)
 
 
 class TokenTable:

@@ -1,57 +1,61 @@
 """The paper's claims about requested capacity, (f) to (h), each with what this study says of it."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from smoe_fairseq.analysis.pivot import pivot
 from smoe_fairseq.recipes.study.student import interval
 from smoe_fairseq.recipes.study.verdicts import Verdict, decide
 
+SHARE = 0.2  # of what other targets differ by, which those of one language may, where they "do not"
 Routing = dict  # as `capacity_summary.summary` gives it
 
 
-def about_capacity(runs: Sequence[Routing]) -> list[Verdict]:
-    """Of the claims that can be told from ``runs``, each an SMoE's; a run counts once."""
-    return [v for claim in (_languages, _frequency, _first_block) for v in claim(runs)]
+def about_capacity(runs: Mapping[str, Sequence[Routing]]) -> list[Verdict]:
+    """Of the claims that can be told from ``runs``: by method, of each seed; methods are not pooled."""
+    claims = (_languages, _frequency, _first_block)
+    return [v for claim in claims for method, seeds in runs.items() for v in claim(method, seeds)]
 
 
-def _languages(runs: Sequence[Routing]) -> list[Verdict]:
-    values, names = [], set()
+def _languages(method: str, runs: Sequence[Routing]) -> list[Verdict]:
+    shares, names = [], set()
     for run in runs:
         requested = run["requested_capacity"]
-        pivot = _pivot(list(requested))
+        language = pivot(requested)
         means = {name: _mean(layers, "decoder") for name, layers in requested.items()}
-        into = [mean for name, mean in means.items() if name.endswith(f"-{pivot}")]
-        others = [mean for name, mean in means.items() if not name.endswith(f"-{pivot}")]
-        if pivot is None or len(into) < 2 or len(others) < 2 or None in means.values():
+        into = [mean for name, mean in means.items() if name.endswith(f"-{language}")]
+        others = [mean for name, mean in means.items() if not name.endswith(f"-{language}")]
+        if language is None or len(into) < 2 or len(others) < 2 or None in means.values():
             continue
-        values.append(_range(others) - _range(into))
-        names.add(pivot)
-    if not values:
+        if _range(others):
+            shares.append(_range(into) / _range(others))
+            names.add(language)
+    if not shares:
         return []
     claim = (
-        f"(f) requested capacity of targets in {'/'.join(sorted(names))} does not depend on the source "
-        "language, other targets differ: range over directions, others less these"
+        f"(f) {method}: requested capacity of targets in {'/'.join(sorted(names))} does not depend on the "
+        f"source language, other targets differ: range of these over that of others, below {SHARE}"
     )
-    return [decide(claim, interval(values))]
+    return [decide(claim, interval(shares), most=SHARE, spec=".3f")]
 
 
-def _frequency(runs: Sequence[Routing]) -> list[Verdict]:
+def _frequency(method: str, runs: Sequence[Routing]) -> list[Verdict]:
     found = []
     for side in ("encoder", "decoder"):
-        means = [_mean(run["rank_correlation"], side) for run in runs]
-        values = [mean for mean in means if mean is not None and mean == mean]
-        if values:
+        seeds = [_each(run["rank_correlation"], side) for run in runs]
+        seeds = [values for values in seeds if values]
+        if seeds:
             claim = (
-                f"(g) frequent tokens ask for less in the {side}: rank correlation of rareness and "
-                "requested capacity"
+                f"(g) {method}: frequent tokens ask for less in the {side}: rank correlation of rareness "
+                "and requested capacity"
             )
-            found.append(decide(claim, interval(values)))
+            found.append(_over_directions(claim, seeds))
     return found
 
 
-def _first_block(runs: Sequence[Routing]) -> list[Verdict]:
-    """Of the runs that have several encoder blocks; the interval is over directions where that is one."""
-    each = []
+def _first_block(method: str, runs: Sequence[Routing]) -> list[Verdict]:
+    """Of the runs that have several encoder blocks."""
+    seeds = []
     for run in runs:
         differences = []
         for layers in run["requested_capacity"].values():
@@ -64,22 +68,27 @@ def _first_block(runs: Sequence[Routing]) -> list[Verdict]:
                 first, *later = (value for _, value in blocks)
                 differences.append(first - statistics.fmean(later))
         if differences:
-            each.append(differences)
-    if not each:
-        return []
-    alone = len(each) == 1
-    values = each[0] if alone else [statistics.fmean(differences) for differences in each]
-    over = ", interval over the directions of one run" if alone else ""
-    claim = f"(h) the first encoder block asks for more than the later ones{over}"
-    return [decide(claim, interval(values))]
+            seeds.append(differences)
+    claim = f"(h) {method}: the first encoder block asks for more than the later ones"
+    return [_over_directions(claim, seeds)] if seeds else []
 
 
-def _pivot(directions: list[str]) -> str | None:
-    common = set.intersection(*(set(name.split("-")) for name in directions))
-    return common.pop() if len(common) == 1 and len(directions) > 1 else None
+def _over_directions(claim: str, seeds: Sequence[Sequence[float]]) -> Verdict:
+    """The claim is that the mean over directions is above zero; of the directions it is said how many are."""
+    by_direction = [statistics.fmean(values) for values in zip(*seeds, strict=False)]
+    above = sum(value > 0 for value in by_direction)
+    words = f"{above} above, {len(by_direction) - above} below, of {len(by_direction)}"
+    found = interval([statistics.fmean(values) for values in seeds])
+    return decide(claim, found, least=0, directions=words)
 
 
-def _mean(layers: dict[str, float], side: str) -> float | None:
+def _each(by_direction: Mapping[str, Mapping[str, float]], side: str) -> list[float]:
+    """Of each direction the mean over the blocks of a side, where that is a number."""
+    means = [_mean(layers, side) for layers in by_direction.values()]
+    return [mean for mean in means if mean is not None and mean == mean]
+
+
+def _mean(layers: Mapping[str, float], side: str) -> float | None:
     values = [value for name, value in layers.items() if name.startswith(f"{side}.")]
     return statistics.fmean(values) if values else None
 

@@ -31,9 +31,9 @@ def summary(run: Path) -> dict | None:
     """What is kept of it, with layers as "encoder.1"; None where there is none.
 
     Returns:
-        "requested_capacity": by direction and layer, the mean over tokens that are text; "rank_correlation":
-        by layer, Spearman's, over the types of all directions, of a type's rank by frequency in training
-        (1 is the most frequent) and its mean requested capacity.
+        By direction and layer: "requested_capacity", the mean over tokens that are text, and
+        "rank_correlation", Spearman's, over types, of a type's rank by frequency in training (1 is the most
+        frequent) and its mean requested capacity. Within a direction, since languages differ in both.
     """
     folder = run / FOLDER
     if not folder.exists():
@@ -41,22 +41,18 @@ def summary(run: Path) -> dict | None:
     requested: dict[str, dict[str, float]] = defaultdict(dict)
     for row in _rows(folder / "blocks.csv"):
         requested[row["direction"]][_layer(row)] = float(row["requested_capacity"])
-    types: dict[str, dict[str, list[float]]] = defaultdict(dict)  # rank, occurrences, stops
+    types: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)  # rank, capacity
     for row in _rows(folder / "tokens.csv"):
-        if row["frequency_rank"]:
-            number = int(row["occurrences"])
-            stops = number * float(row["requested_capacity"])
-            of_type = types[_layer(row)].setdefault(
-                row["token"], [float(row["frequency_rank"]), 0, 0]
-            )
-            of_type[1] += number
-            of_type[2] += stops
-    correlation = {}
-    for layer, of_layer in types.items():
-        seen = np.array([values for values in of_layer.values() if values[1] >= MIN_COUNT])
-        if len(seen) > 2:
-            correlation[layer] = spearman(seen[:, 0], seen[:, 2] / seen[:, 1])
-    return {"requested_capacity": dict(requested), "rank_correlation": correlation}
+        if row["frequency_rank"] and int(row["occurrences"]) >= MIN_COUNT:
+            numbers = float(row["frequency_rank"]), float(row["requested_capacity"])
+            types[row["direction"], _layer(row)].append(numbers)
+    correlation: dict[str, dict[str, float]] = defaultdict(dict)
+    for (direction, layer), numbers in types.items():
+        if len(numbers) > 2:
+            found = spearman(*np.array(numbers).T)
+            if found == found:  # where all ask for the same there is none
+                correlation[direction][layer] = round(found, 4)
+    return {"requested_capacity": dict(requested), "rank_correlation": dict(correlation)}
 
 
 def mean(runs: Iterable[dict | None]) -> dict[str, float] | None:

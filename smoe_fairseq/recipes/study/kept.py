@@ -7,7 +7,9 @@ import os
 import platform
 import re
 import shutil
+import statistics
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +21,7 @@ from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.evaluating.scores import Score
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.study import capacity_summary
+from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_folder
@@ -53,6 +56,22 @@ def make_folder(dataset: str) -> None:
 def there(dataset: Dataset, name: str) -> bool:
     """Whether a run's results are kept."""
     return (folder_of(dataset.name) / name / FILE).exists()
+
+
+def check_flags(dataset: Dataset, name: str, words: Sequence[str]) -> None:
+    """Raise UsageError where a run is kept that was trained with another value of a flag in ``words``."""
+    folder = folder_of(dataset.name) / name
+    try:
+        flags = json.loads((folder / FILE).read_text("utf-8")).get("flags", {})
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder} does not hold a run's results ({error})") from None
+    for flag, value in identity.what_is_trained(identity.given_flags(words)).items():
+        if flag not in identity.BATCH and flags.get(flag) != value:
+            was = f"with {flag} {flags[flag]}" if flag in flags else "without it"
+            raise UsageError(
+                f"{flag} {value}: {folder} is there and was made {was}; set RESULTS_DIR and RUN_DIR to "
+                "other folders for a study with other flags"
+            )
 
 
 def keep(dataset: Dataset, name: str, line: str) -> None:
@@ -168,8 +187,18 @@ class Result:
 
     @property
     def time(self) -> float:
-        """Seconds of training per target word; 0 where the log has not said."""
-        return self.curve[-1]["seconds"] / max(1, self.curve[-1]["words"])
+        """Seconds of training per target token, the median of the log's lines; 0 where it has none.
+
+        Validation, and what else holds up a few updates, is in few lines.
+        """
+        logged = [row for row in self.curve if row["training_nll"] is not None]
+        before = [{"words": 0, "seconds": 0}, *logged]
+        times = [
+            (row["seconds"] - last["seconds"]) / (row["words"] - last["words"])
+            for last, row in zip(before, logged, strict=False)
+            if row["words"] > last["words"]
+        ]
+        return statistics.median(times) if times else 0.0
 
 
 def read(dataset: str) -> list[Result]:

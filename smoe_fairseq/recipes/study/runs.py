@@ -18,6 +18,7 @@ from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.launch import cores, launch, whole_number
 from smoe_fairseq.recipes.shell import command, dry_run, environment, report
 from smoe_fairseq.recipes.study import capacity_summary, kept
+from smoe_fairseq.recipes.training.identity import given_flags
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.settings.method import has_strata, method_flags
 from smoe_fairseq.settings.paper_tables import tables
@@ -86,6 +87,9 @@ def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], obj
     """
     runs = _runs(dataset, words)
     left = [run for run in runs if not kept.there(dataset, run.name)]
+    for run in runs:
+        if run not in left:
+            kept.check_flags(dataset, run.name, run.flags)
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are left", flush=True)
     if dry_run():
         for run in left:
@@ -98,6 +102,8 @@ def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], obj
     kept.make_folder(dataset.name)  # before hours of work for it
     failed = _work(dataset, left, write_report) if left else []
     if failed:
+        with suppress(UsageError):  # the first run may have failed already
+            write_report()
         names = ", ".join(run.name for run in failed)
         raise UsageError(
             f"{len(failed)} of {len(left)} runs failed ({names}): {failed[0].folder / LOG} and so on say "
@@ -121,8 +127,8 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
 
 
 def _updates(given: dict, flags: Sequence[str]) -> int:
-    behind = [b for a, b in zip(flags, flags[1:], strict=False) if a == "--max-update"]
-    return int(behind[-1] if behind else given.get("max-update", 0))
+    asked = given_flags(flags).get("--max-update", "")
+    return int(asked if asked.isdecimal() else given.get("max-update", 0))
 
 
 def _work(dataset: Dataset, left: list[Run], write_report: Callable[[], object]) -> list[Run]:
@@ -146,8 +152,10 @@ def _work(dataset: Dataset, left: list[Run], write_report: Callable[[], object])
                     run = running[slot] = waiting.popleft()
                     _start(groups, run, slots[slot])
             if new and running:  # beside them; the last report is the caller's, with what is wrong
-                with suppress(UsageError):
+                try:
                     write_report()
+                except Exception as error:  # it can be made again, and hours of training cannot
+                    report(f"the report is to be made anew: {error}")
                 new = False
             time.sleep(POLL_SECONDS)
             updates = sum(run.done() for run in left)
@@ -155,17 +163,28 @@ def _work(dataset: Dataset, left: list[Run], write_report: Callable[[], object])
             for slot, run in list(running.items()):
                 if (status := run.process.poll()) is not None and not groups.received:
                     del running[slot]
+                    count = len(left) - len(waiting) - len(running)
                     if status:
-                        failed.append(run)
                         report(f"{run.name} failed: {run.folder / LOG}")
-                    else:
-                        kept.keep(dataset, run.name, f"SEED={run.seed} {run.line}")
+                    elif _keep(run):
                         new = True
-                        _tell(run, len(left) - len(waiting) - len(running), len(left))
+                        _tell(run, count, len(left))
+                        continue
+                    failed.append(run)
             if bar.disable and time.monotonic() > news + NEWS_SECONDS:
                 news = time.monotonic()
                 _tell_news(running, updates, updates - before, total, news - started)
     return failed
+
+
+def _keep(run: Run) -> bool:
+    """Whether its results could be kept; that they could not does not end the others."""
+    try:
+        kept.keep(run.dataset, run.name, f"SEED={run.seed} {run.line}")
+    except (UsageError, OSError, ValueError) as error:
+        report(f"{run.name} is trained and scored, and its results cannot be kept: {error}")
+        return False
+    return True
 
 
 def _slots() -> dict[int, dict[str, str]]:
@@ -209,5 +228,9 @@ def _tell(run: Run, count: int, total: int) -> None:
 
 def _tell_news(running: dict[int, Run], updates: int, made: int, total: int, seconds: float):
     where = ", ".join(f"{run.name} {run.done()} of {run.updates}" for run in running.values())
-    hours = f", about {(total - updates) * seconds / made / 3600:.1f} h left" if made > 0 else ""
+    hours = (
+        f", about {(total - updates) * seconds / made / 3600:.1f} h left"
+        if total > made > 0
+        else ""
+    )
     print(f"# {updates:,} of {total:,} updates{hours}; {where}", flush=True)

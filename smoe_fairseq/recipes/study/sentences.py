@@ -1,8 +1,12 @@
 """The paired bootstrap of the systems that claims compare, kept beside the runs: ``comparisons.json``."""
 
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
+from smoe_fairseq.recipes.evaluating import scores
+from smoe_fairseq.recipes.evaluating.scores import Score
+from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.study.kept import Result, folder_of
 from smoe_fairseq.recipes.tables.compare import by_sentences
 from smoe_fairseq.settings.dataset import Dataset
@@ -20,29 +24,37 @@ def compared(
 ) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
     """By pair and direction, the difference in BLEU and its p-value over sentences, of the seeds of both.
 
-    Computed of the runs' translations where these are there; otherwise as kept from before. A pair of which
-    there is neither is left out.
+    As kept from before, and otherwise computed of the runs' translations. A pair of which there is neither
+    is left out.
     """
+    folders = Folders(dataset.name)
     file = folder_of(dataset.name) / FILE
     before = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    now, found = {}, {}
+    everything = {r.name: _bleu(r.scores) for results in systems.values() for r in results}
+    now = {k: v for k, v in before.items() if v["runs"].items() <= everything.items()}
+    found = {}
     for pair in dict.fromkeys(pairs):
         key = " ".join(pair)
         common = set.intersection(*({r.seed for r in systems[method]} for method in pair))
         of_both = [r for method in pair for r in systems[method] if r.seed in common]
-        runs = {r.name: round(r.bleu, 6) for r in of_both}
-        if before.get(key, {}).get("runs") == runs:
-            now[key] = before[key]
-        else:
+        runs = {r.name: everything[r.name] for r in of_both}
+        if now.get(key, {}).get("runs") != runs:
             try:
+                there = {name: _bleu(scores.read(folders.run(name))) for name in runs}
+                if there != runs:  # a machine without the runs, or with others of these names
+                    continue
                 now[key] = {"runs": runs, "directions": by_sentences(dataset, *pair, common)}
-            except UsageError:  # a machine without the runs
+            except UsageError:  # scores without translations
                 continue
         found[pair] = {d: tuple(values) for d, values in now[key]["directions"].items()}
-    text = json.dumps(now, indent=1) + "\n"
-    if now and now != before:
-        write_whole(file, text)
+    if now != before:
+        write_whole(file, json.dumps(dict(sorted(now.items())), indent=1) + "\n")
     return found
+
+
+def _bleu(found: Mapping[str, Score]) -> float | None:
+    """Mean over the directions; None of a run that is not scored."""
+    return round(statistics.fmean(s.bleu for s in found.values()), 6) if found else None
 
 
 def in_words(directions: Mapping[str, tuple[float, float]]) -> str:

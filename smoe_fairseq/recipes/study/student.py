@@ -2,17 +2,23 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Difference:
-    """``mean`` and the ends of its 95 percent interval; both ends None where it is a single run's."""
+    """``mean`` of ``count`` and the ends of its 95 percent interval; both None where it is a single one's."""
 
     mean: float
     low: float | None
     high: float | None
+    count: int
+
+    def map(self, function: Callable[[float], float]) -> "Difference":
+        """The same in other units, by a function that rises."""
+        ends = (None if end is None else function(end) for end in (self.low, self.high))
+        return Difference(function(self.mean), *ends, self.count)
 
     def __str__(self) -> str:
         return format(self, "")
@@ -30,9 +36,9 @@ def interval(values: Sequence[float]) -> Difference:
     """Of the mean of a few values, against zero."""
     mean = statistics.fmean(values)
     if len(values) < 2:
-        return Difference(mean, None, None)
+        return Difference(mean, None, None, 1)
     width = quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return Difference(mean, mean - width, mean + width)
+    return Difference(mean, mean - width, mean + width, len(values))
 
 
 def paired(first: Mapping, second: Mapping) -> Difference | None:

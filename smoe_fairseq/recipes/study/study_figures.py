@@ -28,7 +28,9 @@ def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
     figure, axes = new(rows, 2, width=9.0, height=3.6 * rows + 0.4, sharex="col", sharey=True)
     for (by_flops, by_hours), systems in zip(axes, groups, strict=True):
         for method, results in systems.items():
-            curves = [_second_half(result) for result in results]
+            curves = [_second_half(result) for result in results if result.time]
+            if not curves:
+                continue
             _draw_curves(by_hours, colours[method], curves, "hours", label=method)
             if method in flops:
                 for curve in curves:
@@ -49,6 +51,8 @@ def _draw_curves(ax, colour: str, curves: Sequence[dict], column: str, label: st
     for curve in curves if len(curves) > 1 else ():
         ax.plot(curve[column], curve["loss"], lw=0.6, color=colour, alpha=0.6)
     common = set.intersection(*(set(curve["update"]) for curve in curves))
+    if not common:  # of seeds that were validated at other updates
+        common, curves = set(curves[0]["update"]), curves[:1]
     at = [np.isin(curve["update"], sorted(common)) for curve in curves]
     x, y = (
         np.mean([curve[name][w] for curve, w in zip(curves, at, strict=True)], axis=0)
@@ -80,16 +84,19 @@ def _at(rows: Sequence[dict], result: Result, column: str) -> np.ndarray:
 
 
 @styled
-def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure:
+def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
     """BLEU above that of the baseline: of each direction and their mean a column, of each method a row.
 
     Bars are means over the seeds that both have, dots are the seeds. Columns share their scale.
+    None where nothing can be compared.
     """
     systems = {method: results for group in groups for method, results in group.items()}
-    common = {result.seed for result in systems[baseline]}
+    common = {result.seed for result in systems.get(baseline, ())}
     others = [m for m in systems if m != baseline and common & {r.seed for r in systems[m]}]
     every = [result for results in systems.values() for result in results]
-    directions = [d for d in systems[baseline][0].scores if all(d in r.scores for r in every)]
+    directions = [d for d in every[0].scores if all(d in r.scores for r in every)]
+    if not others or not directions:
+        return None
     columns = [("mean", directions), *((d, [d]) for d in directions)]
     height = 1.2 + 0.21 * len(others)
     figure, axes = new(1, len(columns), width=11.0, height=height, sharey=True, sharex=True)

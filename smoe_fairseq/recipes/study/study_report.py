@@ -4,10 +4,8 @@ import statistics
 from pathlib import Path
 
 from smoe_fairseq.recipes import seeds
-from smoe_fairseq.recipes.study import capacity_summary, kept, sentences
-from smoe_fairseq.recipes.study.capacity_claims import about_capacity
-from smoe_fairseq.recipes.study.student import paired
-from smoe_fairseq.recipes.study.verdicts import SMOE, about_cost, about_scores
+from smoe_fairseq.recipes.study import capacity_summary, kept
+from smoe_fairseq.recipes.study.claims_table import claims_table
 from smoe_fairseq.recipes.tables.columns import Column
 from smoe_fairseq.recipes.tables.render import Grid, markdown, number
 from smoe_fairseq.recipes.tables.table import system_costs
@@ -32,14 +30,15 @@ def write_report(dataset: Dataset) -> Path:
         method: system_costs(dataset, method, capacity_summary.mean([r.routing for r in results]))
         for method, results in systems.items()
     }
-    claims = _claims(dataset, systems, costs)
+    flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
+    claims = claims_table(dataset, systems, flops, BASELINE)
     parts = [
         f"# Study: {dataset.name}",
         markdown(_table(systems, costs)),
         *(["## The paper's claims", markdown(claims)] if claims.rows else []),
         "## BLEU by direction",
         markdown(_directions(systems)),
-        *_pictures(folder, _groups(dataset, systems), costs),
+        *_pictures(folder, _groups(dataset, systems), flops),
         "## Runs",
         markdown(_made(systems)),
     ]
@@ -90,8 +89,8 @@ def _table(systems, costs) -> Grid:
     header += ["validation loss", f"less {BASELINE}'s", "BLEU", f"less {BASELINE}'s"]
     notes = [
         "FLOPs of a forward pass (at the requested capacity of the test set's text, where a model has "
-        "strata), time of a whole update, per target token. Validation loss in bits per "
-        "target token, the lowest of a run; BLEU of that checkpoint, mean over the directions. Mean over "
+        "strata), time of a whole update (the median), per target token. Validation loss in bits per "
+        "target token, the lowest of a run; BLEU mean over the directions. Mean over "
         "seeds and, behind it, their standard deviation; beside the baseline, of the differences of those "
         "seeds that both have."
     ]
@@ -103,48 +102,12 @@ def _with_spread(values: list[float], digits: int, sign: bool = False) -> str:
     return f"{mean} ± {number(statistics.stdev(values), digits)}" if len(values) > 1 else mean
 
 
-def _claims(dataset: Dataset, systems, costs) -> Grid:
-    found = about_scores({m: {r.seed: r.bleu for r in results} for m, results in systems.items()})
-    pairs = [v.methods for v in found]
-    by_sentence = sentences.compared(dataset, systems, pairs)
-    flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
-    times = {m: {r.seed: r.time for r in systems[m] if r.time} for m in flops}
-    times = {m: of_runs for m, of_runs in times.items() if of_runs}
-    found += about_cost(times, flops, BASELINE)
-    smoe = [r for m, results in systems.items() if _is_smoe(m) for r in results]
-    found += about_capacity([result.routing for result in smoe if result.routing])
-    losses = {method: {r.seed: r.validation for r in rs} for method, rs in systems.items()}
-    rows = [
-        [
-            *(v.claim, str(v.difference)),
-            f"{paired(*(losses[m] for m in v.methods)):+.3f}" if v.methods else "",
-            sentences.in_words(by_sentence[v.methods]) if v.methods in by_sentence else "",
-            v.verdict,
-        ]
-        for v in found
-    ]
-    notes = [
-        "Of scores, the difference of the mean BLEU and of the validation loss (bits per token; below zero "
-        "is better) over the seeds that both have, with its 95 percent interval (paired t), "
-        f"and the directions that differ by sentences (paired bootstrap, p < {sentences.LEVEL}). (e): "
-        "relative to what the FLOPs say, from the seconds that training took, beside whatever else ran on "
-        "the machine. (f) to (h): all runs of SMoE on the test set, text alone."
-    ]
-    header = ["claim", "difference", "of the loss", "directions", "verdict"]
-    return Grid(header, rows, notes, texts=5)
-
-
-def _is_smoe(method: str) -> bool:
-    """As the paper has it, of any depth."""
-    return bool(SMOE.match(method.replace("deep-", "smoe-")))
-
-
 def _directions(systems) -> Grid:
     first = next(iter(systems.values()))[0]
     columns = [Column(direction, (direction,)) for direction in first.scores]
     rows = []
     for method, results in systems.items():
-        row = [method]
+        row = [method, str(len(results))]
         for column in columns:
             (direction,) = column.directions
             bleu = [r.scores[direction].bleu for r in results if direction in r.scores]
@@ -152,32 +115,33 @@ def _directions(systems) -> Grid:
         rows.append(row)
     signatures = {s.signature for rs in systems.values() for r in rs for s in r.scores.values()}
     notes = [f"sacreBLEU {signature}" for signature in sorted(signatures)]
-    return Grid(["method", *(column.name for column in columns)], rows, notes)
+    return Grid(["method", "seeds", *(column.name for column in columns)], rows, notes)
 
 
 def _groups(dataset: Dataset, systems: dict) -> list[dict]:
     """As many systems as can be told apart: first those of the data set's study, then the others, beside
     the baseline.
     """
-    first = [m for m in systems if m in dataset.study] or list(systems)[:GROUP]
-    others = [m for m in systems if m not in first and m != BASELINE]
     baseline = [m for m in systems if m == BASELINE]
-    parts = [first, *(baseline + others[i : i + GROUP] for i in range(0, len(others), GROUP))]
+    first = [m for m in systems if m in dataset.study] or list(systems)[:GROUP]
+    others = [m for m in systems if m not in [*first, BASELINE]]
+    parts = [first, *(others[i : i + GROUP] for i in range(0, len(others), GROUP))]
+    parts = [part if BASELINE in part else baseline + part for part in parts]
     return [{m: systems[m] for m in part} for part in parts]
 
 
-def _pictures(folder: Path, groups, costs) -> list[str]:
+def _pictures(folder: Path, groups, flops) -> list[str]:
     try:
         from smoe_fairseq.analysis.figures import style
     except ImportError:
         return []
     from smoe_fairseq.recipes.study import study_figures as figures
 
-    flops = {m: cost[1] * 1e6 for m, cost in costs.items() if cost[1] is not None}
-    drawn = {"costs": figures.draw_costs(groups, flops)}
-    methods = {method for group in groups for method in group}
-    if BASELINE in methods and len(methods) > 1:
-        drawn["directions"] = figures.draw_directions(groups, BASELINE)
+    drawn = {
+        "costs": figures.draw_costs(groups, {m: 1e6 * value for m, value in flops.items()}),
+        "directions": figures.draw_directions(groups, BASELINE),
+    }
+    drawn = {name: figure for name, figure in drawn.items() if figure is not None}
     for name, figure in drawn.items():
         style.save(figure, folder / name)
     return ["## Pictures", *(f"![{name}]({name}.png)" for name in drawn)]

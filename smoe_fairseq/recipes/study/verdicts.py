@@ -1,104 +1,110 @@
 """The paper's claims, each with what this study says of it: (a) to (d) about scores, (e) about cost."""
 
+import itertools
 import math
 import re
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from smoe_fairseq.recipes.study.student import Difference, paired
 
 CONFIRMED, OPEN, REFUTED = "confirmed here", "not confirmed here", "refuted here"
-SMOE = re.compile(r"smoe-\d")  # as the paper has it: other methods' names go on otherwise
 MARGIN = 0.3  # BLEU by which a model may be behind one that it is said to reach
 NEAR = 0.1  # share by which the time of a token may differ from what its FLOPs say
+_SMOE = re.compile(
+    r"smoe((?:-\d+){2,})"
+)  # as the paper has it: other methods' names go on otherwise
+
+BySeed = Mapping[int | None, float]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``claim`` in words, the number it is about and what that says; ``methods`` that it compares."""
+    """``claim`` in words, the number it is about and what that says.
+
+    ``found`` is None where there is no seed to tell from, ``spec`` is how its numbers are written;
+    ``methods`` are two whose scores are compared, ``directions`` in how many it is so.
+    """
 
     claim: str
-    difference: Difference
+    found: Difference | None
     verdict: str
     methods: tuple[str, str] | None = None
+    spec: str = "+.2f"
+    directions: str = ""
 
 
-def decide(claim: str, found: Difference, margin: float = 0.0, methods=None) -> Verdict:
-    """The claim is that ``found`` is above zero, or no further below than ``margin``.
+def decide(claim: str, found: Difference | None, least=-math.inf, most=math.inf, **more) -> Verdict:
+    """The claim is that what was ``found`` lies above ``least`` and below ``most``.
 
-    "Confirmed" and "refuted" are said only where the interval excludes the opposite: one that holds zero,
-    and any single number, leaves a claim open.
+    "Confirmed" and "refuted" are said only where the interval excludes the opposite: one that holds either
+    end, and any single number, leaves a claim open.
     """
-    if found.low is None:
-        return Verdict(claim, found, f"{OPEN}: a single run", methods)
-    if found.low > -margin:
-        return Verdict(claim, found, CONFIRMED, methods)
-    return Verdict(claim, found, REFUTED if found.high < -margin else OPEN, methods)
+    if found is None:
+        verdict = f"{OPEN}: no seed that both have"
+    elif found.low is None:
+        verdict = f"{OPEN}: a single seed"
+    elif least < found.low and found.high < most:
+        verdict = CONFIRMED
+    else:
+        verdict = REFUTED if found.high < least or most < found.low else OPEN
+    return Verdict(claim, found, verdict, **more)
 
 
-def about_scores(points: Mapping[str, Mapping[int | None, float]]) -> list[Verdict]:
-    """Of the claims whose systems are there, with a seed that both have; ``points`` has, by method, BLEU by
-    seed.
+def strata(method: str) -> tuple[int, ...]:
+    """Experts of each stratum of an SMoE as the paper has it; of other methods none."""
+    found = _SMOE.fullmatch(method)
+    return tuple(int(size) for size in found[1][1:].split("-")) if found else ()
+
+
+def about_scores(points: Mapping[str, BySeed], experts: int) -> list[Verdict]:
+    """Of the claims whose systems are there; ``points`` has, by method, BLEU by seed.
+
+    Each SMoE of ``experts`` experts, which are those of the data set's ``moe``, is compared: to choose the
+    best one, and test it on what it was chosen by, would favour it.
     """
-    found = []
-    best = best_smoe(points)
-    if best is not None:
-        for other in ("moe", "switch", "moe-eom", "moe-cmr"):
-            if other in points:
-                found.append(_above(points, other, best, f"(a) {best} is above {other}"))
-    for stacked in sorted(m for m in points if m.startswith("stacked-")):
-        if "moe" in points:
-            found.append(_above(points, stacked, "moe", f"(b) moe is above {stacked}"))
-    if best is not None and "moe-16" in points:
-        claim = f"(c) {best} reaches moe-16, within {MARGIN} BLEU"
-        found.append(_above(points, "moe-16", best, claim, MARGIN))
-    if {"smoe-4-4", "smoe-2-2-2-2"} <= points.keys():
-        claim = "(d) fewer experts per stratum are better: smoe-2-2-2-2 is above smoe-4-4"
-        found.append(_above(points, "smoe-4-4", "smoe-2-2-2-2", claim))
-    return [verdict for verdict in found if verdict is not None]
-
-
-def best_smoe(points: Mapping[str, Mapping[int | None, float]]) -> str | None:
-    """The SMoE of highest mean."""
-    smoe = [method for method in points if SMOE.match(method)]
-    return max(smoe, key=lambda m: statistics.fmean(points[m].values()), default=None)
+    smoe = [method for method in points if sum(strata(method)) == experts]
+    claims: list[tuple[str, str, str, float]] = []  # upper, lower, words, least
+    for method, other in itertools.product(smoe, ("moe", "switch", "moe-eom", "moe-cmr")):
+        claims.append((method, other, f"(a) {method} is above {other}", 0))
+    for stacked in (m for m in points if m.startswith("stacked-")):
+        claims.append(("moe", stacked, f"(b) moe is above {stacked}", 0))
+    twice = f"moe-{2 * experts}"
+    for method in smoe:
+        words = f"(c) {method} reaches {twice}, within {MARGIN} BLEU"
+        claims.append((method, twice, words, -MARGIN))
+    even = sorted((m for m in smoe if len(set(strata(m))) == 1), key=lambda m: len(strata(m)))
+    for coarse, fine in itertools.pairwise(even):
+        words = f"(d) fewer experts per stratum are better: {fine} is above {coarse}"
+        claims.append((fine, coarse, words, 0))
+    return [
+        decide(words, paired(points[lower], points[upper]), least, methods=(lower, upper))
+        for upper, lower, words, least in claims
+        if upper in points and lower in points
+    ]
 
 
 def about_cost(
-    times: Mapping[str, Mapping[int | None, float]], flops: Mapping[str, float], baseline: str
+    times: Mapping[str, BySeed], flops: Mapping[str, float], baseline: str
 ) -> list[Verdict]:
-    """Whether a token of each SMoE takes as much longer than one of ``baseline`` as it has more FLOPs.
+    """Whether a token of each SMoE takes about as much longer than one of ``baseline`` as it has more FLOPs.
 
     Args:
-        times: by method, seconds of training per word, by seed.
+        times: by method, seconds of training per token, by seed.
         flops: per token.
     """
     found = []
     for method in times:
-        if not SMOE.match(method) or baseline not in times:
+        if not strata(method) or baseline not in times:
             continue
-        more = math.log(flops[method] / flops[baseline])
+        ratio = flops[method] / flops[baseline]
         logs = [{s: math.log(x) for s, x in times[m].items()} for m in (baseline, method)]
-        if (d := paired(*logs)) is None:
-            continue
-        ends = None if d.low is None else (math.expm1(d.low - more), math.expm1(d.high - more))
-        beside = Difference(math.expm1(d.mean - more), *(ends or (None, None)))
         claim = (
-            f"(e) {method} takes as much more time than {baseline} as FLOPs "
-            f"({math.expm1(more):+.0%}), within {NEAR:.0%}"
+            f"(e) time per token of {method} is within {NEAR:.0%} of what FLOPs say: "
+            f"{ratio - 1:+.0%} beside {baseline}"
         )
-        if ends is None:
-            verdict = f"{OPEN}: a single run"
-        elif max(map(abs, ends)) <= NEAR:
-            verdict = CONFIRMED
-        else:
-            apart = ends[0] > NEAR or ends[1] < -NEAR
-            verdict = REFUTED if apart else OPEN
-        found.append(Verdict(claim, beside, verdict))
+        ends = ratio / (1 + NEAR) - 1, ratio * (1 + NEAR) - 1
+        logs_apart = paired(*logs)
+        more = None if logs_apart is None else logs_apart.map(math.expm1)
+        found.append(decide(claim, more, *ends, spec="+.1%"))
     return found
-
-
-def _above(points, lower: str, upper: str, claim: str, margin: float = 0.0) -> Verdict | None:
-    found = paired(points[lower], points[upper])
-    return None if found is None else decide(claim, found, margin, (lower, upper))

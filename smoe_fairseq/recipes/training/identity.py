@@ -13,6 +13,7 @@ from smoe_fairseq.system.files import write_whole
 
 FILE = "identity.json"
 _TRAINED = "trained"  # in it, once that is so: how far
+BATCH = ("--max-tokens", "--batch-size", "--update-freq")  # kept as what they make together
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
 # Flags that may differ when a run is resumed. All others are part of what is trained. So is the precision
@@ -67,11 +68,11 @@ def claim(
     Raises:
         UsageError: another run is being trained there, or what is there was started as another.
     """
-    given = _given(words)
+    given = given_flags(words)
     if "--no-save" in given:
         return True
     folder = Path(given["--save-dir"])
-    flags = {n: v for n, v in given.items() if n not in _FREE and not n.startswith(_FREE_PREFIXES)}
+    flags = what_is_trained(given)
     own = {
         "method": method,
         "dictionary": _dictionary(data),
@@ -108,7 +109,7 @@ def claim(
 
 def finish(words: Sequence[str]) -> None:
     """Notes that the run has been trained as far as it was to be, so that it is not started for nothing."""
-    given = _given(words)
+    given = given_flags(words)
     file = Path(given["--save-dir"]) / FILE
     if "--no-save" not in given and file.exists() and "--stop-time-hours" not in given:
         content = _read(file) | {_TRAINED: _limits(given)}
@@ -119,7 +120,12 @@ def _limits(given: dict[str, str]) -> dict[str, str]:
     return {name: given[name] for name in _LIMITS if name in given}
 
 
-def _given(words: Sequence[str]) -> dict[str, str]:
+def what_is_trained(flags: dict[str, str]) -> dict[str, str]:
+    """Without those that may differ when a run is resumed."""
+    return {n: v for n, v in flags.items() if n not in _FREE and not n.startswith(_FREE_PREFIXES)}
+
+
+def given_flags(words: Sequence[str]) -> dict[str, str]:
     """All flags, with what follows the last occurrence of each."""
     given: dict[str, list[str]] = {}
     values: list[str] = []  # in front of the first flag: the data's folder, which may be moved
@@ -140,7 +146,7 @@ def _with_whole_batch(flags: dict[str, str], processes: int) -> dict[str, str]:
     if not frequency.isdecimal():
         return {**flags, "processes": str(processes)}
     whole = {name: value for name, value in flags.items() if name != "--update-freq"}
-    for name in ("--max-tokens", "--batch-size"):
+    for name in BATCH[:2]:
         if whole.get(name, "").isdecimal():
             size = int(whole.pop(name)) * int(frequency) * processes
             whole[f"{name} x --update-freq x processes ="] = str(size)

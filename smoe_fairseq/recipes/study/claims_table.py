@@ -1,0 +1,55 @@
+"""The paper's claims with their verdicts, as a table."""
+
+from smoe_fairseq.recipes.study import sentences
+from smoe_fairseq.recipes.study.capacity_claims import about_capacity
+from smoe_fairseq.recipes.study.student import paired
+from smoe_fairseq.recipes.study.verdicts import Verdict, about_cost, about_scores, strata
+from smoe_fairseq.recipes.tables.render import MISSING, Grid
+from smoe_fairseq.settings.dataset import Dataset
+
+HEADER = ["claim", "seeds", "found", "loss", "directions", "verdict"]
+
+
+def claims_table(dataset: Dataset, systems, flops, baseline: str) -> Grid:
+    """``systems``: by method, results in the order of their seeds; ``flops``: by method, per token."""
+    bleu = {m: {r.seed: r.bleu for r in results} for m, results in systems.items()}
+    losses = {m: {r.seed: r.validation for r in results} for m, results in systems.items()}
+    times = {m: {r.seed: r.time for r in systems[m] if r.time} for m in flops}
+    scored = about_scores(bleu, dataset.experts)
+    by_sentence = sentences.compared(dataset, systems, [v.methods for v in scored if v.found])
+    rows = [
+        _row(
+            v,
+            loss=f"{paired(*(losses[m] for m in v.methods)):+.3f}" if v.found else MISSING,
+            directions=sentences.in_words(by_sentence[v.methods])
+            if v.methods in by_sentence
+            else "not computed",
+        )
+        for v in scored
+    ]
+    rest = about_cost({m: of_runs for m, of_runs in times.items() if of_runs}, flops, baseline)
+    rest += about_capacity(
+        {
+            method: [result.routing for result in results if result.routing]
+            for method, results in systems.items()
+            if strata(method.replace("deep-", "smoe-"))
+        }
+    )
+    rows += [_row(v, loss="", directions=v.directions) for v in rest]
+    notes = [
+        "Found, of scores: the difference of the mean BLEU over the seeds that both have, with its 95 "
+        "percent interval (paired t); loss: the same of the validation loss, in bits per token, where "
+        "below zero is better. Directions, of scores: those that differ by sentences (paired bootstrap "
+        f"of both systems' seeds, p < {sentences.LEVEL}, of which one in twenty is chance); of the rest: "
+        "by their mean over seeds. (e): how much more time a token takes, from what training took, beside "
+        "whatever else ran on the machine. (f) to (h): of the text of the test set, with the references "
+        "as the decoder's input."
+    ]
+    return Grid(HEADER, rows, notes, texts=len(HEADER))
+
+
+def _row(verdict: Verdict, loss: str, directions: str) -> list[str]:
+    found = verdict.found
+    number = MISSING if found is None else format(found, verdict.spec)
+    seeds = MISSING if found is None else str(found.count)
+    return [verdict.claim, seeds, number, loss, directions, verdict.verdict]
