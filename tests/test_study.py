@@ -16,8 +16,8 @@ from test_recipes_evaluation import kill_session, wait_until
 from smoe_fairseq.recipes.study import kept
 from smoe_fairseq.recipes.study.capacity_claims import about_capacity
 from smoe_fairseq.recipes.study.capacity_summary import spearman
-from smoe_fairseq.recipes.study.student import interval, paired, quantile
 from smoe_fairseq.recipes.study.verdicts import CONFIRMED, OPEN, REFUTED, about_cost, about_scores
+from smoe_fairseq.recipes.tables.student import interval, paired, quantile
 
 ROOT = Path(__file__).parents[1]
 RUNS = ("moe", "smoe-2-2", "moe.seed-2", "smoe-2-2.seed-2")

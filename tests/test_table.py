@@ -285,7 +285,11 @@ def test_seeds_are_compared_by_sentences_and_by_seeds(two_systems):
     assert float(rows["en-de"][3]) < 0.01 and rows["en-de"][4] == "0.3333"
     assert rows["average"] == [*rows["en-de"][:3], "-", "0.3333"]
     assert "moe: moe, moe.seed-2" in printed and "at least 0.3333" in printed
+    # Two differences that are 1 apart: a standard error of 0.5, and t of one degree of freedom is 12.706.
+    low, high = (f"{b - 0.5 - a + sign * 0.5 * 12.7062:+.2f}" for sign in (-1, 1))
+    assert f"within the 2 seeds of both: {b - 0.5 - a:+.2f} [{low}, {high}]" in printed
     one = table(folder, *words[:2], "dense.seed-2", "moe.seed-2").stdout
+    assert "within" not in one
     assert "mean of" not in one and f"{b - 1:.2f}" in one
 
 

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from smoe_fairseq.analysis.pivot import pivot
-from smoe_fairseq.recipes.study.student import interval
 from smoe_fairseq.recipes.study.verdicts import Verdict, decide
+from smoe_fairseq.recipes.tables.student import interval
 
 SHARE = 0.2  # of what other targets differ by, which those of one language may, where they "do not"
 Routing = dict  # as `capacity_summary.summary` gives it

@@ -2,9 +2,9 @@
 
 from smoe_fairseq.recipes.study import sentences
 from smoe_fairseq.recipes.study.capacity_claims import about_capacity
-from smoe_fairseq.recipes.study.student import paired
 from smoe_fairseq.recipes.study.verdicts import Verdict, about_cost, about_scores, strata
 from smoe_fairseq.recipes.tables.render import MISSING, Grid
+from smoe_fairseq.recipes.tables.student import paired
 from smoe_fairseq.settings.dataset import Dataset
 
 HEADER = ["claim", "seeds", "found", "loss", "directions", "verdict"]

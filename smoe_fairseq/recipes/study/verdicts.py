@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from smoe_fairseq.recipes.study.student import Difference, paired
+from smoe_fairseq.recipes.tables.student import Difference, paired
 
 CONFIRMED, OPEN, REFUTED = "confirmed here", "not confirmed here", "refuted here"
 MARGIN = 0.3  # BLEU by which a model may be behind one that it is said to reach

@@ -14,6 +14,7 @@ from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.evaluating.evaluation import SPBLEU_TOKENIZER
 from smoe_fairseq.recipes.folders import Folders, tested_text
 from smoe_fairseq.recipes.tables.render import Grid, number
+from smoe_fairseq.recipes.tables.student import paired
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.quiet import quietly
@@ -63,6 +64,7 @@ def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU
         rows.append(["average", *_row(points, None), number(by_seeds(*points), digits=4)])
         notes += [f"{name}: {', '.join(system.runs)}" for name, system in systems.items()]
         notes.append(_smallest(*points))
+        notes += _within_seeds(dataset, one, other)
     said = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
     notes += [f"{said} {signature}" for signature in sorted(signatures)]
     return Grid(header, rows, notes)
@@ -154,6 +156,19 @@ def _smallest(first: Sequence[float], second: Sequence[float]) -> str:
         return "p (seeds) takes two runs of each"
     apart = by_seeds(range(len(first)), range(100, 100 + len(second)))
     return f"p (seeds): permutation test over the runs; with so many it is at least {apart:.4f}"
+
+
+def _within_seeds(dataset: Dataset, one: "_System", other: "_System") -> list[str]:
+    """A seed gives all systems the same batches, so that less is left to chance than between seeds."""
+    directions = _of_both(dataset, one, other)
+    averages = [
+        dict(zip(map(seeds.seed_in, system.runs), system.points(directions), strict=True))
+        for system in (one, other)
+    ]
+    apart = paired(*averages) if directions else None
+    if apart is None or apart.low is None:
+        return []
+    return [f"within the {apart.count} seeds of both: {apart}, 95 percent interval (paired t)"]
 
 
 def _row(points: Sequence[Sequence[float]], p: float | None) -> list[str]:
