@@ -1,5 +1,6 @@
 """The study in ``results/``: its reports are what the command makes of it, and the docs have them."""
 
+import csv
 import json
 import re
 import shutil
@@ -45,3 +46,18 @@ def test_the_docs_have_the_reports_tables():
     assert len(tables) == 3
     for table in tables:
         assert f"\n\n{table}\n" in docs, "docs/study.md is older than results/multi30k/report.md"
+
+
+def test_the_docs_table_of_learning_rates_is_that_of_the_curves():
+    """What is not in the curves is an empty cell."""
+    with open(ROOT / "results/learning_rate/multi30k.csv", encoding="utf-8", newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["update"] == "1882"]
+    found = {(row["rate"], row["method"]): row["validation_nll"] for row in rows}
+    section = (ROOT / "docs/study.md").read_text().split("## The learning rate")[1]
+    header, _, *lines = (line for line in section.splitlines() if line.startswith("|"))
+    methods = [cell.strip(" `") for cell in header.split("|")[2:-1]]
+    shown = {}
+    for line in lines[:3]:
+        rate, *cells = (cell.strip(" *") for cell in line.split("|")[1:-1])
+        shown |= {(rate, m): cell for m, cell in zip(methods, cells, strict=True) if cell}
+    assert shown == found
