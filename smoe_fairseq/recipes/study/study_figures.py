@@ -25,7 +25,7 @@ def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
     systems; seeds are thin lines, and their mean a thick one.
     """
     rows, colours = len(groups), _colours(groups)
-    figure, axes = new(rows, 2, width=9.0, height=3.6 * rows + 0.4, sharex="col", sharey=True)
+    figure, axes = new(rows, 2, width=9.0, height=3.6 * rows + 0.4, sharey="row")
     for (by_flops, by_hours), systems in zip(axes, groups, strict=True):
         for method, results in systems.items():
             curves = [_second_half(result) for result in results if result.time]
