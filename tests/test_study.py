@@ -27,7 +27,7 @@ RUNS = ("moe", "smoe-2-2", "moe.seed-2", "smoe-2-2.seed-2")
 def data(tmp_path_factory):
     """A data set to study, prepared."""
     folder = tmp_path_factory.mktemp("study")
-    raw = write_text(folder / "text", "en-fr", train=100, valid=10, test=6)
+    raw = write_text(folder / "text", "en-fr", train=100, valid=10, test=30)
     given = write_dataset(
         *(folder / "configs", "tiny"),
         pairs=["en-fr"],
@@ -139,7 +139,9 @@ def test_the_report_is_made_of_what_is_kept(studied, tmp_path):
     assert list(kept_pairs) == ["moe smoe-2-2"]
     assert set(kept_pairs["moe smoe-2-2"]["directions"]) == {"en-fr", "fr-en"}
     assert "(e) time per token of smoe-2-2 is within 10% of what FLOPs say" in report
-    assert "(g) smoe-2-2: frequent tokens ask for less in the decoder" in report
+    routing = [folder / "results/tiny" / n / "routing.json" for n in ("smoe-2-2", "smoe-2-2.seed-2")]
+    told = any(json.loads(file.read_text())["rank_correlation"] for file in routing)
+    assert ("(g) smoe-2-2: frequent tokens ask for less" in report) == told
     assert not (tmp_path / "results/tiny/moe/routing.json").exists()
     of_smoe = json.loads((tmp_path / "results/tiny/smoe-2-2/routing.json").read_text())
     assert set(of_smoe["requested_capacity"]["en-fr"]) == {"encoder.1", "decoder.1"}
