@@ -139,7 +139,9 @@ def test_the_report_is_made_of_what_is_kept(studied, tmp_path):
     assert list(kept_pairs) == ["moe smoe-2-2"]
     assert set(kept_pairs["moe smoe-2-2"]["directions"]) == {"en-fr", "fr-en"}
     assert "(e) time per token of smoe-2-2 is within 10% of what FLOPs say" in report
-    routing = [folder / "results/tiny" / n / "routing.json" for n in ("smoe-2-2", "smoe-2-2.seed-2")]
+    routing = [
+        folder / "results/tiny" / n / "routing.json" for n in ("smoe-2-2", "smoe-2-2.seed-2")
+    ]
     told = any(json.loads(file.read_text())["rank_correlation"] for file in routing)
     assert ("(g) smoe-2-2: frequent tokens ask for less" in report) == told
     assert not (tmp_path / "results/tiny/moe/routing.json").exists()
