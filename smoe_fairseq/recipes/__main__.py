@@ -55,14 +55,11 @@ def _generator(_) -> None:
 
 
 def _study(given) -> None:
-    from smoe_fairseq.recipes.shell import dry_run
     from smoe_fairseq.recipes.study.runs import study
     from smoe_fairseq.recipes.study.study_report import write_report
 
     dataset = load_dataset(given.dataset)
     study(dataset, given.flags, lambda: write_report(dataset))
-    if not dry_run():
-        write_report(dataset)
 
 
 def _report(given) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,6 +99,11 @@ def write(folder: Path, scores: dict[str, Score], checkpoint: str, settings: Seq
         "scores": {direction: asdict(score) for direction, score in scores.items()},
     }
     write_whole(folder / FILE, json.dumps(content, indent=2) + "\n")
+
+
+def mean_bleu(found: Mapping[str, Score]) -> float | None:
+    """Over the directions; None without any."""
+    return sum(score.bleu for score in found.values()) / len(found) if found else None
 
 
 def read(folder: Path) -> dict[str, Score]:

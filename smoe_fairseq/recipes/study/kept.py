@@ -178,7 +178,7 @@ class Result:
     @property
     def bleu(self) -> float:
         """Mean over the directions."""
-        return sum(score.bleu for score in self.scores.values()) / len(self.scores)
+        return scores.mean_bleu(self.scores)
 
     @property
     def validation(self) -> float:

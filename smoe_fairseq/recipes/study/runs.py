@@ -78,18 +78,20 @@ class Run:
 def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], object]) -> None:
     """``words``: methods (by default the data set's), then flags of fairseq-train for all of them.
 
-    The results of a run are written when it ends, and the report anew. One that fails does not end the
-    others.
+    The results of a run are written when it ends, and the report anew, as at the end. One that fails does
+    not end the others.
 
     Raises:
         UsageError: a method or a seed is unknown, nothing can be kept, or a run failed.
         SystemExit: a signal; all runs have been stopped by it, and go on at the next start.
     """
     runs = _runs(dataset, words)
-    left = [run for run in runs if not kept.there(dataset, run.name)]
+    left = []
     for run in runs:
-        if run not in left:
+        if kept.there(dataset, run.name):
             kept.check_flags(dataset, run.name, run.flags)
+        else:
+            left.append(run)
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are left", flush=True)
     if dry_run():
         for run in left:
@@ -109,6 +111,7 @@ def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], obj
             f"{len(failed)} of {len(left)} runs failed ({names}): {failed[0].folder / LOG} and so on say "
             "why; the same command tries them again"
         )
+    write_report()
 
 
 def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
@@ -151,7 +154,7 @@ def _work(dataset: Dataset, left: list[Run], write_report: Callable[[], object])
                 if waiting:
                     run = running[slot] = waiting.popleft()
                     _start(groups, run, slots[slot])
-            if new and running:  # beside them; the last report is the caller's, with what is wrong
+            if new and running:  # beside them; what is wrong with it is said with the last one
                 try:
                     write_report()
                 except Exception as error:  # it can be made again, and hours of training cannot
@@ -221,8 +224,9 @@ def _start(groups: Groups, run: Run, variables: dict[str, str]) -> None:
 
 
 def _tell(run: Run, count: int, total: int) -> None:
-    bleu = [score.bleu for score in scores.read(run.folder).values()]
-    mean = f"BLEU {sum(bleu) / len(bleu):.2f} over {len(bleu)} directions" if bleu else "no scores"
+    found = scores.read(run.folder)
+    bleu = scores.mean_bleu(found)
+    mean = "no scores" if bleu is None else f"BLEU {bleu:.2f} over {len(found)} directions"
     print(f"# {run.name}: {mean} ({count} of {total} runs)", flush=True)
 
 

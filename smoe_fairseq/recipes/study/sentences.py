@@ -1,7 +1,6 @@
 """The paired bootstrap of the systems that claims compare, kept beside the runs: ``comparisons.json``."""
 
 import json
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from smoe_fairseq.recipes.evaluating import scores
@@ -53,8 +52,9 @@ def compared(
 
 
 def _bleu(found: Mapping[str, Score]) -> float | None:
-    """Mean over the directions; None of a run that is not scored."""
-    return round(statistics.fmean(s.bleu for s in found.values()), 6) if found else None
+    """Mean over the directions as it is kept; None of a run that is not scored."""
+    mean = scores.mean_bleu(found)
+    return None if mean is None else round(mean, 6)
 
 
 def in_words(directions: Mapping[str, tuple[float, float]]) -> str:

@@ -11,9 +11,7 @@ from smoe_fairseq.recipes.tables.student import Difference, paired
 CONFIRMED, OPEN, REFUTED = "confirmed here", "not confirmed here", "refuted here"
 MARGIN = 0.3  # BLEU by which a model may be behind one that it is said to reach
 NEAR = 0.1  # share by which the time of a token may differ from what its FLOPs say
-_SMOE = re.compile(
-    r"smoe((?:-\d+){2,})"
-)  # as the paper has it: other methods' names go on otherwise
+_SMOE = re.compile(r"smoe((?:-\d+){2,})")  # the paper's: others' names go on otherwise
 
 BySeed = Mapping[int | None, float]
 

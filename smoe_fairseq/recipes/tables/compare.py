@@ -64,7 +64,7 @@ def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU
         rows.append(["average", *_row(points, None), number(by_seeds(*points), digits=4)])
         notes += [f"{name}: {', '.join(system.runs)}" for name, system in systems.items()]
         notes.append(_smallest(*points))
-        notes += _within_seeds(dataset, one, other)
+        notes += _within_seeds(systems.values(), points)
     said = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
     notes += [f"{said} {signature}" for signature in sorted(signatures)]
     return Grid(header, rows, notes)
@@ -158,14 +158,13 @@ def _smallest(first: Sequence[float], second: Sequence[float]) -> str:
     return f"p (seeds): permutation test over the runs; with so many it is at least {apart:.4f}"
 
 
-def _within_seeds(dataset: Dataset, one: "_System", other: "_System") -> list[str]:
+def _within_seeds(systems: Collection["_System"], points: Sequence[Sequence[float]]) -> list[str]:
     """A seed gives all systems the same batches, so that less is left to chance than between seeds."""
-    directions = _of_both(dataset, one, other)
-    averages = [
-        dict(zip(map(seeds.seed_in, system.runs), system.points(directions), strict=True))
-        for system in (one, other)
+    by_seed = [
+        dict(zip(map(seeds.seed_in, system.runs), of_runs, strict=True))
+        for system, of_runs in zip(systems, points, strict=True)
     ]
-    apart = paired(*averages) if directions else None
+    apart = paired(*by_seed)
     if apart is None or apart.low is None:
         return []
     return [f"within the {apart.count} seeds of both: {apart}, 95 percent interval (paired t)"]

@@ -20,9 +20,6 @@ class Difference:
         ends = (None if end is None else function(end) for end in (self.low, self.high))
         return Difference(function(self.mean), *ends, self.count)
 
-    def __str__(self) -> str:
-        return format(self, "")
-
     def __format__(self, spec: str) -> str:
         """``spec`` is that of each number."""
         mean, low, high = (

@@ -13,7 +13,8 @@ from smoe_fairseq.system.files import write_whole
 
 FILE = "identity.json"
 _TRAINED = "trained"  # in it, once that is so: how far
-BATCH = ("--max-tokens", "--batch-size", "--update-freq")  # kept as what they make together
+_SIZES = ("--max-tokens", "--batch-size")
+BATCH = (*_SIZES, "--update-freq")  # kept as what they make together
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
 # Flags that may differ when a run is resumed. All others are part of what is trained. So is the precision
@@ -146,7 +147,7 @@ def _with_whole_batch(flags: dict[str, str], processes: int) -> dict[str, str]:
     if not frequency.isdecimal():
         return {**flags, "processes": str(processes)}
     whole = {name: value for name, value in flags.items() if name != "--update-freq"}
-    for name in BATCH[:2]:
+    for name in _SIZES:
         if whole.get(name, "").isdecimal():
             size = int(whole.pop(name)) * int(frequency) * processes
             whole[f"{name} x --update-freq x processes ="] = str(size)
