@@ -81,6 +81,54 @@ def test_systems_are_compared_over_the_seeds_that_both_have(two_runs):
     assert a == ["1", f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1", verdict]
 
 
+def on_another_machine(results: Path, run: str, seconds_per_update: float, machine="n") -> None:
+    """As if a kept run had been made there, and taken so long."""
+    file = results / run / kept.FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": machine}))
+    curve = results / run / kept.CURVE
+    header, *lines = curve.read_text().splitlines()
+    lines = [
+        line.rsplit(",", 1)[0] + f",{i * seconds_per_update}" for i, line in enumerate(lines, 1)
+    ]
+    curve.write_text("\n".join([header, *lines]) + "\n")
+
+
+def test_times_are_compared_within_a_machine(two_runs):
+    """There are columns for each, and (e) is of the seeds that both made on the same one."""
+    folder, _ = two_runs
+    results = folder / "results/multi30k"
+    for run in ("moe", "smoe-4-4"):
+        for seed in (2, 3):
+            shutil.copytree(results / run, results / f"{run}.seed-{seed}")
+    on_another_machine(results, "smoe-4-4.seed-2", 5.0)
+    on_another_machine(results, "moe.seed-3", 1.0)
+    on_another_machine(results, "smoe-4-4.seed-3", 1.2)
+    assert recipe(folder, "report", "multi30k").returncode == 0
+    report = (results / "report.md").read_text()
+    table = rows(report, "Study: multi30k")
+    assert table["method"][2:4] == ["time/token (us), m", "time/token (us), n"]
+    assert table["moe"][2:4] == ["500", "1000"]
+    assert table["smoe-4-4"][2:4] == ["500", "3100"]
+    claims = rows(report, "The paper's claims")
+    (e,) = (cells for claim, cells in claims.items() if claim.startswith("(e)"))
+    assert e[0] == "2" and e[1].startswith(f"{100 * (1.2**0.5 - 1):+.1f}% [")
+
+
+def test_sentences_of_fewer_seeds_stay_where_the_others_are_elsewhere(two_runs):
+    """What was compared before is shown, with how many of the seeds it is of."""
+    folder, _ = two_runs
+    results = folder / "results/multi30k"
+    assert recipe(folder, "report", "multi30k").returncode == 0
+    before = (results / "comparisons.json").read_text()
+    for run in ("moe", "smoe-4-4"):
+        shutil.copytree(results / run, results / f"{run}.seed-2")
+    assert recipe(folder, "report", "multi30k").returncode == 0
+    claims = rows((results / "report.md").read_text(), "The paper's claims")
+    (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
+    assert a[0] == "2" and a[3] == "1 above, 0 below, of 1 (1 of 2 seeds)"
+    assert (results / "comparisons.json").read_text() == before
+
+
 def test_pictures_have_a_row_for_systems_beyond_the_study(two_runs):
     """Beside the baseline, so that they can be told apart; a second seed needs none."""
     folder, _ = two_runs

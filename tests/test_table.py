@@ -339,6 +339,19 @@ def test_other_metrics_have_a_table_of_their_own(two_systems):
     assert "paper" not in table(folder, "m4", "--metric", "chrf++").stdout
 
 
+@pytest.mark.parametrize("run", ["moe", "moe.seed-2"])
+def test_comparing_runs_without_a_direction_in_common(tmp_path, run):
+    runs = tmp_path / "runs/multi30k"
+    write_scores(runs / "dense", {"de-en": 30.0})
+    write_scores(runs / run, {"en-de": 30.0})
+    said = refusal(tmp_path, "multi30k", "--compare", "dense", run)
+    assert f"no direction is scored in all of dense, {run}" in said
+    if run != "moe":
+        write_scores(runs / "moe", {"en-de": 31.0})
+        said = refusal(tmp_path, "multi30k", "--compare", "dense", "moe")
+        assert "in all of dense, moe, moe.seed-2" in said
+
+
 def test_comparing_what_cannot_be_compared(two_systems):
     folder = two_systems[0]
     assert "two different" in refusal(folder, "multi30k", "--compare", "moe", "moe")

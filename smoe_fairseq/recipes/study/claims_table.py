@@ -14,14 +14,14 @@ def claims_table(dataset: Dataset, systems, flops, baseline: str) -> Grid:
     """``systems``: by method, results in the order of their seeds; ``flops``: by method, per token."""
     bleu = {m: {r.seed: r.bleu for r in results} for m, results in systems.items()}
     losses = {m: {r.seed: r.validation for r in results} for m, results in systems.items()}
-    times = {m: {r.seed: r.time for r in systems[m] if r.time} for m in flops}
+    times = {m: {(r.seed, r.machine): r.time for r in systems[m] if r.time} for m in flops}
     scored = about_scores(bleu, dataset.experts)
     by_sentence = sentences.compared(dataset, systems, [v.methods for v in scored if v.found])
     rows = [
         _row(
             v,
             loss=f"{paired(*(losses[m] for m in v.methods)):+.3f}" if v.found else MISSING,
-            directions=sentences.in_words(by_sentence[v.methods])
+            directions=by_sentence[v.methods].in_words(v.found.count)
             if v.methods in by_sentence
             else "not computed",
         )
@@ -41,9 +41,9 @@ def claims_table(dataset: Dataset, systems, flops, baseline: str) -> Grid:
         "percent interval (paired t); loss: the same of the validation loss, in bits per token, where "
         "below zero is better. Directions, of scores: those that differ by sentences (paired bootstrap "
         f"of both systems' seeds, p < {sentences.LEVEL}, of which one in twenty is chance); of the rest: "
-        "by their mean over seeds. (e): how much more time a token takes, from what training took, beside "
-        "whatever else ran on the machine. (f) to (h): of the text of the test set, with the references "
-        "as the decoder's input."
+        "by their mean over seeds. (e): how much more time a token takes, from what training took on the "
+        "same machine, beside whatever else ran on it. (f) to (h): of the text of the test set, with the "
+        "references as the decoder's input."
     ]
     return Grid(HEADER, rows, notes, texts=len(HEADER))
 

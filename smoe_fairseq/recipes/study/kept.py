@@ -176,6 +176,11 @@ class Result:
         return seeds.seed_in(self.name)
 
     @property
+    def machine(self) -> str:
+        """What it was trained on, which its times depend on."""
+        return self.about["machine"]
+
+    @property
     def bleu(self) -> float:
         """Mean over the directions."""
         return scores.mean_bleu(self.scores)

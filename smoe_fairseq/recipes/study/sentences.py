@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.evaluating.scores import Score
@@ -16,17 +18,31 @@ FILE = "comparisons.json"
 LEVEL = 0.05
 
 
+@dataclass(frozen=True)
+class Compared:
+    """By direction, the difference in BLEU and its p-value over sentences, of ``seeds`` of both systems."""
+
+    directions: Mapping[str, tuple[float, float]]
+    seeds: int
+
+    def in_words(self, seeds: int) -> str:
+        """How many directions are significantly above, and below; there are ``seeds`` of both."""
+        above = sum(d > 0 and p < LEVEL for d, p in self.directions.values())
+        below = sum(d < 0 and p < LEVEL for d, p in self.directions.values())
+        words = f"{above} above, {below} below, of {len(self.directions)}"
+        return words if self.seeds == seeds else f"{words} ({self.seeds} of {seeds} seeds)"
+
+
 def compared(
     dataset: Dataset,
     systems: Mapping[str, Sequence[Result]],
     pairs: Iterable[tuple[str, str]],
-) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
-    """By pair and direction, the difference in BLEU and its p-value over sentences, of the seeds of both.
+) -> dict[tuple[str, str], Compared]:
+    """By pair, of the seeds that both have: computed of the runs' translations, or as kept from before.
 
-    As kept from before, and otherwise computed of the runs' translations. A pair of which there is neither
-    is left out.
+    What is kept may be of fewer seeds, where the translations are elsewhere. A pair of which there is
+    neither is left out.
     """
-    folders = Folders(dataset.name)
     file = folder_of(dataset.name) / FILE
     before = json.loads(file.read_text("utf-8")) if file.exists() else {}
     everything = {r.name: _bleu(r.scores) for results in systems.values() for r in results}
@@ -37,28 +53,27 @@ def compared(
         common = set.intersection(*({r.seed for r in systems[method]} for method in pair))
         of_both = [r for method in pair for r in systems[method] if r.seed in common]
         runs = {r.name: everything[r.name] for r in of_both}
-        if now.get(key, {}).get("runs") != runs:
-            try:
-                there = {name: _bleu(scores.read(folders.run(name))) for name in runs}
-                if there != runs:  # a machine without the runs, or with others of these names
-                    continue
+        if now.get(key, {}).get("runs") != runs and _there(dataset, runs):
+            with suppress(UsageError):  # scores without translations
                 now[key] = {"runs": runs, "directions": by_sentences(dataset, *pair, common)}
-            except UsageError:  # scores without translations
-                continue
-        found[pair] = {d: tuple(values) for d, values in now[key]["directions"].items()}
+        if key in now:
+            directions = {d: tuple(values) for d, values in now[key]["directions"].items()}
+            found[pair] = Compared(directions, len(now[key]["runs"]) // 2)
     if now != before:
         write_whole(file, json.dumps(dict(sorted(now.items())), indent=1) + "\n")
     return found
+
+
+def _there(dataset: Dataset, runs: Mapping[str, float | None]) -> bool:
+    """Whether these are the machine's; it may have none, or others of these names."""
+    folders = Folders(dataset.name)
+    try:
+        return {name: _bleu(scores.read(folders.run(name))) for name in runs} == runs
+    except UsageError:
+        return False
 
 
 def _bleu(found: Mapping[str, Score]) -> float | None:
     """Mean over the directions as it is kept; None of a run that is not scored."""
     mean = scores.mean_bleu(found)
     return None if mean is None else round(mean, 6)
-
-
-def in_words(directions: Mapping[str, tuple[float, float]]) -> str:
-    """How many of them are significantly above, and below."""
-    above = sum(d > 0 and p < LEVEL for d, p in directions.values())
-    below = sum(d < 0 and p < LEVEL for d, p in directions.values())
-    return f"{above} above, {below} below, of {len(directions)}"

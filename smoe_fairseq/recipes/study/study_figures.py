@@ -1,7 +1,9 @@
 """Pictures of a study: what training costs and brings, and scores by direction."""
 
 import itertools
+import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -22,23 +24,24 @@ def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
     """Validation loss over FLOPs of training (``flops``: forward, per target token) and over hours.
 
     Of the second half of each run's updates, where systems can be told apart. A row for each group of
-    systems; seeds are thin lines, and their mean a thick one.
+    systems; seeds are thin lines, and their mean a thick one. Hours are those of one machine, on which most
+    of a row's systems were trained.
     """
     rows, colours = len(groups), _colours(groups)
     figure, axes = new(rows, 2, width=9.0, height=3.6 * rows + 0.4, sharey="row")
     for (by_flops, by_hours), systems in zip(axes, groups, strict=True):
+        machine = _machine(systems)
         for method, results in systems.items():
-            curves = [_second_half(result) for result in results if result.time]
-            if not curves:
-                continue
-            _draw_curves(by_hours, colours[method], curves, "hours", label=method)
-            if method in flops:
-                for curve in curves:
-                    curve["tflop"] = 3e-12 * flops[method] * curve["words"]
-                _draw_curves(by_flops, colours[method], curves, "tflop")
-        by_hours.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-    axes[-1][0].set_xlabel("training, TFLOP")
-    axes[-1][1].set_xlabel("hours of training")
+            curves = {result.name: _second_half(result) for result in results if result.time}
+            for curve in curves.values():
+                curve["tflop"] = 3e-12 * flops.get(method, math.nan) * curve["words"]
+            _draw_curves(by_flops, colours[method], list(curves.values()), "tflop", method)
+            there = [curves[r.name] for r in results if r.name in curves and r.machine == machine]
+            _draw_curves(by_hours, colours[method], there, "hours")
+        of_row = by_flops.get_legend_handles_labels()
+        by_hours.legend(*of_row, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+        by_flops.set_xlabel("training, TFLOP")
+        by_hours.set_xlabel(f"hours of training, {machine}")
     title = "Validation loss (bits per token), second half of training"
     if any(len(results) > 1 for systems in groups for results in systems.values()):
         title += " (thin: seeds, thick: their mean)"
@@ -46,8 +49,18 @@ def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
     return figure
 
 
+def _machine(systems: Systems) -> str:
+    """That of most of them, and of two with as many that of more runs."""
+    runs = [(r.machine, method) for method, results in systems.items() for r in results if r.time]
+    count = Counter(machine for machine, _ in runs)
+    of_systems = Counter(machine for machine, _ in set(runs))
+    return max(count, key=lambda machine: (of_systems[machine], count[machine]), default="")
+
+
 def _draw_curves(ax, colour: str, curves: Sequence[dict], column: str, label: str | None = None):
     """Loss over a column; the mean is of the updates that all seeds were validated at."""
+    if not curves:
+        return
     for curve in curves if len(curves) > 1 else ():
         ax.plot(curve[column], curve["loss"], lw=0.6, color=colour, alpha=0.6)
     common = set.intersection(*(set(curve["update"]) for curve in curves))

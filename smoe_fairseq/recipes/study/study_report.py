@@ -62,6 +62,7 @@ def _systems(dataset: Dataset) -> dict[str, list[kept.Result]]:
 
 
 def _table(systems, costs) -> Grid:
+    machines = dict.fromkeys(r.machine for results in systems.values() for r in results)
     base = {r.seed: r for r in systems.get(BASELINE, ())}
     rows = []
     for method, results in systems.items():
@@ -69,14 +70,14 @@ def _table(systems, costs) -> Grid:
         bleu = [result.bleu for result in results]
         losses = [result.validation for result in results]
         pairs = [(r, base[r.seed]) for r in results if r.seed in base and method != BASELINE]
-        times = [result.time for result in results]
+        times = [[r.time for r in results if r.machine == machine] for machine in machines]
         updates = {result.about["updates"] for result in results}
         rows.append(
             [
                 method,
                 number(parameters, 1),
                 number(flops, 1),
-                number(1e6 * statistics.fmean(times) if all(times) else None, 0),
+                *(number(1e6 * statistics.fmean(t) if t and all(t) else None, 0) for t in times),
                 str(len(results)),
                 " ".join(f"{u:,}" for u in sorted(updates)),
                 _with_spread(losses, 3),
@@ -85,7 +86,9 @@ def _table(systems, costs) -> Grid:
                 _with_spread([one.bleu - other.bleu for one, other in pairs], 2, True),
             ]
         )
-    header = ["method", "parameters (M)", "FLOPs/token (M)", "time/token (us)", "seeds", "updates"]
+    time = "time/token (us)"
+    of_machines = [f"{time}, {machine}" if len(machines) > 1 else time for machine in machines]
+    header = ["method", "parameters (M)", "FLOPs/token (M)", *of_machines, "seeds", "updates"]
     header += ["validation loss", f"less {BASELINE}'s", "BLEU", f"less {BASELINE}'s"]
     notes = [
         "FLOPs of a forward pass (at the requested capacity of the test set's text, where a model has "

@@ -83,12 +83,12 @@ def about_scores(points: Mapping[str, BySeed], experts: int) -> list[Verdict]:
 
 
 def about_cost(
-    times: Mapping[str, BySeed], flops: Mapping[str, float], baseline: str
+    times: Mapping[str, Mapping], flops: Mapping[str, float], baseline: str
 ) -> list[Verdict]:
     """Whether a token of each SMoE takes about as much longer than one of ``baseline`` as it has more FLOPs.
 
     Args:
-        times: by method, seconds of training per token, by seed.
+        times: by method, seconds of training per token, by seed and machine: those of two are not compared.
         flops: per token.
     """
     found = []

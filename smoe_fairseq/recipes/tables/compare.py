@@ -32,16 +32,22 @@ def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU
     that are as far apart.
 
     Raises:
-        UsageError: either is not scored, or not as the other one.
+        UsageError: either is not scored, or not as the other one, or they have no direction in common.
     """
     if first == second:
         raise UsageError(f"--compare {first} {second}: expected two different methods")
     systems = {name: _System(dataset, name, metric) for name in (first, second)}
     one, other = systems.values()
+    if not (common := _of_both(dataset, one, other)):
+        runs = ", ".join([*one.runs, *other.runs])
+        raise UsageError(
+            f"no direction is scored in all of {runs}: run scripts/evaluate.sh {dataset.name} for each "
+            "of them"
+        )
     several = len(one.runs) + len(other.runs) > 2
     rows, signatures = [], set()
     for direction in dataset.directions:
-        if not all(system.has(direction) for system in systems.values()):
+        if direction not in common:
             rows.append([direction, *(number(None) for _ in range(4 + several))])
             continue
         kinds = one.signatures(direction) | other.signatures(direction)
@@ -60,7 +66,7 @@ def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU
     notes = [f"paired bootstrap, {SAMPLES} samples: the difference is significant where p < 0.05"]
     if several:
         header.append("p (seeds)")
-        points = [system.points(_of_both(dataset, one, other)) for system in systems.values()]
+        points = [system.points(common) for system in systems.values()]
         rows.append(["average", *_row(points, None), number(by_seeds(*points), digits=4)])
         notes += [f"{name}: {', '.join(system.runs)}" for name, system in systems.items()]
         notes.append(_smallest(*points))
