@@ -4,6 +4,7 @@ import argparse
 import functools
 import importlib
 import sys
+from typing import NoReturn
 
 from smoe_fairseq.compat import require_fairseq
 from smoe_fairseq.system.errors import ends_with_sentence, of_command
@@ -65,13 +66,20 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """What is wrong is a sentence, and not the last line below all flags of a command."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
+
+
 @heeded()
 @functools.partial(ends_with_sentence, sentence=of_command)
 @writes_all
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="smoe", description="Tools of smoe_fairseq.")
+    parser = _Parser(prog="smoe", description="Tools of smoe_fairseq.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     named = argv[0] if argv else None
     for name, (module, summary) in COMMANDS.items():
