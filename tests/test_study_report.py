@@ -1,6 +1,7 @@
 """The report of a study is made of the small files that are kept of its runs, and of nothing else."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -32,6 +33,12 @@ def rows(report: str, section: str) -> dict[str, list[str]]:
     text = report.split(f"# {section}")[1].split("\n#")[0]
     lines = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")]
     return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
+
+
+def made(folder: Path) -> str:
+    result = recipe(folder, "report", "multi30k")
+    assert result.returncode == 0, result.stderr
+    return (folder / "results/multi30k/report.md").read_text()
 
 
 @pytest.fixture
@@ -72,8 +79,7 @@ def test_systems_are_compared_over_the_seeds_that_both_have(two_runs):
     shutil.copytree(results / "smoe-4-4", results / "smoe-4-4.seed-2")
     curve = results / "smoe-4-4.seed-2" / kept.CURVE
     curve.write_text(curve.read_text().replace("3.25,3.25", "3.05,3.05"))
-    assert recipe(folder, "report", "multi30k").returncode == 0
-    report = (results / "report.md").read_text()
+    report = made(folder)
     smoe = rows(report, "Study: multi30k")["smoe-4-4"]
     assert smoe[3] == "2" and smoe[5:7] == ["3.150 ± 0.141", "-0.250"]
     (a,) = (v for claim, v in rows(report, "The paper's claims").items() if "above moe" in claim)
@@ -81,16 +87,14 @@ def test_systems_are_compared_over_the_seeds_that_both_have(two_runs):
     assert a == ["1", f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1", verdict]
 
 
-def on_another_machine(results: Path, run: str, seconds_per_update: float, machine="n") -> None:
-    """As if a kept run had been made there, and taken so long."""
+def made_on(results: Path, run: str, machine: str, seconds_per_update: float) -> None:
+    """As if a kept run had been trained there, and taken so long."""
     file = results / run / kept.FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": machine}))
     curve = results / run / kept.CURVE
-    header, *lines = curve.read_text().splitlines()
-    lines = [
-        line.rsplit(",", 1)[0] + f",{i * seconds_per_update}" for i, line in enumerate(lines, 1)
-    ]
-    curve.write_text("\n".join([header, *lines]) + "\n")
+    header, *lines = (line.rsplit(",", 1)[0] for line in curve.read_text().splitlines())
+    lines = [f"{line},{int(line.split(',')[0]) * seconds_per_update}" for line in lines]
+    curve.write_text("\n".join([f"{header},seconds", *lines]) + "\n")
 
 
 def test_times_are_compared_within_a_machine(two_runs):
@@ -100,11 +104,10 @@ def test_times_are_compared_within_a_machine(two_runs):
     for run in ("moe", "smoe-4-4"):
         for seed in (2, 3):
             shutil.copytree(results / run, results / f"{run}.seed-{seed}")
-    on_another_machine(results, "smoe-4-4.seed-2", 5.0)
-    on_another_machine(results, "moe.seed-3", 1.0)
-    on_another_machine(results, "smoe-4-4.seed-3", 1.2)
-    assert recipe(folder, "report", "multi30k").returncode == 0
-    report = (results / "report.md").read_text()
+    made_on(results, "smoe-4-4.seed-2", "n", 5.0)
+    made_on(results, "moe.seed-3", "n", 1.0)
+    made_on(results, "smoe-4-4.seed-3", "n", 1.2)
+    report = made(folder)
     table = rows(report, "Study: multi30k")
     assert table["method"][2:4] == ["time/token (us), m", "time/token (us), n"]
     assert table["moe"][2:4] == ["500", "1000"]
@@ -114,16 +117,40 @@ def test_times_are_compared_within_a_machine(two_runs):
     assert e[0] == "2" and e[1].startswith(f"{100 * (1.2**0.5 - 1):+.1f}% [")
 
 
+def test_losses_at_equal_cost_by_hand(tmp_path):
+    """The one that is cheaper ends first; a validation between two lines of the log counts where it was."""
+    for run, losses in (("moe", {1: 5.0, 2: 4.0, 4: 3.0}), ("smoe-4-4", {1: 5.0, 2: 3.9, 4: 2.9})):
+        write_translations(tmp_path, run, ["ein Hund ."] * 3, ["ein Hund ."] * 3)
+        keep(tmp_path, run, losses)
+    results = tmp_path / "results/multi30k"
+    curve = results / "smoe-4-4" / kept.CURVE
+    rest, last = curve.read_text().split("4,", 1)
+    curve.write_text(f"{rest}3,,3.2,2000,1.0\n4,{last}")  # words and seconds of the line before
+    made_on(results, "smoe-4-4", "m", 1.0)
+    report = made(tmp_path)
+    table = rows(report, "Study: multi30k")
+    ratio = float(table["smoe-4-4"][1]) / float(table["moe"][1])
+    between = math.log(4 / ratio / 3) / math.log(4 / 3)  # what moe's 4,000 words cost is less here
+    at_flops = 3.2 + between * (2.9 - 3.2) - 3.0
+    cells = rows(report, "At equal cost")["smoe-4-4"]
+    assert float(cells[0].strip("%")) == pytest.approx(
+        100 * (ratio - 1), abs=2
+    )  # of rounded numbers
+    assert float(cells[1]) == pytest.approx(at_flops, abs=0.012)
+    assert cells[2:] == ["+100%", "+0.900"]
+    made_on(results, "smoe-4-4", "n", 1.0)
+    assert rows(made(tmp_path), "At equal cost")["smoe-4-4"][2:] == ["-", "-"]
+
+
 def test_sentences_of_fewer_seeds_stay_where_the_others_are_elsewhere(two_runs):
     """What was compared before is shown, with how many of the seeds it is of."""
     folder, _ = two_runs
     results = folder / "results/multi30k"
-    assert recipe(folder, "report", "multi30k").returncode == 0
+    made(folder)
     before = (results / "comparisons.json").read_text()
     for run in ("moe", "smoe-4-4"):
         shutil.copytree(results / run, results / f"{run}.seed-2")
-    assert recipe(folder, "report", "multi30k").returncode == 0
-    claims = rows((results / "report.md").read_text(), "The paper's claims")
+    claims = rows(made(folder), "The paper's claims")
     (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
     assert a[0] == "2" and a[3] == "1 above, 0 below, of 1 (1 of 2 seeds)"
     assert (results / "comparisons.json").read_text() == before
@@ -136,7 +163,7 @@ def test_pictures_have_a_row_for_systems_beyond_the_study(two_runs):
     for more in ("", "moe.seed-2", "moe-hash"):
         if more:
             shutil.copytree(results / "moe", results / more)
-        assert recipe(folder, "report", "multi30k").returncode == 0
+        made(folder)
         header = (results / "costs.png").read_bytes()[:24]
         heights.append(int.from_bytes(header[20:], "big"))
     assert heights[0] == heights[1] < heights[2]
@@ -146,7 +173,7 @@ def test_sentences_are_those_of_the_runs_that_are_kept(two_runs):
     """With others of these names in RUN_DIR, what is kept of before stays, and nothing is made of them."""
     folder, _ = two_runs
     results, file = folder / "results/multi30k", folder / "runs/multi30k/moe/scores.json"
-    assert recipe(folder, "report", "multi30k").returncode == 0
+    made(folder)
     before = (results / "comparisons.json").read_text()
     content = json.loads(file.read_text())
     content["scores"]["en-de"]["bleu"] += 1
@@ -154,8 +181,7 @@ def test_sentences_are_those_of_the_runs_that_are_kept(two_runs):
     for there in (True, False):
         if not there:
             (results / "comparisons.json").unlink()
-        assert recipe(folder, "report", "multi30k").returncode == 0
-        claims = rows((results / "report.md").read_text(), "The paper's claims")
+        claims = rows(made(folder), "The paper's claims")
         (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
         assert a[3] == ("1 above, 0 below, of 1" if there else "not computed")
         assert (results / "comparisons.json").exists() == there
@@ -167,17 +193,14 @@ def test_a_run_shorter_than_the_log_s_interval_is_reported(two_runs):
     for run in ("moe", "smoe-4-4"):
         curve = folder / "results/multi30k" / run / kept.CURVE
         curve.write_text(",".join(kept.COLUMNS) + "\n2,,3.5,0,0.0\n")
-    result = recipe(folder, "report", "multi30k")
-    assert result.returncode == 0, result.stderr
-    report = (folder / "results/multi30k/report.md").read_text()
+    report = made(folder)
     assert rows(report, "Study: multi30k")["moe"][2] == "-"
 
 
 def test_flops_are_those_of_the_measured_capacity(two_runs):
     """A quarter of a stratum more than one: of two layers the two experts of 2 x 128 x 256 weights."""
     folder, _ = two_runs
-    assert recipe(folder, "report", "multi30k").returncode == 0
-    report = (folder / "results/multi30k/report.md").read_text()
+    report = made(folder)
     table = rows(report, "Study: multi30k")
     more = 0.25 * 2 * 2 * 2 * (2 * 128 * 256) / 1e6
     apart = float(table["smoe-4-4"][1]) - float(table["moe"][1])

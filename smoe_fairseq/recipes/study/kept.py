@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
+
 import smoe_fairseq
 from smoe_fairseq.analysis.training_log import UPDATES, read_lines
 from smoe_fairseq.recipes import seeds
@@ -189,6 +191,20 @@ class Result:
     def validation(self) -> float:
         """The lowest loss, which is that of the checkpoint that was scored."""
         return min(row["validation_nll"] for row in self.curve if row["validation_nll"] is not None)
+
+    def validated(self) -> dict[str, np.ndarray]:
+        """Where it was validated: update, loss, and target words and seconds of training until then.
+
+        Epochs end between two lines of the log, of which both are taken.
+        """
+        rows = [row for row in self.curve if row["validation_nll"] is not None]
+        logged = [row for row in self.curve if row["training_nll"] is not None]
+        updates = [row["update"] for row in rows]
+        found = {"update": updates, "loss": [row["validation_nll"] for row in rows]}
+        for column in ("words", "seconds"):
+            at = [[row["update"] for row in logged], [row[column] for row in logged]]
+            found[column] = np.interp(updates, *at)
+        return {name: np.array(values) for name, values in found.items()}
 
     @property
     def time(self) -> float:

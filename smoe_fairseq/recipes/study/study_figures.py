@@ -76,24 +76,10 @@ def _draw_curves(ax, colour: str, curves: Sequence[dict], column: str, label: st
 
 def _second_half(result: Result) -> dict[str, np.ndarray]:
     """Where a run was validated: update, loss, target words seen and hours trained until then."""
-    rows = [row for row in result.curve if row["validation_nll"] is not None]
-    rows = [row for row in rows if row["update"] >= rows[-1]["update"] / 2]
-    return {
-        "update": np.array([row["update"] for row in rows]),
-        "loss": np.array([row["validation_nll"] for row in rows]),
-        "words": _at(rows, result, "words"),
-        "hours": _at(rows, result, "seconds") / 3600,
-    }
-
-
-def _at(rows: Sequence[dict], result: Result, column: str) -> np.ndarray:
-    """Of words or seconds, what they were at ``rows``: epochs end between two lines of the log."""
-    logged = [row for row in result.curve if row["training_nll"] is not None]
-    return np.interp(
-        [row["update"] for row in rows],
-        [row["update"] for row in logged],
-        [row[column] for row in logged],
-    )
+    found = result.validated()
+    found["hours"] = found.pop("seconds") / 3600
+    late = found["update"] >= found["update"][-1] / 2
+    return {name: values[late] for name, values in found.items()}
 
 
 @styled

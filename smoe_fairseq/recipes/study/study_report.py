@@ -6,6 +6,7 @@ from pathlib import Path
 from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.study import capacity_summary, kept
 from smoe_fairseq.recipes.study.claims_table import claims_table
+from smoe_fairseq.recipes.study.equal_cost import equal_cost_table
 from smoe_fairseq.recipes.tables.columns import Column
 from smoe_fairseq.recipes.tables.render import Grid, markdown, number
 from smoe_fairseq.recipes.tables.table import system_costs
@@ -31,10 +32,12 @@ def write_report(dataset: Dataset) -> Path:
         for method, results in systems.items()
     }
     flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
+    equal_cost = equal_cost_table(systems, flops, BASELINE)
     claims = claims_table(dataset, systems, flops, BASELINE)
     parts = [
         f"# Study: {dataset.name}",
         markdown(_table(systems, costs)),
+        *(["## At equal cost", markdown(equal_cost)] if equal_cost.rows else []),
         *(["## The paper's claims", markdown(claims)] if claims.rows else []),
         "## BLEU by direction",
         markdown(_directions(systems)),
