@@ -1,10 +1,10 @@
 """The paper's claims with their verdicts, as a table."""
 
 from smoe_fairseq.recipes.study import sentences
+from smoe_fairseq.recipes.study.blocks import Chance, chance
 from smoe_fairseq.recipes.study.capacity_claims import about_capacity
 from smoe_fairseq.recipes.study.verdicts import Verdict, about_cost, about_scores, strata
 from smoe_fairseq.recipes.tables.render import MISSING, Grid
-from smoe_fairseq.recipes.tables.student import paired
 from smoe_fairseq.settings.dataset import Dataset
 
 HEADER = ["claim", "seeds", "found", "loss", "directions", "verdict"]
@@ -14,13 +14,16 @@ def claims_table(dataset: Dataset, systems, flops, baseline: str) -> Grid:
     """``systems``: by method, results in the order of their seeds; ``flops``: by method, per token."""
     bleu = {m: {r.seed: r.bleu for r in results} for m, results in systems.items()}
     losses = {m: {r.seed: r.validation for r in results} for m, results in systems.items()}
+    of_losses = chance(losses)
     times = {m: {(r.seed, r.machine): r.time for r in systems[m] if r.time} for m in flops}
     scored = about_scores(bleu, dataset.experts)
     by_sentence = sentences.compared(dataset, systems, [v.methods for v in scored if v.found])
     rows = [
         _row(
             v,
-            loss=f"{paired(*(losses[m] for m in v.methods)):+.3f}" if v.found else MISSING,
+            loss=f"{of_losses.between(*(losses[m] for m in v.methods)):+.3f}"
+            if v.found
+            else MISSING,
             directions=by_sentence[v.methods].in_words(v.found.count)
             if v.methods in by_sentence
             else "not computed",
@@ -38,14 +41,25 @@ def claims_table(dataset: Dataset, systems, flops, baseline: str) -> Grid:
     rows += [_row(v, loss="", directions=v.directions) for v in rest]
     notes = [
         "Found, of scores: the difference of the mean BLEU over the seeds that both have, with its 95 "
-        "percent interval (paired t); loss: the same of the validation loss, in bits per token, where "
-        "below zero is better. Directions, of scores: those that differ by sentences (paired bootstrap "
-        f"of both systems' seeds, p < {sentences.LEVEL}, of which one in twenty is chance); of the rest: "
-        "by their mean over seeds. (e): how much more time a token takes, from what training took on the "
-        "same machine, beside whatever else ran on it. (f) to (h): of the text of the test set, with the "
-        "references as the decoder's input."
+        "percent interval; loss: the same of the validation loss, in bits per token, where below zero is "
+        f"better. {_known(chance(bleu), of_losses)}Directions, of scores: those that differ by sentences "
+        f"(paired bootstrap of both systems' seeds, p < {sentences.LEVEL}, of which one in twenty is "
+        "chance); of the rest: by their mean over seeds. (e): how much more time a token takes, from what "
+        "training took on the same machine, beside whatever else ran on it (paired t). (f) to (h): of the "
+        "text of the test set, with the references as the decoder's input."
     ]
     return Grid(HEADER, rows, notes, texts=len(HEADER))
+
+
+def _known(of_bleu: Chance, of_losses: Chance) -> str:
+    """How wide chance is in a run, where there are seeds to tell it from."""
+    if not of_bleu.freedom:
+        return ""
+    return (
+        "A score is taken to be what its system does, what its seed does, and chance: by all runs together "
+        f"{of_bleu.deviation:.2f} BLEU and {of_losses.deviation:.3f} bits (standard deviation in a run, "
+        f"known from {of_bleu.freedom} degrees of freedom), of which the intervals are made. "
+    )
 
 
 def _row(verdict: Verdict, loss: str, directions: str) -> list[str]:

@@ -2,13 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from smoe_fairseq.recipes.study.blocks import chance
 from smoe_fairseq.recipes.study.kept import Result
 from smoe_fairseq.recipes.tables.render import MISSING, Grid
-from smoe_fairseq.recipes.tables.student import interval
+from smoe_fairseq.recipes.tables.student import Difference, interval
 
 Pair = tuple[float, float]  # of a system and of the baseline
 
@@ -17,6 +18,7 @@ def equal_cost_table(
     systems: Mapping[str, Sequence[Result]], flops: Mapping[str, float], baseline: str
 ) -> Grid:
     """``flops``: by method, of a forward pass, per target token."""
+    by_chance = chance({m: {r.seed: r.validation for r in systems[m]} for m in systems})
     by_seed = {result.seed: result for result in systems.get(baseline, ())}
     rows = []
     for method, results in systems.items():
@@ -27,18 +29,22 @@ def equal_cost_table(
         if counted or timed:
             by_flops = [(r, b, (flops[method], flops[baseline])) for r, b in counted]
             by_time = [(r, b, (r.time, b.time)) for r, b in timed]
-            rows.append([method, *_cells(by_flops), *_cells(by_time)])
+            rows.append([method, *_cells(by_flops, by_chance.around), *_cells(by_time, interval)])
     header = ["method", "FLOPs/token", "loss at equal FLOPs", "time/token", "loss at equal time"]
     notes = [
-        f"Beside {baseline}, over the seeds that both have, with the 95 percent interval (paired t) of what "
-        "lies between their losses (bits per token; below zero is better) when both had cost as much as the "
-        "one that ends first; between validations the loss is taken to fall in line with the logarithm of "
-        "the cost. Time is of seeds that one machine made."
+        f"Beside {baseline}, over the seeds that both have: how much more a token costs, and what lies "
+        "between the losses (bits per token; below zero is better), with its 95 percent interval, when both "
+        "had cost as much as the one that ends first. Between validations the loss is taken to fall in line "
+        "with the logarithm of the cost. Time, which has chance of its own (paired t), is of seeds that one "
+        "machine made."
     ]
     return Grid(header, rows, notes)
 
 
-def _cells(compared: Sequence[tuple[Result, Result, Pair]]) -> list[str]:
+def _cells(
+    compared: Sequence[tuple[Result, Result, Pair]],
+    interval: Callable[[Sequence[float]], Difference],
+) -> list[str]:
     """How much more a token costs, and what lies between the losses at equal cost."""
     if not compared:
         return [MISSING, MISSING]

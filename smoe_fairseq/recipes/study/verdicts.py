@@ -6,14 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from smoe_fairseq.recipes.study.blocks import BySeed, chance
 from smoe_fairseq.recipes.tables.student import Difference, paired
 
 CONFIRMED, OPEN, REFUTED = "confirmed here", "not confirmed here", "refuted here"
 MARGIN = 0.3  # BLEU by which a model may be behind one that it is said to reach
 NEAR = 0.1  # share by which the time of a token may differ from what its FLOPs say
 _SMOE = re.compile(r"smoe((?:-\d+){2,})")  # the paper's: others' names go on otherwise
-
-BySeed = Mapping[int | None, float]
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,11 @@ def decide(claim: str, found: Difference | None, least=-math.inf, most=math.inf,
     """The claim is that what was ``found`` lies above ``least`` and below ``most``.
 
     "Confirmed" and "refuted" are said only where the interval excludes the opposite: one that holds either
-    end, and any single number, leaves a claim open.
+    end, and any single seed, leaves a claim open.
     """
     if found is None:
         verdict = f"{OPEN}: no seed that both have"
-    elif found.low is None:
+    elif found.count < 2:
         verdict = f"{OPEN}: a single seed"
     elif least < found.low and found.high < most:
         verdict = CONFIRMED
@@ -75,8 +74,11 @@ def about_scores(points: Mapping[str, BySeed], experts: int) -> list[Verdict]:
     for coarse, fine in itertools.pairwise(even):
         words = f"(d) fewer experts per stratum are better: {fine} is above {coarse}"
         claims.append((fine, coarse, words, 0))
+    by_chance = chance(points)
     return [
-        decide(words, paired(points[lower], points[upper]), least, methods=(lower, upper))
+        decide(
+            words, by_chance.between(points[lower], points[upper]), least, methods=(lower, upper)
+        )
         for upper, lower, words, least in claims
         if upper in points and lower in points
     ]
