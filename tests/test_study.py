@@ -19,6 +19,7 @@ from smoe_fairseq.recipes.study.capacity_claims import about_capacity
 from smoe_fairseq.recipes.study.capacity_summary import spearman
 from smoe_fairseq.recipes.study.verdicts import CONFIRMED, OPEN, REFUTED, about_cost, about_scores
 from smoe_fairseq.recipes.tables.student import interval, paired, quantile
+from smoe_fairseq.settings.dataset import load_dataset
 
 ROOT = Path(__file__).parents[1]
 RUNS = ("moe", "smoe-2-2", "moe.seed-2", "smoe-2-2.seed-2")
@@ -268,6 +269,11 @@ def test_chance_is_what_systems_and_seeds_leave():
     single = found.between(points["a"], {2: 7.0})
     assert (single.mean, single.count) == (5, 1) and single.high - 5 > width
     assert found.between(points["a"], alone["d"]) is None
+    diverged = points | {"e": {1: math.nan, 2: 9.0}}
+    assert chance(diverged).deviation == pytest.approx(found.deviation)
+    assert math.isnan(found.between(points["a"], diverged["e"]).mean)
+    squares = {"a": (1 - 3) ** 2, "b": (2 - 3) ** 2, "c": (6 - 3) ** 2}
+    assert found.shares == pytest.approx({s: x / sum(squares.values()) for s, x in squares.items()})
     assert chance({}).freedom == 0 == chance(alone).freedom
     assert chance(alone).around([1.0]).low is None
 
@@ -311,7 +317,7 @@ def test_cost_is_compared_with_flops():
     times = by_seed({"moe": [1.0, 1.01], "smoe-4-4": [1.2, 1.21]})
     (found,) = about_cost(times, flops, "moe")
     assert found.verdict == CONFIRMED and found.found.mean == pytest.approx(0.2, abs=0.01)
-    assert "+20% beside moe" in found.claim
+    assert "+20% beside moe: from +9% to +32%" in found.claim
     (found,) = about_cost(times | by_seed({"smoe-4-4": [1.6, 1.61]}), flops, "moe")
     assert found.verdict == REFUTED and 0.59 < found.found.mean < 0.61
     (found,) = about_cost(times | by_seed({"smoe-4-4": [1.0, 1.01]}), flops, "moe")
@@ -354,14 +360,21 @@ def test_verdicts_about_requested_capacity():
     assert (encoder.verdict, decoder.verdict) == (REFUTED, CONFIRMED)
     assert decoder.found.mean == pytest.approx((0.4 + 0.41) / 2)
     assert (encoder.directions, decoder.directions) == (
-        "0 above, 2 below, of 2",
-        "2 above, 0 below, of 2",
+        "sign + in 0, - in 2",
+        "sign + in 2, - in 0",
     )
-    assert one_encoder.directions == "1 above, 1 below, of 2"
+    assert one_encoder.directions == "sign + in 1, - in 1"
     assert h.verdict == CONFIRMED and h.found.mean == pytest.approx((0.5 + 0.55) / 2)
     assert h_one.found.mean == pytest.approx(-0.1) and h_one.verdict == f"{OPEN}: a single seed"
     apart = [routing((1.2, 1.7), (1.2, 1.8)), routing((1.2, 1.71), (1.2, 1.8))]
     assert about_capacity({"smoe-4-4": apart})[0].verdict == REFUTED
+    # A direction that one seed has no correlation of does not give its place to the next one.
+    several[0]["rank_correlation"] |= {
+        "a-en": {"encoder.1": math.nan},
+        "b-en": {"encoder.1": 0.5},
+    }
+    found = about_capacity({"smoe-4-4": several})
+    assert found[1].directions == "sign + in 1, - in 1"  # of a-en -0.6, of b-en 0.5 and -0.22
     assert about_capacity({}) == []
 
 
@@ -370,6 +383,24 @@ def test_rank_correlation_by_hand():
     # Ranks 1 2 3 4 and 3.5 1.5 1.5 3.5: covariance 0.
     assert spearman(np.array([1, 2, 3, 4]), np.array([2.0, 1, 1, 2])) == pytest.approx(0)
     assert math.isnan(spearman(np.array([1, 2]), np.array([1.0, 1.0])))
+
+
+def test_a_loss_that_is_no_number_stays_in_the_curve(tmp_path, monkeypatch):
+    """Without it a run that diverged would end at its best checkpoint."""
+    monkeypatch.setenv("CONFIG_DIR", str(ROOT / "configs"))
+    monkeypatch.setenv("RUN_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("RESULTS_DIR", str(tmp_path / "results"))
+    run = tmp_path / "runs/multi30k/moe"
+    run.mkdir(parents=True)
+    valid = (
+        "epoch 001 | valid on 'valid' subset | loss {0} | nll_loss {0} | wps 1 | num_updates {1}\n"
+    )
+    (run / "train.log").write_text(valid.format("4.5", 500) + valid.format("nan", 1000))
+    (run / "identity.json").write_text('{"flags": {}}')
+    (run / "scores.json").write_text('{"scores": {}}')
+    kept.keep(load_dataset("multi30k"), "moe", "command")
+    rows = (tmp_path / "results/multi30k/moe" / kept.CURVE).read_text().splitlines()[1:]
+    assert rows == ["500,,4.5,0,0.0", "1000,,nan,0,0.0"]
 
 
 def test_interval_of_a_mean_by_hand():

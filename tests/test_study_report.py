@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -117,29 +118,73 @@ def test_times_are_compared_within_a_machine(two_runs):
     assert e[0] == "2" and e[1].startswith(f"{100 * (1.2**0.5 - 1):+.1f}% [")
 
 
+def keep_curves(folder: Path, runs: dict[str, dict[int, float]]) -> Path:
+    for run, losses in runs.items():
+        write_translations(folder, run, ["ein Hund ."] * 3, ["ein Hund ."] * 3)
+        keep(folder, run, losses)
+    return folder / "results/multi30k"
+
+
 def test_losses_at_equal_cost_by_hand(tmp_path):
     """The one that is cheaper ends first; a validation between two lines of the log counts where it was."""
-    for run, losses in (("moe", {1: 5.0, 2: 4.0, 4: 3.0}), ("smoe-4-4", {1: 5.0, 2: 3.9, 4: 2.9})):
-        write_translations(tmp_path, run, ["ein Hund ."] * 3, ["ein Hund ."] * 3)
-        keep(tmp_path, run, losses)
-    results = tmp_path / "results/multi30k"
+    of_moe, of_smoe = {1: 9.0, 2: 6.0, 4: 3.0}, {1: 9.0, 2: 8.0, 8: 0.5}
+    results = keep_curves(tmp_path, {"moe": of_moe, "smoe-4-4": of_smoe})
     curve = results / "smoe-4-4" / kept.CURVE
-    rest, last = curve.read_text().split("4,", 1)
-    curve.write_text(f"{rest}3,,3.2,2000,1.0\n4,{last}")  # words and seconds of the line before
+    rest, last = curve.read_text().split("8,", 1)
+    curve.write_text(f"{rest}3,,7.5,2000,1.0\n8,{last}")  # words and seconds of the line before
     made_on(results, "smoe-4-4", "m", 1.0)
     report = made(tmp_path)
     table = rows(report, "Study: multi30k")
     ratio = float(table["smoe-4-4"][1]) / float(table["moe"][1])
-    between = math.log(4 / ratio / 3) / math.log(4 / 3)  # what moe's 4,000 words cost is less here
-    at_flops = 3.2 + between * (2.9 - 3.2) - 3.0
+    # Between 3,000 and 8,000 words of the one, whose tokens cost more, are 4,000 of the other.
+    share = math.log(4 / ratio / 3) / math.log(8 / 3)
     cells = rows(report, "At equal cost")["smoe-4-4"]
     assert float(cells[0].strip("%")) == pytest.approx(
         100 * (ratio - 1), abs=2
     )  # of rounded numbers
-    assert float(cells[1]) == pytest.approx(at_flops, abs=0.012)
-    assert cells[2:] == ["+100%", "+0.900"]
+    assert float(cells[1]) == pytest.approx(7.5 - share * 7 - 3, abs=0.1)  # along a line 0.7 more
+    assert cells[2:] == ["+100%", "+5.000"]
     made_on(results, "smoe-4-4", "n", 1.0)
     assert rows(made(tmp_path), "At equal cost")["smoe-4-4"][2:] == ["-", "-"]
+
+
+def test_seeds_at_equal_cost_by_hand(tmp_path):
+    """What the baseline's run owes to chance is that seed's, so that differences are compared."""
+    runs = {}
+    for seed, (moe, smoe, stacked) in {"": (3.0, 2.9, 3.5), ".seed-2": (4.0, 3.5, 4.6)}.items():
+        runs |= {f"moe{seed}": {1: 9.0, 2: moe}, f"smoe-4-4{seed}": {1: 9.0, 2: smoe}}
+        runs |= {f"stacked-4-4{seed}": {1: 9.0, 2: stacked}}
+    keep_curves(tmp_path, runs)
+    found = rows(made(tmp_path), "At equal cost")
+    # From seed to seed -0.4 and +0.1, so 0.25 about their mean: one degree of freedom.
+    deviation = (2 * 0.25**2 / 2) ** 0.5
+    width = 12.706 * deviation
+    for method, mean in (("smoe-4-4", -0.3), ("stacked-4-4", 0.55)):
+        numbers = [float(number) for number in re.findall(r"[-+][\d.]+", found[method][3])]
+        assert numbers == pytest.approx([mean, mean - width, mean + width], abs=2e-3)
+
+
+def test_a_run_that_diverged_is_in_the_report(tmp_path):
+    nan = math.nan
+    runs = {"moe": {1: 9.0, 2: 3.0}, "switch": {1: nan, 2: nan}, "dense": {1: 8.0, 2: nan}}
+    keep_curves(tmp_path, runs)
+    report = made(tmp_path)
+    table = rows(report, "Study: multi30k")
+    assert table["switch"][5] == "nan" and table["dense"][5] == "8.000"
+    assert rows(report, "At equal cost")["switch"][3] == "+nan"
+    assert "are to be made: moe-16, moe-eom, " in report
+
+
+def test_times_that_are_not_to_be_compared_are_left_out(two_runs):
+    folder, _ = two_runs
+    file = folder / "results/multi30k/smoe-4-4" / kept.FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"untimed": "of another job"}))
+    report = made(folder)
+    assert rows(report, "Study: multi30k")["smoe-4-4"][2] == "-"
+    cells = rows(report, "At equal cost")["smoe-4-4"]
+    assert float(cells[1]) < 0 and cells[2:] == ["-", "-"]
+    assert "(e)" not in report.split("## BLEU")[0].split("Found,")[0]
+    assert rows(report, "Runs")["smoe-4-4"][2] == "m (times left out: of another job)"
 
 
 def test_sentences_of_fewer_seeds_stay_where_the_others_are_elsewhere(two_runs):
@@ -206,7 +251,7 @@ def test_flops_are_those_of_the_measured_capacity(two_runs):
     apart = float(table["smoe-4-4"][1]) - float(table["moe"][1])
     assert apart == pytest.approx(more, abs=0.1)
     share = more / float(table["moe"][1])
-    assert f": {100 * share:+.0f}% beside moe" in report
+    assert f", {100 * share:+.0f}% beside moe: from " in report
 
 
 def test_what_is_kept_and_broken_is_named(two_runs):

@@ -8,7 +8,7 @@ little about it.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,10 +19,14 @@ BySeed = Mapping[int | None, float]
 
 @dataclass(frozen=True)
 class Chance:
-    """Its standard deviation in one run, and the degrees of freedom that this is known from."""
+    """Its standard deviation in one run, and the degrees of freedom that this is known from.
+
+    ``shares``: by system, of the squares that it is made of; where one has most, it is not as wide for all.
+    """
 
     deviation: float
     freedom: int
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     def between(self, first: BySeed, second: BySeed) -> Difference | None:
         """``second`` less ``first`` over the seeds of both; None where these are none."""
@@ -42,8 +46,11 @@ class Chance:
 
 
 def chance(points: Mapping[str, BySeed]) -> Chance:
-    """Of ``points`` by system and seed: what is left by least squares of a sum of both."""
-    cells = [(system, seed) for system in points for seed in points[system]]
+    """Of ``points`` by system and seed: what is left by least squares of a sum of both.
+
+    Those that are no number, of a run that diverged, say nothing of it.
+    """
+    cells = [(s, seed) for s in points for seed, x in points[s].items() if math.isfinite(x)]
     if not cells:
         return Chance(0.0, 0)
     values = np.array([points[system][seed] for system, seed in cells])
@@ -53,5 +60,11 @@ def chance(points: Mapping[str, BySeed]) -> Chance:
         sums[row, systems.index(system)] = sums[row, len(systems) + seeds.index(seed)] = 1
     found, _, rank, _ = np.linalg.lstsq(sums, values, rcond=None)
     freedom = len(cells) - int(rank)
-    left = float(np.sum((values - sums @ found) ** 2))
-    return Chance(math.sqrt(left / freedom) if freedom else 0.0, freedom)
+    squares: dict[str, float] = {}
+    for (system, _), left in zip(cells, values - sums @ found, strict=True):
+        squares[system] = squares.get(system, 0.0) + float(left) ** 2
+    total = sum(squares.values())
+    if not freedom or not total:
+        return Chance(0.0, freedom)
+    shares = {system: each / total for system, each in squares.items()}
+    return Chance(math.sqrt(total / freedom), freedom, shares)

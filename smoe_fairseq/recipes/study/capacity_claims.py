@@ -43,7 +43,7 @@ def _frequency(method: str, runs: Sequence[Routing]) -> list[Verdict]:
     found = []
     for side in ("encoder", "decoder"):
         seeds = [_each(run["rank_correlation"], side) for run in runs]
-        seeds = [values for values in seeds if values]
+        seeds = [by_direction for by_direction in seeds if by_direction]
         if seeds:
             claim = (
                 f"(g) {method}: frequent tokens ask for less in the {side}: rank correlation of rareness "
@@ -57,8 +57,8 @@ def _first_block(method: str, runs: Sequence[Routing]) -> list[Verdict]:
     """Of the runs that have several encoder blocks."""
     seeds = []
     for run in runs:
-        differences = []
-        for layers in run["requested_capacity"].values():
+        differences = {}
+        for direction, layers in run["requested_capacity"].items():
             blocks = sorted(
                 (int(name.split(".")[1]), value)
                 for name, value in layers.items()
@@ -66,26 +66,27 @@ def _first_block(method: str, runs: Sequence[Routing]) -> list[Verdict]:
             )
             if len(blocks) > 1:
                 first, *later = (value for _, value in blocks)
-                differences.append(first - statistics.fmean(later))
+                differences[direction] = first - statistics.fmean(later)
         if differences:
             seeds.append(differences)
     claim = f"(h) {method}: the first encoder block asks for more than the later ones"
     return [_over_directions(claim, seeds)] if seeds else []
 
 
-def _over_directions(claim: str, seeds: Sequence[Sequence[float]]) -> Verdict:
-    """The claim is that the mean over directions is above zero; of the directions it is said how many are."""
-    by_direction = [statistics.fmean(values) for values in zip(*seeds, strict=False)]
-    above = sum(value > 0 for value in by_direction)
-    words = f"{above} above, {len(by_direction) - above} below, of {len(by_direction)}"
-    found = interval([statistics.fmean(values) for values in seeds])
+def _over_directions(claim: str, seeds: Sequence[Mapping[str, float]]) -> Verdict:
+    """The claim is that the mean over directions is above zero; it is said of how many directions."""
+    names = dict.fromkeys(name for by_direction in seeds for name in by_direction)
+    means = [statistics.fmean(each[name] for each in seeds if name in each) for name in names]
+    above = sum(mean > 0 for mean in means)
+    found = interval([statistics.fmean(by_direction.values()) for by_direction in seeds])
+    words = f"sign + in {above}, - in {len(means) - above}"
     return decide(claim, found, least=0, directions=words)
 
 
-def _each(by_direction: Mapping[str, Mapping[str, float]], side: str) -> list[float]:
+def _each(by_direction: Mapping[str, Mapping[str, float]], side: str) -> dict[str, float]:
     """Of each direction the mean over the blocks of a side, where that is a number."""
-    means = [_mean(layers, side) for layers in by_direction.values()]
-    return [mean for mean in means if mean is not None and mean == mean]
+    means = {name: _mean(layers, side) for name, layers in by_direction.items()}
+    return {name: mean for name, mean in means.items() if mean is not None and mean == mean}
 
 
 def _mean(layers: Mapping[str, float], side: str) -> float | None:

@@ -43,22 +43,29 @@ def claims_table(dataset: Dataset, systems, flops, baseline: str) -> Grid:
         "Found, of scores: the difference of the mean BLEU over the seeds that both have, with its 95 "
         "percent interval; loss: the same of the validation loss, in bits per token, where below zero is "
         f"better. {_known(chance(bleu), of_losses)}Directions, of scores: those that differ by sentences "
-        f"(paired bootstrap of both systems' seeds, p < {sentences.LEVEL}, of which one in twenty is "
-        "chance); of the rest: by their mean over seeds. (e): how much more time a token takes, from what "
-        "training took on the same machine, beside whatever else ran on it (paired t). (f) to (h): of the "
-        "text of the test set, with the references as the decoder's input."
+        f"(sacreBLEU's paired bootstrap of both systems' seeds, p < {sentences.LEVEL}: of two equal "
+        "systems one direction in ten, since that p-value knows one side); of the rest: the sign of the "
+        "mean over seeds. (e): how much more time a token takes, from what training took on the same "
+        "machine, beside whatever else ran on it (paired t). (f) to (h): of the text of the test set, with "
+        "the references as the decoder's input (t over the seeds); where a test set is parallel in all "
+        "languages, targets in one language are the same sentences whatever the source."
     ]
     return Grid(HEADER, rows, notes, texts=len(HEADER))
 
 
 def _known(of_bleu: Chance, of_losses: Chance) -> str:
     """How wide chance is in a run, where there are seeds to tell it from."""
-    if not of_bleu.freedom:
+    if not of_bleu.shares or not of_losses.shares:
         return ""
+    most = (
+        f"{max(c.shares.values()):.0%} by {max(c.shares, key=c.shares.get)}"
+        for c in (of_bleu, of_losses)
+    )
     return (
-        "A score is taken to be what its system does, what its seed does, and chance: by all runs together "
-        f"{of_bleu.deviation:.2f} BLEU and {of_losses.deviation:.3f} bits (standard deviation in a run, "
-        f"known from {of_bleu.freedom} degrees of freedom), of which the intervals are made. "
+        "A score is taken to be what its system does, what its seed does, and chance, as wide for all; by "
+        f"all runs together {of_bleu.deviation:.2f} BLEU and {of_losses.deviation:.3f} bits (standard "
+        f"deviation in a run, known from {of_bleu.freedom} degrees of freedom; of its squares "
+        f"{' and '.join(most)}). The intervals are made of that. "
     )
 
 

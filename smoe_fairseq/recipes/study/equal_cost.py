@@ -6,58 +6,74 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from smoe_fairseq.recipes.seeds import method_of
 from smoe_fairseq.recipes.study.blocks import chance
 from smoe_fairseq.recipes.study.kept import Result
 from smoe_fairseq.recipes.tables.render import MISSING, Grid
-from smoe_fairseq.recipes.tables.student import Difference, interval
 
-Pair = tuple[float, float]  # of a system and of the baseline
+Costs = Callable[[Result], float | None]  # per target token
 
 
 def equal_cost_table(
     systems: Mapping[str, Sequence[Result]], flops: Mapping[str, float], baseline: str
 ) -> Grid:
     """``flops``: by method, of a forward pass, per target token."""
-    by_chance = chance({m: {r.seed: r.validation for r in systems[m]} for m in systems})
-    by_seed = {result.seed: result for result in systems.get(baseline, ())}
-    rows = []
-    for method, results in systems.items():
-        both = [(r, by_seed[r.seed]) for r in results if r.seed in by_seed and method != baseline]
-        both = [(r, b) for r, b in both if r.time and b.time]  # longer than an interval of the log
-        timed = [(r, b) for r, b in both if r.machine == b.machine]
-        counted = both if method in flops and baseline in flops else []
-        if counted or timed:
-            by_flops = [(r, b, (flops[method], flops[baseline])) for r, b in counted]
-            by_time = [(r, b, (r.time, b.time)) for r, b in timed]
-            rows.append([method, *_cells(by_flops, by_chance.around), *_cells(by_time, interval)])
+    of_flops = _beside(systems, baseline, lambda r: flops.get(method_of(r.name)))
+    of_time = _beside(systems, baseline, lambda r: r.time or None, same_machine=True)
+    rows = [
+        [method, *_cells(of_flops, method), *_cells(of_time, method)]
+        for method in systems
+        if method in of_flops | of_time
+    ]
     header = ["method", "FLOPs/token", "loss at equal FLOPs", "time/token", "loss at equal time"]
     notes = [
         f"Beside {baseline}, over the seeds that both have: how much more a token costs, and what lies "
-        "between the losses (bits per token; below zero is better), with its 95 percent interval, when both "
-        "had cost as much as the one that ends first. Between validations the loss is taken to fall in line "
-        "with the logarithm of the cost. Time, which has chance of its own (paired t), is of seeds that one "
-        "machine made."
+        "between the lowest losses (bits per token; below zero is better), with its 95 percent interval, "
+        "when both had cost as much as the one that ends first. Between validations the loss is taken to "
+        "fall in line with the logarithm of the cost. Time is of seeds that one machine made."
     ]
     return Grid(header, rows, notes)
 
 
-def _cells(
-    compared: Sequence[tuple[Result, Result, Pair]],
-    interval: Callable[[Sequence[float]], Difference],
-) -> list[str]:
-    """How much more a token costs, and what lies between the losses at equal cost."""
-    if not compared:
+def _beside(
+    systems: Mapping[str, Sequence[Result]], baseline: str, cost: Costs, same_machine: bool = False
+) -> dict[str, dict[int | None, tuple[float, float]]]:
+    """By method and seed: a token's cost as a multiple of the baseline's, and what lies between losses."""
+    of_baseline = {result.seed: result for result in systems.get(baseline, ()) if cost(result)}
+    found: dict[str, dict] = {}
+    for method, results in systems.items():
+        for r in results if method != baseline else ():
+            b = of_baseline.get(r.seed)
+            if not b or not cost(r) or not r.logged or not b.logged:
+                continue
+            if same_machine and r.machine != b.machine:
+                continue
+            apart = _apart(r, b, cost)
+            if apart is not None:
+                found.setdefault(method, {})[r.seed] = (cost(r) / cost(b), apart)
+    return found
+
+
+def _cells(found: Mapping[str, Mapping], method: str) -> list[str]:
+    """How much more a token costs, and what lies between the losses.
+
+    What the baseline's run owes to chance is in all differences of a seed, as what the seed does.
+    """
+    if method not in found:
         return [MISSING, MISSING]
-    more = math.exp(statistics.fmean(math.log(a / b) for _, _, (a, b) in compared)) - 1
-    return [f"{more:+.0%}", f"{interval([_apart(*each) for each in compared]):+.3f}"]
+    apart = {m: {seed: a for seed, (_, a) in seeds.items()} for m, seeds in found.items()}
+    more = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in found[method].values())) - 1
+    return [f"{more:+.0%}", f"{chance(apart).around(list(apart[method].values())):+.3f}"]
 
 
-def _apart(result: Result, other: Result, per_token: Pair) -> float:
-    curves = [r.validated() for r in (result, other)]
-    costs = [cost * curve["words"] for cost, curve in zip(per_token, curves, strict=True)]
-    end = min(cost[-1] for cost in costs)
-    here, there = (
-        np.interp(math.log(end), np.log(cost), curve["loss"])
-        for cost, curve in zip(costs, curves, strict=True)
-    )
+def _apart(result: Result, other: Result, cost: Costs) -> float | None:
+    """None where the one that ends first does so before the other's first validation."""
+    curves = [
+        (cost(r) * each["words"], np.fmin.accumulate(each["loss"]))
+        for r, each in ((r, r.validated()) for r in (result, other))
+    ]
+    end = min(costs[-1] for costs, _ in curves)
+    if any(end < costs[0] for costs, _ in curves):
+        return None
+    here, there = (np.interp(math.log(end), np.log(costs), losses) for costs, losses in curves)
     return float(here - there)

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import platform
 import re
@@ -32,7 +33,9 @@ FILE = "run.json"
 CURVE = "curve.csv"
 ROUTING = "routing.json"
 COLUMNS = ("update", "training_nll", "validation_nll", "words", "seconds")
-_VALID = re.compile(r"valid on '[^']*' subset \|.*? \| nll_loss ([\d.]+) \|.*\| num_updates (\d+)")
+_VALID = re.compile(
+    r"valid on '[^']*' subset \|.*? \| nll_loss ([\d.]+|nan|inf) \|.*\| num_updates (\d+)"
+)
 
 
 def folder_of(dataset: str) -> Path:
@@ -183,14 +186,25 @@ class Result:
         return self.about["machine"]
 
     @property
+    def untimed(self) -> str:
+        """Why its times are not to be compared; written into its file by hand, where something was odd."""
+        return self.about.get("untimed", "")
+
+    @property
     def bleu(self) -> float:
         """Mean over the directions."""
         return scores.mean_bleu(self.scores)
 
     @property
     def validation(self) -> float:
-        """The lowest loss, which is that of the checkpoint that was scored."""
-        return min(row["validation_nll"] for row in self.curve if row["validation_nll"] is not None)
+        """The lowest loss, which is that of the checkpoint that was scored; NaN where none is a number."""
+        losses = [row["validation_nll"] for row in self.curve if row["validation_nll"] is not None]
+        return min((loss for loss in losses if math.isfinite(loss)), default=math.nan)
+
+    @property
+    def logged(self) -> list[dict[str, float | None]]:
+        """The rows of the log's lines; none of a run that is shorter than the interval between two."""
+        return [row for row in self.curve if row["training_nll"] is not None]
 
     def validated(self) -> dict[str, np.ndarray]:
         """Where it was validated: update, loss, and target words and seconds of training until then.
@@ -198,21 +212,21 @@ class Result:
         Epochs end between two lines of the log, of which both are taken.
         """
         rows = [row for row in self.curve if row["validation_nll"] is not None]
-        logged = [row for row in self.curve if row["training_nll"] is not None]
         updates = [row["update"] for row in rows]
         found = {"update": updates, "loss": [row["validation_nll"] for row in rows]}
         for column in ("words", "seconds"):
-            at = [[row["update"] for row in logged], [row[column] for row in logged]]
+            at = [[row["update"] for row in self.logged], [row[column] for row in self.logged]]
             found[column] = np.interp(updates, *at)
         return {name: np.array(values) for name, values in found.items()}
 
     @property
     def time(self) -> float:
-        """Seconds of training per target token, the median of the log's lines; 0 where it has none.
+        """Seconds of training per target token, the median of the log's lines.
 
-        Validation, and what else holds up a few updates, is in few lines.
+        Validation, and what else holds up a few updates, is in few lines. 0 where there are none, and where
+        ``untimed`` in its file says why its times are not to be compared.
         """
-        logged = [row for row in self.curve if row["training_nll"] is not None]
+        logged = [] if self.untimed else self.logged
         before = [{"words": 0, "seconds": 0}, *logged]
         times = [
             (row["seconds"] - last["seconds"]) / (row["words"] - last["words"])
@@ -241,6 +255,6 @@ def _read(folder: Path) -> Result:
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} does not hold a run's results ({error})") from None
     found = Result(folder.name, scores.read(folder), curve, about, capacity)
-    if not found.scores or not any(row.get("validation_nll") for row in curve):
+    if not found.scores or all(row.get("validation_nll") is None for row in curve):
         raise UsageError(f"{folder} has no scores or no validation loss: delete it and study again")
     return found

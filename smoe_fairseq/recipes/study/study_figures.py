@@ -32,11 +32,11 @@ def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
     for (by_flops, by_hours), systems in zip(axes, groups, strict=True):
         machine = _machine(systems)
         for method, results in systems.items():
-            curves = {result.name: _second_half(result) for result in results if result.time}
+            curves = {result.name: _second_half(result) for result in results if result.logged}
             for curve in curves.values():
                 curve["tflop"] = 3e-12 * flops.get(method, math.nan) * curve["words"]
             _draw_curves(by_flops, colours[method], list(curves.values()), "tflop", method)
-            there = [curves[r.name] for r in results if r.name in curves and r.machine == machine]
+            there = [curves[r.name] for r in results if r.time and r.machine == machine]
             _draw_curves(by_hours, colours[method], there, "hours")
         of_row = by_flops.get_legend_handles_labels()
         by_hours.legend(*of_row, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)

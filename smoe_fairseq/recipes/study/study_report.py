@@ -43,7 +43,7 @@ def write_report(dataset: Dataset) -> Path:
         markdown(_directions(systems)),
         *_pictures(folder, _groups(dataset, systems), flops),
         "## Runs",
-        markdown(_made(systems)),
+        markdown(_made(dataset, systems)),
     ]
     write_whole(folder / FILE, "\n\n".join(part.rstrip() for part in parts) + "\n")
     print(f"# {folder / FILE}: what {sum(map(len, systems.values()))} runs show", flush=True)
@@ -73,14 +73,14 @@ def _table(systems, costs) -> Grid:
         bleu = [result.bleu for result in results]
         losses = [result.validation for result in results]
         pairs = [(r, base[r.seed]) for r in results if r.seed in base and method != BASELINE]
-        times = [[r.time for r in results if r.machine == machine] for machine in machines]
+        times = [[r.time for r in results if r.time and r.machine == m] for m in machines]
         updates = {result.about["updates"] for result in results}
         rows.append(
             [
                 method,
                 number(parameters, 1),
                 number(flops, 1),
-                *(number(1e6 * statistics.fmean(t) if t and all(t) else None, 0) for t in times),
+                *(number(1e6 * statistics.fmean(t) if t else None, 0) for t in times),
                 str(len(results)),
                 " ".join(f"{u:,}" for u in sorted(updates)),
                 _with_spread(losses, 3),
@@ -153,13 +153,21 @@ def _pictures(folder: Path, groups, flops) -> list[str]:
     return ["## Pictures", *(f"![{name}]({name}.png)" for name in drawn)]
 
 
-def _made(systems) -> Grid:
+def _made(dataset: Dataset, systems) -> Grid:
+    """Of the study's systems also those that have not all seeds that others have."""
     rows = []
     for results in systems.values():
         for result in results:
             about = result.about
+            machine = result.machine
+            if result.untimed:
+                machine += f" (times left out: {result.untimed})"
             versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
-            rows.append(
-                [result.name, about["commit"], versions, about["machine"], about["command"]]
-            )
-    return Grid(["run", "commit", "versions", "machine", "command"], rows, texts=5)
+            rows.append([result.name, about["commit"], versions, machine, about["command"]])
+    names = [result.name for results in systems.values() for result in results]
+    suffixes = sorted({name.removeprefix(seeds.method_of(name)) for name in names})
+    planned = [method + suffix for suffix in suffixes for method in dataset.study]
+    absent = [name for name in planned if name not in names]
+    notes = [f"Not there, since they failed or are to be made: {', '.join(absent)}."]
+    header = ["run", "commit", "versions", "machine", "command"]
+    return Grid(header, rows, notes if absent else [], texts=len(header))

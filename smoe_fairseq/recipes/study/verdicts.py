@@ -99,11 +99,11 @@ def about_cost(
             continue
         ratio = flops[method] / flops[baseline]
         logs = [{s: math.log(x) for s, x in times[m].items()} for m in (baseline, method)]
-        claim = (
-            f"(e) time per token of {method} is within {NEAR:.0%} of what FLOPs say: "
-            f"{ratio - 1:+.0%} beside {baseline}"
-        )
         ends = ratio / (1 + NEAR) - 1, ratio * (1 + NEAR) - 1
+        claim = (
+            f"(e) time per token of {method} is within {NEAR:.0%} of what FLOPs say, {ratio - 1:+.0%} beside "
+            f"{baseline}: from {ends[0]:+.0%} to {ends[1]:+.0%}"
+        )
         logs_apart = paired(*logs)
         more = None if logs_apart is None else logs_apart.map(math.expm1)
         found.append(decide(claim, more, *ends, spec="+.1%"))
