@@ -6,7 +6,9 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from sacrebleu.metrics import BLEU
 from test_recipes import recipe, refusal
 from test_table import write_translations
 
@@ -83,6 +85,7 @@ def test_systems_are_compared_over_the_seeds_that_both_have(two_runs):
     report = made(folder)
     smoe = rows(report, "Study: multi30k")["smoe-4-4"]
     assert smoe[3] == "2" and smoe[5:7] == ["3.150 ± 0.141", "-0.250"]
+    assert "other systems do not have the seed of smoe-4-4.seed-2." in report
     (a,) = (v for claim, v in rows(report, "The paper's claims").items() if "above moe" in claim)
     verdict = f"{OPEN}: a single seed"
     assert a == ["1", f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1", verdict]
@@ -172,7 +175,10 @@ def test_a_run_that_diverged_is_in_the_report(tmp_path):
     table = rows(report, "Study: multi30k")
     assert table["switch"][5] == "nan" and table["dense"][5] == "8.000"
     assert rows(report, "At equal cost")["switch"][3] == "+nan"
-    assert "are to be made: moe-16, moe-eom, " in report
+    assert "other systems do not have the seed of dense, moe, switch." in report
+    for method in ("moe-16", "moe-eom"):
+        shutil.copytree(tmp_path / "results/multi30k/moe", tmp_path / f"results/multi30k/{method}")
+    assert "are to be made: moe-cmr, stacked-4-4, " in made(tmp_path)
 
 
 def test_times_that_are_not_to_be_compared_are_left_out(two_runs):
@@ -187,18 +193,88 @@ def test_times_that_are_not_to_be_compared_are_left_out(two_runs):
     assert rows(report, "Runs")["smoe-4-4"][2] == "m (times left out: of another job)"
 
 
+def above_moe(folder: Path) -> str:
+    """In how many directions, as the claim about `two_runs` says it."""
+    claims = rows(made(folder), "The paper's claims")
+    (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
+    return a[3]
+
+
 def test_sentences_of_fewer_seeds_stay_where_the_others_are_elsewhere(two_runs):
-    """What was compared before is shown, with how many of the seeds it is of."""
+    """What was compared before is shown, with how many of the seeds it is of; more seeds take its place."""
     folder, _ = two_runs
     results = folder / "results/multi30k"
     made(folder)
     before = (results / "comparisons.json").read_text()
     for run in ("moe", "smoe-4-4"):
         shutil.copytree(results / run, results / f"{run}.seed-2")
-    claims = rows(made(folder), "The paper's claims")
-    (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
-    assert a[0] == "2" and a[3] == "1 above, 0 below, of 1 (1 of 2 seeds)"
+        (results / f"{run}.seed-2" / kept.SENTENCES).unlink()
+    assert above_moe(folder) == "1 above, 0 below, of 1 (1 of 2 seeds)"
     assert (results / "comparisons.json").read_text() == before
+    for run in ("moe", "smoe-4-4"):
+        shutil.copy(results / run / kept.SENTENCES, results / f"{run}.seed-2")
+    assert above_moe(folder) == "1 above, 0 below, of 1"
+    both = json.loads((results / "comparisons.json").read_text())["moe smoe-4-4"]
+    assert len(both["runs"]) == 4
+    for run in ("moe", "smoe-4-4"):  # the same translations twice are no more sentences
+        (results / f"{run}.seed-2" / kept.SENTENCES).unlink()
+    assert both["directions"] == json.loads(before)["moe smoe-4-4"]["directions"]
+    assert above_moe(folder) == "1 above, 0 below, of 1"
+
+
+def test_sentences_are_compared_without_the_translations(two_runs, monkeypatch):
+    """By their counts, of which the scores are made."""
+    folder, _ = two_runs
+    results = folder / "results/multi30k"
+    report = made(folder)
+    before = (results / "comparisons.json").read_text()
+    for name in ("runs", "data", "results/multi30k/comparisons.json"):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert made(folder) == report and (results / "comparisons.json").read_text() == before
+    monkeypatch.setenv("RESULTS_DIR", str(folder / "results"))
+    for run in kept.read("multi30k"):
+        lines = (results / run.name / kept.SENTENCES).read_text().splitlines()[1:]
+        counts = np.array([line.split(",")[1:] for line in lines], int)
+        tokens, reference, *matches = counts.sum(axis=0).tolist()
+        totals = [tokens - 40 * n for n in range(4)]  # 40 sentences, of three tokens or more
+        bleu = BLEU.compute_bleu(matches, totals, tokens, reference).score
+        assert bleu == pytest.approx(run.bleu, abs=1e-9)
+
+
+def test_sentences_are_those_of_the_runs_that_are_kept(two_runs):
+    """Of others of these names in RUN_DIR nothing is made."""
+    folder, _ = two_runs
+    file = folder / "runs/multi30k/moe/scores.json"
+    content = json.loads(file.read_text())
+    content["scores"]["en-de"]["bleu"] += 1
+    file.write_text(json.dumps(content))
+    assert above_moe(folder) == "not computed"
+    assert not (folder / "results/multi30k/comparisons.json").exists()
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (
+            lambda text: text.replace("en-de,3,10,", "en-de,3,11,", 1),
+            "different sentences of en-de",
+        ),
+        (lambda text: text.rsplit(",", 1)[0], "does not hold counts of sentences"),
+        (lambda text: text.replace("tokens", "tokins"), "does not hold counts of sentences"),
+        (lambda text: text.replace(",10,", ",ten,"), "does not hold counts of sentences"),
+    ],
+)
+def test_counts_that_are_something_else_are_named(two_runs, change, said):
+    folder, _ = two_runs
+    made(folder)
+    results = folder / "results/multi30k"
+    (results / "comparisons.json").unlink()
+    file = results / "moe" / kept.SENTENCES
+    assert change(file.read_text()) != file.read_text()
+    file.write_text(change(file.read_text()))
+    result = recipe(folder, "report", "multi30k")
+    assert result.returncode == 1 and said in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_pictures_have_a_row_for_systems_beyond_the_study(two_runs):
@@ -212,25 +288,6 @@ def test_pictures_have_a_row_for_systems_beyond_the_study(two_runs):
         header = (results / "costs.png").read_bytes()[:24]
         heights.append(int.from_bytes(header[20:], "big"))
     assert heights[0] == heights[1] < heights[2]
-
-
-def test_sentences_are_those_of_the_runs_that_are_kept(two_runs):
-    """With others of these names in RUN_DIR, what is kept of before stays, and nothing is made of them."""
-    folder, _ = two_runs
-    results, file = folder / "results/multi30k", folder / "runs/multi30k/moe/scores.json"
-    made(folder)
-    before = (results / "comparisons.json").read_text()
-    content = json.loads(file.read_text())
-    content["scores"]["en-de"]["bleu"] += 1
-    file.write_text(json.dumps(content))
-    for there in (True, False):
-        if not there:
-            (results / "comparisons.json").unlink()
-        claims = rows(made(folder), "The paper's claims")
-        (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
-        assert a[3] == ("1 above, 0 below, of 1" if there else "not computed")
-        assert (results / "comparisons.json").exists() == there
-        assert not there or (results / "comparisons.json").read_text() == before
 
 
 def test_a_run_shorter_than_the_log_s_interval_is_reported(two_runs):

@@ -3,6 +3,7 @@
 from smoe_fairseq.recipes.study import sentences
 from smoe_fairseq.recipes.study.blocks import Chance, chance
 from smoe_fairseq.recipes.study.capacity_claims import about_capacity
+from smoe_fairseq.recipes.study.kept import by_seed
 from smoe_fairseq.recipes.study.verdicts import Verdict, about_cost, about_scores, strata
 from smoe_fairseq.recipes.tables.render import MISSING, Grid
 from smoe_fairseq.settings.dataset import Dataset
@@ -12,8 +13,8 @@ HEADER = ["claim", "seeds", "found", "loss", "directions", "verdict"]
 
 def claims_table(dataset: Dataset, systems, flops, baseline: str) -> Grid:
     """``systems``: by method, results in the order of their seeds; ``flops``: by method, per token."""
-    bleu = {m: {r.seed: r.bleu for r in results} for m, results in systems.items()}
-    losses = {m: {r.seed: r.validation for r in results} for m, results in systems.items()}
+    bleu = by_seed(systems, lambda result: result.bleu)
+    losses = by_seed(systems, lambda result: result.validation)
     of_losses = chance(losses)
     times = {m: {(r.seed, r.machine): r.time for r in systems[m] if r.time} for m in flops}
     scored = about_scores(bleu, dataset.experts)

@@ -10,7 +10,7 @@ import re
 import shutil
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +32,7 @@ from smoe_fairseq.system.files import whole_folder
 FILE = "run.json"
 CURVE = "curve.csv"
 ROUTING = "routing.json"
+SENTENCES = "sentences.csv"  # see `sentence_counts`
 COLUMNS = ("update", "training_nll", "validation_nll", "words", "seconds")
 _VALID = re.compile(
     r"valid on '[^']*' subset \|.*? \| nll_loss ([\d.]+|nan|inf) \|.*\| num_updates (\d+)"
@@ -174,6 +175,7 @@ class Result:
     curve: list[dict[str, float | None]]
     about: dict
     routing: dict | None = None  # see `capacity_summary.summary`
+    folder: Path = Path()  # where it is kept
 
     @property
     def seed(self) -> int | None:
@@ -236,6 +238,13 @@ class Result:
         return statistics.median(times) if times else 0.0
 
 
+def by_seed(
+    systems: Mapping[str, Sequence[Result]], of: Callable[[Result], float]
+) -> dict[str, dict[int | None, float]]:
+    """A number of each run, by method and seed."""
+    return {method: {r.seed: of(r) for r in results} for method, results in systems.items()}
+
+
 def read(dataset: str) -> list[Result]:
     """All runs that are kept, in the order of their names."""
     folders = sorted(file.parent for file in folder_of(dataset).glob(f"*/{FILE}"))
@@ -254,7 +263,7 @@ def _read(folder: Path) -> Result:
         capacity = json.loads(file.read_text("utf-8")) if file.exists() else None
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} does not hold a run's results ({error})") from None
-    found = Result(folder.name, scores.read(folder), curve, about, capacity)
+    found = Result(folder.name, scores.read(folder), curve, about, capacity, folder)
     if not found.scores or all(row.get("validation_nll") is None for row in curve):
         raise UsageError(f"{folder} has no scores or no validation loss: delete it and study again")
     return found

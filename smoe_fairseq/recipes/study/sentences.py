@@ -1,15 +1,19 @@
-"""The paired bootstrap of the systems that claims compare, kept beside the runs: ``comparisons.json``."""
+"""The paired bootstrap of the systems that claims compare, by what is kept of each run's sentences.
+
+Kept beside the runs: ``comparisons.json``.
+"""
 
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
-from smoe_fairseq.recipes.evaluating import scores
-from smoe_fairseq.recipes.evaluating.scores import Score
-from smoe_fairseq.recipes.folders import Folders
+import numpy as np
+from sacrebleu.metrics import BLEU
+
+from smoe_fairseq.recipes.study import sentence_counts
 from smoe_fairseq.recipes.study.kept import Result, folder_of
-from smoe_fairseq.recipes.tables.compare import by_sentences
+from smoe_fairseq.recipes.tables.bootstrap import p_value
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import write_whole
@@ -38,24 +42,29 @@ def compared(
     systems: Mapping[str, Sequence[Result]],
     pairs: Iterable[tuple[str, str]],
 ) -> dict[tuple[str, str], Compared]:
-    """By pair, of the seeds that both have: computed of the runs' translations, or as kept from before.
+    """By pair, of the seeds that both have and of whose sentences the counts are kept.
 
-    What is kept may be of fewer seeds, where the translations are elsewhere. A pair of which there is
-    neither is left out.
+    One that was made before of more seeds stays; a pair of which there is none is left out.
     """
     file = folder_of(dataset.name) / FILE
     before = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    everything = {r.name: _bleu(r.scores) for results in systems.values() for r in results}
+    everything = {r.name: round(r.bleu, 6) for results in systems.values() for r in results}
     now = {k: v for k, v in before.items() if v["runs"].items() <= everything.items()}
+    counted: dict[str, sentence_counts.Counts] = {}
     found = {}
     for pair in dict.fromkeys(pairs):
         key = " ".join(pair)
-        common = set.intersection(*({r.seed for r in systems[method]} for method in pair))
-        of_both = [r for method in pair for r in systems[method] if r.seed in common]
-        runs = {r.name: everything[r.name] for r in of_both}
-        if now.get(key, {}).get("runs") != runs and _there(dataset, runs):
-            with suppress(UsageError):  # scores without translations
-                now[key] = {"runs": runs, "directions": by_sentences(dataset, *pair, common)}
+        first, second = (
+            {r.seed: r for r in systems[m] if sentence_counts.are_kept(r)} for m in pair
+        )
+        both = [
+            result for seed in first if seed in second for result in (first[seed], second[seed])
+        ]
+        runs = {result.name: everything[result.name] for result in both}
+        made = now.get(key, {}).get("runs", {})
+        if len(runs) >= len(made) and runs != made:
+            counted |= {r.name: sentence_counts.read(r) for r in both if r.name not in counted}
+            now[key] = {"runs": runs, "directions": _directions(both[::2], both[1::2], counted)}
         if key in now:
             directions = {d: tuple(values) for d, values in now[key]["directions"].items()}
             found[pair] = Compared(directions, len(now[key]["runs"]) // 2)
@@ -64,16 +73,32 @@ def compared(
     return found
 
 
-def _there(dataset: Dataset, runs: Mapping[str, float | None]) -> bool:
-    """Whether these are the machine's; it may have none, or others of these names."""
-    folders = Folders(dataset.name)
-    try:
-        return {name: _bleu(scores.read(folders.run(name))) for name in runs} == runs
-    except UsageError:
-        return False
+def _directions(
+    first: Sequence[Result],
+    second: Sequence[Result],
+    counted: Mapping[str, sentence_counts.Counts],
+) -> dict[str, tuple[float, float]]:
+    """Of those that all have. A sentence is drawn with the translations of all seeds."""
+    runs, found = [*first, *second], {}
+    for direction in first[0].scores:
+        if not all(direction in r.scores and direction in counted[r.name] for r in runs):
+            continue
+        for r in runs:
+            _check_references(direction, runs[0], r, counted)
+        means = (statistics.fmean(r.scores[direction].bleu for r in rs) for rs in (first, second))
+        sums = (sum(counted[r.name][direction] for r in rs) for rs in (first, second))
+        one, other = means
+        metric = BLEU(references=[[""]])  # it wants some; those that count are in the counts
+        found[direction] = (other - one, p_value(metric, *sums))
+    return found
 
 
-def _bleu(found: Mapping[str, Score]) -> float | None:
-    """Mean over the directions as it is kept; None of a run that is not scored."""
-    mean = scores.mean_bleu(found)
-    return None if mean is None else round(mean, 6)
+def _check_references(
+    direction: str, one: Result, other: Result, counted: Mapping[str, sentence_counts.Counts]
+) -> None:
+    lengths = (counted[r.name][direction][:, 1] for r in (one, other))
+    if not np.array_equal(*lengths):
+        raise UsageError(
+            f"{one.folder} and {other.folder} were scored on different sentences of {direction}: evaluate "
+            "and study again with the same test set"
+        )

@@ -1,14 +1,16 @@
 """Of what is kept of a study: its table, verdicts and pictures, as ``report.md`` beside the runs."""
 
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smoe_fairseq.recipes import seeds
-from smoe_fairseq.recipes.study import capacity_summary, kept
+from smoe_fairseq.recipes.study import capacity_summary, kept, sentence_counts
+from smoe_fairseq.recipes.study.blocks import BySeed, chance
 from smoe_fairseq.recipes.study.claims_table import claims_table
 from smoe_fairseq.recipes.study.equal_cost import equal_cost_table
 from smoe_fairseq.recipes.tables.columns import Column
-from smoe_fairseq.recipes.tables.render import Grid, markdown, number
+from smoe_fairseq.recipes.tables.render import MISSING, Grid, markdown, number
 from smoe_fairseq.recipes.tables.table import system_costs
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
@@ -27,6 +29,7 @@ def write_report(dataset: Dataset) -> Path:
     """
     folder = kept.folder_of(dataset.name)
     systems = _systems(dataset)
+    sentence_counts.keep(dataset, [result for results in systems.values() for result in results])
     costs = {
         method: system_costs(dataset, method, capacity_summary.mean([r.routing for r in results]))
         for method, results in systems.items()
@@ -66,13 +69,11 @@ def _systems(dataset: Dataset) -> dict[str, list[kept.Result]]:
 
 def _table(systems, costs) -> Grid:
     machines = dict.fromkeys(r.machine for results in systems.values() for r in results)
-    base = {r.seed: r for r in systems.get(BASELINE, ())}
+    bleu = kept.by_seed(systems, lambda result: result.bleu)
+    losses = kept.by_seed(systems, lambda result: result.validation)
     rows = []
     for method, results in systems.items():
         parameters, flops = costs[method]
-        bleu = [result.bleu for result in results]
-        losses = [result.validation for result in results]
-        pairs = [(r, base[r.seed]) for r in results if r.seed in base and method != BASELINE]
         times = [[r.time for r in results if r.time and r.machine == m] for m in machines]
         updates = {result.about["updates"] for result in results}
         rows.append(
@@ -83,10 +84,10 @@ def _table(systems, costs) -> Grid:
                 *(number(1e6 * statistics.fmean(t) if t else None, 0) for t in times),
                 str(len(results)),
                 " ".join(f"{u:,}" for u in sorted(updates)),
-                _with_spread(losses, 3),
-                _with_spread([one.validation - other.validation for one, other in pairs], 3, True),
-                _with_spread(bleu, 2),
-                _with_spread([one.bleu - other.bleu for one, other in pairs], 2, True),
+                _with_spread(losses[method], 3),
+                _beside(losses, method, "+.3f"),
+                _with_spread(bleu[method], 2),
+                _beside(bleu, method, "+.2f"),
             ]
         )
     time = "time/token (us)"
@@ -97,15 +98,24 @@ def _table(systems, costs) -> Grid:
         "FLOPs of a forward pass (at the requested capacity of the test set's text, where a model has "
         "strata), time of a whole update (the median), per target token. Validation loss in bits per "
         "target token, the lowest of a run; BLEU mean over the directions. Mean over "
-        "seeds and, behind it, their standard deviation; beside the baseline, of the differences of those "
-        "seeds that both have."
+        "seeds and, behind it, their standard deviation; less the baseline's over those seeds that both "
+        "have, with a 95 percent interval (how chance is told, is said below the claims)."
     ]
     return Grid(header, rows, notes)
 
 
-def _with_spread(values: list[float], digits: int, sign: bool = False) -> str:
-    mean = number(statistics.fmean(values) if values else None, digits, sign=sign)
+def _with_spread(points: BySeed, digits: int) -> str:
+    values = list(points.values())
+    mean = number(statistics.fmean(values), digits)
     return f"{mean} ± {number(statistics.stdev(values), digits)}" if len(values) > 1 else mean
+
+
+def _beside(points: Mapping[str, BySeed], method: str, spec: str) -> str:
+    """Less the baseline's."""
+    if method == BASELINE or BASELINE not in points:
+        return MISSING
+    found = chance(points).between(points[BASELINE], points[method])
+    return MISSING if found is None else format(found, spec)
 
 
 def _directions(systems) -> Grid:
@@ -154,7 +164,7 @@ def _pictures(folder: Path, groups, flops) -> list[str]:
 
 
 def _made(dataset: Dataset, systems) -> Grid:
-    """Of the study's systems also those that have not all seeds that others have."""
+    """Of the study's systems also those that have not all seeds that most of them have."""
     rows = []
     for results in systems.values():
         for result in results:
@@ -165,9 +175,20 @@ def _made(dataset: Dataset, systems) -> Grid:
             versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
             rows.append([result.name, about["commit"], versions, machine, about["command"]])
     names = [result.name for results in systems.values() for result in results]
-    suffixes = sorted({name.removeprefix(seeds.method_of(name)) for name in names})
-    planned = [method + suffix for suffix in suffixes for method in dataset.study]
-    absent = [name for name in planned if name not in names]
-    notes = [f"Not there, since they failed or are to be made: {', '.join(absent)}."]
     header = ["run", "commit", "versions", "machine", "command"]
-    return Grid(header, rows, notes if absent else [], texts=len(header))
+    return Grid(header, rows, _absent(dataset, names), texts=len(header))
+
+
+def _absent(dataset: Dataset, names: Sequence[str]) -> list[str]:
+    """Which of the study's systems lack seeds that others have."""
+    notes, absent = [], []
+    for suffix in sorted({name.removeprefix(seeds.method_of(name)) for name in names}):
+        of_seed = [method + suffix for method in dataset.study]
+        there = [name for name in of_seed if name in names]
+        if 2 * len(there) >= len(of_seed):
+            absent += [name for name in of_seed if name not in names]
+        elif there:
+            notes.append(f"The study's other systems do not have the seed of {', '.join(there)}.")
+    if absent:
+        notes.append(f"Not there, since they failed or are to be made: {', '.join(absent)}.")
+    return notes

@@ -5,21 +5,14 @@ import statistics
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-import numpy as np
-from sacrebleu.metrics import BLEU, CHRF
-from sacrebleu.significance import PairedTest
-
 from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.evaluating import scores
-from smoe_fairseq.recipes.evaluating.evaluation import SPBLEU_TOKENIZER
-from smoe_fairseq.recipes.folders import Folders, tested_text
+from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.tables.bootstrap import SAMPLES, SentenceCounter, p_value
 from smoe_fairseq.recipes.tables.render import Grid, number
 from smoe_fairseq.recipes.tables.student import paired
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.system.errors import UsageError
-from smoe_fairseq.system.quiet import quietly
-
-SAMPLES = 1000
 
 
 def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU) -> Grid:
@@ -76,44 +69,17 @@ def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU
     return Grid(header, rows, notes)
 
 
-def by_sentences(
-    dataset: Dataset, first: str, second: str, of_seeds: Collection[int | None]
-) -> dict[str, tuple[float, float]]:
-    """By direction, the difference in BLEU of the means over ``of_seeds``, and the p-value over sentences.
-
-    Of those directions that are scored in all runs of both.
-
-    Raises:
-        UsageError: either is not scored.
-    """
-    one, other = (_System(dataset, name, scores.BLEU, of_seeds) for name in (first, second))
-    found = {}
-    for direction in _of_both(dataset, one, other):
-        before, after = (statistics.fmean(system.points([direction])) for system in (one, other))
-        p = _bootstrap(dataset, direction, one, other, scores.BLEU)
-        found[direction] = (after - before, p)
-    return found
-
-
 def _of_both(dataset: Dataset, one: "_System", other: "_System") -> list[str]:
     return [d for d in dataset.directions if one.has(d) and other.has(d)]
 
 
 class _System:
-    """A method's scored runs, or those of some seeds, or one run."""
+    """A method's scored runs, or one run."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        name: str,
-        metric: str,
-        of_seeds: Collection[int | None] | None = None,
-    ):
+    def __init__(self, dataset: Dataset, name: str, metric: str):
         self.metric, self.folder = metric, Folders(dataset.name).runs
         found = sorted((p.name for p in self.folder.glob("*") if p.is_dir()), key=seeds.order)
         runs = [run for run in found if name in (run, seeds.method_of(run))]
-        if of_seeds is not None:
-            runs = [run for run in runs if seeds.seed_in(run) in of_seeds]
         self.runs = {run: scores.read(self.folder / run) for run in runs}
         self.runs = {run: result for run, result in self.runs.items() if result}
         if not self.runs:
@@ -185,54 +151,6 @@ def _row(points: Sequence[Sequence[float]], p: float | None) -> list[str]:
 def _bootstrap(
     dataset: Dataset, direction: str, first: _System, second: _System, metric: str
 ) -> float:
-    """The p-value of sacreBLEU's paired bootstrap."""
-    reference = tested_text(dataset, direction, direction.split("-")[1])
-    references = _lines(reference)
-    systems = []
-    for system in (first, second):
-        each = []
-        for path in system.translations(direction):
-            each.append(_lines(path))
-            if len(each[-1]) != len(references):
-                raise UsageError(
-                    f"{path} has {len(each[-1])} lines and {reference} has {len(references)}: "
-                    "evaluate again"
-                )
-        systems.append(list(zip(*each, strict=True)))
-    if metric == scores.CHRF:
-        computed = CHRF(word_order=2, references=[references])
-    else:
-        own = str(dataset.sacrebleu.get("tokenize", "13a"))
-        tokenize = SPBLEU_TOKENIZER if metric == scores.SPBLEU else own
-        computed = BLEU(tokenize=tokenize, references=[references])
-    _pool(computed)
-    with quietly():
-        test = PairedTest(
-            [("first", systems[0]), ("second", systems[1])],
-            {metric: computed},
-            references=None,
-            test_type="bs",
-            n_samples=SAMPLES,
-        )
-        (result,) = (values for name, values in test()[1].items() if name != "System")
-    return result[1].p_value
-
-
-def _pool(metric) -> None:
-    """For a hypothesis that is one translation per seed, its counts are those of all of them."""
-    extract = metric._extract_corpus_statistics
-
-    def extract_all(hypotheses, references):
-        return sum(
-            np.array(extract(list(one), references)) for one in zip(*hypotheses, strict=True)
-        )
-
-    metric._extract_corpus_statistics = extract_all
-
-
-def _lines(path: Path) -> list[str]:
-    """Lines end with a line feed alone, as they did for sacreBLEU's command."""
-    try:
-        return path.read_text("utf-8").split("\n")[:-1]
-    except FileNotFoundError:
-        raise UsageError(f"{path} is missing: evaluate again") from None
+    counter = SentenceCounter(dataset, direction, metric)
+    counts = (sum(map(counter.count, system.translations(direction))) for system in (first, second))
+    return p_value(counter.metric, *counts)
