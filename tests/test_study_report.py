@@ -316,3 +316,11 @@ def test_what_is_kept_and_broken_is_named(two_runs):
     file = folder / "results/multi30k/moe" / kept.FILE
     file.write_text("{")
     assert str(file.parent.relative_to(folder)) in refusal(recipe(folder, "report", "multi30k"))
+
+
+def test_runs_of_different_directions_are_named(two_runs):
+    folder, _ = two_runs
+    file = folder / "results/multi30k/moe/scores.json"
+    file.write_text(file.read_text().replace("en-de", "en-fr"))
+    said = refusal(recipe(folder, "report", "multi30k"))
+    assert "moe in en-fr and " in said and "smoe-4-4 in en-de" in said

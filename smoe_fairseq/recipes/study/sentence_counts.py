@@ -70,9 +70,10 @@ def read(result: Result) -> Counts:
         for direction, *numbers in rows:
             by_direction.setdefault(direction, []).append([int(number) for number in numbers])
         counts = {direction: np.array(rows) for direction, rows in by_direction.items()}
-        if tuple(header) != COLUMNS or any(c.shape[1:] != (2 + ORDERS,) for c in counts.values()):
+        sound = all(of_direction.shape[1:] == (2 + ORDERS,) for of_direction in counts.values())
+        if tuple(header) != COLUMNS or not sound or counts.keys() != result.scores.keys():
             raise ValueError
-    except (OSError, ValueError):
+    except (OSError, ValueError, csv.Error):
         raise UsageError(f"{file} does not hold counts of sentences: delete it") from None
     return {direction: _with_totals(of_direction) for direction, of_direction in counts.items()}
 

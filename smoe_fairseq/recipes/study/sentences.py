@@ -78,16 +78,15 @@ def _directions(
     second: Sequence[Result],
     counted: Mapping[str, sentence_counts.Counts],
 ) -> dict[str, tuple[float, float]]:
-    """Of those that all have. A sentence is drawn with the translations of all seeds."""
-    runs, found = [*first, *second], {}
+    """A sentence is drawn with the translations of all seeds."""
+    found = {}
     for direction in first[0].scores:
-        if not all(direction in r.scores and direction in counted[r.name] for r in runs):
-            continue
-        for r in runs:
-            _check_references(direction, runs[0], r, counted)
-        means = (statistics.fmean(r.scores[direction].bleu for r in rs) for rs in (first, second))
+        for r in [*first, *second]:
+            _check_references(direction, first[0], r, counted)
+        one, other = (
+            statistics.fmean(r.scores[direction].bleu for r in rs) for rs in (first, second)
+        )
         sums = (sum(counted[r.name][direction] for r in rs) for rs in (first, second))
-        one, other = means
         metric = BLEU(references=[[""]])  # it wants some; those that count are in the counts
         found[direction] = (other - one, p_value(metric, *sums))
     return found

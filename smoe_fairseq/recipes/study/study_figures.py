@@ -92,10 +92,9 @@ def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
     systems = {method: results for group in groups for method, results in group.items()}
     common = {result.seed for result in systems.get(baseline, ())}
     others = [m for m in systems if m != baseline and common & {r.seed for r in systems[m]}]
-    every = [result for results in systems.values() for result in results]
-    directions = [d for d in every[0].scores if all(d in r.scores for r in every)]
-    if not others or not directions:
+    if not others:
         return None
+    directions = list(systems[baseline][0].scores)
     columns = [("mean", directions), *((d, [d]) for d in directions)]
     height = 1.2 + 0.21 * len(others)
     figure, axes = new(1, len(columns), width=11.0, height=height, sharey=True, sharex=True)

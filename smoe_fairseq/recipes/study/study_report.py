@@ -9,7 +9,6 @@ from smoe_fairseq.recipes.study import capacity_summary, kept, sentence_counts
 from smoe_fairseq.recipes.study.blocks import BySeed, chance
 from smoe_fairseq.recipes.study.claims_table import claims_table
 from smoe_fairseq.recipes.study.equal_cost import equal_cost_table
-from smoe_fairseq.recipes.tables.columns import Column
 from smoe_fairseq.recipes.tables.render import MISSING, Grid, markdown, number
 from smoe_fairseq.recipes.tables.table import system_costs
 from smoe_fairseq.settings.dataset import Dataset
@@ -60,6 +59,10 @@ def _systems(dataset: Dataset) -> dict[str, list[kept.Result]]:
         raise UsageError(
             f"{kept.folder_of(dataset.name)} holds no runs: scripts/study.sh makes them"
         )
+    for result in results[1:]:  # of others a mean would say nothing
+        if result.scores.keys() != results[0].scores.keys():
+            there = (f"{r.folder} in {', '.join(r.scores)}" for r in (results[0], result))
+            raise UsageError(f"runs are scored in different directions: {' and '.join(there)}")
     found: dict[str, list[kept.Result]] = {}
     for result in results:
         found.setdefault(seeds.method_of(result.name), []).append(result)
@@ -119,19 +122,15 @@ def _beside(points: Mapping[str, BySeed], method: str, spec: str) -> str:
 
 
 def _directions(systems) -> Grid:
-    first = next(iter(systems.values()))[0]
-    columns = [Column(direction, (direction,)) for direction in first.scores]
-    rows = []
-    for method, results in systems.items():
-        row = [method, str(len(results))]
-        for column in columns:
-            (direction,) = column.directions
-            bleu = [r.scores[direction].bleu for r in results if direction in r.scores]
-            row.append(number(statistics.fmean(bleu) if bleu else None))
-        rows.append(row)
+    directions = list(next(iter(systems.values()))[0].scores)
+    rows = [
+        [method, str(len(results))]
+        + [number(statistics.fmean(r.scores[d].bleu for r in results)) for d in directions]
+        for method, results in systems.items()
+    ]
     signatures = {s.signature for rs in systems.values() for r in rs for s in r.scores.values()}
     notes = [f"sacreBLEU {signature}" for signature in sorted(signatures)]
-    return Grid(["method", "seeds", *(column.name for column in columns)], rows, notes)
+    return Grid(["method", "seeds", *directions], rows, notes)
 
 
 def _groups(dataset: Dataset, systems: dict) -> list[dict]:
