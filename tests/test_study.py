@@ -4,10 +4,12 @@ import csv
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
 from test_recipes_evaluation import kill_session, wait_until
@@ -116,6 +118,17 @@ def test_the_curve_is_that_of_the_log(studied):
         assert f"nll_loss={number:g}, " in log
     assert f"nll_loss {float(rows[-1]['validation_nll']):g} " in log
     assert float(rows[-1]["words"]) > float(rows[0]["words"]) > 0
+
+
+@pytest.mark.soak
+def test_experts_per_token_are_those_of_all_updates(studied):
+    folder, _ = studied
+    log = (folder / "runs/tiny/smoe-2-2/train.log").read_text()
+    lines = re.findall(r"experts_per_token=([\d.]+), .*wpb=([\d.]+), .*num_updates=", log)
+    experts, words = (np.array(column, float) for column in zip(*lines, strict=True))
+    assert len(lines) == 2
+    about = json.loads((folder / "results/tiny/smoe-2-2" / kept.FILE).read_text())
+    assert about["experts_per_token"] == pytest.approx(np.average(experts, weights=words), abs=1e-3)
 
 
 @pytest.mark.soak

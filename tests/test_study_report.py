@@ -311,6 +311,24 @@ def test_flops_are_those_of_the_measured_capacity(two_runs):
     assert f", {100 * share:+.0f}% beside moe: from " in report
 
 
+def test_flops_are_those_of_the_experts_that_a_gate_learnt(two_runs):
+    """Of top-p those that it took, where even gates take all four that 0.4 of eight is; of top-2 its two."""
+    folder, _ = two_runs
+    shutil.copytree(folder / "runs/multi30k/moe", folder / "runs/multi30k/moe-top-p")
+    keep(folder, "moe-top-p", {1: 5.0, 2: 3.5})
+    known = dict(rows(made(folder), "Study: multi30k"))
+    expert = 2 * 2 * (2 * 128 * 256) / 1e6  # in the two layers
+    even = float(known["moe-top-p"][1]) - float(known["moe"][1])
+    assert even == pytest.approx(2 * expert, abs=0.1)
+    for run in ("moe", "moe-top-p"):
+        file = folder / "results/multi30k" / run / kept.FILE
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_per_token": 1.0}))
+    learnt = rows(made(folder), "Study: multi30k")
+    assert learnt["moe"] == known["moe"]
+    apart = float(learnt["moe-top-p"][1]) - float(learnt["moe"][1])
+    assert apart == pytest.approx(-expert, abs=0.1)
+
+
 def test_what_is_kept_and_broken_is_named(two_runs):
     folder, _ = two_runs
     file = folder / "results/multi30k/moe" / kept.FILE

@@ -44,6 +44,7 @@ def count(
     model: nn.Module,
     context: int = CONTEXT,
     requested_capacity: Mapping[str, float] | None = None,
+    experts_per_token: float | None = None,
 ) -> Cost:
     """Counts a model, on the meta device or another.
 
@@ -52,6 +53,8 @@ def count(
         context: positions that attention sees.
         requested_capacity: strata that a token stops at, per MoE layer as `moe_blocks` names them;
             by default what uniform routing gives.
+        experts_per_token: as the log of training has it, for gates that learn how many experts a token
+            has; by default what uniform routing gives. Others are counted without their dropped copies.
     """
     blocks = moe_blocks(model)
     if requested_capacity is None:
@@ -67,13 +70,16 @@ def count(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     idle, expert_weights = 0.0, 0.0
     for name, block in blocks.items():
-        used = copies_per_stop(block) * requested_capacity[name]
+        copies = copies_per_stop(block)
+        if experts_per_token is not None and any(gate.learns_number for gate in block.gates):
+            copies = experts_per_token
+        used = copies * requested_capacity[name]
         num_experts = block.strata.num_experts
         experts = block.experts
         expert_weights += used * (experts.w1[0].numel() + experts.w2[0].numel())
         size = sum(p.numel() for p in experts.parameters()) / num_experts
         if block.strata.chain > 1:  # where a pass may choose what another has chosen
-            untouched = (1 - copies_per_stop(block) / num_experts) ** block.strata.chain
+            untouched = (1 - copies / num_experts) ** block.strata.chain
             used = num_experts * (1 - untouched)
         idle += max(num_experts - used, 0) * size
     return Cost(

@@ -19,12 +19,12 @@ def system_cost(
     method: str,
     context: int = CONTEXT,
     requested_capacity: Mapping[str, float] | None = None,
+    experts_per_token: float | None = None,
 ) -> Cost:
     """Of the model that a method's flags make of a data set's; an unknown method is a `UsageError`."""
     args = parse_model(arguments(dataset.train | method_flags(method, dataset)))
-    return count(
-        build_meta_model(args, int(dataset.subwords["vocab-size"])), context, requested_capacity
-    )
+    model = build_meta_model(args, int(dataset.subwords["vocab-size"]))
+    return count(model, context, requested_capacity, experts_per_token)
 
 
 def costs(table: str, context: int = CONTEXT) -> dict[str, Cost]:

@@ -25,6 +25,7 @@ class HashGate(nn.Module):
     asks_for = "id"
     top_k = 1
     expected_choices = 1.0
+    learns_number = False
 
     def __init__(self, num_experts: int, table: Tensor):
         super().__init__()

@@ -24,6 +24,7 @@ class LinearGate(nn.Module):
     asks_for: str | None = (
         None  # beside tokens and mask, of each token: nothing, its "id" or "sentence"
     )
+    learns_number: bool = False  # how many experts a token has, on average
 
     def __init__(self, embed_dim: int, num_experts: int, init_scale: float = 1.0):
         super().__init__()

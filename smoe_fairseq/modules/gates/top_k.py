@@ -67,6 +67,11 @@ class TopKGate(LinearGate):
         """Experts per token when all are chosen equally often."""
         return self.top_k * self.num_experts / (self.num_experts + self.null_experts)
 
+    @property
+    def learns_number(self) -> bool:
+        """As of `LinearGate`."""
+        return self.null_experts > 0
+
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
         """Route the tokens ``x_TD`` that ``active_T`` marks (all when None)."""
         if active_T is None:

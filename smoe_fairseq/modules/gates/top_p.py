@@ -25,6 +25,8 @@ class TopPGate(LinearGate):
         exit_bias: of the logits, see `ExitBias`.
     """
 
+    learns_number = True
+
     def __init__(
         self,
         embed_dim: int,

@@ -33,6 +33,7 @@ FILE = "run.json"
 CURVE = "curve.csv"
 ROUTING = "routing.json"
 SENTENCES = "sentences.csv"  # see `sentence_counts`
+EXPERTS = "experts_per_token"
 COLUMNS = ("update", "training_nll", "validation_nll", "words", "seconds")
 _VALID = re.compile(
     r"valid on '[^']*' subset \|.*? \| nll_loss ([\d.]+|nan|inf) \|.*\| num_updates (\d+)"
@@ -92,6 +93,7 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
         "python": platform.python_version(),
         "machine": _machine(),
         "updates": curve[-1]["update"] if curve else None,
+        EXPERTS: _experts_per_token(run / "train.log"),
     }
     capacity = capacity_summary.summary(run)
     text = io.StringIO()
@@ -140,6 +142,13 @@ def _curve(log: Path) -> list[dict]:
             seconds += new / rate if rate else 0.0
         curve.append(row | {"words": round(words), "seconds": round(seconds, 2)})
     return curve
+
+
+def _experts_per_token(log: Path) -> float | None:
+    """Of all of training, as it was logged; None where there are no experts."""
+    of_updates = {v[UPDATES]: v for v in read_lines(log) if EXPERTS in v and "wpb" in v}.values()
+    words = sum(values["wpb"] for values in of_updates)
+    return round(sum(v[EXPERTS] * v["wpb"] for v in of_updates) / words, 3) if words else None
 
 
 def _commit() -> str:
@@ -193,6 +202,11 @@ class Result:
         return self.about.get("untimed", "")
 
     @property
+    def experts_per_token(self) -> float | None:
+        """Copies that an expert took, per token and stratum that it stopped at, in training."""
+        return self.about.get(EXPERTS)
+
+    @property
     def bleu(self) -> float:
         """Mean over the directions."""
         return scores.mean_bleu(self.scores)
@@ -243,6 +257,12 @@ def by_seed(
 ) -> dict[str, dict[int | None, float]]:
     """A number of each run, by method and seed."""
     return {method: {r.seed: of(r) for r in results} for method, results in systems.items()}
+
+
+def mean_experts_per_token(results: Sequence[Result]) -> float | None:
+    """Of the runs that it was kept of."""
+    there = [r.experts_per_token for r in results if r.experts_per_token is not None]
+    return statistics.fmean(there) if there else None
 
 
 def read(dataset: str) -> list[Result]:

@@ -30,7 +30,12 @@ def write_report(dataset: Dataset) -> Path:
     systems = _systems(dataset)
     sentence_counts.keep(dataset, [result for results in systems.values() for result in results])
     costs = {
-        method: system_costs(dataset, method, capacity_summary.mean([r.routing for r in results]))
+        method: system_costs(
+            dataset,
+            method,
+            capacity_summary.mean([r.routing for r in results]),
+            kept.mean_experts_per_token(results),
+        )
         for method, results in systems.items()
     }
     flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
@@ -99,10 +104,11 @@ def _table(systems, costs) -> Grid:
     header += ["validation loss", f"less {BASELINE}'s", "BLEU", f"less {BASELINE}'s"]
     notes = [
         "FLOPs of a forward pass (at the requested capacity of the test set's text, where a model has "
-        "strata), time of a whole update (the median), per target token. Validation loss in bits per "
-        "target token, the lowest of a run; BLEU mean over the directions. Mean over "
-        "seeds and, behind it, their standard deviation; less the baseline's over those seeds that both "
-        "have, with a 95 percent interval (how chance is told, is said below the claims)."
+        "strata; with the experts per token of training, where a gate learns how many), time of a whole "
+        "update (the median), per target token. Validation loss in bits per target token, the lowest of "
+        "a run; BLEU mean over the directions. Mean over seeds and, behind it, their standard deviation; "
+        "less the baseline's over those seeds that both have, with a 95 percent interval (how chance is "
+        "told, is said below the claims)."
     ]
     return Grid(header, rows, notes)
 

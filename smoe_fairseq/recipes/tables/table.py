@@ -140,11 +140,15 @@ def _over_seeds(function, values: Sequence[float | None]) -> float | None:
 
 
 def system_costs(
-    dataset: Dataset, method: str, requested_capacity: Mapping[str, float] | None = None
+    dataset: Dataset,
+    method: str,
+    requested_capacity: Mapping[str, float] | None = None,
+    experts_per_token: float | None = None,
 ) -> list[float | None]:
     """Parameters and FLOPs per token in millions, of the model that the recipe's flags describe.
 
-    ``requested_capacity`` is what was measured, by MoE layer; by default that of uniform routing.
+    ``requested_capacity``, by MoE layer, and ``experts_per_token`` are what was measured; by default those
+    of uniform routing.
     """
     try:
         method_flags(method, dataset)
@@ -153,7 +157,11 @@ def system_costs(
     with quietly():
         from smoe_fairseq.analysis.paper import system_cost
 
-        cost = system_cost(dataset, method, requested_capacity=requested_capacity)
+        measured = {
+            "requested_capacity": requested_capacity,
+            "experts_per_token": experts_per_token,
+        }
+        cost = system_cost(dataset, method, **measured)
     return [cost.parameters / 1e6, cost.flops_per_token / 1e6]
 
 
