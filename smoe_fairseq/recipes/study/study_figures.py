@@ -10,9 +10,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from smoe_fairseq.analysis.figures.style import new, styled
+from smoe_fairseq.recipes.study.groups import Systems
 from smoe_fairseq.recipes.study.kept import Result
 
-Systems = Mapping[str, Sequence[Result]]  # by method, a result for each seed
 COLOURS = (
     *("black", "#3f6ea8", "#9dbcdc", "#777777", "#a2641b", "#d9a066"),
     *("#bbbbbb", "#8a8a5c", "#b0413e", "#e08a87", "#5b8c5a", "#a9cba4"),
@@ -84,35 +84,49 @@ def _second_half(result: Result) -> dict[str, np.ndarray]:
 
 @styled
 def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
-    """BLEU above that of the baseline: of each direction and their mean a column, of each method a row.
+    """BLEU above that of the baseline: of each direction and their mean a column, of each method a line.
 
-    Bars are means over the seeds that both have, dots are the seeds. Columns share their scale.
-    None where nothing can be compared.
+    Bars are means over the seeds that both have, dots are the seeds. A row for each group that has the
+    baseline, in which all columns share their scale. None where nothing can be compared.
     """
-    systems = {method: results for group in groups for method, results in group.items()}
-    common = {result.seed for result in systems.get(baseline, ())}
-    others = [m for m in systems if m != baseline and common & {r.seed for r in systems[m]}]
-    if not others:
+    shown = [(systems, others) for systems in groups if (others := _beside(systems, baseline))]
+    if not shown:
         return None
-    directions = list(systems[baseline][0].scores)
+    directions = list(shown[0][0][baseline][0].scores)
     columns = [("mean", directions), *((d, [d]) for d in directions)]
-    height = 1.2 + 0.21 * len(others)
-    figure, axes = new(1, len(columns), width=11.0, height=height, sharey=True, sharex=True)
+    lines = [len(others) for _, others in shown]
+    figure, axes = new(
+        *(len(shown), len(columns)),
+        **{"width": 11.0, "height": 0.8 + 0.4 * len(shown) + 0.21 * sum(lines)},
+        **{"sharex": "row", "sharey": "row", "height_ratios": [n + 0.5 for n in lines]},
+    )
     colours = _colours(groups)
-    rows = range(len(others))
-    for ax, (name, of_column) in zip(axes[0], columns, strict=True):
-        base = {result.seed: _bleu(result, of_column) for result in systems[baseline]}
-        for row, method in zip(rows, others, strict=True):
-            of_both = [result for result in systems[method] if result.seed in base]
-            above = [_bleu(result, of_column) - base[result.seed] for result in of_both]
-            ax.barh(row, statistics.fmean(above), height=0.75, color=colours[method])
-            ax.plot(above, [row] * len(above), "o", ms=3, color="black", mec="white", mew=0.5)
-        ax.axvline(0, color="black", lw=0.8)
+    for of_row, (systems, others) in zip(axes, shown, strict=True):
+        at = range(len(others))
+        for ax, (_, of_column) in zip(of_row, columns, strict=True):
+            base = {result.seed: _bleu(result, of_column) for result in systems[baseline]}
+            for y, method in zip(at, others, strict=True):
+                of_both = [result for result in systems[method] if result.seed in base]
+                above = [_bleu(result, of_column) - base[result.seed] for result in of_both]
+                ax.barh(y, statistics.fmean(above), height=0.75, color=colours[method])
+                ax.plot(above, [y] * len(above), "o", ms=3, color="black", mec="white", mew=0.5)
+            ax.axvline(0, color="black", lw=0.8)
+        of_row[0].set_yticks(at, others, fontsize=8)
+        of_row[0].set_ylim(len(others) - 0.4, -0.6)
+    for ax, (name, _) in zip(axes[0], columns, strict=True):
         ax.set_title(name)
-    axes[0][0].set_yticks(rows, others, fontsize=8)
-    axes[0][0].invert_yaxis()
     figure.supxlabel(f"BLEU above {baseline}", fontsize=10)
     return figure
+
+
+def _beside(systems: Systems, baseline: str) -> list[str]:
+    """Those that have a seed that the baseline has."""
+    of_baseline = {result.seed for result in systems.get(baseline, ())}
+    return [
+        method
+        for method, results in systems.items()
+        if method != baseline and of_baseline & {result.seed for result in results}
+    ]
 
 
 def _bleu(result: Result, directions: Sequence[str]) -> float:

@@ -9,6 +9,7 @@ from smoe_fairseq.recipes.study import capacity_summary, kept, sentence_counts
 from smoe_fairseq.recipes.study.blocks import BySeed, chance
 from smoe_fairseq.recipes.study.claims_table import claims_table
 from smoe_fairseq.recipes.study.equal_cost import equal_cost_table
+from smoe_fairseq.recipes.study.groups import groups
 from smoe_fairseq.recipes.tables.render import MISSING, Grid, markdown, number
 from smoe_fairseq.recipes.tables.table import system_costs
 from smoe_fairseq.settings.dataset import Dataset
@@ -17,7 +18,6 @@ from smoe_fairseq.system.files import write_whole
 
 FILE = "report.md"
 BASELINE = "moe"
-GROUP = 8  # systems
 
 
 def write_report(dataset: Dataset) -> Path:
@@ -48,7 +48,7 @@ def write_report(dataset: Dataset) -> Path:
         *(["## The paper's claims", markdown(claims)] if claims.rows else []),
         "## BLEU by direction",
         markdown(_directions(systems)),
-        *_pictures(folder, _groups(dataset, systems), flops),
+        *_pictures(folder, groups(dataset.study, systems, BASELINE), flops),
         "## Runs",
         markdown(_made(dataset, systems)),
     ]
@@ -139,19 +139,7 @@ def _directions(systems) -> Grid:
     return Grid(["method", "seeds", *directions], rows, notes)
 
 
-def _groups(dataset: Dataset, systems: dict) -> list[dict]:
-    """As many systems as can be told apart: first those of the data set's study, then the others, beside
-    the baseline.
-    """
-    baseline = [m for m in systems if m == BASELINE]
-    first = [m for m in systems if m in dataset.study] or list(systems)[:GROUP]
-    others = [m for m in systems if m not in [*first, BASELINE]]
-    parts = [first, *(others[i : i + GROUP] for i in range(0, len(others), GROUP))]
-    parts = [part if BASELINE in part else baseline + part for part in parts]
-    return [{m: systems[m] for m in part} for part in parts]
-
-
-def _pictures(folder: Path, groups, flops) -> list[str]:
+def _pictures(folder: Path, shown, flops) -> list[str]:
     try:
         from smoe_fairseq.analysis.figures import style
     except ImportError:
@@ -159,8 +147,8 @@ def _pictures(folder: Path, groups, flops) -> list[str]:
     from smoe_fairseq.recipes.study import study_figures as figures
 
     drawn = {
-        "costs": figures.draw_costs(groups, {m: 1e6 * value for m, value in flops.items()}),
-        "directions": figures.draw_directions(groups, BASELINE),
+        "costs": figures.draw_costs(shown, {m: 1e6 * value for m, value in flops.items()}),
+        "directions": figures.draw_directions(shown, BASELINE),
     }
     drawn = {name: figure for name, figure in drawn.items() if figure is not None}
     for name, figure in drawn.items():
