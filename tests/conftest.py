@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import handmade
@@ -12,6 +13,13 @@ from ranks import Ranks
 os.environ.setdefault(
     "FORECAST", "0"
 )  # which recipes take seconds for; test_forecast.py asks for it
+
+
+# nohup and a shell's background ignore these, and every process started from there with them. One that starts
+# from a handler has the default.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(scope="session")
