@@ -84,7 +84,7 @@ def test_systems_are_compared_over_the_seeds_that_both_have(two_runs):
     curve.write_text(curve.read_text().replace("3.25,3.25", "3.05,3.05"))
     report = made(folder)
     smoe = rows(report, "Study: multi30k")["smoe-4-4"]
-    assert smoe[3] == "2" and smoe[5:7] == ["3.150 ± 0.141", "-0.250"]
+    assert smoe[3] == "1 2" and smoe[5:7] == ["3.150 ± 0.141", "-0.250"]
     assert "other systems do not have the seed of smoe-4-4.seed-2." in report
     (a,) = (v for claim, v in rows(report, "The paper's claims").items() if "above moe" in claim)
     verdict = f"{OPEN}: a single seed"

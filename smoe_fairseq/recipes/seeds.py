@@ -65,6 +65,12 @@ def seed_in(name: str) -> int | None:
     return int(found["seed"]) if found else None
 
 
+def number_in(dataset: Dataset, name: str) -> int:
+    """The same, with the data set's own as a number."""
+    found = seed_in(name)
+    return _own(dataset) if found is None else found
+
+
 def order(name: str) -> tuple[str, int]:
     """Runs of a method one after the other, that of the data set's own seed first."""
     found = _NAME.fullmatch(name)

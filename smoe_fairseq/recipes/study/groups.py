@@ -1,4 +1,4 @@
-"""Which systems a row of a picture shows: those that can be told apart, and compared over the same seeds."""
+"""Which systems of a study stand beside one another: those that can be compared over the same seeds."""
 
 import math
 from collections import Counter
@@ -6,18 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 from smoe_fairseq.recipes.study.kept import Result
 
-LARGEST = 8  # systems beside the baseline, where they are not the study's own
-
 Systems = Mapping[str, Sequence[Result]]  # by method, a result for each seed
 
 
 def groups(
-    study: Collection[str], systems: Systems, baseline: str
+    study: Collection[str], systems: Systems, baseline: str, largest: int | None = None
 ) -> list[dict[str, list[Result]]]:
     """The systems of the study with the seeds that half of them have, then all else by its seeds.
 
     Runs of two seeds say nothing of two systems, so a system in one seed stands beside the baseline's run of
-    that seed and not beside its mean.
+    that seed and not beside its mean. A group after the first has ``largest`` systems, beside the baseline.
     """
     count = Counter(r.seed for method in study for r in systems.get(method, ()))
     usual = {seed for seed, n in count.items() if 2 * n >= len(systems.keys() & study)}
@@ -33,7 +31,7 @@ def groups(
         beside = [r for r in systems.get(baseline, ()) if r.seed in seeds]
         beside = {baseline: beside} if beside else {}
         members = {method: rest for method, rest in members.items() if method != baseline}
-        parts = math.ceil(len(members) / LARGEST) or 1
+        parts = math.ceil(len(members) / (largest or len(members) or 1)) or 1
         size = math.ceil(len(members) / parts)
         names = list(members)
         for i in range(parts):

@@ -1,12 +1,12 @@
 """Of what is kept of a study: its table, verdicts and pictures, as ``report.md`` beside the runs."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.study import capacity_summary, kept, sentence_counts
-from smoe_fairseq.recipes.study.blocks import BySeed, chance
+from smoe_fairseq.recipes.study.blocks import chance
 from smoe_fairseq.recipes.study.claims_table import claims_table
 from smoe_fairseq.recipes.study.equal_cost import equal_cost_table
 from smoe_fairseq.recipes.study.groups import groups
@@ -18,6 +18,7 @@ from smoe_fairseq.system.files import write_whole
 
 FILE = "report.md"
 BASELINE = "moe"
+ROW = 8  # systems that can be told apart in a row of a picture
 
 
 def write_report(dataset: Dataset) -> Path:
@@ -41,14 +42,16 @@ def write_report(dataset: Dataset) -> Path:
     flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
     equal_cost = equal_cost_table(systems, flops, BASELINE)
     claims = claims_table(dataset, systems, flops, BASELINE)
+    beside = groups(dataset.study, systems, BASELINE)
+    in_rows = groups(dataset.study, systems, BASELINE, largest=ROW)
     parts = [
         f"# Study: {dataset.name}",
-        markdown(_table(systems, costs)),
+        markdown(_table(dataset, systems, beside, costs)),
         *(["## At equal cost", markdown(equal_cost)] if equal_cost.rows else []),
         *(["## The paper's claims", markdown(claims)] if claims.rows else []),
         "## BLEU by direction",
-        markdown(_directions(systems)),
-        *_pictures(folder, groups(dataset.study, systems, BASELINE), flops),
+        markdown(_directions(dataset, beside)),
+        *_pictures(folder, in_rows, flops),
         "## Runs",
         markdown(_made(dataset, systems)),
     ]
@@ -75,12 +78,13 @@ def _systems(dataset: Dataset) -> dict[str, list[kept.Result]]:
     return dict(sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 
 
-def _table(systems, costs) -> Grid:
+def _table(dataset: Dataset, systems, beside, costs) -> Grid:
+    """``beside``: `groups` of the systems."""
     machines = dict.fromkeys(r.machine for results in systems.values() for r in results)
-    bleu = kept.by_seed(systems, lambda result: result.bleu)
-    losses = kept.by_seed(systems, lambda result: result.validation)
+    bleu = _Column(systems, lambda result: result.bleu, 2)
+    losses = _Column(systems, lambda result: result.validation, 3)
     rows = []
-    for method, results in systems.items():
+    for of_group, method, results in _rows(beside):
         parameters, flops = costs[method]
         times = [[r.time for r in results if r.time and r.machine == m] for m in machines]
         updates = {result.about["updates"] for result in results}
@@ -90,12 +94,10 @@ def _table(systems, costs) -> Grid:
                 number(parameters, 1),
                 number(flops, 1),
                 *(number(1e6 * statistics.fmean(t) if t else None, 0) for t in times),
-                str(len(results)),
+                _seeds(dataset, results),
                 " ".join(f"{u:,}" for u in sorted(updates)),
-                _with_spread(losses[method], 3),
-                _beside(losses, method, "+.3f"),
-                _with_spread(bleu[method], 2),
-                _beside(bleu, method, "+.2f"),
+                *losses.cells(of_group, method),
+                *bleu.cells(of_group, method),
             ]
         )
     time = "time/token (us)"
@@ -106,35 +108,55 @@ def _table(systems, costs) -> Grid:
         "FLOPs of a forward pass (at the requested capacity of the test set's text, where a model has "
         "strata; with the experts per token of training, where a gate learns how many), time of a whole "
         "update (the median), per target token. Validation loss in bits per target token, the lowest of "
-        "a run; BLEU mean over the directions. Mean over seeds and, behind it, their standard deviation; "
-        "less the baseline's over those seeds that both have, with a 95 percent interval (how chance is "
-        "told, is said below the claims)."
+        "a run; BLEU mean over the directions. Mean over the row's seeds and, behind it, their standard "
+        "deviation; less the baseline's over those of them that it has, with a 95 percent interval (how "
+        "chance is told, is said below the claims). Below the study's systems are the others, and seeds "
+        "that few have, beside the baseline of the same seeds."
     ]
     return Grid(header, rows, notes)
 
 
-def _with_spread(points: BySeed, digits: int) -> str:
-    values = list(points.values())
-    mean = number(statistics.fmean(values), digits)
-    return f"{mean} ± {number(statistics.stdev(values), digits)}" if len(values) > 1 else mean
+def _rows(beside) -> Iterator[tuple[dict, str, list[kept.Result]]]:
+    """Of each group its systems one after the other: the group, the method and its results."""
+    for of_group in beside:
+        for method, results in of_group.items():
+            yield of_group, method, results
 
 
-def _beside(points: Mapping[str, BySeed], method: str, spec: str) -> str:
-    """Less the baseline's."""
-    if method == BASELINE or BASELINE not in points:
-        return MISSING
-    found = chance(points).between(points[BASELINE], points[method])
-    return MISSING if found is None else format(found, spec)
+def _seeds(dataset: Dataset, results: Sequence[kept.Result]) -> str:
+    return " ".join(str(seeds.number_in(dataset, result.name)) for result in results)
 
 
-def _directions(systems) -> Grid:
-    directions = list(next(iter(systems.values()))[0].scores)
+class _Column:
+    """A number of each run, and beside it what it is less the baseline's.
+
+    How wide chance is, is told from all ``systems``.
+    """
+
+    def __init__(self, systems, of: Callable[[kept.Result], float], digits: int):
+        self.of, self.digits = of, digits
+        self.chance = chance(kept.by_seed(systems, of))
+
+    def cells(self, of_group, method: str) -> list[str]:
+        points = kept.by_seed(of_group, self.of)
+        values = list(points[method].values())
+        mean = number(statistics.fmean(values), self.digits)
+        if len(values) > 1:
+            mean += f" ± {number(statistics.stdev(values), self.digits)}"
+        found = None
+        if method != BASELINE and BASELINE in points:
+            found = self.chance.between(points[BASELINE], points[method])
+        return [mean, MISSING if found is None else format(found, f"+.{self.digits}f")]
+
+
+def _directions(dataset: Dataset, beside) -> Grid:
+    directions = list(next(iter(beside[0].values()))[0].scores)
     rows = [
-        [method, str(len(results))]
+        [method, _seeds(dataset, results)]
         + [number(statistics.fmean(r.scores[d].bleu for r in results)) for d in directions]
-        for method, results in systems.items()
+        for _, method, results in _rows(beside)
     ]
-    signatures = {s.signature for rs in systems.values() for r in rs for s in r.scores.values()}
+    signatures = {s.signature for _, _, rs in _rows(beside) for r in rs for s in r.scores.values()}
     notes = [f"sacreBLEU {signature}" for signature in sorted(signatures)]
     return Grid(["method", "seeds", *directions], rows, notes)
 
