@@ -25,23 +25,26 @@ def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
 
     Of the second half of each run's updates, where systems can be told apart. A row for each group of
     systems; seeds are thin lines, and their mean a thick one. Hours are those of one machine, on which most
-    of a row's systems were trained.
+    of a row's systems were trained; there are none where it trained a single one.
     """
     rows, colours = len(groups), _colours(groups)
     figure, axes = new(rows, 2, width=9.0, height=3.6 * rows + 0.4, sharey="row")
     for (by_flops, by_hours), systems in zip(axes, groups, strict=True):
         machine = _machine(systems)
+        timed = sum(any(r.time and r.machine == machine for r in rs) for rs in systems.values())
         for method, results in systems.items():
             curves = {result.name: _second_half(result) for result in results if result.logged}
             for curve in curves.values():
                 curve["tflop"] = 3e-12 * flops.get(method, math.nan) * curve["words"]
             _draw_curves(by_flops, colours[method], list(curves.values()), "tflop", method)
-            there = [curves[r.name] for r in results if r.time and r.machine == machine]
-            _draw_curves(by_hours, colours[method], there, "hours")
+            there = [r for r in results if r.time and r.machine == machine and timed > 1]
+            _draw_curves(by_hours, colours[method], [curves[r.name] for r in there], "hours")
         of_row = by_flops.get_legend_handles_labels()
         by_hours.legend(*of_row, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
         by_flops.set_xlabel("training, TFLOP")
         by_hours.set_xlabel(f"hours of training, {machine}")
+        if timed < 2:  # which is beside nothing
+            by_hours.set_axis_off()
     title = "Validation loss (bits per token), second half of training"
     if any(len(results) > 1 for systems in groups for results in systems.values()):
         title += " (thin: seeds, thick: their mean)"
