@@ -15,9 +15,9 @@ os.environ.setdefault(
 )  # which recipes take seconds for; test_forecast.py asks for it
 
 
-# nohup and a shell's background ignore these, and every process started from there with them. One that starts
-# from a handler has the default.
-for number in (signal.SIGINT, signal.SIGHUP):
+# nohup and a shell's background ignore some of these, and every process started from there with them. One
+# that starts from a handler has the default.
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGTSTP):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 

@@ -20,7 +20,7 @@ from sampling import soak, some
 from test_full_disk import limited, sentence, tree
 from test_recipes import write_dataset
 from test_recipes_archives import step
-from test_signals import ended, heed_signals, wait_for
+from test_signals import ended, wait_for
 
 from smoe_fairseq.recipes.preparing import progress, subwords
 from smoe_fairseq.recipes.preparing.chunks import CHUNK
@@ -309,7 +309,6 @@ def endless(tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
         process_group=0,
-        preexec_fn=heed_signals,
     )
 
     def pids():

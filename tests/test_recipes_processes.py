@@ -10,7 +10,7 @@ import torch
 from commands import bash_functions, bash_torchrun
 from test_recipes import ROOT, commands, recipe, value, write_dataset
 from test_several_processes import LAST, assert_same_bits, content
-from test_signals import heed_signals, wait_for
+from test_signals import wait_for
 
 from smoe_fairseq.recipes.launch import Launch, launch
 from smoe_fairseq.system.errors import UsageError
@@ -58,7 +58,6 @@ def interrupted(folder: Path, script: str, words, send: signal.Signals, environm
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=heed_signals,
     )
     try:
         wait_for((folder / "runs/tiny/smoe-2-2" / LAST).exists, process)

@@ -34,12 +34,6 @@ def ended(pid: int) -> bool:
         return True
 
 
-def heed_signals() -> None:
-    """Where the tests run in a shell's background, SIGINT is ignored, and so it would stay."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTSTP):
-        signal.signal(number, signal.SIG_DFL)
-
-
 def wait_for(condition, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 60
     while not condition():
@@ -65,7 +59,6 @@ def training(tmp_path, request):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=heed_signals,
     )
     files = [tmp_path / name for name in ("background", "started")]
     wait_for(lambda: all(f.exists() and f.read_text().strip() for f in files), process)

@@ -316,7 +316,7 @@ def test_flops_are_those_of_the_experts_that_a_gate_learnt(two_runs):
     folder, _ = two_runs
     shutil.copytree(folder / "runs/multi30k/moe", folder / "runs/multi30k/moe-top-p")
     keep(folder, "moe-top-p", {1: 5.0, 2: 3.5})
-    known = dict(rows(made(folder), "Study: multi30k"))
+    known = rows(made(folder), "Study: multi30k")
     expert = 2 * 2 * (2 * 128 * 256) / 1e6  # in the two layers
     even = float(known["moe-top-p"][1]) - float(known["moe"][1])
     assert even == pytest.approx(2 * expert, abs=0.1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import PLUGIN, SCRIPTS, generation, run
 from sampling import soak
-from test_signals import heed_signals, wait_for
+from test_signals import wait_for
 from test_training import train as train_smoe
 from test_translator import evaluated
 
@@ -240,7 +240,6 @@ def started(folder, *words, stdout=None, **environment) -> subprocess.Popen:
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=heed_signals,
         stdout=stdout,
     )
 

@@ -70,9 +70,7 @@ def count(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     idle, expert_weights = 0.0, 0.0
     for name, block in blocks.items():
-        copies = copies_per_stop(block)
-        if experts_per_token is not None and any(gate.learns_number for gate in block.gates):
-            copies = experts_per_token
+        copies = copies_per_stop(block, experts_per_token)
         used = copies * requested_capacity[name]
         num_experts = block.strata.num_experts
         experts = block.experts
@@ -97,8 +95,13 @@ def count(
     )
 
 
-def copies_per_stop(block: StratifiedMoE) -> float:
-    """Experts that compute a token at a stratum where it stops, on average under uniform routing."""
+def copies_per_stop(block: StratifiedMoE, measured: float | None = None) -> float:
+    """Experts that compute a token at a stratum where it stops.
+
+    What was ``measured`` where a gate learns their number, else the average under uniform routing.
+    """
+    if measured is not None and any(gate.learns_number for gate in block.gates):
+        return measured
     visits = block.strata.expected_visits()
     copies = (n * gate.expected_choices for n, gate in zip(visits, block.gates, strict=True))
     return sum(copies) / sum(visits)

@@ -10,7 +10,7 @@ Systems = Mapping[str, Sequence[Result]]  # by method, a result for each seed
 
 
 def groups(
-    study: Collection[str], systems: Systems, baseline: str, largest: int | None = None
+    study: Collection[str], systems: Systems, baseline: str, largest: float = math.inf
 ) -> list[dict[str, list[Result]]]:
     """The systems of the study with the seeds that half of them have, then all else by its seeds.
 
@@ -31,7 +31,7 @@ def groups(
         beside = [r for r in systems.get(baseline, ()) if r.seed in seeds]
         beside = {baseline: beside} if beside else {}
         members = {method: rest for method, rest in members.items() if method != baseline}
-        parts = math.ceil(len(members) / (largest or len(members) or 1)) or 1
+        parts = max(1, math.ceil(len(members) / largest))
         size = math.ceil(len(members) / parts)
         names = list(members)
         for i in range(parts):

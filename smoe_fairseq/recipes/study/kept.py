@@ -84,7 +84,9 @@ def check_flags(dataset: Dataset, name: str, words: Sequence[str]) -> None:
 def keep(dataset: Dataset, name: str, line: str) -> None:
     """Gathers the results of a run that is trained and scored; ``line`` is the command that made them."""
     run = Folders(dataset.name).run(name)
-    curve = _curve(run / "train.log")
+    log = run / "train.log"
+    logged = _logged(log)
+    curve = _curve(log, logged)
     content = {
         "command": _as_anywhere(Folders(dataset.name), line),
         "flags": json.loads((run / "identity.json").read_text("utf-8"))["flags"],
@@ -93,7 +95,7 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
         "python": platform.python_version(),
         "machine": _machine(),
         "updates": curve[-1]["update"] if curve else None,
-        EXPERTS: _experts_per_token(run / "train.log"),
+        EXPERTS: _experts_per_token(logged),
     }
     capacity = capacity_summary.summary(run)
     text = io.StringIO()
@@ -115,18 +117,25 @@ def _as_anywhere(folders: Folders, line: str) -> str:
     return line
 
 
-def _curve(log: Path) -> list[dict]:
+def _logged(log: Path) -> dict[int, dict[str, float]]:
+    """By update the line of training that ends there.
+
+    Of an update that was made twice, before and after an interruption, the later one counts.
+    """
+    lines = read_lines(log)
+    return {int(line[UPDATES]): line for line in lines if "nll_loss" in line and "wpb" in line}
+
+
+def _curve(log: Path, logged: Mapping[int, Mapping[str, float]]) -> list[dict]:
     """By update: training loss since the last line, validation loss, target words seen, seconds trained.
 
-    Losses are bits per target token. Of an update that was made twice, before and after an interruption, the
-    later one counts; the seconds are those of the updates in the curve, from the words per second of each.
+    Losses are bits per target token; the seconds are those of the updates in the curve, from the words per
+    second of each.
     """
     rows: dict[int, dict] = {}
-    for values in read_lines(log):
-        if "nll_loss" in values and "wpb" in values:
-            update = int(values[UPDATES])
-            row = rows.setdefault(update, dict.fromkeys(COLUMNS) | {"update": update})
-            row |= {"training_nll": values["nll_loss"], "wpb": values["wpb"], "wps": values["wps"]}
+    for update, line in logged.items():
+        row = rows.setdefault(update, dict.fromkeys(COLUMNS) | {"update": update})
+        row |= {"training_nll": line["nll_loss"], "wpb": line["wpb"], "wps": line["wps"]}
     for line in log.read_text("utf-8", "replace").splitlines():
         if found := _VALID.search(line):
             update = int(found[2])
@@ -144,11 +153,11 @@ def _curve(log: Path) -> list[dict]:
     return curve
 
 
-def _experts_per_token(log: Path) -> float | None:
-    """Of all of training, as it was logged; None where there are no experts."""
-    of_updates = {v[UPDATES]: v for v in read_lines(log) if EXPERTS in v and "wpb" in v}.values()
-    words = sum(values["wpb"] for values in of_updates)
-    return round(sum(v[EXPERTS] * v["wpb"] for v in of_updates) / words, 3) if words else None
+def _experts_per_token(logged: Mapping[int, Mapping[str, float]]) -> float | None:
+    """Of all of training; None where there are no experts."""
+    lines = [line for line in logged.values() if EXPERTS in line]
+    words = sum(line["wpb"] for line in lines)
+    return round(sum(line[EXPERTS] * line["wpb"] for line in lines) / words, 3) if words else None
 
 
 def _commit() -> str:

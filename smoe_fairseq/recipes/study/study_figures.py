@@ -99,9 +99,13 @@ def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
     columns = [("mean", directions), *((d, [d]) for d in directions)]
     lines = [len(others) for _, others in shown]
     figure, axes = new(
-        *(len(shown), len(columns)),
-        **{"width": 11.0, "height": 0.8 + 0.4 * len(shown) + 0.21 * sum(lines)},
-        **{"sharex": "row", "sharey": "row", "height_ratios": [n + 0.5 for n in lines]},
+        len(shown),
+        len(columns),
+        width=11.0,
+        height=0.8 + 0.4 * len(shown) + 0.21 * sum(lines),
+        sharex="row",
+        sharey="row",
+        height_ratios=[n + 0.5 for n in lines],
     )
     colours = _colours(groups)
     for of_row, (systems, others) in zip(axes, shown, strict=True):

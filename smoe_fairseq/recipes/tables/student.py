@@ -69,9 +69,8 @@ def _probability(t: float, freedom: float) -> float:
     """
     steps = 2000  # an even number
     angle = math.atan2(t, math.sqrt(freedom))
-    constant = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(
-        math.pi
-    )
+    half = freedom / 2
+    constant = math.exp(math.lgamma(half + 0.5) - math.lgamma(half)) / math.sqrt(math.pi)
     density = np.cos(np.linspace(0, angle, steps + 1)) ** (freedom - 1)
     total = density[0] + 4 * density[1::2].sum() + 2 * density[2:-1:2].sum() + density[-1]
     return 0.5 + constant * angle / steps / 3 * float(total)

@@ -157,11 +157,12 @@ def system_costs(
     with quietly():
         from smoe_fairseq.analysis.paper import system_cost
 
-        measured = {
-            "requested_capacity": requested_capacity,
-            "experts_per_token": experts_per_token,
-        }
-        cost = system_cost(dataset, method, **measured)
+        cost = system_cost(
+            dataset,
+            method,
+            requested_capacity=requested_capacity,
+            experts_per_token=experts_per_token,
+        )
     return [cost.parameters / 1e6, cost.flops_per_token / 1e6]
 
 
