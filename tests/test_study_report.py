@@ -23,9 +23,10 @@ def keep(folder: Path, run: str, losses: dict[int, float], **routing) -> None:
     results = folder / "results/multi30k" / run
     results.mkdir(parents=True)
     shutil.copy(folder / "runs/multi30k" / run / "scores.json", results)
-    rows = [f"{u},{x},{x},{1000 * u},{u / 2}\n" for u, x in losses.items()]
+    rows = [f"{u},{x},{x},,{1000 * u},{u / 2}\n" for u, x in losses.items()]
     (results / kept.CURVE).write_text(",".join(kept.COLUMNS) + "\n" + "".join(rows))
     about = {"command": "c", "commit": "1", "versions": {}, "machine": "m", "updates": max(losses)}
+    about["flags"] = {"--lr": "1", "--seed": run}
     (results / kept.FILE).write_text(json.dumps(about))
     if routing:
         (results / kept.ROUTING).write_text(json.dumps(routing))
@@ -70,7 +71,7 @@ def test_numbers_and_verdicts(two_runs):
     # Only one of six directions is scored.
     (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
     verdict = f"{OPEN}: a single seed"
-    assert a == ["1", f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1", verdict]
+    assert a == ["1", f"+{apart:.2f}", "", "-0.250", "1 above, 0 below, of 1", verdict]
     assert rows(report, "BLEU by direction")["smoe-4-4"] == ["1", "100.00"]
     for name in ("costs", "directions"):
         assert (folder / f"results/multi30k/{name}.png").stat().st_size > 10_000
@@ -88,7 +89,7 @@ def test_systems_are_compared_over_the_seeds_that_both_have(two_runs):
     assert "other systems do not have the seed of smoe-4-4.seed-2." in report
     (a,) = (v for claim, v in rows(report, "The paper's claims").items() if "above moe" in claim)
     verdict = f"{OPEN}: a single seed"
-    assert a == ["1", f"+{apart:.2f}", "-0.250", "1 above, 0 below, of 1", verdict]
+    assert a == ["1", f"+{apart:.2f}", "", "-0.250", "1 above, 0 below, of 1", verdict]
 
 
 def made_on(results: Path, run: str, machine: str, seconds_per_update: float) -> None:
@@ -134,7 +135,7 @@ def test_losses_at_equal_cost_by_hand(tmp_path):
     results = keep_curves(tmp_path, {"moe": of_moe, "smoe-4-4": of_smoe})
     curve = results / "smoe-4-4" / kept.CURVE
     rest, last = curve.read_text().split("8,", 1)
-    curve.write_text(f"{rest}3,,7.5,2000,1.0\n8,{last}")  # words and seconds of the line before
+    curve.write_text(f"{rest}3,,7.5,,2000,1.0\n8,{last}")  # words and seconds of the line before
     made_on(results, "smoe-4-4", "m", 1.0)
     report = made(tmp_path)
     table = rows(report, "Study: multi30k")
@@ -168,6 +169,7 @@ def test_seeds_at_equal_cost_by_hand(tmp_path):
 
 
 def test_a_run_that_diverged_is_in_the_report(tmp_path):
+    """Whatever its other seeds did."""
     nan = math.nan
     runs = {"moe": {1: 9.0, 2: 3.0}, "switch": {1: nan, 2: nan}, "dense": {1: 8.0, 2: nan}}
     keep_curves(tmp_path, runs)
@@ -179,6 +181,11 @@ def test_a_run_that_diverged_is_in_the_report(tmp_path):
     for method in ("moe-16", "moe-eom"):
         shutil.copytree(tmp_path / "results/multi30k/moe", tmp_path / f"results/multi30k/{method}")
     assert "are to be made: moe-cmr, stacked-4-4, " in made(tmp_path)
+    keep_curves(tmp_path, {f"{run}.seed-2": {1: 9.0, 2: 3.0} for run in runs})
+    assert rows(made(tmp_path), "Study: multi30k")["switch"][5:7] == [
+        "nan ± nan",
+        "+nan [+nan, +nan]",
+    ]
 
 
 def test_times_that_are_not_to_be_compared_are_left_out(two_runs):
@@ -197,7 +204,7 @@ def above_moe(folder: Path) -> str:
     """In how many directions, as the claim about `two_runs` says it."""
     claims = rows(made(folder), "The paper's claims")
     (a,) = (cells for claim, cells in claims.items() if claim.startswith("(a)"))
-    return a[3]
+    return a[4]
 
 
 def test_sentences_of_fewer_seeds_stay_where_the_others_are_elsewhere(two_runs):
@@ -294,7 +301,7 @@ def test_a_run_shorter_than_the_log_s_interval_is_reported(two_runs):
     folder, _ = two_runs
     for run in ("moe", "smoe-4-4"):
         curve = folder / "results/multi30k" / run / kept.CURVE
-        curve.write_text(",".join(kept.COLUMNS) + "\n2,,3.5,0,0.0\n")
+        curve.write_text(",".join(kept.COLUMNS) + "\n2,,3.5,,0,0.0\n")
     report = made(folder)
     assert rows(report, "Study: multi30k")["moe"][2] == "-"
 
@@ -329,11 +336,50 @@ def test_flops_are_those_of_the_experts_that_a_gate_learnt(two_runs):
     assert apart == pytest.approx(-expert, abs=0.1)
 
 
-def test_what_is_kept_and_broken_is_named(two_runs):
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        (kept.FILE, "{"),
+        (kept.FILE, "[]"),
+        (kept.FILE, '{"command": "c", "commit": "1", "versions": {}, "updates": 2}'),  # no machine
+        (kept.CURVE, ",".join(kept.COLUMNS) + "\n2,3.5,3.5,,,\n"),
+        (kept.CURVE, ",".join(kept.COLUMNS) + "\n2,3.5,high,,2000,1\n"),
+        (kept.ROUTING, "<<<<<<< ours"),
+        ("../comparisons.json", "<<<<<<< ours"),
+        ("../comparisons.json", '{"moe smoe-4-4": []}'),
+    ],
+)
+def test_what_is_kept_and_broken_is_named(two_runs, name, content):
     folder, _ = two_runs
-    file = folder / "results/multi30k/moe" / kept.FILE
-    file.write_text("{")
-    assert str(file.parent.relative_to(folder)) in refusal(recipe(folder, "report", "multi30k"))
+    file = folder / "results/multi30k/moe" / name
+    file.write_text(content)
+    named = file.parent if file.parent.name == "moe" else file.resolve()
+    assert str(named.relative_to(folder)) in refusal(recipe(folder, "report", "multi30k"))
+
+
+def test_runs_that_were_trained_otherwise_are_named(two_runs):
+    """Flags that a method sets, and seeds, are what is compared."""
+    folder, _ = two_runs
+    runs = ("moe.seed-2", "moe.seed-3", "smoe-4-4.seed-2")
+    for run in runs:
+        method = run.split(".")[0]
+        shutil.copytree(folder / "results/multi30k" / method, folder / "results/multi30k" / run)
+    assert "Not trained as most were" not in made(folder)
+    for run, flags, updates in zip(
+        runs,
+        ({"--lr": "2"}, {"--lr": "1", "--moe-cap": ""}, {"--lr": "1", "--smoe-strata": "4-4"}),
+        (2, 2, 1),
+        strict=True,
+    ):
+        file = folder / "results/multi30k" / run / kept.FILE
+        more = {"flags": flags, "updates": updates}
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    told = [line for line in made(folder).splitlines() if line.startswith("Not trained as")]
+    assert told == [
+        "Not trained as most were: moe.seed-2, with --lr 2, not with --lr 1.",
+        "Not trained as most were: moe.seed-3, with --moe-cap, not without --moe-cap.",
+        "Not trained as most were: smoe-4-4.seed-2, 1 updates, not 2 updates.",
+    ]
 
 
 def test_runs_of_different_directions_are_named(two_runs):

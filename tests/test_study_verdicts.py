@@ -35,6 +35,8 @@ def test_a_paired_interval_by_hand():
     assert (found.low, found.high) == pytest.approx((4 - width, 4 + width), abs=1e-3)
     assert paired({1: 1.0}, {1: 2.0, 2: 3.0}).low is None
     assert paired({1: 1.0}, {2: 2.0}) is None
+    diverged = paired(first, {1: math.nan, 2: 3.0})
+    assert diverged.count == 2 and math.isnan(diverged.mean) and math.isnan(diverged.high)
 
 
 def by_seed(points: dict[str, list[float]]) -> dict[str, dict[int, float]]:
@@ -196,7 +198,7 @@ def test_a_loss_that_is_no_number_stays_in_the_curve(tmp_path, monkeypatch):
     (run / "scores.json").write_text('{"scores": {}}')
     kept.keep(load_dataset("multi30k"), "moe", "command")
     rows = (tmp_path / "results/multi30k/moe" / kept.CURVE).read_text().splitlines()[1:]
-    assert rows == ["500,,4.5,0,0.0", "1000,,nan,0,0.0"]
+    assert rows == ["500,,4.5,,0,0.0", "1000,,nan,,0,0.0"]
 
 
 def test_interval_of_a_mean_by_hand():

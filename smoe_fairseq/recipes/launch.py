@@ -93,6 +93,13 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def visible_gpus(count: int) -> list[str]:
+    """The first ``count`` of them, as ``CUDA_VISIBLE_DEVICES`` names those that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ""
+    named = [name.strip() for name in visible.split(",") if name.strip()]
+    return (named or [str(i) for i in range(count)])[:count]
+
+
 def _has_gpus(wanted: int) -> bool:
     """Whether this machine has them; False where it has none at all."""
     import torch

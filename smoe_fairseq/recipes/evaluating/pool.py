@@ -1,7 +1,6 @@
 """Processes that translate one direction after another: one per GPU, or ``JOBS`` of them."""
 
 import json
-import os
 import re
 import selectors
 import signal
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smoe_fairseq.recipes.evaluating.generator import DONE
-from smoe_fairseq.recipes.launch import cores, launch, whole_number
+from smoe_fairseq.recipes.launch import cores, launch, visible_gpus, whole_number
 from smoe_fairseq.recipes.shell import command, environment, report
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.memory import machine_memory
@@ -68,10 +67,8 @@ def place(checkpoint: Path, jobs: int, left: int, extra: Sequence[str]) -> Place
     where = launch(extra)
     asked = whole_number("JOBS", least=1, default=None)
     if not where.cpu:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ""
-        named = [name.strip() for name in visible.split(",") if name.strip()]
-        gpus = (named or [str(i) for i in range(where.gpus)])[: where.gpus]
-        return Place(min(left, asked or len(gpus)), tuple(gpus), 1)
+        gpus = tuple(visible_gpus(where.gpus))
+        return Place(min(left, asked or len(gpus)), gpus, 1)
     fit = (machine_memory() or 1 << 62) // (2 * (_IMPORTS + checkpoint.stat().st_size))
     processes = min(jobs, asked or max(1, min(cores(), fit)))
     return Place(min(left, processes), (), max(1, cores() // processes))

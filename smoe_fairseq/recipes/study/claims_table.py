@@ -8,7 +8,7 @@ from smoe_fairseq.recipes.study.verdicts import Verdict, about_cost, about_score
 from smoe_fairseq.recipes.tables.render import MISSING, Grid
 from smoe_fairseq.settings.dataset import Dataset
 
-HEADER = ["claim", "seeds", "found", "loss", "directions", "verdict"]
+HEADER = ["claim", "seeds", "found", "of these alone", "loss", "directions", "verdict"]
 
 
 def claims_table(dataset: Dataset, systems, flops, baseline: str) -> Grid:
@@ -42,7 +42,9 @@ def claims_table(dataset: Dataset, systems, flops, baseline: str) -> Grid:
     rows += [_row(v, loss="", directions=v.directions) for v in rest]
     notes = [
         "Found, of scores: the difference of the mean BLEU over the seeds that both have, with its 95 "
-        "percent interval; loss: the same of the validation loss, in bits per token, where below zero is "
+        "percent interval; of these alone: the interval of the paired t-test of these two systems, which "
+        "knows nothing of the others (a verdict goes by the first, and is weak where this one does not "
+        "bear it out); loss: the difference of the validation loss, in bits per token, where below zero is "
         f"better. {_known(chance(bleu), of_losses)}Directions, of scores: those that differ by sentences "
         f"(sacreBLEU's paired bootstrap of both systems' seeds, p < {sentences.LEVEL}: of two equal "
         "systems one direction in ten, since that p-value knows one side); of the rest: the sign of the "
@@ -74,4 +76,5 @@ def _row(verdict: Verdict, loss: str, directions: str) -> list[str]:
     found = verdict.found
     number = MISSING if found is None else format(found, verdict.spec)
     seeds = MISSING if found is None else str(found.count)
-    return [verdict.claim, seeds, number, loss, directions, verdict.verdict]
+    alone = "" if verdict.alone is None else verdict.alone.interval(verdict.spec)
+    return [verdict.claim, seeds, number, alone, loss, directions, verdict.verdict]

@@ -7,25 +7,26 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import statistics
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
-import smoe_fairseq
 from smoe_fairseq.analysis.training_log import UPDATES, read_lines
 from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.evaluating.scores import Score
 from smoe_fairseq.recipes.folders import Folders
-from smoe_fairseq.recipes.study import capacity_summary
+from smoe_fairseq.recipes.study import capacity_summary, starts
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.settings.dataset import Dataset
+from smoe_fairseq.settings.flags import arguments
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_folder
 
@@ -34,7 +35,8 @@ CURVE = "curve.csv"
 ROUTING = "routing.json"
 SENTENCES = "sentences.csv"  # see `sentence_counts`
 EXPERTS = "experts_per_token"
-COLUMNS = ("update", "training_nll", "validation_nll", "words", "seconds")
+COLUMNS = ("update", "training_nll", "validation_nll", EXPERTS, "words", "seconds")
+_ABOUT = {"command": str, "commit": str, "machine": str, "versions": dict, "updates": int}
 _VALID = re.compile(
     r"valid on '[^']*' subset \|.*? \| nll_loss ([\d.]+|nan|inf) \|.*\| num_updates (\d+)"
 )
@@ -68,11 +70,11 @@ def there(dataset: Dataset, name: str) -> bool:
 def check_flags(dataset: Dataset, name: str, words: Sequence[str]) -> None:
     """Raise UsageError where a run is kept that was trained with another value of a flag in ``words``."""
     folder = folder_of(dataset.name) / name
-    try:
-        flags = json.loads((folder / FILE).read_text("utf-8")).get("flags", {})
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{folder} does not hold a run's results ({error})") from None
-    for flag, value in identity.what_is_trained(identity.given_flags(words)).items():
+    about = _about(folder)
+    given = identity.given_flags(words)
+    made_with = [*arguments(dataset.train), *shlex.split(about["command"].split(" && ")[0])]
+    flags = about.get("flags", {}) | identity.limits(identity.given_flags(made_with))
+    for flag, value in (identity.what_is_trained(given) | identity.limits(given)).items():
         if flag not in identity.BATCH and flags.get(flag) != value:
             was = f"with {flag} {flags[flag]}" if flag in flags else "without it"
             raise UsageError(
@@ -90,10 +92,9 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
     content = {
         "command": _as_anywhere(Folders(dataset.name), line),
         "flags": json.loads((run / "identity.json").read_text("utf-8"))["flags"],
-        "commit": _commit(),
+        **starts.summary(run),
         "versions": {p: version(p) for p in ("torch", "fairseq", "sacrebleu")},
         "python": platform.python_version(),
-        "machine": _machine(),
         "updates": curve[-1]["update"] if curve else None,
         EXPERTS: _experts_per_token(logged),
     }
@@ -127,15 +128,17 @@ def _logged(log: Path) -> dict[int, dict[str, float]]:
 
 
 def _curve(log: Path, logged: Mapping[int, Mapping[str, float]]) -> list[dict]:
-    """By update: training loss since the last line, validation loss, target words seen, seconds trained.
+    """By update: training loss since the last line, validation loss, and so on.
 
-    Losses are bits per target token; the seconds are those of the updates in the curve, from the words per
+    Losses are bits per target token. Experts per token are those since the last line; target words and
+    seconds those of all training until then, the seconds of the updates in the curve, from the words per
     second of each.
     """
     rows: dict[int, dict] = {}
     for update, line in logged.items():
         row = rows.setdefault(update, dict.fromkeys(COLUMNS) | {"update": update})
-        row |= {"training_nll": line["nll_loss"], "wpb": line["wpb"], "wps": line["wps"]}
+        row |= {"training_nll": line["nll_loss"], EXPERTS: line.get(EXPERTS)}
+        row |= {"wpb": line["wpb"], "wps": line["wps"]}
     for line in log.read_text("utf-8", "replace").splitlines():
         if found := _VALID.search(line):
             update = int(found[2])
@@ -158,30 +161,6 @@ def _experts_per_token(logged: Mapping[int, Mapping[str, float]]) -> float | Non
     lines = [line for line in logged.values() if EXPERTS in line]
     words = sum(line["wpb"] for line in lines)
     return round(sum(line[EXPERTS] * line["wpb"] for line in lines) / words, 3) if words else None
-
-
-def _commit() -> str:
-    folder = Path(smoe_fairseq.__file__).parent
-    try:
-        return subprocess.run(
-            ["git", "-C", folder, "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return f"version {version('smoe_fairseq')}"
-
-
-def _machine() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
 
 
 @dataclass(frozen=True)
@@ -280,19 +259,38 @@ def read(dataset: str) -> list[Result]:
     return [_read(folder) for folder in folders if folder.suffix not in (".partial", ".old")]
 
 
-def _read(folder: Path) -> Result:
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """What goes wrong while a run's results are read is a sentence that names them."""
     try:
+        yield
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{folder} does not hold a run's results ({error})") from None
+
+
+def _about(folder: Path) -> dict:
+    """What is kept of a run beside its numbers."""
+    with _named(folder):
         about = json.loads((folder / FILE).read_text("utf-8"))
+        for name, kind in _ABOUT.items():
+            if not isinstance(about, dict) or not isinstance(about.get(name), kind):
+                raise ValueError(f"{FILE} without {name!r}")
+    return about
+
+
+def _read(folder: Path) -> Result:
+    about = _about(folder)
+    with _named(folder):
         with open(folder / CURVE, encoding="utf-8", newline="") as lines:
             curve = [
-                {name: float(value) if value else None for name, value in row.items()}
+                {name: float(row[name]) if row.get(name) else None for name in COLUMNS}
                 for row in csv.DictReader(lines)
             ]
+        if any(row[name] is None for row in curve for name in ("update", "words", "seconds")):
+            raise ValueError(f"{CURVE} has an empty cell")
         file = folder / ROUTING
         capacity = json.loads(file.read_text("utf-8")) if file.exists() else None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{folder} does not hold a run's results ({error})") from None
     found = Result(folder.name, scores.read(folder), curve, about, capacity, folder)
-    if not found.scores or all(row.get("validation_nll") is None for row in curve):
+    if not found.scores or all(row["validation_nll"] is None for row in curve):
         raise UsageError(f"{folder} has no scores or no validation loss: delete it and study again")
     return found

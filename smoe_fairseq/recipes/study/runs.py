@@ -15,9 +15,9 @@ from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.child import Groups
 from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.folders import Folders
-from smoe_fairseq.recipes.launch import cores, launch, whole_number
+from smoe_fairseq.recipes.launch import cores, launch, visible_gpus, whole_number
 from smoe_fairseq.recipes.shell import command, dry_run, environment, report
-from smoe_fairseq.recipes.study import capacity_summary, kept
+from smoe_fairseq.recipes.study import capacity_summary, kept, starts
 from smoe_fairseq.recipes.training.identity import given_flags
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.settings.method import has_strata, method_flags
@@ -205,17 +205,19 @@ def _slots() -> dict[int, dict[str, str]]:
         one = {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": threads}
         return {i: one for i in range(places)}
     places = min(asked or 1, where.gpus)
-    gpus = [",".join(str(g) for g in range(i, where.gpus, places)) for i in range(places)]
     if places == 1:
-        return {0: {"JOBS": ""}}
+        return {0: {"GPUS": str(where.gpus), "JOBS": ""}}
+    gpus = visible_gpus(where.gpus)
+    shares = [gpus[i::places] for i in range(places)]
     return {
-        i: {"CUDA_VISIBLE_DEVICES": g, "GPUS": str(g.count(",") + 1), "JOBS": ""}
-        for i, g in enumerate(gpus)
+        i: {"CUDA_VISIBLE_DEVICES": ",".join(share), "GPUS": str(len(share)), "JOBS": ""}
+        for i, share in enumerate(shares)
     }
 
 
 def _start(groups: Groups, run: Run, variables: dict[str, str]) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
+    starts.note(run.folder, variables)
     variables = environment() | variables | {"SEED": str(run.seed)}
     with open(run.folder / LOG, "ab") as log:
         run.process = groups.start(

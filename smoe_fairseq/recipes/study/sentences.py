@@ -7,6 +7,7 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from sacrebleu.metrics import BLEU
@@ -47,7 +48,7 @@ def compared(
     One that was made before of more seeds stays; a pair of which there is none is left out.
     """
     file = folder_of(dataset.name) / FILE
-    before = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    before = _read(file)
     everything = {r.name: round(r.bleu, 6) for results in systems.values() for r in results}
     now = {k: v for k, v in before.items() if v["runs"].items() <= everything.items()}
     counted: dict[str, sentence_counts.Counts] = {}
@@ -71,6 +72,23 @@ def compared(
     if now != before:
         write_whole(file, json.dumps(dict(sorted(now.items())), indent=1) + "\n")
     return found
+
+
+def _read(file: Path) -> dict[str, dict]:
+    try:
+        before = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        if all(
+            isinstance(pair[key], dict)
+            for pair in before.values()
+            for key in ("runs", "directions")
+        ):
+            return before
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise UsageError(
+        f"{file} does not hold comparisons of runs: delete it, and those are made anew of which the counts "
+        "of sentences are there"
+    )
 
 
 def _directions(

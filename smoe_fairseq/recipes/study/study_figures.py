@@ -25,25 +25,26 @@ def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
 
     Of the second half of each run's updates, where systems can be told apart. A row for each group of
     systems; seeds are thin lines, and their mean a thick one. Hours are those of one machine, on which most
-    of a row's systems were trained; there are none where it trained a single one.
+    of a row's systems were trained, and of the seeds that it trained all of these with, where there are
+    such; there are none where it trained a single one.
     """
     rows, colours = len(groups), _colours(groups)
     figure, axes = new(rows, 2, width=9.0, height=3.6 * rows + 0.4, sharey="row")
     for (by_flops, by_hours), systems in zip(axes, groups, strict=True):
         machine = _machine(systems)
-        timed = sum(any(r.time and r.machine == machine for r in rs) for rs in systems.values())
+        timed = _timed(systems, machine)
         for method, results in systems.items():
             curves = {result.name: _second_half(result) for result in results if result.logged}
             for curve in curves.values():
                 curve["tflop"] = 3e-12 * flops.get(method, math.nan) * curve["words"]
             _draw_curves(by_flops, colours[method], list(curves.values()), "tflop", method)
-            there = [r for r in results if r.time and r.machine == machine and timed > 1]
-            _draw_curves(by_hours, colours[method], [curves[r.name] for r in there], "hours")
+            there = [curves[r.name] for r in timed.get(method, ())] if len(timed) > 1 else []
+            _draw_curves(by_hours, colours[method], there, "hours")
         of_row = by_flops.get_legend_handles_labels()
         by_hours.legend(*of_row, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
         by_flops.set_xlabel("training, TFLOP")
         by_hours.set_xlabel(f"hours of training, {machine}")
-        if timed < 2:  # which is beside nothing
+        if len(timed) < 2:  # which is beside nothing
             by_hours.set_axis_off()
     title = "Validation loss (bits per token), second half of training"
     if any(len(results) > 1 for systems in groups for results in systems.values()):
@@ -58,6 +59,15 @@ def _machine(systems: Systems) -> str:
     count = Counter(machine for machine, _ in runs)
     of_systems = Counter(machine for machine, _ in set(runs))
     return max(count, key=lambda machine: (of_systems[machine], count[machine]), default="")
+
+
+def _timed(systems: Systems, machine: str) -> dict[str, list[Result]]:
+    """Runs whose time is that of the machine, of the seeds that all such systems have, if there are any."""
+    there = {m: [r for r in rs if r.time and r.machine == machine] for m, rs in systems.items()}
+    there = {method: results for method, results in there.items() if results}
+    seeds = [{r.seed for r in results} for results in there.values()]
+    common = set.intersection(*seeds) if seeds else set()
+    return {m: [r for r in rs if r.seed in common or not common] for m, rs in there.items()}
 
 
 def _draw_curves(ax, colour: str, curves: Sequence[dict], column: str, label: str | None = None):

@@ -4,12 +4,15 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.study import capacity_summary, kept, sentence_counts
 from smoe_fairseq.recipes.study.blocks import chance
 from smoe_fairseq.recipes.study.claims_table import claims_table
 from smoe_fairseq.recipes.study.equal_cost import equal_cost_table
 from smoe_fairseq.recipes.study.groups import groups
+from smoe_fairseq.recipes.study.likeness import unlike
 from smoe_fairseq.recipes.tables.render import MISSING, Grid, markdown, number
 from smoe_fairseq.recipes.tables.table import system_costs
 from smoe_fairseq.settings.dataset import Dataset
@@ -80,7 +83,8 @@ def _systems(dataset: Dataset) -> dict[str, list[kept.Result]]:
 
 def _table(dataset: Dataset, systems, beside, costs) -> Grid:
     """``beside``: `groups` of the systems."""
-    machines = dict.fromkeys(r.machine for results in systems.values() for r in results)
+    timed = (r.machine for results in systems.values() for r in results if r.time)
+    machines = list(dict.fromkeys(timed)) or [""]
     bleu = _Column(systems, lambda result: result.bleu, 2)
     losses = _Column(systems, lambda result: result.validation, 3)
     rows = []
@@ -106,7 +110,8 @@ def _table(dataset: Dataset, systems, beside, costs) -> Grid:
     header += ["validation loss", f"less {BASELINE}'s", "BLEU", f"less {BASELINE}'s"]
     notes = [
         "FLOPs of a forward pass (at the requested capacity of the test set's text, where a model has "
-        "strata; with the experts per token of training, where a gate learns how many), time of a whole "
+        "strata; with the experts per token of training, where a gate learns how many; of others copies "
+        "count that an expert had no room for, as in the paper), time of a whole "
         "update (the median), per target token. Validation loss in bits per target token, the lowest of "
         "a run; BLEU mean over the directions. Mean over the row's seeds and, behind it, their standard "
         "deviation; less the baseline's over those of them that it has, with a 95 percent interval (how "
@@ -142,7 +147,7 @@ class _Column:
         values = list(points[method].values())
         mean = number(statistics.fmean(values), self.digits)
         if len(values) > 1:
-            mean += f" ± {number(statistics.stdev(values), self.digits)}"
+            mean += f" ± {number(float(np.std(values, ddof=1)), self.digits)}"
         found = None
         if method != BASELINE and BASELINE in points:
             found = self.chance.between(points[BASELINE], points[method])
@@ -191,7 +196,8 @@ def _made(dataset: Dataset, systems) -> Grid:
             rows.append([result.name, about["commit"], versions, machine, about["command"]])
     names = [result.name for results in systems.values() for result in results]
     header = ["run", "commit", "versions", "machine", "command"]
-    return Grid(header, rows, _absent(dataset, names), texts=len(header))
+    results = [result for of_method in systems.values() for result in of_method]
+    return Grid(header, rows, _absent(dataset, names) + unlike(dataset, results), texts=len(header))
 
 
 def _absent(dataset: Dataset, names: Sequence[str]) -> list[str]:

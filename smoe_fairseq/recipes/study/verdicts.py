@@ -20,13 +20,15 @@ class Verdict:
     """``claim`` in words, the number it is about and what that says.
 
     ``found`` is None where there is no seed to tell from, ``spec`` is how its numbers are written;
-    ``methods`` are two whose scores are compared, ``directions`` in how many it is so.
+    ``methods`` are two whose scores are compared, ``alone`` what is found of these two without the others,
+    ``directions`` in how many it is so.
     """
 
     claim: str
     found: Difference | None
     verdict: str
     methods: tuple[str, str] | None = None
+    alone: Difference | None = None
     spec: str = "+.2f"
     directions: str = ""
 
@@ -39,7 +41,7 @@ def decide(claim: str, found: Difference | None, least=-math.inf, most=math.inf,
     """
     if found is None:
         verdict = f"{OPEN}: no seed that both have"
-    elif found.count < 2:
+    elif found.count < 2 or found.low is None:
         verdict = f"{OPEN}: a single seed"
     elif least < found.low and found.high < most:
         verdict = CONFIRMED
@@ -75,13 +77,13 @@ def about_scores(points: Mapping[str, BySeed], experts: int) -> list[Verdict]:
         words = f"(d) fewer experts per stratum are better: {fine} is above {coarse}"
         claims.append((fine, coarse, words, 0))
     by_chance = chance(points)
-    return [
-        decide(
-            words, by_chance.between(points[lower], points[upper]), least, methods=(lower, upper)
-        )
-        for upper, lower, words, least in claims
-        if upper in points and lower in points
-    ]
+    found = []
+    for upper, lower, words, least in claims:
+        if upper in points and lower in points:
+            both = points[lower], points[upper]
+            apart, alone = by_chance.between(*both), paired(*both)
+            found.append(decide(words, apart, least, methods=(lower, upper), alone=alone))
+    return found
 
 
 def about_cost(

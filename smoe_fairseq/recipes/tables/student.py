@@ -31,13 +31,19 @@ class Difference:
         )
         return mean if low is None else f"{mean} [{low}, {high}]"
 
+    def interval(self, spec: str) -> str:
+        """Only the interval; nothing where there is none."""
+        return format(self, spec).partition(" ")[2]
+
 
 def interval(values: Sequence[float]) -> Difference:
     """Of the mean of a few values, against zero."""
     mean = statistics.fmean(values)
     if len(values) < 2:
         return Difference(mean, None, None, 1)
-    width = quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    width = (
+        quantile(0.975, len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    )
     return Difference(mean, mean - width, mean + width, len(values))
 
 

@@ -94,7 +94,7 @@ def claim(
     was = _read(file)
     difference = _difference(was, own, data)
     if not difference:  # what it was started with stays
-        return was.get(_TRAINED) is None or was[_TRAINED] != _limits(given)
+        return was.get(_TRAINED) is None or was[_TRAINED] != limits(given)
     if not (force and _difference(was, own | {"flags": was["flags"]}, data) is None):
         otherwise = "set RUN_DIR to another folder for a new run"
         if force:
@@ -113,11 +113,12 @@ def finish(words: Sequence[str]) -> None:
     given = given_flags(words)
     file = Path(given["--save-dir"]) / FILE
     if "--no-save" not in given and file.exists() and "--stop-time-hours" not in given:
-        content = _read(file) | {_TRAINED: _limits(given)}
+        content = _read(file) | {_TRAINED: limits(given)}
         write_whole(file, json.dumps(content, indent=2) + "\n")
 
 
-def _limits(given: dict[str, str]) -> dict[str, str]:
+def limits(given: dict[str, str]) -> dict[str, str]:
+    """Of these flags those that say how long is trained."""
     return {name: given[name] for name in _LIMITS if name in given}
 
 

@@ -1,0 +1,134 @@
+"""Where a study trains its runs, and what is noted of it."""
+
+import json
+import subprocess
+
+import pytest
+
+from smoe_fairseq.recipes.launch import Launch
+from smoe_fairseq.recipes.study import kept, runs, starts
+from smoe_fairseq.settings.dataset import load_dataset
+from smoe_fairseq.system.errors import UsageError
+
+TWO = {"GPUS": "0", "OMP_NUM_THREADS": "2"}
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine of four."""
+    monkeypatch.setattr(runs, "launch", lambda _: Launch("plain", 1, 4))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    "visible, jobs, shares",
+    [
+        ("", "2", ["0,2", "1,3"]),
+        ("4,5,6,7", "2", ["4,6", "5,7"]),
+        ("GPU-a, GPU-b,GPU-c,GPU-d", "3", ["GPU-a,GPU-d", "GPU-b", "GPU-c"]),
+        ("6,7,4,5", "9", ["6", "7", "4", "5"]),
+    ],
+)
+def test_runs_share_the_gpus_that_are_visible(gpus, visible, jobs, shares):
+    gpus.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpus.setenv("JOBS", jobs)
+    places = runs._slots().values()
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == shares
+    assert [int(place["GPUS"]) for place in places] == [share.count(",") + 1 for share in shares]
+
+
+def test_one_run_at_a_time_has_all_gpus(gpus):
+    assert runs._slots() == {0: {"GPUS": "4", "JOBS": ""}}
+
+
+def machine_of(folder, **variables) -> str:
+    starts.note(folder, {"GPUS": "0"} | variables)
+    return starts.summary(folder)["machine"]
+
+
+def test_threads_are_part_of_the_machine(tmp_path):
+    """Times of runs with one thread and with two are not compared."""
+    (tmp_path / "two").mkdir()
+    one = machine_of(tmp_path, OMP_NUM_THREADS="1")
+    assert " cores of " in one
+    assert machine_of(tmp_path / "two", OMP_NUM_THREADS="2") == f"{one}, 2 threads"
+
+
+def test_all_starts_of_a_run_are_told(tmp_path, monkeypatch):
+    """Begun by one commit and one machine, and finished by others."""
+    starts.note(tmp_path, TWO)
+    starts.note(tmp_path, TWO)
+    (first,) = json.loads((tmp_path / starts.FILE).read_text())
+    assert starts.summary(tmp_path) == first
+    monkeypatch.setattr(starts, "_commit", lambda: "abc")
+    starts.note(tmp_path, TWO)
+    assert starts.summary(tmp_path) == first | {"commit": f"{first['commit']}, abc"}
+    monkeypatch.setattr(starts, "_machine", lambda _: "another")
+    starts.note(tmp_path, TWO)
+    told = starts.summary(tmp_path)
+    assert told["machine"] == f"{first['machine']}, then another"
+    assert told["untimed"] == "of two machines"
+
+
+@pytest.mark.parametrize("content", ["[", "{}", "[1]", '[{"commit": "a"}]'])
+def test_starts_that_are_something_else_are_named(tmp_path, content):
+    if content == "{}":
+        content = '{"commit": "a"}'
+    (tmp_path / starts.FILE).write_text(content)
+    with pytest.raises(UsageError, match=r"starts\.json does not say"):
+        starts.note(tmp_path, TWO)
+
+
+def test_a_commit_with_changes_is_dirty(tmp_path, monkeypatch):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(starts.smoe_fairseq, "__file__", str(package / "__init__.py"))
+
+    def git(*words) -> str:
+        identity = ["-c", "user.name=n", "-c", "user.email=e"]
+        words = ["git", "-C", tmp_path, *identity, *words]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "m")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert starts._commit() == commit
+    (tmp_path / "results").touch()  # beside the code
+    assert starts._commit() == commit
+    (package / "__init__.py").write_text("changed")
+    assert starts._commit() == f"{commit}-dirty"
+
+
+@pytest.mark.parametrize(
+    "command, flags, said",
+    [
+        ("", ["--max-update", "2500"], None),
+        ("", ["--max-update", "4000"], "made with --max-update 2500"),
+        ("--max-update 4000", ["--max-update", "4000"], None),
+        ("--max-update 4000", ["--max-update", "2500"], "made with --max-update 4000"),
+        ("", ["--patience", "3"], "made without it"),
+        ("", ["--lr", "0.003"], "made with --lr 0.006"),
+        ("", ["--log-interval", "5"], None),
+    ],
+)
+def test_flags_that_a_kept_run_was_not_made_with(tmp_path, monkeypatch, command, flags, said):
+    """How long is trained is one of them, though a run may go on with another."""
+    monkeypatch.setenv("RESULTS_DIR", str(tmp_path))
+    dataset = load_dataset("multi30k")
+    line = (
+        f"SEED=1 python -m smoe_fairseq.recipes train multi30k moe {command} && python -m evaluate"
+    )
+    about = {"command": line, "commit": "1", "machine": "m", "versions": {}, "updates": 2500}
+    (tmp_path / "multi30k/moe").mkdir(parents=True)
+    (tmp_path / "multi30k/moe" / kept.FILE).write_text(
+        json.dumps(about | {"flags": {"--lr": "0.006"}})
+    )
+    if said is None:
+        kept.check_flags(dataset, "moe", flags)
+        return
+    with pytest.raises(UsageError) as error:
+        kept.check_flags(dataset, "moe", flags)
+    assert said in str(error.value) and "RESULTS_DIR" in str(error.value)
