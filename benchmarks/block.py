@@ -56,7 +56,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10, help="per case, five rounds at least")
     parser.add_argument("--threads", type=int)
     parser.add_argument(
-        "--fresh-memory", action="store_true", help="leave malloc alone (smoe_fairseq/memory.py)"
+        "--fresh-memory",
+        action="store_true",
+        help="leave malloc alone (smoe_fairseq/system/memory.py)",
     )
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--device", default="cpu")

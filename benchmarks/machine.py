@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def describe(device: torch.device, threads: int | None = None) -> dict:
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": f"python -m benchmarks.{Path(sys.argv[0]).stem} {shlex.join(sys.argv[1:])}".strip(),
         "commit": _commit(),
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},

@@ -10,6 +10,9 @@ import pytest
 import sacrebleu
 from commands import run
 
+from smoe_fairseq.settings.dataset import load_dataset
+from smoe_fairseq.settings.flags import arguments
+
 ROOT = Path(__file__).parents[1]
 SIGNATURE = "nrefs:1|tok:13a"
 M15 = "nso run ssw ind msa isl nob fao slv tgl cat glg fur ltz lim".split()
@@ -90,6 +93,22 @@ def test_scores_of_different_signatures_are_not_averaged(tmp_path):
         "moe: sacreBLEU nrefs:1|tok:flores200",
         "moe: scores of different sacreBLEU signatures are not averaged",
     ]
+
+
+def test_a_search_with_other_flags_is_told(tmp_path):
+    """Of several runs that whose; where it is the data set's nothing is said."""
+    usual = arguments(load_dataset("multi30k").generate)
+    bias = ["--model-overrides", "{'smoe_exit_bias': 2}"]
+    for method, flags in {"dense": usual, "moe": [*usual, "--beam", "1", *bias]}.items():
+        folder = tmp_path / "runs/multi30k" / method
+        write_scores(folder, FULL)
+        content = json.loads((folder / "scores.json").read_text())
+        content["generate"] = " ".join(flags)
+        (folder / "scores.json").write_text(json.dumps(content))
+    told = [
+        line for line in table(tmp_path, "multi30k").stdout.splitlines() if "translated" in line
+    ]
+    assert told == [f"moe: translated with --beam 1 {' '.join(bias)}"]
 
 
 def test_damaged_scores_are_named(tmp_path):

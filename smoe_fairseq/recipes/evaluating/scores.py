@@ -111,9 +111,7 @@ def read(folder: Path) -> dict[str, Score]:
 
     As long as a first evaluation is not complete these are the scores that it has so far.
     """
-    path = folder / FILE
-    if not path.exists():
-        path = folder / UNFINISHED / FILE
+    path = _path(folder)
     if not path.exists():
         return {}
     try:
@@ -128,6 +126,17 @@ def read(folder: Path) -> dict[str, Score]:
         raise UsageError(
             f"{path} is not a file of scores: delete it and run scripts/evaluate.sh again"
         ) from None
+
+
+def search_flags(folder: Path) -> str:
+    """The flags of the search that made the translations, of scores that can be read."""
+    path = _path(folder)
+    return str(json.loads(path.read_text("utf-8")).get("generate", "")) if path.exists() else ""
+
+
+def _path(folder: Path) -> Path:
+    complete = folder / FILE
+    return complete if complete.exists() else folder / UNFINISHED / FILE
 
 
 def _score(others: dict | None = None, **values) -> Score:

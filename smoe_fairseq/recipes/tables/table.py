@@ -5,13 +5,16 @@ import statistics
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.tables.columns import SIZES, Column, columns
 from smoe_fairseq.recipes.tables.render import FORMATS, Grid, number
+from smoe_fairseq.recipes.training.identity import given_flags
 from smoe_fairseq.settings.dataset import Dataset, load_dataset
+from smoe_fairseq.settings.flags import arguments
 from smoe_fairseq.settings.method import method_flags
 from smoe_fairseq.settings.paper_tables import tables
 from smoe_fairseq.system.errors import UsageError
@@ -108,12 +111,21 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
             )
         for run, result in results.items():
             notes += _notes(dataset, run, result, metric)
+            if flags := _unusual_search(dataset, folder / run):
+                notes.append(f"{run}: translated with {flags}")
     if any(column.directions is None for column in found):
         path = Folders(dataset.name).data / SIZES
         notes.append(f"{path} is missing: run scripts/prepare.sh {dataset.name} for the classes")
     texts = ["method", *(["source"] if paper else [])]
     costs = ["parameters (M)", "FLOPs/token (M)"]
     return Grid([*texts, *costs, *(c.name for c in found)], rows, notes, texts=len(texts))
+
+
+def _unusual_search(dataset: Dataset, run: Path) -> str:
+    """Flags that its translations were made with and that the data set does not have."""
+    usual = given_flags(arguments(dataset.generate))
+    given = given_flags(scores.search_flags(run).split())
+    return " ".join(f"{flag} {v}".strip() for flag, v in given.items() if usual.get(flag) != v)
 
 
 def average(result: Scores, column: Column, metric: str = scores.BLEU) -> float | None:
