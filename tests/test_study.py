@@ -14,7 +14,7 @@ import pytest
 from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
 from test_recipes_evaluation import kill_session, wait_until
 
-from smoe_fairseq.recipes.study import kept
+from smoe_fairseq.recipes.study import kept, starts
 
 ROOT = Path(__file__).parents[1]
 RUNS = ("moe", "smoe-2-2", "moe.seed-2", "smoe-2-2.seed-2")
@@ -215,8 +215,12 @@ def test_a_run_that_fails_does_not_end_the_others(data, tmp_path):
         os.symlink(folder / name, tmp_path / name)
     odd = tmp_path / "runs/tiny/smoe-2-2"
     odd.mkdir(parents=True)
-    (odd / "checkpoint_last.pt").write_text("no checkpoint")
+    (odd / starts.FILE).write_text("[")
     given = given | {"SEEDS": "1"}
+    assert starts.FILE in refusal(recipe(tmp_path, "study", "tiny", "moe", "smoe-2-2", **given))
+    assert not (tmp_path / "runs/tiny/moe").exists()
+    (odd / starts.FILE).unlink()
+    (odd / "checkpoint_last.pt").write_text("no checkpoint")
     sentence = refusal(recipe(tmp_path, "study", "tiny", "smoe-2-2", "moe", JOBS="1", **given))
     assert "1 of 2 runs failed (smoe-2-2)" in sentence and "smoe-2-2/study.log" in sentence
     assert kept_runs(tmp_path) == ["moe"]

@@ -101,7 +101,10 @@ def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], obj
         raise UsageError(
             f"{Folders(dataset.name).binary} is missing: run scripts/prepare.sh {dataset.name} first"
         )
-    kept.make_folder(dataset.name)  # before hours of work for it
+    # Before hours of work: what would end it, or leave it without a place.
+    for run in left:
+        starts.summary(run.folder)
+    kept.make_folder(dataset.name)
     failed = _work(dataset, left, write_report) if left else []
     if failed:
         with suppress(UsageError):  # the first run may have failed already
