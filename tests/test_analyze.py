@@ -5,8 +5,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import run
+from fairseq.data import FairseqDataset
 from handmade import (
     DIRECTIONS,
     LENGTHS,
@@ -26,6 +28,28 @@ from handmade import (
 from smoe_fairseq.analysis import capacity_check, inputs
 from smoe_fairseq.cli import main
 from smoe_fairseq.modules.drops import capacities_of
+
+
+class Lines(FairseqDataset):
+    """Forty, all of one length."""
+
+    sizes = np.full(40, 5)
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def size(self, index):
+        return self.sizes[index]
+
+    num_tokens = size
+
+
+def test_a_sample_is_in_the_order_of_all():
+    """Which mixes directions as in training, where those that come first keep their experts."""
+    order = np.random.default_rng(3).permutation(40)
+    found, _ = inputs.batches(Lines(), 1024, sentences=12, max_tokens=20, order=order)
+    drawn = np.concatenate(found).tolist()
+    assert len(drawn) == 12 and drawn == [i for i in order if i in drawn] != sorted(drawn)
 
 
 @pytest.fixture(scope="module")

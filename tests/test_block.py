@@ -1,5 +1,6 @@
 """The block against the plain loops of reference.py, in float64."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -344,7 +345,7 @@ def test_grouped_products_equal_one_product_per_expert(strata, capacity_factor):
         y, stats = block(x, mask)
         outputs[execution] = y, stats, gradients(y, stats.balance_loss, x, params)
     (y, stats, grads), (grouped_y, grouped_stats, grouped_grads) = outputs.values()
-    assert can_group(block.experts.w1) or not torch_features.PUBLIC
+    assert can_group(block.experts.w1) or not torch_features.grouped_mm
     assert torch.allclose(y, grouped_y, atol=1e-5)
     for a, b in zip(stats, grouped_stats, strict=True):
         assert a is b is None or torch.allclose(a, b)
@@ -369,6 +370,38 @@ def test_a_pass_for_the_inputs_alone_leaves_nothing_behind(execution):
     assert torch.allclose(x_grad, want["x"]) and torch.allclose(x.grad, want["x"])
     for name, parameter in params.items():
         assert torch.allclose(parameter.grad, want[name].expand_as(parameter)), name
+
+
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+def test_second_derivatives_are_refused(execution):
+    """They would lack what goes through the experts' weights."""
+    block = StratifiedMoE(D, 8, "4-4", capacity_factor=0)
+    block.execution = execution
+    y, _ = block(torch.randn(5, D))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(y.square().sum(), [block.experts.w1], create_graph=True)
+
+
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gate": "top-p", "top_p": 0.3},
+        {"top_k": 3, "null_experts": 2},
+        {"eval_capacity_factor": 0.6},
+        {"gate": "expert-choice"},
+    ],
+    ids=str,
+)
+def test_a_token_that_is_no_number_spoils_no_other_sentence(options, execution):
+    """Copies without an expert are together in a row."""
+    torch.manual_seed(0)
+    block = StratifiedMoE(D, 8, "4", execution=execution, **options).eval()
+    x = torch.randn(4, 6, D)
+    x[3, 5] = math.nan
+    with torch.no_grad():
+        y, _ = block(x)
+    assert y[:3].isfinite().all() and y[3, 5].isnan().all()
 
 
 def test_an_interrupted_pass_leaves_nothing_behind():

@@ -8,14 +8,14 @@ from sampling import soak
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smoe_fairseq.modules import StratifiedMoE, torch_features
+from smoe_fairseq.modules import StratifiedMoE, grouped, torch_features
 from smoe_fairseq.modules.execution import PerExpert
 
 T, D, F, K = 96, 16, 64, 2
 STRATA = ["8", "4-4", "2-2-2-2"]
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 needs_grouped_mm = pytest.mark.skipif(
-    not torch_features.PUBLIC, reason="needs a torch with grouped products on a CPU"
+    not torch_features.grouped_mm, reason="needs a torch with grouped products on a CPU"
 )
 
 
@@ -184,6 +184,20 @@ def test_compiles_without_graph_breaks(strata, dtype, tolerance):
         results.append([y, inputs.grad, *(p.grad.clone() for p in block.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@needs_grouped_mm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_compiled_block_is_ours(dtype, monkeypatch):
+    """In which that of experts without rows is 0, whatever the kernel leaves there."""
+    calls = []
+    gradient = grouped.weight_gradient
+    monkeypatch.setattr(grouped, "weight_gradient", lambda *a: calls.append(1) or gradient(*a))
+    block = make_block("4-4").to(dtype)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    compiled(torch.randn(T, D, dtype=dtype))[0].sum().backward()
+    assert len(calls) >= 2 * len(block.strata)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,7 +7,7 @@ import torch
 from commands import run
 from family import FAMILY
 from sampling import soak, some
-from test_criterion import ALPHA, make_criterion, make_sample
+from test_criterion import ALPHA, logged, make_criterion, make_sample
 from test_model import (
     PAD,
     make_batch,
@@ -319,6 +319,22 @@ def test_balance_over_an_update_by_hand():
         ("--moe-freq 0 --smoe-chain 2", "--smoe-chain 2 with --moe-freq 0: a dense model has no"),
         ("--moe-freq 0 --moe-gate base", "--moe-gate base with --moe-freq 0: a dense model has no"),
         ("--moe-freq 0 --moe-shared-experts 1", "--moe-shared-experts 1 with --moe-freq 0"),
+        ("--moe-freq 0 --moe-stacked", "--moe-stacked with --moe-freq 0"),
+        ("--moe-freq 0 --moe-eom 0.2", "--moe-eom 0.2 with --moe-freq 0"),
+        ("--moe-freq 0 --moe-gating-dropout 0.2", "--moe-gating-dropout 0.2 with --moe-freq 0"),
+        ("--moe-top-p 0.9", "--moe-top-p 0.9: it is an option of --moe-gate top-p, not of topk"),
+        (
+            "--moe-hash-seed 5 --moe-gate base --smoe-strata 8",
+            "--moe-hash-seed 5: it is an option of --moe-gate hash, not of base",
+        ),
+        (
+            "--moe-hash-table balanced",
+            "--moe-hash-table balanced: it is an option of --moe-gate hash",
+        ),
+        (
+            "--moe-bias-step 0.1",
+            "--moe-bias-step 0.1: it is an option of --moe-balance bias, not of",
+        ),
     ],
 )
 def test_bad_flags_end_with_one_sentence(flags, words):
@@ -391,3 +407,16 @@ def test_cost_by_hand(member):
     assert json.loads(text[text.index("{") :])["flops"]["experts"] == pytest.approx(
         found.flops["experts"]
     )
+
+
+def test_overflow_is_of_choices_that_have_an_order():
+    """Where experts choose, there is no first choice: what the decoder drops is not thinned by theirs."""
+    model = tiny(
+        *"--smoe-strata 4 --moe-gate expert-choice --moe-capacity-factor 1".split()
+    ).train()
+    found = logged([make_criterion()(model, make_sample(6, 10, seed=1))[2]])
+    for which in ("overflow_expert1", "overflow_expert2"):
+        assert found[which] == found[f"decoder.layer.1/stratum.0/{which}"] > 0
+    assert "overflow_further" not in found
+    assert not [name for name in found if name.startswith("encoder") and "overflow" in name]
+    assert found["encoder.layer.1/stratum.0/experts_per_token"] > 0

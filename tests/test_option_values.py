@@ -4,7 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import TINY, run
+from commands import PLUGIN, TINY, run
+from sampling import soak
 from test_compat import run_without
 
 GPUS = "expected at most as many"
@@ -36,6 +37,36 @@ def test_a_bad_value_is_named(corpus, tmp_path, given):
     assert result.returncode == 1 and "Traceback" not in result.stdout
     assert last.startswith(f"error: {given.split()[0]}") and BAD[given] in last
     assert not list((tmp_path / "run").glob("*.pt"))
+
+
+OTHER_CRITERION = "--arch smoe_transformer_tiny --no-share-all-embeddings --smoe-strata 4-4"
+WITHOUT_EFFECT = {
+    "--moe-balance bias": "--moe-second-expert-policy all",
+    "--moe-balance-over update": "",
+    "--smoe-capacity-budget": "1.5",
+}
+
+
+@pytest.mark.parametrize("flag", [soak(f) if "-over" in f else f for f in WITHOUT_EFFECT])
+def test_what_another_criterion_would_leave_without_effect_is_refused(corpus, tmp_path, flag):
+    given = (*OTHER_CRITERION.split(), *flag.split(), *WITHOUT_EFFECT[flag].split())
+    command = ("fairseq-train", corpus, "--save-dir", tmp_path / "run", *TINY, *given)
+    result = run(*command, "--user-dir", PLUGIN, check=False)
+    last = result.stdout.splitlines()[-1]
+    assert result.returncode == 1 and last.startswith(
+        f"error: {flag} with --criterion label_smoothed"
+    )
+    assert last.endswith("expected --criterion smoe_label_smoothed_cross_entropy")
+    assert not (tmp_path / "run").exists()
+
+
+def test_experts_without_a_balance_loss_are_told_of(corpus, tmp_path):
+    """A model without experts has nothing to be told of."""
+    for more, count in (("--max-update 1", 1), ("--max-update 1 --moe-freq 0", 0)):
+        given = (*OTHER_CRITERION.split()[: 3 if count == 0 else None], *more.split())
+        command = ("fairseq-train", corpus, "--save-dir", tmp_path / more[-1], *TINY, *given)
+        told = run(*command, "--user-dir", PLUGIN, "--disable-validation").stdout
+        assert told.count("has no loss that keeps the experts equally busy") == count
 
 
 def test_it_is_the_mend(corpus, tmp_path):

@@ -283,9 +283,9 @@ def test_a_killed_evaluation_goes_on_with_what_is_left(tiny, unevaluated):
     wait_until(lambda: not works_in(unevaluated))  # nobody translates for a dead process
     assert not (run / "scores.json").exists()
     (done,) = json.loads((run / "test.partial/scores.json").read_text())["scores"]
-    row = table(unevaluated, "tiny", CONFIG_DIR=str(unevaluated / "configs")).splitlines()
-    assert "1 of 4 directions are scored" in row[-1]
-    assert f"{expected['scores'][done]['bleu']:.2f}" in row[2]
+    told = table(unevaluated, "tiny", CONFIG_DIR=str(unevaluated / "configs"))
+    assert "1 of 4 directions are scored" in told
+    assert f"{expected['scores'][done]['bleu']:.2f}" in told.splitlines()[2]
 
     before = (run / "test.partial" / done / "generate-test.txt").stat().st_mtime_ns
     again = evaluate_again(unevaluated)

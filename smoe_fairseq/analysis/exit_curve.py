@@ -161,8 +161,11 @@ def _text(task, tokens: torch.Tensor) -> str:
 
 def _samples(model, task, direction, subset, sentences, max_tokens) -> Iterator[dict]:
     device = next(model.parameters()).device
+    seen = 0
     for dataset in inputs.datasets(task, direction, subset):
-        batches, _ = inputs.batches(dataset, inputs.longest(model, task), sentences, max_tokens)
+        left = None if sentences is None else sentences - seen
+        batches, too_long = inputs.batches(dataset, inputs.longest(model, task), left, max_tokens)
+        seen += too_long + sum(map(len, batches))
         for batch in batches:
             sample = dataset.collater([dataset[i] for i in batch])
             yield sample if device.type == "cpu" else move_to_cuda(sample, device)

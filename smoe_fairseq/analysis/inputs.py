@@ -186,7 +186,8 @@ def batches(
     """
     index = np.arange(len(dataset)) if order is None else order
     if sentences is not None and sentences < len(index):
-        index = np.sort(np.random.default_rng(SEED).choice(index, sentences, replace=False))
+        drawn = np.random.default_rng(SEED).choice(len(index), sentences, replace=False)
+        index = index[np.sort(drawn)]
     lengths = np.array([max(np.atleast_1d(dataset.size(i))) for i in index], dtype=np.int64)
     index = index[np.argsort(lengths, kind="stable")]
     index, too_long = dataset.filter_indices_by_size(index, max_positions)

@@ -14,8 +14,8 @@ from smoe_fairseq.modules.drops import FIFTHS, by_position, is_limited
 from smoe_fairseq.modules.smoe import StratifiedMoE
 
 # Before a layer's name, among the keys of the logging output. The choices per token are in the key, since
-# values are added up.
-_BLOCK = re.compile(r"moe_top(\d+) (.+)")
+# values are added up, and whether a token's have an order: where experts choose, they have none.
+_BLOCK = re.compile(r"moe_(top|any)(\d+) (.+)")
 _FIFTHS = "moe_fifths "
 _CMR = "moe_cmr "
 _LAST = 1000  # fairseq's priority: after everything else
@@ -35,7 +35,8 @@ def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict
     sums = {}
     for name, block in moe_blocks(model).items():
         top_k = block.choices
-        key = f"moe_top{top_k} {name}"
+        ordered = "any" if block.gates[0].asks_for == "sentence" else "top"
+        key = f"moe_{ordered}{top_k} {name}"
         if name in ran:
             sums[key] = _table(block, ran[name])
         else:
@@ -72,7 +73,7 @@ def log_routing(logging_outputs: list[dict]) -> None:
 
     - ``requested_capacity``: strata per token and block
     - ``overflow_expert1``, ``overflow_expert2``: percent of first and second choices that were dropped;
-      ``overflow_further``: of all further ones, where there are any
+      ``overflow_further``: of all further ones, where there are any. Not of layers whose experts choose
     - ``experts_per_token``: copies that an expert took, per token and stratum that it stopped at
     - ``unused_expert1_count``: experts per gate and batch that were no token's first choice
     - ``overflow_fifth1`` to ``overflow_fifth5``: the first of these by position in the sentence, from
@@ -91,9 +92,10 @@ def log_routing(logging_outputs: list[dict]) -> None:
 
     fifths, cmr = summed(_FIFTHS), summed(_CMR)
     layers = {}
-    for key, table in summed("moe_top").items():
-        top_k, name = _BLOCK.fullmatch(f"moe_top{key}").groups()
-        layers[name] = [_Row.of(row, int(top_k)) for row in table.tolist()]
+    for key, table in summed("moe_").items():
+        if found := _BLOCK.fullmatch(f"moe_{key}"):
+            ordered, top_k, name = found.groups()
+            layers[name] = [_Row.of(row, int(top_k), ordered == "top") for row in table.tolist()]
     rows = [row for strata in layers.values() for row in strata]
     stops = sum(row.tokens for row in rows)
     _log_ratio("requested_capacity", stops, sum(strata[0].tokens for strata in layers.values()))
@@ -113,6 +115,7 @@ def log_routing(logging_outputs: list[dict]) -> None:
 class _Row(NamedTuple):
     """What one stratum of one layer has added up."""
 
+    ordered: bool  # whether a token's choices are
     batches: float
     visible: float  # experts that its gate sees, in each batch
     unused: float
@@ -121,9 +124,11 @@ class _Row(NamedTuple):
     first: list[float]  # first choices by expert
 
     @classmethod
-    def of(cls, row: list[float], top_k: int) -> "_Row":
+    def of(cls, row: list[float], top_k: int, ordered: bool) -> "_Row":
         counts = row[3:]
-        return cls(*row[:3], counts[:top_k], counts[top_k : 2 * top_k], counts[2 * top_k :])
+        return cls(
+            ordered, *row[:3], counts[:top_k], counts[top_k : 2 * top_k], counts[2 * top_k :]
+        )
 
     @property
     def tokens(self) -> float:
@@ -143,6 +148,7 @@ def _log_ratio(name: str, part, whole, factor=1, priority: int = 10) -> None:
 
 def _log_overflow(rows: list[_Row], prefix: str = "", priority: int = 10) -> None:
     """Log of the dropped first choices, second ones and all further ones."""
+    rows = [row for row in rows if row.ordered]
     parts = {"expert1": slice(0, 1), "expert2": slice(1, 2), "further": slice(2, None)}
     for name, part in parts.items():
         dropped, chosen = (

@@ -1,25 +1,58 @@
 """Options of ``fairseq-train`` that do not go with experts, and the reason why."""
 
+import logging
 from types import ModuleType
 
 from smoe_fairseq.distributed.agree import several
 from smoe_fairseq.system.errors import UsageErrorOfAll, checks_first
 
+logger = logging.getLogger(__name__)
 KNOWS_EXPERTS = ("legacy_ddp", "no_c10d")  # the second is the older name of the first
 
 
 def check_before_all(utils: ModuleType) -> None:
     """Before the model is built, what goes with no experts, spread over processes or not."""
-    utils.call_main = checks_first(utils.call_main, _check_back_end)
+    utils.call_main = checks_first(utils.call_main, _check_all)
+
+
+def _check_all(cfg) -> None:
+    if _has_experts(cfg.model):
+        _check_back_end(cfg)
+        _check_criterion(cfg)
 
 
 def _check_back_end(cfg) -> None:
-    if cfg.distributed_training.ddp_backend == "fully_sharded" and _has_experts(cfg.model):
+    if cfg.distributed_training.ddp_backend == "fully_sharded":
         raise UsageErrorOfAll(
             "--ddp-backend fully_sharded does not go with experts, whose parameters it would flatten; "
             "use --ddp-backend legacy_ddp, with --expert-parallel and --zero-sharding os where memory "
             "is short"
         )
+
+
+def _check_criterion(cfg) -> None:
+    """Ours has the losses of the gates, and says how busy the experts are; any other trains without."""
+    from fairseq.criterions import CRITERION_REGISTRY
+
+    name = getattr(cfg.criterion, "_name", None)
+    kind = CRITERION_REGISTRY.get(name)
+    if kind is None or hasattr(kind, "gate_losses"):
+        return
+    ours = "--criterion smoe_label_smoothed_cross_entropy"
+    for flag, needs_it in (
+        ("--moe-balance bias", getattr(cfg.model, "moe_balance", "") == "bias"),
+        ("--moe-balance-over update", getattr(cfg.model, "moe_balance_over", "") == "update"),
+        ("--smoe-capacity-budget", bool(getattr(cfg.model, "smoe_capacity_budget", 0))),
+    ):
+        if needs_it:
+            raise UsageErrorOfAll(
+                f"{flag} with --criterion {name}, by which it would have no effect; expected {ours}"
+            )
+    logger.warning(
+        "--criterion %s has no loss that keeps the experts equally busy, and its log nothing of them; "
+        "expected %s",
+        *(name, ours),
+    )
 
 
 def _has_experts(model) -> bool:

@@ -16,7 +16,15 @@ from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 # What makes a model another one than a user of a dense model can have meant.
 OF_EXPERTS = ("moe_cmr", "moe_gate", "moe_null_experts", "moe_shared_experts", "moe_residual")
 OF_EXPERTS += ("smoe_chain", "moe_expert_ffn_dim", "moe_balance", "moe_balance_over")
-OF_EXPERTS += ("smoe_capacity_budget", "smoe_exit_bias")
+OF_EXPERTS += ("smoe_capacity_budget", "smoe_exit_bias", "moe_eom", "moe_fom")
+OF_EXPERTS += ("moe_gating_dropout", "moe_stacked")
+# Options of one value of another.
+OF_ONE_CHOICE = {
+    "moe_top_p": ("moe_gate", "top-p"),
+    "moe_hash_table": ("moe_gate", "hash"),
+    "moe_hash_seed": ("moe_gate", "hash"),
+    "moe_bias_step": ("moe_balance", "bias"),
+}
 
 
 def check_config(config: DecoderOptions, task) -> None:
@@ -192,6 +200,13 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
             f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr, without which there "
             "is no CMR gate"
         )
+    for name, (other, value) in OF_ONE_CHOICE.items():
+        given = getattr(config, name)
+        if given != getattr(MoEOptions, name) and getattr(config, other) != value:
+            raise ValueError(
+                f"{flag(name)} {given}: it is an option of {flag(other)} {value}, not of "
+                f"{getattr(config, other)}"
+            )
 
 
 def check_model(config, task) -> None:

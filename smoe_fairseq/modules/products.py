@@ -76,8 +76,12 @@ class ShareGradient(torch.autograd.Function):
         return weight.view_as(weight), bias.view_as(bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *_):
+        # Not `once_differentiable`, which looks at what comes in: here that is nothing.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the experts' weights have no second derivative: expected create_graph=False"
+            )
         return *ctx.gradient.take(*ctx.saved_tensors), None
 
 

@@ -236,7 +236,8 @@ class StratifiedMoE(nn.Module):
     ) -> tuple[Tensor, RoutingStats | None]:
         """``x`` of shape ``(..., D)``, ``padding_mask`` of ``x.shape[:-1]`` (True: padding).
 
-        ``ids``, also of ``x.shape[:-1]``, are the tokens' ids, which only a hash gate asks for.
+        All of ``x`` is finite, where it is padding too. ``ids``, also of ``x.shape[:-1]``, are the tokens'
+        ids, which only a hash gate asks for.
 
         Sentences go along the first dimension and positions along the second, ``(B, S, D)``: capacity
         is given row by row, and where it follows the position the ends of the sentences lose theirs.
@@ -309,7 +310,10 @@ class StratifiedMoE(nn.Module):
         expert_TK = routing.expert_TK + self.strata.first_experts[i]
         expert_TK = expert_TK.masked_fill(no_expert_TK, self.strata.num_experts)
         kept_E = on_all_experts(self.strata, i, routing.kept_E)
-        weight_TK = mask_outputs(routing.weight_TK, self.eom, self.training)
+        # A token that is no number has no weight that is one, 0 times it neither, and copies without an
+        # expert share a row with those of other tokens.
+        weight_TK = routing.weight_TK.masked_fill(no_expert_TK, 0)
+        weight_TK = mask_outputs(weight_TK, self.eom, self.training)
         mixed = self.dispatcher.mix(h_TD, expert_TK, weight_TK, routing.rank_TK, kept_E, run)
         if self.fom > 0:
             all_T1 = torch.ones(len(h_TD), 1, dtype=run.w1.dtype, device=h_TD.device)

@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The grouped product: public since torch 2.10, for all three types; private in 2.8 and 2.9, and taken only
-# for what both compute in one kernel, bfloat16 on GPUs of compute capability 9; missing before.
-PUBLIC = getattr(F, "grouped_mm", None)
-PRIVATE = getattr(torch, "_grouped_mm", None)
-grouped_mm = PUBLIC or PRIVATE
+# The grouped product: public since torch 2.10, for all three types. The private one of 2.8 and 2.9 is left
+# alone: its backward pass was seen to hang on an expert without rows (pytorch issue 152668).
+grouped_mm = getattr(F, "grouped_mm", None)
 
 # Devices that have autocast ("meta" has none). Asked beforehand: torch 2.11 cannot trace the question.
 AUTOCAST = frozenset(
@@ -22,12 +20,9 @@ AUTOCAST = frozenset(
 
 
 def has_grouped_mm(weight: Tensor) -> bool:
-    """Whether `grouped_mm` is there for weights of this type and device."""
-    if PUBLIC is not None:
-        return weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    if PRIVATE is None or weight.dtype != torch.bfloat16 or not weight.is_cuda:
-        return False
-    return torch.cuda.get_device_capability(weight.device)[0] == 9
+    """Whether `grouped_mm` is there for weights of this type."""
+    types = (torch.float32, torch.float16, torch.bfloat16)
+    return grouped_mm is not None and weight.dtype in types
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
