@@ -4,6 +4,7 @@ import os
 import pickle
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from commands import TINY, generation, run
@@ -13,6 +14,7 @@ from test_expert_parallel_checkpoints import refusal
 
 from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.system.checkpoint_file import RefusedCheckpoint
+from smoe_fairseq.system.errors import UsageError
 
 NORMS = ("--encoder-normalize-before", "--decoder-normalize-before")
 REST = (
@@ -108,6 +110,70 @@ def test_kinds_of_content(tmp_path, content, options, named):
             load(str(path))
         assert str(refused.value).startswith(f"{path} holds {named}")
         assert REST in str(refused.value) and "\n" not in str(refused.value)
+
+
+class Made:
+    """Whatever a function makes of its arguments, and of a state that it is given then."""
+
+    def __init__(self, function, *arguments, state=None):
+        self.made = (function, arguments, state)[: 2 + (state is not None)]
+
+    def __reduce__(self):
+        return self.made
+
+
+ADDRESS = b"A" * 8  # of no object
+EMPTY = (numpy.ndarray, (0,), b"b")
+WHOLE = (3, "<", None, None, None, -1, -1, 0)
+
+
+def array(shape=(1,), kind=None, content=ADDRESS):
+    kind = kind or Made(numpy.dtype, "f8", False, True, state=WHOLE)
+    return Made(RECONSTRUCT, *EMPTY, state=(1, shape, kind, False, content))
+
+
+RECONSTRUCT, SCALAR = (getattr(numpy._core.multiarray, n) for n in ("_reconstruct", "scalar"))
+FORGED = {
+    "a buffer of addresses": Made(numpy.ndarray, (1,), "O", ADDRESS),
+    "a buffer that is too small": Made(numpy.ndarray, (1 << 40,), "d", ADDRESS),
+    "objects": array(kind=Made(numpy.dtype, "O", False, True)),
+    "a scalar of an object": Made(SCALAR, Made(numpy.dtype, "O", False, True), ADDRESS),
+    "a scalar cut off": Made(SCALAR, Made(numpy.dtype, "f8", False, True), b"AA"),
+    "less than its shape": array(shape=(1 << 40,)),
+    "a negative shape": array(shape=(-1, -1)),
+    "fields": array(kind=Made(numpy.dtype, [("a", "O")])),
+    "a type of another state": array(
+        kind=Made(numpy.dtype, "f8", False, True, state=(*WHOLE[:3], ("a",), {}, 8, 8, 63))
+    ),
+    "an array of another type": Made(RECONSTRUCT, torch.Tensor, (0,), b"b"),
+    "no state of an array": Made(RECONSTRUCT, *EMPTY, state=(1, 2)),
+    "a type of no code": Made(numpy.dtype),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_arrays_are_not_made_of_what_numpy_would_believe(pre_norm, tmp_path, name):
+    """numpy's own constructors would take addresses from the file, and crash where it says."""
+    path = saved(torch.load(pre_norm) | {"own": FORGED[name]}, tmp_path / "checkpoint.pt")
+    for load in (open_checkpoint, checkpoint_utils.load_checkpoint_to_cpu):
+        with pytest.raises(UsageError) as refused:
+            load(str(path))
+        assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_arrays_of_numbers_are_what_they_were(tmp_path):
+    arrays = [
+        *(numpy.arange(6).astype(code).reshape(2, 3) for code in "?bhilqBHILQefd"),
+        *(numpy.float32(0.1), numpy.int64(-3), numpy.bool_(True), numpy.array(2.5)),
+        *(numpy.arange(6.0).astype(">f4"), numpy.asfortranarray(numpy.eye(3)[:2])),
+    ]
+    loaded = torch.load(saved(arrays, tmp_path / "arrays.pt"), weights_only=True)
+    for again in (loaded, torch.load(saved(loaded, tmp_path / "again.pt"), weights_only=False)):
+        for made, array in zip(again, arrays, strict=True):
+            # numpy itself brings what it loads to the machine's order of bytes.
+            assert made.dtype == array.dtype.newbyteorder("=") and made.shape == array.shape
+            assert numpy.array_equal(made, array)
+    assert type(again[0]) is numpy.ndarray
 
 
 def test_a_pickle_that_torch_has_not_written(tmp_path):

@@ -3,8 +3,8 @@
 For fairseq 0.12.2 on torch 2.6 and later. There ``torch.load`` builds tensors, plain containers and
 only those other types that have been named as safe, and fairseq calls it without choosing. Its
 checkpoints also hold the command line (``argparse.Namespace``) and, in their meters, numpy arrays
-and scalars (``--eval-bleu`` logs counts as arrays). Building these runs no code from the file;
-every other type stays refused.
+and scalars (``--eval-bleu`` logs counts as arrays), for which builders of our own stand. Building these
+runs no code from the file; every other type stays refused.
 """
 
 import argparse
@@ -12,19 +12,18 @@ from types import ModuleType
 
 
 def allow_checkpoint_types(serialization: ModuleType) -> None:
-    import numpy
-    from numpy._core import multiarray
+    from .plain_arrays import Array, Kind, reconstruct, scalar
 
     serialization.add_safe_globals(
         [
             argparse.Namespace,
-            numpy.ndarray,
-            numpy.dtype,
-            *(type(numpy.dtype(code)) for code in "?bhilqBHILQefd"),
-            multiarray._reconstruct,
-            multiarray.scalar,
-            # The same two in files written with numpy 1.
-            (multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
-            (multiarray.scalar, "numpy.core.multiarray.scalar"),
+            (Array, "numpy.ndarray"),
+            (Kind, "numpy.dtype"),
+            # numpy 2 and, in older files, numpy 1.
+            *(
+                (function, f"numpy.{core}.multiarray.{name}")
+                for core in ("_core", "core")
+                for name, function in (("_reconstruct", reconstruct), ("scalar", scalar))
+            ),
         ]
     )

@@ -45,7 +45,9 @@ def _whole(load):
             state = load(path, *others, **options)
         except FileNotFoundError:
             raise UsageError(f"{path} is missing") from None
-        except (LookupError, TypeError, AttributeError) as error:
+        except UsageError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise UsageError(
                 f"{path} is not a checkpoint of fairseq, or parts of it are missing: "
                 f"{type(error).__name__}: {' '.join(str(error).split())}"

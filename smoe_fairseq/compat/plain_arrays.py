@@ -1,0 +1,70 @@
+"""numpy arrays and scalars of a checkpoint, built of nothing but shape, type and bytes.
+
+numpy's own constructors trust what they are given: a type of objects over bytes of the file is an array
+of addresses. Here types are numbers, and the bytes are as many as shape and type say.
+"""
+
+import math
+import pickle
+import re
+
+import numpy
+
+NUMBERS = re.compile(r"[<>=|]?([?bhilqBHILQefd]|b1|[iu][1248]|f[248])")
+
+
+class Array(numpy.ndarray):
+    """Stands for ``numpy.ndarray``: starts empty, and is filled by what a checkpoint says of it."""
+
+    def __new__(cls, *given):
+        if given:  # numpy's own takes a buffer, a shape and strides, and believes all of them
+            raise pickle.UnpicklingError("an array of its own kind: expected one as numpy saves it")
+        return super().__new__(cls, (0,), numpy.float64)
+
+    def __setstate__(self, state: tuple) -> None:
+        """Of version, shape, type, order and bytes, as numpy writes them."""
+        _, shape, kind, fortran, content = state
+        _check(kind, content, shape)
+        super().__setstate__((1, tuple(shape), kind.dtype, bool(fortran), content))
+
+    def __reduce__(self):
+        """Saved again, it is an array as any other."""
+        return numpy.array(self, subok=False).__reduce__()
+
+
+class Kind:
+    """Stands for ``numpy.dtype``: numbers of one size and byte order."""
+
+    dtype = None
+
+    def __init__(self, code: str, *_):
+        if not isinstance(code, str) or not NUMBERS.fullmatch(code):
+            raise pickle.UnpicklingError(f"numpy's type {code!r}: expected one of numbers")
+        self.dtype = numpy.dtype(code)
+
+    def __setstate__(self, state: tuple) -> None:
+        order, *further = state[1:5]
+        if self.dtype is None or order not in ("<", ">", "=", "|") or further != [None] * 3:
+            raise pickle.UnpicklingError(f"numpy's type {state!r}: expected one of numbers")
+        self.dtype = self.dtype.newbyteorder(order)
+
+
+def reconstruct(array: type, *_) -> Array:
+    """Stands for numpy's function that makes an empty array, of which it is told shape and type too."""
+    if array is not Array:
+        raise pickle.UnpicklingError(f"an array of {array!r}: expected numpy's own")
+    return Array()
+
+
+def scalar(kind: Kind, content: bytes) -> numpy.generic:
+    _check(kind, content, ())
+    return numpy.frombuffer(content, kind.dtype)[0]
+
+
+def _check(kind: Kind, content: bytes, shape: tuple) -> None:
+    fine = isinstance(kind, Kind) and kind.dtype and isinstance(content, bytes)
+    fine = fine and all(type(size) is int and size >= 0 for size in shape)
+    if not fine or math.prod(shape) * kind.dtype.itemsize != len(content):
+        raise pickle.UnpicklingError(
+            "numbers of an array: expected as many bytes as shape and type say"
+        )
