@@ -124,3 +124,39 @@ def test_validation(ranks, small_corpus, tmp_path, model, size):
     given = {"command": "fairseq-validate"}
     alone = ranks.train(tmp_path / "logs", 1, *command, **given, one=True)
     assert validated(ranks.train(tmp_path / "logs", 2, *command, **given)) == validated(alone)
+
+
+@pytest.mark.parametrize("model", ["smoe", "stock", soak("sharded")])
+def test_every_batch_counts_where_another_process_has_one_more(
+    ranks, small_corpus, tmp_path, model
+):
+    """Five batches in one update of three for each process: one lacks its last."""
+    make = stock if model == "stock" else flags
+    sharded = ["--expert-parallel"] if model == "sharded" else []
+    same = [
+        "--batch-size",
+        10,
+        "--required-batch-size-multiple",
+        1,
+        "--max-update",
+        3,
+        "--dropout",
+        0,
+        "--log-interval",
+        1,
+    ]
+    same += ["--log-format", "json", "--ddp-backend", "legacy_ddp"]
+    one = make(small_corpus, tmp_path / "one", *same, "--update-freq", 5)
+    two = make(small_corpus, tmp_path / "two", *same, "--update-freq", 3)
+    expected = logged(ranks.train(tmp_path / "logs", 1, *one, one=True))
+    found = logged(ranks.train(tmp_path / "logs", 2, *two, *sharded))
+    assert len(expected) == 3
+    for update, wanted in zip(found, expected, strict=True):
+        assert update == pytest.approx(wanted, rel=1e-3)
+
+
+def logged(run) -> list[list[float]]:
+    """Of each update what is alike however its batches are spread."""
+    updates = map(json.loads, re.findall(r"train_inner \| (\{.*\})", run.output(0)))
+    names = ("loss", "nll_loss", "gnorm", "wpb", "bsz")
+    return [[float(update[name]) for name in names] for update in updates]

@@ -1,6 +1,7 @@
 """What fairseq's trainer does otherwise, above all where the experts are spread over processes."""
 
 import copy
+import functools
 import logging
 import os
 from pathlib import Path
@@ -65,6 +66,7 @@ class SMoETrainer(Trainer):
                 cfg.checkpoint.checkpoint_suffix += f"-rank-{place.rank}"
                 cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         super().__init__(cfg, task, model, *others, **options)
+        leave_out_dummies(task)
         hold_folder(self.cfg.checkpoint)
         if not self.cuda:
             keep_freed_memory()
@@ -161,13 +163,17 @@ class SMoETrainer(Trainer):
         check_data(self.cfg.dataset.train_subset, iterator.dataset)
         return iterator
 
-    def train_step(self, *arguments, **options):
-        """As fairseq's; one sentence where numbers stop being numbers."""
+    def train_step(self, samples, *others, **options):
+        """As fairseq's, with all batches of an update counted; one sentence where numbers stop being numbers.
+
+        Where batches run out, one that keeps this process in step (empty) may follow others of the same
+        update, and fairseq would take them for as empty as the last.
+        """
         if begin_update := getattr(self.get_criterion(), "begin_update", None):
             begin_update()
         self.in_update = True
         try:
-            return super().train_step(*arguments, **options)
+            return super().train_step(sorted(samples, key=_is_there), *others, **options)
         except (
             FloatingPointError
         ) as error:  # which all processes come to, by the norm of all gradients
@@ -218,3 +224,25 @@ class SMoETrainer(Trainer):
                 f"process {self.data_parallel_rank} is out of memory, and with {flag} no process can skip "
                 "a batch; lower --max-tokens"
             ) from exc
+
+
+def _is_there(sample) -> bool:
+    return sample is not None and len(sample) > 0
+
+
+def leave_out_dummies(task) -> None:
+    """Lets a task's ``train_step`` say nothing of batches whose gradient is ignored."""
+    of_task = task.train_step
+
+    @functools.wraps(of_task)
+    def train_step(*arguments, ignore_grad=False, **options):
+        loss, size, log = of_task(*arguments, ignore_grad=ignore_grad, **options)
+        if ignore_grad:
+            size, log = size * 0, {key: _nothing_of(value) for key, value in log.items()}
+        return loss, size, log
+
+    task.train_step = train_step
+
+
+def _nothing_of(value):
+    return value * 0 if torch.is_tensor(value) or isinstance(value, int | float) else value
