@@ -211,6 +211,26 @@ def test_an_average_of_parameters_has_the_bias_as_it_is(ranks, small_corpus, tmp
     )
 
 
+@pytest.mark.parametrize("more", [[], ["--ema-fp32"]])
+def test_an_average_begins_at_a_checkpoint_without_one(ranks, small_corpus, tmp_path, more):
+    """Without the mend fairseq looks for parameters that it has removed."""
+    ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, "--max-update", 2), one=True)
+    before = content(tmp_path)["model"]
+    averaged = ["--store-ema", "--ema-decay", 0.75, *more, "--lr", 0.1]
+    arguments = flags(small_corpus, tmp_path, "--max-update", 3, *averaged)
+    run_ = ranks.train(tmp_path, 1, *arguments, one=True)
+    assert "has no average (--store-ema): it begins at its parameters" in run_.output()
+    state = content(tmp_path)
+    w1 = "encoder.layers.1.moe.experts.w1"
+    assert not torch.equal(before[w1], state["model"][w1])
+    expected = 0.75 * before[w1] + 0.25 * state["model"][w1]
+    assert torch.allclose(state["extra_state"]["ema"][w1], expected, atol=1e-6)
+    # And goes on with what it has saved.
+    ranks.train(tmp_path, 1, *arguments, "--max-update", 4, one=True)
+    expected = 0.75 * expected + 0.25 * content(tmp_path)["model"][w1]
+    assert torch.allclose(content(tmp_path)["extra_state"]["ema"][w1], expected, atol=1e-6)
+
+
 def test_a_process_that_is_out_of_memory_skips_no_count(ranks, small_corpus, tmp_path):
     """The others would wait for its counts; so all end."""
     arguments = list(map(str, member_flags("update", small_corpus, tmp_path, "--batch-size", 3)))

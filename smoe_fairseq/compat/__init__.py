@@ -25,6 +25,7 @@ from .cpu_overflow import skip_overflow_on_cpu
 from .data_files import name_foreign_words, name_no_batches, name_unusable_files
 from .dataclass_hash import hash_dataclasses
 from .ema_integers import copy_integers
+from .ema_missing import begin_average_at_model
 from .encoder_fast_path import avoid_fast_path
 from .fasta_index import index_without_shell
 from .full_disk import name_full_disk
@@ -82,6 +83,7 @@ MENDS = (
     ("fairseq.logging.progress_bar", keep_lines_short),
     ("fairseq.trainer", skip_overflow_on_cpu),
     ("fairseq.trainer", name_unknown_model_to_resume),
+    ("fairseq.trainer", begin_average_at_model),
     ("fairseq.nan_detector", hook_forward_only),
     ("fairseq.modules.checkpoint_activations", keep_autocast),
     ("fairseq.modules.transformer_layer", avoid_fast_path),
