@@ -15,7 +15,7 @@ set -euo pipefail
 export NODES="${NODES:-1}" GPUS="${GPUS:-8}" LAUNCHER=slurm
 
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
-    SMOE_SCRIPTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+    SMOE_SCRIPTS=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
     export SMOE_SCRIPTS  # The job runs a copy of this file, elsewhere.
     submit=(sbatch --nodes="$NODES" --gpus-per-node="$GPUS" "$SMOE_SCRIPTS/slurm.sh" "$@")
     if [[ ${DRY_RUN:-0} == 0 ]]; then

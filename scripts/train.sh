@@ -7,4 +7,4 @@
 # --force-resume behind the method: go on with other flags than the run was started with.
 # FORECAST=0 leaves out what it says of memory before it starts, which takes some seconds.
 # DRY_RUN=1 prints the commands only. Folders: DATA_DIR (data), RUN_DIR (runs), CONFIG_DIR (configs).
-exec "$(dirname "${BASH_SOURCE[0]}")/recipe" train "$@"
+exec "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/recipe" train "$@"

@@ -355,7 +355,7 @@ def test_without_room_what_was_there_stays(tmp_path, asked):
 def test_a_kill_leaves_what_was_there(tmp_path, asked):
     """And the next attempt takes the place of what is left beside it."""
     assert run_python(KILLED + AVERAGE, *asked).returncode == -9
-    assert contents(tmp_path) == {"mean.pt": b"old", "mean.pt.tmp": b"half"}
+    assert contents(tmp_path) == {"mean.pt": b"old", "mean.pt.smoe.tmp": b"half"}
     call(*asked)
     assert list(contents(tmp_path)) == ["mean.pt"] and load(tmp_path / "mean.pt")["model"]
 

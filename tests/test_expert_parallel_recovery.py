@@ -121,12 +121,17 @@ def test_averaged_weights_are_part_of_a_set(ranks, small_corpus, tmp_path):
     assert len(extra["ema_fp32_params"][w1]) == 8
 
 
+def adafactor(data, folder, *more) -> list:
+    arguments = flags(data, folder, "--optimizer", "adafactor", *more)
+    position = arguments.index("--adam-eps")
+    return [*arguments[:position], *arguments[position + 2 :]]
+
+
 @pytest.mark.soak
 def test_an_optimizer_that_cannot_be_divided(ranks, small_corpus, tmp_path):
     """Adafactor keeps a number for each tensor: all experts of a process together."""
-    arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--optimizer", "adafactor")
-    position = arguments.index("--adam-eps")
-    ranks.train(tmp_path, 2, *arguments[:position], *arguments[position + 2 :])
+    arguments = adafactor(small_corpus, tmp_path, "--expert-parallel")
+    ranks.train(tmp_path, 2, *arguments)
     main(["consolidate", str(tmp_path / LAST), "--output", str(tmp_path / "whole.pt")])
     command = ["reshard", str(tmp_path / LAST), "--world-size", "4"]
     with pytest.raises(SystemExit, match="cannot be divided") as refused:
@@ -177,3 +182,12 @@ def test_processes_that_fairseq_spawns_itself(small_corpus, tmp_path):
     )
     assert "error" not in process.stdout, process.stdout[-2000:]
     assert checkpoint(tmp_path / "run").record.world_size == 2
+
+
+def test_an_optimizer_of_one_process_that_cannot_be_divided(ranks, small_corpus, tmp_path):
+    ranks.train(tmp_path, 1, *adafactor(small_corpus, tmp_path, "--max-update", 1), one=True)
+    command = ["reshard", str(tmp_path / LAST), "--world-size", "2"]
+    with pytest.raises(SystemExit, match="checkpoint_last.pt: .* cannot be divided"):
+        main([*command, "--output", str(tmp_path / "new" / LAST)])
+    assert not (tmp_path / "new").exists()
+    main([*command[:-1], "1", "--output", str(tmp_path / "same.pt")])

@@ -389,6 +389,6 @@ def test_without_room_what_was_there_stays(tmp_path, asked):
 def test_a_kill_leaves_what_was_there(tmp_path, asked):
     """And the next attempt takes the place of what is left beside it."""
     assert run_python(KILLED + PRUNE, *asked).returncode == -9
-    assert contents(tmp_path) == {"pruned.pt": b"old", "pruned.pt.tmp": b"half"}
+    assert contents(tmp_path) == {"pruned.pt": b"old", "pruned.pt.smoe.tmp": b"half"}
     call(*asked)
     assert list(contents(tmp_path)) == ["pruned.pt"] and strata_of(tmp_path / "pruned.pt")

@@ -267,7 +267,7 @@ def test_an_interruption_of_a_search(folder, threads):
     process = started(folder, "--output", "never.txt", "--max-tokens", 200, OMP_NUM_THREADS=threads)
     process.stdin.write(b"1 2 3 4 5 6 7 8 9\n" * 3999)
     process.stdin.flush()
-    wait_for((folder / "never.txt.tmp").exists, process)
+    wait_for((folder / "never.txt.smoe.tmp").exists, process)
     process.stdin.write(b"1\n" * 2)  # what is asked for at once, and one more
     process.stdin.flush()
     process.send_signal(signal.SIGINT)
@@ -283,7 +283,7 @@ def test_an_interruption_leaves_the_file_as_it_was(folder, number):
     output = folder / "kept.txt"
     output.write_text("as it was\n")
     process = started(folder, "--output", output.name)
-    partial = folder / "kept.txt.tmp"
+    partial = folder / "kept.txt.smoe.tmp"
     wait_for(partial.exists, process)  # it waits for text now
     process.send_signal(number)
     _, said = process.communicate(timeout=60)

@@ -318,7 +318,7 @@ def test_without_room_and_after_a_kill_what_was_there_stays(dense, tmp_path):
     assert result.stdout.splitlines()[-1].startswith(words)
     assert contents(tmp_path) == {"up.pt": b"old"}
     assert run_python(KILLED + AVERAGE, *ask).returncode == -9
-    assert contents(tmp_path) == {"up.pt": b"old", "up.pt.tmp": b"half"}
+    assert contents(tmp_path) == {"up.pt": b"old", "up.pt.smoe.tmp": b"half"}
     call(*ask)
     assert list(contents(tmp_path)) == ["up.pt"] and load(output)["model"]
 

@@ -86,6 +86,40 @@ def test_a_folder_replaces_another_at_the_end_alone(tmp_path):
             pass
 
 
+def test_nothing_of_the_user_is_taken_for_half_written(tmp_path):
+    """Names such as routing.old and model.pt.tmp are what people call their own copies."""
+    for name in ("routing.old/mine", "routing.partial/mine", "routing/first"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "model.pt.tmp").write_text("mine")
+    with whole_folder(tmp_path / "routing", replace=True) as partial:
+        (partial / "second").write_text("new")
+    write_whole(tmp_path / "model.pt", "new")
+    mine = dict.fromkeys(["routing.old/mine", "routing.partial/mine", "model.pt.tmp"], "mine")
+    assert contents(tmp_path) == {**mine, "routing/second": "new", "model.pt": "new"}
+
+
+def test_what_is_no_file_is_written_to(tmp_path):
+    """As /dev/null, which a file in its place would take from everybody."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, "text")
+    assert os.read(reader, 10) == b"text" and pipe.is_fifo()
+    os.close(reader)
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path):
+    """Such as data/multi30k/raw on a larger disk."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "raw").symlink_to("disk")
+    for text in ("old", "new"):
+        with whole_folder(tmp_path / "raw", replace=True) as partial:
+            (partial / "file").write_text(text)
+    assert (tmp_path / "raw").is_symlink() and len(list(tmp_path.iterdir())) == 2
+    assert contents(tmp_path / "disk") == {"file": "new"}
+
+
 @pytest.mark.parametrize("fails", ["fsync", "write", "replace"])
 def test_a_folder_without_room_leaves_the_old_one(tmp_path, monkeypatch, fails):
     (tmp_path / "folder").mkdir()

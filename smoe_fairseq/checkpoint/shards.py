@@ -149,13 +149,24 @@ class Shards:
                 if other is not None and same_bits(tensor, other):
                     continue
                 if _EXPERTS in name and not stacked:
-                    raise UsageError(
-                        f"{self.files[rank]}: this optimizer's {name.split()[-1]} is of all experts of a "
-                        "process together and cannot be divided; smoe consolidate leaves it out"
-                    )
+                    raise self._undivided(rank, name)
                 raise UsageError(
                     f"{self.files[rank]}: {name.removeprefix('model ')} is not as in the other files"
                 )
+
+    def check_division(self, world_size: int) -> None:
+        """All of each expert can be told from the others', where so many processes are other ones."""
+        if world_size == len(self.files):
+            return
+        for name, tensor, stacked in self.tensors(self.states[0]):
+            if _EXPERTS in name and not stacked and tensor.dim():  # a number alone is a step
+                raise self._undivided(0, name)
+
+    def _undivided(self, rank: int, name: str) -> UsageError:
+        return UsageError(
+            f"{self.files[rank]}: this optimizer's {name.split()[-1]} is of all experts of a process "
+            "together and cannot be divided; smoe consolidate leaves it out"
+        )
 
     @functools.cached_property
     def by_rank(self) -> list[dict[str, Tensor]]:

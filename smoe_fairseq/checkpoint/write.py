@@ -41,6 +41,7 @@ def write(shards: Shards, output: Path, world_size: int, force: bool) -> list[Pa
         left_over = [file for file in found if file not in files]
     check_output(shards.files, [*files, *left_over], force)
     shards.check_agreement()
+    shards.check_division(world_size)
 
     per_file = sum(1 for _ in shards.tensors(shards.states[0]))
     with whole_files(files, called=f"--output {output}") as partials:

@@ -1,7 +1,7 @@
 """Lets ``--store-ema`` begin at a checkpoint that was saved without.
 
-For fairseq 0.12.2 on any torch. It means to take the checkpoint's own parameters as the first average, and has
-removed them by then: resuming ends in ``KeyError: 'model'``. By then they are the model's.
+For fairseq 0.12.2 on any torch. It means to take the checkpoint's own parameters as the first average, and
+has removed them by then: resuming ends in ``KeyError: 'model'``. By then they are the model's.
 """
 
 import functools

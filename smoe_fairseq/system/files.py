@@ -11,6 +11,17 @@ from pathlib import Path
 
 from smoe_fairseq.system.errors import UsageError
 
+_OURS = ".smoe"  # in the names of what is beside a file or folder for a while: nobody else's
+
+
+def _beside(path: str) -> str:
+    """Where to write: beside the file, or to what is no file that could be replaced, such as /dev/null."""
+    return path if _is_special(path) else f"{path}{_OURS}.tmp"  # ends as fairseq's
+
+
+def _is_special(path: str) -> bool:
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
 
 @contextmanager
 def whole_files(paths: Iterable[Path | str], called: str | None = None) -> Iterator[list[str]]:
@@ -24,18 +35,19 @@ def whole_files(paths: Iterable[Path | str], called: str | None = None) -> Itera
         UsageError: they cannot be written (disk full, say): one sentence. What was there before is there
             still, and nothing is left beside it.
     """
-    paths = [os.fspath(path) for path in paths]
-    partials = [f"{path}.tmp" for path in paths]  # as fairseq calls it
+    pairs = [(_beside(path), path) for path in map(os.fspath, paths)]
+    partials = [partial for partial, _ in pairs]
+    replacing = [(partial, path) for partial, path in pairs if partial != path]
     try:
         yield partials
-        for partial in partials:
+        for partial, _ in replacing:
             _bring_to_disk(partial)
-        for partial, path in zip(partials, paths, strict=True):
+        for partial, path in replacing:
             os.replace(partial, path)
     except (OSError, RuntimeError) as error:
-        raise _refusal(error, called or paths[0], partials) from None
+        raise _refusal(error, called or pairs[0][1], partials) from None
     finally:
-        for partial in partials:
+        for partial, _ in replacing:
             with suppress(OSError):
                 os.unlink(partial)
 
@@ -73,7 +85,10 @@ def whole_folder(folder: Path, replace: bool = False, called: str | None = None)
     called = called or str(folder)
     if not replace:
         refuse_existing(folder, called)
-    partial, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("partial", "old"))
+    folder = Path(os.path.realpath(folder))  # a link stays one
+    partial, old = (
+        folder.with_name(f"{folder.name}{_OURS}.{suffix}") for suffix in ("partial", "old")
+    )
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)

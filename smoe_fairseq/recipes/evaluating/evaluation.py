@@ -74,7 +74,7 @@ class Evaluation:
         translation = self.partial / f"{direction}.txt"
         lines = [
             pipe(
-                command("grep", "^D-", self.generated(direction)),
+                command("grep", "-a", "^D-", self.generated(direction)),
                 command("sort", "-t-", "-k2,2n"),
                 command("cut", "-f3-", output=translation),
             )
