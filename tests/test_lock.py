@@ -11,6 +11,7 @@ import time
 
 import pytest
 from commands import PLUGIN
+from test_recipes import recipe
 
 from smoe_fairseq.system import lock
 from smoe_fairseq.system.errors import UsageError
@@ -26,17 +27,17 @@ import sys, time
 from pathlib import Path
 from smoe_fairseq.system import lock
 from smoe_fairseq.system.errors import ends_with_sentence
-ends_with_sentence(lock.take)(Path(sys.argv[1]))
+ends_with_sentence(lock.take)(Path(sys.argv[1]), *sys.argv[2:])
 print("held", flush=True)
 sys.stdin.read()
 """
 
 
-def holder(folder) -> subprocess.Popen:
+def holder(folder, *name) -> subprocess.Popen:
     """A process that holds a folder until its input ends."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, folder], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        [sys.executable, "-c", HOLD, folder, *name], stdin=pipe, stdout=pipe, stderr=pipe, text=True
     )
     process.line = process.stdout.readline()
     return process
@@ -56,6 +57,19 @@ def test_second_is_refused_by_name_until_the_first_ends(tmp_path):
     first.communicate()
     assert os.listdir(tmp_path) == []
     lock.check_free(tmp_path)
+
+
+def test_a_data_set_is_prepared_by_one_alone(tmp_path):
+    """Two at once would write to the same files, and their mixture looked complete."""
+    data = tmp_path / "data/phrasebook"
+    data.mkdir(parents=True)
+    first = holder(data, lock.PREPARATION)
+    second = recipe(tmp_path, "prepare", "phrasebook")
+    assert second.returncode == 1 and second.stdout == "" and second.stderr.count("\n") == 1
+    assert second.stderr.startswith(f"error: {data} is in use by another run")
+    assert f"process {first.pid} " in second.stderr and "DATA_DIR" in second.stderr
+    assert os.listdir(data) == [lock.PREPARATION]
+    first.communicate()
 
 
 def test_killed_process_leaves_no_lock(tmp_path):

@@ -1,18 +1,23 @@
 """Recipes of several processes on a machine without a GPU: interrupted, they go on to the same bits."""
 
+import json
 import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from commands import bash_functions, bash_torchrun
+from ranks import free_port
+from test_lock import holder
 from test_recipes import ROOT, commands, recipe, value, write_dataset
 from test_several_processes import LAST, assert_same_bits, content
 from test_signals import wait_for
 
 from smoe_fairseq.recipes.launch import Launch, launch
+from smoe_fairseq.system import lock
 from smoe_fairseq.system.errors import UsageError
 
 # SLURM's: a step is what srun starts; a job that is put into the queue again is ended before.
@@ -101,6 +106,27 @@ def test_requeued_by_slurm(tmp_path, place):
     assert interrupted(tmp_path, "slurm.sh", words, signal.SIGUSR1, given) > 0
     assert (tmp_path / "requeued").read_text() == "requeue 11\n"
     goes_on_to_the_same_bits(tmp_path, "slurm", words, given | {"SLURM_RESTART_COUNT": "1"})
+
+
+@pytest.mark.soak
+def test_two_machines_train_one_run_in_a_folder_that_they_share(tmp_path, place):
+    """As by hand, one command on each; the one that comes second joins the run of the first."""
+    place = {name: value for name, value in place.items() if name not in bash_torchrun()}
+    given = place | {"NODES": "2", "GPUS": "1", "MASTER_PORT": str(free_port())}
+    words = ["tiny", "smoe-2-2", "--cpu", "--disable-validation", "--max-update", "2"]
+    with ThreadPoolExecutor() as both:
+        ends = list(
+            both.map(lambda _: recipe(tmp_path, "train", *words, fresh=True, **given), range(2))
+        )
+    assert [end.returncode for end in ends] == [0, 0], "".join(e.stdout + e.stderr for e in ends)
+    folder = tmp_path / "runs/tiny/smoe-2-2"
+    assert torch.load(folder / LAST, weights_only=True)["optimizer_history"][-1]["num_updates"] == 2
+    assert json.loads((folder / "identity.json").read_text())["trained"] == {"--max-update": "2"}
+    # One that is not of this run is refused as ever.
+    first = holder(folder, lock.RECIPE)
+    other = recipe(tmp_path, "train", *words, **place)
+    assert other.returncode == 1 and f"process {first.pid} " in other.stderr
+    first.communicate()
 
 
 @pytest.fixture

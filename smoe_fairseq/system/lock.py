@@ -21,7 +21,13 @@ from pathlib import Path
 from smoe_fairseq.system.errors import UsageError
 
 TRAINING, RECIPE, EVALUATION = "training.lock", "recipe.lock", "evaluation.lock"
+PREPARATION = "preparation.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class InUse(UsageError):
+    """Another process holds the folder."""
+
 
 _held: dict[Path, int] = {}  # this process's, with their descriptors
 
@@ -30,7 +36,8 @@ def take(folder: Path, name: str = TRAINING) -> None:
     """Holds the folder until this process ends; a second call of the same process changes nothing.
 
     Raises:
-        UsageError: another process holds it; it is named.
+        InUse: another process holds it; it is named.
+        UsageError: it cannot be locked.
     """
     file = folder.resolve() / name
     if file in _held:
@@ -48,8 +55,13 @@ def take(folder: Path, name: str = TRAINING) -> None:
         os.write(opened, holder.encode())
 
 
+def holds(folder: Path, name: str = TRAINING) -> bool:
+    """Whether this process does."""
+    return folder.resolve() / name in _held
+
+
 def check_free(folder: Path, name: str = TRAINING) -> None:
-    """Raise UsageError where another process holds the folder; nothing is kept."""
+    """Raise InUse where another process holds the folder; nothing is kept."""
     file = folder.resolve() / name
     if file not in _held and file.exists():
         opened = _lock(file)
@@ -79,10 +91,10 @@ def _lock(file: Path) -> int | None:
                 return None
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise UsageError(f"{file} cannot be locked: {error.strerror}") from None
-            raise UsageError(
+            raise InUse(
                 f"{file.parent} is in use by another run ({holder or 'it does not say which'}): wait "
-                "for it or stop it, or choose another folder (--save-dir of fairseq-train, RUN_DIR of "
-                "the scripts)"
+                "for it or stop it, or choose another folder (--save-dir of fairseq-train, RUN_DIR or "
+                "DATA_DIR of the scripts)"
             ) from None
         # A process that ends removes its file, perhaps between our opening it and our locking it.
         if _is(opened, file):

@@ -12,6 +12,7 @@ from smoe_fairseq.recipes.preparing.raw import check
 from smoe_fairseq.recipes.shell import command, dry_run, report, run, unfinished
 from smoe_fairseq.settings.dataset import Dataset
 from smoe_fairseq.settings.flags import arguments
+from smoe_fairseq.system import lock
 from smoe_fairseq.system.errors import UsageError
 
 FAIRSEQ_POSITIONS = 1024  # --max-source-positions where it is not given
@@ -23,6 +24,8 @@ def prepare(dataset: Dataset, extra: Sequence[str] = ()) -> None:
     ``extra`` flags go to the step that learns the subwords.
     """
     folders = Folders(dataset.name)
+    if not dry_run():
+        _hold(folders.data)
     if folders.binary.exists() and not dry_run():
         print(f"{folders.binary} is prepared already: delete it to prepare it again")
         return
@@ -47,6 +50,15 @@ def prepare(dataset: Dataset, extra: Sequence[str] = ()) -> None:
         report(f"{folders.raw}/test.{pair}.* is missing: {pair} will not be scored")
     with unfinished(_partial(folders.binary)) as partial:
         run(_binarised(dataset, folders, partial, extra))
+
+
+def _hold(folder: Path) -> None:
+    """Until the end: a second preparation would write to the same files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"DATA_DIR: {folder} cannot be made: {error.strerror}") from None
+    lock.take(folder, lock.PREPARATION)
 
 
 def _partial(folder: Path) -> Path:

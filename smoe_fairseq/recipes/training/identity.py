@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from smoe_fairseq.recipes.shell import report
@@ -12,6 +14,8 @@ from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import write_whole
 
 FILE = "identity.json"
+# Seconds in which the others see what run the first of several machines has noted: NFS takes its time.
+PATIENCE = 60
 _TRAINED = "trained"  # in it, once that is so: how far
 _SIZES = ("--max-tokens", "--batch-size")
 BATCH = (*_SIZES, "--update-freq")  # kept as what they make together
@@ -54,7 +58,12 @@ _OTHER_NAMES = {
 
 
 def claim(
-    method: str, data: Path, words: Sequence[str], processes: int, force: bool = False
+    method: str,
+    data: Path,
+    words: Sequence[str],
+    processes: int,
+    force: bool = False,
+    machines: int = 1,
 ) -> bool:
     """Takes ``--save-dir`` for this process and, where it holds a run, makes sure that it is this one.
 
@@ -62,6 +71,7 @@ def claim(
         data: the folder of the dictionaries.
         words: the arguments of ``fairseq-train``; of a flag that is repeated the last one counts.
         force: whether the run goes on with other flags than before, which are said.
+        machines: how many call this for one run. The first that comes takes the folder, the others join it.
 
     Returns:
         Whether there is anything to train: not where it has been trained as far as it is to be.
@@ -83,18 +93,23 @@ def claim(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder} cannot be made: {error.strerror}") from None
+    file = folder / FILE
     # Two locks: training takes its own only when it has read data and built a model, and one that was
     # started by hand, or has outlived its recipe, has only that.
-    lock.take(folder, lock.RECIPE)
+    try:
+        lock.take(folder, lock.RECIPE)
+    except lock.InUse:
+        if machines == 1 or not _is_noted(file, own, data):
+            raise
+        return _is_unfinished(_read(file), given)
     lock.check_free(folder)
-    file = folder / FILE
     if not (any(folder.glob("checkpoint*.pt")) and file.exists()):
         write_whole(file, json.dumps(own, indent=2) + "\n")
         return True
     was = _read(file)
     difference = _difference(was, own, data)
     if not difference:  # what it was started with stays
-        return was.get(_TRAINED) is None or was[_TRAINED] != limits(given)
+        return _is_unfinished(was, given)
     if not (force and _difference(was, own | {"flags": was["flags"]}, data) is None):
         otherwise = "set RUN_DIR to another folder for a new run"
         if force:
@@ -108,10 +123,27 @@ def claim(
     return True
 
 
+def _is_noted(file: Path, own: dict, data: Path) -> bool:
+    """Whether the machine that has the folder says that this is the run, now or within a minute."""
+    for _ in range(10 * PATIENCE):
+        with suppress(UsageError):
+            if file.exists() and _difference(_read(file), own, data) is None:
+                return True
+        time.sleep(0.1)
+    return False
+
+
+def _is_unfinished(was: dict, given: dict[str, str]) -> bool:
+    return was.get(_TRAINED) is None or was[_TRAINED] != limits(given)
+
+
 def finish(words: Sequence[str]) -> None:
     """Notes that the run has been trained as far as it was to be, so that it is not started for nothing."""
     given = given_flags(words)
-    file = Path(given["--save-dir"]) / FILE
+    folder = Path(given["--save-dir"])
+    file = folder / FILE
+    if not lock.holds(folder, lock.RECIPE):
+        return  # the machine that does will say so
     if "--no-save" not in given and file.exists() and "--stop-time-hours" not in given:
         content = _read(file) | {_TRAINED: limits(given)}
         write_whole(file, json.dumps(content, indent=2) + "\n")

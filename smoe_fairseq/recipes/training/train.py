@@ -57,7 +57,11 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     if not dry_run():
         if place.meets_at_port:
             rendezvous.check_port()
-        if not identity.claim(method, folders.binary, words, place.processes, force):
+        machines = (
+            place.nodes if place.launcher == "torchrun" else 1
+        )  # SLURM's start is one for all
+        own = (method, folders.binary, words, place.processes)
+        if not identity.claim(*own, force, machines):
             print(
                 f"{folder} is trained already, as far as asked for: give a larger --max-update to go on, or "
                 "another SEED for another run"
