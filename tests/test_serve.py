@@ -278,7 +278,7 @@ def test_a_failure_is_one_sentence_and_the_next_text_is_translated():
     app = WebApp(Broken(), Limits(max_batch=4, max_waiting=8, timeout=60)).asgi(None)
 
     async def ask_both():
-        async with app.router.lifespan_context(app):
+        async with app.app.router.lifespan_context(app):
             with pytest.raises(RuntimeError, match="out of memory"):  # which the server logs
                 await ask(app, GOOD | {"text": "bad"}, answers)
             await ask(app, GOOD, answers)
@@ -287,6 +287,7 @@ def test_a_failure_is_one_sentence_and_the_next_text_is_translated():
     asyncio.run(ask_both())
     (failed, error), (status, found) = answers
     assert failed == 500 and error["error"].startswith("the translation failed")
+    assert error["headers"]["x-content-type-options"] == "nosniff"
     assert status == 200 and found["translations"] == [{"text": GOOD["text"]}]
 
 
@@ -301,11 +302,53 @@ async def ask(app, asked, answers):
     async def send(message):
         sent.append(message)
         if message["type"] == "http.response.body":
-            answers.append((sent[0]["status"], json.loads(message["body"])))
+            headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+            content = json.loads(message["body"])
+            answers.append((sent[0]["status"], content | {"headers": headers}))
 
     scope = {"type": "http", "method": "POST", "path": "/translate", "query_string": b""}
     headers = [(name.lower().encode(), value.encode()) for name, value in JSON.items()]
     await app(scope | {"headers": headers}, receive, send)
+
+
+class Slow(Broken):
+    """An engine that takes its time, until it is told to go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def translate(self, texts, search):
+        self.go_on.wait(60)
+        return super().translate(texts, search)
+
+
+def test_what_is_not_answered_when_the_server_stops_is_refused():
+    """In words, and without waiting for the model once more."""
+    engine, answers = Slow(), []
+    web = WebApp(engine, Limits(max_batch=1, max_waiting=8, timeout=60, stopping=0.2))
+    app = web.asgi(None)
+
+    async def ask_and_stop():
+        async with app.app.router.lifespan_context(app):
+            asked = [asyncio.ensure_future(ask(app, GOOD, answers)) for _ in range(2)]
+            while not web.queue.translating:
+                await asyncio.sleep(0.01)
+            web.stop()
+            await asyncio.gather(*asked)
+            assert not engine.go_on.is_set()
+
+    asyncio.run(ask_and_stop())
+    engine.go_on.set()
+    assert [status for status, _ in answers] == [503, 503]
+    assert {content["error"] for _, content in answers} == {"the server is stopping"}
+
+
+@pytest.mark.soak
+def test_a_connection_by_which_nothing_is_asked_is_closed(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHo")
+        assert connection.recv(1) == b""
 
 
 def test_who_has_gone_is_not_translated_for(trained):

@@ -231,6 +231,10 @@ def test_languages_are_swapped(talking, opened):
     assert [page.locator(f"#{id}").input_value() for id in ("source", "target")] == ["bb", "aa"]
     page.get_by_label("From", exact=True).select_option("bb")
     page.get_by_label("To", exact=True).select_option("cc")
+    page.locator("#text").fill("bb2")
+    page.get_by_role("button", name="Swap the languages").click()  # nothing is translated into cc
+    assert page.locator("#text").input_value() == "bb2"
+    page.get_by_role("button", name="Swap the languages").click()
     assert page.locator("#unseen").is_visible()  # the model was not trained in it
 
 

@@ -159,11 +159,20 @@ def test_lines_of_any_length(folder):
     parts = int(re.search(r"^line 1 is long: translated in (\d) parts$", said, re.M)[1])
     assert parts in (2, 3) and short == alone[3] and all(rest)
     assert "line 2 is long" in said and "line 3 is long" in said and "line 4" not in said
+    _, said = lines("\u33c2" * 5, "1")  # a letter of three bytes that is taken for the four of "a.m."
+    assert "line 1 is long" in said and "line 2" not in said
     if parts == 3:
         assert joined == " ".join(alone[:3])
     else:
         pairs, _ = lines(" ".join(sentences[:2]), " ".join(sentences[1:]))
         assert joined in (f"{pairs[0]} {alone[2]}", f"{alone[0]} {pairs[1]}")
+
+
+def test_limits_of_a_translation_beyond_the_models(folder):
+    words = ("run", "--from", "fr", "--to", "en", "--beam", "2")
+    far = ("--max-len-a", "1e300", "--max-len-b", 10**40)
+    plain, _ = translate(folder, *words, "--max-len-b", 2000, text="1 2\n3 4 5\n")
+    assert translate(folder, *words, *far, text="1 2\n3 4 5\n")[0] == plain
 
 
 def test_text_as_it_comes(folder):
@@ -225,7 +234,10 @@ def test_what_cannot_be_used_is_named(folder, name):
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--beam", "0"), ("--lenpen", "nan"), ("--max-len-b", "x"), ("--nbest", "0")],
+    [
+        *(("--beam", "0"), ("--lenpen", "nan"), ("--max-len-b", "x"), ("--nbest", "0")),
+        ("--lenpen", "1000"),
+    ],
 )
 def test_numbers_that_are_none(folder, flag, value):
     result = run("smoe", "translate", "run", flag, value, cwd=folder, check=False)

@@ -192,6 +192,10 @@ class SMoETrainer(Trainer):
 
     def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
         """As fairseq's, which reads each number from the device by itself."""
+        if not hasattr(
+            self.get_criterion(), "gate_losses"
+        ):  # whose logs are as fairseq expects them
+            return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
         logs = [*(logging_outputs or []), {"norm": grad_norm}]
         *logs, norm = on_host(logs)
         if torch.is_tensor(grad_norm):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -30,6 +29,7 @@ KINDS = {
 MAX_BODY = 1 << 18  # bytes
 SLOWEST_BODY = 10  # seconds until it has to be here
 RETRY_AFTER = "1"  # seconds
+LAST_BATCH = 1.0  # seconds for a batch that nobody waits for any more
 NOBODY = Response(status_code=499)  # for a client that has gone: nothing of it is sent
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ class Limits:
         max_waiting: texts in the queue.
         timeout: seconds from a request to its answer.
         linger: seconds that a text waits for others to come.
-        stopping: seconds for what has been asked already, when the server is told to stop.
+        stopping: seconds for what has been asked already, when the server is told to stop; the rest is
+            refused then.
     """
 
     max_batch: int
@@ -60,8 +61,9 @@ class WebApp:
         self.engine, self.limits = engine, limits
         self.max_texts = min(asked.MAX_TEXTS, limits.max_waiting)
         self.queue: RequestQueue
+        self.too_late: asyncio.Event
 
-    def asgi(self, hosts: frozenset[str] | None) -> Starlette:
+    def asgi(self, hosts: frozenset[str] | None) -> Guard:
         """The application; its lifespan is the queue's.
 
         Args:
@@ -73,23 +75,28 @@ class WebApp:
             Route("/translate", self.translate, methods=["POST"]),
             *(Route("/" if p.stem == "index" else f"/{p.name}", _file(p)) for p in PAGE.iterdir()),
         ]
-        return Starlette(
+        app = Starlette(
             routes=routes,
-            middleware=[Middleware(Guard, hosts=hosts)],
             exception_handlers={HTTPException: _of_starlette, Exception: _unforeseen},
             lifespan=self._lifespan,
         )
+        return Guard(app, hosts)  # around all of it: what fails has the headers too
+
+    def stop(self) -> None:
+        """Begins the end: what has been asked has ``limits.stopping`` seconds from now on."""
+        asyncio.get_running_loop().call_later(self.limits.stopping, self.too_late.set)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         limits = self.limits
+        self.too_late = asyncio.Event()
         self.queue = RequestQueue(
             self.engine.translate, limits.max_batch, limits.max_waiting, limits.linger
         )
         try:
             yield
         finally:
-            self.queue.close(limits.stopping)
+            self.queue.close(LAST_BATCH)
 
     async def languages(self, request: Request) -> Response:
         """What can be asked for."""
@@ -145,9 +152,10 @@ class WebApp:
         """When all futures are there; nobody waits for those of a client that has gone."""
         results = asyncio.gather(*map(asyncio.wrap_future, futures))
         gone = asyncio.ensure_future(_disconnect(request))
+        too_late = asyncio.ensure_future(self.too_late.wait())
         try:
             await asyncio.wait(
-                {results, gone},
+                {results, gone, too_late},
                 timeout=self.limits.timeout,
                 return_when=asyncio.FIRST_COMPLETED,
             )
@@ -157,6 +165,8 @@ class WebApp:
                 return JSONResponse(said | {"translations": await results})
             if gone.done():
                 return NOBODY
+            if too_late.done():
+                raise QueueClosed
             sentence = f"no translation within {self.limits.timeout:g} s: try again, with less text"
             return refusal(504, sentence)
         except QueueClosed:
@@ -165,6 +175,7 @@ class WebApp:
             return refusal(422, str(error))
         finally:
             gone.cancel()
+            too_late.cancel()
             for future in futures:
                 future.cancel()
             results.cancel()

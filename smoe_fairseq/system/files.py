@@ -85,7 +85,8 @@ def whole_folder(folder: Path, replace: bool = False, called: str | None = None)
     called = called or str(folder)
     if not replace:
         refuse_existing(folder, called)
-    folder = Path(os.path.realpath(folder))  # a link stays one
+    if folder.is_symlink():  # which it stays
+        folder = Path(os.path.realpath(folder))
     partial, old = (
         folder.with_name(f"{folder.name}{_OURS}.{suffix}") for suffix in ("partial", "old")
     )

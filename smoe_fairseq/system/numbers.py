@@ -12,17 +12,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def at_least(kind: type, least: float) -> Callable[[str], float]:
-    """The type of finite numbers from ``least`` on; ``kind`` is int or float."""
+def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:
+    """The type of finite numbers from ``least`` on, to ``most``; ``kind`` is int or float."""
 
     def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and value >= least):
+        if not (math.isfinite(value) and least <= value <= most):
             what = "a whole number" if kind is int else "a number"
             bound = f" of at least {least}" if math.isfinite(least) else ""
+            bound = f" from {least} to {most}" if math.isfinite(most) else bound
             raise ArgumentTypeError(f"{text!r}: expected {what}{bound}")
         return value
 

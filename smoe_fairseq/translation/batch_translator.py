@@ -100,8 +100,10 @@ class BatchTranslator:
         longest = min(options.divide_above + 1, self.translator.max_positions[0] - 1)
 
         def fits(part: str) -> bool:
-            # A token is of one byte at least; there may be one for the blank before, and one for the end.
-            return len(part.encode()) + 2 <= longest or len(self._encode(part)) <= longest
+            # A token has a letter at least; there may be one for the blank before, and one for the end. A
+            # letter beyond ASCII may become several before that.
+            few = part.isascii() and len(part) + 2 <= longest
+            return few or len(self._encode(part)) <= longest
 
         return divide(text, fits)
 

@@ -81,8 +81,8 @@ class BeamSearch:
     def _limits(self, model, source_BS: Tensor) -> Tensor:
         """(B,): how many tokens a translation has at most, beside its end."""
         length_B = source_BS.ne(self.dictionary.pad()).sum(1)
-        limit_B = (self.max_len_a * length_B + self.max_len_b).long()
-        return limit_B.clamp(max=model.max_decoder_positions() - 1)
+        limit_B = self.max_len_a * length_B.double() + float(self.max_len_b)
+        return limit_B.clamp(max=model.max_decoder_positions() - 1).long()
 
 
 def places_without(gone: set[int], number: int) -> list[int]:

@@ -57,16 +57,21 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="the N best of each: number of the line, score and translation, between tabs",
     )
     defaults = Options()
-    for flag, kind, least, words in (
-        ("--beam", int, 1, "hypotheses at a time"),
-        ("--lenpen", float, -math.inf, "above 1 for longer translations, below for shorter ones"),
-        ("--unkpen", float, -math.inf, "above 0 for fewer unknown words"),
-        ("--max-len-a", float, 0, "a translation has at most A x + B tokens, x those of the line"),
-        ("--max-len-b", int, 1, "see there"),
-        ("--divide-above", int, 1, "a line of more tokens is translated by sentences"),
+    for flag, kind, limits, words in (
+        ("--beam", int, (1,), "hypotheses at a time"),
+        ("--lenpen", float, (-10, 10), "above 1 for longer translations, below for shorter ones"),
+        ("--unkpen", float, (-math.inf,), "above 0 for fewer unknown words"),
+        (
+            "--max-len-a",
+            float,
+            (0,),
+            "a translation has at most A x + B tokens, x those of the line",
+        ),
+        ("--max-len-b", int, (1,), "see there"),
+        ("--divide-above", int, (1,), "a line of more tokens is translated by sentences"),
     ):
         default = getattr(defaults, flag[2:].replace("-", "_"))
-        kind = at_least(kind, least)
+        kind = at_least(kind, *limits)
         parser.add_argument(
             flag, type=kind, default=default, metavar="X", help=f"{words} (default: {default})"
         )

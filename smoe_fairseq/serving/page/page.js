@@ -210,7 +210,7 @@ function listen() {
     part(id).addEventListener("change", () => turnTo(part("source").value, part("target").value));
   }
   part("swap").addEventListener("click", () => {
-    const spoken = part("translation").textContent && result;
+    const spoken = part("translation").textContent && result?.target === part("target").value;
     turnTo(part("target").value, part("source").value);
     if (spoken) part("text").value = result.translations.map((each) => each.translation).join("\n");
   });
