@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from commands import run_python
 from test_expert_parallel import averages, flags
 
 from smoe_fairseq.modules import StratifiedMoE
@@ -199,3 +200,32 @@ def test_a_process_that_is_killed_ends_all(ranks, small_corpus, tmp_path, killed
         said = run.output(rank)
         assert re.search(r"error: process \d", said) or "Connection" in said, said[-500:]
     assert f"process {killed} of 4 has ended without a word" in run.output()
+
+
+EARLY = """
+import socket, threading, time
+from smoe_fairseq.distributed import lifeline
+
+def knock(offer):
+    _, port, token = offer
+    for said in ("é 1\\n", "\\n", f"{token} 1\\nfailed too early\\n"):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(said.encode())
+        kept.append(connection)
+
+kept = []
+def from_first(offer):
+    threading.Thread(target=knock, args=(offer,), daemon=True).start()
+    return offer
+
+lifeline.from_first = from_first
+lifeline.Lifeline(0, 2, None)
+time.sleep(30)
+"""
+
+
+def test_what_a_process_says_before_it_is_listened_to_is_heard():
+    """Strangers at the door, whatever they say, are left outside."""
+    result = run_python(EARLY)
+    assert result.returncode == 1
+    assert result.stdout.splitlines()[-1] == "error: too early; process 0 stops too"

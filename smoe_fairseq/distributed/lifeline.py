@@ -19,7 +19,16 @@ from smoe_fairseq.system import lock
 from smoe_fairseq.system.errors import UsageError
 
 _DONE, _FAILED = "done", "failed"
+_LONGEST = 1 << 16  # bytes of a line
 _lifeline = None
+
+
+def _line(connection: socket.socket) -> str:
+    """What is there up to the end of a line, and nothing behind it: that is for the next who reads."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _LONGEST and (letter := connection.recv(1)):
+        line += letter
+    return line.decode()
 
 
 class Lifeline:
@@ -61,10 +70,11 @@ class Lifeline:
                 raise OSError(f"processes {missing} have not come") from None
             connection.settimeout(10)
             try:
-                found, rank = connection.makefile().readline().split()
-            except (OSError, ValueError):
+                found, rank = _line(connection).split()
+                known = secrets.compare_digest(found, token)
+            except (OSError, ValueError, TypeError):  # the last for letters that no token has
                 continue
-            if secrets.compare_digest(found, token):  # anyone else who knocks is left outside
+            if known:  # anyone else who knocks is left outside
                 connection.settimeout(None)
                 self.others[int(rank)] = connection
         server.close()
@@ -84,8 +94,8 @@ class Lifeline:
     def _listen(self, other: int, connection: socket.socket) -> None:
         _notice_silence(connection)
         try:
-            word, _, reason = connection.makefile().readline().strip().partition(" ")
-        except OSError:
+            word, _, reason = _line(connection).strip().partition(" ")
+        except (OSError, ValueError):
             word = reason = ""
         if word == _DONE:
             return
