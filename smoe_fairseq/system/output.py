@@ -53,6 +53,10 @@ def writes_all(command: Callable) -> Callable:
             sys.stderr = open(os.devnull, "w")
         if sys.stdout is None:  # closed, which Python takes for nowhere
             return command(*arguments, **options)
+        if hasattr(
+            sys.stdout, "reconfigure"
+        ):  # a terminal of few letters gets the others spelt out
+            sys.stdout.reconfigure(errors="backslashreplace")
         output = sys.stdout = _Watched(sys.stdout)
         try:
             return command(*arguments, **options)

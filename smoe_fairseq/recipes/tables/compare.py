@@ -31,6 +31,10 @@ def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU
         raise UsageError(f"--compare {first} {second}: expected two different methods")
     systems = {name: _System(dataset, name, metric) for name in (first, second)}
     one, other = systems.values()
+    if shared := sorted({*one.runs} & {*other.runs}):
+        raise UsageError(
+            f"--compare {first} {second}: {', '.join(shared)} is of both; expected two that share no run"
+        )
     if not (common := _of_both(dataset, one, other)):
         runs = ", ".join([*one.runs, *other.runs])
         raise UsageError(
