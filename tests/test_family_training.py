@@ -12,6 +12,10 @@ from test_compat import run_without
 from test_expert_parallel import averages, checkpoint, compare, flags, furthest, whole
 from test_several_processes import assert_same_bits, content
 
+from smoe_fairseq.analysis import inputs
+from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.modules.drops import capacities_of
+
 STEPS = re.compile(r"(encoder|decoder)\.layers\.1\.moe\.gates\.\d\.bias\.steps")
 
 
@@ -167,6 +171,7 @@ def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_p
 def test_analysis_counts_every_token(three_languages, tmp_path, member):
     """Each token of each layer has one first choice in every stratum where it stops."""
     more = ["--max-update", 1, "--encoder-ffn-embed-dim", 64]
+    more += ["--moe-eval-capacity-factor", 1]
     handmade.train(
         three_languages, tmp_path, *handmade.MULTILINGUAL, *FAMILY[member].split(), *more
     )
@@ -177,6 +182,13 @@ def test_analysis_counts_every_token(three_languages, tmp_path, member):
     for row in handmade.read(output / "load.csv"):
         key = row["direction"], row["side"], row["layer"]
         of_layer[key] = of_layer.get(key, 0) + int(row["first_choices"])
+    model, _ = inputs.load(path, three_languages)
+    assert all(capacity.eval_factor == 0 for capacity in capacities_of(model))
+    if (
+        member == "expert-choice"
+    ):  # where the factor is no limit, but how many tokens an expert takes
+        gates = [gate for block in moe_blocks(model).values() for gate in block.gates]
+        assert {gate.eval_factor for gate in gates if gate.asks_for == "sentence"} == {1}
     lengths = sum(handmade.LENGTHS) + 8  # and </s>
     assert len(of_layer) == 4 * 4
     if member in ("expert-choice", "hash", "base", "shared"):

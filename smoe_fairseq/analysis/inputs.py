@@ -16,6 +16,7 @@ from torch import nn
 
 from smoe_fairseq.checkpoint.content import open_checkpoint
 from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.modules.drops import capacities_of
 from smoe_fairseq.system.errors import UsageError
 
 TOKENS_PER_BATCH = 4096
@@ -36,10 +37,13 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
     for path in map(Path, split_paths(str(data))):
         if not path.exists():
             raise UsageError(f"{path} is missing")
-    overrides = {"data": str(data), "moe_eval_capacity_factor": 0.0}
     models, _, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], arg_overrides=overrides
+        [str(checkpoint)], arg_overrides={"data": str(data)}
     )
+    for capacity in capacities_of(
+        models[0]
+    ):  # not where experts choose, whose number of tokens is no limit
+        capacity.eval_factor = 0.0
     if isinstance(models[0], FairseqMultiModel):
         raise UsageError(
             f"{checkpoint} has a model per language pair: expected one model of all pairs, such as of --task "
