@@ -374,7 +374,9 @@ def test_a_pass_for_the_inputs_alone_leaves_nothing_behind(execution):
 
 @pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 def test_second_derivatives_are_refused(execution):
-    """They would lack what goes through the experts' weights."""
+    """They would lack what goes through the experts' weights; where torch differentiates, they are right."""
+    if execution == "grouped" and torch_features.grouped_mm is None:
+        pytest.skip("torch has no grouped product")
     block = StratifiedMoE(D, 8, "4-4", capacity_factor=0)
     block.execution = execution
     y, _ = block(torch.randn(5, D))
