@@ -4,6 +4,7 @@ Python writes what is left of a command's output after its last line, where it c
 own about it and nobody can catch them. Here that is done before.
 """
 
+import codecs
 import functools
 import os
 import signal
@@ -53,10 +54,9 @@ def writes_all(command: Callable) -> Callable:
             sys.stderr = open(os.devnull, "w")
         if sys.stdout is None:  # closed, which Python takes for nowhere
             return command(*arguments, **options)
-        if hasattr(
-            sys.stdout, "reconfigure"
-        ):  # a terminal of few letters gets the others spelt out
-            sys.stdout.reconfigure(errors="backslashreplace")
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        if codecs.lookup(encoding).name != "utf-8" and hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="backslashreplace")  # letters that it lacks are spelt out
         output = sys.stdout = _Watched(sys.stdout)
         try:
             return command(*arguments, **options)
