@@ -223,6 +223,19 @@ def test_an_average_of_parameters_has_the_bias_as_it_is(ranks, small_corpus, tmp
     )
 
 
+def test_a_checkpoint_loads_with_options_that_training_would_refuse(ranks, small_corpus, tmp_path):
+    """Such as one from before they were."""
+    arguments = flags(small_corpus, tmp_path, "--max-update", 1)
+    run_ = ranks.start(tmp_path, 1, *arguments, "--moe-top-p", 0.3, one=True)
+    assert run_.wait() == [1] and "--moe-top-p 0.3: it is an option of --moe-gate" in run_.output()
+    ranks.train(tmp_path, 1, *arguments, one=True)
+    path = tmp_path / "checkpoint_last.pt"
+    state = content(tmp_path)
+    state["cfg"]["model"]["moe_top_p"] = 0.3
+    torch.save(state, path)
+    assert generate(small_corpus, path, "--user-dir", PLUGIN)
+
+
 @pytest.mark.parametrize("more", [[], ["--ema-fp32"]])
 def test_an_average_begins_at_a_checkpoint_without_one(ranks, small_corpus, tmp_path, more):
     """Without the mend fairseq looks for parameters that it has removed."""

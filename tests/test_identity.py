@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from test_lock import holder
 from test_recipes import recipe, refusal
 from test_signals import ended, training, wait_for  # noqa: F401
 
@@ -17,8 +18,9 @@ WORDS = """data/x/bin --user-dir smoe_fairseq --task translation --arch smoe_tra
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     """Starts a run, or goes on: ``run("--flag", ..., method=, processes=)``; a sentence, or None."""
+    monkeypatch.setattr(identity, "_joined", set())
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/dict.en.txt").write_text("a 2\nb 1\n")
 
@@ -170,3 +172,33 @@ def test_through_the_script(tmp_path, training):  # noqa: F811
     (folder / "checkpoint_last.pt").touch()
     sentence = refusal(recipe(tmp_path, "train", "m15", "moe", "--seed", "2", **given))
     assert "runs/m15/moe was started with --seed 1, not with --seed 2" in sentence
+
+
+def test_another_machine_of_the_run_joins_it(started, tmp_path, monkeypatch):
+    """As long as it is given the same; what an older run has left says nothing of this one."""
+    monkeypatch.setattr(identity, "PATIENCE", 0.3)
+    first = holder(started, lock.RECIPE)
+    own = ("moe", tmp_path / "bin", [*WORDS, "--save-dir", str(started)])
+    with pytest.raises(UsageError, match="is in use by another run"):
+        identity.claim(*own, 1)
+    assert identity.claim(*own, 1, machines=2)
+    noted = (started / identity.FILE).read_text()
+    identity.finish(own[2])
+    assert (started / identity.FILE).read_text() == noted  # by the first alone
+    with pytest.raises(
+        UsageError, match="in use by another machine, and was started with --seed 1"
+    ):
+        identity.claim(own[0], own[1], [*own[2], "--seed", "2"], 1, machines=2)
+    trained = json.loads(noted) | {"trained": {"--max-update": "10"}}
+    (started / identity.FILE).write_text(json.dumps(trained))
+    assert not identity.claim(*own, 1, machines=2)
+    (started / "checkpoint_last.pt").unlink()
+    assert identity.claim(*own, 1, machines=2)
+    first.communicate()
+
+
+def test_where_there_are_no_locks_it_is_noted_all_the_same(run, started, monkeypatch):
+    monkeypatch.setattr(lock, "_lock", lambda file: None)
+    assert run() is None
+    identity.finish([*WORDS, "--save-dir", str(started)])
+    assert run(left=False) is None

@@ -69,7 +69,20 @@ def test_a_data_set_is_prepared_by_one_alone(tmp_path):
     assert second.stderr.startswith(f"error: {data} is in use by another run")
     assert f"process {first.pid} " in second.stderr and "DATA_DIR" in second.stderr
     assert os.listdir(data) == [lock.PREPARATION]
+    (data / "bin").mkdir()  # which asks for nothing more
+    third = recipe(tmp_path, "prepare", "phrasebook")
+    assert third.returncode == 0 and "is prepared already" in third.stdout
     first.communicate()
+
+
+def test_what_is_released_may_be_taken(tmp_path):
+    lock.take(tmp_path)
+    lock.release(tmp_path)
+    lock.release(tmp_path)
+    assert os.listdir(tmp_path) == []
+    other = holder(tmp_path)
+    assert other.line == "held\n"
+    other.communicate()
 
 
 def test_killed_process_leaves_no_lock(tmp_path):

@@ -1,5 +1,6 @@
 """Checkpoints that hold more than data: every command names file and type, and runs nothing of them."""
 
+import io
 import os
 import pickle
 from pathlib import Path
@@ -140,6 +141,8 @@ FORGED = {
     "a scalar of an object": Made(SCALAR, Made(numpy.dtype, "O", False, True), ADDRESS),
     "a scalar cut off": Made(SCALAR, Made(numpy.dtype, "f8", False, True), b"AA"),
     "less than its shape": array(shape=(1 << 40,)),
+    "more dimensions than there are": array(shape=(1,) * 70),
+    "a large shape of nothing": array(shape=(1 << 62, 0), content=b""),
     "a negative shape": array(shape=(-1, -1)),
     "fields": array(kind=Made(numpy.dtype, [("a", "O")])),
     "a type of another state": array(
@@ -159,6 +162,42 @@ def test_arrays_are_not_made_of_what_numpy_would_believe(pre_norm, tmp_path, nam
         with pytest.raises(UsageError) as refused:
             load(str(path))
         assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def twice_filled() -> bytes:
+    """A pickle by hand: a list of an array that is filled, of a tensor of its memory, and of it once more."""
+
+    def text(word: str) -> bytes:
+        return b"X" + len(word).to_bytes(4, "little") + word.encode()
+
+    def data(word: str) -> bytes:
+        return b"c_codecs\nencode\n" + text(word) + text("latin1") + b"\x86R"
+
+    kind = b"cnumpy\ndtype\n" + text("u1") + b"\x85R"
+    state = b"(K\x01(K\x04t" + kind + b"\x89" + data("AAAA") + b"t"
+    made = (
+        b"cnumpy._core.multiarray\n_reconstruct\n" + b"cnumpy\nndarray\n" + b"K\x00\x85" + data("b")
+    )
+    array = made + b"\x87Rq\x01" + state + b"b"
+    tensor = b"ctorch._utils\n_rebuild_device_tensor_from_numpy\n(h\x01ctorch\nuint8\n" + text(
+        "cpu"
+    )
+    return b"\x80\x02]" + array + b"a" + tensor + b"\x89tRa" + b"h\x01" + state + b"ba."
+
+
+def test_an_array_is_filled_once():
+    with pytest.raises(pickle.UnpicklingError, match="filled twice"):
+        torch._weights_only_unpickler.load(io.BytesIO(twice_filled()))
+
+
+def test_those_who_name_numpys_own_types_safe_change_nothing(tmp_path):
+    path = saved([numpy.arange(3), numpy.float32(2)], tmp_path / "arrays.pt")
+    own = [RECONSTRUCT, SCALAR, numpy.ndarray, numpy.dtype, type(numpy.dtype("i8"))]
+    with torch.serialization.safe_globals(own):
+        array, number = torch.load(path)
+        assert array.tolist() == [0, 1, 2] and number == 2
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(saved([FORGED["a buffer of addresses"]], path))
 
 
 def test_arrays_of_numbers_are_what_they_were(tmp_path):

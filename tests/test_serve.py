@@ -349,6 +349,14 @@ def test_a_connection_by_which_nothing_is_asked_is_closed(server):
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHo")
         assert connection.recv(1) == b""
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(request)
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += connection.recv(1 << 16)
+        connection.sendall(request[:20])
+        assert connection.recv(1) == b""
 
 
 def test_who_has_gone_is_not_translated_for(trained):

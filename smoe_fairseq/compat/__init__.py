@@ -121,6 +121,7 @@ ADDITIONS = (
     ("fairseq.checkpoint_utils", "smoe_fairseq.distributed.saving:save_sets"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.distributed.loading:load_sets"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.checkpoint.dictionaries:compare_when_loaded"),
+    ("fairseq.checkpoint_utils", "smoe_fairseq.models.preflight:know_what_is_loaded"),
     ("fairseq.data.dictionary", "smoe_fairseq.checkpoint.dictionaries:remember_file"),
     ("fairseq.trainer", "smoe_fairseq.distributed.trainer:ask_for_ours"),
 )

@@ -10,11 +10,18 @@ import re
 
 import numpy
 
+MOST_DIMENSIONS = 8  # numpy itself gives up at 64, for want of memory
+LARGEST = 1 << 40
 NUMBERS = re.compile(r"[<>=|]?([?bhilqBHILQefd]|b1|[iu][1248]|f[248])")
 
 
 class Array(numpy.ndarray):
-    """Stands for ``numpy.ndarray``: starts empty, and is filled by what a checkpoint says of it."""
+    """Stands for ``numpy.ndarray``: starts empty, and is filled by what a checkpoint says of it, once.
+
+    A second time would free what a tensor may have been made of meanwhile.
+    """
+
+    filled = False
 
     def __new__(cls, *given):
         if given:  # numpy's own takes a buffer, a shape and strides, and believes all of them
@@ -25,6 +32,11 @@ class Array(numpy.ndarray):
         """Of version, shape, type, order and bytes, as numpy writes them."""
         _, shape, kind, fortran, content = state
         _check(kind, content, shape)
+        if self.filled:
+            raise pickle.UnpicklingError(
+                "an array that is filled twice: expected one as numpy saves it"
+            )
+        self.filled = True
         super().__setstate__((1, tuple(shape), kind.dtype, bool(fortran), content))
 
     def __reduce__(self):
@@ -63,7 +75,8 @@ def scalar(kind: Kind, content: bytes) -> numpy.generic:
 
 def _check(kind: Kind, content: bytes, shape: tuple) -> None:
     fine = isinstance(kind, Kind) and kind.dtype and isinstance(content, bytes)
-    fine = fine and all(type(size) is int and size >= 0 for size in shape)
+    fine = fine and all(type(size) is int and 0 <= size <= LARGEST for size in shape)
+    fine = fine and len(shape) <= MOST_DIMENSIONS
     if not fine or math.prod(shape) * kind.dtype.itemsize != len(content):
         raise pickle.UnpicklingError(
             "numbers of an array: expected as many bytes as shape and type say"

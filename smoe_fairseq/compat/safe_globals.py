@@ -8,22 +8,31 @@ runs no code from the file; every other type stays refused.
 """
 
 import argparse
+import functools
 from types import ModuleType
 
 
 def allow_checkpoint_types(serialization: ModuleType) -> None:
     from .plain_arrays import Array, Kind, reconstruct, scalar
 
+    ours = {"numpy.ndarray": Array, "numpy.dtype": Kind}
+    for core in ("_core", "core"):  # numpy 2 and, in older files, numpy 1
+        ours[f"numpy.{core}.multiarray._reconstruct"] = reconstruct
+        ours[f"numpy.{core}.multiarray.scalar"] = scalar
     serialization.add_safe_globals(
-        [
-            argparse.Namespace,
-            (Array, "numpy.ndarray"),
-            (Kind, "numpy.dtype"),
-            # numpy 2 and, in older files, numpy 1.
-            *(
-                (function, f"numpy.{core}.multiarray.{name}")
-                for core in ("_core", "core")
-                for name, function in (("_reconstruct", reconstruct), ("scalar", scalar))
-            ),
-        ]
+        [argparse.Namespace, *((stand_in, name) for name, stand_in in ours.items())]
     )
+    _prefer(ours)
+
+
+def _prefer(ours: dict[str, object]) -> None:
+    """Whoever else names numpy's own types as safe here: which of both torch takes would be chance."""
+    from torch import _weights_only_unpickler as unpickler
+
+    allowed = unpickler._get_user_allowed_globals
+
+    @functools.wraps(allowed)
+    def with_ours() -> dict[str, object]:
+        return {**allowed(), **ours}
+
+    unpickler._get_user_allowed_globals = with_ours

@@ -10,6 +10,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from urllib.parse import urlparse
 
 import torch.distributed as dist
@@ -23,10 +24,14 @@ _LONGEST = 1 << 16  # bytes of a line
 _lifeline = None
 
 
-def _line(connection: socket.socket) -> str:
+def _line(connection: socket.socket, seconds: float | None = None) -> str:
     """What is there up to the end of a line, and nothing behind it: that is for the next who reads."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < _LONGEST and (letter := connection.recv(1)):
+    line, end = b"", time.monotonic() + (seconds or 0)
+    while not line.endswith(b"\n") and len(line) < _LONGEST:
+        if seconds is not None:
+            connection.settimeout(max(0.01, end - time.monotonic()))
+        if not (letter := connection.recv(1)):
+            break
         line += letter
     return line.decode()
 
@@ -68,9 +73,8 @@ class Lifeline:
             except TimeoutError:
                 missing = sorted(set(range(1, self.world_size)) - set(self.others))
                 raise OSError(f"processes {missing} have not come") from None
-            connection.settimeout(10)
             try:
-                found, rank = _line(connection).split()
+                found, rank = _line(connection, seconds=10).split()
                 known = secrets.compare_digest(found, token)
             except (OSError, ValueError, TypeError):  # the last for letters that no token has
                 continue

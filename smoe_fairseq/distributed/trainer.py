@@ -1,15 +1,18 @@
 """What fairseq's trainer does otherwise, above all where the experts are spread over processes."""
 
 import copy
-import functools
 import logging
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+import numpy
 import torch
 from fairseq.trainer import Trainer
 from omegaconf import open_dict
+from torch import Tensor
 
 from smoe_fairseq.checkpoint import dictionaries
 from smoe_fairseq.checkpoint.names import pending
@@ -66,7 +69,6 @@ class SMoETrainer(Trainer):
                 cfg.checkpoint.checkpoint_suffix += f"-rank-{place.rank}"
                 cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         super().__init__(cfg, task, model, *others, **options)
-        leave_out_dummies(task)
         hold_folder(self.cfg.checkpoint)
         if not self.cuda:
             keep_freed_memory()
@@ -173,7 +175,8 @@ class SMoETrainer(Trainer):
             begin_update()
         self.in_update = True
         try:
-            return super().train_step(sorted(samples, key=_is_there), *others, **options)
+            with dummies_left_out(self.task):
+                return super().train_step(sorted(samples, key=_is_there), *others, **options)
         except (
             FloatingPointError
         ) as error:  # which all processes come to, by the norm of all gradients
@@ -234,19 +237,24 @@ def _is_there(sample) -> bool:
     return sample is not None and len(sample) > 0
 
 
-def leave_out_dummies(task) -> None:
-    """Lets a task's ``train_step`` say nothing of batches whose gradient is ignored."""
+@contextmanager
+def dummies_left_out(task) -> Iterator[None]:
+    """Within it, a task's ``train_step`` says nothing of batches whose gradient is ignored."""
     of_task = task.train_step
 
-    @functools.wraps(of_task)
     def train_step(*arguments, ignore_grad=False, **options):
         loss, size, log = of_task(*arguments, ignore_grad=ignore_grad, **options)
-        if ignore_grad:
-            size, log = size * 0, {key: _nothing_of(value) for key, value in log.items()}
-        return loss, size, log
+        return (loss, size * 0, _nothing_of(log)) if ignore_grad else (loss, size, log)
 
     task.train_step = train_step
+    try:
+        yield
+    finally:
+        del task.train_step  # which hides that of its class
 
 
 def _nothing_of(value):
-    return value * 0 if torch.is_tensor(value) or isinstance(value, int | float) else value
+    if isinstance(value, Mapping):
+        return {key: _nothing_of(each) for key, each in value.items()}
+    numbers = Tensor | numpy.ndarray | numpy.number | int | float
+    return value * 0 if isinstance(value, numbers) else value

@@ -1,5 +1,9 @@
 """Checks before any work starts: do the options, the data and the checkpoint fit together?"""
 
+import functools
+from contextvars import ContextVar
+from types import ModuleType
+
 import torch
 
 from smoe_fairseq.models.config import (
@@ -16,15 +20,32 @@ from smoe_fairseq.system.errors import UsageError, UsageErrorOfAll
 # What makes a model another one than a user of a dense model can have meant.
 OF_EXPERTS = ("moe_cmr", "moe_gate", "moe_null_experts", "moe_shared_experts", "moe_residual")
 OF_EXPERTS += ("smoe_chain", "moe_expert_ffn_dim", "moe_balance", "moe_balance_over")
-OF_EXPERTS += ("smoe_capacity_budget", "smoe_exit_bias", "moe_eom", "moe_fom")
-OF_EXPERTS += ("moe_gating_dropout", "moe_stacked")
-# Options of one value of another.
+OF_EXPERTS += ("smoe_capacity_budget", "smoe_exit_bias")
+# So do these, and options of one value of another; but there are checkpoints that have them without effect.
+ALSO_OF_EXPERTS = ("moe_eom", "moe_fom", "moe_gating_dropout", "moe_stacked")
 OF_ONE_CHOICE = {
     "moe_top_p": ("moe_gate", "top-p"),
     "moe_hash_table": ("moe_gate", "hash"),
     "moe_hash_seed": ("moe_gate", "hash"),
     "moe_bias_step": ("moe_balance", "bias"),
 }
+
+_loading = ContextVar("whether the options are a checkpoint's own", default=False)
+
+
+def know_what_is_loaded(checkpoint_utils: ModuleType) -> None:
+    """Has options that a checkpoint was trained with, without effect, not refused when it is loaded."""
+    original = checkpoint_utils.load_model_ensemble_and_task
+
+    @functools.wraps(original)
+    def load_model_ensemble_and_task(*arguments, **options):
+        before = _loading.set(True)
+        try:
+            return original(*arguments, **options)
+        finally:
+            _loading.reset(before)
+
+    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
 
 
 def check_config(config: DecoderOptions, task) -> None:
@@ -180,9 +201,11 @@ def _check_gate(config: MoEOptions, sides: list[str]) -> None:
 
 def _check_effect(config: MoEOptions, has_experts: bool) -> None:
     """A flag without effect hides that another model is trained than was meant."""
-    for name in OF_EXPERTS:
-        value = getattr(config, name)
-        if not has_experts and str(value) != str(getattr(MoEOptions, name)):
+    for name in OF_EXPERTS if _loading.get() else OF_EXPERTS + ALSO_OF_EXPERTS:
+        value, default = getattr(config, name), getattr(MoEOptions, name)
+        if (
+            not has_experts and value != default and str(value) != str(default)
+        ):  # of an enumeration, say
             shown = flag(name) if value is True else f"{flag(name)} {value}"
             raise ValueError(
                 f"{shown} with --moe-freq 0: a dense model has no experts to route to; leave one of the "
@@ -200,7 +223,7 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
             f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr, without which there "
             "is no CMR gate"
         )
-    for name, (other, value) in OF_ONE_CHOICE.items():
+    for name, (other, value) in () if _loading.get() else OF_ONE_CHOICE.items():
         given = getattr(config, name)
         if given != getattr(MoEOptions, name) and getattr(config, other) != value:
             raise ValueError(

@@ -12,7 +12,7 @@ from smoe_fairseq.serving.engine import Engine
 from smoe_fairseq.serving.listener import own_names
 from smoe_fairseq.serving.web_app import Limits, WebApp
 
-FIRST_REQUEST = 10  # seconds until it has to be here
+NEXT_REQUEST = 10  # seconds until it has to be here
 
 
 class Impatient(H11Protocol):
@@ -20,10 +20,18 @@ class Impatient(H11Protocol):
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self.loop.call_later(FIRST_REQUEST, self._expect_request)
+        self._expect_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_request()
 
     def _expect_request(self) -> None:
-        if self.cycle is None:  # no request has been read to the end of its headers
+        """Headers to their end: with these a cycle begins."""
+        self.loop.call_later(NEXT_REQUEST, self._close_without, self.cycle)
+
+    def _close_without(self, before) -> None:
+        if self.cycle is before and (before is None or before.response_complete):
             self.transport.close()
 
 

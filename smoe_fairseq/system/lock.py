@@ -55,11 +55,6 @@ def take(folder: Path, name: str = TRAINING) -> None:
         os.write(opened, holder.encode())
 
 
-def holds(folder: Path, name: str = TRAINING) -> bool:
-    """Whether this process does."""
-    return folder.resolve() / name in _held
-
-
 def check_free(folder: Path, name: str = TRAINING) -> None:
     """Raise InUse where another process holds the folder; nothing is kept."""
     file = folder.resolve() / name
@@ -109,12 +104,23 @@ def _is(opened: int, file: Path) -> bool:
         return False
 
 
+def release(folder: Path, name: str = TRAINING) -> None:
+    """What this process holds, before its end; nothing where it holds nothing."""
+    file = folder.resolve() / name
+    if file in _held:
+        _release(file, _held.pop(file))
+
+
+def _release(file: Path, opened: int) -> None:
+    if _is(opened, file):
+        file.unlink(missing_ok=True)
+    os.close(opened)
+
+
 def release_all(owner: int) -> None:
     """At the end, no file is left that looks like a lock; a killed process leaves one, without effect."""
     if os.getpid() != owner:
         return  # a forked one, which holds none
     for file, opened in _held.items():
-        if _is(opened, file):
-            file.unlink(missing_ok=True)
-        os.close(opened)
+        _release(file, opened)
     _held.clear()

@@ -18,7 +18,8 @@ def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str]
     def parse(text: str) -> float:
         try:
             value = kind(text)
-        except ValueError:
+            float(value)
+        except (ValueError, OverflowError):
             value = math.nan
         if not (math.isfinite(value) and least <= value <= most):
             what = "a whole number" if kind is int else "a number"

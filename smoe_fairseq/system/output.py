@@ -56,7 +56,10 @@ def writes_all(command: Callable) -> Callable:
             return command(*arguments, **options)
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         if codecs.lookup(encoding).name != "utf-8" and hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="backslashreplace")  # letters that it lacks are spelt out
+            with suppress(OSError):  # of a stream that says more of itself than is true
+                sys.stdout.reconfigure(
+                    errors="backslashreplace"
+                )  # letters that it lacks are spelt out
         output = sys.stdout = _Watched(sys.stdout)
         try:
             return command(*arguments, **options)

@@ -24,11 +24,24 @@ def prepare(dataset: Dataset, extra: Sequence[str] = ()) -> None:
     ``extra`` flags go to the step that learns the subwords.
     """
     folders = Folders(dataset.name)
-    if not dry_run():
+    if dry_run():
+        _prepare(dataset, folders, extra)
+    elif not _is_prepared(folders):
         _hold(folders.data)
-    if folders.binary.exists() and not dry_run():
+        try:
+            if not _is_prepared(folders):  # by another one meanwhile
+                _prepare(dataset, folders, extra)
+        finally:
+            lock.release(folders.data, lock.PREPARATION)
+
+
+def _is_prepared(folders: Folders) -> bool:
+    if folders.binary.exists():
         print(f"{folders.binary} is prepared already: delete it to prepare it again")
-        return
+    return folders.binary.exists()
+
+
+def _prepare(dataset: Dataset, folders: Folders, extra: Sequence[str]) -> None:
     given = os.environ.get("RAW")
     if archive := _archive(dataset, folders, given):
         if extra:
@@ -53,7 +66,7 @@ def prepare(dataset: Dataset, extra: Sequence[str] = ()) -> None:
 
 
 def _hold(folder: Path) -> None:
-    """Until the end: a second preparation would write to the same files."""
+    """A second preparation would write to the same files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

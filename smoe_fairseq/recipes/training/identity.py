@@ -16,6 +16,7 @@ from smoe_fairseq.system.files import write_whole
 FILE = "identity.json"
 # Seconds in which the others see what run the first of several machines has noted: NFS takes its time.
 PATIENCE = 60
+_joined: set[Path] = set()  # folders of runs that another machine has begun
 _TRAINED = "trained"  # in it, once that is so: how far
 _SIZES = ("--max-tokens", "--batch-size")
 BATCH = (*_SIZES, "--update-freq")  # kept as what they make together
@@ -99,11 +100,12 @@ def claim(
     try:
         lock.take(folder, lock.RECIPE)
     except lock.InUse:
-        if machines == 1 or not _is_noted(file, own, data):
+        if machines == 1:
             raise
-        return _is_unfinished(_read(file), given)
+        _join(folder, own, data)
+        return not _is_saved(folder) or _is_unfinished(_read(file), given)
     lock.check_free(folder)
-    if not (any(folder.glob("checkpoint*.pt")) and file.exists()):
+    if not (_is_saved(folder) and file.exists()):
         write_whole(file, json.dumps(own, indent=2) + "\n")
         return True
     was = _read(file)
@@ -123,14 +125,23 @@ def claim(
     return True
 
 
-def _is_noted(file: Path, own: dict, data: Path) -> bool:
-    """Whether the machine that has the folder says that this is the run, now or within a minute."""
-    for _ in range(10 * PATIENCE):
+def _join(folder: Path, own: dict, data: Path) -> None:
+    """Waits until the machine that has the folder has noted that it is this run; raises if it does not."""
+    difference = "does not say of which run it is"
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
         with suppress(UsageError):
-            if file.exists() and _difference(_read(file), own, data) is None:
-                return True
+            if (folder / FILE).exists():
+                difference = _difference(_read(folder / FILE), own, data)
+        if difference is None:
+            _joined.add(folder)
+            return
         time.sleep(0.1)
-    return False
+    raise UsageError(f"{folder} is in use by another machine, and {difference}")
+
+
+def _is_saved(folder: Path) -> bool:
+    return any(folder.glob("checkpoint*.pt"))
 
 
 def _is_unfinished(was: dict, given: dict[str, str]) -> bool:
@@ -142,8 +153,8 @@ def finish(words: Sequence[str]) -> None:
     given = given_flags(words)
     folder = Path(given["--save-dir"])
     file = folder / FILE
-    if not lock.holds(folder, lock.RECIPE):
-        return  # the machine that does will say so
+    if folder in _joined:
+        return  # the machine that has the folder will say so
     if "--no-save" not in given and file.exists() and "--stop-time-hours" not in given:
         content = _read(file) | {_TRAINED: limits(given)}
         write_whole(file, json.dumps(content, indent=2) + "\n")
