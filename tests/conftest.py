@@ -144,6 +144,12 @@ def prepared(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_run(prepared) -> Path:
+    """The run's folder."""
+    return prepared / "runs/tiny/smoe-2-2"
+
+
+@pytest.fixture(scope="session")
 def ranks():
     """Starts runs of several processes."""
     return Ranks()

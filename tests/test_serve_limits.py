@@ -1,0 +1,192 @@
+"""``smoe serve``: what it takes no more of, who waits too long, what fails, and how it ends."""
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from serving import JSON, Serving
+from test_serve import GOOD, LONG, expected
+
+from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.serving.engine import Engine
+from smoe_fairseq.serving.web_app import Limits, WebApp
+
+
+def busy(serving) -> threading.Thread:
+    """A request whose texts are with the model now."""
+    thread = threading.Thread(target=serving.post, kwargs=LONG)
+    thread.start()
+    while serving.get("/health")["translating"] < len(LONG["texts"]):
+        assert thread.is_alive()
+    return thread
+
+
+def test_a_full_queue_says_so_and_the_rest_is_answered(tiny_run):
+    translator = SMoETransformerModel.from_pretrained(tiny_run)
+    with Serving(tiny_run, "--max-queue", 64, "--max-batch", 64) as serving:
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: serving.post(**LONG), range(8)))
+        statuses = [status for status, _ in answers]
+        assert set(statuses) == {200, 503}
+        words = expected(translator, "en", "fr", LONG["texts"][:1], beam=20)
+        for status, content in answers:
+            if status == 503:
+                assert "texts are waiting, of at most 64: try again" in content["error"]
+            else:
+                assert [t["translation"] for t in content["translations"]] == words * 64
+        assert serving.get("/health")["translated"] == 64 * statuses.count(200)
+
+
+class Broken(Engine):
+    """An engine whose model fails at one text."""
+
+    def __init__(self):
+        self.name = "broken"
+
+    def check(self, texts, search):
+        pass
+
+    def translate(self, texts, search):
+        if "bad" in texts:
+            raise RuntimeError("out of memory")
+        return [{"text": text} for text in texts]
+
+
+def test_a_failure_is_one_sentence_and_the_next_text_is_translated():
+    app = WebApp(Broken(), Limits(max_batch=4, max_waiting=8, timeout=60)).asgi(None)
+
+    async def ask_both():
+        async with app.app.router.lifespan_context(app):
+            with pytest.raises(RuntimeError, match="out of memory"):  # which the server logs
+                await ask(app, GOOD | {"text": "bad"}, answers)
+            await ask(app, GOOD, answers)
+
+    answers = []
+    asyncio.run(ask_both())
+    (failed, error), (status, found) = answers
+    assert failed == 500 and error["error"].startswith("the translation failed")
+    assert error["headers"]["x-content-type-options"] == "nosniff"
+    assert status == 200 and found["translations"] == [{"text": GOOD["text"]}]
+
+
+async def ask(app, asked, answers):
+    """One request by the words of ASGI; adds status and JSON to the answers."""
+    messages = [{"type": "http.request", "body": json.dumps(asked).encode()}]
+    sent = []
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+            content = json.loads(message["body"])
+            answers.append((sent[0]["status"], content | {"headers": headers}))
+
+    scope = {"type": "http", "method": "POST", "path": "/translate", "query_string": b""}
+    headers = [(name.lower().encode(), value.encode()) for name, value in JSON.items()]
+    await app(scope | {"headers": headers}, receive, send)
+
+
+class Slow(Broken):
+    """An engine that takes its time, until it is told to go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def translate(self, texts, search):
+        self.go_on.wait(60)
+        return super().translate(texts, search)
+
+
+def test_what_is_not_answered_when_the_server_stops_is_refused():
+    """In words, and without waiting for the model once more."""
+    engine, answers = Slow(), []
+    web = WebApp(engine, Limits(max_batch=1, max_waiting=8, timeout=60, stopping=0.2))
+    app = web.asgi(None)
+
+    async def ask_and_stop():
+        async with app.app.router.lifespan_context(app):
+            asked = [asyncio.ensure_future(ask(app, GOOD, answers)) for _ in range(2)]
+            while not web.queue.translating:
+                await asyncio.sleep(0.01)
+            web.stop()
+            await asyncio.gather(*asked)
+            assert not engine.go_on.is_set()
+
+    asyncio.run(ask_and_stop())
+    engine.go_on.set()
+    assert [status for status, _ in answers] == [503, 503]
+    assert {content["error"] for _, content in answers} == {"the server is stopping"}
+
+
+@pytest.mark.soak
+def test_a_connection_by_which_nothing_is_asked_is_closed(tiny_run):
+    with Serving(tiny_run) as server:
+        closes_what_asks_nothing(server)
+
+
+def closes_what_asks_nothing(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHo")
+        assert connection.recv(1) == b""
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(request)
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += connection.recv(1 << 16)
+        connection.sendall(request[:20])
+        assert connection.recv(1) == b""
+
+
+def test_who_has_gone_is_not_translated_for(tiny_run):
+    with Serving(tiny_run, "--max-batch", 64) as serving:
+        thread = busy(serving)
+        body = json.dumps(GOOD).encode()
+        head = (
+            f"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON['Content-Type']}"
+        )
+        with socket.create_connection(("127.0.0.1", serving.port)) as connection:
+            connection.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        thread.join()
+        assert serving.post(**GOOD)[0] == 200
+        assert serving.get("/health")["translated"] == 64 + 1
+
+
+@pytest.mark.soak
+def test_who_sends_too_slowly_is_told(tiny_run):
+    head = f"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON['Content-Type']}"
+    with Serving(tiny_run) as server:
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        connection.sendall(f"{head}\r\nContent-Length: 100\r\n\r\n{{".encode())
+        with connection, connection.makefile("rb") as answer:
+            content = answer.read()
+    assert content.startswith(b"HTTP/1.1 408") and b"not here within 10 s" in content
+
+
+def test_who_waits_too_long_is_told(tiny_run):
+    with Serving(tiny_run, "--timeout", 0.001) as serving:
+        status, content = serving.post(**GOOD)
+        assert status == 504 and "no translation within 0.001 s" in content["error"]
+        assert serving.get("/health")["status"] == "ok"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_it_when_all_is_answered(tiny_run, number):
+    with Serving(tiny_run) as serving, ThreadPoolExecutor(1) as pool:
+        idle = socket.create_connection(("127.0.0.1", serving.port))
+        asked = pool.submit(serving.post, **GOOD, beam=20, routing=True)
+        while not any(list(serving.get("/health").values())[1:]):
+            pass
+        known = signal.SIGTERM if number == signal.SIGHUP else number
+        assert serving.stop(number) == 128 + known
+        assert asked.result()[0] == 200
+        assert "Traceback" not in serving.output and "rror" not in serving.output
+        idle.close()
