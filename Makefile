@@ -24,6 +24,13 @@ SHOW := 2>&1 | tee -a $(LOG) | \
     sed -unE 's/^(Collecting [^ ;]+|Building wheel.*|Successfully installed).*/    \1/p'
 failed = { tail -n 15 $(LOG); echo "error: $(1); the log is $(LOG)"; exit 1; }
 
+# It would go unheeded where .venv is there already.
+ifneq ($(KEEP_TORCH),)
+ifneq ($(shell grep -s 'include-system-site-packages = false' $(VENV)/pyvenv.cfg),)
+$(error KEEP_TORCH=1: $(VENV) is there with a torch of its own; remove $(VENV) first)
+endif
+endif
+
 # The packages that the benchmarks compare with live in an environment of their own.
 BENCH ?=
 BENCH_VENV := .venv-bench

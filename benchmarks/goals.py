@@ -57,7 +57,7 @@ def block_goals(results: list[dict]) -> list[Goal]:
     for kind, text in (("peak", "peak memory"), ("saved", "memory saved for backward")):
         goals.append(
             _goal(
-                f"training block, 4096 tokens and more, {text} / floor's",
+                f"training block, 8 experts, 4096 tokens and more, {text} / floor's",
                 1.50,
                 lambda result, kind=kind: memory_ratio(result, kind),
                 cases(tokens=4096) + cases(tokens=16384),

@@ -307,3 +307,26 @@ def test_what_fairseq_raises_on_purpose_is_a_sentence(corpus, tmp_path, flags, w
     result = train(corpus, tmp_path / "new", *flags, check=False)
     assert result.returncode == 1 and "Traceback" not in result.stdout
     assert result.stdout.splitlines()[-1].startswith(words)
+
+
+LEFT_ITERATOR = """
+import gc, multiprocessing, sys, torch
+from fairseq.data.iterators import EpochBatchIterator
+
+gc.disable()
+data = torch.utils.data.TensorDataset(torch.arange(5))
+itr = EpochBatchIterator(data, list, [[0, 1], [2, 3], [4]], num_workers=2)
+epoch = itr.next_epoch_itr()
+assert sorted(len(batch) for batch in epoch) == [1, 2, 2]
+before = multiprocessing.active_children()
+del itr, epoch
+sys.exit(f"{len(before)} processes, then {len(multiprocessing.active_children())}")
+"""
+
+
+def test_without_its_patch_processes_outlive_the_iterator_that_they_load_for(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(LEFT_ITERATOR)
+    ends = [run_python(f"import runpy; runpy.run_path({str(program)!r})")]
+    ends.append(run_without("end_loading_processes", program))
+    assert [end.stdout.splitlines()[-1] for end in ends] == [f"2 processes, then {n}" for n in "02"]

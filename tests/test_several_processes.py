@@ -65,9 +65,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 ):
     make = flags if model == "smoe" else stock
     more = ["--ddp-backend", backend, "--max-update", 4]
-    if backend == "pytorch_ddp" and (model == "smoe" or world_size > 2):
-        # An expert may have no token in a batch. Without it torch puts the gradients into other buckets
-        # after the first update of each start, which three and more addends are not rounded alike in.
+    if backend == "pytorch_ddp" and model == "stock" and world_size > 2:
+        # Without it torch puts the gradients into other buckets after the first update of each start,
+        # which three and more addends are not rounded alike in.
         more.append("--find-unused-parameters")
     ranks.train(tmp_path / "logs", world_size, *make(small_corpus, tmp_path / "whole", *more))
     for updates in (2, 4):

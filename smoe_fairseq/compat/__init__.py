@@ -37,6 +37,7 @@ from .hydra_warnings import quiet_hydra
 from .imports import Action, when_imported
 from .jit_warning import quiet_jit
 from .literal_eval import EVALUATING, evaluate_literals_only
+from .loading_processes import end_loading_processes
 from .missing_language import name_missing_dictionary, name_unlisted_language
 from .multilingual_generator import take_prefix_function
 from .nan_detector import hook_forward_only
@@ -79,6 +80,7 @@ MENDS = (
     ("fairseq.data.language_pair_dataset", name_foreign_words),
     ("fairseq.data.token_block_dataset", keep_long),
     ("fairseq.data.iterators", name_no_batches),
+    ("fairseq.data.iterators", end_loading_processes),
     ("fairseq.data.fasta_dataset", index_without_shell),
     ("fairseq.logging.progress_bar", keep_lines_short),
     ("fairseq.trainer", skip_overflow_on_cpu),

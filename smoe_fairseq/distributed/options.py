@@ -16,6 +16,7 @@ def check_before_all(utils: ModuleType) -> None:
 
 
 def _check_all(cfg) -> None:
+    _expect_dropped_layers(cfg)
     if _has_experts(cfg.model):
         _check_back_end(cfg)
         _check_criterion(cfg)
@@ -28,6 +29,19 @@ def _check_back_end(cfg) -> None:
             "use --ddp-backend legacy_ddp, with --expert-parallel and --zero-sharding os where memory "
             "is short"
         )
+
+
+def _expect_dropped_layers(cfg) -> None:
+    """Has torch's wrapper not wait for the gradients of layers that LayerDrop has left out."""
+    distributed = cfg.distributed_training
+    if distributed.ddp_backend not in ("pytorch_ddp", "c10d") or distributed.find_unused_parameters:
+        return
+    for side in ("encoder", "decoder"):
+        if getattr(cfg.model, f"{side}_layerdrop", 0):
+            distributed.find_unused_parameters = True
+            if distributed.distributed_world_size > 1:
+                logger.info(f"--{side}-layerdrop: --find-unused-parameters is on")
+            return
 
 
 def _check_criterion(cfg) -> None:
