@@ -106,7 +106,7 @@ def test_type_and_see(server, opened, size):
 def test_translations_are_the_servers(talking, opened):
     texts = ["aa0 aa1 aa2", "aa4"]
     expected = [each["translation"] for each in talking.translate("aa", "bb", *texts)]
-    assert all(expected) and len(set(expected)) == 2
+    assert all(expected)
     page = opened(talking)
     page.get_by_label("From", exact=True).select_option("aa")
     page.get_by_label("To", exact=True).select_option("bb")

@@ -107,6 +107,6 @@ def _save(tensors: dict, path: str) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
         os.chmod(path, rights)  # the library's are the owner's alone
     except SafetensorError as error:
-        if number := re.search(r"os error (\d+)", str(error)):
+        if number := re.search(r"(?:os error|Os { code:) (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
         raise
