@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import programs
@@ -75,6 +76,13 @@ def run_python(program: str, *arguments) -> subprocess.CompletedProcess:
     return _fork(TORCH, ["-c", program, *map(str, arguments)], environment, os.getcwd(), "")
 
 
+def run_step(*words, cwd, **environment) -> subprocess.CompletedProcess:
+    """What ``scripts/`` call: ``python -m smoe_fairseq.recipes WORDS``, forked; its outputs by themselves."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = ["-m", "smoe_fairseq.recipes", *map(str, words)]
+    return _fork(FAIRSEQ, command, environment, cwd, "", apart=True)
+
+
 def bash_functions() -> dict[str, str]:
     """The environment in which bash forks the same commands; it takes a function before a program."""
     start = shlex.join([sys.executable, "-I", "-S", programs.__file__])
@@ -98,16 +106,21 @@ def bash_torchrun() -> dict[str, str]:
     return {"BASH_FUNC_torchrun%%": f'() {{ exec {shlex.join(map(str, words))} "$@"; }}'}
 
 
-def _fork(server: Server, command, environment, folder, stdin) -> subprocess.CompletedProcess:
-    with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as printed:
+def _fork(
+    server: Server, command, environment, folder, stdin, apart=False
+) -> subprocess.CompletedProcess:
+    """Its ``stdout`` holds stderr too, unless these are to be ``apart``."""
+    with ExitStack() as stack:
+        given, *said = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
         given.write(stdin)
         given.seek(0)
-        files = (given.fileno(), printed.fileno(), printed.fileno())
+        files = (given.fileno(), said[0].fileno(), said[apart].fileno())
         status = server.start(command, environment, folder, files).wait(300)
-        printed.seek(0)
-        output = printed.read()
-    assert status is not None, f"still running after 300 s:\n{output[-4000:]}"
-    return subprocess.CompletedProcess(command, status, output)
+        for file in said:
+            file.seek(0)
+        output, errors = (file.read() for file in said)
+    assert status is not None, f"still running after 300 s:\n{output[-4000:]}{errors[-4000:]}"
+    return subprocess.CompletedProcess(command, status, output, errors)
 
 
 def preprocess(raw: Path, folder: Path, *flags) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import run_step
 from sacrebleu.metrics import BLEU
 from test_recipes import recipe, refusal
 from test_table import write_translations
@@ -39,8 +40,13 @@ def rows(report: str, section: str) -> dict[str, list[str]]:
     return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
 
 
+def report_of(folder: Path):
+    configs = str(ROOT / "configs")
+    return run_step("report", "multi30k", cwd=folder, CONFIG_DIR=configs)
+
+
 def made(folder: Path) -> str:
-    result = recipe(folder, "report", "multi30k")
+    result = report_of(folder)
     assert result.returncode == 0, result.stderr
     return (folder / "results/multi30k/report.md").read_text()
 
@@ -280,7 +286,7 @@ def test_counts_that_are_something_else_are_named(two_runs, change, said):
     file = results / "moe" / kept.SENTENCES
     assert change(file.read_text()) != file.read_text()
     file.write_text(change(file.read_text()))
-    result = recipe(folder, "report", "multi30k")
+    result = report_of(folder)
     assert result.returncode == 1 and said in result.stderr and result.stderr.count("\n") == 1
 
 
@@ -354,7 +360,7 @@ def test_what_is_kept_and_broken_is_named(two_runs, name, content):
     file = folder / "results/multi30k/moe" / name
     file.write_text(content)
     named = file.parent if file.parent.name == "moe" else file.resolve()
-    assert str(named.relative_to(folder)) in refusal(recipe(folder, "report", "multi30k"))
+    assert str(named.relative_to(folder)) in refusal(report_of(folder))
 
 
 def test_runs_that_were_trained_otherwise_are_named(two_runs):
@@ -386,5 +392,5 @@ def test_runs_of_different_directions_are_named(two_runs):
     folder, _ = two_runs
     file = folder / "results/multi30k/moe/scores.json"
     file.write_text(file.read_text().replace("en-de", "en-fr"))
-    said = refusal(recipe(folder, "report", "multi30k"))
+    said = refusal(report_of(folder))
     assert "moe in en-fr and " in said and "smoe-4-4 in en-de" in said
