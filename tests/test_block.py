@@ -273,6 +273,22 @@ def test_half_precision_routes_as_float32(dtype):
     assert agree.float().mean() > 0.7  # a close call may fall differently
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.zeros(3, 2, dtype=torch.bool),  # fairseq's order of the dimensions
+        torch.zeros(2, 4, dtype=torch.bool),
+        torch.zeros(2, 3),
+    ],
+    ids=["transposed", "longer", "float"],
+)
+def test_a_mask_of_another_shape_or_type_is_named(mask):
+    block = StratifiedMoE(8, 16, strata="2-2")
+    words = r"padding_mask is torch\.\w+ of shape .*: expected torch.bool of shape \(2, 3\)"
+    with pytest.raises(ValueError, match=words):
+        block(torch.randn(2, 3, 8), mask)
+
+
 def test_state_dict_has_the_contracts_names_and_shapes():
     shapes = {n: tuple(p.shape) for n, p in StratifiedMoE(D, F, "2-4").state_dict().items()}
     assert shapes == {

@@ -150,6 +150,15 @@ def test_a_missing_language_is_named(corpus, tmp_path, patch, languages, sentenc
     assert result.returncode and f"error: {sentence}" not in result.stdout
 
 
+def test_a_folder_that_holds_a_dictionary_is_named(raw_corpus, tmp_path):
+    (tmp_path / "dict.src.txt").write_text("a 1\n")
+    command = ("fairseq-preprocess", "-s", "src", "-t", "tgt", "--destdir", tmp_path)
+    result = run(*command, "--trainpref", raw_corpus / "train", check=False)
+    words = "is there already; remove it, or name another folder"
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    assert result.stdout.splitlines()[-1] == f"error: {tmp_path}/dict.src.txt {words}"
+
+
 @pytest.mark.parametrize("impl", ["mmap", "cached"])
 def test_a_data_file_without_sentences_is_named(raw_corpus, tmp_path, impl):
     raw, data = tmp_path / "raw", tmp_path / "bin"

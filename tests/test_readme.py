@@ -6,8 +6,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 from commands import run
-from test_recipes import recipe
+from test_recipes import recipe, refusal, write_dataset
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--arch smoe_transformer_tiny --max-update 2 --num-workers 0 --max-tokens 500".split()
@@ -40,6 +41,63 @@ def test_text_of_ones_own(tmp_path):
     assert " ".join(command) in readme
     more = ("--max-len-b", "5", "--device", "cpu")
     run(*command, *more, cwd=tmp_path, stdin="die Zahl 1 2 3 4\n")
+
+
+WHOLE = {"arch": "smoe_transformer_tiny", "lr": 0.1, "max-tokens": 100, "max-update": 5}
+
+
+@pytest.mark.parametrize("missing", WHOLE)
+def test_what_training_cannot_do_without(tmp_path, missing):
+    """fairseq would take a rate of 0.25, train for ever, or end in a stack trace."""
+    there = {name: value for name, value in WHOLE.items() if name != missing}
+    given = write_dataset(tmp_path / "configs", "mine", pairs=["a-b"], train=there)
+    ask = ("train", "mine", "smoe-2-2")
+    sentence = refusal(recipe(tmp_path, *ask, DRY_RUN="1", GPUS="0", **given))
+    assert sentence.startswith(
+        f"error: --{missing} is missing: expected it behind the method, or in"
+    )
+    assert "configs/datasets/mine.yaml" in sentence
+    behind = (f"--{missing}", str(WHOLE[missing]))
+    assert recipe(tmp_path, *ask, *behind, DRY_RUN="1", GPUS="0", **given).returncode == 0
+
+
+def test_methods_that_need_the_number_of_experts(tmp_path):
+    given = write_dataset(tmp_path / "configs", "mine", pairs=["a-b"], train=WHOLE)
+    result = recipe(tmp_path, "train", "mine", "moe", DRY_RUN="1", GPUS="0", **given)
+    assert "datasets/mine.yaml: `experts` is missing, of which moe has" in refusal(result)
+
+
+@pytest.mark.parametrize(
+    "texts, words",
+    [
+        (["en.txt"], "has no de.txt: expected en.txt, de.txt"),
+        ([], "/train.en-de.en (or .gz) is missing (nor has"),
+    ],
+)
+def test_text_that_is_not_there_is_named(tmp_path, texts, words):
+    given = write_dataset(tmp_path / "configs", "mine", pairs=["en-de"])
+    (tmp_path / "folder").mkdir()
+    for text in texts:
+        (tmp_path / "folder" / text).write_text("a\n")
+    result = recipe(tmp_path, "prepare", "mine", RAW="folder", **given)
+    assert words in refusal(result)
+
+
+def test_what_a_script_lacks_is_said_of_the_script(tmp_path):
+    result = recipe(tmp_path, "train", "multi30k")
+    expected = "scripts/train.sh: error: the following arguments are required: METHOD"
+    assert result.returncode == 2 and result.stderr.splitlines()[-1] == expected
+
+
+def test_a_run_that_was_refused_does_not_hide_the_others(tmp_path):
+    for method in ("moe", "smoe-8-1"):  # its second gate has one expert to choose two from
+        (tmp_path / "runs/multi30k" / method).mkdir(parents=True)
+    result = recipe(tmp_path, "table", "multi30k")
+    assert (
+        result.returncode == 0
+        and "runs/multi30k/smoe-8-1 has no cost: --moe-top-k 2" in result.stderr
+    )
+    assert re.search(r"^\| moe +\| +\d", result.stdout, re.M)
 
 
 def test_an_environment_without_the_torch_to_keep(tmp_path):

@@ -63,19 +63,22 @@ def test_a_file_stands_on_its_base(configs):
     [
         (
             {"pairs": ["a-b"], "trian": {}},
-            "may only have the keys base, batch, checkpoint, experts",
+            "unknown key `trian`: expected one of base, batch, checkpoint, experts",
         ),
         ("- a\n- b\n", "may only have the keys"),
         ("5\n", "may only have the keys"),
-        ("words\n", "may only have the keys"),
+        ("words\n", "unknown key `words`"),
         ("pairs: [a-b\n", "is not valid YAML: "),
         ("train: {lr: 1, lr: 2}\n", "is not valid YAML: "),
         ("checkpoint: ${\n", "is not valid YAML: "),
         (b"\xff\xfe\xfa", "is not valid YAML: "),
         ({"pairs": ["a-b"], "train": 5}, "`train` has to hold keys and values"),
-        ({"pairs": ["ab"]}, "`pairs` has to list language pairs such as eng-nso"),
-        ({"pairs": "a-b"}, "`pairs` has to list language pairs such as eng-nso"),
-        ({"experts": 8}, "`pairs` has to list language pairs such as eng-nso"),
+        ({"pairs": ["ab"]}, "`pairs` has to list language pairs such as [eng-nso"),
+        ({"pairs": "a-b"}, "`pairs` has to list language pairs such as [eng-nso"),
+        ({"pairs": ["a-b", "b-b"]}, "it is ['a-b', 'b-b']"),
+        ({"pairs": ["a-b"], "experts": "many"}, "`experts` is many: expected a whole number"),
+        ({"pairs": ["a-b"], "experts": 0}, "`experts` is 0: expected a whole number"),
+        ({"experts": 8}, "`pairs` has to list language pairs such as [eng-nso"),
     ],
 )
 def test_what_a_file_may_not_hold(configs, content, words):

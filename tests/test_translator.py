@@ -255,6 +255,14 @@ def test_without_its_plugin_every_command_says_so(one_pair, small_corpus, name):
     assert last.startswith(words) and "$(smoe path)" in last
 
 
+@pytest.mark.parametrize("words", [["--arch", "smoe_transformer_base"], ["-a=smoe_transformer"]])
+def test_training_without_the_plugin(corpus, words):
+    result = run("fairseq-train", corpus, *words, check=False)
+    assert result.returncode == 1 and "usage" not in result.stdout
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith("error: --arch smoe_transformer") and "$(smoe path)" in last
+
+
 @pytest.mark.parametrize("flag", ["--restore-file", "--finetune-from-model"])
 def test_training_on_without_the_plugin(one_pair, corpus, tmp_path, flag):
     path = one_pair / "checkpoint_best.pt"

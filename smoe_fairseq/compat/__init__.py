@@ -50,7 +50,11 @@ from .publish_checkpoints import name_unwritable_folder, publish_checkpoints
 from .safe_globals import allow_checkpoint_types
 from .small_batches import name_too_small_batches
 from .uneven_validation import validate_uneven_shares
-from .unknown_model import name_unknown_model, name_unknown_model_to_resume
+from .unknown_model import (
+    name_unknown_model,
+    name_unknown_model_to_resume,
+    name_unknown_model_to_train,
+)
 from .unreadable_checkpoint import name_unreadable_checkpoints
 from .unused_copies import leave_copies_alone
 from .validation_task import take_task_of_checkpoint
@@ -93,6 +97,7 @@ MENDS = (
     ("fairseq.models.distributed_fairseq_model", leave_copies_alone),
     ("fairseq.options", keep_bf16_off_tpu),
     ("fairseq.options", take_task_of_checkpoint),
+    ("fairseq.options", name_unknown_model_to_train),
     ("fairseq.models", name_unknown_model),
     ("fairseq.models.ema.ema", copy_integers),
     ("fairseq.file_io", name_hidden_checkpoints),

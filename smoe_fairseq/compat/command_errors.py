@@ -24,4 +24,6 @@ def is_fairseq_command() -> bool:
 
 
 def _sentence(error: BaseException) -> str | None:
-    return of_command(error) if is_fairseq_command() else None
+    if not is_fairseq_command():
+        return None
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else of_command(error)

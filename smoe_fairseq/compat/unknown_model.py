@@ -4,7 +4,9 @@ For fairseq 0.12.2 on any Python. It ends in ``KeyError: '_name'`` while it puts
 where training is to go on from the checkpoint with a model of its own, tells of architectures that differ.
 """
 
+import argparse
 import functools
+import sys
 from types import ModuleType
 
 from smoe_fairseq.system.errors import UsageError
@@ -27,6 +29,25 @@ def name_unknown_model(models: ModuleType) -> None:
         return original(cfg, *others, **options)
 
     models.build_model = build_model
+
+
+def name_unknown_model_to_train(options: ModuleType) -> None:
+    """Of ``fairseq-train --arch``, whose own answer is a list of some two hundred."""
+    original = options.get_training_parser
+
+    @functools.wraps(original)
+    def get_training_parser(*arguments, **more):
+        parser = original(*arguments, **more)  # which imports --user-dir
+        from fairseq import models
+
+        words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        words.add_argument("--arch", "-a", default="")
+        name = words.parse_known_args(sys.argv[1:])[0].arch
+        if name.startswith("smoe_") and (sentence := _problem(models, name)):
+            raise UsageError(f"--arch {name}: {sentence}")
+        return parser
+
+    options.get_training_parser = get_training_parser
 
 
 def name_unknown_model_to_resume(trainer: ModuleType) -> None:

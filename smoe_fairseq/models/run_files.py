@@ -59,7 +59,7 @@ def data_of(checkpoint: Path, saved: str, given: Path | str | None = None) -> st
                 return str(place)
     raise UsageError(
         f"{saved or 'a folder'}, with the dictionaries that {checkpoint} was trained with, is not here: "
-        "expected dict.*.txt beside the checkpoint, or their folder as data_name_or_path"
+        "expected dict.*.txt beside the checkpoint, or their folder by --data (in Python data_name_or_path)"
     )
 
 

@@ -242,11 +242,21 @@ class StratifiedMoE(nn.Module):
         Sentences go along the first dimension and positions along the second, ``(B, S, D)``: capacity
         is given row by row, and where it follows the position the ends of the sentences lose theirs.
 
+        Raises:
+            ValueError: ``padding_mask`` is of another shape or type.
+
         Returns:
             ``y`` that takes the place of ``x`` (residual included; padding passes unchanged), and the
             statistics; None without ``with_stats``, which saves a decoding step a third of what it does
             beside the experts' products.
         """
+        if padding_mask is not None and (
+            padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool
+        ):
+            raise ValueError(
+                f"padding_mask is {padding_mask.dtype} of shape {tuple(padding_mask.shape)}: expected "
+                f"torch.bool of shape {tuple(x.shape[:-1])}, True at padding"
+            )
         x_TD = x.reshape(-1, x.shape[-1])
         run = start_pass(self.execution, self.experts, x)
         position_T = torch.zeros(x_TD.shape[0], dtype=torch.long, device=x.device)

@@ -10,6 +10,8 @@ from smoe_fairseq.system.errors import ends_with_sentence
 from smoe_fairseq.system.numbers import positive
 from smoe_fairseq.system.output import writes_all
 
+SCRIPTS = ("prepare", "train", "evaluate", "study", "report", "table")
+
 
 @ends_with_sentence
 @writes_all
@@ -141,7 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     recipes = parser.add_subparsers(required=True, metavar="RECIPE")
 
     def add(name: str, run, text: str, *names: str, paths: tuple[str, ...] = ()):
-        recipe = recipes.add_parser(name, help=text, description=text)
+        prog = f"scripts/{name}.sh" if name in SCRIPTS else None
+        recipe = recipes.add_parser(name, help=text, description=text, prog=prog)
         recipe.set_defaults(run=run)
         for operand in names:
             recipe.add_argument(operand, metavar=operand.upper())
@@ -149,8 +152,11 @@ def _parser() -> argparse.ArgumentParser:
             recipe.add_argument(operand, metavar=operand.upper(), type=Path)
         return recipe
 
-    recipe = add("prepare", _prepare, "fetch, segment and binarise; FLAGS go to learn", "dataset")
-    recipe.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER)
+    def add_rest(recipe, metavar: str = "FLAGS") -> None:
+        # Not required, which argparse says of it where another one is missing.
+        recipe.add_argument("flags", metavar=metavar, nargs=argparse.REMAINDER).required = False
+
+    add_rest(add("prepare", _prepare, "fetch, segment and binarise; FLAGS go to learn", "dataset"))
     for name, run, text in (
         ("train", _train, "train a method; FLAGS go to fairseq-train"),
         ("evaluate", _evaluate, "translate and score; FLAGS go to fairseq-generate"),
@@ -160,12 +166,9 @@ def _parser() -> argparse.ArgumentParser:
             "step: the directions that are left; FLAGS go to fairseq-generate",
         ),
     ):
-        recipe = add(name, run, text, "dataset", "method")
-        recipe.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER)
-    recipe = add(
-        "study", _study, "all methods and SEEDS; METHODS, then flags of fairseq-train", "dataset"
-    )
-    recipe.add_argument("flags", metavar="METHODS", nargs=argparse.REMAINDER)
+        add_rest(add(name, run, text, "dataset", "method"))
+    text = "all methods and SEEDS; METHODS, then flags of fairseq-train"
+    add_rest(add("study", _study, text, "dataset"), "METHODS")
     add("report", _report, "of the runs of a study that are kept, without the others", "dataset")
     table.add_arguments(add("table", table.run, "print the scores of all methods"))
     add("demo", _demo, "all of these, and what has been learnt", "dataset", "method")
@@ -173,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     foretell = add("foretell", _foretell, "step: what training takes of memory", "dataset")
     foretell.add_argument("processes", type=int)
     foretell.add_argument("on_machine", type=int)
-    foretell.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER)
+    add_rest(foretell)
     paths = ("downloads", "target")
     add("unpack", _unpack, "step: the archives' files that are needed", "dataset", paths=paths)
     paths = ("source", "raw", "output")

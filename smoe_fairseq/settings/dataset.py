@@ -64,13 +64,22 @@ def load_dataset(name: str) -> Dataset:
     if name not in known:
         raise UsageError(f"unknown dataset {name!r}: choose one of {', '.join(known)}")
     merged = OmegaConf.to_container(OmegaConf.merge(*_layers(folder, path)))
-    pairs = merged.get("pairs")
-    if not isinstance(pairs, list) or not all(
-        re.fullmatch(r"[^-\s]+-[^-\s]+", str(pair)) for pair in pairs or [""]
-    ):
-        raise UsageError(f"{path}: `pairs` has to list language pairs such as eng-nso")
+    pairs, experts = merged.get("pairs"), merged.get("experts")
+    if not isinstance(pairs, list) or not all(map(_is_pair, pairs or [""])):
+        given = "missing" if pairs is None else pairs
+        raise UsageError(
+            f"{path}: `pairs` has to list language pairs such as [eng-nso, eng-fra]; it is {given}"
+        )
+    if experts is not None and (type(experts) is not int or experts < 1):
+        raise UsageError(f"{path}: `experts` is {experts}: expected a whole number of at least 1")
     values = {key: merged.get(key) for key in _KEYS - {"base"}}
     return Dataset(name=name, **(values | {"pairs": tuple(pairs)}))
+
+
+def _is_pair(name) -> bool:
+    """Whether it names two languages."""
+    found = re.fullmatch(r"([^-\s]+)-([^-\s]+)", str(name))
+    return found is not None and found[1] != found[2]
 
 
 def _layers(folder: Path, path: Path) -> list[DictConfig]:

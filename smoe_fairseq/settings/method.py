@@ -40,6 +40,11 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
         if not isinstance(value, str):
             return value
         value = value.replace("{strata}", strata).replace("{layers}", strata.replace("-", ","))
+        if "{experts}" in value and dataset.experts is None:
+            raise UsageError(
+                f"configs/datasets/{dataset.name}.yaml: `experts` is missing, of which {name} has so many in "
+                "a layer; expected a whole number such as 8"
+            )
         return value.replace("{experts}", str(dataset.experts))
 
     flags = OmegaConf.to_container(read(path, _KEYS)).get("train", {})

@@ -46,8 +46,11 @@ def read(path: Path, keys: Collection[str]) -> DictConfig:
         if error.strerror:
             raise UsageError(f"{path} cannot be read: {error.strerror}") from None
         content = None  # OmegaConf's, for a number
-    if not isinstance(content, DictConfig) or not set(keys).issuperset(content):
-        raise UsageError(f"{path} may only have the keys {', '.join(sorted(keys))}")
+    known = ", ".join(sorted(keys))
+    if not isinstance(content, DictConfig):
+        raise UsageError(f"{path} may only have the keys {known}")
+    if unknown := [key for key in content if key not in keys]:
+        raise UsageError(f"{path}: unknown key `{unknown[0]}`: expected one of {known}")
     for key, value in OmegaConf.to_container(content).items():
         if value is None:
             del content[key]

@@ -45,6 +45,10 @@ def of_command(error: BaseException) -> str | None:
     said = " ".join(str(error).split())
     if isinstance(error, OSError) and error.filename and error.strerror:
         words = f"{error.filename}: {error.strerror}"
+    elif isinstance(
+        error, FileExistsError
+    ):  # of fairseq-preprocess, whose words are the path alone
+        words = f"{said} is there already; remove it, or name another folder"
     elif isinstance(error, FileNotFoundError) or type(error) in (Exception, OSError):
         words = said
     elif isinstance(error, ValueError) and said.startswith("--"):

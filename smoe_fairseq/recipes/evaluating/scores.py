@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -103,7 +104,7 @@ def write(folder: Path, scores: dict[str, Score], checkpoint: str, settings: Seq
 
 def mean_bleu(found: Mapping[str, Score]) -> float | None:
     """Over the directions; None without any."""
-    return sum(score.bleu for score in found.values()) / len(found) if found else None
+    return statistics.fmean(score.bleu for score in found.values()) if found else None
 
 
 def read(folder: Path) -> dict[str, Score]:

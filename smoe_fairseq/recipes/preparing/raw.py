@@ -100,9 +100,15 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     if split == "test":
         report(f"{section} is missing: {pair} has no test data and will not be scored")
         return None
+    texts = [f"{language}.txt" for language in dataset.languages]
+    absent = [name for name in texts if not (source / name).is_file()]
+    if absent and len(absent) < len(texts):
+        raise UsageError(f"{source} has no {absent[0]}: expected {', '.join(texts)}")
     shared_name = SHARED.format(split=split, pair=pair, language=pair.split("-")[0])
-    other = "" if section.name == shared_name else f" (nor has {source} such as {shared_name})"
-    raise UsageError(f"{section} (or .gz) is missing{other}: {pair} needs it to {split}")
+    others = texts[0] if section.name == shared_name else f"{shared_name} or {texts[0]}"
+    raise UsageError(
+        f"{section} (or .gz) is missing (nor has {source} such as {others}): {pair} needs it to {split}"
+    )
 
 
 def check(

@@ -7,6 +7,7 @@ from typing import Any
 import sentencepiece
 
 from smoe_fairseq.recipes.preparing.chunks import count_lines
+from smoe_fairseq.recipes.shell import report
 from smoe_fairseq.system.errors import UsageError
 from smoe_fairseq.system.files import whole_files
 from smoe_fairseq.system.memory import machine_memory
@@ -49,6 +50,9 @@ def learn(raw: Path, output: Path, options: dict[str, Any]) -> None:
         output.mkdir(parents=True, exist_ok=True)
         Path(words).write_text(dictionary, "utf-8")
         Path(pieces_file).write_bytes(model.getvalue())
+    if len(pieces) < options.get("vocab_size", 0):
+        asked = f"{options['vocab_size']:,} that were asked for"
+        report(f"{len(pieces):,} pieces in place of the {asked}: the text has no more")
     print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
 
 

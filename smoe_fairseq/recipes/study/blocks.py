@@ -63,7 +63,7 @@ def chance(points: Mapping[str, BySeed]) -> Chance:
     squares: dict[str, float] = {}
     for (system, _), left in zip(cells, values - sums @ found, strict=True):
         squares[system] = squares.get(system, 0.0) + float(left) ** 2
-    total = sum(squares.values())
+    total = math.fsum(squares.values())
     if not freedom or not total:
         return Chance(0.0, freedom)
     shares = {system: each / total for system, each in squares.items()}

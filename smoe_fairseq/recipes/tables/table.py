@@ -10,6 +10,7 @@ from pathlib import Path
 from smoe_fairseq.recipes import seeds
 from smoe_fairseq.recipes.evaluating import scores
 from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.shell import report
 from smoe_fairseq.recipes.tables.columns import SIZES, Column, columns
 from smoe_fairseq.recipes.tables.render import FORMATS, Grid, number
 from smoe_fairseq.recipes.training.identity import given_flags
@@ -169,12 +170,16 @@ def system_costs(
     with quietly():
         from smoe_fairseq.analysis.paper import system_cost
 
-        cost = system_cost(
-            dataset,
-            method,
-            requested_capacity=requested_capacity,
-            experts_per_token=experts_per_token,
-        )
+        try:
+            cost = system_cost(
+                dataset,
+                method,
+                requested_capacity=requested_capacity,
+                experts_per_token=experts_per_token,
+            )
+        except (UsageError, ValueError) as error:  # training refused it too, and left its folder
+            report(f"{Folders(dataset.name).runs / method} has no cost: {error}")
+            return [None, None]
     return [cost.parameters / 1e6, cost.flops_per_token / 1e6]
 
 

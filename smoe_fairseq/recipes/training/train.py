@@ -15,6 +15,13 @@ from smoe_fairseq.settings.method import has_strata, method_flags
 from smoe_fairseq.system.errors import UsageError
 
 FORCE = "--force-resume"
+# What fairseq-train asks for late, or has a default for that nobody means: a rate of 0.25, and no end.
+NEEDED = {
+    ("--arch", "-a"): "smoe_transformer_base",
+    ("--lr",): "0.0008",
+    ("--max-tokens", "--batch-size"): "4096",
+    ("--max-update", "--max-epoch"): "50000",
+}
 
 
 def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
@@ -54,6 +61,7 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     folder = folders.run(seeds.run_name(dataset, method))
     words = [*data_arguments(dataset), *arguments(flags)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / "train.log"), *extra]
+    _check_complete(dataset, words)
     if not dry_run():
         if place.meets_at_port:
             rendezvous.check_port()
@@ -86,9 +94,21 @@ def train(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
         # 128 and above is that of a signal.
         if place.meets_at_port and ended.code < 128:
             rendezvous.raise_if_taken()
+        if ended.code > 128 and any(folder.glob("checkpoint_last*.pt")):
+            report(f"interrupted: the same command goes on from {folder}/checkpoint_last.pt")
         raise
     if not dry_run():
         identity.finish(words)
+
+
+def _check_complete(dataset: Dataset, words: Sequence[str]) -> None:
+    there = {word.partition("=")[0] for word in words}
+    for (flag, *others), example in NEEDED.items():
+        if not there & {flag, *others}:
+            raise UsageError(
+                f"{flag} is missing: expected it behind the method, or in `train` of "
+                f"configs/datasets/{dataset.name}.yaml, such as `{flag.lstrip('-')}: {example}`"
+            )
 
 
 def data_arguments(dataset: Dataset) -> list[str]:
