@@ -2,13 +2,16 @@
 # make test   run the tests
 # make soak   run the others: twenty kills, more settings, real launchers
 # make lint   check format and style
+# make docs   write the site of docs/ to build/site
 # make matrix run them with other versions of torch and Python: docs/compatibility.md
 # make bench  measure speed and memory, beside other packages' layers: benchmarks/results/report.md
+# make gpu-check  see whether a GPU computes rightly, and how fast, within 9 minutes: docs/performance.md
 # make setup  make the environment in .venv; the others do so themselves
 # Variables: PYTHON (interpreter for .venv, 3.11 or later), JOBS (test processes),
 #   KEEP_TORCH=1 (.venv takes the torch, and whatever else it can, from the packages of PYTHON),
 #   ONLY and PYTHONS (environments of the matrix, and Pythons for it that are not in PATH),
-#   BENCH (flags of both benchmarks/block.py and program.py: make bench BENCH=--quick).
+#   BENCH (flags of both benchmarks/block.py and program.py: make bench BENCH=--quick),
+#   CHECK (flags of benchmarks/gpu: make gpu-check CHECK='--device cpu --minutes 2').
 
 SHELL := /bin/bash -o pipefail
 PYTHON ?= python3
@@ -17,11 +20,12 @@ VENV := .venv
 DONE := $(VENV)/setup-done
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-# Of pip's words, one line per package is shown; all of them go to the log.
+# Of pip's words, the large downloads and what takes long are shown; all of them go to the log.
 LOG := $(VENV)/setup.log
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --progress-bar off
 SHOW := 2>&1 | tee -a $(LOG) | \
-    sed -unE 's/^(Collecting [^ ;]+|Building wheel.*|Successfully installed).*/    \1/p'
+    sed -unE -e 's/^ *(Downloading) ([^ ]+) (\([0-9]{3,}[.0-9]* MB\)|\([.0-9]+ GB\)).*/    \1 \2 \3/p' \
+    -e 's/^(Building) wheels? for .*: /    \1 /p' -e 's/^(Installing) collected packages.*/    \1 them/p'
 failed = { tail -n 15 $(LOG); echo "error: $(1); the log is $(LOG)"; exit 1; }
 
 # It would go unheeded where .venv is there already.
@@ -38,7 +42,7 @@ BENCH_PIP := $(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install
     -c constraints.txt
 BENCH_RUN := LOGLEVEL=WARNING PYTHONWARNINGS=ignore
 
-.PHONY: demo test soak lint matrix bench setup
+.PHONY: demo test soak lint docs matrix bench gpu-check setup
 demo: $(DONE)
 	@$(RUN) bash scripts/demo.sh
 
@@ -52,6 +56,9 @@ lint: $(DONE)
 	@$(RUN) ruff format --check .
 	@$(RUN) ruff check .
 
+docs: $(DONE)
+	@$(RUN) NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+
 matrix:
 	@$(PYTHON) tests/matrix.py --jobs $(JOBS) $(PYTHONS:%=--python %) $(ONLY)
 
@@ -59,6 +66,10 @@ bench: $(DONE) $(BENCH_VENV)/setup-done
 	@$(BENCH_RUN) $(BENCH_VENV)/bin/python -m benchmarks.block $(BENCH)
 	@$(BENCH_RUN) $(VENV)/bin/python -m benchmarks.program $(BENCH)
 	@$(BENCH_RUN) $(VENV)/bin/python -m benchmarks.report
+
+CHECK ?= --minutes 9
+gpu-check: $(DONE)
+	@$(RUN) PYTHONWARNINGS=ignore python -m benchmarks.gpu $(CHECK)
 
 # A package that cannot be installed is left out of the comparison, which then says so.
 $(BENCH_VENV)/setup-done: benchmarks/requirements.txt setup.py pyproject.toml constraints.txt | $(DONE)
@@ -86,7 +97,7 @@ $(VENV)/bin/pip:
 
 # fairseq comes alone (--no-deps), for the reason in setup.py; it holds C++ code, compiled here.
 $(DONE): setup.py pyproject.toml constraints.txt | $(VENV)/bin/pip
-	@echo "[2/3] torch and the other packages, with smoe_fairseq"
+	@echo "[2/3] torch and the other packages, with smoe_fairseq, in some minutes; the log is $(LOG)"
 	@$(PIP) $(if $(KEEP_TORCH),,-c constraints.txt) -e '.[dev,analysis,export,serve]' $(SHOW) || \
 	    $(call failed,the packages were not installed)
 	@echo "[3/3] fairseq 0.12.2, compiled in about half a minute"

@@ -20,7 +20,7 @@ STARTUP_FILES = {
 
 # The recipes, which an editable installation finds in the checkout.
 CONFIGS = {
-    f"smoe_fairseq/settings/configs/{path.relative_to(ROOT / 'configs').as_posix()}": path
+    f"smoe_fairseq/recipes/configs/{path.relative_to(ROOT / 'configs').as_posix()}": path
     for path in sorted((ROOT / "configs").rglob("*.yaml"))
 }
 
@@ -80,7 +80,7 @@ readme = ROOT / "README.md"
 setup(
     name="smoe-fairseq",
     version=version(),
-    description="Stratified mixture of experts for multilingual translation, as a fairseq plugin",
+    description="Stratified Mixture of Experts (SMoE) for machine translation: a fairseq plugin",
     long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
     long_description_content_type="text/markdown",
     author="The smoe-fairseq authors",
@@ -90,9 +90,10 @@ setup(
     packages=find_packages(include=["smoe_fairseq", "smoe_fairseq.*"]),
     package_dir={"": "."},
     package_data={
-        "smoe_fairseq.settings": ["paper_tables.yaml"],
+        "smoe_fairseq.analysis": ["report.html.jinja"],
+        "smoe_fairseq.recipes": ["paper_tables.yaml"],
         "smoe_fairseq.compat": ["smoe_fairseq.pth"],
-        "smoe_fairseq.serving": ["page/*"],
+        "smoe_fairseq.serve": ["page/*"],
     },
     entry_points={"console_scripts": ["smoe = smoe_fairseq.cli:main"]},
     # fairseq 0.12.2 itself is missing here because its own requirements (hydra-core<1.1,
@@ -102,13 +103,16 @@ setup(
         "torch>=2.6,<2.16",
         "hydra-core>=1.3.2,<1.4",
         "omegaconf>=2.3,<2.4",
+        "jinja2>=3.1,<4",
         "numpy>=2,<3",
+        "polib>=1.2,<2",
         "bitarray>=2.6",
         "cffi>=1.15.1",
         "fairscale>=0.4.13,<0.5",
         "pyyaml>=6.0.1",
         "regex>=2022.10.31",
         "sacrebleu>=2.3",
+        "scipy>=1.13,<2",
         "sentencepiece>=0.2",
         "tabulate>=0.9,<1",
         "tqdm>=4.60",
@@ -116,9 +120,12 @@ setup(
     extras_require={
         "analysis": ["matplotlib>=3.9"],
         "export": ["safetensors>=0.4.3"],
+        "ctranslate2": ["ctranslate2>=4.6,<5"],  # apart: it takes 146 MB
+        "huggingface": ["safetensors>=0.4.3", "transformers>=5,<6"],  # apart: 160 MB
         "serve": ["starlette>=0.40,<2", "uvicorn>=0.30,<1"],
         "dev": [
             "hypothesis>=6",
+            "mkdocs-material>=9.5,<10",
             "playwright>=1.45",  # drives a Chromium that is there already
             "pytest>=8",
             "pytest-xdist>=3",

@@ -18,7 +18,7 @@ from benchmarks import cases, contenders, machine, memory, timing
 from benchmarks.agreement import agreement
 from benchmarks.floor import BareProducts, routed_tokens
 from benchmarks.peers import PEERS
-from smoe_fairseq.system.memory import keep_freed_memory
+from smoe_fairseq.host_memory import keep_freed_memory
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--fresh-memory",
         action="store_true",
-        help="leave malloc alone (smoe_fairseq/system/memory.py)",
+        help="leave malloc alone (smoe_fairseq/host_memory.py)",
     )
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--device", default="cpu")

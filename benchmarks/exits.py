@@ -11,7 +11,7 @@ import torch
 from benchmarks.machine import describe
 from benchmarks.timing import in_turns, ratio
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.modules.exit_bias import exit_bias
+from smoe_fairseq.modules.gates.linear import exit_bias
 
 DIM, WIDTH, STRATA = 512, 2048, ("4-4", "2-2-2-2")
 BIASES = (-math.inf, 0.0, 1.0, 2.0, 4.0, math.inf)

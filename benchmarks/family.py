@@ -11,7 +11,7 @@ import torch
 from benchmarks.machine import describe
 from benchmarks.timing import in_turns, measure, ratio
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.modules.gates.assignment import balanced_assignment
+from smoe_fairseq.modules.gates.base import balanced_assignment
 
 DIM, WIDTH, EXPERTS, VOCABULARY = 512, 2048, 8, 1000
 MEMBERS = {

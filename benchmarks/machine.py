@@ -10,7 +10,15 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "fairseq", "fairscale", "transformers", "st-moe-pytorch", "deepspeed")
+PACKAGES = (
+    "torch",
+    "fairseq",
+    "fairscale",
+    "ctranslate2",
+    "transformers",
+    "st-moe-pytorch",
+    "deepspeed",
+)
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from smoe_fairseq.host_memory import keep_freed_memory
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.modules.cmr import ConditionalRouting
-from smoe_fairseq.system.memory import keep_freed_memory
+from smoe_fairseq.modules.branches import ConditionalRouting
 
 ROUNDS = 12
 

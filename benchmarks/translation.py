@@ -3,8 +3,10 @@
     python -m benchmarks.translation RUN --data data/multi30k/bin --text data/multi30k/raw --direction en-de
 
 Both translate the test set's text to text in one process, with the model loaded once, in turns; before that
-their translations are compared. With ``--programs`` also fairseq-generate and smoe translate, each as a
-process, by the speed that each reports and by its time from start to end.
+their translations are compared. Ours takes turns in float32 and in int8, and so does CTranslate2 with a dense
+model that is exported to it. BLEU and chrF++ stand beside the speeds. With ``--programs`` also
+fairseq-generate and smoe translate, each as a process, by the speed that each reports and by its time from
+start to end.
 """
 
 import argparse
@@ -13,13 +15,15 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from benchmarks import machine, timing
-from smoe_fairseq.system.quiet import quietly
+from smoe_fairseq.errors import quietly
 
 BEAM = 5
 MAX_TOKENS = 8192  # per batch of fairseq's, as in configs/datasets/multi30k.yaml
@@ -36,8 +40,10 @@ def main() -> None:
     file = args.text / f"test.{args.pair}.{source}"
     run = machine.describe(torch.device("cpu"))
     run |= {"run": str(args.run), "direction": args.direction}
-    with quietly():
-        run |= in_process(args, file.read_text().split("\n")[:-1], source, target)
+    reference = args.text / f"test.{args.pair}.{target}"
+    texts = [path.read_text().split("\n")[:-1] for path in (file, reference)]
+    with quietly(), tempfile.TemporaryDirectory() as folder:
+        run |= in_process(args, *texts, source, target, Path(folder) / "model")
     if args.programs:
         run["programs"] = programs(args, file, source, target)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -45,29 +51,97 @@ def main() -> None:
     print(json.dumps(run, indent=1))
 
 
-def in_process(args: argparse.Namespace, text: list[str], source: str, target: str) -> dict:
+def in_process(
+    args: argparse.Namespace,
+    text: list[str],
+    reference: list[str],
+    source: str,
+    target: str,
+    folder: Path,
+) -> dict:
+    """Speeds, BLEU and agreement with fairseq; ``folder`` is for CTranslate2's model."""
+    import sacrebleu
+
     from smoe_fairseq.models import SMoETransformerModel
-    from smoe_fairseq.translation.batch_translator import BatchTranslator, Options
+    from smoe_fairseq.translate.translator import BatchTranslator, Options
 
     model = SMoETransformerModel.from_pretrained(args.run, data_name_or_path=args.data)
     model.cfg.dataset.max_tokens = MAX_TOKENS
     ours = BatchTranslator(model)
+    again = SMoETransformerModel.from_pretrained(args.run, data_name_or_path=args.data)
+    in_int8 = BatchTranslator(again, int8=True)
     languages = {"source_lang": source, "target_lang": target}
+    limits = {} if args.length is None else {"min_len": args.length, "max_len_b": args.length}
+    options = Options(beam=BEAM, **limits)
+
+    def best(translator: BatchTranslator) -> list[str]:
+        found = translator.translate_batch(text, source, target, options)
+        return [translation.hypotheses[0].text for translation in found]
+
     contenders = {
-        "fairseq": lambda: model.translate(text, BEAM, **languages),
-        "smoe": lambda: ours.translate_batch(text, source, target, Options(beam=BEAM)),
+        "fairseq": lambda: model.translate(text, BEAM, **languages, **limits),
+        "smoe": lambda: best(ours),
+        "smoe int8": lambda: best(in_int8),
     }
-    expected = contenders["fairseq"]()
-    found = [translation.hypotheses[0].text for translation in contenders["smoe"]()]
-    same = sum(a == b for a, b in zip(expected, found, strict=True))
+    if not any(layer.is_moe for side in _sides(model) for layer in side.layers):
+        # What the encoder is given before the subwords: a token of a language, or nothing.
+        first = ours.translate_batch(text[:1], source, target)[0].tokens
+        prefix = first[: len(first) - 1 - len(model.apply_bpe(text[0]).split())]
+        contenders |= of_ctranslate2(args, model, text, prefix, options, folder)
+    found = {name: contender() for name, contender in contenders.items()}
+    same = {
+        name: sum(a == b for a, b in zip(found["fairseq"], found[name], strict=True))
+        for name in found
+        if name != "fairseq"
+    }
     times = timing.in_turns(contenders, torch.device("cpu"), args.seconds)
     return {
         "sentences": len(text),
         "same": same,
+        "bleu": {n: sacrebleu.corpus_bleu(found[n], [reference]).score for n in found},
+        "chrf++": {
+            n: sacrebleu.corpus_chrf(found[n], [reference], word_order=2).score for n in found
+        },
         "rounds": len(times["smoe"]),
         "speed": {n: timing.summary([len(text) / t for t in times[n]]) for n in times},
         "faster": timing.ratio(times, "fairseq", "smoe"),
+        "over_smoe": {n: timing.ratio(times, "smoe", n) for n in times if n != "smoe"},
     }
+
+
+def _sides(model) -> tuple:
+    return model.models[0].encoder, model.models[0].decoder
+
+
+def of_ctranslate2(
+    args: argparse.Namespace, model, text: list[str], prefix: list[str], options, folder: Path
+) -> dict[str, Callable[[], list[str]]]:
+    """CTranslate2 in float32 and int8 on the same dense model, from text to text."""
+    import ctranslate2
+
+    from smoe_fairseq.checkpoints.export import write_ctranslate2
+
+    write_ctranslate2(checkpoint(args.run), folder, force=False)
+
+    def contender(compute_type: str) -> Callable[[], list[str]]:
+        translator = ctranslate2.Translator(
+            str(folder), compute_type=compute_type, intra_threads=torch.get_num_threads()
+        )
+
+        def translate() -> list[str]:
+            found = translator.translate_batch(
+                [[*prefix, *model.apply_bpe(line).split()] for line in text],
+                beam_size=BEAM,
+                max_batch_size=MAX_TOKENS,
+                batch_type="tokens",
+                min_decoding_length=options.min_len,
+                max_decoding_length=options.max_len_b,
+            )
+            return [model.remove_bpe(" ".join(each.hypotheses[0])) for each in found]
+
+        return translate
+
+    return {f"ctranslate2 {name}": contender(name) for name in ("float32", "int8")}
 
 
 def programs(args: argparse.Namespace, file: Path, source: str, target: str) -> dict:
@@ -124,6 +198,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True, help="folder of test.SRC-TGT.LANG")
     parser.add_argument("--direction", default="en-de")
     parser.add_argument("--threads", type=int)
+    parser.add_argument(
+        "--length", type=int, metavar="N", help="force all translations to N tokens"
+    )
     parser.add_argument("--seconds", type=float, default=60, help="of turns, at least five")
     parser.add_argument("--programs", action="store_true", help="time the programs, too")
     parser.add_argument("--rounds", type=int, default=3, help="of the programs")

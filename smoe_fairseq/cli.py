@@ -1,66 +1,69 @@
 """The ``smoe`` command: a table of subcommands, each loaded when it is called."""
 
 import argparse
-import functools
 import importlib
 import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import NoReturn
 
 from smoe_fairseq.compat import require_fairseq
-from smoe_fairseq.system.errors import ends_with_sentence, of_command
-from smoe_fairseq.system.output import writes_all
-from smoe_fairseq.system.signals import heeded
+from smoe_fairseq.errors import ends_with_sentence, heeded, quietly, writes_all
 
-# name: (module, one line of help). The module has `add_arguments(parser)` and `run(args)`, which
-# returns None or an exit status.
+# NAME: (module, one line of help). The module has `add_NAME_arguments(parser)` and `run_NAME(args)`,
+# which returns None or an exit status.
 COMMANDS = {
-    "path": ("smoe_fairseq.path", "print the package's path, for fairseq's --user-dir"),
+    "path": ("smoe_fairseq.cli", "print the package's path, for fairseq's --user-dir"),
     "cost": (
         "smoe_fairseq.analysis.cost_command",
         "parameters, FLOPs per token and requested capacity of a model",
     ),
     "analyze": (
-        "smoe_fairseq.analysis.analyze_command",
+        "smoe_fairseq.analysis.command",
         "where the capacity goes, by language, token and depth: numbers, pictures and a report",
     ),
     "translate": (
-        "smoe_fairseq.translation.translate_command",
+        "smoe_fairseq.translate.command",
         "text in, translations out: a line for each line",
     ),
     "serve": (
-        "smoe_fairseq.serving.serve_command",
+        "smoe_fairseq.serve.app",
         "a page in the browser, and JSON for programs, before a trained model",
     ),
     "consolidate": (
-        "smoe_fairseq.checkpoint.consolidate_command",
+        "smoe_fairseq.checkpoints.sets",
         "one ordinary checkpoint of the files that an --expert-parallel run has saved",
     ),
     "reshard": (
-        "smoe_fairseq.checkpoint.reshard_command",
+        "smoe_fairseq.checkpoints.sets",
         "the checkpoint for another number of processes, optimizer state included",
     ),
     "average": (
-        "smoe_fairseq.checkpoint.average_command",
+        "smoe_fairseq.checkpoints.average",
         "one checkpoint whose weights are the mean of several",
     ),
     "upcycle": (
-        "smoe_fairseq.conversion.upcycle_command",
+        "smoe_fairseq.checkpoints.upcycle",
         "an MoE checkpoint to train on, its experts copies of a dense model's FFNs",
     ),
     "export": (
-        "smoe_fairseq.conversion.export_command",
+        "smoe_fairseq.checkpoints.export",
         "a checkpoint for other tools: fairseq's own transformer, or safetensors",
     ),
     "import": (
-        "smoe_fairseq.conversion.import_command",
+        "smoe_fairseq.checkpoints.foreign",
         "a checkpoint of fairseq's MoE branch or of the SMoE paper's code as one of ours",
     ),
     "prune": (
-        "smoe_fairseq.conversion.prune_command",
+        "smoe_fairseq.checkpoints.prune",
         "a checkpoint without the experts that some directions use little",
     ),
+    "subwords": (
+        "smoe_fairseq.recipes.subwords",
+        "learn subwords from text, and divide text into them",
+    ),
     "table": (
-        "smoe_fairseq.recipes.tables.table",
+        "smoe_fairseq.recipes.table",
         "the scores of a data set's runs, beside the paper's",
     ),
 }
@@ -74,7 +77,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 @heeded()
-@functools.partial(ends_with_sentence, sentence=of_command)
+@ends_with_sentence
 @writes_all
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
@@ -86,11 +89,21 @@ def main(argv: list[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == named:
             require_fairseq()
-            command = importlib.import_module(module)
-            command.add_arguments(subparser)
-            subparser.set_defaults(run=command.run)
+            with quietly():
+                command = importlib.import_module(module)
+            getattr(command, f"add_{name}_arguments")(subparser)
+            subparser.set_defaults(run=getattr(command, f"run_{name}"))
     args = parser.parse_args(argv)
     return args.run(args) or 0
+
+
+def add_path_arguments(parser: ArgumentParser) -> None:
+    """Takes no arguments."""
+
+
+def run_path(args: Namespace) -> None:
+    """Prints the folder that fairseq takes as ``--user-dir``."""
+    print(Path(__file__).resolve().parent)
 
 
 if __name__ == "__main__":

@@ -70,9 +70,9 @@ def server_of(arguments) -> Server:
     return WITH_PLUGIN if str(PLUGIN) in map(str, arguments) else FAIRSEQ
 
 
-def run_python(program: str, *arguments) -> subprocess.CompletedProcess:
+def run_python(program: str, *arguments, **environment) -> subprocess.CompletedProcess:
     """``python -c``, forked from a process that has imported torch, but nothing of fairseq."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return _fork(TORCH, ["-c", program, *map(str, arguments)], environment, os.getcwd(), "")
 
 

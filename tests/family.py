@@ -3,13 +3,18 @@
 FAMILY = {
     "top-3": "--smoe-strata 4-4 --moe-top-k 3",
     "null": "--smoe-strata 4-4 --moe-top-k 3 --moe-null-experts 3",
+    "simple": "--smoe-strata 4-4 --moe-top-k 3 --moe-copy-experts 1 --moe-constant-experts 2 "
+    "--moe-null-experts 1 --moe-second-expert-policy all",
     "top-p": "--smoe-strata 4-4 --moe-gate top-p",
+    "relu": "--smoe-strata 4-4 --moe-gate relu --moe-capacity-factor 0",
     "hash": "--smoe-strata 8 --moe-gate hash",
     "base": "--smoe-strata 8 --moe-gate base",
     "expert-choice": "--smoe-strata 8 --moe-gate expert-choice --moe-capacity-factor 2",
     "residual": "--smoe-strata 8 --moe-top-k 1 --moe-residual",
     "shared": "--smoe-strata 8 --moe-top-k 3 --moe-shared-experts 2 --moe-expert-ffn-dim 32",
     "bias": "--smoe-strata 4-4 --moe-balance bias --moe-second-expert-policy all --moe-bias-step 0.01",
+    "sigmoid": "--smoe-strata 4-4 --moe-scores sigmoid --moe-balance bias "
+    "--moe-second-expert-policy all --moe-bias-step 0.01",
     "layers": "--encoder-smoe-strata 4-0-4 --decoder-smoe-strata 2-6",
     "chain": "--smoe-strata 8 --smoe-chain 3",
     "update": "--smoe-strata 4-4 --moe-balance-over update",

@@ -25,6 +25,16 @@ def network(params, name, x):
     return params[f"{name}.fc2.weight"] @ h + params[f"{name}.fc2.bias"]
 
 
+def simple_expert(params, number, x):
+    """Constant experts, then copies."""
+    if number >= len(params.get("simple.constant", [])):
+        return x
+    of_x, of_v = gates.softmax(
+        [row @ x for row in params["simple.mix"][2 * number : 2 * number + 2]]
+    )
+    return of_x * x + of_v * params["simple.constant"][number]
+
+
 def ask(params, i, inputs, tokens, options):
     """What gate i answers to these inputs, which are the block's ``tokens``: see reference_gates.py."""
     gate, experts = options["gate"], options["visible"][i]
@@ -37,7 +47,11 @@ def ask(params, i, inputs, tokens, options):
         return gates.expert_choice(params, i, inputs, sentences, options["factor"])
     if gate == "top-p":
         return gates.top_p(params, i, inputs, options["top_p"])
+    if gate == "relu":
+        return gates.relu(params, i, inputs)
     bias = options["bias"] and options["bias"][i]
+    if options["scores"] == "sigmoid":
+        return gates.sigmoid(params, i, inputs, options["top_k"], bias)
     return gates.top_k(params, i, inputs, options["top_k"], experts, bias)
 
 
@@ -50,7 +64,7 @@ def run_gate(params, i, inputs, tokens, options):
     """
     num_experts, normalization = options["visible"][i], options["normalization"]
     capacity = math.inf
-    if options["capacity_factor"] and options["gate"] in ("topk", "top-p"):
+    if options["capacity_factor"] and options["gate"] in ("topk", "top-p", "relu"):
         capacity = math.ceil(options["capacity_factor"] * len(inputs) / num_experts)
     scores, chosen, weights, first = ask(params, i, inputs, tokens, options)
     normalizes = options["gate"] == "topk" and options["top_k"] > 1
@@ -62,24 +76,28 @@ def run_gate(params, i, inputs, tokens, options):
         order.sort(key=lambda t: -max(scores[t][:num_experts]))
     load = [0] * num_experts
     kept = [[] for _ in inputs]
+    simple = len(params.get(f"gates.{i}.simple_weight", []))
     dropped = set()
     for k in range(max(map(len, chosen), default=0)):
         for t in order:
-            if k >= len(chosen[t]) or chosen[t][k] >= num_experts:  # a null expert
+            if k >= len(chosen[t]) or chosen[t][k] >= num_experts + simple:  # a null expert
                 continue
             expert = chosen[t][k]
-            if load[expert] < capacity:
+            if expert >= num_experts:
+                kept[t].append((expert, weights[t][k]))
+            elif load[expert] < capacity:
                 load[expert] += 1
                 kept[t].append((expert, weights[t][k]))
             else:
                 dropped.add((t, k))
     if normalizes and normalization == "after-drop":
         kept = [[(e, w / sum(w for _, w in pairs)) for e, w in pairs] for pairs in kept]
-    return kept, first, gate_loss(scores, chosen, first, num_experts), dropped
+    loss = gate_loss(scores, chosen, first, num_experts, options["copies"], simple)
+    return kept, first, loss, dropped
 
 
-def gate_loss(scores, chosen, first, num_experts):
-    """By first choices or, with null experts, by all, of which null ones have the same."""
+def gate_loss(scores, chosen, first, num_experts, copies=0, simple=0):
+    """By first choices or, with free experts, by all, of which null ones have the same, and copies."""
     loss = torch.zeros((), dtype=torch.float64)
     if not scores:
         return loss
@@ -88,8 +106,11 @@ def gate_loss(scores, chosen, first, num_experts):
     if columns > num_experts:
         asked = [e for row in chosen for e in row]
         counts = [asked.count(e) for e in range(columns)]
-        null = sum(counts[num_experts:]) / (columns - num_experts)
-        counts[num_experts:] = [null] * (columns - num_experts)
+        end = num_experts + simple
+        for alike in (range(end - copies, end), range(end, columns)):
+            mean = sum(counts[e] for e in alike) / max(len(alike), 1)
+            for e in alike:
+                counts[e] = mean
     for e in range(columns):
         mean = sum(s[e] for s in scores) / len(scores)
         loss = loss + columns * counts[e] / sum(counts) * mean
@@ -115,6 +136,8 @@ def reference(
     training=True,
     factor=2.0,
     chain=1,
+    scores="softmax",
+    copies=0,
 ):
     """x (T, D), padding (T,); of each token also ids and sentences, of each expert and gate a bias.
 
@@ -124,12 +147,20 @@ def reference(
     num_strata = max(len(sizes), chain)
     fixed = stacked or chain > 1  # all tokens go from each gate to the next
     home = [i for i, size in enumerate(sizes) for _ in range(size)]
-    released = norms == "released" and num_strata > 1
+    released = norms == "released"
     ahead = [sum(sizes[i : i + 1] if stacked else sizes[i:]) for i in range(num_strata)]
     if chain > 1:
         ahead = [sum(sizes)] * chain
     options = {"top_k": top_k, "normalization": normalization, "capacity_factor": capacity_factor}
-    options |= {"drop_order": drop_order, "gate": gate, "top_p": top_p, "bias": bias, "ids": ids}
+    options |= {
+        "drop_order": drop_order,
+        "gate": gate,
+        "top_p": top_p,
+        "bias": bias,
+        "scores": scores,
+        "copies": copies,
+        "ids": ids,
+    }
     options |= {"sentences": sentences, "training": training, "factor": factor, "visible": ahead}
     state = [row for row in x]
     if stacked:
@@ -149,7 +180,8 @@ def reference(
         for t, h, pairs, best in zip(tokens, inputs, kept, first):
             mixed = torch.zeros_like(h)
             for expert, weight in pairs:
-                mixed = mixed + weight * ffn(params, offset + expert, h)
+                out = simple_expert(params, expert - ahead[i], h) if expert >= ahead[i] else None
+                mixed = mixed + weight * (ffn(params, offset + expert, h) if out is None else out)
             if "shared.fc1.weight" in params:
                 mixed = mixed + network(params, "shared", h)
             if "residual.fc1.weight" in params:

@@ -19,6 +19,7 @@ def softmax(logits):
 
 def scores_of(params, i, inputs):
     rows = list(params[f"gates.{i}.weight"])
+    rows += list(params.get(f"gates.{i}.simple_weight", []))
     rows += list(params.get(f"gates.{i}.null_weight", []))
     return [softmax([row @ x for row in rows]) for x in inputs]
 
@@ -28,13 +29,45 @@ def best(scores, number):
 
 
 def top_k(params, i, inputs, number, experts, bias):
-    """Null experts, from ``experts`` on, are asked for with weight 0."""
+    """Null experts are asked for with weight 0, constant ones and copies, which come before them, not."""
+    weighing = experts + len(params.get(f"gates.{i}.simple_weight", []))
     scores = scores_of(params, i, inputs)
     biased = [[s.item() + b for s, b in zip(row, bias or [0] * len(row))] for row in scores]
     asked = [best(row, number) for row in biased]
-    weights = [[s[e] if e < experts else 0 for e in a] for s, a in zip(scores, asked)]
+    weights = [[s[e] if e < weighing else 0 for e in a] for s, a in zip(scores, asked)]
     first = [best(row[:experts], 1)[0] for row in biased]
     return scores, asked, weights, first
+
+
+def sigmoid(params, i, inputs, number, bias):
+    """Chosen by ``s + b``, weighted by ``s``; what the loss averages sums to 1."""
+    asked, weights, scores = [], [], []
+    for x in inputs:
+        s = [1 / (1 + torch.exp(-(row @ x))) for row in params[f"gates.{i}.weight"]]
+        chosen = best([v.item() + b for v, b in zip(s, bias or [0] * len(s))], number)
+        asked.append(chosen)
+        weights.append([s[e] for e in chosen])
+        scores.append([v / sum(s) for v in s])
+    return scores, asked, weights, [a[0] for a in asked]
+
+
+def relu(params, i, inputs):
+    """Every expert of a logit above 0, weighted by it."""
+    logits = [[row @ x for row in params[f"gates.{i}.weight"]] for x in inputs]
+    asked = [[e for e in best(row, len(row)) if row[e] > 0] for row in logits]
+    weights = [[row[e] for e in a] for row, a in zip(logits, asked)]
+    return scores_of(params, i, inputs), asked, weights, [best(row, 1)[0] for row in logits]
+
+
+def relu_l1(params, i, inputs, goal):
+    """``sum_e f_e mean(g_e)`` with ``f_e = E / (k T) #{g_te > 0}``."""
+    experts = len(params[f"gates.{i}.weight"])
+    total = 0
+    for e in range(experts):
+        g = [torch.relu(params[f"gates.{i}.weight"][e] @ x) for x in inputs]
+        busy = sum(value > 0 for value in g)
+        total += experts * busy / (goal * len(inputs)) * sum(g) / len(inputs)
+    return total
 
 
 def top_p(params, i, inputs, p):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -25,9 +26,9 @@ from handmade import (
     train,
 )
 
-from smoe_fairseq.analysis import capacity_check, inputs
+from smoe_fairseq.analysis import exit_curve, inputs
 from smoe_fairseq.cli import main
-from smoe_fairseq.modules.drops import capacities_of
+from smoe_fairseq.modules.statistics import capacities_of
 
 
 class Lines(FairseqDataset):
@@ -200,7 +201,7 @@ def test_report_is_one_file(analysis):
             analysis / f"{name}.svg"
         ).stat().st_size
     assert page.count('src="data:image/png;base64,') == len(names)
-    assert "http" not in page and 'name="viewport"' in page
+    assert "://" not in page and 'name="viewport"' in page
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +212,7 @@ def loaded(multilingual, three_languages):
 
 
 def collected(loaded, **options):
-    from smoe_fairseq.analysis.collect import collect
+    from smoe_fairseq.analysis.record import collect
 
     return [
         (d.name, d.sentences, [(b.types.tolist(), b.first_choices.tolist()) for b in d.blocks])
@@ -231,7 +232,7 @@ def test_a_sample_is_the_same_every_time(loaded):
 
 def test_shapes_that_do_not_depend_on_the_routing(loaded):
     """As on a GPU, where the gates see all tokens and a mask."""
-    from smoe_fairseq.models.moe_layers import moe_blocks
+    from smoe_fairseq.models.transformer import moe_blocks
 
     want = collected(loaded)
     blocks = moe_blocks(loaded[0]).values()
@@ -297,7 +298,7 @@ def test_losses_with_and_without_the_limit_are_those_of_validation(three_languag
     model, task = inputs.load(multilingual, str(three_languages))
     for capacity in capacities_of(model):
         capacity.order = "score"
-    found = capacity_check.check(model, task, DIRECTIONS)
+    found = exit_curve.check_capacity(model, task, DIRECTIONS)
     assert found.nll_loss == pytest.approx(float(line["valid_nll_loss"]), abs=0.0006)
     assert found.limited_nll_loss == pytest.approx(float(line["valid_capacity_nll_loss"]), abs=6e-4)
     table = sum(found.fifths.values())
@@ -349,6 +350,27 @@ def test_a_sentence(three_languages, gates_by_hand, tmp_path, capsys):
         "sentence.png",
         "sentence.svg",
     ]
+
+
+@pytest.mark.parametrize("name", ["spm.model", "sentencepiece.bpe.model"])
+def test_a_sentence_is_segmented_by_the_model_beside_sharded_data(
+    three_languages, gates_by_hand, tmp_path, capsys, monkeypatch, name
+):
+    """The subword model lies beside the shards; either of its usual names will do."""
+
+    class Pieces:
+        def __init__(self, model_file):
+            assert model_file == str(tmp_path / name)
+
+        def encode(self, sentence, out_type):
+            return sentence.split("+")
+
+    shard = shutil.copytree(three_languages, tmp_path / "shard0")
+    (tmp_path / name).touch()
+    monkeypatch.setattr("sentencepiece.SentencePieceProcessor", Pieces)
+    main([*one_direction(shard, gates_by_hand), "--sentence", "aa0+aa4+aa5"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split() == ["__bb__", "aa0", "aa4", "aa5", "</s>"]
 
 
 def test_a_sentence_whose_tokens_are_commands(

@@ -1,5 +1,6 @@
 """What the pictures of an analysis draw, from results made by hand."""
 
+import json
 from xml.etree import ElementTree
 
 import numpy as np
@@ -11,8 +12,7 @@ def results():
     """Results of one block of two strata with two experts each, and two directions, by hand."""
     from fairseq.data import Dictionary
 
-    from smoe_fairseq.analysis.collect import Direction, TypeCounts
-    from smoe_fairseq.analysis.counts import Block
+    from smoe_fairseq.analysis.record import Block, Direction, TypeCounts
     from smoe_fairseq.analysis.results import Results
     from smoe_fairseq.modules.strata import Strata
 
@@ -34,28 +34,28 @@ def results():
 
 
 def test_picture_of_directions(results):
-    from smoe_fairseq.analysis.figures import by_direction
+    from smoe_fairseq.analysis import figures
 
-    decoder = by_direction.draw(results).axes[0]
+    decoder = figures.draw_by_direction(results).axes[0]
     assert [label.get_text() for label in decoder.get_yticklabels()] == ["bb-aa", "aa-bb"]
     assert [bar.get_width() for bar in decoder.patches] == [1.0, 1.25]  # 5 stops of 4 tokens
 
 
 def test_picture_of_depth(results):
-    from smoe_fairseq.analysis.figures import by_depth
+    from smoe_fairseq.analysis import figures
 
-    lines = by_depth.draw(results).axes[0].lines
+    lines = figures.draw_by_depth(results).axes[0].lines
     assert [line.get_ydata()[0] for line in lines] == [1.25, 1.0, 8 / 7]
 
 
 def test_picture_of_frequency(results):
-    from smoe_fairseq.analysis.figures import frequency
+    from smoe_fairseq.analysis import figures
 
     block = results.blocks[0]
-    groups = frequency.groups(results, block, min_count=1)
+    groups = figures.groups(results, block, min_count=1)
     assert groups["all"].tolist() == [7, 50]
-    assert frequency.groups(results, block, min_count=2)["lowest"].tolist() == [50]
-    medians = [line.get_ydata()[0] for line in frequency.draw(results, 2).axes[0].lines]
+    assert figures.groups(results, block, min_count=2)["lowest"].tolist() == [50]
+    medians = [line.get_ydata()[0] for line in figures.draw_frequency(results, 2).axes[0].lines]
     assert medians == [50, 50, 50]
 
 
@@ -65,27 +65,27 @@ def test_lowest_and_highest(results):
 
 
 def test_picture_of_load(results):
-    from smoe_fairseq.analysis.figures import load
+    from smoe_fairseq.analysis import figures
 
-    axes = load.draw(results).axes
+    axes = figures.draw_load(results).axes
     drawn = axes[0].images[0].get_array()
     # into bb: 1, 0, 3, 1 first choices; into aa: 0, 0, 3, 0
     assert drawn.tolist() == [[0.8, 0.0, 2.4, 0.8], [0.0, 0.0, 4.0, 0.0]]
 
 
 def test_picture_of_flow(results):
-    from smoe_fairseq.analysis.figures import flow
+    from smoe_fairseq.analysis import figures
 
     counts = results.over(results.directions, results.blocks[0])
-    moves = flow.shares(counts)
+    moves = figures.shares(counts)
     assert moves == {(0, 1): 1 / 7, (0, 2): 6 / 7, (1, 2): 1 / 7}
-    tops = flow.ribbon_tops(moves, out=2)
+    tops = figures.ribbon_tops(moves, out=2)
     assert tops[0, 1] == [1, 1] and tops[1, 2] == [1, 1]
-    assert tops[0, 2] == pytest.approx([6 / 7, 6 / 7 - flow.GAP, 6 / 7])
+    assert tops[0, 2] == pytest.approx([6 / 7, 6 / 7 - figures.GAP, 6 / 7])
 
 
 def test_picture_of_training():
-    from smoe_fairseq.analysis.figures import training
+    from smoe_fairseq.analysis import figures
 
     series = {
         "requested_capacity": {200: 1.5, 100: 2.0},
@@ -93,14 +93,14 @@ def test_picture_of_training():
         "encoder.layer.1/stratum.0/load_max": {100: 3.0, 200: 1.2},
         "encoder.layer.1/stratum.1/load_max": {100: 2.0, 200: 1.4},
     }
-    requested, load = training.draw(series).axes
+    requested, figures = figures.draw_training(series).axes
     assert requested.lines[0].get_xydata().tolist() == [[100, 2.0], [200, 1.5]]
-    assert load.lines[0].get_xydata().tolist() == [[100, 3.0], [200, 1.4]]
+    assert figures.lines[0].get_xydata().tolist() == [[100, 3.0], [200, 1.4]]
 
 
 def test_block_whose_name_begins_like_another():
     """As the log of a deep model has them: layer 1 is not layers 10 and 11."""
-    from smoe_fairseq.analysis.figures import training
+    from smoe_fairseq.analysis import figures
 
     series = {
         "encoder.layer.11/stratum.0/load_max": {100: 9.0},
@@ -108,9 +108,9 @@ def test_block_whose_name_begins_like_another():
         "encoder.layer.10/stratum.0/load_max": {200: 8.0},
         "encoder.layer.1/stratum.1/load_max": {200: 1.4, 300: 2.0},
     }
-    assert training.busiest(series, "encoder.layer.1") == {100: 3.0, 200: 1.4, 300: 2.0}
-    assert training.busiest(series, "encoder.layer.10") == {200: 8.0}
-    training.draw(series)
+    assert figures.busiest(series, "encoder.layer.1") == {100: 3.0, 200: 1.4, 300: 2.0}
+    assert figures.busiest(series, "encoder.layer.10") == {200: 8.0}
+    figures.draw_training(series)
 
 
 TOKENS = {  # and how they are shown
@@ -131,24 +131,21 @@ TOKENS = {  # and how they are shown
 @pytest.mark.filterwarnings("ignore:Glyph .* missing")
 def test_tokens_are_text(results, tmp_path):
     """Neither mathematics nor commands, in pictures and on a terminal."""
-    from smoe_fairseq.analysis import sentence
-    from smoe_fairseq.analysis.figures import sentence as figures
-    from smoe_fairseq.analysis.figures import style
-    from smoe_fairseq.analysis.visible import visible
+    from smoe_fairseq.analysis import figures, sentence
+    from smoe_fairseq.analysis.sentence import visible
 
     shown = [visible(token) for token in TOKENS]
     assert shown == list(TOKENS.values())
     side = sentence.SentenceSide("decoder", shown, results.blocks, [[1] * len(shown)])
-    style.save(figures.draw([side]), tmp_path / "one")
+    figures.save(figures.draw_sentence([side]), tmp_path / "one")
     texts = {element.text for element in ElementTree.parse(tmp_path / "one.svg").iter()}
     assert texts >= set(shown)
 
 
 def test_picture_of_the_exit_bias():
     """Means over the directions; time of all sentences together."""
-    from smoe_fairseq.analysis import findings
+    from smoe_fairseq.analysis import figures, report
     from smoe_fairseq.analysis.exit_curve import Curve, Point
-    from smoe_fairseq.analysis.figures import exit_bias
 
     good, bad = ["a b c d e"] * 2, ["x"] * 2
     points = [
@@ -157,13 +154,13 @@ def test_picture_of_the_exit_bias():
         Point("bb-aa", 0.0, 0.8, 4, 4, translations=good[:1], references=good[:1]),
         Point("bb-aa", 2.0, 0.5, 4, 4, translations=good[:1], references=good[:1]),
     ]
-    axes = exit_bias.draw(Curve(points)).axes
+    axes = figures.draw_exit_bias(Curve(points)).axes
     assert [ax.get_title() for ax in axes] == ["requested capacity", "BLEU", "ms per sentence"]
     drawn = [line.get_xydata().tolist() for ax in axes for line in ax.lines]
     assert drawn[0] == [[0, 1.5], [2, 1]]
     assert drawn[1] == [[0, pytest.approx(100)], [2, pytest.approx(50)]]
     assert drawn[2] == [[0, pytest.approx(400)], [2, pytest.approx(200)]]
-    assert findings.exit_bias(Curve(points)) == (
+    assert report.exit_bias(Curve(points)) == (
         "With the bias 0: a token stops at 1.50 strata, BLEU is 100.0 and a sentence takes 400.0 ms; "
         "2: a token stops at 1.00 strata, BLEU is 50.0 and a sentence takes 200.0 ms."
     )
@@ -185,8 +182,7 @@ LINES = [  # of a log, none of which says anything
 
 
 def test_malformed_log(tmp_path):
-    from smoe_fairseq.analysis import training_log
-    from smoe_fairseq.analysis.figures import training
+    from smoe_fairseq.analysis import figures, training_log
 
     log = tmp_path / "train.log"
     for line in LINES:
@@ -196,4 +192,78 @@ def test_malformed_log(tmp_path):
     log.write_text("\n".join([*LINES, good]))
     series = training_log.read(log)
     assert series == {"requested_capacity": {3: 1.5}, "decoder.layer.1/load_max": {3: 2.0}}
-    training.draw(series)
+    figures.draw_training(series)
+
+
+def test_what_has_nothing_to_show_is_left_out(results):
+    """One layer has no depth, and limits that drop nothing no positions."""
+    from dataclasses import replace
+
+    from smoe_fairseq.analysis import report
+    from smoe_fairseq.analysis.exit_curve import CapacityCheck
+
+    def names(found):
+        return [section.name for section, _ in report._pictures(found, None, {}, 1)]
+
+    fifths = np.stack([np.full(5, 9), np.zeros(5, dtype=int)])
+    none_dropped = replace(results, capacity=CapacityCheck(4, fifths={"decoder.layer.1": fifths}))
+    assert names(none_dropped) == ["by_direction", "frequency", "load", "flow"]
+    some = fifths + np.eye(2, 5, -1, dtype=int)
+    dropping = replace(results, capacity=CapacityCheck(4, fifths={"decoder.layer.1": some}))
+    assert "positions" in names(dropping)
+    assert len(figures_of_training({"overflow_expert1": {100: 0.0, 200: 0.0}})) == 1
+    assert len(figures_of_training({"overflow_expert1": {100: 3.0, 200: 0.0}})) == 2
+
+
+@pytest.mark.filterwarnings("ignore:No artists with labels")
+def figures_of_training(series):
+    from smoe_fairseq.analysis import figures
+
+    return figures.draw_training({"requested_capacity": {100: 2.0, 200: 1.5}} | series).axes
+
+
+def test_panels_are_stacked_for_a_phone(results):
+    from smoe_fairseq.analysis import figures
+
+    series = {"requested_capacity": {100: 2.0}, "overflow_expert1": {100: 3.0}}
+    for stacked in (False, True):
+        figure = figures.draw_training(series, stacked=stacked)
+        figure.canvas.draw()
+        first, second = (ax.get_position() for ax in figure.axes)
+        assert (first.y0 > second.y1) == stacked and (first.x1 < second.x0) != stacked
+    assert figures.png(figure).startswith(b"\x89PNG")
+
+
+def test_the_first_paragraph(results, tmp_path):
+    """What was run, and the BLEU of this checkpoint in all of these directions, or none."""
+    from dataclasses import replace
+
+    from smoe_fairseq.analysis import report
+
+    run = {"updates": 4000, "subset": "valid", "sentences": {"aa-bb": 3, "bb-aa": 4}}
+    found, checkpoint = replace(results, run=run), tmp_path / "best.pt"
+    text = (
+        "After 4,000 updates, over 7 sentence pairs in 2 directions of valid, a token stops on average "
+        "at 1.14 in the decoder of the strata of a block."
+    )
+    assert report.summary(found, checkpoint) == text
+    scores = {"aa-bb": {"bleu": 30.0}, "bb-aa": {"bleu": 31.0}}
+    for content, said in (
+        ({"checkpoint": "best.pt", "scores": scores}, True),
+        ({"checkpoint": "last.pt", "scores": scores}, False),
+        ({"checkpoint": "best.pt", "scores": {"aa-bb": {"bleu": 30.0}}}, False),
+        (["no", "scores"], False),
+    ):
+        (tmp_path / "scores.json").write_text(json.dumps(content))
+        bleu = " Its BLEU on the test set is 30.5, the mean of 2 directions."
+        assert report.summary(found, checkpoint) == text + bleu * said
+
+
+def test_the_page_escapes_what_it_is_given():
+    from smoe_fairseq.analysis import report
+
+    section = report.Section("load", "<load>", "a & b", "read", b"wide", b"narrow")
+    page = report.page("<title>", "first", {"a<b": 1}, [section])
+    assert "&lt;title&gt;" in page and "<title>&lt;" in page and "a &amp; b" in page
+    assert "<th>a&lt;b</th><td>1</td>" in page and page.index("first") < page.index("<table>")
+    assert 'media="(max-width: 40rem)" srcset="data:image/png;base64,bmFycm93"' in page

@@ -7,10 +7,9 @@ from family import FAMILY
 from sampling import soak, some
 from test_model import make_task, tiny
 
-from smoe_fairseq.models.moe_layers import moe_blocks
-from smoe_fairseq.system.errors import UsageError
-from smoe_fairseq.translation.beam_search import BeamSearch
-from smoe_fairseq.translation.best_of_many import best_of_many
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.translate.search import BeamSearch, best_of_many
 
 SYSTEMS = FAMILY | {
     "dense": "--moe-freq 0",

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smoe_fairseq.modules import StratifiedMoE, grouped, torch_features
-from smoe_fairseq.modules.execution import PerExpert
+from smoe_fairseq.modules.experts import PerExpert
 
 T, D, F, K = 96, 16, 64, 2
 STRATA = ["8", "4-4", "2-2-2-2"]
@@ -205,7 +205,7 @@ def test_the_gradient_of_a_compiled_block_is_ours(dtype, monkeypatch):
 @pytest.mark.parametrize("strata", STRATA)
 def test_training_never_waits_for_the_device(strata, dtype):
     block = make_block(strata).to("cuda", dtype)
-    block.experts.activation_dropout = block.dropout = 0.1
+    block.experts.activation_dropout = block.layer_norms.dropout = 0.1
     x = torch.randn(T, D, device="cuda", dtype=dtype, requires_grad=True)
     padding_mask = torch.zeros(T, dtype=torch.bool, device="cuda")
     for mode in ("default", "error"):  # the first pass warms up

@@ -7,9 +7,9 @@ from test_block import PADDING, D, F, make_block, make_input
 from test_criterion import make_criterion, make_sample
 from test_model import make_task, sentence_against, tiny
 
-from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.system.errors import UsageError
 
 EXECUTIONS = pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 

@@ -11,19 +11,16 @@ import pytest
 import torch
 from commands import SCRIPTS, TINY, generation, run, run_python
 from fairseq import checkpoint_utils
-from fairseq.file_io import PathManager
 from test_compat import WITHOUT, run_without
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
 from test_training import train as train_smoe
 
-from smoe_fairseq.checkpoint.content import open_checkpoint
-from smoe_fairseq.checkpoint.names import pending
-from smoe_fairseq.checkpoint.record import record_of
-from smoe_fairseq.checkpoint.shards import Shards
-from smoe_fairseq.system import checkpoint_file
-from smoe_fairseq.system.errors import UsageError
-from smoe_fairseq.system.files import reason_of, whole_file
+from smoe_fairseq.checkpoints.io import open_checkpoint, pending, record_of
+from smoe_fairseq.checkpoints.sets import Shards
+from smoe_fairseq.compat import safe_load
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import reason_of, whole_file
 
 NORMS = ("--encoder-normalize-before", "--decoder-normalize-before")
 
@@ -104,9 +101,9 @@ def test_our_commands_notice_too(sparse, small_corpus, tmp_path):
 
 def test_each_byte_that_matters_is_covered(pre_norm, tmp_path):
     """The list of contents and the pickle as well as tensors; what is sound stays so."""
-    checkpoint_file.check_sums(pre_norm)
-    with pytest.raises(checkpoint_file.UnreadableCheckpoint, match="data.pkl in it does not match"):
-        checkpoint_file.check_sums(rotted(pre_norm, tmp_path / "pickle.pt", b"data.pkl"))
+    safe_load.check_sums(pre_norm)
+    with pytest.raises(safe_load.UnreadableCheckpoint, match="data.pkl in it does not match"):
+        safe_load.check_sums(rotted(pre_norm, tmp_path / "pickle.pt", b"data.pkl"))
     content = pre_norm.read_bytes()
     table = content.rindex(b"PK\1\2")
     for where in (0, table, len(content) - 22):
@@ -125,13 +122,13 @@ def test_a_file_is_summed_once_while_it_stays_as_it_is(pre_norm, tmp_path, monke
     )
     path = tmp_path / "checkpoint.pt"
     shutil.copy(pre_norm, path)
-    checkpoint_file.check_sums(path)
+    safe_load.check_sums(path)
     count = len(opened)
-    checkpoint_file.check_sums(path)
+    safe_load.check_sums(path)
     assert len(opened) == count > 10
     rotted(pre_norm, path)
-    with pytest.raises(checkpoint_file.UnreadableCheckpoint):
-        checkpoint_file.check_sums(path)
+    with pytest.raises(safe_load.UnreadableCheckpoint):
+        safe_load.check_sums(path)
 
 
 def test_checkpoints_of_older_torch_have_no_checksums(pre_norm, tmp_path):
@@ -200,45 +197,11 @@ def test_a_file_that_may_be_sound_is_not_taken_for_a_useless_one(sparse, tmp_pat
     """Else what a killed run left to be published would be dropped at the next start."""
     secret = pending(tmp_path / "secret-rank-0.pt")
     shutil.copy(sparse, secret)
-    with pytest.raises(checkpoint_file.InaccessibleCheckpoint, match="Permission denied"):
+    with pytest.raises(safe_load.InaccessibleCheckpoint, match="Permission denied"):
         record_of(secret)
     (tmp_path / "cut.pt").write_bytes(sparse.read_bytes()[:5000])
     assert record_of(tmp_path / "cut.pt") is None and record_of(tmp_path / "none.pt") is None
     assert open_checkpoint(sparse)["model"]
-
-
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
-    original = open
-
-    def refuse(path, mode="r", *others, **options):
-        if str(path).startswith(str(tmp_path)):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return original(path, mode, *others, **options)
-
-    monkeypatch.setattr("builtins.open", refuse)
-    with pytest.raises(UsageError) as ended:
-        checkpoint_utils.verify_checkpoint_directory(str(tmp_path))
-    words = f"--save-dir {tmp_path} cannot be written to: Permission denied"
-    assert str(ended.value) == words
-
-
-@pytest.mark.parametrize("ask", ["exists", "isfile"])
-def test_a_checkpoint_that_is_hidden_is_not_taken_for_missing(tmp_path, monkeypatch, ask):
-    """Else --restore-file of a folder of another user would start anew."""
-    hidden, original = str(tmp_path / "checkpoint.pt"), os.stat
-
-    def stat(path, *others, **options):
-        if str(path) == hidden:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return original(path, *others, **options)
-
-    monkeypatch.setattr(os, "stat", stat)
-    assert not os.path.exists(hidden)
-    with pytest.raises(UsageError) as ended:
-        getattr(PathManager, ask)(hidden)
-    assert str(ended.value) == f"{hidden} cannot be read: Permission denied"
-    assert not getattr(PathManager, ask)(str(tmp_path / "none.pt"))
-    assert not getattr(checkpoint_utils.PathManager, ask)("s3://bucket/checkpoint.pt")
 
 
 # A run that ends while it saves

@@ -1,14 +1,20 @@
 """The block as a layer of any PyTorch model: without fairseq, under its parameters' own names."""
 
+import math
 import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from smoe_fairseq.modules import OptionError, StratifiedMoE
-from smoe_fairseq.modules.placement import Placement
+from smoe_fairseq.modules.balance import average_null
+from smoe_fairseq.modules.experts import Placement
+from smoe_fairseq.modules.routing import Capacity, most_copies
 
 WITHOUT_FAIRSEQ = """
 import sys
@@ -96,3 +102,36 @@ def test_activation(given):
     torch.manual_seed(1)
     other = StratifiedMoE(8, 16, "4", activation_fn=torch.nn.functional.gelu).eval()
     assert torch.equal(block(x)[0], other(x)[0])
+
+
+class NoFloat64OnMPS(TorchDispatchMode):
+    """MPS has no float64; a fake tensor, which torch lets have any device, would not say so."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if torch.is_tensor(each) and each.device.type == "mps":
+                assert each.dtype != torch.float64, f"{func} makes float64 on MPS"
+        return made
+
+
+@pytest.mark.parametrize("part", ["capacity", "expert choice", "null experts"])
+def test_routing_makes_no_float64_on_mps(part):
+    with FakeTensorMode(), NoFloat64OnMPS():
+        count_E = torch.empty(4, dtype=torch.long, device="mps")
+        if part == "capacity":
+            experts_TK = torch.empty(6, 2, dtype=torch.long, device="mps")
+            scores_TE, tokens = torch.empty(6, 4, device="mps"), count_E.sum()
+            found = Capacity()(experts_TK, scores_TE, tokens).kept_E
+        elif part == "expert choice":
+            found = most_copies(2.0, count_E, num_experts=4)
+        else:
+            found = average_null(count_E, null_experts=2)
+    assert found.device.type == "mps"
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.1, 2.0])
+def test_an_expert_takes_the_ceiling(factor):
+    tokens = torch.arange(0, 5000, 7)
+    want = [math.ceil(factor * count / 7) for count in tokens.tolist()]
+    assert most_copies(factor, tokens, num_experts=7).tolist() == want

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from smoe_fairseq.analysis.cost import count
-from smoe_fairseq.analysis.paper import compare
+from smoe_fairseq.analysis.cost_command import compare
 
 # The cells that no reading of the text explains: printed less the vanilla row's, ours.
 UNEXPLAINED = {("m4", "stacked-2-2-2-2"), ("m15", "smoe-8-4-4")}
@@ -121,6 +121,10 @@ def test_cells_that_differ_are_named():
     [
         ("--smoe-strata 4-x", "--smoe-strata '4-x'"),
         ("--vocab-size 2", "--vocab-size 2"),
+        ("--vocab-size 1000000000000000000", "expected at most 10,000,000"),
+        ("--encoder-layers 1000000000", "--encoder-layers 1000000000: expected at most"),
+        ("--smoe-strata 1000000000", "expected at most 1,000 strata"),
+        (f"--smoe-strata {'1-' * 100_000}1", "expected at most 1,000 strata"),
         ("--context -1", "--context -1"),
         ("--path nowhere.pt", "nowhere.pt is missing"),
         ("data-bin", "--path CHECKPOINT"),

@@ -8,11 +8,16 @@ from fairseq import metrics
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 from fairseq.logging.meters import AverageMeter
-from test_model import PAD, make_task, tiny
+from test_model import PAD, make_model, make_task, tiny
 
-from smoe_fairseq.criterions.cmr_budget import cmr_budget_loss
-from smoe_fairseq.criterions.label_smoothing import LabelSmoothedNLL
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.criterions.metrics import routing_sums
+from smoe_fairseq.criterions.smoe_label_smoothed_cross_entropy import (
+    LabelSmoothedNLL,
+    cmr_budget_loss,
+)
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules import StratifiedMoE
 
 ALPHA, EPSILON = 0.5, 0.1
 
@@ -45,6 +50,19 @@ def logged(logging_outputs):
         type(criterion).reduce_metrics(logging_outputs)
     averages = {n: m.avg for n, m in meters.items() if isinstance(m, AverageMeter)}
     return averages
+
+
+def test_loss_of_a_model_with_an_adaptive_softmax():
+    """Its first output is features, from which fairseq's own criterion makes the loss."""
+    flags = ["--arch", "transformer_tiny", "--adaptive-softmax-cutoff", "20,50", "--dropout", "0"]
+    model = make_model(*flags).eval()
+    sample = make_sample(3, 6, seed=1)
+    loss, _, _ = make_criterion()(model, sample)
+    features, _ = model(**sample["net_input"])
+    target = sample["target"].flatten()
+    log_probs = model.decoder.adaptive_softmax.get_log_prob(features, None).flatten(0, 1)
+    want, _ = label_smoothed_nll_loss(log_probs, target.unsqueeze(1), EPSILON, PAD)
+    assert float(loss) == pytest.approx(float(want), rel=1e-5)
 
 
 def test_loss_by_hand():
@@ -249,3 +267,20 @@ def test_layer_drop_of_all_moe_layers():
     loss, _, log = make_criterion()(model, make_sample(3, 6, seed=1))
     loss.backward()
     assert logged([log])["moe_gate_loss"] == 0 == logged([log])["requested_capacity"]
+
+
+def test_blocks_have_names_of_their_own_wherever_they_are():
+    """Those of a user's model: outside of layers, and two in one layer."""
+    model = torch.nn.Module()
+    model.first = StratifiedMoE(8, 8, "4")
+    model.encoder = torch.nn.Module()
+    pair = torch.nn.ModuleList(StratifiedMoE(8, 8, "4") for _ in range(2))
+    model.encoder.layers = torch.nn.ModuleList([pair, StratifiedMoE(8, 8, "4")])
+    blocks = moe_blocks(model)
+    assert list(blocks) == ["first", "encoder.layers.0.0", "encoder.layers.0.1", "encoder.layer.1"]
+    stats = [block.train()(torch.randn(2, 3, 8))[1] for block in blocks.values()]
+    got = logged([{**LOG, **routing_sums(model, list(blocks), stats)}])
+    assert {f"{name}/requested_capacity" for name in blocks} <= got.keys()
+
+
+LOG = {"loss": 0.0, "nll_loss": 0.0, "ntokens": 6, "nsentences": 2, "sample_size": 6}

@@ -8,8 +8,8 @@ from test_block_work import STRATA, Operations, make_block, needs_grouped_mm, ru
 from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.modules.execution import best_execution
-from smoe_fairseq.modules.transfer import on_host
+from smoe_fairseq.modules.experts import best_execution
+from smoe_fairseq.modules.statistics import on_host
 
 T, D = 96, 16
 READING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "is_nonzero"}
@@ -44,9 +44,9 @@ class HostReads(TorchFunctionMode):
 @pytest.fixture
 def device_like(monkeypatch):
     """A model that treats its tensors as a GPU's."""
-    from smoe_fairseq.models import smoe_transformer
+    from smoe_fairseq.models import transformer
 
-    monkeypatch.setattr(smoe_transformer, "may_have_padding", lambda mask: True)
+    monkeypatch.setattr(transformer, "may_have_padding", lambda mask: True)
 
 
 @pytest.fixture(scope="module")

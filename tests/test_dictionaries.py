@@ -11,8 +11,7 @@ from test_expert_parallel_checkpoints import call, refusal
 from test_lock import SMALL
 from test_trainer import GLOO, MOE
 
-from smoe_fairseq.checkpoint.content import open_checkpoint
-from smoe_fairseq.checkpoint.dictionaries import KEY, difference, noted
+from smoe_fairseq.checkpoints.io import DICTIONARIES, difference, noted, open_checkpoint
 
 PLUGIN = SMALL[1]
 
@@ -63,7 +62,7 @@ def test_training(ranks, data, trained, tmp_path, given):
 def test_training_over_processes(ranks, data, trained, tmp_path):
     """Each ends by itself, with the sentence: with experts of its own and with all of them."""
     call("reshard", trained, "--world-size", 2, "--output", tmp_path / "run/checkpoint_last.pt")
-    assert open_checkpoint(tmp_path / "run/checkpoint_last-rank-1.pt")[KEY]
+    assert open_checkpoint(tmp_path / "run/checkpoint_last-rank-1.pt")[DICTIONARIES]
     call(
         *("consolidate", tmp_path / "run/checkpoint_last.pt"),
         *("--output", tmp_path / "one.pt", "--optimizer-state"),
@@ -101,7 +100,7 @@ def test_analysing(data, trained, tmp_path):
 
 def test_a_checkpoint_that_does_not_say_is_loaded_as_before(ranks, data, trained, tmp_path):
     content = torch.load(trained, weights_only=True)
-    del content[KEY]
+    del content[DICTIONARIES]
     torch.save(content, tmp_path / "old.pt")
     words = ["--save-dir", tmp_path / "new", *MOE, "--finetune-from-model", tmp_path / "old.pt"]
     ranks.train(tmp_path / "logs", 1, data[1], *words, one=True)
@@ -150,7 +149,7 @@ def test_tasks_of_several_languages_note_each():
     several = {"en": dictionary("a", "b"), "de": dictionary("b", "a"), "fr": dictionary("a")}
     trained = Namespace(data_manager=Namespace(dicts=several), source_dictionary=several["en"])
     assert set(noted(trained)) == set(noted(Namespace(dicts=several))) == {"en", "de", "fr"}
-    content = {KEY: noted(trained)}
+    content = {DICTIONARIES: noted(trained)}
     of_one = Namespace(data_manager=Namespace(dicts={"de": several["de"]}))
     assert difference("model.pt", content, of_one) is None
     of_one.data_manager.dicts = {"de": several["en"]}
@@ -164,10 +163,12 @@ def test_other_sizes_are_left_to_the_model():
     one, other = (
         Namespace(source_dictionary=d) for d in (dictionary("a", "<mask>"), dictionary("a"))
     )
-    assert difference("model.pt", {KEY: noted(one)}, other) is None
+    assert difference("model.pt", {DICTIONARIES: noted(one)}, other) is None
 
 
-@pytest.mark.parametrize("content", [{}, {KEY: None}, {KEY: "x"}, {KEY: {"source": 1}}])
+@pytest.mark.parametrize(
+    "content", [{}, {DICTIONARIES: None}, {DICTIONARIES: "x"}, {DICTIONARIES: {"source": 1}}]
+)
 def test_without_a_note_nothing_is_compared(content):
     assert difference("model.pt", content, Namespace(source_dictionary=dictionary("a"))) is None
     assert noted(Silent()) == {}

@@ -9,7 +9,7 @@ from test_block import PADDING, D, F, make_block, make_input
 from test_model import make_batch, sentence_against, tiny
 
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.modules.exit_bias import exit_bias
+from smoe_fairseq.modules.gates.linear import exit_bias
 
 EXECUTIONS = pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 

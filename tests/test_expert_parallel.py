@@ -8,8 +8,8 @@ import torch
 from commands import PLUGIN, SCRIPTS, run
 from sampling import sample, soak
 
-from smoe_fairseq.checkpoint.shards import Shards
-from smoe_fairseq.modules.placement import Placement
+from smoe_fairseq.checkpoints.sets import Shards
+from smoe_fairseq.modules.experts import Placement
 
 UPDATES = 5
 
@@ -229,8 +229,8 @@ def norm_of_all(name: str, scale: float):
     """On each of two ranks with two experts each: the norm over shared parameters and all experts."""
     import torch.distributed as dist
 
-    from smoe_fairseq.distributed.agree import from_all
-    from smoe_fairseq.distributed.gradients import ExpertNorm
+    from smoe_fairseq.training.gradients import ExpertNorm
+    from smoe_fairseq.training.launch import from_all
 
     dist.init_process_group("gloo")
     dtype = getattr(torch, name)

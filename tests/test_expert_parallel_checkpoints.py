@@ -10,8 +10,8 @@ import torch
 from commands import PLUGIN, run
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
-from smoe_fairseq.checkpoint.names import rank_file
-from smoe_fairseq.checkpoint.shards import Shards, same_bits
+from smoe_fairseq.checkpoints.io import rank_file
+from smoe_fairseq.checkpoints.sets import Shards, same_bits
 from smoe_fairseq.cli import main
 
 UPDATES = 3
@@ -252,6 +252,8 @@ def test_bad_requests_get_one_sentence(resharded, tmp_path):
         "reshard", tmp_path / "none.pt", "--world-size", 2, "--output", out
     )
     assert "stands for no set" in refusal("consolidate", tmp_path / "none.pt", "--output", out)
+    assert "is the name of the set" in refusal("consolidate", path, "--output", path)
+    assert not path.exists()
     assert not list(tmp_path.iterdir())
 
 

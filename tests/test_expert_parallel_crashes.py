@@ -13,10 +13,8 @@ from ranks import Ranks
 from sampling import soak
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
-from smoe_fairseq.checkpoint.content import open_checkpoint
-from smoe_fairseq.checkpoint.names import rank_file
-from smoe_fairseq.checkpoint.record import Record
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.checkpoints.io import Record, open_checkpoint, rank_file
+from smoe_fairseq.errors import UsageError
 
 KILLS = 20
 UPDATES = 8
@@ -112,13 +110,13 @@ def killed_while_publishing(moment: str, arguments):
     import torch.distributed as dist
     from fairseq_cli import train
 
-    from smoe_fairseq.distributed import saving
+    from smoe_fairseq.training import sharded_checkpoints
 
-    original, count = saving.os.replace, [0]
+    original, count = sharded_checkpoints.os.replace, [0]
 
     def replace(source, target):
         if str(target).endswith("checkpoint_last-rank-1.pt") and str(source).endswith(
-            saving.PENDING
+            sharded_checkpoints.PENDING
         ):
             count[0] += 1
             if count[0] == 5:
@@ -136,7 +134,7 @@ def killed_while_publishing(moment: str, arguments):
                 time.sleep(60)  # rank 0 never renames its own
         original(source, target)
 
-    saving.os.replace = replace
+    sharded_checkpoints.os.replace = replace
     sys.argv = ["fairseq-train", *arguments]
     train.cli_main()
 
@@ -148,8 +146,12 @@ def test_killed_between_two_renamings(ranks, small_corpus, tmp_path, uninterrupt
     reference, _ = uninterrupted
     arguments = list(map(str, saving_flags(small_corpus, tmp_path, *more)))
     run = ranks.start(tmp_path, 2, moment, arguments, function=killed_while_publishing)
-    run.wait(60)
-    assert -9 in run.statuses()
+    deadline = time.monotonic() + 60
+    while run.statuses()[1] is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert run.statuses()[1] == -9
+    run.kill()  # as a launcher does
+    run.wait(10)
     assert resume(ranks, small_corpus, tmp_path, reference, *more) == 5
 
 

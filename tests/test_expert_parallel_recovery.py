@@ -8,8 +8,8 @@ from commands import PLUGIN, TINY, run
 from ranks import free_port
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
-from smoe_fairseq.checkpoint.names import pending, rank_file
-from smoe_fairseq.checkpoint.shards import Shards
+from smoe_fairseq.checkpoints.io import pending, rank_file
+from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.cli import main
 
 LAST = "checkpoint_last.pt"

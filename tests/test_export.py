@@ -1,9 +1,13 @@
 """``smoe export``: what other programs make of a checkpoint is what it was here."""
 
+import importlib.util
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 
+import handmade
 import pytest
 import torch
 from commands import generate, generation, hypotheses, run, run_python
@@ -24,7 +28,7 @@ from smoe_fairseq.modules import StratifiedMoE
 @pytest.fixture(scope="module")
 def dense(small_corpus, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dense")
-    train_smoe(small_corpus, folder, "--moe-freq", 0, "--max-update", 30)
+    train_smoe(small_corpus, folder, "--moe-freq", 0, "--max-update", 150)
     return folder / "checkpoint_last.pt"
 
 
@@ -93,6 +97,85 @@ def test_what_is_no_stock_transformer_is_refused(sparse, pre_norm, tmp_path):
     assert list(contents(tmp_path)) == ["old.pt"]
 
 
+# CTranslate2
+
+
+@pytest.fixture
+def ctranslate2():
+    return pytest.importorskip("ctranslate2", reason="the package ctranslate2 is not installed")
+
+
+def test_ctranslate2_translates_the_same(ctranslate2, small_corpus, dense, tmp_path):
+    """By ``--to ctranslate2``, and by its own converter from ``--to fairseq``."""
+    said = run("fairseq-generate", *generation(small_corpus, dense), "--user-dir", PLUGIN).stdout
+    expected = hypotheses(said)
+    text = dict(re.findall(r"^S-(\d+)\t(.*)$", said, re.MULTILINE))
+    call("export", dense, "--to", "ctranslate2", "--output", tmp_path / "model")
+    call("export", dense, "--to", "fairseq", "--output", tmp_path / "stock.pt")
+    files = ("--model_path", tmp_path / "stock.pt", "--data_dir", small_corpus)
+    run("ct2-fairseq-converter", *files, "--output_dir", tmp_path / "own")
+    source = [text[str(number)].split() for number in expected]
+    target = [words.split() for _, words in expected.values()]
+    assert len(set(map(tuple, target))) > 20  # the model says something of the text
+    for folder in ("model", "own"):
+        translator = ctranslate2.Translator(str(tmp_path / folder))
+        scores = [
+            sum(each.log_probs) / len(each.log_probs) / math.log(2)
+            for each in translator.score_batch(source, target)
+        ]
+        assert scores == pytest.approx([score for score, _ in expected.values()], abs=2e-4)
+        found = translator.translate_batch(source, beam_size=3, max_decoding_length=12)
+        # Its search ends a hypothesis by rules of its own, so some differ from fairseq's.
+        pairs = zip(found, target, strict=True)
+        assert sum(each.hypotheses[0] == words for each, words in pairs) >= 40
+
+
+def test_ctranslate2_takes_a_model_of_several_languages(ctranslate2, three_languages, tmp_path):
+    """Its vocabulary has the tokens of languages, which the text begins with."""
+    handmade.train(three_languages, tmp_path, *handmade.MULTILINGUAL, "--moe-freq", 0)
+    path = tmp_path / "checkpoint_last.pt"
+    call("export", path, "--to", "ctranslate2", "--output", tmp_path / "model")
+    words = json.loads((tmp_path / "model/shared_vocabulary.json").read_text())
+    assert len(words) == len(load(path)["model"]["encoder.embed_tokens.weight"])
+    assert {f"__{language}__" for language in handmade.LANGUAGES} <= set(words)
+    ctranslate2.Translator(str(tmp_path / "model")).translate_batch([["__bb__", words[4]]])
+
+
+def test_what_ctranslate2_has_not_is_refused(ctranslate2, dense, sparse, tmp_path):
+    ask = ("--to", "ctranslate2", "--output", tmp_path / "model")
+    sentence = refusal("export", sparse, *ask)
+    assert f"{sparse} has experts, for which CTranslate2 has no place; expected a dense" in sentence
+    path = changed(
+        dense,
+        tmp_path / "mixed.pt",
+        lambda state: state["cfg"]["model"].update(encoder_normalize_before=False),
+    )
+    sentence = refusal("export", path, *ask)
+    assert f"{path}: CTranslate2 does not convert this model: " in sentence
+    assert "--encoder-normalize-before and --decoder-normalize-before" in sentence
+    path = changed(
+        dense, tmp_path / "moved.pt", lambda state: state["cfg"]["task"].update(data="gone")
+    )
+    assert f"{path}: its dictionaries are missing" in refusal("export", path, *ask)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed.pt", "moved.pt"]
+
+
+def test_force_replaces_a_model_of_ctranslate2_only(ctranslate2, dense, tmp_path):
+    ask = ("export", dense, "--to", "ctranslate2", "--output", tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    assert "is there already; --force replaces it" in refusal(*ask)
+    assert "replaces a model of CTranslate2 only" in refusal(*ask, "--force")
+    (tmp_path / "model/model.bin").write_text("old")
+    call(*ask, "--force")
+    assert (tmp_path / "model/model.bin").stat().st_size > 1000
+
+
+def test_without_ctranslate2_one_sentence_says_how_to_get_it(dense, tmp_path, monkeypatch):
+    without(monkeypatch, "ctranslate2")
+    asked = ("export", dense, "--to", "ctranslate2", "--output", tmp_path / "model")
+    assert "pip install 'smoe-fairseq[ctranslate2]'" in refusal(*asked)
+
+
 # safetensors
 
 
@@ -155,7 +238,7 @@ torch.save(x.detach(), sys.argv[4])
 def test_modules_alone_run_the_blocks(small_corpus, sparse, tmp_path):
     from fairseq import checkpoint_utils
 
-    from smoe_fairseq.models.moe_layers import moe_blocks
+    from smoe_fairseq.models.transformer import moe_blocks
 
     output = tmp_path / "model.safetensors"
     exported(sparse, output)
@@ -199,13 +282,16 @@ def test_a_set_of_several_processes_and_a_stock_model(ranks, small_corpus, pre_n
     )
 
 
-def test_without_the_library_one_sentence_says_how_to_get_it(sparse, tmp_path, monkeypatch):
-    import importlib.util
-
+def without(monkeypatch, package: str) -> None:
+    """As if it were not installed."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda n, *m: None if n == "safetensors" else find(n, *m)
+        importlib.util, "find_spec", lambda n, *m: None if n == package else find(n, *m)
     )
+
+
+def test_without_the_library_one_sentence_says_how_to_get_it(sparse, tmp_path, monkeypatch):
+    without(monkeypatch, "safetensors")
     asked = ("export", sparse, "--to", "safetensors", "--output", tmp_path / "x.safetensors")
     assert "pip install 'smoe-fairseq[export]' has it" in refusal(*asked)
 

@@ -3,12 +3,13 @@
 from unittest import mock
 
 import pytest
+import reference_gates
 import torch
 from reference import reference
 from test_block import PADDING, D, F, T, gradients, make_block, make_input
 
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.modules.gates.assignment import balanced_assignment
+from smoe_fairseq.modules.gates.base import balanced_assignment
 
 EXECUTIONS = pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 PADDED = pytest.mark.parametrize("padding", PADDING)
@@ -26,7 +27,7 @@ def assert_agrees(block, x, mask, ids=None, **options):
     want_y, want_loss, want_rc, want_dropped, _ = want
     want_gradients = gradients(want_y.view_as(x), want_loss, x, params)
     for many_rows in (0, 10**6):
-        with mock.patch("smoe_fairseq.modules.execution.MANY_ROWS", many_rows):
+        with mock.patch("smoe_fairseq.modules.experts.MANY_ROWS", many_rows):
             y, stats = block(x, mask, ids=ids)
         assert torch.allclose(y.reshape(-1, D), want_y, rtol=1e-10, atol=1e-10)
         assert torch.allclose(stats.balance_loss, want_loss, rtol=1e-10)
@@ -176,6 +177,29 @@ def test_null_experts(normalization, strata, execution, padding):
 
 @PADDED
 @EXECUTIONS
+@pytest.mark.parametrize("normalization", ["after-drop", "before-drop", "none"])
+@pytest.mark.parametrize(
+    "strata, null, copies, constants",
+    [("8", 0, 2, 3), ("4-4", 2, 1, 2), ("2-2-2", 1, 0, 2), ("4", 0, 3, 0)],
+)
+def test_copy_and_constant_experts(
+    strata, null, copies, constants, normalization, execution, padding
+):
+    """``E(x) = x`` and ``E(x) = softmax(W_c x) . [x; v]``, beside null experts and without."""
+    x, mask = make_input(padding)
+    options = {"top_k": 3, "capacity_factor": 1.0}
+    kinds = {"null_experts": null, "copy_experts": copies, "constant_experts": constants}
+    block = family_block(strata, execution, gate_normalization=normalization, **options, **kinds)
+    stats = assert_agrees(block, x, mask, normalization=normalization, copies=copies, **options)
+    if padding != "all":
+        free = null + copies + constants
+        assert (
+            0 < stats.asked[:, :-free].sum() == stats.chosen.sum() < 3 * stats.first_choices.sum()
+        )
+
+
+@PADDED
+@EXECUTIONS
 @pytest.mark.parametrize("strata", ["8", "4-4", "1-1-1"])
 @pytest.mark.parametrize("top_p, factor", [(0.4, 0.0), (0.8, 1.0), (1.0, 0.0)])
 def test_top_p(top_p, factor, strata, execution, padding):
@@ -196,6 +220,77 @@ def test_top_p(top_p, factor, strata, execution, padding):
 
 def _norm(block):
     return block.layer_norms[0].weight, block.layer_norms[0].bias
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("strata, top_k", [("8", 2), ("4-4", 3), ("1-1-1", 1)])
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_relu(factor, strata, top_k, execution, padding):
+    x, mask = make_input(padding)
+    options = {"top_k": top_k, "capacity_factor": factor}
+    block = family_block(strata, execution, gate="relu", **options)
+    for gate in block.gates:
+        gate.coefficient.steps += 100
+    stats = assert_agrees(block, x, mask, gate="relu", **options)
+    real = x[~mask]
+    if padding != "all":
+        assert 0 < stats.chosen.sum() < stats.first_choices.sum() * block.choices
+    if strata == "8" and padding != "all":
+        params = dict(block.named_parameters())
+        inputs = torch.nn.functional.layer_norm(real, (D,), *_norm(block))
+        stats = block(x, mask)[1]
+        want = 1e-8 * 1.2**100 * reference_gates.relu_l1(params, 0, inputs, top_k)
+        assert torch.allclose(stats.l1, want, rtol=1e-4)
+        weight = params["gates.0.weight"]
+        got, want = (
+            torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in (stats.l1, want)
+        )
+        assert torch.allclose(got, want, rtol=1e-4)
+    elif padding == "all":
+        assert float(stats.l1.detach()) == 0
+
+
+def test_the_l1_coefficient_goes_towards_the_goal():
+    """By 1.2, once per update, by the mean over all strata; the number of experts follows by gradient."""
+    block = make_block("4-4", gate="relu", top_k=2)
+    for copies, first, second in (([9, 8], 4, 4), ([9, 8], 5, 4), ([8, 8], 4, 4), ([1, 1], 4, 4)):
+        block.end_update(torch.tensor([[copies[0], first], [copies[1], second]]))
+        want = {9: 1, 1: -1, 8: 0}[copies[0]] if first == 4 else -1
+        assert [int(gate.coefficient.steps) for gate in block.gates] == [want] * 2
+        for gate in block.gates:
+            assert float(gate.coefficient.value()) == pytest.approx(1e-8 * 1.2**want)
+            gate.coefficient.steps.zero_()
+    for _ in range(1000):
+        block.end_update(torch.tensor([[9, 1], [9, 1]]))
+    assert block.gates[0].coefficient.value().isfinite()
+
+    block = make_block("8", gate="relu", top_k=2, capacity_factor=0.0)
+    block.gates[0].coefficient.steps += 80
+    x = torch.randn(64, D, dtype=torch.float64)
+    want, _ = block(x)
+    descent, seen = torch.optim.Adam(block.gates.parameters(), lr=0.01), []
+    for _ in range(200):
+        y, stats = block(x)
+        descent.zero_grad()
+        ((y - want.detach()).square().mean() + stats.l1).backward()
+        descent.step()
+        block.end_update(stats.observed)
+        seen.append(float(stats.chosen.sum()) / 64)
+    assert seen[0] > 3 and sum(seen[-50:]) / 50 == pytest.approx(2, abs=0.3)
+
+
+def test_a_token_without_any_expert_keeps_its_residual():
+    block = make_block("4-4", gate="relu")
+    with torch.no_grad():
+        for gate in block.gates:
+            gate.weight.zero_()
+    x = torch.randn(5, D, dtype=torch.float64)
+    y, stats = block(x)
+    assert torch.equal(y, x) and not stats.chosen.any()
+    assert (
+        stats.requested_capacity.tolist() == [2] * 5
+    )  # of equal logits the first is its stratum's own
 
 
 @PADDED
@@ -285,20 +380,39 @@ def test_bias_selects_and_does_not_weigh(strata, top_k, execution, padding):
     stats = assert_agrees(block, x, mask, top_k=top_k, bias=biases)
     if padding != "all":
         assert not torch.equal(stats.first_choices, plain(x, mask)[1].first_choices)
-    assert torch.equal(stats.asked.sum(1), stats.chosen.sum(1))
+    assert torch.equal(stats.observed.sum(1), stats.chosen.sum(1))
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize(
+    "strata, top_k, biased", [("8", 3, True), ("4-4", 2, False), ("2-6", 1, True)]
+)
+def test_sigmoid_scores(strata, top_k, biased, execution, padding):
+    """``s = sigmoid(Wx)``, the best k of ``s + b``, weights ``s / sum s``; the loss of ``s`` over its sum."""
+    x, mask = make_input(padding)
+    options = {"balance": "bias", "bias_step": 0.05} if biased else {}
+    block = family_block(strata, execution, top_k=top_k, scores="sigmoid", **options)
+    biases = None
+    if biased:
+        biases = []
+        for i, gate in enumerate(block.gates):
+            gate.bias.steps += torch.arange(gate.num_experts) ** 2 % 11 + i
+            biases.append(gate.bias.value().double().tolist())
+    assert_agrees(block, x, mask, top_k=top_k, scores="sigmoid", bias=biases)
 
 
 def test_bias_goes_towards_those_with_less_than_the_mean():
     block = make_block("2-2", balance="bias", bias_step=0.5)
-    asked = torch.tensor([[5, 3, 4, 4], [0, 0, 9, 1]])
-    block.update_bias(asked)
+    asked = torch.tensor([[5, 3, 4, 4], [9, 1, 0, 0]])
+    block.end_update(asked)
     assert block.gates[0].bias.steps.tolist() == [-1, 1, 0, 0]
     assert block.gates[1].bias.steps.tolist() == [-1, 1]
-    block.update_bias(torch.zeros_like(asked))  # an update without tokens
+    block.end_update(torch.zeros_like(asked))  # an update without tokens
     assert torch.equal(block.gates[1].bias.value(), torch.tensor([-0.5, 0.5]))
     half = block.to(torch.bfloat16)
     for _ in range(300):
-        half.update_bias(asked)
+        half.end_update(asked)
     assert half.gates[1].bias.value().tolist() == [-150.5, 150.5]
 
 
@@ -348,7 +462,10 @@ def test_balanced_assignment_of_odd_affinities(affinity):
             {"strata": "4-0-4", "stacked": True},
             "strata 4-0-4 with stacked: a stratum without experts leaves its gate none to choose from",
         ),
-        ({"gate": "soft"}, "gate 'soft': expected one of topk, hash, base, expert-choice, top-p"),
+        (
+            {"gate": "soft"},
+            "gate 'soft': expected one of topk, hash, base, expert-choice, top-p, relu",
+        ),
         ({"gate": "base"}, "gate base: expected one stratum, such as strata 8, not 2-2-2-2"),
         ({"gate": "hash", "hash_table": TABLE}, "gate hash: expected one stratum"),
         ({"gate": "hash", "strata": "8"}, "hash_table: gate hash looks experts up; expected a"),
@@ -364,6 +481,19 @@ def test_balanced_assignment_of_odd_affinities(affinity):
         ({"gate": "top-p", "top_p": 0.0}, "top_p 0.0: expected a probability above 0, up to 1"),
         ({"gate": "top-p", "top_p": 1.5}, "top_p 1.5"),
         ({"gate": "top-p", "null_experts": 1}, "null_experts 1: it is an option of gate topk, not"),
+        (
+            {"gate": "top-p", "scores": "sigmoid"},
+            "scores sigmoid: it is an option of gate topk, not",
+        ),
+        ({"gate": "relu", "top_k": 5}, "top_k 5: a gate of strata 2-2-2-2 sees 2 experts"),
+        ({"gate": "relu", "null_experts": 1}, "null_experts 1: it is an option of gate topk, not"),
+        ({"gate": "relu", "copy_experts": 1}, "copy_experts 1: it is an option of gate topk, not"),
+        (
+            {"balance": "bias", "constant_experts": 1},
+            "constant_experts 1 with balance bias: constant experts are balanced by the loss",
+        ),
+        ({"constant_experts": -1}, "constant_experts -1: expected a whole number of at least 0"),
+        ({"scores": "tanh"}, "scores 'tanh': expected one of softmax, sigmoid"),
         ({"gate": "top-p", "balance": "bias"}, "balance bias: it is an option of gate topk, not"),
         ({"null_experts": -1}, "null_experts -1: expected a whole number of at least 0"),
         ({"top_k": 5, "null_experts": 2}, "top_k 5: a gate of strata 2-2-2-2 sees 4 experts"),

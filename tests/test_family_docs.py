@@ -9,9 +9,8 @@ import torch
 from sampling import soak
 from test_model import tiny
 
-from smoe_fairseq.settings.dataset import load_dataset
-from smoe_fairseq.settings.method import method_flags
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.config import load_dataset, method_flags
 
 DOCS = Path(__file__).parents[1] / "docs"
 ROWS = [

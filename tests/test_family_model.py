@@ -8,17 +8,11 @@ from commands import run
 from family import FAMILY
 from sampling import soak, some
 from test_criterion import ALPHA, logged, make_criterion, make_sample
-from test_model import (
-    PAD,
-    make_batch,
-    reckoned_and_real,
-    sentence_against,
-    tiny,
-)
+from test_model import PAD, make_batch, reckoned_and_real, sentence_against, tiny
 
 from smoe_fairseq.analysis.cost import count
-from smoe_fairseq.models.moe_layers import moe_blocks
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.transformer import moe_blocks
 
 MEMBERS = pytest.mark.parametrize("member", FAMILY)
 
@@ -165,7 +159,7 @@ def test_activation_checkpointing_changes_nothing(member):
         loss, _, log = criterion(model, make_sample(4, 6, seed=1))
         loss.backward()
         asked = {k: v for k, v in log.items() if k.startswith("moe_asked")}
-        assert len(asked) == (2 if member == "bias" else 0)
+        assert len(asked) == (2 if member in ("bias", "sigmoid", "relu") else 0)
         results.append((loss, asked, {n: p.grad for n, p in model.named_parameters()}))
     (loss, asked, grads), (checkpointed_loss, checkpointed_asked, checkpointed_grads) = results
     assert torch.equal(loss, checkpointed_loss)
@@ -203,7 +197,7 @@ def gate_gradient(member, alpha):
 def test_who_learns_by_the_balance_loss(member):
     """Its weight changes the loss and the gates' gradients just where there is one."""
     (with_loss, loss, log), (without, plain, _) = (gate_gradient(member, a) for a in (ALPHA, 0.0))
-    learns = member not in ("hash", "base", "bias")
+    learns = member not in ("hash", "base", "bias", "sigmoid", "relu")
     assert (loss != plain) == learns
     assert log["moe_gate_loss"] >= 0.5  # logged all the same
     same = [torch.equal(a, b) for a, b in zip(with_loss, without, strict=True)]
@@ -324,6 +318,14 @@ def test_balance_over_an_update_by_hand():
         ("--moe-freq 0 --moe-gating-dropout 0.2", "--moe-gating-dropout 0.2 with --moe-freq 0"),
         ("--moe-top-p 0.9", "--moe-top-p 0.9: it is an option of --moe-gate top-p, not of topk"),
         (
+            "--moe-gate relu --moe-null-experts 1",
+            "--moe-null-experts 1: it is an option of --moe-gate topk, not of relu",
+        ),
+        (
+            "--moe-constant-experts 2 --moe-freq 0",
+            "--moe-constant-experts 2 with --moe-freq 0: a dense model has no experts",
+        ),
+        (
             "--moe-hash-seed 5 --moe-gate base --smoe-strata 8",
             "--moe-hash-seed 5: it is an option of --moe-gate hash, not of base",
         ),
@@ -379,13 +381,16 @@ EXPERT, WIDTH = 2 * 128 * 256, 128 * 2 * 2  # weights of a tiny expert; 2 FLOPs,
 COPIES = {
     "top-3": 3 * 1.5,
     "null": (3 * 8 / 11) + (3 * 4 / 7) * 0.5,
+    "simple": (3 * 8 / 12) + (3 * 4 / 8) * 0.5,
     "top-p": 4 * 1 + 2 * 0.5,  # of 8 experts with 1/8 each four have 0.4, of 4 two
+    "relu": 2 * 1.5,
     "hash": 1,
     "base": 1,
     "expert-choice": 2,
     "residual": 1,
     "shared": 3 * 32 / 256,
     "bias": 2 * 1.5,
+    "sigmoid": 2 * 1.5,
     "update": 2 * 1.5,
     "chain": 2 * 3,
     "layers": 2 * (1.5 + 1.25) / 2,  # the gate behind a stratum without experts is never reached

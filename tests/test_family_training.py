@@ -13,17 +13,17 @@ from test_expert_parallel import averages, checkpoint, compare, flags, furthest,
 from test_several_processes import assert_same_bits, content
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.models.moe_layers import moe_blocks
-from smoe_fairseq.modules.drops import capacities_of
+from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules.statistics import capacities_of
 
-STEPS = re.compile(r"(encoder|decoder)\.layers\.1\.moe\.gates\.\d\.bias\.steps")
+STEPS = re.compile(r"(encoder|decoder)\.layers\.1\.moe\.gates\.\d\.(bias|coefficient)\.steps")
 
 
 def member_flags(member, data, folder, *more) -> list:
     return flags(data, folder, *FAMILY[member].split(), "--max-update", 3, *more)
 
 
-def steps_of(model: dict) -> dict[str, list[int]]:
+def steps_of(model: dict) -> dict:
     return {name: value.tolist() for name, value in model.items() if STEPS.fullmatch(name)}
 
 
@@ -57,7 +57,19 @@ def averages_of(folder) -> dict[str, float]:
     return averages(folder)
 
 
-ALONE = ["top-3", "null", "top-p", "hash", "residual", "shared", "bias", "layers", "chain"]
+ALONE = [
+    "top-3",
+    "null",
+    "simple",
+    "top-p",
+    "relu",
+    "hash",
+    "residual",
+    "shared",
+    "bias",
+    "layers",
+    "chain",
+]
 
 
 @pytest.mark.parametrize("member", some(sorted(ALONE), "bias"))
@@ -69,7 +81,7 @@ def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
     compare(two, one, logged=1e-5, parameters=2e-5)
     steps = steps_of(checkpoint(one).states[0]["model"])
     assert steps == steps_of(checkpoint(two).states[0]["model"])
-    assert bool(steps) == (member == "bias")
+    assert bool(steps) == (member in ("bias", "relu"))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +103,9 @@ def test_the_bias_goes_on_once_per_update(ranks, small_corpus, tmp_path, more):
         assert steps == steps_of(content(other)["model"])
 
 
-@pytest.mark.parametrize("member", some(["bias", "update", "hash", "base", "null"], "bias"))
+@pytest.mark.parametrize(
+    "member", some(["bias", "update", "hash", "base", "null", "simple", "relu"], "bias")
+)
 def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, member):
     more = ["--max-update", 4, "--update-freq", 2]
     ranks.train(tmp_path, 1, *member_flags(member, small_corpus, tmp_path / "a", *more), one=True)
@@ -126,7 +140,7 @@ def losses_over_processes(samples_seed: int):
     from test_criterion import make_criterion, make_sample
     from test_model import tiny
 
-    from smoe_fairseq.distributed.agree import from_all
+    from smoe_fairseq.training.launch import from_all
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -164,7 +178,19 @@ def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_p
 @pytest.mark.parametrize(
     "member",
     some(
-        ["expert-choice", "hash", "layers", "chain", "null", "base", "top-p", "bias", "shared"],
+        [
+            "expert-choice",
+            "hash",
+            "layers",
+            "chain",
+            "null",
+            "simple",
+            "base",
+            "top-p",
+            "relu",
+            "bias",
+            "shared",
+        ],
         "expert-choice",
     ),
 )

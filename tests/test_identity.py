@@ -9,9 +9,9 @@ from test_lock import holder
 from test_recipes import recipe, refusal
 from test_signals import ended, training, wait_for  # noqa: F401
 
-from smoe_fairseq.recipes.training import identity
-from smoe_fairseq.system import lock
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq import files
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes import identity
 
 WORDS = """data/x/bin --user-dir smoe_fairseq --task translation --arch smoe_transformer_tiny --lr 0.002
     --fp16 --seed 1 --max-tokens 4000 --update-freq 2 --max-update 10""".split()
@@ -31,7 +31,7 @@ def run(tmp_path, monkeypatch):
         except UsageError as error:
             return str(error)
         finally:
-            lock.release_all(os.getpid())
+            files.release_all(os.getpid())
 
     yield claim
 
@@ -168,7 +168,7 @@ def test_through_the_script(tmp_path, training):  # noqa: F811
     process.terminate()
     assert process.wait() == 128 + 15
     folder = tmp_path / "runs/m15/moe"
-    assert [path.name for path in folder.iterdir()] == [identity.FILE]
+    assert sorted(path.name for path in folder.iterdir()) == [identity.FILE, "train.log"]
     (folder / "checkpoint_last.pt").touch()
     sentence = refusal(recipe(tmp_path, "train", "m15", "moe", "--seed", "2", **given))
     assert "runs/m15/moe was started with --seed 1, not with --seed 2" in sentence
@@ -177,7 +177,7 @@ def test_through_the_script(tmp_path, training):  # noqa: F811
 def test_another_machine_of_the_run_joins_it(started, tmp_path, monkeypatch):
     """As long as it is given the same; what an older run has left says nothing of this one."""
     monkeypatch.setattr(identity, "PATIENCE", 0.3)
-    first = holder(started, lock.RECIPE)
+    first = holder(started, files.RECIPE)
     own = ("moe", tmp_path / "bin", [*WORDS, "--save-dir", str(started)])
     with pytest.raises(UsageError, match="is in use by another run"):
         identity.claim(*own, 1)
@@ -198,7 +198,7 @@ def test_another_machine_of_the_run_joins_it(started, tmp_path, monkeypatch):
 
 
 def test_where_there_are_no_locks_it_is_noted_all_the_same(run, started, monkeypatch):
-    monkeypatch.setattr(lock, "_lock", lambda file: None)
+    monkeypatch.setattr(files, "_lock", lambda file: None)
     assert run() is None
     identity.finish([*WORDS, "--save-dir", str(started)])
     assert run(left=False) is None

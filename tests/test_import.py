@@ -15,7 +15,7 @@ from test_training import PLUGIN
 from test_training import train as train_smoe
 from test_upcycle import load, loaded, outputs
 
-from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.models.transformer import moe_blocks
 
 TINY = ("--max-update", 3, "--dropout", 0)
 
@@ -137,6 +137,16 @@ def test_a_block_against_the_equations_by_their_names(vanilla, small_corpus, tmp
             out = part["fc2.weight"] @ hidden + part["fc2.bias"]
             expected[sentence, position] += score * out
     assert torch.allclose(y, expected, atol=1e-5)
+
+
+def test_the_papers_code_with_one_stratum(small_corpus, tmp_path):
+    """It normalises the output then, too."""
+    train_smoe(small_corpus, tmp_path, "--smoe-strata", "4", "--smoe-norm", "released", *TINY)
+    state = as_theirs(tmp_path / "checkpoint_last.pt", arch="transformer_ed", hmoe_layer=1)
+    assert "decoder.layers.1.hmoe_layernorms.0.weight" in state["model"]
+    torch.save(state, tmp_path / "model.pt")
+    call("import", tmp_path / "model.pt", "--output", tmp_path / "ours.pt")
+    assert_same(tmp_path / "ours.pt", tmp_path / "checkpoint_last.pt", small_corpus)
 
 
 @pytest.mark.parametrize("ranks", [0, 3])

@@ -9,9 +9,9 @@ from test_criterion import ALPHA, EPSILON, make_criterion
 from test_model import PAD, make_model, make_task, parameters
 
 from smoe_fairseq.analysis.cost import count
-from smoe_fairseq.models import size
-from smoe_fairseq.models.moe_layers import moe_blocks
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models import checks
+from smoe_fairseq.models.transformer import moe_blocks
 
 TASK = ("--task", "language_modeling")
 MEMBERS = {n: flags for n, flags in FAMILY.items() if n != "expert-choice"}
@@ -142,11 +142,11 @@ def test_exit_bias_moves_the_stops_of_evaluation():
 def test_budget_is_of_the_logged_capacity():
     model = tiny_lm("--smoe-strata", "4-4", "--smoe-capacity-budget", "1.9")
     sample = make_sample(make_text())
-    _, size, log = make_criterion()(model.train(), sample)
+    _, checks, log = make_criterion()(model.train(), sample)
     _, extra = model.eval()(**sample["net_input"])  # in both a token is where its best expert is
     real = sample["net_input"]["src_tokens"] != PAD
     capacity = extra["moe_stats"][0].requested_capacity[real].float().mean()
-    assert float(log["smoe_budget_loss"]) / size == pytest.approx(
+    assert float(log["smoe_budget_loss"]) / checks == pytest.approx(
         abs(float(capacity) - 1.9), abs=1e-6
     )
 
@@ -155,7 +155,7 @@ def test_budget_is_of_the_logged_capacity():
 def test_the_loss_of_half_precision_is_that_of_single(dtype):
     sample = make_sample(make_text())
     model = tiny_lm("--smoe-strata", "4").eval()
-    want, size, _ = make_criterion()(model, sample)
+    want, checks, _ = make_criterion()(model, sample)
     loss, _, _ = make_criterion()(model.to(dtype), sample)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=0.02)
@@ -225,9 +225,9 @@ def test_without_smoothing_and_balance_it_is_cross_entropy():
 )
 def test_parameters_are_counted_and_reckoned(monkeypatch, flags, tables):
     """An encoder's are not among them; each table of embeddings is there once."""
-    seen, parts = [], size._parts
+    seen, parts = [], checks._parts
     monkeypatch.setattr(
-        size, "_parts", lambda *a: seen.append(sum(w for w, _ in parts(*a).values())) or parts(*a)
+        checks, "_parts", lambda *a: seen.append(sum(w for w, _ in parts(*a).values())) or parts(*a)
     )
     flags = flags.split()
     with torch.device("meta"):
@@ -297,8 +297,8 @@ def test_an_encoders_flags_are_refused(capsys, arch, flags):
 def test_a_smaller_output_dictionary_is_refused_where_embeddings_are_shared():
     from fairseq.data import TruncatedDictionary
 
-    from smoe_fairseq.models.config import SMoETransformerLMConfig
-    from smoe_fairseq.models.preflight import check_language_modeling
+    from smoe_fairseq.models.checks import check_language_modeling
+    from smoe_fairseq.models.options import SMoETransformerLMConfig
 
     task = make_task()
     task.target_dictionary = TruncatedDictionary(task.source_dictionary, 50)

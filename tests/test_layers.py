@@ -1,12 +1,10 @@
-"""Who may import whom: no arrow upwards, nothing heavy at the bottom, one name for one file.
+"""Which part of the package may import which: no arrow upwards, nothing heavy at the bottom.
 
 All imports are read, those within functions too, without running anything.
 """
 
 import ast
-import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,38 +15,42 @@ import smoe_fairseq
 PACKAGE = Path(smoe_fairseq.__file__).parent
 ROOT = PACKAGE.name
 
-# Layers, lowest first, and what each may import besides itself. `ROOT` itself is the package's door,
-# ``__init__.py``, which only the topmost ask for: for the version and the place.
+# Layers, lowest first, and what each may import besides itself. `ROOT` itself is the package's
+# ``__init__.py``, which only the topmost import: for the version and the path.
 LAYERS = {
-    "system": set(),
-    "compat": {"system"},
-    "settings": {"system"},
+    "errors": set(),
+    "files": {"errors"},
+    "host_memory": set(),
+    "compat": {"errors", "files"},
+    "config": {"errors", "files"},
     "modules": set(),
-    "models": {"modules", "system"},
-    "criterions": {"models", "modules", "system"},
-    "checkpoint": {"modules", "system"},
-    "distributed": {"checkpoint", "models", "modules", "system"},
-    "translation": {"models", "modules", "system"},
+    "models": {"errors", "host_memory", "modules"},
+    "criterions": {"errors", "models", "modules"},
+    "huggingface": {"errors", "modules"},
+    "checkpoints": {
+        *("compat", "errors", "files", "host_memory", "huggingface", "models", "modules")
+    },
+    "training": {"checkpoints", "errors", "files", "host_memory", "models", "modules"},
+    "translate": {"errors", "files", "models", "modules"},
+    "analysis": {ROOT, "checkpoints", "config", "errors", "files", "models", "modules"},
+    "prune": {"analysis", "checkpoints", "errors", "models", "modules"},
+    "serve": {"analysis", "errors", "models", "translate"},
 }
-LAYERS["analysis"] = {ROOT, *LAYERS}
-LAYERS["conversion"] = {"analysis", "checkpoint", "models", "modules", "settings", "system"}
-LAYERS["serving"] = {"analysis", "models", "system", "translation"}
-for top in ("recipes", "path", "cli"):
+for top in ("recipes", "cli"):
     LAYERS[top] = {ROOT, *LAYERS}
 LAYERS[ROOT] = {"compat"}
+# Files that are a layer of their own within their package.
+OWN_LAYER = {"recipes/config.py": "config", "checkpoints/prune.py": "prune"}
 
-# The one list of names of what lies higher: what the plugin adds to fairseq, imported only with it.
+# The one list of names of higher layers: what the plugin adds to fairseq, imported only with it.
 NAMED_BY_COMPAT = (Path("compat/__init__.py"), "ADDITIONS")
-WITHOUT_FAIRSEQ = ("system", "modules")
-STANDARD_LIBRARY_ONLY = ("system",)  # at import time: the start-up hook waits for it
-MAY_SHARE_A_NAME = ("__init__.py", "__main__.py")
-TOLD = {"modules": "nothing, nor fairseq", "system": "Python's own library"}
-PICTURES = Path("analysis/figures")  # one for each thing that is drawn, under its name
+WITHOUT_FAIRSEQ = ("errors", "files", "host_memory", "huggingface", "modules")
+STANDARD_LIBRARY_ONLY = ("errors", "files")  # at import time: the start-up hook waits for them
 
 
 def violations(package: Path) -> list[str]:
-    """A sentence for each, of a package folder of the name `ROOT`."""
-    found, names = [], defaultdict(list)
+    """One sentence per violation, in a package folder of the name `ROOT`."""
+    found = []
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package)
         layer = layer_of(path)
@@ -58,21 +60,21 @@ def violations(package: Path) -> list[str]:
         for line, name, at_once in imports(ast.parse(file.read_text("utf-8")), path):
             top, _, rest = name.partition(".")
             if top == ROOT:
-                used = rest.partition(".")[0] or ROOT
+                used = layer_of(Path(*rest.split(".")).with_suffix(".py")) if rest else ROOT
                 if used != layer and used not in LAYERS[layer]:
                     found.append(f"{path}:{line} imports {name}, which is not below {layer}")
             elif layer in WITHOUT_FAIRSEQ and top in ("fairseq", "fairseq_cli"):
                 found.append(f"{path}:{line} imports {name}, and {layer} does without")
             elif layer in STANDARD_LIBRARY_ONLY and at_once and top not in sys.stdlib_module_names:
                 found.append(f"{path}:{line} imports {name} at once, not in a function")
-        if path.name not in MAY_SHARE_A_NAME and PICTURES not in path.parents:
-            names[path.name].append(str(path))
-    return found + [f"{' and '.join(p)} share a name" for p in names.values() if len(p) > 1]
+    return found
 
 
 def layer_of(path: Path) -> str:
-    """``cost`` of ``cost.py`` or ``cost/table.py``; the door's is that of the package."""
-    return ROOT if path == Path("__init__.py") else path.parts[0].removesuffix(".py")
+    """``cost`` for ``cost.py`` and for ``cost/table.py``; `ROOT` for the package's own door."""
+    if path == Path("__init__.py"):
+        return ROOT
+    return OWN_LAYER.get(path.as_posix(), path.parts[0].removesuffix(".py"))
 
 
 def imports(tree: ast.Module, path: Path) -> Iterator[tuple[int, str, bool]]:
@@ -117,59 +119,51 @@ def test_the_package_keeps_its_layers():
     assert violations(PACKAGE) == []
 
 
-def test_contributing_tells_the_same():
-    lines = (PACKAGE.parent / "CONTRIBUTING.md").read_text("utf-8").splitlines()
-    told = [line[2:].split("  ") for line in lines if re.match(r"  \w+ {3}", line)]
-    told = {name.strip(): next(filter(None, rest)).strip() for name, *rest in told}
-    expected = {}
-    for layer in reversed([layer for layer in LAYERS if layer not in (ROOT, "path")]):
-        lower = ", ".join(sorted(LAYERS[layer])) or TOLD[layer]
-        expected[layer] = "all below" if ROOT in LAYERS[layer] else lower
-    expected["__init__"] = ", ".join(LAYERS[ROOT])
-    assert list(told.items()) == list(expected.items())
-
-
 WRONG = {
     "modules/gate.py": (
-        "def f():\n    from smoe_fairseq.system.errors import UsageError",
-        "modules/gate.py:2 imports smoe_fairseq.system.errors, which is not below modules",
+        "def f():\n    from smoe_fairseq.errors import UsageError",
+        "modules/gate.py:2 imports smoe_fairseq.errors, which is not below modules",
     ),
     "models/size.py": (
-        "from ..distributed import options",
-        "models/size.py:1 imports smoe_fairseq.distributed, which is not below models",
+        "from ..training import options",
+        "models/size.py:1 imports smoe_fairseq.training, which is not below models",
     ),
-    "checkpoint/write.py": (
+    "checkpoints/write.py": (
         "from smoe_fairseq import analysis",
-        "checkpoint/write.py:1 imports smoe_fairseq.analysis, which is not below checkpoint",
+        "checkpoints/write.py:1 imports smoe_fairseq.analysis, which is not below checkpoints",
     ),
-    "settings/dataset.py": (
+    "analysis/inputs.py": (
+        "from smoe_fairseq.checkpoints.prune import select",
+        "analysis/inputs.py:1 imports smoe_fairseq.checkpoints.prune, which is not below analysis",
+    ),
+    "recipes/config.py": (
         "import smoe_fairseq",
-        "settings/dataset.py:1 imports smoe_fairseq, which is not below settings",
+        "recipes/config.py:1 imports smoe_fairseq, which is not below config",
     ),
-    "distributed/start.py": (
-        "import importlib\nimportlib.import_module('smoe_fairseq.recipes.training.batch')",
-        "distributed/start.py:2 imports smoe_fairseq.recipes.training.batch, which is not below distributed",
+    "training/start.py": (
+        "import importlib\nimportlib.import_module('smoe_fairseq.recipes.identity')",
+        "training/start.py:2 imports smoe_fairseq.recipes.identity, which is not below training",
     ),
-    "compat/version.py": (
+    "compat/mends.py": (
         "ADDITIONS = ('smoe_fairseq.models:add',)",
-        "compat/version.py:1 imports smoe_fairseq.models, which is not below compat",
+        "compat/mends.py:1 imports smoe_fairseq.models, which is not below compat",
     ),
     "modules/experts.py": (
         "class Experts:\n    def f(self):\n        import fairseq.utils",
         "modules/experts.py:3 imports fairseq.utils, and modules does without",
     ),
-    "system/memory.py": (
+    "files.py": (
         "def f():\n    import torch\ntry:\n    import yaml\nexcept ImportError:\n    pass",
-        "system/memory.py:4 imports yaml at once, not in a function",
+        "files.py:4 imports yaml at once, not in a function",
     ),
     "tools/new.py": ("", "tools/new.py is of no layer"),
 }
 RIGHT = {
-    "compat/__init__.py": "from .version import a\nADDITIONS = (('fairseq', 'smoe_fairseq.models'),)",
-    "recipes/training/batch.py": "import smoe_fairseq\nfrom smoe_fairseq.analysis.cost import count",
-    "analysis/figures/cost.py": "from . import style\nimport matplotlib",
-    "analysis/figures/style.py": "",
+    "compat/__init__.py": "from .mends import a\nADDITIONS = (('fairseq', 'smoe_fairseq.models'),)",
+    "recipes/train.py": "import smoe_fairseq\nfrom smoe_fairseq.analysis.cost import count",
+    "analysis/figures.py": "from . import results\nimport matplotlib",
     "analysis/cost.py": "from fairseq import utils\n'''smoe_fairseq.recipes is above.'''",
+    "checkpoints/prune.py": "from smoe_fairseq.analysis import inputs",
     "cli.py": "COMMANDS = {'cost': 'smoe_fairseq.analysis.cost'}",
 }
 
@@ -188,7 +182,5 @@ def test_what_is_wrong_is_found(tmp_path, name):
     assert violations(made(tmp_path, RIGHT | {name: source})) == [sentence]
 
 
-def test_two_files_of_one_name_are_found(tmp_path):
+def test_what_is_right_is_let_through(tmp_path):
     assert violations(made(tmp_path, RIGHT)) == []
-    package = made(tmp_path, {"modules/rows.py": "", "recipes/tables/rows.py": ""})
-    assert violations(package) == ["modules/rows.py and recipes/tables/rows.py share a name"]

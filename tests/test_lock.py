@@ -13,8 +13,8 @@ import pytest
 from commands import PLUGIN
 from test_recipes import recipe
 
-from smoe_fairseq.system import lock
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq import files
+from smoe_fairseq.errors import UsageError
 
 SMALL = f"""--user-dir {PLUGIN} --cpu --num-workers 0 --arch smoe_transformer_tiny --encoder-layers 2
     --decoder-layers 2 --encoder-embed-dim 16 --decoder-embed-dim 16 --encoder-ffn-embed-dim 16
@@ -25,9 +25,9 @@ SMALL = f"""--user-dir {PLUGIN} --cpu --num-workers 0 --arch smoe_transformer_ti
 HOLD = """
 import sys, time
 from pathlib import Path
-from smoe_fairseq.system import lock
-from smoe_fairseq.system.errors import ends_with_sentence
-ends_with_sentence(lock.take)(Path(sys.argv[1]), *sys.argv[2:])
+from smoe_fairseq import files
+from smoe_fairseq.errors import ends_with_sentence
+ends_with_sentence(files.take)(Path(sys.argv[1]), *sys.argv[2:])
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -52,23 +52,23 @@ def test_second_is_refused_by_name_until_the_first_ends(tmp_path):
     assert f"{tmp_path} is in use" in sentence
     assert f"process {first.pid} on {socket.gethostname()}, since 2" in sentence
     with pytest.raises(UsageError, match=f"process {first.pid} "):
-        lock.check_free(tmp_path)
-    lock.check_free(tmp_path, lock.RECIPE)
+        files.check_free(tmp_path)
+    files.check_free(tmp_path, files.RECIPE)
     first.communicate()
     assert os.listdir(tmp_path) == []
-    lock.check_free(tmp_path)
+    files.check_free(tmp_path)
 
 
 def test_a_data_set_is_prepared_by_one_alone(tmp_path):
     """Two at once would write to the same files, and their mixture looked complete."""
     data = tmp_path / "data/phrasebook"
     data.mkdir(parents=True)
-    first = holder(data, lock.PREPARATION)
+    first = holder(data, files.PREPARATION)
     second = recipe(tmp_path, "prepare", "phrasebook")
     assert second.returncode == 1 and second.stdout == "" and second.stderr.count("\n") == 1
     assert second.stderr.startswith(f"error: {data} is in use by another run")
     assert f"process {first.pid} " in second.stderr and "DATA_DIR" in second.stderr
-    assert os.listdir(data) == [lock.PREPARATION]
+    assert os.listdir(data) == [files.PREPARATION]
     (data / "bin").mkdir()  # which asks for nothing more
     third = recipe(tmp_path, "prepare", "phrasebook")
     assert third.returncode == 0 and "is prepared already" in third.stdout
@@ -76,9 +76,9 @@ def test_a_data_set_is_prepared_by_one_alone(tmp_path):
 
 
 def test_what_is_released_may_be_taken(tmp_path):
-    lock.take(tmp_path)
-    lock.release(tmp_path)
-    lock.release(tmp_path)
+    files.take(tmp_path)
+    files.release(tmp_path)
+    files.release(tmp_path)
     assert os.listdir(tmp_path) == []
     other = holder(tmp_path)
     assert other.line == "held\n"
@@ -89,11 +89,11 @@ def test_killed_process_leaves_no_lock(tmp_path):
     first = holder(tmp_path)
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    assert os.listdir(tmp_path) == [lock.TRAINING]
-    lock.check_free(tmp_path)
+    assert os.listdir(tmp_path) == [files.TRAINING]
+    files.check_free(tmp_path)
     second = holder(tmp_path)
     assert second.line == "held\n"
-    assert f"process {second.pid} " in (tmp_path / lock.TRAINING).read_text()
+    assert f"process {second.pid} " in (tmp_path / files.TRAINING).read_text()
     second.communicate()
 
 
@@ -103,16 +103,16 @@ def test_file_that_is_removed_in_between_is_no_lock(tmp_path, monkeypatch):
 
     def remove_first(opened, flags):
         if not locked:
-            (tmp_path / lock.TRAINING).unlink()
+            (tmp_path / files.TRAINING).unlink()
         locked.append(opened)
         lockf(opened, flags)
 
     monkeypatch.setattr(fcntl, "lockf", remove_first)
-    monkeypatch.setattr(lock, "_held", {})
-    lock.take(tmp_path)
-    lock.take(tmp_path)
-    assert len(locked) == 2 and (tmp_path / lock.TRAINING).exists()
-    lock.release_all(os.getpid())
+    monkeypatch.setattr(files, "_held", {})
+    files.take(tmp_path)
+    files.take(tmp_path)
+    assert len(locked) == 2 and (tmp_path / files.TRAINING).exists()
+    files.release_all(os.getpid())
 
 
 def test_file_system_without_locks(tmp_path, monkeypatch, capsys):
@@ -120,9 +120,29 @@ def test_file_system_without_locks(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
-    monkeypatch.setattr(lock, "_held", {})
-    lock.take(tmp_path)
+    monkeypatch.setattr(files, "_held", {})
+    files.take(tmp_path)
     assert "without locks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lie", ["symlink_to", "hardlink_to", "fifo"])
+def test_a_link_in_the_place_of_a_lock_is_refused(tmp_path, lie):
+    """Nothing is written through it: what it leads to may be anybody's."""
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("mine")
+    run.mkdir()
+    for name in (files.TRAINING, files.RECIPE):
+        if lie == "fifo":
+            os.mkfifo(run / name)
+        else:
+            getattr(run / name, lie)(victim)
+        for use in (files.take, files.check_free):
+            with pytest.raises(UsageError, match=f"{name} is a link or no plain file"):
+                use(run, name)
+    (run / files.EVALUATION).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="is a link"):
+        files.take(run, files.EVALUATION)
+    assert victim.read_text() == "mine" and not (tmp_path / "nowhere").exists()
 
 
 def train(ranks, tmp_path, small_corpus, world_size, *flags):
@@ -155,7 +175,7 @@ def test_runs_of_fairseq_train(ranks, tmp_path, small_corpus):
     assert unsaved.wait() == [0], unsaved.output()
     first.kill()
     first.wait()
-    assert (tmp_path / "run" / lock.TRAINING).exists()
+    assert (tmp_path / "run" / files.TRAINING).exists()
     for update in (1, 2):
         resumed = train(ranks, tmp_path, small_corpus, 1, "--max-update", update)
         assert resumed.wait() == [0], resumed.output()

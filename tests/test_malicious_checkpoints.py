@@ -15,8 +15,8 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.tasks.translation import TranslationTask
 from test_compat import run_without
 
-from smoe_fairseq.compat.literal_eval import EVALUATING, LONGEST, evaluate
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.compat.safe_load import EVALUATING, LONGEST, evaluate
+from smoe_fairseq.errors import UsageError
 
 FAIRSEQ = Path(fairseq.__file__).parent
 

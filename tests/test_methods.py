@@ -12,10 +12,21 @@ from test_recipes import recipe
 METHODS = some(
     [
         *("dense", "moe", "switch", "moe-eom", "moe-cmr", "stacked-4-4", "smoe-2-2-2-2"),
-        *("moe-hash", "moe-base", "moe-expert-choice", "moe-top-p", "moe-null", "moe-residual"),
+        *(
+            "moe-hash",
+            "moe-base",
+            "moe-expert-choice",
+            "moe-top-p",
+            "moe-relu",
+            "moe-null",
+            "moe-plus-plus",
+            "moe-residual",
+        ),
         *("moe-shared", "moe-bias", "moe-update", "pyramid-4-8 --moe-freq 1", "moe-chain"),
         *("moe-32", "stacked-2-2-2-2", "smoe-4-4", "smoe-1-3-4", "deep-4-4"),
         *("moe-top-4", "smoe-budget-4-4", "smoe-released-4-4", "moe-16"),
+        *("moe-top-3", "moe-released", "moe-16-released", "moe-16-top-3", "smoe-released-2-4-2"),
+        *("moe-zero", "smoe-zero-4-4"),
     ],
     *("dense", "smoe-2-2-2-2"),
 )
@@ -28,7 +39,8 @@ SMALL = [
 
 @pytest.mark.parametrize("method", METHODS)
 def test_trains_and_its_loss_falls(phrasebook, method):
-    given = {"OMP_NUM_THREADS": "1", "GPUS": "0"}  # else torch is imported to count them
+    # Without GPUS, torch is imported to count them; with LOGLEVEL, all of the log is shown.
+    given = {"OMP_NUM_THREADS": "1", "GPUS": "0", "LOGLEVEL": "INFO"}
     process = recipe(phrasebook, "train", "phrasebook", *method.split(), *SMALL, **given)
     output = process.stdout + process.stderr
     assert process.returncode == 0, output[-2000:]

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -11,9 +12,9 @@ from fairseq.models import build_model
 from omegaconf import OmegaConf
 
 import smoe_fairseq.models  # noqa: F401  (as --user-dir does)
-from smoe_fairseq.models import size
-from smoe_fairseq.system.errors import UsageError
-from smoe_fairseq.system.memory import machine_memory
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.models import checks
 
 PAD = 1
 
@@ -60,8 +61,8 @@ def reckoned_and_real(monkeypatch, *flags, vocabulary) -> tuple[int, int]:
         seen.append(sum(weights for weights, _ in found.values()))
         return found
 
-    parts = size._parts
-    monkeypatch.setattr(size, "_parts", weights)
+    parts = checks._parts
+    monkeypatch.setattr(checks, "_parts", weights)
     with torch.device("meta"):
         model = make_model("--arch", "smoe_transformer_base", *flags, vocabulary=vocabulary)
     tables = 1024 * 512 * 2  # positions, which are no parameters
@@ -244,20 +245,30 @@ def test_bad_flags_end_with_one_sentence(flags, words):
     "flags, words",
     [
         ("--smoe-strata 1000000", "--smoe-strata 1000000 with --encoder-embed-dim"),
-        (f"--smoe-strata 4-{10**30}", "--smoe-strata 4-10000"),
+        ("--smoe-strata 4-9000000", "--smoe-strata 4-9000000 with"),
         ("--encoder-layers 1000000", "--encoder-layers 1000000: the model would take"),
         ("--encoder-ffn-embed-dim 4000000000", "--encoder-ffn-embed-dim 4000000000"),
         ("--max-target-positions 1000000000", "--max-target-positions 1000000000 with"),
     ],
 )
 def test_absurd_sizes_are_refused_at_once(flags, words, monkeypatch):
-    monkeypatch.setattr(size, "machine_memory", lambda: 2**34)
+    monkeypatch.setattr(checks, "machine_memory", lambda: 2**34)
     started = time.process_time()
     sentence = sentence_against(*flags.split(), "--moe-freq", "2")
     assert words in sentence and "fits into the 16.0 GiB of memory here" in sentence
     assert (
         time.process_time() - started < 3
     )  # nothing was made; most of it goes into fairseq's flags
+
+
+def test_each_rank_of_a_machine_builds_its_model(monkeypatch):
+    monkeypatch.setattr(checks, "machine_memory", lambda: 2**24)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    tiny()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert "in each of 8 ranks, of which" in sentence_against()
 
 
 def test_reckoned_size_is_the_models(monkeypatch):
@@ -295,6 +306,25 @@ def test_the_former_name_of_smoe_norm_is_known():
     assert norm == "released"
     model = build_model(OmegaConf.create({**config, "moe_norms": norm}), make_task())
     assert len(model.encoder.layers[1].moe.layer_norms) == len(("4", "4")) + 1
+
+
+def test_a_released_checkpoint_of_one_stratum_without_a_norm_of_the_output_loads_as_it_was():
+    """Versions before had none with one stratum, where the two values of --smoe-norm were the same."""
+    flags = ["--encoder-smoe-strata", "8", "--decoder-smoe-strata", "4-4", "--smoe-norm"]
+    before, now = (tiny(*flags, norms).eval() for norms in ("paper", "released"))
+    state = now.state_dict()
+    output_norm = [n for n in state if n.startswith("encoder.layers.1.moe.layer_norms.1.")]
+    assert len(output_norm) == 2
+    for name in output_norm:
+        del state[name]
+    before.encoder.load_state_dict({n[8:]: t for n, t in state.items() if n.startswith("encoder.")})
+    now.load_state_dict(dict(state))
+    tokens, lengths = make_batch()[:2]
+    with torch.no_grad():
+        outputs = [model.encoder(tokens, lengths)["encoder_out"][0] for model in (now, before)]
+    assert torch.equal(*outputs)
+    assert now.state_dict().keys() == state.keys()
+    assert len(now.decoder.layers[1].moe.layer_norms) == 3
 
 
 def test_recomputed_activations_are_those_of_autocast():

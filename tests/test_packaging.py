@@ -94,7 +94,7 @@ def test_wheel(source, bare, tmp_path):
     files = [path for path in source.glob("smoe_fairseq/**/*") if path.is_file()]
     packaged = {str(path.relative_to(source)) for path in files} | HOOK_FILES
     configs = source.glob("configs/**/*.yaml")
-    packaged |= {f"smoe_fairseq/settings/{path.relative_to(source)}" for path in configs}
+    packaged |= {f"smoe_fairseq/recipes/{path.relative_to(source)}" for path in configs}
     assert packaged == {name for name in names if ".dist-info/" not in name}
     assert line.count("\n") == 1 and line.startswith("import ")
 

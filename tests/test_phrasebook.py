@@ -6,10 +6,17 @@ import sys
 
 import pytest
 
-from smoe_fairseq.recipes.phrasebook import catalan, english, malay, sotho, tagalog, write_corpus
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.phrasebook import (
+    catalan,
+    english,
+    malay,
+    sotho,
+    tagalog,
+    write_corpus,
+)
 from smoe_fairseq.recipes.phrasebook.lexicon import ADJECTIVES, NOUNS, PLACES, TIMES, VERBS
 from smoe_fairseq.recipes.phrasebook.meaning import Clause, Pair, Person, Thing
-from smoe_fairseq.system.errors import UsageError
 
 OTHERS = ("nso", "msa", "tgl", "cat")
 SIZES = {"train": 800, "valid": 60, "test": 70}

@@ -5,16 +5,16 @@ import socket
 
 import pytest
 
-from smoe_fairseq.recipes.launch import Launch
-from smoe_fairseq.recipes.training import rendezvous, train
-from smoe_fairseq.settings.dataset import load_dataset
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes import processes, train
+from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.processes import Launch
 
 
 def test_port_in_use_is_named(monkeypatch):
     import torch.distributed as dist
 
-    from smoe_fairseq.distributed import start
+    from smoe_fairseq.training import launch
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -25,11 +25,11 @@ def test_port_in_use_is_named(monkeypatch):
         def fairseqs(i, main, cfg, kwargs):
             dist.init_process_group("gloo")
 
-        monkeypatch.setattr(start, "_fairseqs", [fairseqs])
+        monkeypatch.setattr(launch, "_fairseqs", [fairseqs])
         with pytest.raises(
             SystemExit, match=f"error: MASTER_PORT {port} is in use by another prog"
         ):
-            start.distributed_main(0, None, None, {})
+            launch.distributed_main(0, None, None, {})
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def taken(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        monkeypatch.setattr(rendezvous, "PATIENCE", 1)
+        monkeypatch.setattr(processes, "PATIENCE", 1)
         yield port
 
 
@@ -46,7 +46,7 @@ def trained(tmp_path, monkeypatch, status: int | None = None) -> list[str]:
     """What ``scripts/train.sh`` would run on two machines; its training ends with a status."""
     started = []
 
-    def run(lines):
+    def run(lines, variables):
         started.extend(line for line in lines if line.startswith("torchrun "))
         if status is not None:
             raise SystemExit(status)
@@ -82,13 +82,13 @@ def test_port_of_another_torchrun_is_named_when_training_has_failed(tmp_path, mo
 
 def test_port_that_is_free_or_of_another_machine(tmp_path, monkeypatch, taken):
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of no machine
-    rendezvous.check_port()
+    processes.check_port()
     with pytest.raises(SystemExit, match="1"):
         trained(tmp_path, monkeypatch, status=1)
     monkeypatch.delenv("MASTER_ADDR")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-    rendezvous.check_port()
+    processes.check_port()
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "x"])

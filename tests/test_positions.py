@@ -6,7 +6,7 @@ from fairseq import metrics
 from test_criterion import logged, make_criterion
 from test_model import PAD, tiny
 
-from smoe_fairseq.modules.drops import by_position
+from smoe_fairseq.modules.statistics import by_position
 
 B, S = 8, 20
 

@@ -22,10 +22,10 @@ from test_recipes import write_dataset
 from test_recipes_archives import step
 from test_signals import ended, wait_for
 
-from smoe_fairseq.recipes.preparing import progress, subwords
-from smoe_fairseq.recipes.preparing.chunks import CHUNK
-from smoe_fairseq.recipes.preparing.subwords import learn
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes import binarise, text_files
+from smoe_fairseq.recipes.binarise import learn
+from smoe_fairseq.recipes.text_files import CHUNK
 
 PAIRS = ["en-fr", "en-de"]
 WORDS = [
@@ -208,9 +208,9 @@ def test_a_bar_at_a_terminal(tmp_path, given, prepared):
 
 def test_now_and_then_a_line_in_a_log(monkeypatch, capsys):
     clock = iter(range(0, 1000, 20))  # seconds
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(text_files.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    with progress.progress("encode", 9_000_000_000) as advance:
+    with text_files.progress("encode", 9_000_000_000) as advance:
         for _ in range(4):
             advance(1_500_000_000)
     lines = capsys.readouterr().err.splitlines()
@@ -225,7 +225,7 @@ def test_subwords_that_take_more_memory_than_there_is(tmp_path, monkeypatch, pre
     files = list((prepared / "raw").glob("train.*"))
     size = sum(file.stat().st_size for file in files)
     lines = sum(file.read_bytes().count(b"\n") for file in files)
-    monkeypatch.setattr(subwords, "machine_memory", lambda: MODELS[kind] * size // 100)
+    monkeypatch.setattr(binarise, "machine_memory", lambda: MODELS[kind] * size // 100)
     options = {"vocab_size": 300, "model_type": kind, "character_coverage": 0.99}
     with pytest.raises(UsageError) as refusal:
         learn(prepared / "raw", tmp_path / "out", options)
@@ -274,9 +274,9 @@ def test_full_disk(tmp_path, raw, given, prepared, name, workers):
 ENDLESS = """
 import os, sys, time
 from pathlib import Path
-from smoe_fairseq.recipes.preparing.workers import shared
-from smoe_fairseq.system.errors import ends_with_sentence
-from smoe_fairseq.system.files import whole_folder
+from smoe_fairseq.recipes.text_files import shared
+from smoe_fairseq.errors import ends_with_sentence
+from smoe_fairseq.files import whole_folder
 
 def work(unit):
     Path(f"pids/{os.getpid()}").touch()

@@ -64,7 +64,7 @@ def test_what_training_cannot_do_without(tmp_path, missing):
 def test_methods_that_need_the_number_of_experts(tmp_path):
     given = write_dataset(tmp_path / "configs", "mine", pairs=["a-b"], train=WHOLE)
     result = recipe(tmp_path, "train", "mine", "moe", DRY_RUN="1", GPUS="0", **given)
-    assert "datasets/mine.yaml: `experts` is missing, of which moe has" in refusal(result)
+    assert "datasets/mine.yaml: `experts` is missing, and moe needs it" in refusal(result)
 
 
 @pytest.mark.parametrize(

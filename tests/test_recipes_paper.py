@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 from test_recipes import ROOT, commands, recipe, refusal, value
 
+from smoe_fairseq.recipes import train
 from smoe_fairseq.recipes.__main__ import main
-from smoe_fairseq.recipes.launch import Launch
-from smoe_fairseq.recipes.training import precision
+from smoe_fairseq.recipes.processes import Launch
 
 PAPER = {
     "m4": {"--arch": "smoe_transformer_base", "--lr": "0.0008", "--sampling-temperature": "1"},
@@ -49,7 +49,7 @@ SYSTEMS = {
 }
 BARE = {"moe-cmr": {"--moe-cmr"}, "stacked-2-2-2-2": {"--moe-stacked"}}
 NLLB = ("m4", "m15")
-DATASETS = {"phrasebook": 8, "multi30k": 6, "m4": 8, "m15": 30, "opus100": 188}
+DATASETS = {"phrasebook": 8, "multi30k": 6, "libreoffice": 30, "m4": 8, "m15": 30, "opus100": 188}
 
 
 def dry(tmp_path, script: str, *words, **environment) -> subprocess.CompletedProcess:
@@ -88,8 +88,10 @@ def in_this_process(cwd, words, environment) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_every_system_on_every_data_set(tmp_path, dataset, method):
     (words,) = commands(dry(tmp_path, "train", dataset, method), "fairseq-train")
-    experts = "16" if dataset in ("m15", "opus100") else "8"
+    experts = "16" if dataset in ("m15", "opus100", "libreoffice") else "8"
     expected = {flag: v.replace("E", experts) for flag, v in SYSTEMS[method].items()}
+    if dataset == "libreoffice" and method != "dense":
+        expected["--moe-freq"] = "1"
     assert {flag: value(words, flag) for flag in expected} == expected
     assert {"--moe-cmr", "--moe-stacked"} & set(words) == BARE.get(method, set())
     assert len(value(words, "--lang-pairs").split(",")) == DATASETS[dataset]
@@ -215,22 +217,34 @@ def test_launchers(tmp_path):
     assert value(words, "--ddp-backend") == "legacy_ddp"
     given = {"MASTER_ADDR": "node7", "MASTER_PORT": "20001", "SLURM_JOB_ID": "42"}
     before, _ = start(LAUNCHER="slurm", NODES="2", GPUS="8", **given)
-    assert before[:6] == ["srun", "--nodes", "2", "--ntasks-per-node", "1", "torchrun"]
+    assert before[:7] == [
+        "srun",
+        "--kill-on-bad-exit",
+        "--nodes",
+        "2",
+        "--ntasks-per-node",
+        "1",
+        "torchrun",
+    ]
     assert value(before, "--rdzv-endpoint") == "node7:20001"
     assert value(before, "--rdzv-id") == "42"
     sentence = refusal(dry(tmp_path, "train", "m4", "moe", LAUNCHER="plain", GPUS="2"))
     assert "torchrun or slurm" in sentence
 
 
-PRECISIONS = {
-    ("GPUS=0",): set(),
-    ("GPUS=0", "PRECISION=fp16"): set(),
-    ("GPUS=1", "PRECISION=fp32"): set(),
-    ("GPUS=1", "PRECISION=fp16"): {"--fp16"},
-    ("GPUS=0", "PRECISION=bf16"): {"--bf16"},  # a CPU has it
-    ("GPUS=1", "PRECISION=bf16", "--expert-parallel"): {"--bf16"},
-    ("GPUS=1", "PRECISION=fp16", "--expert-parallel"): {"--fp16", "--fp16-no-flatten-grads"},
-    ("GPUS=1", "PRECISION=fp16", "--amp"): {"--amp"},
+ASKED = "as PRECISION asks"
+PRECISIONS = {  # flags, and what is said of them
+    ("GPUS=0",): (set(), "fp32, since the CPU has no fp16"),
+    ("GPUS=0", "PRECISION=fp16"): (set(), "fp32, since the CPU has no fp16"),
+    ("GPUS=1", "PRECISION=fp32"): (set(), f"fp32, {ASKED}"),
+    ("GPUS=1", "PRECISION=fp16"): ({"--fp16"}, f"fp16, {ASKED}"),
+    ("GPUS=0", "PRECISION=bf16"): ({"--bf16"}, f"bf16, {ASKED}"),  # a CPU has it
+    ("GPUS=1", "PRECISION=bf16", "--expert-parallel"): ({"--bf16"}, f"bf16, {ASKED}"),
+    ("GPUS=1", "PRECISION=fp16", "--expert-parallel"): (
+        {"--fp16", "--fp16-no-flatten-grads"},
+        f"fp16, {ASKED}",
+    ),
+    ("GPUS=1", "PRECISION=fp16", "--amp"): ({"--amp"}, "--amp, as given behind the method"),
 }
 
 
@@ -238,18 +252,23 @@ PRECISIONS = {
 def test_precision(tmp_path, given):
     set_to = dict(word.split("=") for word in given if "=" in word)
     flags = [word for word in given if word.startswith("--")]
-    (words,) = commands(dry(tmp_path, "train", "m4", "moe", *flags, **set_to), "fairseq-train")
+    result = dry(tmp_path, "train", "m4", "moe", *flags, **set_to)
+    (words,) = commands(result, "fairseq-train")
     known = {"--fp16", "--bf16", "--amp", "--fp16-no-flatten-grads"}
-    assert known & set(words) == PRECISIONS[given]
+    expected, said = PRECISIONS[given]
+    assert known & set(words) == expected
+    assert f"# number type: {said}\n" in result.stdout
 
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_precision_follows_the_gpu(monkeypatch, bf16):
     monkeypatch.delenv("PRECISION", raising=False)
-    monkeypatch.setattr(precision, "has_bf16", lambda: bf16)
-    flags, notes = precision.precision_flags({"fp16": True}, Launch("plain", 1, 1, False), [])
-    assert flags == {"fp16": not bf16, "bf16": bf16} and len(notes) == bf16
-    assert precision.precision_flags({}, Launch("plain", 1, 1, False), []) == ({}, [])
+    monkeypatch.setattr(train, "has_bf16", lambda: bf16)
+    flags, notes = train.precision_flags({"fp16": True}, Launch("plain", 1, 1, False), [])
+    assert flags == {"fp16": not bf16, "bf16": bf16}
+    assert ("which the GPU has" if bf16 else "no GPU here that has bf16") in notes[0]
+    flags, (note,) = train.precision_flags({}, Launch("plain", 1, 1, False), [])
+    assert flags == {} and note.startswith("# number type: fp32, since neither")
 
 
 def test_a_precision_that_there_is_not(tmp_path):
@@ -270,4 +289,4 @@ def test_dry_run_of_slurm(tmp_path):
     submitted = shlex.split(lines[0])
     assert submitted[:3] == ["sbatch", "--nodes=2", "--gpus-per-node=8"]
     assert submitted[3:] == [str(ROOT / "scripts/slurm.sh"), "m15", "smoe-4-12"]
-    assert lines[-1].startswith("srun --nodes 2 ")
+    assert lines[-1].startswith("srun --kill-on-bad-exit --nodes 2 ")

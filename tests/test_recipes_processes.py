@@ -16,9 +16,9 @@ from test_recipes import ROOT, commands, recipe, value, write_dataset
 from test_several_processes import LAST, assert_same_bits, content
 from test_signals import wait_for
 
-from smoe_fairseq.recipes.launch import Launch, launch
-from smoe_fairseq.system import lock
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq import files
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.processes import Launch, launch
 
 # SLURM's: a step is what srun starts; a job that is put into the queue again is ended before.
 SLURM = {
@@ -70,7 +70,9 @@ def interrupted(folder: Path, script: str, words, send: signal.Signals, environm
         output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert "Traceback" not in output and "gloo" in output, output
+    log = (folder / "runs/tiny/smoe-2-2/train.log").read_text()
+    assert "Traceback" not in output and "gloo" in log, output
+    assert "the same command goes on from runs/tiny/smoe-2-2/checkpoint_last.pt" in output
     return process.returncode
 
 
@@ -81,7 +83,8 @@ def goes_on_to_the_same_bits(tmp_path: Path, script: str, words, given) -> None:
     more = ("--max-update", str(saved + 2))
     resumed = recipe(tmp_path, script, *words, *more, **given)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert f"Loaded checkpoint runs/tiny/smoe-2-2/{LAST}" in resumed.stdout
+    log = (parts / "train.log").read_text()
+    assert f"Loaded checkpoint runs/tiny/smoe-2-2/{LAST}" in log
     whole = recipe(tmp_path, script, *words, *more, **given, RUN_DIR="whole")
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert_same_bits(content(parts), content(tmp_path / "whole/tiny/smoe-2-2"))
@@ -123,7 +126,7 @@ def test_two_machines_train_one_run_in_a_folder_that_they_share(tmp_path, place)
     assert torch.load(folder / LAST, weights_only=True)["optimizer_history"][-1]["num_updates"] == 2
     assert json.loads((folder / "identity.json").read_text())["trained"] == {"--max-update": "2"}
     # One that is not of this run is refused as ever.
-    first = holder(folder, lock.RECIPE)
+    first = holder(folder, files.RECIPE)
     other = recipe(tmp_path, "train", *words, **place)
     assert other.returncode == 1 and f"process {first.pid} " in other.stderr
     first.communicate()

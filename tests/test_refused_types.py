@@ -13,9 +13,9 @@ from fairseq import checkpoint_utils
 from test_compat import run_without
 from test_expert_parallel_checkpoints import refusal
 
-from smoe_fairseq.checkpoint.content import open_checkpoint
-from smoe_fairseq.system.checkpoint_file import RefusedCheckpoint
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.checkpoints.io import open_checkpoint
+from smoe_fairseq.compat.safe_load import RefusedCheckpoint
+from smoe_fairseq.errors import UsageError
 
 NORMS = ("--encoder-normalize-before", "--decoder-normalize-before")
 REST = (

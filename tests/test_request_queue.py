@@ -5,7 +5,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from smoe_fairseq.serving.request_queue import QueueClosed, QueueFull, RequestQueue
+from smoe_fairseq.serve.engine import QueueClosed, QueueFull, RequestQueue
 
 
 class Model:

@@ -126,8 +126,10 @@ def test_padding_is_as_good_as_absent(case):
 
 FAMILY = {
     "topk": dict(null_experts=2, balance="loss"),
+    "simple": dict(gate="topk", copy_experts=1, constant_experts=1),
     "bias": dict(gate="topk", balance="bias"),
     "top-p": dict(top_p=0.6),
+    "relu": {},
     "hash": {},
     "base": {},
     "expert-choice": dict(capacity_factor=1.5),

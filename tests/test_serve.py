@@ -15,8 +15,8 @@ from serving import JSON, Serving
 from test_recipes import ROOT, surroundings
 
 from smoe_fairseq.models import SMoETransformerModel
-from smoe_fairseq.serving.web_app import MAX_BODY, PAGE
-from smoe_fairseq.translation.batch_translator import BatchTranslator, Options
+from smoe_fairseq.serve.app import MAX_BODY, PAGE
+from smoe_fairseq.translate.translator import BatchTranslator, Options
 
 TEXTS = [f"{' '.join(str(number))} is a number" for number in range(100, 200)]
 LONG = {"texts": ["1 2 3 4 5 6 7 8 9 " * 7] * 64, "source": "en", "target": "fr", "beam": 20}
@@ -205,6 +205,8 @@ def test_other_requests_are_refused(server):
         ),
         ("GET", "/languages", {"Host": "evil.example:80"}, 403, "answers to 127.0.0.1, ::1, local"),
         ("GET", "/", {"Host": "127.0.0.1.evil.example"}, 403, "answers to 127.0.0.1"),
+        ("GET", "/", {"Host": "[127.0.0.1]evil.example"}, 403, "answers to 127.0.0.1"),
+        ("GET", "/", {"Host": "localhost:80evil.example"}, 403, "answers to 127.0.0.1"),
     ):
         found, _, content = server.request(method, path, json.dumps(GOOD), headers)
         assert (found, sentence in json.loads(content)["error"]) == (status, True), content

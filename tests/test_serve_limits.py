@@ -12,8 +12,8 @@ from serving import JSON, Serving
 from test_serve import GOOD, LONG, expected
 
 from smoe_fairseq.models import SMoETransformerModel
-from smoe_fairseq.serving.engine import Engine
-from smoe_fairseq.serving.web_app import Limits, WebApp
+from smoe_fairseq.serve.app import Limits, WebApp
+from smoe_fairseq.serve.engine import Engine
 
 
 def busy(serving) -> threading.Thread:
@@ -158,6 +158,7 @@ def test_who_has_gone_is_not_translated_for(tiny_run):
         thread.join()
         assert serving.post(**GOOD)[0] == 200
         assert serving.get("/health")["translated"] == 64 + 1
+        assert serving.output.count("\n") == 1, serving.output  # nothing of it is logged
 
 
 @pytest.mark.soak

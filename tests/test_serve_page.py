@@ -310,3 +310,28 @@ def test_models_without_strata_say_so(small_corpus, tmp_path, opened, flags, wor
             assert "expert" in " ".join(details(page))
         else:
             assert page.locator("#details").is_hidden()
+
+
+def test_an_empty_page_has_examples_and_says_what_a_stratum_is(server, talking, opened):
+    page = opened(server)
+    assert page.locator("#what").inner_text().startswith("A stratum is one level")
+    assert page.locator("#examples").is_hidden()  # none are known in the language aa
+    page.evaluate("""() => {
+        const option = document.createElement('option');
+        option.value = 'eng';
+        document.getElementById('source').append(option);
+        document.getElementById('source').value = 'eng';
+        document.getElementById('source').dispatchEvent(new Event('change'));
+    }""")
+    assert page.locator("#examples button").count() == 2
+    page = translated(opened(talking, "#aa-bb:aa1"))
+    assert page.locator("#empty").is_hidden()
+
+
+def test_sentencepieces_mark_is_a_thin_space(server, opened):
+    page = opened(server)
+    shown = page.evaluate("""async () => {
+        const { piece } = await import('./tokens.js');
+        return ['\\u2581', '\\u2581word', '\\u2581of\\u2581the', 'ing'].map(piece);
+    }""")
+    assert shown == ["\u2009", "word", "of\u2009the", "ing"]

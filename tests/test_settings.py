@@ -9,12 +9,15 @@ import yaml
 from test_recipes import ROOT
 from test_table import table, write_scores
 
-from smoe_fairseq.settings import reading
-from smoe_fairseq.settings.dataset import load_dataset
-from smoe_fairseq.settings.flags import arguments
-from smoe_fairseq.settings.method import method_flags
-from smoe_fairseq.settings.paper_tables import resource_classes, tables
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes import config
+from smoe_fairseq.recipes.config import (
+    arguments,
+    load_dataset,
+    method_flags,
+    resource_classes,
+    tables,
+)
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def test_a_file_stands_on_its_base(configs):
     [
         (
             {"pairs": ["a-b"], "trian": {}},
-            "unknown key `trian`: expected one of base, batch, checkpoint, experts",
+            "unknown key `trian`: expected one of base, batch, checkpoint, claims, classes, experts",
         ),
         ("- a\n- b\n", "may only have the keys"),
         ("5\n", "may only have the keys"),
@@ -72,12 +75,28 @@ def test_a_file_stands_on_its_base(configs):
         ("train: {lr: 1, lr: 2}\n", "is not valid YAML: "),
         ("checkpoint: ${\n", "is not valid YAML: "),
         (b"\xff\xfe\xfa", "is not valid YAML: "),
+        (
+            "train:\n  a: &a [1]\n" + "  b: *a\n" * 21,
+            " has 21 aliases: expected at most 20",
+        ),
         ({"pairs": ["a-b"], "train": 5}, "`train` has to hold keys and values"),
         ({"pairs": ["ab"]}, "`pairs` has to list language pairs such as [eng-nso"),
         ({"pairs": "a-b"}, "`pairs` has to list language pairs such as [eng-nso"),
         ({"pairs": ["a-b", "b-b"]}, "it is ['a-b', 'b-b']"),
         ({"pairs": ["a-b"], "experts": "many"}, "`experts` is many: expected a whole number"),
         ({"pairs": ["a-b"], "experts": 0}, "`experts` is 0: expected a whole number"),
+        (
+            {"pairs": ["a-b"], "raw": {"urls": "x"}},
+            "unknown key `urls` below `raw`: expected one of archives, binarised, codes, files",
+        ),
+        (
+            {"pairs": ["a-b"], "raw": {"archives": [{"url": "x", "sha": "y"}]}},
+            "unknown key `sha` below `archives`: expected one of file, sha256, size, url",
+        ),
+        (
+            {"pairs": ["a-b"], "raw": {"messages": {"test": {"least": 1}}}},
+            "unknown key `least` below `test`: expected one of most, share",
+        ),
         ({"experts": 8}, "`pairs` has to list language pairs such as [eng-nso"),
     ],
 )
@@ -97,7 +116,7 @@ def test_bases_that_are_missing_or_stand_on_one_another(configs):
 
 def test_a_file_that_cannot_be_read(configs):
     configs({}).unlink()
-    (Path(reading.config_folder()) / "datasets/odd.yaml").mkdir()
+    (Path(config.config_folder()) / "datasets/odd.yaml").mkdir()
     assert refusal().endswith("datasets/odd.yaml cannot be read: Is a directory")
 
 
@@ -117,13 +136,13 @@ def test_methods_fill_in_experts_and_strata(configs):
 
 def test_recipes_are_found_beside_an_installed_package_too(tmp_path, monkeypatch):
     monkeypatch.delenv("CONFIG_DIR", raising=False)
-    assert reading.config_folder() == ROOT / "configs"
+    assert config.config_folder() == ROOT / "configs"
     (tmp_path / "configs/datasets").mkdir(parents=True)
-    monkeypatch.setattr(reading, "__file__", str(tmp_path / "reading.py"))
-    assert reading.config_folder() == tmp_path / "configs"
+    monkeypatch.setattr(config, "__file__", str(tmp_path / "reading.py"))
+    assert config.config_folder() == tmp_path / "configs"
     monkeypatch.setenv("CONFIG_DIR", str(tmp_path))
     with pytest.raises(UsageError, match="holds no recipes: set CONFIG_DIR to the folder with"):
-        reading.config_folder()
+        config.config_folder()
 
 
 def test_every_system_and_column_of_the_paper_is_one_of_the_recipes():

@@ -81,6 +81,18 @@ def test_signal_reaches_training_and_is_waited_for(tmp_path, training, number):
     assert "Traceback" not in output
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells of a parent's end")
+def test_training_ends_with_a_recipe_that_is_killed(tmp_path, training):
+    process, pids = training
+    process.kill()
+    process.wait()
+    wait_until = time.monotonic() + 30
+    while not ended(pids[1]):
+        assert time.monotonic() < wait_until
+        time.sleep(0.02)
+    assert (tmp_path / "heeded").exists()
+
+
 @pytest.mark.parametrize("training", [["demo.sh"]], indirect=True)
 def test_signal_to_the_demo_reaches_training_too(tmp_path, training):
     process, pids = training
@@ -106,8 +118,8 @@ def test_pause_reaches_training(training):
 RUN = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-from smoe_fairseq.recipes.shell import run
-from smoe_fairseq.system.errors import ends_with_sentence
+from smoe_fairseq.recipes.processes import run
+from smoe_fairseq.errors import ends_with_sentence
 ends_with_sentence(run)([sys.argv[1]])
 """
 

@@ -12,10 +12,10 @@ from test_expert_parallel import checkpoint, compare, flags, furthest, whole
 from test_expert_parallel_checkpoints import call
 from test_model import make_batch, sentence_against, tiny
 
-from smoe_fairseq.checkpoint.record import KEY, Record
-from smoe_fairseq.checkpoint.shards import same_bits
-from smoe_fairseq.models.moe_layers import moe_blocks
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.checkpoints.io import RECORD, Record
+from smoe_fairseq.checkpoints.sets import same_bits
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.transformer import moe_blocks
 
 DEEP = ["--encoder-layers", "6", "--decoder-layers", "4"]  # MoE layers: 3 and 2
 # On two processes, each of which has half of the encoder's experts and a replica of the decoder's one.
@@ -218,10 +218,10 @@ def test_a_record_from_before_says_the_same_of_all_layers():
     state = {"save": "1", "num_updates": 3, "num_experts": 8, "world_size": 4, "rank": 0}
     state["parameters"] = ["encoder.layers.1.moe.experts.w1"]
     name = "encoder.layers.1.moe.experts.w1 exp_avg"
-    assert Record.of({KEY: state}).placement(name, 4, 1).local == range(2, 4)
+    assert Record.of({RECORD: state}).placement(name, 4, 1).local == range(2, 4)
     state["other_layers"] = {"encoder.layers.1.moe": 4}
-    assert Record.of({KEY: state}).placement(name, 4, 1).local == range(1, 2)
-    assert Record.of({KEY: state}).numbers_of_experts == [4, 8]
+    assert Record.of({RECORD: state}).placement(name, 4, 1).local == range(1, 2)
+    assert Record.of({RECORD: state}).numbers_of_experts == [4, 8]
     state["other_layers"] = 4
     with pytest.raises(UsageError, match="it is damaged, or of a later version"):
-        Record.of({KEY: state})
+        Record.of({RECORD: state})

@@ -14,7 +14,7 @@ import pytest
 from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
 from test_recipes_evaluation import kill_session, wait_until
 
-from smoe_fairseq.recipes.study import kept, starts
+from smoe_fairseq.recipes import study_results
 
 ROOT = Path(__file__).parents[1]
 RUNS = ("moe", "smoe-2-2", "moe.seed-2", "smoe-2-2.seed-2")
@@ -61,21 +61,21 @@ def studied(data):
     kill_session(first.pid)
     first.wait()
     (done,) = kept_runs(folder)
-    before = (folder / "results/tiny" / done / kept.FILE).stat().st_mtime_ns
+    before = (folder / "results/tiny" / done / study_results.FILE).stat().st_mtime_ns
     absolute = {"RUN_DIR": str(folder / "runs")}
     result = recipe(folder, "study", "tiny", JOBS="2", **given | absolute)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert (folder / "results/tiny" / done / kept.FILE).stat().st_mtime_ns == before
+    assert (folder / "results/tiny" / done / study_results.FILE).stat().st_mtime_ns == before
     return folder, result.stdout
 
 
 def kept_runs(folder: Path) -> list[str]:
-    names = [path.parent.name for path in folder.glob(f"results/tiny/*/{kept.FILE}")]
+    names = [path.parent.name for path in folder.glob(f"results/tiny/*/{study_results.FILE}")]
     return [name for name in names if not name.endswith(".partial")]
 
 
 def kept_command(folder: Path, run: str) -> str:
-    return json.loads((folder / "results/tiny" / run / kept.FILE).read_text())["command"]
+    return json.loads((folder / "results/tiny" / run / study_results.FILE).read_text())["command"]
 
 
 @pytest.mark.soak
@@ -85,7 +85,7 @@ def test_an_interrupted_study_goes_on_with_what_is_left(studied):
     assert "# tiny: 3 of 4 runs are left" in said and "(3 of 3 runs)" in said
     assert sorted(kept_runs(folder)) == sorted(RUNS)
     for name in RUNS:
-        about = json.loads((folder / "results/tiny" / name / kept.FILE).read_text())
+        about = json.loads((folder / "results/tiny" / name / study_results.FILE).read_text())
         assert about["updates"] == 2
         assert str(folder) not in kept_command(
             folder, name
@@ -127,7 +127,7 @@ def test_experts_per_token_are_those_of_all_updates(studied):
     lines = re.findall(r"experts_per_token=([\d.]+), .*wpb=([\d.]+), .*num_updates=", log)
     experts, words = (np.array(column, float) for column in zip(*lines, strict=True))
     assert len(lines) == 2
-    about = json.loads((folder / "results/tiny/smoe-2-2" / kept.FILE).read_text())
+    about = json.loads((folder / "results/tiny/smoe-2-2" / study_results.FILE).read_text())
     assert about["experts_per_token"] == pytest.approx(np.average(experts, weights=words), abs=1e-3)
 
 
@@ -215,11 +215,13 @@ def test_a_run_that_fails_does_not_end_the_others(data, tmp_path):
         os.symlink(folder / name, tmp_path / name)
     odd = tmp_path / "runs/tiny/smoe-2-2"
     odd.mkdir(parents=True)
-    (odd / starts.FILE).write_text("[")
+    (odd / study_results.STARTS_FILE).write_text("[")
     given = given | {"SEEDS": "1"}
-    assert starts.FILE in refusal(recipe(tmp_path, "study", "tiny", "moe", "smoe-2-2", **given))
+    assert study_results.STARTS_FILE in refusal(
+        recipe(tmp_path, "study", "tiny", "moe", "smoe-2-2", **given)
+    )
     assert not (tmp_path / "runs/tiny/moe").exists()
-    (odd / starts.FILE).unlink()
+    (odd / study_results.STARTS_FILE).unlink()
     (odd / "checkpoint_last.pt").write_text("no checkpoint")
     sentence = refusal(recipe(tmp_path, "study", "tiny", "smoe-2-2", "moe", JOBS="1", **given))
     assert "1 of 2 runs failed (smoe-2-2)" in sentence and "smoe-2-2/study.log" in sentence

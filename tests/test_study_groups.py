@@ -1,8 +1,7 @@
 """Which systems of a study are drawn beside one another."""
 
-from smoe_fairseq.recipes.seeds import method_of
-from smoe_fairseq.recipes.study.groups import groups
-from smoe_fairseq.recipes.study.kept import Result
+from smoe_fairseq.recipes.processes import method_of
+from smoe_fairseq.recipes.study_results import Result, groups
 
 
 def drawn(study: list[str], *runs: str) -> list[list[str]]:

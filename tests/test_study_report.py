@@ -13,8 +13,8 @@ from sacrebleu.metrics import BLEU
 from test_recipes import recipe, refusal
 from test_table import write_translations
 
-from smoe_fairseq.recipes.study import kept
-from smoe_fairseq.recipes.study.verdicts import OPEN
+from smoe_fairseq.recipes import study_results
+from smoe_fairseq.recipes.study_claims import OPEN
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,12 +25,14 @@ def keep(folder: Path, run: str, losses: dict[int, float], **routing) -> None:
     results.mkdir(parents=True)
     shutil.copy(folder / "runs/multi30k" / run / "scores.json", results)
     rows = [f"{u},{x},{x},,{1000 * u},{u / 2}\n" for u, x in losses.items()]
-    (results / kept.CURVE).write_text(",".join(kept.COLUMNS) + "\n" + "".join(rows))
+    (results / study_results.CURVE).write_text(
+        ",".join(study_results.COLUMNS) + "\n" + "".join(rows)
+    )
     about = {"command": "c", "commit": "1", "versions": {}, "machine": "m", "updates": max(losses)}
     about["flags"] = {"--lr": "1", "--seed": run}
-    (results / kept.FILE).write_text(json.dumps(about))
+    (results / study_results.FILE).write_text(json.dumps(about))
     if routing:
-        (results / kept.ROUTING).write_text(json.dumps(routing))
+        (results / study_results.ROUTING).write_text(json.dumps(routing))
 
 
 def rows(report: str, section: str) -> dict[str, list[str]]:
@@ -87,7 +89,7 @@ def test_systems_are_compared_over_the_seeds_that_both_have(two_runs):
     folder, apart = two_runs
     results = folder / "results/multi30k"
     shutil.copytree(results / "smoe-4-4", results / "smoe-4-4.seed-2")
-    curve = results / "smoe-4-4.seed-2" / kept.CURVE
+    curve = results / "smoe-4-4.seed-2" / study_results.CURVE
     curve.write_text(curve.read_text().replace("3.25,3.25", "3.05,3.05"))
     report = made(folder)
     smoe = rows(report, "Study: multi30k")["smoe-4-4"]
@@ -100,9 +102,9 @@ def test_systems_are_compared_over_the_seeds_that_both_have(two_runs):
 
 def made_on(results: Path, run: str, machine: str, seconds_per_update: float) -> None:
     """As if a kept run had been trained there, and taken so long."""
-    file = results / run / kept.FILE
+    file = results / run / study_results.FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": machine}))
-    curve = results / run / kept.CURVE
+    curve = results / run / study_results.CURVE
     header, *lines = (line.rsplit(",", 1)[0] for line in curve.read_text().splitlines())
     lines = [f"{line},{int(line.split(',')[0]) * seconds_per_update}" for line in lines]
     curve.write_text("\n".join([f"{header},seconds", *lines]) + "\n")
@@ -139,7 +141,7 @@ def test_losses_at_equal_cost_by_hand(tmp_path):
     """The one that is cheaper ends first; a validation between two lines of the log counts where it was."""
     of_moe, of_smoe = {1: 9.0, 2: 6.0, 4: 3.0}, {1: 9.0, 2: 8.0, 8: 0.5}
     results = keep_curves(tmp_path, {"moe": of_moe, "smoe-4-4": of_smoe})
-    curve = results / "smoe-4-4" / kept.CURVE
+    curve = results / "smoe-4-4" / study_results.CURVE
     rest, last = curve.read_text().split("8,", 1)
     curve.write_text(f"{rest}3,,7.5,,2000,1.0\n8,{last}")  # words and seconds of the line before
     made_on(results, "smoe-4-4", "m", 1.0)
@@ -196,7 +198,7 @@ def test_a_run_that_diverged_is_in_the_report(tmp_path):
 
 def test_times_that_are_not_to_be_compared_are_left_out(two_runs):
     folder, _ = two_runs
-    file = folder / "results/multi30k/smoe-4-4" / kept.FILE
+    file = folder / "results/multi30k/smoe-4-4" / study_results.FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"untimed": "of another job"}))
     report = made(folder)
     assert rows(report, "Study: multi30k")["smoe-4-4"][2] == "-"
@@ -221,16 +223,16 @@ def test_sentences_of_fewer_seeds_stay_where_the_others_are_elsewhere(two_runs):
     before = (results / "comparisons.json").read_text()
     for run in ("moe", "smoe-4-4"):
         shutil.copytree(results / run, results / f"{run}.seed-2")
-        (results / f"{run}.seed-2" / kept.SENTENCES).unlink()
+        (results / f"{run}.seed-2" / study_results.SENTENCES).unlink()
     assert above_moe(folder) == "1 above, 0 below, of 1 (1 of 2 seeds)"
     assert (results / "comparisons.json").read_text() == before
     for run in ("moe", "smoe-4-4"):
-        shutil.copy(results / run / kept.SENTENCES, results / f"{run}.seed-2")
+        shutil.copy(results / run / study_results.SENTENCES, results / f"{run}.seed-2")
     assert above_moe(folder) == "1 above, 0 below, of 1"
     both = json.loads((results / "comparisons.json").read_text())["moe smoe-4-4"]
     assert len(both["runs"]) == 4
     for run in ("moe", "smoe-4-4"):  # the same translations twice are no more sentences
-        (results / f"{run}.seed-2" / kept.SENTENCES).unlink()
+        (results / f"{run}.seed-2" / study_results.SENTENCES).unlink()
     assert both["directions"] == json.loads(before)["moe smoe-4-4"]["directions"]
     assert above_moe(folder) == "1 above, 0 below, of 1"
 
@@ -246,8 +248,8 @@ def test_sentences_are_compared_without_the_translations(two_runs, monkeypatch):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert made(folder) == report and (results / "comparisons.json").read_text() == before
     monkeypatch.setenv("RESULTS_DIR", str(folder / "results"))
-    for run in kept.read("multi30k"):
-        lines = (results / run.name / kept.SENTENCES).read_text().splitlines()[1:]
+    for run in study_results.read("multi30k"):
+        lines = (results / run.name / study_results.SENTENCES).read_text().splitlines()[1:]
         counts = np.array([line.split(",")[1:] for line in lines], int)
         tokens, reference, *matches = counts.sum(axis=0).tolist()
         totals = [tokens - 40 * n for n in range(4)]  # 40 sentences, of three tokens or more
@@ -283,7 +285,7 @@ def test_counts_that_are_something_else_are_named(two_runs, change, said):
     made(folder)
     results = folder / "results/multi30k"
     (results / "comparisons.json").unlink()
-    file = results / "moe" / kept.SENTENCES
+    file = results / "moe" / study_results.SENTENCES
     assert change(file.read_text()) != file.read_text()
     file.write_text(change(file.read_text()))
     result = report_of(folder)
@@ -306,8 +308,8 @@ def test_pictures_have_a_row_for_systems_beyond_the_study(two_runs):
 def test_a_run_shorter_than_the_log_s_interval_is_reported(two_runs):
     folder, _ = two_runs
     for run in ("moe", "smoe-4-4"):
-        curve = folder / "results/multi30k" / run / kept.CURVE
-        curve.write_text(",".join(kept.COLUMNS) + "\n2,,3.5,,0,0.0\n")
+        curve = folder / "results/multi30k" / run / study_results.CURVE
+        curve.write_text(",".join(study_results.COLUMNS) + "\n2,,3.5,,0,0.0\n")
     report = made(folder)
     assert rows(report, "Study: multi30k")["moe"][2] == "-"
 
@@ -334,7 +336,7 @@ def test_flops_are_those_of_the_experts_that_a_gate_learnt(two_runs):
     even = float(known["moe-top-p"][1]) - float(known["moe"][1])
     assert even == pytest.approx(2 * expert, abs=0.1)
     for run in ("moe", "moe-top-p"):
-        file = folder / "results/multi30k" / run / kept.FILE
+        file = folder / "results/multi30k" / run / study_results.FILE
         file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_per_token": 1.0}))
     learnt = rows(made(folder), "Study: multi30k")
     assert learnt["moe"] == known["moe"]
@@ -345,12 +347,15 @@ def test_flops_are_those_of_the_experts_that_a_gate_learnt(two_runs):
 @pytest.mark.parametrize(
     "name, content",
     [
-        (kept.FILE, "{"),
-        (kept.FILE, "[]"),
-        (kept.FILE, '{"command": "c", "commit": "1", "versions": {}, "updates": 2}'),  # no machine
-        (kept.CURVE, ",".join(kept.COLUMNS) + "\n2,3.5,3.5,,,\n"),
-        (kept.CURVE, ",".join(kept.COLUMNS) + "\n2,3.5,high,,2000,1\n"),
-        (kept.ROUTING, "<<<<<<< ours"),
+        (study_results.FILE, "{"),
+        (study_results.FILE, "[]"),
+        (
+            study_results.FILE,
+            '{"command": "c", "commit": "1", "versions": {}, "updates": 2}',
+        ),  # no machine
+        (study_results.CURVE, ",".join(study_results.COLUMNS) + "\n2,3.5,3.5,,,\n"),
+        (study_results.CURVE, ",".join(study_results.COLUMNS) + "\n2,3.5,high,,2000,1\n"),
+        (study_results.ROUTING, "<<<<<<< ours"),
         ("../comparisons.json", "<<<<<<< ours"),
         ("../comparisons.json", '{"moe smoe-4-4": []}'),
     ],
@@ -377,7 +382,7 @@ def test_runs_that_were_trained_otherwise_are_named(two_runs):
         (2, 2, 1),
         strict=True,
     ):
-        file = folder / "results/multi30k" / run / kept.FILE
+        file = folder / "results/multi30k" / run / study_results.FILE
         more = {"flags": flags, "updates": updates}
         file.write_text(json.dumps(json.loads(file.read_text()) | more))
     told = [line for line in made(folder).splitlines() if line.startswith("Not trained as")]

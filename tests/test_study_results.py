@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_recipes import recipe
 
-from smoe_fairseq.recipes.study import kept
+from smoe_fairseq.recipes import study_results
 
 ROOT = Path(__file__).parents[1]
 REPORTS = sorted((ROOT / "results").rglob("report.md"))
@@ -29,11 +29,11 @@ def test_a_report_is_made_of_the_files_beside_it(report, tmp_path):
 
 
 def test_every_run_that_is_kept_is_in_the_report():
-    runs = {file.parent.name for file in MULTI30K.parent.glob(f"*/{kept.FILE}")}
+    runs = {file.parent.name for file in MULTI30K.parent.glob(f"*/{study_results.FILE}")}
     made = MULTI30K.read_text().split("## Runs")[1]
     assert runs == {line.split("|")[1].strip() for line in made.splitlines()[4:] if "|" in line}
     for run in runs:
-        about = json.loads((MULTI30K.parent / run / kept.FILE).read_text())
+        about = json.loads((MULTI30K.parent / run / study_results.FILE).read_text())
         assert about["commit"] and about["machine"] and about["command"].startswith("SEED=")
         assert " /" not in about["command"]  # of any machine
 
@@ -43,7 +43,7 @@ def test_the_docs_have_the_reports_tables():
     docs = (ROOT / "docs/study.md").read_text()
     shown = MULTI30K.read_text().split("## Pictures")[0]
     tables = re.findall(r"(?:^\|.*\n)+", shown, re.MULTILINE)
-    assert len(tables) == 4
+    assert len(tables) == 6
     for table in tables:
         assert f"\n\n{table}\n" in docs, "docs/study.md is older than results/multi30k/report.md"
 

@@ -5,10 +5,10 @@ import subprocess
 
 import pytest
 
-from smoe_fairseq.recipes.launch import Launch
-from smoe_fairseq.recipes.study import kept, runs, starts
-from smoe_fairseq.settings.dataset import load_dataset
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes import study, study_results
+from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.processes import Launch
 
 TWO = {"GPUS": "0", "OMP_NUM_THREADS": "2"}
 
@@ -16,7 +16,7 @@ TWO = {"GPUS": "0", "OMP_NUM_THREADS": "2"}
 @pytest.fixture
 def gpus(monkeypatch):
     """A machine of four."""
-    monkeypatch.setattr(runs, "launch", lambda _: Launch("plain", 1, 4))
+    monkeypatch.setattr(study, "launch", lambda _: Launch("plain", 1, 4))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return monkeypatch
 
@@ -33,18 +33,18 @@ def gpus(monkeypatch):
 def test_runs_share_the_gpus_that_are_visible(gpus, visible, jobs, shares):
     gpus.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpus.setenv("JOBS", jobs)
-    places = runs._slots().values()
+    places = study._slots().values()
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == shares
     assert [int(place["GPUS"]) for place in places] == [share.count(",") + 1 for share in shares]
 
 
 def test_one_run_at_a_time_has_all_gpus(gpus):
-    assert runs._slots() == {0: {"GPUS": "4", "JOBS": ""}}
+    assert study._slots() == {0: {"GPUS": "4", "JOBS": ""}}
 
 
 def machine_of(folder, **variables) -> str:
-    starts.note(folder, {"GPUS": "0"} | variables)
-    return starts.summary(folder)["machine"]
+    study_results.note(folder, {"GPUS": "0"} | variables)
+    return study_results.summary_of_starts(folder)["machine"]
 
 
 def test_threads_are_part_of_the_machine(tmp_path):
@@ -57,16 +57,18 @@ def test_threads_are_part_of_the_machine(tmp_path):
 
 def test_all_starts_of_a_run_are_told(tmp_path, monkeypatch):
     """Begun by one commit and one machine, and finished by others."""
-    starts.note(tmp_path, TWO)
-    starts.note(tmp_path, TWO)
-    (first,) = json.loads((tmp_path / starts.FILE).read_text())
-    assert starts.summary(tmp_path) == first
-    monkeypatch.setattr(starts, "_commit", lambda: "abc")
-    starts.note(tmp_path, TWO)
-    assert starts.summary(tmp_path) == first | {"commit": f"{first['commit']}, abc"}
-    monkeypatch.setattr(starts, "_machine", lambda _: "another")
-    starts.note(tmp_path, TWO)
-    told = starts.summary(tmp_path)
+    study_results.note(tmp_path, TWO)
+    study_results.note(tmp_path, TWO)
+    (first,) = json.loads((tmp_path / study_results.STARTS_FILE).read_text())
+    assert study_results.summary_of_starts(tmp_path) == first
+    monkeypatch.setattr(study_results, "_commit", lambda: "abc")
+    study_results.note(tmp_path, TWO)
+    assert study_results.summary_of_starts(tmp_path) == first | {
+        "commit": f"{first['commit']}, abc"
+    }
+    monkeypatch.setattr(study_results, "_machine", lambda _: "another")
+    study_results.note(tmp_path, TWO)
+    told = study_results.summary_of_starts(tmp_path)
     assert told["machine"] == f"{first['machine']}, then another"
     assert told["untimed"] == "of two machines"
 
@@ -75,16 +77,16 @@ def test_all_starts_of_a_run_are_told(tmp_path, monkeypatch):
 def test_starts_that_are_something_else_are_named(tmp_path, content):
     if content == "{}":
         content = '{"commit": "a"}'
-    (tmp_path / starts.FILE).write_text(content)
+    (tmp_path / study_results.STARTS_FILE).write_text(content)
     with pytest.raises(UsageError, match=r"starts\.json does not say"):
-        starts.note(tmp_path, TWO)
+        study_results.note(tmp_path, TWO)
 
 
 def test_a_commit_with_changes_is_dirty(tmp_path, monkeypatch):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
-    monkeypatch.setattr(starts.smoe_fairseq, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(study_results.smoe_fairseq, "__file__", str(package / "__init__.py"))
 
     def git(*words) -> str:
         identity = ["-c", "user.name=n", "-c", "user.email=e"]
@@ -95,11 +97,11 @@ def test_a_commit_with_changes_is_dirty(tmp_path, monkeypatch):
     git("add", ".")
     git("commit", "--quiet", "--message", "m")
     commit = git("rev-parse", "--short", "HEAD")
-    assert starts._commit() == commit
+    assert study_results._commit() == commit
     (tmp_path / "results").touch()  # beside the code
-    assert starts._commit() == commit
+    assert study_results._commit() == commit
     (package / "__init__.py").write_text("changed")
-    assert starts._commit() == f"{commit}-dirty"
+    assert study_results._commit() == f"{commit}-dirty"
 
 
 @pytest.mark.parametrize(
@@ -123,12 +125,12 @@ def test_flags_that_a_kept_run_was_not_made_with(tmp_path, monkeypatch, command,
     )
     about = {"command": line, "commit": "1", "machine": "m", "versions": {}, "updates": 2500}
     (tmp_path / "multi30k/moe").mkdir(parents=True)
-    (tmp_path / "multi30k/moe" / kept.FILE).write_text(
+    (tmp_path / "multi30k/moe" / study_results.FILE).write_text(
         json.dumps(about | {"flags": {"--lr": "0.006"}})
     )
     if said is None:
-        kept.check_flags(dataset, "moe", flags)
+        study_results.check_flags(dataset, "moe", flags)
         return
     with pytest.raises(UsageError) as error:
-        kept.check_flags(dataset, "moe", flags)
+        study_results.check_flags(dataset, "moe", flags)
     assert said in str(error.value) and "RESULTS_DIR" in str(error.value)

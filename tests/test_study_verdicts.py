@@ -6,13 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smoe_fairseq.recipes.study import kept
-from smoe_fairseq.recipes.study.blocks import chance
-from smoe_fairseq.recipes.study.capacity_claims import about_capacity
-from smoe_fairseq.recipes.study.capacity_summary import spearman
-from smoe_fairseq.recipes.study.verdicts import CONFIRMED, OPEN, REFUTED, about_cost, about_scores
-from smoe_fairseq.recipes.tables.student import interval, paired, quantile
-from smoe_fairseq.settings.dataset import load_dataset
+from smoe_fairseq.recipes import study_results
+from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.statistics import interval, paired, quantile, spearman
+from smoe_fairseq.recipes.study_claims import (
+    CONFIRMED,
+    OPEN,
+    REFUTED,
+    about_capacity,
+    about_cost,
+    about_scores,
+    chance,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -196,8 +201,8 @@ def test_a_loss_that_is_no_number_stays_in_the_curve(tmp_path, monkeypatch):
     (run / "train.log").write_text(valid.format("4.5", 500) + valid.format("nan", 1000))
     (run / "identity.json").write_text('{"flags": {}}')
     (run / "scores.json").write_text('{"scores": {}}')
-    kept.keep(load_dataset("multi30k"), "moe", "command")
-    rows = (tmp_path / "results/multi30k/moe" / kept.CURVE).read_text().splitlines()[1:]
+    study_results.keep(load_dataset("multi30k"), "moe", "command")
+    rows = (tmp_path / "results/multi30k/moe" / study_results.CURVE).read_text().splitlines()[1:]
     assert rows == ["500,,4.5,,0,0.0", "1000,,nan,,0,0.0"]
 
 

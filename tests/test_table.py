@@ -10,8 +10,7 @@ import pytest
 import sacrebleu
 from commands import run
 
-from smoe_fairseq.settings.dataset import load_dataset
-from smoe_fairseq.settings.flags import arguments
+from smoe_fairseq.recipes.config import arguments, load_dataset
 
 ROOT = Path(__file__).parents[1]
 SIGNATURE = "nrefs:1|tok:13a"
@@ -140,8 +139,8 @@ def test_damaged_scores_are_named(tmp_path):
     ],
 )
 def test_scores_of_another_kind_are_named(tmp_path, old, new):
-    from smoe_fairseq.recipes.evaluating import scores
-    from smoe_fairseq.system.errors import UsageError
+    from smoe_fairseq.errors import UsageError
+    from smoe_fairseq.recipes import scores
 
     folder = tmp_path / "moe"
     write_scores(folder, dict.fromkeys(FULL, 40.0))
@@ -154,8 +153,8 @@ def test_scores_of_another_kind_are_named(tmp_path, old, new):
 
 
 def test_scores_that_cannot_be_read_are_named(tmp_path):
-    from smoe_fairseq.recipes.evaluating import scores
-    from smoe_fairseq.system.errors import UsageError
+    from smoe_fairseq.errors import UsageError
+    from smoe_fairseq.recipes import scores
 
     (tmp_path / "scores.json").mkdir()
     with pytest.raises(UsageError, match="scores.json cannot be read: Is a directory"):
@@ -203,7 +202,7 @@ def test_m15_averages_by_class(tmp_path):
 
 
 def opus_languages() -> list[str]:
-    from smoe_fairseq.settings.dataset import load_dataset
+    from smoe_fairseq.recipes.config import load_dataset
 
     return list(load_dataset("opus100").languages[1:])
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from smoe_fairseq.modules import StratifiedMoE, torch_features
-from smoe_fairseq.modules.execution import start_pass
+from smoe_fairseq.modules.experts import start_pass
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from commands import SCRIPTS, run, run_python
+from commands import PLUGIN, SCRIPTS, TINY, run, run_python
 from sampling import soak
 from test_lock import SMALL
+
+from smoe_fairseq.modules import StratifiedMoE
 
 OURS = "smoe_experts"  # what only our trainer writes into a checkpoint
 MOE = [*SMALL, "--moe-freq", 2, "--smoe-strata", "2", "--max-update", 1]
@@ -33,7 +35,7 @@ def test_subclasses_stay_what_they_are(first):
     program = f"""
 import {first}, fairseq_cli.train, smoe_fairseq
 from fairseq_cli.train import MegatronTrainer, Trainer
-from smoe_fairseq.distributed.trainer import SMoETrainer
+from smoe_fairseq.training.trainer import SMoETrainer
 assert type(Trainer.__new__(Trainer, 1, task=2)) is SMoETrainer
 assert type(MegatronTrainer.__new__(MegatronTrainer)) is MegatronTrainer
 assert issubclass(SMoETrainer, Trainer)
@@ -45,3 +47,46 @@ assert issubclass(SMoETrainer, Trainer)
 def test_without_the_plugin_the_trainer_is_fairseqs():
     program = "from fairseq.trainer import Trainer as T; assert type(T.__new__(T)) is T"
     assert run_python(program).returncode == 0
+
+
+# A first update whose gradients overflow, as the loss scaler of a GPU reports it: the step is skipped.
+OVERFLOW = """
+import sys, torch
+import fairseq_cli.train
+from fairseq.optim.amp_optimizer import AMPOptimizer
+clip, calls = AMPOptimizer.clip_grad_norm, []
+def overflow_once(self, *arguments, **options):
+    calls.append(1)
+    if len(calls) > 1:
+        return clip(self, *arguments, **options)
+    self.fp32_optimizer.zero_grad()
+    return torch.tensor(float("inf"))
+AMPOptimizer.clip_grad_norm = overflow_once
+sys.argv = sys.argv[1:]
+fairseq_cli.train.cli_main()
+print("calls", len(calls))
+"""
+
+
+@pytest.mark.parametrize("flags", [MOE, [*TINY, "--user-dir", PLUGIN]], ids=["moe", "stock"])
+def test_amp_repeats_a_batch_that_overflows(small_corpus, tmp_path, flags):
+    """fairseq's `train_step` then calls itself, inside of what ours has entered."""
+    more = ["--save-dir", tmp_path, "--amp", "--max-update", 2, "--disable-validation"]
+    result = run_python(OVERFLOW, "fairseq-train", small_corpus, *flags, *more)
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "calls 3" in result.stdout.splitlines()
+
+
+def test_a_fault_of_ours_is_not_blamed_on_the_checkpoint():
+    """`load_checkpoint` says that --reset-optimizer helps, which costs its state, only where it may."""
+    import fairseq.trainer  # noqa: F401  (which ours takes the place of, and so comes first)
+
+    from smoe_fairseq.training.trainer import _is_fault_of_ours
+
+    for fault, ours in (
+        (lambda: StratifiedMoE(8, 8, no_such=1), True),
+        (lambda: torch.ones("x"), False),
+    ):
+        with pytest.raises(TypeError) as end:
+            fault()
+        assert _is_fault_of_ours(end.value) == ours

@@ -18,9 +18,9 @@ from test_translator import evaluated
 
 from smoe_fairseq.analysis.inputs import load
 from smoe_fairseq.analysis.sentence import run_pair
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
-from smoe_fairseq.system.errors import UsageError
-from smoe_fairseq.translation.batch_translator import BatchTranslator, Options
+from smoe_fairseq.translate.translator import BatchTranslator, Options
 
 SEARCH = ("--beam", 2, "--max-len-b", 10)  # as the recipe's evaluation was told
 RUN = "runs/tiny/smoe-2-2"
@@ -281,7 +281,7 @@ def test_an_interruption_of_a_search(folder, threads):
     process = started(folder, "--output", "never.txt", "--max-tokens", 200, OMP_NUM_THREADS=threads)
     process.stdin.write(b"1 2 3 4 5 6 7 8 9\n" * 3999)
     process.stdin.flush()
-    wait_for((folder / "never.txt.smoe.tmp").exists, process)
+    wait_for(lambda: list(folder.glob("never.txt.smoe.*.tmp")), process)
     process.stdin.write(b"1\n" * 2)  # what is asked for at once, and one more
     process.stdin.flush()
     process.send_signal(signal.SIGINT)
@@ -297,8 +297,8 @@ def test_an_interruption_leaves_the_file_as_it_was(folder, number):
     output = folder / "kept.txt"
     output.write_text("as it was\n")
     process = started(folder, "--output", output.name)
-    partial = folder / "kept.txt.smoe.tmp"
-    wait_for(partial.exists, process)  # it waits for text now
+    wait_for(lambda: list(folder.glob("kept.txt.smoe.*.tmp")), process)  # it waits for text now
+    (partial,) = folder.glob("kept.txt.smoe.*.tmp")
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert output.read_text() == "as it was\n" and b"Traceback" not in said

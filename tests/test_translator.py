@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY, generation, hypotheses, run, run_python, train
+from commands import generation, hypotheses, run, run_python, train
 from test_compat import WITHOUT, run_without
 from test_training import PLUGIN
 from test_training import train as train_smoe
 
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
-from smoe_fairseq.system.errors import UsageError
 
 SEARCH = {"beam": 2, "max_len_b": 10}  # as the recipe's evaluation was told
 
@@ -261,27 +261,6 @@ def test_training_without_the_plugin(corpus, words):
     assert result.returncode == 1 and "usage" not in result.stdout
     last = result.stdout.splitlines()[-1]
     assert last.startswith("error: --arch smoe_transformer") and "$(smoe path)" in last
-
-
-@pytest.mark.parametrize("flag", ["--restore-file", "--finetune-from-model"])
-def test_training_on_without_the_plugin(one_pair, corpus, tmp_path, flag):
-    path = one_pair / "checkpoint_best.pt"
-    result = train(corpus, tmp_path / "new", flag, path, check=False)
-    assert result.returncode == 1 and "Traceback" not in result.stdout
-    words = f"error: {path}: --user-dir is missing or another: the model is a smoe_transformer"
-    assert result.stdout.splitlines()[-1].startswith(words)
-
-
-def test_without_the_mend_other_words_are_told(one_pair, corpus, tmp_path):
-    command = (
-        "--save-dir",
-        tmp_path / "new",
-        *TINY,
-        "--restore-file",
-        one_pair / "checkpoint_best.pt",
-    )
-    arguments = ("fairseq-train", corpus, *command)
-    assert "architectures match" in run_without("name_unknown_model_to_resume", *arguments).stdout
 
 
 def test_training_on_from_another_model_has_fairseqs_sentence(post_norm, corpus, tmp_path):

@@ -84,6 +84,20 @@ def zipped(**fields) -> bytes:
     return bytes(changed)
 
 
+def test_a_sparse_member_larger_than_the_disk_is_refused(tmp_path):
+    """A few bytes of a header that stand for more than there is room."""
+    info = tarfile.TarInfo(WANTED)
+    info.size = 2**60
+    sentence = unpacked(tmp_path, info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    assert WANTED in sentence and "has no room" in sentence
+
+
+def test_two_members_for_one_file_are_refused(tmp_path):
+    content = tar({f"one/{WANTED}": b"a\n", f"two/{WANTED}": b"b\n"})
+    sentence = unpacked(tmp_path, content)
+    assert "one/" in sentence and "two/" in sentence and "for one file" in sentence
+
+
 def test_archive_with_a_password_is_named(tmp_path):
     assert "expected an archive without a password" in unpacked(tmp_path, zipped(flag=1))
 

@@ -1,14 +1,15 @@
-"""Files and folders of `smoe_fairseq.system.files`: whole or not there, whatever goes wrong."""
+"""Files and folders of `smoe_fairseq.files`: whole or not there, whatever goes wrong."""
 
 import errno
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from smoe_fairseq.system import files
-from smoe_fairseq.system.errors import UsageError
-from smoe_fairseq.system.files import whole_file, whole_files, whole_folder, write_whole
+from smoe_fairseq import files
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import whole_file, whole_files, whole_folder, write_whole
 
 
 def full(*_):
@@ -97,6 +98,36 @@ def test_nothing_of_the_user_is_taken_for_half_written(tmp_path):
     write_whole(tmp_path / "model.pt", "new")
     mine = dict.fromkeys(["routing.old/mine", "routing.partial/mine", "model.pt.tmp"], "mine")
     assert contents(tmp_path) == {**mine, "routing/second": "new", "model.pt": "new"}
+
+
+def test_links_with_the_names_of_half_written_files_are_not_written_through(tmp_path, monkeypatch):
+    """Whoever may write to the folder could have another user's file overwritten by them."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    tokens = iter(["00000000", "00000001"])
+    monkeypatch.setattr(files.secrets, "token_hex", lambda _: next(tokens))
+    names = ["a.smoe.tmp", f"a.smoe.{os.getpid()}-00000000.tmp"]  # the second one has been guessed
+    for name in names:
+        (tmp_path / name).symlink_to(victim)
+    write_whole(tmp_path / "a", "new")
+    assert contents(tmp_path) == dict.fromkeys(["victim", *names], "mine") | {"a": "new"}
+    (tmp_path / "folder.smoe.partial").symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="folder cannot be saved: File exists"):
+        with whole_folder(tmp_path / "folder"):
+            pass
+    assert victim.read_text() == "mine"
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
+    process = subprocess.Popen(["true"])
+    process.wait()
+    ended, here = process.pid, os.getpid()
+    left = [f"a.smoe.{ended}-00000000.tmp", f"a.smoe.{ended}-1234abcd.tmp"]
+    kept = [f"a.smoe.{here}-00000000.tmp", f"b.smoe.{ended}-00000000.tmp", "a.smoe.my-notes.tmp"]
+    for name in left + kept:
+        (tmp_path / name).write_text("half")
+    write_whole(tmp_path / "a", "new")
+    assert contents(tmp_path) == dict.fromkeys(kept, "half") | {"a": "new"}
 
 
 def test_what_is_no_file_is_written_to(tmp_path):

@@ -124,7 +124,7 @@ def train_and_measure(arguments):
     """``fairseq-train`` that prints the bytes in tensors at the start of its last update, after a save."""
     from fairseq_cli import train
 
-    from smoe_fairseq.distributed.trainer import SMoETrainer
+    from smoe_fairseq.training.trainer import SMoETrainer
 
     original = SMoETrainer.train_step
 
@@ -192,36 +192,15 @@ def test_a_process_that_fails_does_not_wait_for_state(ranks, small_corpus, tmp_p
     status = run.programs[1].wait(30)
     run.kill()
     assert status == 1, run.output(1)[-3000:]
-    assert run.output(1).strip().endswith("ValueError: this batch cannot be read")
+    assert (
+        run.output(1)
+        .strip()
+        .splitlines()[-1]
+        .startswith("error: ValueError: this batch cannot be read (")
+    )
     if parallel:
         crash = torch.load(tmp_path / "run" / "crash-rank-1.pt", weights_only=True)
         assert crash["last_optimizer_state"] == {} and crash["model"]
-
-
-def train_with(has_fairscale, *arguments) -> None:
-    """``fairseq-train`` where fairscale has been installed, or has not."""
-    from fairseq.optim import shard
-    from fairseq_cli.train import cli_main
-
-    shard._has_fairscale = has_fairscale
-    sys.argv = ["fairseq-train", *map(str, arguments)]
-    cli_main()
-
-
-@pytest.mark.parametrize(
-    "has_fairscale, more, sentence",
-    [
-        (False, (), "needs the package fairscale: pip install fairscale, or leave the flag out"),
-        (True, ["--use-bmuf"], "does not go with --use-bmuf"),
-        (True, ["--fp16"], "with --fp16: flattened gradients are one parameter"),
-    ],
-)
-def test_what_it_lacks_is_said(ranks, small_corpus, tmp_path, has_fairscale, more, sentence):
-    arguments = [has_fairscale, *map(str, stock(small_corpus, tmp_path / "new", *ZERO, *more))]
-    started = ranks.start(tmp_path / "logs", 2, *arguments, function=train_with)
-    assert started.wait() == [1, 1]
-    assert f"error: --zero-sharding os {sentence}" in started.output(0)
-    assert "Traceback" not in started.output() and not (tmp_path / "new").exists()
 
 
 def test_one_process_trains(ranks, small_corpus, tmp_path):

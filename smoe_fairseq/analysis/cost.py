@@ -1,13 +1,161 @@
-"""Parameters, forward FLOPs per token and requested capacity of a model, read off its modules."""
+"""Parameters, FLOPs and requested capacity of a model, built without memory."""
 
-from collections.abc import Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from fairseq.criterions import CRITERION_REGISTRY
+from fairseq.data import Dictionary, TruncatedDictionary
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.modules import MultiheadAttention
+from fairseq.optim import OPTIMIZER_REGISTRY
 from torch import nn
 
-from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.options import (
+    DecoderOptions,
+    SMoETransformerConfig,
+    SMoETransformerLMConfig,
+)
+from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
+
+OF_TRANSLATION = ARCH_MODEL_INV_REGISTRY["smoe_transformer"]
+OF_LANGUAGE = ARCH_MODEL_INV_REGISTRY["smoe_transformer_lm"]
+ARCHITECTURES = [*OF_TRANSLATION, *OF_LANGUAGE]
+
+
+def add_model_arguments(parser: ArgumentParser) -> None:
+    """``--arch`` and the models' own flags, as fairseq-train has them; a language model takes some."""
+    parser.add_argument(
+        "--arch", choices=ARCHITECTURES, default="smoe_transformer_base", help="default: base"
+    )
+    SMoETransformerConfig.add_args(parser.add_argument_group("model, as for fairseq-train"))
+
+
+def parse_model(words: Sequence[str]) -> Namespace:
+    """The model's part of a command line of fairseq-train; other flags are passed over."""
+    parser = ArgumentParser(allow_abbrev=False, add_help=False)
+    add_model_arguments(parser)
+    return parser.parse_known_args(list(words))[0]
+
+
+def is_language_model(args: Namespace) -> bool:
+    """Whether ``--arch`` is of a model that has no encoder."""
+    return args.arch in OF_LANGUAGE
+
+
+def config_of(args: Namespace) -> DecoderOptions:
+    """All options of the model of ``args``, those of its architecture where no flag is given."""
+    return ARCH_MODEL_REGISTRY[args.arch].config_class.of(_complete(args))
+
+
+def _complete(args: Namespace) -> Namespace:
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    if is_language_model(args):
+        for name in SMoETransformerLMConfig.of_translation():
+            default = getattr(SMoETransformerConfig, name)
+            if isinstance(default, bool) and given.get(name) is default:
+                del given[name]  # a switch that nobody gave
+    args = Namespace(**given)
+    ARCH_CONFIG_REGISTRY[args.arch](args)
+    return args
+
+
+MOST_WORDS = 10_000_000
+
+
+def build_meta_model(args: Namespace, vocabulary: int, outputs: int | None = None) -> nn.Module:
+    """The model of ``args`` with one dictionary of ``vocabulary`` entries, special ones included.
+
+    Args:
+        outputs: entries that are predicted, where these are not all.
+
+    Raises:
+        UsageError: options make no model.
+    """
+
+    class Task:
+        source_dictionary = target_dictionary = Dictionary()
+
+    specials = len(Task.source_dictionary)
+    if vocabulary <= specials:
+        raise UsageError(
+            f"--vocab-size {vocabulary}: expected more than the {specials} special tokens"
+        )
+    if vocabulary > MOST_WORDS:
+        raise UsageError(f"--vocab-size {vocabulary}: expected at most {MOST_WORDS:,}")
+    for i in range(vocabulary - specials):
+        Task.source_dictionary.add_symbol(str(i))
+    if outputs is not None:
+        Task.target_dictionary = TruncatedDictionary(Task.source_dictionary, outputs)
+    with torch.device("meta"):
+        return ARCH_MODEL_REGISTRY[args.arch].build_model(_complete(args), Task)
+
+
+# The flags of ``fairseq-train`` that decide what a run takes, read without fairseq's own parser.
+#
+# That would want a folder of data, and takes as long as the forecast.
+
+TOKENS = 4096
+
+
+def add_run_arguments(parser) -> None:
+    """Those beside the model's, with fairseq's defaults, or the recipes' where fairseq has none."""
+
+    def number(flag: str, text: str, **options):
+        parser.add_argument(flag, type=int, metavar="N", help=text, **options)
+
+    def choice(flag: str, text: str, default: str, choices):
+        text = f"{text}; default: {default}"
+        parser.add_argument(flag, default=default, choices=choices, metavar="NAME", help=text)
+
+    number("--max-tokens", f"of a batch; default: {TOKENS}", default=TOKENS)
+    number("--batch-size", "sentences of a batch, at most")
+    number("--update-freq", "batches per update; default: 1", default=1)
+    for flag in ("fp16", "bf16", "memory-efficient-fp16", "memory-efficient-bf16"):
+        parser.add_argument(f"--{flag}", action="store_true", help=f"train in {flag[-4:]}")
+    parser.add_argument("--fp16-no-flatten-grads", action="store_true", help="with --fp16")
+    parser.add_argument("--amp", action="store_true", help="refused: only a GPU can say")
+    choice("--optimizer", "with its own default settings", "adam", OPTIMIZER_REGISTRY)
+    choice("--criterion", "likewise", "smoe_label_smoothed_cross_entropy", CRITERION_REGISTRY)
+    choice("--zero-sharding", "os: the optimizer's state is shared out", "none", ("none", "os"))
+    parser.add_argument("--ddp-backend", default="pytorch_ddp", metavar="NAME")
+    parser.add_argument("--cpu", action="store_true", help="as a CPU computes, not a GPU")
+
+
+class _Parser(ArgumentParser):
+    def __init__(self):
+        super().__init__(allow_abbrev=False, add_help=False, conflict_handler="resolve")
+
+    def error(self, message: str):
+        raise UsageError(message)
+
+
+def parse_run(words: Sequence[str]) -> Namespace:
+    """These flags, the model's, the optimizer's and the criterion's of a command line of ``fairseq-train``.
+
+    Raises:
+        UsageError: a value that none of them takes.
+    """
+    parser = _Parser()
+    add_model_arguments(parser)
+    add_run_arguments(parser)
+    flags = parser.parse_known_args(list(words))[0]
+    for registered in (OPTIMIZER_REGISTRY[flags.optimizer], CRITERION_REGISTRY[flags.criterion]):
+        registered.add_args(parser)
+    return parser.parse_known_args(list(words))[0]
+
+
+def options_of(registered: type, flags: Namespace) -> Namespace:
+    """What an optimizer or criterion of fairseq's is built with: ``flags``, and its defaults for the rest."""
+    parser = _Parser()
+    registered.add_args(parser)
+    return Namespace(**vars(parser.parse_args([])) | vars(flags))
+
+
+# Parameters, forward FLOPs per token and requested capacity of a model, read off its modules.
 
 CONTEXT = 512  # positions, as the released scripts of the paper limit sentences
 

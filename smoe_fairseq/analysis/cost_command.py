@@ -1,32 +1,145 @@
-"""``smoe cost``: parameters, forward FLOPs per token and requested capacity."""
+"""``smoe cost``."""
 
 import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from smoe_fairseq.system.errors import UsageError
-from smoe_fairseq.system.quiet import quietly
+from smoe_fairseq.analysis.cost import (
+    ARCHITECTURES,
+    CONTEXT,
+    Cost,
+    build_meta_model,
+    count,
+    is_language_model,
+    parse_model,
+)
+from smoe_fairseq.analysis.inputs import load
+from smoe_fairseq.analysis.record import requested_capacity
+from smoe_fairseq.checkpoints.io import open_checkpoint
+from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.recipes.config import Dataset, arguments, load_dataset, method_flags, tables
+
+WITH_COSTS = ("m4", "m15")
+BASELINE = "moe"  # the row that differences between rows are taken from
+
+
+def system_cost(
+    dataset: Dataset,
+    method: str,
+    context: int = CONTEXT,
+    requested_capacity: Mapping[str, float] | None = None,
+    experts_per_token: float | None = None,
+) -> Cost:
+    """Of the model that a method's flags make of a data set's; an unknown method is a `UsageError`."""
+    args = parse_model(arguments(dataset.train | method_flags(method, dataset)))
+    model = build_meta_model(args, int(dataset.subwords["vocab-size"]))
+    return count(model, context, requested_capacity, experts_per_token)
+
+
+def costs(table: str, context: int = CONTEXT) -> dict[str, Cost]:
+    """Our counts for each row of table "m4" or "m15"."""
+    dataset = load_dataset(table)
+    return {method: system_cost(dataset, method, context) for method in tables()[table]["rows"]}
+
+
+def compare(table: str, context: int = CONTEXT) -> list[dict[str, Any]]:
+    """One entry per row, in millions: ours, the paper's, and the differences.
+
+    ``flops_over_moe`` are a row's FLOPs less those of the vanilla MoE's row; a printed difference of
+    two whole numbers may be off by less than 1.
+    """
+    counted = costs(table, context)
+    rows = tables()[table]["rows"]
+    base, paper_base = counted[BASELINE].flops_per_token / 1e6, rows[BASELINE]["flops_per_token"]
+    entries = []
+    for method, cost in counted.items():
+        parameters, flops = cost.parameters / 1e6, cost.flops_per_token / 1e6
+        paper_parameters = rows[method]["parameters"]
+        paper_flops = rows[method]["flops_per_token"]
+        entries.append(
+            {
+                "method": method,
+                "parameters": parameters,
+                "paper_parameters": paper_parameters,
+                "parameters_percent": 100 * (parameters / paper_parameters - 1),
+                "flops": flops,
+                "paper_flops": paper_flops,
+                "flops_difference": flops - paper_flops,
+                "flops_over_moe": flops - base,
+                "paper_flops_over_moe": paper_flops - paper_base,
+            }
+        )
+    return entries
+
+
+# The cost of a checkpoint's model, at the requested capacity expected or measured.
+
+
+def expected_cost(checkpoint: Path, context: int) -> Cost:
+    """Under uniform routing; of the checkpoint only the options and one shape are used.
+
+    Raises:
+        UsageError: the checkpoint cannot be read, or holds another model.
+    """
+    state = open_checkpoint(checkpoint)
+    # Before fairseq had a config, checkpoints held the flat command line.
+    config = state["cfg"]["model"] if state.get("cfg") else state.get("args")
+    values = vars(config) if isinstance(config, Namespace) else config or {}
+    arch = values.get("arch") or values.get("_name")
+    if arch not in ARCHITECTURES:
+        raise UsageError(
+            f"{checkpoint} holds a model of architecture {arch}: expected one of "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    args = Namespace(**values | {"arch": arch})
+    weights = state["model"]
+    vocabulary = len(weights["decoder.embed_tokens.weight"])
+    outputs = len(weights["decoder.output_projection.weight"]) if is_language_model(args) else None
+    model = build_meta_model(args, vocabulary, None if outputs == vocabulary else outputs)
+    model.upgrade_state_dict(weights)  # one of before may have fewer layer norms
+    return count(model, context)
+
+
+def measured_cost(checkpoint: Path, data: Path, subset: str, context: int) -> Cost:
+    """At the requested capacity of a subset's tokens, by teacher forcing."""
+    model, task = load(checkpoint, data)
+    return count(model, context, requested_capacity(model, task, subset))
+
+
+# ``smoe cost``: parameters, forward FLOPs per token and requested capacity.
 
 with quietly():
     import fairseq  # noqa: F401  (the plugin's model registers itself as soon as fairseq is there)
 
-    from smoe_fairseq.analysis import checkpoint_cost, paper
-    from smoe_fairseq.analysis.cost import CONTEXT, READING, Cost, count
-    from smoe_fairseq.analysis.forecast import LENGTH, Run
-    from smoe_fairseq.analysis.meta_model import add_model_arguments, build_meta_model
-    from smoe_fairseq.analysis.process_cost import aligned, print_process_costs, process_costs
-    from smoe_fairseq.analysis.run_flags import add_run_arguments
+    from smoe_fairseq.analysis.cost import (
+        CONTEXT,
+        READING,
+        Cost,
+        add_model_arguments,
+        add_run_arguments,
+        build_meta_model,
+        count,
+    )
+    from smoe_fairseq.analysis.memory import (
+        LENGTH,
+        Run,
+        aligned,
+        print_process_costs,
+        process_costs,
+    )
 
 LIMIT_PERCENT = 0.5  # of the paper's parameters
 VOCABULARY = 32_000
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_cost_arguments(parser: ArgumentParser) -> None:
     """What to count: flags of a model, a table of the paper, or a checkpoint."""
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.epilog = READING
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--paper", choices=paper.WITH_COSTS, help="all rows of a table of the paper")
+    what.add_argument("--paper", choices=WITH_COSTS, help="all rows of a table of the paper")
     what.add_argument("--path", type=Path, metavar="CHECKPOINT", help="the model of a checkpoint")
     parser.add_argument(
         "data",
@@ -64,7 +177,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(args: Namespace) -> None:
+def run_cost(args: Namespace) -> None:
     """Prints one model's cost, or a table of the paper beside ours."""
     if args.context < 0:
         raise UsageError(f"--context {args.context}: expected a number of positions, 0 or more")
@@ -85,23 +198,20 @@ def run(args: Namespace) -> None:
                 raise UsageError(f"{flag} {number}: expected a whole number of at least 1")
     with quietly():
         if args.paper:
-            return _print_paper(paper.compare(args.paper, args.context), args)
+            return _print_paper(compare(args.paper, args.context), args)
         if args.path:
-            expected = checkpoint_cost.expected(args.path, args.context)
-            measured, processes = None, {}
+            uniform, measured, processes = expected_cost(args.path, args.context), None, {}
             if args.data:
-                measured = checkpoint_cost.measured(
-                    args.path, args.data, args.gen_subset, args.context
-                )
+                measured = measured_cost(args.path, args.data, args.gen_subset, args.context)
         else:
             model = build_meta_model(args, args.vocab_size)
-            expected, measured = count(model, args.context), None
+            uniform, measured = count(model, args.context), None
             processes = _processes(model, args)
-    costs = {"uniform routing": expected}
+    costs = {"uniform routing": uniform}
     if measured:
         costs[f"measured on {args.gen_subset}"] = measured
     if args.json:
-        content = _plain(expected) | ({"measured": _plain(measured)} if measured else {})
+        content = _plain(uniform) | ({"measured": _plain(measured)} if measured else {})
         if processes:
             content["processes"] = {name: cost.as_dict() for name, cost in processes.items()}
         print(json.dumps(content | {"context": args.context}, indent=2))

@@ -6,7 +6,7 @@ from pathlib import Path
 import fairseq  # noqa: F401  (the plugin's model registers itself as soon as fairseq is there)
 import numpy as np
 import torch
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils  # noqa: F401  (the plugin's model registers itself as soon as fairseq is there)
 from fairseq.data import Dictionary, FairseqDataset
 from fairseq.data.multilingual.multilingual_utils import get_lang_tok
 from fairseq.models import FairseqMultiModel
@@ -14,10 +14,10 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.utils import resolve_max_positions, split_paths
 from torch import nn
 
-from smoe_fairseq.checkpoint.content import open_checkpoint
-from smoe_fairseq.models.moe_layers import moe_blocks
-from smoe_fairseq.modules.drops import capacities_of
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.checkpoints.io import open_checkpoint
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules.statistics import capacities_of
 
 TOKENS_PER_BATCH = 4096
 SEED = 1
@@ -168,7 +168,9 @@ def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
                 data_category="main",
                 langtok_spec=task.args.langtoks["main"],
             )
-    except (FileNotFoundError, AttributeError):
+    except (FileNotFoundError, AttributeError) as error:
+        if isinstance(error, AttributeError) and "'NoneType'" not in str(error):
+            raise  # fairseq goes on with None where a file is missing, and with nothing else
         wanted = f"{subset}.{direction}.* (nor the pair the other way round)"
         wanted = f"{subset}.bin" if is_language_model(task) else wanted
         raise UsageError(

@@ -1,10 +1,194 @@
-"""One HTML page with everything in it: no file beside it, no network."""
+"""The report of an analysis, as a page."""
 
 import base64
-import html
-import string
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+import jinja2
+import numpy as np
+
+from smoe_fairseq.analysis import figures
+from smoe_fairseq.analysis.exit_curve import CapacityCheck, Curve
+from smoe_fairseq.analysis.results import Results
+from smoe_fairseq.analysis.sentence import SentenceSide
+
+SCORES = "scores.json"  # as the recipes call it
+
+
+def summary(results: Results, checkpoint: Path) -> str:
+    """The first paragraph: what was run, how many strata a token asks for, and the BLEU."""
+    run, means = results.run, []
+    for side in results.sides():
+        counts = [results.over(results.directions, b) for b in results.blocks if b.side == side]
+        mean = sum(c.stops for c in counts) / max(sum(c.tokens for c in counts), 1)
+        means.append(f"{mean:.2f} in the {side}")
+    over = f"{sum(run['sentences'].values()):,} samples"
+    if results.has_languages:
+        number = len(results.directions)
+        over = f"{sum(run['sentences'].values()):,} sentence pairs in {number} direction"
+        over += "s" * (number > 1)
+    text = (
+        f"After {run['updates']:,} updates, over {over} of {run['subset']}, a token stops on average at "
+        f"{' and '.join(means)} of the strata of a block."
+    )
+    return f"{text} {bleu}" if (bleu := _bleu(results, checkpoint)) else text
+
+
+def _bleu(results: Results, checkpoint: Path) -> str | None:
+    """Of the test set as ``evaluate.sh`` has left it beside the checkpoint, or of ``--exit-bias 0``."""
+    try:
+        found = json.loads((checkpoint.parent / SCORES).read_text("utf-8"))
+        if found["checkpoint"] == checkpoint.name:
+            points = [float(found["scores"][name]["bleu"]) for name in results.directions]
+            of = "" if len(points) == 1 else f", the mean of {len(points)} directions"
+            return f"Its BLEU on the test set is {np.mean(points):.1f}{of}."
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not evaluated, or not all of these directions
+    if results.curve is not None and 0 in results.curve.biases:
+        points = results.curve.mean("bleu")[results.curve.biases.index(0)]
+        return f"Its BLEU on {results.run['subset']} is {points:.1f}, against the binarised references."
+    return None
+
+
+def by_direction(results: Results) -> str:
+    """The range of each side and, with a common language, of the directions into it."""
+    parts = []
+    for side in results.sides():
+        means = {name: results.mean(name, side) for name in results.directions}
+        low, high = min(means, key=means.get), max(means, key=means.get)
+        parts.append(
+            f"{side} tokens ask for {means[low]:.2f} ({low}) to {means[high]:.2f} ({high}) strata"
+        )
+    text = "On average " + "; ".join(parts) + "."
+    pivot = results.pivot()
+    into = [name for name in results.directions if pivot and name.endswith(f"-{pivot}")]
+    if len(into) > 1 and "decoder" in results.sides():
+        means = [results.mean(name, "decoder") for name in into]
+        text += (
+            f" Target tokens in {pivot} ask for {min(means):.3f} to {max(means):.3f}, depending on "
+            "the source language."
+        )
+    return text
+
+
+def token_frequency(results: Results, min_count: int) -> str:
+    """Medians of each block's groups."""
+    parts = []
+    for block in results.blocks:
+        groups = figures.groups(results, block, min_count)
+        if not all(len(ranks) for ranks in groups.values()):
+            continue
+        low, high, every = (np.median(groups[name]) for name in ("lowest", "highest", "all"))
+        parts.append(f"{block.title}: {low:.0f} and {high:.0f} (all tokens: {every:.0f})")
+    if not parts:
+        return f"No token was seen {min_count} times."
+    return (
+        "Median training-frequency rank of the tokens that ask for least and for most: "
+        + "; ".join(parts)
+        + "."
+    )
+
+
+def by_depth(results: Results) -> str:
+    """The first block against the later ones, side by side."""
+    parts = []
+    for side in results.sides():
+        blocks = [block for block in results.blocks if block.side == side]
+        means = [results.over(results.directions, block).requested_capacity for block in blocks]
+        listed = ", ".join(f"{mean:.2f}" for mean in means)
+        if len(means) == 1:
+            parts.append(f"The {side} has one SMoE layer, which is asked for {listed}")
+        else:
+            most = blocks[int(np.argmax(means))].title
+            parts.append(f"In the {side}, {most} is asked for most ({listed} from first to last)")
+    return ". ".join(parts) + "."
+
+
+def load(results: Results) -> str:
+    """The busiest expert of each block."""
+    parts = []
+    for block in results.blocks:
+        values = results.over(results.directions, block).load()
+        parts.append(
+            f"{block.title}: expert {int(values.argmax())} gets {values.max():.1f} times, expert "
+            f"{int(values.argmin())} {values.min():.1f} times the mean number of first choices"
+        )
+    return "; ".join(parts) + "."
+
+
+def flow(results: Results) -> str:
+    """How many tokens leave at once, and how many go through all strata."""
+    parts = []
+    for block in results.blocks:
+        counts = results.over(results.directions, block)
+        moves = counts.flow()
+        at_once = moves[0, -1] / counts.tokens
+        parts.append(
+            f"{block.title}: {at_once:.0%} of the tokens leave after the first stratum, "
+            f"{moves[-1, -1] / counts.tokens:.0%} reach the last one"
+        )
+    return "; ".join(parts) + "."
+
+
+def positions(check: CapacityCheck) -> str:
+    """The range over the positions, and the two losses."""
+    parts = []
+    for side in check.sides():
+        listed = ", ".join(f"{value:.1f}" for value in check.percent_dropped(side))
+        parts.append(f"{listed}% of the first choices in the {side}")
+    return (
+        f"With the experts limited as in training, {' and '.join(parts)} are dropped, from the first fifth "
+        f"of the sentence to the last. The loss is {check.limited_nll_loss:.3f} bits per token with that "
+        f"limit and {check.nll_loss:.3f} without ({check.gap:+.3f})."
+    )
+
+
+def exit_bias(curve: Curve) -> str:
+    """The two ends of the biases."""
+    bleu, time = curve.mean("bleu"), curve.milliseconds()
+    requested = curve.mean("requested_capacity")
+    parts = [
+        f"{curve.biases[n]:g}: a token stops at {requested[n]:.2f} strata, BLEU is {bleu[n]:.1f} and a "
+        f"sentence takes {time[n]:.1f} ms"
+        for n in dict.fromkeys((0, len(bleu) - 1))
+    ]
+    return f"With the bias {'; '.join(parts)}."
+
+
+def sentence(sides: list[SentenceSide]) -> str:
+    """The tokens that ask for most and for least on each side."""
+    parts = []
+    for side in sides:
+        means = np.mean(side.requested, axis=0)
+        tokens = [side.tokens[int(means.argmax())], side.tokens[int(means.argmin())]]
+        parts.append(
+            f"in the {side.side} {tokens[0]} asks for {means.max():.2f} strata and {tokens[1]} for "
+            f"{means.min():.2f}"
+        )
+    return "In this sentence, " + "; ".join(parts) + "."
+
+
+def training(series: dict[str, dict[int, float]]) -> str:
+    """First and last requested capacity and overflow."""
+    parts = []
+    for name, text in (
+        ("requested_capacity", "requested capacity goes from {:.2f} to {:.2f}"),
+        (
+            "overflow_expert1",
+            "{:.1f}% of the first choices are dropped at first, {:.1f}% at the end",
+        ),
+    ):
+        if name in series:
+            values = [value for _, value in sorted(series[name].items())]
+            parts.append(text.format(values[0], values[-1]))
+    updates = max(max(values) for values in series.values())
+    return f"Over {updates:,} updates, " + "; ".join(parts) + "."
+
+
+# One HTML page with everything in it: no file beside it, no network.
 
 
 @dataclass(frozen=True)
@@ -16,66 +200,164 @@ class Section:
         title: what the picture shows.
         finding: what it says here, in a sentence.
         reading: how to read it.
+        wide, narrow: the picture as PNG, panels side by side, and one below the other for a phone.
     """
 
     name: str
     title: str
     finding: str
     reading: str
+    wide: bytes = b""
+    narrow: bytes = b""
 
 
-PAGE = string.Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-body { margin: 0 auto; max-width: 54rem; padding: 1rem; font: 1rem/1.5 system-ui, sans-serif; color: #111;
-  background: #fff; }
-h1 { font-size: 1.6rem; line-height: 1.2; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .3rem; }
-p { margin: .4rem 0; overflow-wrap: anywhere; }
-.reading { color: #555; font-size: .9rem; }
-figure { margin: .8rem 0; overflow-x: auto; }
-img { display: block; width: 100%; min-width: 34rem; max-width: 54rem; height: auto; }
-.table { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; }
-th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0;
-  border-bottom: 1px solid #ddd; overflow-wrap: anywhere; }
-th { font-weight: 600; white-space: nowrap; }
-</style>
-</head>
-<body>
-<h1>$title</h1>
-<p>The requested capacity (RC) of a token is the number of strata that it stops at in a block. All numbers
-are of text; special tokens (language tokens, &lt;/s&gt;, &lt;unk&gt;) are counted apart, in the CSV
-files. Layers, strata and experts are numbered from 0, as in the checkpoint.</p>
-<div class="table"><table>
-$description
-</table></div>
-$sections
-</body>
-</html>
-""")
-
-
-def page(title: str, description: dict[str, object], sections: list[Section], folder: Path) -> str:
-    """The report; pictures are read from ``folder``."""
-    rows = "\n".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>"
-        for name, value in description.items()
+def page(title: str, summary: str, description: dict[str, object], sections: list[Section]) -> str:
+    """The report (``report.html.jinja``)."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
-    parts = [_section(section, folder) for section in sections]
-    return PAGE.substitute(title=html.escape(title), description=rows, sections="\n".join(parts))
-
-
-def _section(section: Section, folder: Path) -> str:
-    content = (folder / f"{section.name}.png").read_bytes()
-    image = base64.b64encode(content).decode()
-    title, finding, reading = map(html.escape, (section.title, section.finding, section.reading))
-    return (
-        f'<section id="{section.name}">\n<h2>{title}</h2>\n<p>{finding}</p>\n'
-        f'<figure><img alt="{title}" src="data:image/png;base64,{image}"></figure>\n'
-        f'<p class="reading">{reading}</p>\n</section>'
+    environment.filters["data_url"] = _data_url
+    return environment.get_template("report.html.jinja").render(
+        title=title, summary=summary, description=description, sections=sections
     )
+
+
+def _data_url(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+# All pictures of an analysis, drawn and saved, each with its words for the report.
+
+
+def draw(
+    folder: Path,
+    results: Results,
+    example: tuple[str, list[SentenceSide]] | None,
+    series: dict[str, dict[int, float]],
+    min_count: int,
+) -> list[Section]:
+    """Writes ``NAME.png`` and ``NAME.svg`` of each picture; those with nothing to show are left out."""
+    sections = []
+    for section, figure in _pictures(results, example, series, min_count):
+        figures.save(figure(stacked=False), folder / section.name)
+        wide = (folder / f"{section.name}.png").read_bytes()
+        sections.append(replace(section, wide=wide, narrow=figures.png(figure(stacked=True))))
+    return sections
+
+
+def _has_depth(results: Results) -> bool:
+    """Whether a side has several MoE layers."""
+    return any(sum(block.side == side for block in results.blocks) > 1 for side in results.sides())
+
+
+def _drops(check: CapacityCheck | None) -> bool:
+    return check is not None and any(check.percent_dropped(side).any() for side in check.sides())
+
+
+def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Callable]]:
+    order = "from most to least training data" if results.sizes else "in the order they were given"
+    if results.has_languages:
+        yield (
+            Section(
+                "by_direction",
+                "Requested capacity by direction",
+                by_direction(results),
+                f"Directions {order}; means over the tokens of all blocks of a side. "
+                "The dotted line is 1, the least there can be. (Figure 3 of the paper.)",
+            ),
+            partial(figures.draw_by_direction, results),
+        )
+    if results.ranks is not None:
+        yield (
+            Section(
+                "frequency",
+                "Frequency of the tokens that ask for least and for most",
+                token_frequency(results, min_count),
+                f"The {figures.TOKENS} tokens of lowest and highest mean requested capacity"
+                f"{' of each direction, made unique,' * results.has_languages} among those that occur "
+                f"at least {min_count} times; the dot and number are the median. (Figure 4 of the paper.)",
+            ),
+            partial(figures.draw_frequency, results, min_count),
+        )
+    if _has_depth(results):
+        yield (
+            Section(
+                "by_depth",
+                "Requested capacity by depth",
+                by_depth(results),
+                "Thin lines are directions. " * results.has_languages
+                + "Only layers with experts are shown. (Figure 5 of the paper.)",
+            ),
+            partial(figures.draw_by_depth, results),
+        )
+    yield (
+        Section(
+            "load",
+            "Expert load by language" if results.has_languages else "Expert load",
+            load(results),
+            "First choices of all strata's gates. Later strata are seen by more gates, so that more "
+            "than 1 is expected of them.",
+        ),
+        partial(figures.draw_load, results),
+    )
+    yield (
+        Section(
+            "flow",
+            "The way through the strata",
+            flow(results),
+            "A bar is a stratum, its height the share of the tokens that stop at it. The darker a "
+            "band, the fewer strata it passes by.",
+        ),
+        partial(figures.draw_flow, results),
+    )
+    if _drops(check := results.capacity):
+        yield (
+            Section(
+                "positions",
+                "What training's capacity takes away",
+                positions(check),
+                "First choices dropped for want of capacity, in batches as those of training. They should "
+                "not depend on the position, nor the loss much on the limit: where it is far higher without "
+                "(0.1 and more), the experts get tokens that they never saw in training.",
+            ),
+            partial(figures.draw_positions, check),
+        )
+    if (curve := results.curve) is not None:
+        yield (
+            Section(
+                "exit_bias",
+                "The exit bias: fewer stops, less time",
+                exit_bias(curve),
+                "The subset translated (beam 5) with --smoe-exit-bias, means over the directions; time is "
+                "that of the search, on a CPU the processor's. BLEU is against the binarised references.",
+            ),
+            partial(figures.draw_exit_bias, curve),
+        )
+    if example is not None:
+        direction, sides = example
+        yield (
+            Section(
+                "sentence",
+                f"One sentence, {direction}"
+                if results.has_languages
+                else "The beginning of a sample",
+                sentence(sides),
+                "Strata that each token stops at, special tokens included; in the decoder, a token is "
+                "the one that is given, not the one predicted from it.",
+            ),
+            partial(figures.draw_sentence, sides),
+        )
+    if series:
+        yield (
+            Section(
+                "training",
+                "Over the course of training",
+                training(series),
+                "Means between two lines of the log. A log in fairseq's JSON format has each block.",
+            ),
+            partial(figures.draw_training, series),
+        )

@@ -1,24 +1,103 @@
-"""What an analysis found, in memory for the pictures and as CSV for everyone else.
-
-``tokens.csv``, ``blocks.csv``, ``load.csv``, ``flow.csv``, ``positions.csv``, ``exit_bias.csv`` and
-``run.json``; strata, experts and layers are numbered from 0, as in the state dict.
-"""
+"""The tables of an analysis."""
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from fairseq.data import Dictionary
+from fairseq.data import Dictionary, data_utils
 
-from smoe_fairseq.analysis.capacity_check import CapacityCheck
-from smoe_fairseq.analysis.collect import Direction, TypeCounts
-from smoe_fairseq.analysis.counts import Block, Counts
-from smoe_fairseq.analysis.exit_curve import Curve
+from smoe_fairseq.analysis import inputs
+from smoe_fairseq.analysis.exit_curve import CapacityCheck, Curve
 from smoe_fairseq.analysis.inputs import TEXT
-from smoe_fairseq.analysis.pivot import pivot
+from smoe_fairseq.analysis.record import Block, Counts, Direction, TypeCounts
+
+
+def pivot(directions: Iterable[str]) -> str | None:
+    """The language that all directions ("de-en") have in common, when just one does."""
+    languages = [set(direction.split("-")) for direction in directions]
+    common = set.intersection(*languages) if len(languages) > 1 else set()
+    return common.pop() if len(common) == 1 else None
+
+
+# How frequent a token type is in the training text.
+
+_PART = 2**22  # tokens counted at a time
+
+
+def ranks(task, directions: list[str]) -> dict[str, np.ndarray] | None:
+    """Rank of each type by training frequency, 1 the most frequent, for "encoder" and "decoder".
+
+    Each language's text of each pair is counted once, also when both directions are trained. Where
+    the two sides share their dictionary, they share the counts. None without binarised training text.
+    """
+    same = task.source_dictionary == task.target_dictionary
+    counts = {
+        side: np.zeros(len(inputs.dictionary_of(task, side)), dtype=np.int64)
+        for side in inputs.sides(task)
+    }
+    seen = set()
+    for folder in inputs.folders(task):
+        for direction in directions:
+            for side, language in zip(counts, direction.split("-")):
+                prefix = _prefix(folder, direction, language)
+                if prefix is None:
+                    return None
+                if (same, prefix) in seen or (side, prefix) in seen:
+                    continue
+                seen.add((same, prefix) if same else (side, prefix))
+                for other in counts if same else [side]:
+                    counts[other] += _count(prefix, len(counts[other]))
+    return {side: _rank(count) for side, count in counts.items()}
+
+
+def sizes(task, directions: list[str]) -> dict[str, int] | None:
+    """Training sentences of each direction; None without binarised training text."""
+    found = dict.fromkeys(directions, 0)
+    for direction in directions:
+        for folder in inputs.folders(task):
+            prefix = _prefix(folder, direction, direction.split("-")[0])
+            if prefix is None:
+                return None
+            found[direction] += len(data_utils.load_indexed_dataset(prefix, None))
+    return found
+
+
+def _prefix(folder: Path, direction: str, language: str) -> str | None:
+    reverse = "-".join(reversed(direction.split("-")))
+    names = [f"train.{pair}.{language}" for pair in (direction, reverse)]
+    for name in ["train"] if direction == inputs.TEXT else names:
+        prefix = folder / name
+        if prefix.with_name(f"{prefix.name}.idx").exists():
+            return str(prefix)
+    return None
+
+
+def _count(prefix: str, vocabulary: int) -> np.ndarray:
+    sentences = data_utils.load_indexed_dataset(prefix, None)
+    counts = np.zeros(vocabulary, dtype=np.int64)
+    part, size = [], 0
+    for i in range(len(sentences)):
+        part.append(sentences[i].numpy())
+        size += len(part[-1])
+        if size >= _PART or i == len(sentences) - 1:
+            counts += np.bincount(np.concatenate(part), minlength=vocabulary)[:vocabulary]
+            part, size = [], 0
+    return counts
+
+
+def _rank(counts: np.ndarray) -> np.ndarray:
+    ranks = np.empty(len(counts), dtype=np.int64)
+    ranks[np.argsort(-counts, kind="stable")] = np.arange(1, len(counts) + 1)
+    return ranks
+
+
+# What an analysis found, in memory for the pictures and as CSV for everyone else.
+#
+# ``tokens.csv``, ``blocks.csv``, ``load.csv``, ``flow.csv``, ``positions.csv``, ``exit_bias.csv``
+# and ``run.json``; strata, experts and layers are numbered from 0, as in the state dict.
 
 KINDS = {False: "text", True: "special"}
 

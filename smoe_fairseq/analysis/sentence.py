@@ -1,6 +1,7 @@
-"""The requested capacity of one sentence's tokens."""
+"""The route of one sentence's tokens through the strata."""
 
 import os
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,13 +9,38 @@ import numpy as np
 import sentencepiece
 import torch
 from fairseq.sequence_generator import SequenceGenerator
-from torch import nn
+from torch import Tensor, nn
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.counts import Block
-from smoe_fairseq.analysis.recorder import Recorder, given
-from smoe_fairseq.analysis.visible import visible
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.analysis.record import Block, BlockFollower, Recorder, given
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.hub import subwords_of
+from smoe_fairseq.modules.routing import Routing
+
+# Control characters, halves of a pair and line ends: a terminal obeys them, and SVG may not contain them.
+_UNSEEN = {"Cc", "Cs", "Zl", "Zp"}
+# They turn around what follows, so that another text is read than is there.
+_TURNING = {*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
+
+
+def visible(text: str) -> str:
+    r"""The text with such characters as ``\x1b`` or ``\u202e``; all others stay as they are."""
+    return "".join(_escaped(c) if _is_unseen(c) else c for c in text)
+
+
+def _is_unseen(character: str) -> bool:
+    never_a_character = ord(character) & 0xFFFE == 0xFFFE
+    return unicodedata.category(character) in _UNSEEN or character in _TURNING or never_a_character
+
+
+def _escaped(character: str) -> str:
+    number = ord(character)
+    if number > 0xFFFF:
+        return f"\\U{number:08x}"
+    return f"\\u{number:04x}" if number > 0xFF else f"\\x{number:02x}"
+
+
+# The requested capacity of one sentence's tokens.
 
 BEAM = 5
 # Background colours of a 256-colour terminal, from low to high, with a text colour that is read on them.
@@ -66,10 +92,11 @@ def run_sentence(
     """Requested capacity of a source sentence's tokens and of the model's own translation of it.
 
     A language model is given the sentence and adds nothing.
-    The sentence is text where the data's folder has its ``spm.model``, else tokens joined by spaces.
+    The sentence is text where a sentencepiece model is beside the dictionaries (`subwords_of`), else
+    tokens joined by spaces.
     """
-    segmenter = folder / "spm.model"
-    if segmenter.exists():
+    segmenter = subwords_of(str(folder))
+    if segmenter is not None:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(segmenter))
         sentence = " ".join(processor.encode(sentence, out_type=str))
     if inputs.is_multilingual(task):
@@ -135,3 +162,120 @@ def _paint(token: str, value: int, strata: int, colour: bool) -> str:
     level = round((value - 1) / max(strata - 1, 1) * (len(SHADES) - 1))
     background, text = SHADES[level]
     return f"\033[48;5;{background};38;5;{text}m{token}\033[0m"
+
+
+# Where single tokens stop, and which experts compute them there, with which weights.
+#
+# Shapes: B sentences, S positions, T tokens, N of them in a stratum, K choices.
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One token at one stratum.
+
+    Args:
+        stratum: counted from 0.
+        first: the expert of its first choice, by which it goes on; numbered over the block.
+        experts: those that compute it and their weights, best first; none where all were dropped.
+    """
+
+    stratum: int
+    first: int
+    experts: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class SideStops:
+    """One side of a sentence pair.
+
+    Args:
+        side: "encoder" or "decoder".
+        tokens: what the side was given, special tokens included; as they are to be shown.
+        special: whether each stands for no text (see `inputs.special`).
+        blocks: its MoE layers.
+        stops: ``stops[b][t]`` of token t in block b, in the order of its way.
+    """
+
+    side: str
+    tokens: list[str]
+    special: list[bool]
+    blocks: list[Block]
+    stops: list[list[list[Stop]]]
+
+
+class StopRecorder(BlockFollower):
+    """Keeps each token's stops.
+
+    Attributes:
+        stops: of each token of the last batch, ``B * S`` lists.
+    """
+
+    def begin(self, tokens_BS: Tensor) -> None:
+        super().begin(tokens_BS)
+        self.stops: list[list[Stop]] = [[] for _ in range(tokens_BS.numel())]
+
+    def note(
+        self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
+    ) -> None:
+        before = self.block.strata.first_experts[stratum]
+        chosen = zip(
+            index_N.tolist(),
+            expert_N.tolist(),
+            routing.expert_TK[row_N].tolist(),
+            routing.weight_TK[row_N].tolist(),
+            strict=True,
+        )
+        for token, first, expert_K, weight_K in chosen:
+            experts = [
+                (before + expert, weight)
+                for expert, weight in zip(expert_K, weight_K, strict=True)
+                if expert < routing.num_experts
+            ]
+            self.stops[token].append(Stop(stratum, first, experts))
+
+
+class StopFinder:
+    """A model's dictionaries and what it takes to follow tokens, made once for many batches.
+
+    Args:
+        model: a `SMoETransformerModel` in evaluation mode.
+        task: the fairseq task of its dictionaries.
+    """
+
+    def __init__(self, model: nn.Module, task):
+        self.model, self.task = model, task
+        self.dictionaries = {"encoder": task.source_dictionary, "decoder": task.target_dictionary}
+        self.special = {
+            side: inputs.special(dictionary, task) for side, dictionary in self.dictionaries.items()
+        }
+
+    def run(self, net_input: dict) -> list[list[SideStops]]:
+        """Both sides of each sentence pair of a batch, teacher-forced: one forward pass.
+
+        A decoder position stands for the token that it is given, as in all of the analysis.
+
+        Args:
+            net_input: fairseq's, with ``prev_output_tokens``.
+        """
+        recorder = Recorder(self.model, self.task, StopRecorder)
+        with recorder.recording(), torch.inference_mode():
+            recorder.run(net_input)
+        given = {"encoder": net_input["src_tokens"], "decoder": net_input["prev_output_tokens"]}
+        return [
+            [self._side(side, tokens_BS, sentence, recorder) for side, tokens_BS in given.items()]
+            for sentence in range(len(given["encoder"]))
+        ]
+
+    def _side(self, side: str, tokens_BS: Tensor, sentence: int, recorder: Recorder) -> SideStops:
+        dictionary = self.dictionaries[side]
+        tokens = tokens_BS[sentence].tolist()
+        real = [s for s, token in enumerate(tokens) if token != dictionary.pad()]
+        start = sentence * len(tokens)
+        of_side = {n: r for n, r in recorder.blocks.items() if n.startswith(side)}
+        return SideStops(
+            side,
+            [visible(dictionary[tokens[s]]) for s in real],
+            [bool(self.special[side][tokens[s]]) for s in real],
+            [Block(name, recorder.block.strata) for name, recorder in of_side.items()],
+            [[recorder.stops[start + s] for s in real] for recorder in of_side.values()],
+        )

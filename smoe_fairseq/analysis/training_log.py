@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.errors import UsageError
 
 UPDATES = "num_updates"
 NUMBER = re.compile(r"([\w./]+)[ =]([-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)(?=,| \||$)", re.ASCII)

@@ -15,7 +15,8 @@ import sys
 
 def mend_fairseq() -> None:
     """Installs the mends, so that the import of fairseq that is under way succeeds."""
-    load("smoe_fairseq.system")
+    load("smoe_fairseq.errors")
+    load("smoe_fairseq.files")
     if compat := load("smoe_fairseq.compat"):
         compat.install()
 

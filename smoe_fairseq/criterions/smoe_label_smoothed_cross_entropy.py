@@ -1,33 +1,160 @@
-"""Label-smoothed cross entropy plus the balance loss of the gates (paper, equation 3)."""
+"""The criterion: label-smoothed cross entropy, and the losses of the routing."""
 
 import math
 from dataclasses import dataclass, field
 
+import torch
+import torch.distributed as dist
 from fairseq import metrics, utils
 from fairseq.criterions import register_criterion
 from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterion,
     LabelSmoothedCrossEntropyCriterionConfig,
 )
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from smoe_fairseq.criterions.capacity_budget import capacity_budget_loss
-from smoe_fairseq.criterions.cmr_budget import cmr_budget_loss
-from smoe_fairseq.criterions.label_smoothing import LabelSmoothedNLL
-from smoe_fairseq.criterions.routing_metrics import (
-    has_routing,
-    log_fifths,
-    log_routing,
-    routing_sums,
-)
-from smoe_fairseq.criterions.update_balance import UpdateBalance
-from smoe_fairseq.models.moe_layers import moe_blocks
+from smoe_fairseq.criterions.metrics import has_routing, log_fifths, log_routing, routing_sums
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.transformer import SparseModel, moe_blocks
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
-from smoe_fairseq.modules.drops import by_position, is_limited_in_training, training_capacity
-from smoe_fairseq.modules.transfer import on_host
-from smoe_fairseq.system.errors import UsageError
+from smoe_fairseq.modules.balance import balance_loss
+from smoe_fairseq.modules.statistics import (
+    by_position,
+    is_limited_in_training,
+    on_host,
+    training_capacity,
+)
+
+
+class LabelSmoothedNLL(torch.autograd.Function):
+    """``(loss, nll_loss)`` as fairseq's `label_smoothed_nll_loss`, summed over non-padding positions.
+
+    ``loss = (1 - eps - eps_i) nll + eps_i sum_v -log p_v`` with ``eps_i = eps / (V - 1)``. Its gradient
+    with respect to a logit is ``p_v - eps_i``, minus ``1 - eps - eps_i`` at the target. ``nll_loss`` is
+    for the log and has no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, logits_NV: Tensor, target_N: Tensor, epsilon: float, padding: int):
+        logp_NV = utils.log_softmax(logits_NV, dim=-1)
+        real_N = target_N != padding
+        eps_i = epsilon / (logp_NV.shape[1] - 1)
+        nll = -torch.where(real_N, logp_NV.gather(1, target_N.unsqueeze(1)).squeeze(1), 0).sum()
+        smooth = -torch.where(real_N, logp_NV.sum(1), 0).sum()
+        ctx.save_for_backward(logp_NV, target_N, real_N)
+        ctx.eps_i, ctx.at_target, ctx.dtype = eps_i, 1 - epsilon - eps_i, logits_NV.dtype
+        ctx.mark_non_differentiable(nll)
+        return ctx.at_target * nll + eps_i * smooth, nll
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _):
+        logp_NV, target_N, real_N = ctx.saved_tensors
+        grad_NV = logp_NV.exp().sub_(ctx.eps_i)
+        at_target = grad_NV.new_full((len(target_N), 1), -ctx.at_target)
+        grad_NV.scatter_add_(1, target_N.unsqueeze(1), at_target)
+        grad_NV.mul_((real_N * grad).unsqueeze(1))
+        return grad_NV.to(ctx.dtype), None, None, None
+
+
+# The capacity budget loss pulls the mean requested capacity to a given number of strata.
+
+
+def capacity_budget_loss(moe_stats: list[RoutingStats], budget: float) -> Tensor:
+    """``|mean requested capacity - budget|`` over the real tokens of all layers of a batch; a scalar.
+
+    The mean is over all layers, as in the log, so layers may share the budget unevenly. Its gradient is
+    that of `expected_stops`. As for CMR, each batch of each rank has its own mean.
+
+    Args:
+        budget: strata per token and layer.
+    """
+    stops_L = torch.stack([stats.stops for stats in moe_stats])
+    tokens_L = torch.stack([stats.first_choices[0].sum() for stats in moe_stats])
+    tokens = tokens_L.sum()
+    distance = ((stops_L * tokens_L).sum() / tokens.clamp(min=1) - budget).abs()
+    return torch.where(tokens > 0, distance, 0)
+
+
+# The budget loss of conditional MoE routing (CMR) pulls the mean gate to a given share of the tokens.
+
+
+def cmr_budget_loss(moe_stats: list[RoutingStats], p: float) -> Tensor:
+    """``|mean gate - p|`` over the real tokens of a batch, averaged over the layers; a scalar.
+
+    Each batch of each rank has its own mean (NLLB team 2022, section 6.2). No communication is needed in
+    the forward pass, so a rank that skips a batch does not block the others.
+
+    Args:
+        p: the budget, the share of tokens that may use the experts.
+    """
+    gate_sum_L = torch.stack([stats.cmr_gate_sum for stats in moe_stats])
+    tokens_L = torch.stack([stats.cmr_tokens for stats in moe_stats])
+    distance_L = (gate_sum_L / tokens_L.clamp(min=1) - p).abs()
+    return torch.where(tokens_L > 0, distance_L, 0).mean()
+
+
+# The balance loss over all ranks and batches of an update (``--moe-balance-over update``).
+#
+# Choices are counted here and not in the block: the criterion sees each batch once, even with
+# activation checkpointing, and all layers at once.
+
+
+class UpdateBalance:
+    """Counts the choices of all layers since `begin`, over all ranks."""
+
+    def __init__(self):
+        self.asked: Tensor | None = None  # choices, (L, E + M) of every layer, concatenated
+
+    def begin(self) -> None:
+        """Start a new update."""
+        self.asked = None
+
+    def losses(
+        self, blocks: list[StratifiedMoE], ran: list[RoutingStats | None], counts: bool
+    ) -> list[Tensor]:
+        """The balance loss of each layer that ran, with f over all batches of the update so far.
+
+        A collective call: every rank has to make it, whatever layers and tokens it has.
+
+        Args:
+            blocks: all blocks that learn by the loss.
+            ran: their statistics; None where LayerDrop skipped the layer.
+            counts: False for a dummy batch that keeps ranks in step.
+        """
+        layers = [
+            _asked(block, stats if counts else None)
+            for block, stats in zip(blocks, ran, strict=True)
+        ]
+        asked = torch.cat([asked_LE.flatten() for asked_LE in layers]).double()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(asked)
+        self.asked = asked if self.asked is None else self.asked + asked
+        so_far = self.asked.split([asked_LE.numel() for asked_LE in layers])
+        return [
+            balance_loss(
+                asked.view(len(block.strata), -1),
+                stats.mean_probs,
+                block.visible_of_gate + block.counting.free_experts,
+            )
+            for block, asked, stats in zip(blocks, so_far, ran, strict=True)
+            if stats is not None
+        ]
+
+
+def _asked(block: StratifiedMoE, stats: RoutingStats | None) -> Tensor:
+    """``(L, E + M)``: choices per expert of a layer's gates; zeros if it did not run."""
+    if stats is None:
+        experts = block.strata.num_experts + block.counting.free_experts
+        return block.stratum_of_expert.new_zeros(len(block.strata), experts)
+    return stats.first_choices if stats.asked is None else stats.asked
+
+
+# Label-smoothed cross entropy plus the balance loss of the gates (paper, equation 3).
 
 GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "moe_entropy_loss", "cmr_gate_loss")
-GATE_LOSSES += ("smoe_budget_loss",)
+GATE_LOSSES += ("smoe_budget_loss", "moe_l1_loss")
 SAMPLED = 10  # every tenth batch of a validation is run under training's capacity too
 
 
@@ -60,13 +187,13 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     "smoe_label_smoothed_cross_entropy", dataclass=SMoELabelSmoothedCrossEntropyCriterionConfig
 )
 class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
-    """``L = label-smoothed cross entropy + alpha * balance loss``; a dense model has just the first.
+    """``L = label-smoothed cross entropy + alpha * balance loss`` (paper, equation 3).
 
-    On request also the z-loss of the gates, with ``--moe-cmr`` its budget loss, and with
-    ``--smoe-capacity-budget`` that of the strata. Such a loss of a
-    batch is weighted by the batch's sample size, as its cross entropy is, so that after fairseq's
-    division both are means over all tokens of an update, whatever the sizes of its batches
-    (``--update-freq``) and the number of ranks.
+    Flags add the z-loss of the gates, the entropy loss of top-p gates, the budget loss of CMR
+    (``--moe-cmr``) and that of the strata (``--smoe-capacity-budget``). A dense model has the cross
+    entropy alone. Each of these losses is multiplied by the batch's sample size, as the cross entropy
+    is. After fairseq's division all are means over the tokens of an update, whatever ``--update-freq``
+    and the number of ranks.
     """
 
     def __init__(
@@ -135,22 +262,27 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         if self.report_accuracy:
             n_correct, total = self.compute_accuracy(model, net_output, sample)
             logging_output.update(n_correct=n_correct.data, total=total.data)
-        # Counted, not drawn: processes run their forward passes in step, and have to agree. The count moves
-        # when all has gone well, since fairseq repeats a batch that has run out of memory.
+        # Batches are counted, not sampled, so that all ranks choose the same ones. The count is increased
+        # last, since fairseq repeats a batch that ran out of memory.
         if model.training:
             self.batches_validated = 0
         else:
-            del net_output  # a second one would be the largest thing in memory
+            del net_output  # free its memory before the second forward pass
             if moe_stats and self.batches_validated % SAMPLED == 0:
                 logging_output.update(self.under_training_capacity(model, sample, nll_loss))
             self.batches_validated += 1
         return loss, sample_size, logging_output
 
     def compute_loss(self, model, net_output, sample, reduce=True):
-        """``(loss, nll_loss)`` as fairseq's, computed from the logits where that is possible."""
+        """``(loss, nll_loss)`` as fairseq's; computed from the logits if the model is ours.
+
+        The first output of another model need not be logits: with an adaptive softmax it is features.
+        """
         logits = net_output[0]
         target = model.get_targets(sample, net_output)
-        if not reduce or self.ignore_prefix_size > 0 or logits.shape[:-1] != target.shape:
+        ours = isinstance(getattr(model, "module", model), SparseModel)
+        fits = logits.shape[:-1] == target.shape
+        if not ours or not reduce or self.ignore_prefix_size > 0 or not fits:
             return super().compute_loss(model, net_output, sample, reduce)
         return LabelSmoothedNLL.apply(
             logits.view(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx
@@ -161,7 +293,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
     ):
         """(log name, weight, mean over the MoE layers that have it) of each loss of the gates.
 
-        All are there, 0 if need be, also where LayerDrop has left every MoE layer out: see `routing_sums`.
+        A loss is 0, not missing, if LayerDrop skipped every MoE layer: see `routing_sums`.
         """
         first = next(iter(blocks.values()))
         zero = first.experts.b2.new_zeros(())
@@ -169,7 +301,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         def mean(values):
             return sum(values) / len(values) if values else zero
 
-        # Where no gate learns by it, it is for the log alone: how unequally busy experts are.
+        # If no gate learns by it, the balance loss is logged without weight, to show the balance.
         learning = {name: block for name, block in blocks.items() if block.learns_balance}
         over_update = any(block.balance_over == "update" for block in learning.values())
         if over_update and self.training:
@@ -184,6 +316,8 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         if first.counting.entropy:
             entropies = [stats.entropy for stats in ran.values()]
             yield "moe_entropy_loss", self.moe_entropy_loss_wt, mean(entropies)
+        if first.counting.l1:
+            yield "moe_l1_loss", 1.0, mean([stats.l1 for stats in ran.values()])
         if first.cmr is not None:
             stats = list(ran.values())
             budget = cmr_budget_loss(stats, self.cmr_gate_loss_p) if stats else zero
@@ -194,9 +328,13 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             yield "smoe_budget_loss", self.smoe_capacity_budget_wt, distance
 
     def under_training_capacity(self, model, sample, nll_loss) -> dict:
-        """What a batch's loss would be with the experts limited as in training; ``nll_loss`` is its own.
+        """The loss of a validation batch if experts had the capacity of training.
 
-        Tokens that are always dropped in training are new to their experts in evaluation. This shows it.
+        Experts never saw the tokens that training always drops. In evaluation, where nothing is dropped,
+        such tokens raise the loss, and this comparison shows it.
+
+        Args:
+            nll_loss: the batch's loss without the limit.
         """
         if not is_limited_in_training(model):
             return {}
@@ -213,12 +351,12 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
 
     @classmethod
     def reduce_metrics(cls, logging_outputs) -> None:
-        """Adds the gates' losses (without their weights) and the routing metrics to fairseq's own.
+        """Log the gates' losses (without their weights) and the routing metrics beside fairseq's metrics.
 
-        In validation also, over a sample of the batches: ``sample_nll_loss``; ``capacity_nll_loss``, with
-        experts limited as in training; ``capacity_gap``, by how much the former is above the latter (well
-        above 0: the experts get tokens that they were never trained on); ``capacity_overflow_fifth1`` and
-        so on, the percent of first choices that the limit drops, by position in the sentence.
+        Validation also logs, over a sample of the batches: ``sample_nll_loss``; ``capacity_nll_loss``, with
+        training's expert capacity; ``capacity_gap``, the former minus the latter (well above 0: experts get
+        tokens that they were never trained on); ``capacity_overflow_fifth1`` to ``5``, the percentage of
+        first choices that the capacity drops, by position in the sentence.
         """
         logging_outputs = on_host(logging_outputs)
         super().reduce_metrics(logging_outputs)

@@ -4,8 +4,8 @@ Nothing here imports from the rest of the package or from fairseq, so that the b
 PyTorch model.
 """
 
+from smoe_fairseq.modules.layer import RoutingStats, StratifiedMoE
 from smoe_fairseq.modules.option_error import OptionError
-from smoe_fairseq.modules.smoe import RoutingStats, StratifiedMoE
 from smoe_fairseq.modules.strata import Strata
 
 __all__ = ["OptionError", "RoutingStats", "Strata", "StratifiedMoE"]

@@ -1,9 +1,9 @@
-"""Sums of rows that keep no more for the backward pass than they need, and take no more in it.
+"""Rows of copies: gathered by expert, summed by token, and the tokens of one stratum.
 
-Each row of a result is made by itself, so that no two additions meet (no atomics on a GPU).
-
-Shapes: N rows for K copies each of T tokens, D embedding.
+Shapes: T tokens, K choices per token, N rows of copies and one padding row, D embedding.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -86,5 +86,103 @@ class TakeCopies(torch.autograd.Function):
 
 
 def select(x_T: Tensor, index_N: Tensor) -> Tensor:
-    """``x[index]``; 0 where there is nothing to take, as for nobody's row of a batch without tokens."""
+    """``x[index]``; 0 where there is nothing to take, as for the padding row of a batch without tokens."""
     return x_T.index_select(0, index_N) if len(x_T) else x_T.new_zeros(len(index_N), *x_T.shape[1:])
+
+
+# Where the copies of tokens lie for their experts.
+#
+# Copies lie by expert, and behind them is one padding row: a copy without an expert reads 0 there.
+#
+# Shapes: T tokens, K choices per token, N rows of copies and the padding row, D embedding, E experts.
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """Which copy stands in which row."""
+
+    row_TK: Tensor  # of each copy
+    copy_N: Tensor  # row n holds copy t * K + k
+
+    @classmethod
+    def of(cls, expert_TK: Tensor, rank_TK: Tensor, kept_E: Tensor, rows: int) -> "DispatchPlan":
+        """Each copy behind those before it for the same expert, and these behind all earlier experts'."""
+        start_E1 = torch.cat([kept_E.new_zeros(1), kept_E.cumsum(0)])
+        row_TK = start_E1[expert_TK] + rank_TK
+        row_TK = row_TK.masked_fill_(expert_TK == len(kept_E), rows - 1)
+        copy_N = torch.arange(row_TK.numel(), device=row_TK.device)
+        return cls(row_TK, row_TK.new_zeros(rows).scatter_(0, row_TK.flatten(), copy_N))
+
+    @property
+    def token_N(self) -> Tensor:
+        """The token of each row; of the padding row, any."""
+        return self.copy_N // self.row_TK.shape[1]
+
+    def take(self, x_TD: Tensor) -> Tensor:
+        """``(N, D)``: what each row's token has."""
+        return TakeRows.apply(x_TD, self.token_N, self.row_TK)
+
+    def take_copies(self, x_TK: Tensor) -> Tensor:
+        """``(N,)``: what each row's copy has."""
+        return TakeCopies.apply(x_TK, self.copy_N, self.row_TK)
+
+    def weighted_sum(self, y_ND: Tensor, weight_TK: Tensor) -> Tensor:
+        """``(T, D)``: over the rows of each token."""
+        weight_N = self.take_copies(weight_TK).to(y_ND.dtype)
+        return SumRows.apply(y_ND * weight_N.unsqueeze(1), self.row_TK, self.token_N)
+
+
+# The tokens of one stratum, out of all T tokens of a block.
+
+
+class IndexedTokens:
+    """Just those tokens, gathered: least work, but their number has to be known on the host.
+
+    Args:
+        here_T: which they are.
+        number: of them.
+    """
+
+    active_T = None  # all that `take` returns
+
+    def __init__(self, here_T: Tensor, number: int):
+        self.all = number == len(here_T)
+        if not self.all:
+            self.index = positions(here_T, number)
+
+    def take(self, x_T: Tensor) -> Tensor:
+        return x_T if self.all else x_T.index_select(0, self.index)
+
+    def add(self, x_T: Tensor, y: Tensor) -> Tensor:
+        y = y.to(x_T.dtype)
+        return x_T + y if self.all else AddRows.apply(x_T, self.index, y)
+
+    def replace(self, x_T: Tensor, y: Tensor) -> Tensor:
+        y = y.to(x_T.dtype)
+        return y if self.all else x_T.index_copy(0, self.index, y)
+
+
+class MaskedTokens:
+    """All T rows with a mask of those that count: no shape depends on the routing."""
+
+    def __init__(self, here_T: Tensor):
+        self.active_T = here_T
+
+    def take(self, x_T: Tensor) -> Tensor:
+        return x_T
+
+    def add(self, x_T: Tensor, y: Tensor) -> Tensor:
+        return x_T + torch.where(self._rows(x_T), y.to(x_T.dtype), 0)
+
+    def replace(self, x_T: Tensor, y: Tensor) -> Tensor:
+        return torch.where(self._rows(x_T), y.to(x_T.dtype), x_T)
+
+    def _rows(self, x_T: Tensor) -> Tensor:
+        return self.active_T.view(-1, *[1] * (x_T.dim() - 1))
+
+
+def positions(mask_T: Tensor, number: int) -> Tensor:
+    """``mask.nonzero()`` of a mask that holds ``number`` times, which is not asked of the device."""
+    place_T = mask_T.cumsum(0).sub_(1).masked_fill_(~mask_T, number)
+    index = place_T.new_empty(number + 1)
+    return index.scatter_(0, place_T, torch.arange(len(mask_T), device=mask_T.device))[:number]

@@ -5,6 +5,8 @@ from itertools import accumulate
 
 from smoe_fairseq.modules.option_error import OptionError
 
+MOST_STRATA, MOST_EXPERTS = 1_000, 9_999_999  # of one block: more are a slip of the pen
+
 
 @dataclass(frozen=True)
 class Strata:
@@ -36,6 +38,13 @@ class Strata:
                 "{strata} {given}: expected positive numbers of experts joined by '-', such as 16, 4-12 "
                 "or 2-2-2-2, or 0 for any but the last",
                 given=repr(text),
+            )
+        if len(sizes) > MOST_STRATA or max(map(len, sizes)) > len(str(MOST_EXPERTS)):
+            raise OptionError(
+                "{strata} {given}: expected at most {strata_limit} strata of {experts_limit} experts in all",
+                given=repr(f"{text:.20}..."),
+                strata_limit=f"{MOST_STRATA:,}",
+                experts_limit=f"{MOST_EXPERTS:,}",
             )
         sizes = tuple(map(int, sizes))
         if stacked and 0 in sizes:

@@ -1,14 +1,14 @@
 """``python -m smoe_fairseq.recipes``: what ``scripts/`` and the commands they print call."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from smoe_fairseq.recipes.tables import table
-from smoe_fairseq.settings.dataset import load_dataset
-from smoe_fairseq.system.errors import ends_with_sentence
-from smoe_fairseq.system.numbers import positive
-from smoe_fairseq.system.output import writes_all
+from smoe_fairseq.errors import ends_with_sentence, positive, writes_all
+from smoe_fairseq.recipes import processes, table
+from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.subwords import add_learning, learning_options
 
 SCRIPTS = ("prepare", "train", "evaluate", "study", "report", "table")
 
@@ -17,6 +17,8 @@ SCRIPTS = ("prepare", "train", "evaluate", "study", "report", "table")
 @writes_all
 def main() -> int:
     """Runs one recipe or one step of it."""
+    if os.environ.get(processes.STARTED):  # a step, or a run of a study
+        processes.end_with_parent()
     given = _parser().parse_args()
     try:
         given.run(given)
@@ -26,47 +28,46 @@ def main() -> int:
 
 
 def _prepare(given) -> None:
-    from smoe_fairseq.recipes.preparing.prepare import prepare
+    from smoe_fairseq.recipes.prepare import prepare
 
     prepare(load_dataset(given.dataset), given.flags)
 
 
 def _train(given) -> None:
-    from smoe_fairseq.recipes.training.train import train
+    from smoe_fairseq.recipes.train import train
 
     train(load_dataset(given.dataset), given.method, given.flags)
 
 
 def _evaluate(given) -> None:
-    from smoe_fairseq.recipes.evaluating.evaluate import evaluate
+    from smoe_fairseq.recipes.evaluate import evaluate
 
     evaluate(load_dataset(given.dataset), given.method, given.flags)
 
 
 def _translate(given) -> None:
-    from smoe_fairseq.recipes.evaluating.evaluate import plan
-    from smoe_fairseq.recipes.evaluating.translate import translate
+    from smoe_fairseq.recipes.evaluate import plan, translate
 
     translate(plan(load_dataset(given.dataset), given.method, given.flags))
 
 
 def _generator(_) -> None:
-    from smoe_fairseq.recipes.evaluating.generator import serve
+    from smoe_fairseq.recipes.generate import serve
 
     serve()
 
 
 def _study(given) -> None:
-    from smoe_fairseq.recipes.study.runs import study
-    from smoe_fairseq.recipes.study.study_report import write_report
+    from smoe_fairseq.recipes.study import study
+    from smoe_fairseq.recipes.study_report import write_report
 
     dataset = load_dataset(given.dataset)
     study(dataset, given.flags, lambda: write_report(dataset))
 
 
 def _report(given) -> None:
-    from smoe_fairseq.recipes.shell import dry_run
-    from smoe_fairseq.recipes.study.study_report import write_report
+    from smoe_fairseq.recipes.processes import dry_run
+    from smoe_fairseq.recipes.study_report import write_report
 
     dataset = load_dataset(given.dataset)
     if not dry_run():
@@ -80,20 +81,19 @@ def _demo(given) -> None:
 
 
 def _foretell(given) -> None:
-    from smoe_fairseq.recipes.training.foretell import tell
+    from smoe_fairseq.recipes.train import tell
 
     tell(load_dataset(given.dataset), given.processes, given.on_machine, given.flags)
 
 
 def _fetch(given) -> None:
-    from smoe_fairseq.recipes.preparing.download import fetch
+    from smoe_fairseq.recipes.download import fetch
 
     fetch(load_dataset(given.dataset), given.folder)
 
 
 def _unpack(given) -> None:
-    from smoe_fairseq.recipes.preparing.download import remote_files
-    from smoe_fairseq.recipes.preparing.unpack import unpack
+    from smoe_fairseq.recipes.download import remote_files, unpack
 
     dataset = load_dataset(given.dataset)
     archives = [given.downloads / remote.name for remote in remote_files(dataset)]
@@ -101,39 +101,43 @@ def _unpack(given) -> None:
 
 
 def _adopt(given) -> None:
-    from smoe_fairseq.recipes.preparing.adopt import adopt
+    from smoe_fairseq.recipes.prepare import adopt
 
     adopt(load_dataset(given.dataset), given.source, given.raw, given.output, given.longest)
 
 
 def _gather(given) -> None:
-    from smoe_fairseq.recipes.preparing.raw import gather
+    from smoe_fairseq.recipes.messages import gather_messages
+    from smoe_fairseq.recipes.raw import gather
 
-    gather(load_dataset(given.dataset), given.source, given.target, given.workers)
+    dataset = load_dataset(given.dataset)
+    if dataset.raw.get("messages") and not any(given.source.glob("train.*")):
+        gather_messages(dataset, given.source, given.target)
+    else:
+        gather(dataset, given.source, given.target, given.workers)
 
 
 def _learn(given) -> None:
-    from smoe_fairseq.recipes.preparing.subwords import learn
+    from smoe_fairseq.recipes.binarise import learn
 
-    names = ("vocab_size", "character_coverage", "model_type", "input_sentence_size")
-    learn(given.raw, given.output, {name: getattr(given, name) for name in names})
+    learn(given.raw, given.output, learning_options(given))
 
 
 def _encode(given) -> None:
-    from smoe_fairseq.recipes.preparing.encode import encode
+    from smoe_fairseq.recipes.binarise import encode
 
     encode(given.model, given.raw, given.output, given.shards, given.longest, given.workers)
 
 
 def _binarise(given) -> None:
-    from smoe_fairseq.recipes.preparing.binarise import binarise
+    from smoe_fairseq.recipes.binarise import binarise
 
     dataset = load_dataset(given.dataset)
     binarise(dataset, given.text, given.dictionary, given.output, given.workers)
 
 
 def _tokenizer(given) -> None:
-    from smoe_fairseq.recipes.evaluating.tokenizer import fetch_tokenizer
+    from smoe_fairseq.recipes.download import fetch_tokenizer
 
     fetch_tokenizer(given.name)
 
@@ -170,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "all methods and SEEDS; METHODS, then flags of fairseq-train"
     add_rest(add("study", _study, text, "dataset"), "METHODS")
     add("report", _report, "of the runs of a study that are kept, without the others", "dataset")
-    table.add_arguments(add("table", table.run, "print the scores of all methods"))
+    table.add_table_arguments(add("table", table.run_table, "print the scores of all methods"))
     add("demo", _demo, "all of these, and what has been learnt", "dataset", "method")
     add("fetch", _fetch, "step: download the raw files", "dataset", paths=("folder",))
     foretell = add("foretell", _foretell, "step: what training takes of memory", "dataset")
@@ -185,10 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     paths = ("source", "target")
     gather = add("gather", _gather, "step: one text layout", "dataset", paths=paths)
     learn = add("learn", _learn, "step: sentencepiece model", paths=("raw", "output"))
-    learn.add_argument("--vocab-size", type=int, required=True)
-    learn.add_argument("--character-coverage", type=float, default=0.9995)
-    learn.add_argument("--model-type", default="unigram", choices=("unigram", "bpe"))
-    learn.add_argument("--input-sentence-size", type=int, default=0)
+    add_learning(learn)
     encode = add("encode", _encode, "step: text to subwords", paths=("model", "raw", "output"))
     encode.add_argument("--shards", type=int, default=1)
     encode.add_argument("--longest", type=int, default=0)

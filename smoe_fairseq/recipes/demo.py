@@ -4,27 +4,21 @@ import os
 import sysconfig
 from pathlib import Path
 
-from smoe_fairseq.recipes.evaluating import scores
-from smoe_fairseq.recipes.evaluating.evaluate import evaluate
-from smoe_fairseq.recipes.folders import Folders, tested_text
-from smoe_fairseq.recipes.preparing.prepare import prepare
-from smoe_fairseq.recipes.seeds import run_name
-from smoe_fairseq.recipes.shell import command, dry_run, run
-from smoe_fairseq.recipes.tables import table
-from smoe_fairseq.recipes.tables.render import markdown
-from smoe_fairseq.recipes.training.train import train
-from smoe_fairseq.serving.serve_command import PORT
-from smoe_fairseq.settings.dataset import Dataset
-from smoe_fairseq.system.quiet import quietly
+from smoe_fairseq.errors import quietly
+from smoe_fairseq.recipes import scores, table
+from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.evaluate import evaluate
+from smoe_fairseq.recipes.prepare import prepare
+from smoe_fairseq.recipes.processes import Folders, command, dry_run, run, run_name, tested_text
+from smoe_fairseq.recipes.table import markdown
+from smoe_fairseq.recipes.train import train
 
 
 def demo(dataset: Dataset, method: str) -> None:
     """All steps in one process, so that a signal to it reaches whatever command is running."""
     prepare(dataset)
     train(dataset, method, [])
-    os.environ["LOGLEVEL"] = (
-        "WARNING"  # training prints its progress, the rest only what went wrong
-    )
+    os.environ["LOGLEVEL"] = "WARNING"  # for what is imported below
     evaluate(dataset, method, [])
     if not dry_run():
         _show(dataset, method)
@@ -33,9 +27,10 @@ def demo(dataset: Dataset, method: str) -> None:
 def _show(dataset: Dataset, method: str) -> None:
     """Scores, sample translations and requested capacity of a method that was trained and evaluated."""
     # Not before: fairseq and torch would take up memory during training.
-    from smoe_fairseq.analysis.inputs import load
-    from smoe_fairseq.analysis.requested_capacity import requested_capacity
-    from smoe_fairseq.models.moe_layers import moe_blocks
+    with quietly():  # fairseq's remarks at import
+        from smoe_fairseq.analysis.inputs import load
+        from smoe_fairseq.analysis.record import requested_capacity
+        from smoe_fairseq.models.transformer import moe_blocks
 
     folders = Folders(dataset.name)
     folder = folders.run(run_name(dataset, method))
@@ -63,6 +58,8 @@ def _show(dataset: Dataset, method: str) -> None:
 
 def _serve(folder: Path) -> str:
     """The command that opens the page, with the program of this environment."""
+    from smoe_fairseq.serve.app import PORT
+
     smoe = Path(sysconfig.get_path("scripts")) / "smoe"
     if smoe.is_relative_to(Path.cwd()):
         smoe = smoe.relative_to(Path.cwd())

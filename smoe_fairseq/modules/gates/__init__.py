@@ -1,5 +1,21 @@
 """The kinds of gate, a file for each.
 
-A block asks of a gate that it is called with tokens and a mask and answers with a `Routing`; with a label per
-token too where its `asks_for` says so. make.py makes those of a block.
+A gate is called with tokens and a mask, and with a label per token where its `asks_for` says so; it returns a
+`Routing`. Its `of_config` makes it for one stratum. To add a gate: a file here, and a line in `GATES`.
 """
+
+from smoe_fairseq.modules.gates.base import BaseGate
+from smoe_fairseq.modules.gates.expert_choice import ExpertChoiceGate
+from smoe_fairseq.modules.gates.hashed import HashGate
+from smoe_fairseq.modules.gates.relu import ReLUGate
+from smoe_fairseq.modules.gates.top_k import TopKGate
+from smoe_fairseq.modules.gates.top_p import TopPGate
+
+GATES = {
+    "topk": TopKGate,
+    "hash": HashGate,
+    "base": BaseGate,
+    "expert-choice": ExpertChoiceGate,
+    "top-p": TopPGate,
+    "relu": ReLUGate,
+}

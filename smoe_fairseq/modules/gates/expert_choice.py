@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from smoe_fairseq.modules.gates.linear import LinearGate, all_active
-from smoe_fairseq.modules.routing import Routing
+from smoe_fairseq.modules.routing import Routing, most_copies
 
 
 class ExpertChoiceGate(LinearGate):
@@ -24,6 +24,13 @@ class ExpertChoiceGate(LinearGate):
     """
 
     asks_for = "sentence"
+    of_one_stratum = True
+
+    @classmethod
+    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
+        """As of `LinearGate`."""
+        factors = config.capacity_factor, config.eval_capacity_factor
+        return cls(embed_dim, num_experts, *factors, config.gate_init_scale)
 
     def __init__(
         self,
@@ -83,5 +90,5 @@ class ExpertChoiceGate(LinearGate):
         start_G = size_G.cumsum(0) - size_G
         rank_TE = torch.empty_like(order_TE)
         rank_TE.scatter_(0, order_TE, place_T1 - start_G[group_T[order_TE]])
-        most_G = torch.ceil(factor * size_G.double() / self.num_experts).long()
+        most_G = most_copies(factor, size_G, self.num_experts)
         return (rank_TE < most_G[group_T].unsqueeze(1)) & active_T.unsqueeze(1)

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.gates.linear import all_active
-from smoe_fairseq.modules.gates.single import route_to_one
+from smoe_fairseq.modules.gates.linear import all_active, route_to_one
 from smoe_fairseq.modules.routing import Routing
 
 
@@ -26,6 +25,14 @@ class HashGate(nn.Module):
     top_k = 1
     expected_choices = 1.0
     learns_number = False
+    of_one_stratum = True
+    has_balance_loss = False
+    observes = 0
+
+    @classmethod
+    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
+        """As of `LinearGate`."""
+        return cls(num_experts, config.hash_table)
 
     def __init__(self, num_experts: int, table: Tensor):
         super().__init__()

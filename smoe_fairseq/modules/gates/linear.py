@@ -4,11 +4,14 @@ Shapes: T tokens, D embedding, E experts that the gate sees.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smoe_fairseq.modules.routing import Routing, rank_within_expert
 from smoe_fairseq.modules.torch_features import without_autocast
 
 
@@ -25,6 +28,24 @@ class LinearGate(nn.Module):
         None  # beside tokens and mask, of each token: nothing, its "id" or "sentence"
     )
     learns_number: bool = False  # how many experts a token has, on average
+    of_one_stratum: bool = False  # whether it can only be the gate of a single stratum
+    has_balance_loss: bool = False
+    observes: int = 0  # numbers of a `Routing` that `update` takes
+    observes_together = False  # whether all gates of a model take the sum of what they observe
+
+    def update(self, observed_N: Tensor) -> None:
+        """Once per optimizer step, with the sum of its routings' ``observed_N``, where it `observes`."""
+
+    @classmethod
+    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int) -> "LinearGate":
+        """The gate of one stratum.
+
+        Args:
+            config: a `MoEConfig`.
+            num_experts: E, the experts that the gate sees.
+            own_experts: how many of the first of them are of its own stratum.
+        """
+        return cls(embed_dim, num_experts, config.gate_init_scale)
 
     def __init__(self, embed_dim: int, num_experts: int, init_scale: float = 1.0):
         super().__init__()
@@ -57,3 +78,96 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def all_active(x_TD: Tensor) -> Tensor:
     """The mask ``(T,)`` where none is given."""
     return x_TD.new_ones(x_TD.shape[0], dtype=torch.bool)
+
+
+# A knob for evaluation: fewer stops, or more, of a model as it is.
+#
+# Shapes: T tokens, E experts that the gate sees, M null experts behind them.
+
+
+_MOST = 1e4  # exp(-1e4) is 0; logits moved by it keep their order among themselves
+
+
+class ExitBias(nn.Module):
+    """In evaluation adds ``bias`` to the logits of the experts of later strata than the gate's own.
+
+    A token whose first choice is in a later stratum passes by those between, so that above 0 tokens stop
+    less often, and below 0 more often. Infinity leaves the gate's own stratum out where there is a later one,
+    minus infinity all later ones: of these no expert has any weight then.
+
+    Args:
+        own_experts: how many of the first of the gate's experts are of its own stratum.
+        num_experts: E.
+        bias: 0: logits are left as they are; an attribute that may be changed.
+    """
+
+    def __init__(self, own_experts: int, num_experts: int, bias: float = 0.0):
+        super().__init__()
+        self.own_experts = own_experts
+        self.num_experts = num_experts
+        self.bias = bias
+
+    @property
+    def acts(self) -> bool:
+        """In this mode, at this gate."""
+        return not self.training and self.bias != 0 and self.own_experts < self.num_experts
+
+    def forward(self, logits_TE: Tensor) -> Tensor:
+        """``(T, E + M)`` as is the input; null experts are of no stratum."""
+        if not self.acts:
+            return logits_TE
+        bias = min(max(self.bias, -_MOST), _MOST)
+        later = [self.own_experts, self.num_experts]
+        own_T, later_T, null_T = logits_TE.tensor_split(later, dim=1)
+        # All logits may be moved alike: the largest bias is 0, or the highest logits would lose digits.
+        least, most = min(bias, 0), max(bias, 0)
+        return torch.cat([own_T - most, later_T + least, null_T - most], dim=1)
+
+
+def exit_biases_of(model: nn.Module) -> list[ExitBias]:
+    return [module for module in model.modules() if isinstance(module, ExitBias)]
+
+
+@contextmanager
+def exit_bias(model: nn.Module, bias: float) -> Iterator[None]:
+    """Within it all gates of a model have this one."""
+    before = [(each, each.bias) for each in exit_biases_of(model)]
+    for each, _ in before:
+        each.bias = bias
+    try:
+        yield
+    finally:
+        for each, value in before:
+            each.bias = value
+
+
+# The routing of gates that give each token one expert and limit none.
+#
+# Shapes: T tokens, E experts; K is 1.
+
+
+def route_to_one(
+    expert_T: Tensor,
+    weight_T1: Tensor,
+    active_T: Tensor,
+    probs_TE: Tensor,
+    logits_TE: Tensor | None = None,
+) -> Routing:
+    """Each token that is active goes to its expert, with its weight."""
+    num_experts = probs_TE.shape[1]
+    active_T1 = active_T.unsqueeze(1)
+    asked_T1 = expert_T.masked_fill(~active_T, num_experts).unsqueeze(1)
+    rank_T1, kept_E = rank_within_expert(asked_T1, num_experts)
+    return Routing(
+        expert_TK=asked_T1,
+        weight_TK=weight_T1 * active_T1,
+        rank_TK=rank_T1,
+        kept_E=kept_E,
+        first_choice_T=expert_T,
+        active_T=active_T,
+        logits_TE=logits_TE,
+        probs_TE=probs_TE,
+        asked_TK=asked_T1,
+        chosen_TK=active_T1,
+        kept_TK=active_T1,
+    )

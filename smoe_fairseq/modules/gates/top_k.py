@@ -1,19 +1,25 @@
 """The top-k gate: scores, selection, capacity.
 
-Shapes: T tokens, D embedding, E experts that this gate sees, M null experts, K choices per token.
+Shapes: T tokens, D embedding, E experts that this gate sees, S constant and copy experts behind them, M null
+experts behind these, K choices per token.
 """
 
 import torch
 from torch import Tensor, nn
 
 from smoe_fairseq.modules.balance import ExpertBias
-from smoe_fairseq.modules.capacity import Capacity
-from smoe_fairseq.modules.exit_bias import ExitBias
-from smoe_fairseq.modules.gates.linear import LinearGate, all_active, draw_as_linear, wide_linear
-from smoe_fairseq.modules.routing import Routing
+from smoe_fairseq.modules.gates.linear import (
+    ExitBias,
+    LinearGate,
+    all_active,
+    draw_as_linear,
+    wide_linear,
+)
+from smoe_fairseq.modules.routing import Capacity, Routing
 
 SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
 GATE_NORMALIZATIONS = ("after-drop", "before-drop", "none")
+SCORES = ("softmax", "sigmoid")
 
 
 class TopKGate(LinearGate):
@@ -33,9 +39,32 @@ class TopKGate(LinearGate):
         init_scale: of the initial weights, over those of ``nn.Linear``.
         null_experts: M that answer 0 and take no capacity, chosen like the others (AdaMoE, Zeng et al.
             2024). They have no weight in a normalised sum and no stratum: the first choice is of the others.
+        simple_experts: S, the same but that their weights count: see `SimpleExperts` (branches.py).
+        scores: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3, 2024). The probabilities of
+            the routing, and so of the balance loss, sum to 1 either way.
         bias: added to the scores for the selection alone, see `ExpertBias`.
         exit_bias: of the logits, see `ExitBias`.
     """
+
+    has_balance_loss = True
+
+    @classmethod
+    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
+        """As of `LinearGate`."""
+        return cls(
+            embed_dim,
+            num_experts,
+            Capacity.of_config(config),
+            top_k=config.top_k,
+            normalization=config.gate_normalization,
+            second_expert_policy=config.second_expert_policy,
+            init_scale=config.gate_init_scale,
+            null_experts=config.null_experts,
+            simple_experts=config.constant_experts + config.copy_experts,
+            scores=config.scores,
+            bias=ExpertBias(num_experts, config.bias_step) if config.balance == "bias" else None,
+            exit_bias=ExitBias(own_experts, num_experts, config.exit_bias),
+        )
 
     def __init__(
         self,
@@ -47,6 +76,8 @@ class TopKGate(LinearGate):
         second_expert_policy: str = "sampling",
         init_scale: float = 1.0,
         null_experts: int = 0,
+        simple_experts: int = 0,
+        scores: str = "softmax",
         bias: ExpertBias | None = None,
         exit_bias: ExitBias | None = None,
     ):
@@ -55,7 +86,12 @@ class TopKGate(LinearGate):
         self.top_k = top_k
         self.normalization = normalization if top_k > 1 else "none"
         self.second_expert_policy = second_expert_policy
-        self.null_experts = null_experts
+        self.null_experts, self.simple_experts = null_experts, simple_experts
+        self.free_experts = simple_experts + null_experts  # which take no capacity
+        if simple_experts:
+            self.simple_weight = nn.Parameter(torch.empty(simple_experts, embed_dim))
+            draw_as_linear(self.simple_weight, init_scale)
+        self.scores = scores
         if null_experts:
             self.null_weight = nn.Parameter(torch.empty(null_experts, embed_dim))
             draw_as_linear(self.null_weight, init_scale)
@@ -65,12 +101,21 @@ class TopKGate(LinearGate):
     @property
     def expected_choices(self) -> float:
         """Experts per token when all are chosen equally often."""
-        return self.top_k * self.num_experts / (self.num_experts + self.null_experts)
+        return self.top_k * self.num_experts / (self.num_experts + self.free_experts)
+
+    @property
+    def observes(self) -> int:
+        """As of `LinearGate`: choices of each expert, for the bias."""
+        return self.num_experts if self.bias is not None else 0
+
+    def update(self, observed_N: Tensor) -> None:
+        """As of `LinearGate`."""
+        self.bias.update(observed_N)
 
     @property
     def learns_number(self) -> bool:
         """As of `LinearGate`."""
-        return self.null_experts > 0
+        return self.free_experts > 0
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
         """Route the tokens ``x_TD`` that ``active_T`` marks (all when None)."""
@@ -78,31 +123,35 @@ class TopKGate(LinearGate):
             active_T = all_active(x_TD)
         num_experts = self.num_experts
         logits_TE = self.exit_bias(self.logits(x_TD))
-        probs_TE = logits_TE.softmax(dim=-1)
-        choice_TK = self.select(probs_TE.detach())
-        weight_TK = probs_TE.gather(1, choice_TK) * active_T.unsqueeze(1)
+        score_TE = probs_TE = logits_TE.softmax(dim=-1)
+        if self.scores == "sigmoid":
+            score_TE = logits_TE.sigmoid()
+            least = torch.finfo(score_TE.dtype).tiny
+            probs_TE = score_TE / score_TE.sum(1, keepdim=True).clamp(min=least)
+        choice_TK = self.select(score_TE.detach())
+        weight_TK = score_TE.gather(1, choice_TK) * active_T.unsqueeze(1)
         asked_TK, first_choice_T, true_TE = choice_TK, choice_TK[:, 0], probs_TE
-        if self.null_experts:
+        if self.free_experts:
             true_TE = probs_TE[:, :num_experts]
             first_choice_T = true_TE.argmax(1)
-            weight_TK = weight_TK * (choice_TK < num_experts)
+            weight_TK = weight_TK * (choice_TK < num_experts + self.simple_experts)
         if self.normalization == "before-drop":
             weight_TK = normalize(weight_TK)
         taken_TK = self.sample(weight_TK, choice_TK) & active_T.unsqueeze(1)
 
-        asked_TK = choice_TK.masked_fill(~taken_TK, num_experts + self.null_experts)
+        asked_TK = choice_TK.masked_fill(~taken_TK, num_experts + self.free_experts)
         wanted_TK, chosen_TK = asked_TK, taken_TK
-        if self.null_experts:
+        if self.free_experts:
             wanted_TK, chosen_TK = asked_TK.clamp(max=num_experts), asked_TK < num_experts
         places = self.capacity(wanted_TK, true_TE, active_T.sum())
         kept_TK = chosen_TK & places.kept_TK
-        weight_TK = weight_TK * kept_TK
+        weight_TK = weight_TK * (kept_TK | (taken_TK & ~chosen_TK))
         if self.normalization == "after-drop":
             weight_TK = normalize(weight_TK)
 
-        return Routing(
+        routing = Routing(
             expert_TK=choice_TK.masked_fill(~kept_TK, num_experts),
-            weight_TK=weight_TK,
+            weight_TK=weight_TK * kept_TK,
             rank_TK=places.rank_TK,
             kept_E=places.kept_E,
             first_choice_T=first_choice_T,
@@ -113,23 +162,33 @@ class TopKGate(LinearGate):
             chosen_TK=chosen_TK,
             kept_TK=kept_TK,
         )
+        if self.bias is not None:
+            routing = routing._replace(observed_N=routing.asked_E)
+        if self.simple_experts:
+            every_TE = torch.zeros_like(probs_TE[:, :1]).repeat(1, probs_TE.shape[1] + 1)
+            every_TE = every_TE.scatter_add(1, asked_TK, weight_TK)
+            last = num_experts + self.simple_experts
+            routing = routing._replace(simple_TS=every_TE[:, num_experts:last])
+        return routing
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """``(T, E + M)``, null experts last."""
+        """``(T, E + S + M)``, null experts last."""
         logits_TE = super().logits(x_TD)
-        if not self.null_experts:
+        if not self.free_experts:
             return logits_TE
-        return torch.cat([logits_TE, wide_linear(x_TD, self.null_weight)], dim=1)
+        weights = [getattr(self, f"{kind}_weight", None) for kind in ("simple", "null")]
+        free = [wide_linear(x_TD, weight_ED) for weight_ED in weights if weight_ED is not None]
+        return torch.cat([logits_TE, *free], dim=1)
 
-    def select(self, probs_TE: Tensor) -> Tensor:
+    def select(self, score_TE: Tensor) -> Tensor:
         """Experts ``(T, K)``, best first."""
-        scores_TE = probs_TE if self.bias is None else self.bias(probs_TE)
+        scores_TE = score_TE if self.bias is None else self.bias(score_TE)
         first_T1 = scores_TE.argmax(dim=1, keepdim=True)
         if self.top_k == 1:
             return first_T1
         if self.training and self.second_expert_policy == "sampling":
-            # Gumbel-max: argmax(log p + Gumbel) = argmax(p / Exponential) draws from p.
-            scores_TE = probs_TE / torch.empty_like(probs_TE).exponential_()
+            # Gumbel-max: argmax(log p + Gumbel) = argmax(p / Exponential) draws in proportion to p.
+            scores_TE = score_TE / torch.empty_like(score_TE).exponential_()
         scores_TE = scores_TE.scatter(1, first_T1, float("-inf"))
         if self.top_k == 2:
             further_TK = scores_TE.argmax(dim=1, keepdim=True)
@@ -138,7 +197,7 @@ class TopKGate(LinearGate):
         return torch.cat([first_T1, further_TK], dim=1)
 
     def sample(self, weight_TK: Tensor, choice_TK: Tensor) -> Tensor:
-        """Which of the selected experts are asked ``(T, K)``; null ones always, since that is for nothing."""
+        """Which of the selected experts are asked ``(T, K)``; free ones always, since that costs nothing."""
         asked_TK = torch.ones_like(weight_TK, dtype=torch.bool)
         if self.training and self.second_expert_policy == "random" and self.top_k > 1:
             asked_TK[:, 1:] = torch.rand_like(weight_TK[:, 1:]) < 2 * weight_TK[:, 1:]

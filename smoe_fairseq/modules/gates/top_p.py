@@ -8,10 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from smoe_fairseq.modules.capacity import Capacity
-from smoe_fairseq.modules.exit_bias import ExitBias
-from smoe_fairseq.modules.gates.linear import LinearGate, all_active
-from smoe_fairseq.modules.routing import Routing
+from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active
+from smoe_fairseq.modules.routing import Capacity, Routing
 
 
 class TopPGate(LinearGate):
@@ -26,6 +24,19 @@ class TopPGate(LinearGate):
     """
 
     learns_number = True
+    has_balance_loss = True
+
+    @classmethod
+    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
+        """As of `LinearGate`."""
+        return cls(
+            embed_dim,
+            num_experts,
+            Capacity.of_config(config),
+            config.top_p,
+            config.gate_init_scale,
+            ExitBias(own_experts, num_experts, config.exit_bias),
+        )
 
     def __init__(
         self,

@@ -2,9 +2,8 @@
 
 import argparse
 
+from smoe_fairseq.errors import ends_with_sentence, writes_all
 from smoe_fairseq.recipes.phrasebook.corpus import write_corpus
-from smoe_fairseq.system.errors import ends_with_sentence
-from smoe_fairseq.system.output import writes_all
 
 
 @ends_with_sentence

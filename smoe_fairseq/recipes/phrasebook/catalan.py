@@ -3,7 +3,14 @@
 import re
 
 from smoe_fairseq.recipes.phrasebook.joining import sentence, words
-from smoe_fairseq.recipes.phrasebook.lexicon import ADJECTIVES, NAMES, NOUNS, PLACES, TIMES, VERBS
+from smoe_fairseq.recipes.phrasebook.lexicon import (
+    ADJECTIVES,
+    NAMES,
+    NOUNS,
+    PLACES,
+    TIMES,
+    VERBS,
+)
 from smoe_fairseq.recipes.phrasebook.meaning import PRONOUNS, Clause, Pair, Person, Thing
 
 # Forms by person: first, second and third singular, first and third plural.

@@ -5,10 +5,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import whole_files
 from smoe_fairseq.recipes.phrasebook import catalan, english, malay, sotho, tagalog
 from smoe_fairseq.recipes.phrasebook.sampler import draw
-from smoe_fairseq.system.errors import UsageError
-from smoe_fairseq.system.files import whole_files
 
 LANGUAGES = {
     "eng": english.render,

@@ -3,7 +3,14 @@
 from random import Random
 
 from smoe_fairseq.recipes.phrasebook.entries import Noun
-from smoe_fairseq.recipes.phrasebook.lexicon import ADJECTIVES, NAMES, NOUNS, PLACES, TIMES, VERBS
+from smoe_fairseq.recipes.phrasebook.lexicon import (
+    ADJECTIVES,
+    NAMES,
+    NOUNS,
+    PLACES,
+    TIMES,
+    VERBS,
+)
 from smoe_fairseq.recipes.phrasebook.meaning import PRONOUNS, Clause, Pair, Person, Thing
 
 _TENSES = ("present", "past", "future")

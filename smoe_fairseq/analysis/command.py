@@ -1,0 +1,237 @@
+"""``smoe analyze``."""
+
+import importlib.util
+import math
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+from typing import TextIO
+
+from fairseq.utils import move_to_cuda
+from torch import nn
+
+import smoe_fairseq
+from smoe_fairseq.analysis import (
+    exit_curve,
+    figures,
+    inputs,
+    report,
+    results,
+    sentence,
+    training_log,
+)
+from smoe_fairseq.analysis.figures import draw_sentence
+from smoe_fairseq.analysis.record import collect
+from smoe_fairseq.errors import UsageError, positive, quietly
+from smoe_fairseq.files import refuse_existing, whole_folder, write_whole
+from smoe_fairseq.modules import Strata
+
+EXAMPLE_TOKENS = 16  # a sentence of about this many makes the report's example
+
+
+def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespace) -> str:
+    """Writes numbers, pictures and report to ``args.output``; returns a line for the user."""
+    series = _series(args)
+    if args.exit_bias:
+        exit_curve.check(model, task)
+    of_subset = args.gen_subset, args.sentences, args.max_tokens
+    found = results.Results(
+        run={},
+        dictionaries={side: inputs.dictionary_of(task, side) for side in inputs.sides(task)},
+        ranks=results.ranks(task, directions),
+        sizes=results.sizes(task, directions),
+        capacity=exit_curve.check_capacity(model, task, directions, *of_subset),
+        curve=args.exit_bias
+        and exit_curve.curve(model, task, directions, args.exit_bias, *of_subset),
+    )
+    sentences, too_long = {}, {}
+    with whole_folder(args.output, called=f"--output {args.output}") as folder:
+        with results.TokenTable(folder / "tokens.csv", found) as table:
+            for direction in collect(model, task, directions, *of_subset):
+                found.add(direction)
+                table.add(direction)
+                sentences[direction.name] = direction.sentences
+                too_long[direction.name] = direction.too_long
+        found.run.update(_description(args, model, found, sentences, too_long))
+        results.write(folder, found)
+        problem = None
+        try:
+            example = directions[-1], _example(model, task, directions[-1], args)
+            sections = report.draw(folder, found, example, series, args.min_count)
+            title = f"Requested capacity of {args.path.resolve().parent.name}/{args.path.name}"
+            summary = report.summary(found, args.path.resolve())
+            described = _for_people(found.run, found.has_languages)
+            text = report.page(title, summary, described, sections)
+            write_whole(folder / "report.html", text, called="report.html")
+        except Exception as error:  # the numbers may have taken hours: they stay
+            problem = " ".join(str(error).split()) or type(error).__name__
+    if problem:
+        raise UsageError(
+            f"{args.output} has all numbers, but the report could not be drawn: {problem}"
+        )
+    return f"{args.output / 'report.html'}: the report; numbers and pictures are beside it"
+
+
+def analyze_sentence(
+    model: nn.Module, task, directions: list[str], text: str, folder: Path | None, stream: TextIO
+) -> str:
+    """One sentence in one direction, for a terminal and, with a folder, as a picture."""
+    sides = sentence.run_sentence(model, task, directions[0], text, inputs.folders(task)[0])
+    if folder is not None:
+        with whole_folder(folder, called=f"--output {folder}") as partial:
+            figures.save(draw_sentence(sides), partial / "sentence")
+    heading = "" if inputs.is_language_model(task) else f"{directions[0]}\n"
+    return heading + sentence.show(sides, sentence.wants_colour(stream))
+
+
+def _series(args: Namespace) -> dict:
+    log = args.log or args.path.with_name("train.log")
+    if args.log is None and not log.exists():
+        return {}
+    series = training_log.read(log)
+    if args.log is not None and not series:
+        raise UsageError(f"--log {log} has no routing metrics: expected the log of fairseq-train")
+    return series
+
+
+def _description(args: Namespace, model: nn.Module, found: results.Results, sentences, too_long):
+    """What ``run.json`` says."""
+    return {
+        "smoe_fairseq": smoe_fairseq.__version__,
+        "data": args.data,
+        "checkpoint": str(args.path),
+        "updates": model.num_updates,
+        "subset": args.gen_subset,
+        "strata": {block.name: _words(block.strata) for block in found.blocks},
+        "device": next(model.parameters()).device.type,
+        "sample": args.sentences,
+        "sentences": sentences,
+        "too_long": too_long,
+        "min_count": args.min_count,
+        "exit_bias": args.exit_bias,
+        "nll_loss": found.capacity and round(found.capacity.nll_loss, 6),
+        "capacity_nll_loss": found.capacity and round(found.capacity.limited_nll_loss, 6),
+    }
+
+
+def _words(strata: Strata) -> str:
+    return f"{strata} in a chain of {strata.chain}" if strata.chain > 1 else str(strata)
+
+
+def _for_people(run: dict, has_languages: bool) -> dict[str, object]:
+    strata = dict.fromkeys(run["strata"].values())
+    sampled = " (a random sample)" if run["sample"] else ""
+    too_long = sum(run["too_long"].values())
+    directions = {"directions": ", ".join(run["sentences"])}
+    if not has_languages:
+        directions = {"left out": "the picture by direction: a language model has no languages"}
+    return {
+        "checkpoint": f"{run['checkpoint']}, {run['updates']:,} updates",
+        "strata": ", ".join(strata),
+        "data": f"{run['data']}, {run['subset']}",
+        **directions,
+        "sentences" if has_languages else "samples": f"{sum(run['sentences'].values()):,}{sampled}"
+        + (f"; {too_long:,} too long for the model" if too_long else ""),
+        "device": run["device"],
+        "smoe_fairseq": run["smoe_fairseq"],
+    }
+
+
+def _example(model: nn.Module, task, direction: str, args: Namespace) -> list:
+    """The first sentence pair of the subset that is neither short nor long; of a language model's text the
+    beginning, since a sample may be long and what comes later changes nothing before it.
+    """
+    dataset = next(inputs.datasets(task, direction, args.gen_subset))
+    far = [abs(dataset.num_tokens(i) - EXAMPLE_TOKENS) for i in range(min(len(dataset), 1000))]
+    sample = dataset.collater([dataset[far.index(min(far))]])["net_input"]
+    if inputs.is_language_model(task):
+        sample["src_tokens"] = sample["src_tokens"][:, :EXAMPLE_TOKENS]
+    device = next(model.parameters()).device
+    return sentence.run_pair(
+        model, task, sample if device.type == "cpu" else move_to_cuda(sample, device)
+    )
+
+
+# ``smoe analyze``: where the capacity goes, as numbers, pictures and a report.
+
+TOO_FEW = 10
+
+
+def add_analyze_arguments(parser: ArgumentParser) -> None:
+    """Data, checkpoint, what to run over and where to write."""
+    parser.add_argument("data", metavar="DATA", help="binarised data, as fairseq-train takes it")
+    parser.add_argument("--path", type=Path, required=True, metavar="CHECKPOINT")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="a new folder for the results")
+    parser.add_argument(
+        "--gen-subset", default="valid", help="train, valid or test; default: valid"
+    )
+    parser.add_argument(
+        "--lang-pairs", metavar="PAIRS", help="such as en-de,de-en; default: all of the checkpoint"
+    )
+    parser.add_argument(
+        "--sentences", type=positive, metavar="N", help="a random sample of N per direction"
+    )
+    parser.add_argument(
+        "--sentence",
+        metavar="TEXT",
+        help="show the capacity that this one sentence's tokens request, instead of a subset's; "
+        "with --output also as a picture",
+    )
+    parser.add_argument(
+        "--min-count",
+        type=positive,
+        default=TOO_FEW,
+        metavar="N",
+        help="occurrences of a token that is to be among those of lowest or highest requested "
+        f"capacity; default: {TOO_FEW}",
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help="fairseq's log of the training; default: train.log beside the checkpoint, if there",
+    )
+    parser.add_argument(
+        "--exit-bias",
+        type=_numbers,
+        metavar="B,B,...",
+        help="also translate the subset with each of these --smoe-exit-bias, such as 0,0.5,1,2, and draw "
+        "BLEU and time over them; negative ones as in --exit-bias=-1,0",
+    )
+    parser.add_argument("--max-tokens", type=positive, default=4096, help="of a batch")
+    parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
+
+
+def run_analyze(args: Namespace) -> None:
+    """Writes the results to ``--output``, or prints one sentence's."""
+    if args.sentence is None and args.output is None:
+        raise UsageError("--output is missing: name a folder for the results")
+    if args.sentence is not None and args.exit_bias:
+        raise UsageError(
+            "--exit-bias with --sentence: biases are compared over a subset; leave one out"
+        )
+    if args.output is not None:
+        refuse_existing(args.output, f"--output {args.output}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("smoe analyze draws with matplotlib: pip install matplotlib")
+    with quietly():
+        from smoe_fairseq.analysis import inputs
+
+        model, task, directions = inputs.load_sparse_model(
+            args.path, args.data, args.lang_pairs, args.cpu
+        )
+        if args.sentence is None:
+            text = analyze_subset(model, task, directions, args)
+        else:
+            text = analyze_sentence(model, task, directions, args.sentence, args.output, sys.stdout)
+    print(text)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        values = sorted({float(part) for part in text.split(",")})
+        if all(map(math.isfinite, values)):
+            return values
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"{text}: expected numbers joined by commas, such as 0,0.5,1,2")

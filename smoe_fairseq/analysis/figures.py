@@ -1,0 +1,520 @@
+"""The pictures of an analysis, a function each."""
+
+import functools
+import io
+from pathlib import Path
+
+import matplotlib  # noqa: E402
+import numpy as np
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.patches import Patch
+
+from smoe_fairseq.analysis.exit_curve import CapacityCheck, Curve
+from smoe_fairseq.analysis.record import Block, Counts
+from smoe_fairseq.analysis.results import Results
+from smoe_fairseq.analysis.sentence import SentenceSide
+from smoe_fairseq.files import whole_file  # noqa: E402
+from smoe_fairseq.modules.statistics import FIFTHS
+
+matplotlib.use("agg")
+
+
+DARK, LIGHT, MIDDLE = "#1d3f72", "#f0b45f", "#7f8c9a"  # luminance 0.05, 0.53, 0.25
+HATCH = "///"
+DPI = 130
+NARROW = 3.9  # inches, of pictures for a phone
+SHADES = "Blues"  # light to dark, so it is read in grey as well
+
+STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+    "hatch.linewidth": 0.6,
+    "svg.hashsalt": "smoe",  # the same picture, the same file
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a token such as $$ is a token
+}
+
+
+def styled(draw):
+    """Decorates a function that draws, so that all pictures look the same."""
+
+    @functools.wraps(draw)
+    def draw_styled(*arguments, **options):
+        with plt.rc_context(STYLE):
+            return draw(*arguments, **options)
+
+    return draw_styled
+
+
+def new(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 3.0, **options):
+    """Figure and ``(rows, columns)`` array of axes, in inches."""
+    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **options)
+
+
+def panels(number: int, stacked: bool, columns: int = 0, width=7.0, height=3.0, **options):
+    """Figure and its axes: ``columns`` in a row, by default all; one below the other if ``stacked``.
+
+    ``width`` is of the whole figure and ``height`` of a row, in inches; that of a stacked figure is
+    for a phone.
+    """
+    columns = 1 if stacked else columns or number
+    rows = -(-number // columns)
+    figure, axes = new(rows, columns, NARROW if stacked else width, rows * height, **options)
+    for ax in axes.flat[number:]:
+        ax.axis("off")
+    return figure, list(axes.flat)
+
+
+def png(figure: Figure) -> bytes:
+    """The picture as a file's content; closes the figure."""
+    content = io.BytesIO()
+    with plt.rc_context(STYLE):
+        figure.savefig(content, format="png", dpi=DPI)
+    plt.close(figure)
+    return content.getvalue()
+
+
+def save(figure: Figure, stem: Path) -> None:
+    """``stem.png`` and ``stem.svg``, each whole or not at all; closes the figure."""
+    try:
+        with plt.rc_context(STYLE):
+            for kind, options in (("png", {"dpi": DPI}), ("svg", {"metadata": {"Date": None}})):
+                file = stem.with_name(f"{stem.name}.{kind}")
+                with whole_file(file, called=file.name) as partial:
+                    figure.savefig(partial, format=kind, **options)
+    finally:
+        plt.close(figure)
+
+
+def text_on(share: float) -> str:
+    """Colour of text on a shade: ``share`` 0 is the lightest, 1 the darkest."""
+    return "white" if share > 0.55 else "black"
+
+
+# Requested capacity by depth (the paper's figure 5).
+
+
+@styled
+def draw_by_depth(results: Results, stacked: bool = False) -> Figure:
+    """One thin line per direction, a thick one over all tokens; encoder layers, then decoder layers."""
+    sides = results.sides()
+    figure, axes = panels(len(sides), stacked, height=3.2, sharey=True)
+    pivot = results.pivot()
+    for ax, side in zip(axes, sides):
+        blocks = [block for block in results.blocks if block.side == side]
+        x = range(len(blocks))
+        for name in results.directions:
+            out_of = pivot is not None and name.startswith(f"{pivot}-")
+            means = [results.of(name, block).requested_capacity for block in blocks]
+            label = None if pivot is None else f"{'out of' if out_of else 'into'} {pivot}"
+            look = {"color": LIGHT if out_of else MIDDLE, "linestyle": "--" if out_of else "-"}
+            ax.plot(x, means, marker="^" if out_of else "o", lw=1, label=label, **look)
+        means = [results.over(results.directions, b).requested_capacity for b in blocks]
+        ax.plot(x, means, color=DARK, marker="s", lw=2.5, markersize=7, label="all tokens")
+        for i, mean in enumerate(means):
+            ax.annotate(f"{mean:.2f}", (i, mean), (0, 7), textcoords="offset points", ha="center")
+        ax.set_title(side)
+        ax.set_xticks(x, [block.title.split()[-1] for block in blocks])
+        ax.set_xlim(-0.5, len(blocks) - 0.3)
+        ax.set_xlabel("layer")
+    axes[0].set_ylabel("requested capacity")
+    handles = {h.get_label(): h for h in axes[-1].lines if not h.get_label().startswith("_")}
+    figure.legend(handles=handles.values(), loc="outside upper center", ncols=2 if stacked else 3)
+    return figure
+
+
+# Requested capacity of each direction, encoder and decoder (the paper's figure 3).
+
+
+@styled
+def draw_by_direction(results: Results, stacked: bool = False) -> Figure:
+    """Bars from the direction with most training data down, into and out of the common language."""
+    names = results.by_resource()
+    pivot = results.pivot()
+    sides = results.sides()
+    height = 1.5 + 0.28 * len(names)
+    figure, axes = panels(len(sides), stacked, height=height, sharex=True, sharey=True)
+    for ax, side in zip(axes, sides):
+        means = [results.mean(name, side) for name in names]
+        for i, (name, mean) in enumerate(zip(names, means)):
+            out_of = pivot is not None and name.startswith(f"{pivot}-")
+            ax.barh(
+                *(i, mean),
+                color=LIGHT if out_of else DARK,
+                hatch=HATCH if out_of else None,
+                edgecolor="black" if out_of else DARK,
+                linewidth=0.5,
+            )
+            ax.text(mean, i, f" {mean:.2f}", va="center", fontsize=9)
+        ax.set_title(side)
+        ax.set_xlabel("requested capacity, mean over tokens")
+        ax.margins(x=0.16)
+        ax.axvline(1, color="black", linewidth=0.6, linestyle=":")
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].invert_yaxis()
+    if pivot is not None:
+        into = Patch(facecolor=DARK, label=f"into {pivot}")
+        out = Patch(facecolor=LIGHT, edgecolor="black", hatch=HATCH, label=f"out of {pivot}")
+        figure.legend(handles=[into, out], loc="outside upper center", ncols=2)
+    return figure
+
+
+# Requested capacity, quality and time over the exit bias.
+
+
+@styled
+def draw_exit_bias(curve: Curve, stacked: bool = False) -> Figure:
+    """A panel for each, over the biases."""
+    figure, axes = panels(3, stacked, width=9.0)
+    shown_over = {
+        "requested capacity": (curve.mean("requested_capacity"), "{:.2f}"),
+        "BLEU": (curve.mean("bleu"), "{:.1f}"),
+        "ms per sentence": (curve.milliseconds(), "{:.1f}"),
+    }
+    for ax, (title, (values, shown)) in zip(axes, shown_over.items()):
+        ax.plot(curve.biases, values, color=DARK, marker="o", lw=2)
+        for n, point in enumerate(zip(curve.biases, values)):
+            above = n % 2 == 0  # in turns, since biases may lie close together
+            ax.annotate(
+                shown.format(point[1]),
+                point,
+                (0, 6 if above else -6),
+                textcoords="offset points",
+                ha="center",
+                va="bottom" if above else "top",
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
+            )
+        ax.set_title(title)
+        ax.set_xlabel("exit bias")
+        ax.margins(x=0.12, y=0.2)
+        if title == "ms per sentence":
+            ax.set_ylim(0, 1.3 * max(values) or 1)
+    return figure
+
+
+# The way of the tokens through the strata of a block, as an alluvial diagram.
+
+WIDTH = 0.09  # of a stratum's bar, in distances between strata
+GAP = 0.03  # between a stratum's bar and the tokens that pass it by
+FLOW_SHADES = (
+    "#1d3f72",
+    "#4f7db5",
+    "#9dbcdc",
+    "#cfdeec",
+    "#e6eef6",
+)  # past no stratum, one, two, ...
+
+
+def shares(counts: Counts) -> dict[tuple[int, int], float]:
+    """Share of the block's tokens that go from stratum i to stratum k; k = L is out of the block."""
+    flow = counts.flow()
+    return {(i, j + 1): flow[i, j] / counts.tokens for i, j in np.argwhere(flow).tolist()}
+
+
+def lanes(moves: dict[tuple[int, int], float], column: int) -> dict[tuple[int, int], float]:
+    """Moves that pass a stratum by, in drawing order; with those at it, they are all tokens."""
+    passing = [move for move in moves if move[0] < column < move[1]]
+    return {move: moves[move] for move in sorted(passing, key=lambda move: (move[1], -move[0]))}
+
+
+@styled
+def draw_flow(results: Results, stacked: bool = False) -> Figure:
+    """One panel per block, over all directions' text; bars are strata, their height the tokens in them."""
+    number = len(results.blocks)
+    figure, axes = panels(number, stacked, columns=min(2, number), width=7.6, height=2.9)
+    for ax, block in zip(axes, results.blocks):
+        flow_panel(ax, results.over(results.directions, block))
+        ax.set_title(block.title)
+        ax.axis("off")
+    return figure
+
+
+def flow_panel(ax, counts: Counts) -> None:
+    """All moves of one block's tokens, each a ribbon from its bar past others to its bar."""
+    moves = shares(counts)
+    out = len(counts.block.strata)
+    tops = ribbon_tops(moves, out)
+    for (i, k), share in sorted(moves.items(), key=lambda item: item[0][0] - item[0][1]):
+        x, top = ribbon(i, k, tops[i, k])
+        colour = FLOW_SHADES[min(k - i - 1, len(FLOW_SHADES) - 1)]
+        ax.fill_between(x, top - share, top, color=colour, lw=0.4, edgecolor="white")
+    for column in range(out + 1):
+        end = 0 if column < out else 1
+        stands = sum(share for move, share in moves.items() if move[end] == column)
+        ax.fill_between([column - WIDTH, column + WIDTH], 1 - stands, 1, color="black", lw=0)
+        name = "out" if column == out else f"stratum {column}"
+        ax.text(column, 1.02, f"{name}\n{stands:.0%}", ha="center", va="bottom", fontsize=8)
+    ax.set_xlim(-0.45, out + 0.45)
+    ax.set_ylim(-0.02 - GAP, 1.14)
+
+
+def ribbon_tops(moves: dict[tuple[int, int], float], out: int) -> dict[tuple, list[float]]:
+    """Where each move's ribbon has its upper edge, from the bar it leaves to the one it enters.
+
+    In a column the bar is on top, then come the tokens that pass it, those with the shortest way first.
+    """
+    tops = {move: [] for move in moves}
+    for column in range(out + 1):
+        leaving = [move for move in sorted(moves) if move[0] == column]
+        entering = [move for move in sorted(moves, reverse=True) if move[1] == column]
+        for side in (leaving, entering):
+            y = 1.0
+            for move in side:
+                tops[move].append(y)
+                y -= moves[move]
+        y = 1.0 - sum(moves[move] for move in leaving or entering) - GAP
+        for move in lanes(moves, column):
+            tops[move].append(y)
+            y -= moves[move]
+    return tops
+
+
+def ribbon(start: int, end: int, tops: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Points of a ribbon's upper edge: level at the bars that it passes, smooth between them."""
+    t = np.linspace(0, 1, 40)
+    x, y = [], []
+    for column in range(start, end):
+        first, then = tops[column - start], tops[column - start + 1]
+        x.append(column + WIDTH + t * (1 - 2 * WIDTH))
+        y.append(first + (then - first) * (3 * t**2 - 2 * t**3))
+    return np.concatenate(x), np.concatenate(y)
+
+
+# How frequent the tokens of lowest and highest requested capacity are (the paper's figure 4).
+
+TOKENS = 25
+
+
+def groups(results: Results, block: Block, min_count: int) -> dict[str, np.ndarray]:
+    """Training-frequency ranks of a block's tokens; each token counts once, however many directions.
+
+    "lowest" and "highest" are of the ``TOKENS`` tokens of each direction with lowest and highest
+    requested capacity, "all" of every token that could have been among them.
+    """
+    lowest, highest, everything = set(), set(), set()
+    for direction in results.directions:
+        summary = results.types[direction, block.name]
+        low, high = summary.extremes(TOKENS, min_count)
+        lowest.update(low)
+        highest.update(high)
+        everything.update(summary.types[summary.occurrences >= min_count])
+    ranks = results.ranks[block.side]
+    named = {"lowest": lowest, "highest": highest, "all": everything}
+    return {name: np.sort(ranks[sorted(types)]) for name, types in named.items()}
+
+
+@styled
+def draw_frequency(results: Results, min_count: int, stacked: bool = False) -> Figure:
+    """Violins with their median, one panel per side; a rank of 1 is the most frequent token."""
+    looks = {"lowest": (DARK, None), "highest": (LIGHT, HATCH), "all": (MIDDLE, None)}
+    sides = results.sides()
+    most = max(sum(b.side == side for b in results.blocks) for side in sides)
+    width = max(7, 1.6 * most * len(sides))
+    figure, axes = panels(len(sides), stacked, width=width, height=3.6, sharey=True)
+    for ax, side in zip(axes, sides):
+        blocks = [block for block in results.blocks if block.side == side]
+        for i, block in enumerate(blocks):
+            ranks = groups(results, block, min_count)
+            for j, (name, (colour, hatch)) in enumerate(looks.items()):
+                if not len(ranks[name]):
+                    continue
+                violin(ax, i + 0.28 * (j - 1), ranks[name], colour, hatch)
+        ax.set_xticks(range(len(blocks)), [block.title for block in blocks])
+        ax.set_xlim(-0.6, len(blocks) - 0.4)
+        ax.set_ylim(bottom=0)
+    axes[0].set_ylabel("rank in training frequency\n(1: the most frequent)")
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor="black", label=text)
+        for (colour, hatch), text in zip(looks.values(), ("lowest RC", "highest RC", "all tokens"))
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3)
+    return figure
+
+
+def violin(ax, x: float, values: np.ndarray, colour: str, hatch: str | None) -> None:
+    """One violin; where all values are the same, just its median."""
+    if len(set(values)) > 1:
+        parts = ax.violinplot([values], [x], widths=0.26, showextrema=False)
+        for body in parts["bodies"]:
+            body.set(facecolor=colour, edgecolor="black", alpha=1, hatch=hatch, linewidth=0.6)
+    median = np.median(values)
+    ax.plot(x, median, "o", color="white", markeredgecolor="black", markersize=5)
+    ax.annotate(
+        f"{median:.0f}",
+        (x, median),
+        (5, 0),
+        textcoords="offset points",
+        fontsize=8,
+        va="center",
+        bbox={"facecolor": "white", "alpha": 0.8, "pad": 0.6, "lw": 0},
+    )
+
+
+# Expert load of each language as a heat map.
+
+
+def loads(results: Results, block: Block) -> dict[str, np.ndarray]:
+    """``(E,)`` load by language: source languages in the encoder, target languages in the decoder.
+
+    Of a language model one load, of its text.
+    """
+    end = 0 if block.side == "encoder" else -1
+    languages = {name.split("-")[end]: [] for name in results.directions}
+    for name in results.directions:
+        languages[name.split("-")[end]].append(name)
+    return {lang: results.over(names, block).load() for lang, names in languages.items()}
+
+
+@styled
+def draw_load(results: Results, stacked: bool = False) -> Figure:
+    """One panel per block; 1 is an expert that gets as many first choices as the mean of all."""
+    tables = [loads(results, block) for block in results.blocks]
+    experts = max(block.strata.num_experts for block in results.blocks)
+    columns = 1 if experts > 10 else min(2, len(tables))
+    height = 1.3 + 0.32 * max(map(len, tables))
+    figure, axes = panels(len(tables), stacked, columns, max(7, 0.45 * experts), height)
+    top = max(max(load.max() for load in table.values()) for table in tables)
+    for ax, block, table in zip(axes, results.blocks, tables):
+        values = np.stack(list(table.values()))
+        image = ax.imshow(values, cmap=SHADES, vmin=0, vmax=top, aspect="auto")
+        for (i, e), value in np.ndenumerate(values):
+            if stacked and experts > 16:
+                break  # numbers would lie over each other
+            colour = text_on(value / top)
+            ax.text(e, i, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
+        for first in {*block.strata.first_experts} - {0}:
+            ax.axvline(first - 0.5, color="black", linewidth=1.5)
+        ax.set_yticks(range(len(table)), table)
+        ax.set_xticks(range(values.shape[1]), range(values.shape[1]))
+        ax.spines[:].set_visible(False)
+        of = "source" if block.side == "encoder" else "target"
+        ax.set_title(block.title)
+        if results.has_languages:
+            ax.set_ylabel(f"{of} language")
+        ax.set_xlabel("expert (lines: between strata)")
+    figure.colorbar(image, ax=axes, shrink=0.8, label="load, 1: even", pad=0.02)
+    return figure
+
+
+# First choices dropped under training's capacity, by position in the sentence.
+
+
+@styled
+def draw_positions(check: CapacityCheck, stacked: bool = False) -> Figure:
+    """A panel per side, a bar per fifth of the sentence; all MoE layers of a side taken together."""
+    sides = check.sides()
+    figure, axes = panels(len(sides), stacked, height=2.8, sharey=True)
+    for ax, side in zip(axes, sides):
+        percent = check.percent_dropped(side)
+        look = {"color": LIGHT} if side == "decoder" else {"color": DARK}
+        look |= {"hatch": HATCH, "edgecolor": "black"} if side == "decoder" else {}
+        ax.bar(range(FIFTHS), percent, width=0.7, linewidth=0.6, **look)
+        for i, value in enumerate(percent):
+            ax.annotate(f"{value:.1f}", (i, value), (0, 3), textcoords="offset points", ha="center")
+        ax.set_title(side)
+        ax.set_xticks(range(FIFTHS), ["first", *map(str, range(2, FIFTHS)), "last"])
+        ax.set_xlabel("fifth of the sentence")
+        ax.margins(y=0.15)
+    axes[0].set_ylabel("first choices dropped, %")
+    return figure
+
+
+# The requested capacity of one sentence's tokens, drawn under the sentence.
+
+PER_ROW, STACKED_ROW = 16, 8  # tokens; a longer sentence takes several rows
+
+
+@styled
+def draw_sentence(sides: list[SentenceSide], stacked: bool = False) -> Figure:
+    """One row of cells per block, a column per token."""
+    per_row = STACKED_ROW if stacked else PER_ROW
+    parts = [(side, start) for side in sides for start in range(0, len(side.tokens), per_row)]
+    heights = [0.75 + 0.3 * len(side.blocks) for side, _ in parts]
+    ratios = {"height_ratios": heights}
+    width = NARROW if stacked else 7.6
+    figure, axes = new(len(parts), 1, width=width, height=sum(heights), gridspec_kw=ratios)
+    for ax, (side, start) in zip(axes[:, 0], parts):
+        panel(ax, side, start, per_row)
+    return figure
+
+
+def panel(ax, side: SentenceSide, start: int, per_row: int) -> None:
+    """Up to ``per_row`` tokens, from number ``start`` on."""
+    tokens = side.tokens[start : start + per_row]
+    values = np.array([row[start : start + per_row] for row in side.requested])
+    most = max(len(block.strata) for block in side.blocks)
+    ax.imshow(values, cmap=SHADES, vmin=0.5, vmax=most, aspect="auto")
+    for (b, t), value in np.ndenumerate(values):
+        colour = text_on((value - 0.5) / (most - 0.5))
+        ax.text(t, b, str(value), ha="center", va="center", fontsize=9, color=colour)
+    ax.set_xticks(range(len(tokens)), tokens, rotation=40, ha="left", rotation_mode="anchor")
+    ax.xaxis.tick_top()
+    ax.set_yticks(range(len(side.blocks)), [block.title for block in side.blocks])
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_xlim(-0.5, per_row - 0.5)
+
+
+# Requested capacity and expert load over the course of training.
+
+Series = dict[str, dict[int, float]]
+
+DROPPED = {
+    "overflow_expert1": ("first choices", DARK, "-"),
+    "overflow_expert2": ("second choices", LIGHT, "--"),
+}
+COLOURS = (MIDDLE, "#3f6ea8", LIGHT, "#a2641b", "black", "#9dbcdc")
+
+
+@styled
+def draw_training(series: Series, stacked: bool = False) -> Figure:
+    """Requested capacity, beside it the load; each block by itself where the log has it (JSON).
+
+    Of a log without blocks what was dropped stands in the place of the load, unless nothing was.
+    """
+    blocks = sorted({name.split("/")[0] for name in series if "/" in name}, key=_depth)
+    dropped = [name for name in DROPPED if any(series.get(name, {}).values())]
+    figure, axes = panels(2 if blocks or dropped else 1, stacked, height=3.4)
+    looks = {b: (COLOURS[i % len(COLOURS)], "--" if i % 2 else "-") for i, b in enumerate(blocks)}
+    if "requested_capacity" in series:
+        line(axes[0], series["requested_capacity"], "all blocks", DARK, "-", width=2.5)
+    for block in blocks:
+        line(axes[0], series.get(f"{block}/requested_capacity", {}), block, *looks[block])
+        line(axes[1], busiest(series, block), block, *looks[block])
+    for name in [] if blocks else dropped:
+        label, colour, style = DROPPED[name]
+        line(axes[1], series[name], label, colour, style)
+    titles = ["requested capacity", "load of the busiest expert (1: even)"]
+    titles[1] = titles[1] if blocks else "dropped for lack of capacity, %"
+    for ax, title in zip(axes, titles):
+        ax.set_title(title)
+        ax.set_xlabel("update")
+        ax.legend(fontsize=8)
+        ax.margins(y=0.15)
+    return figure
+
+
+def busiest(series: Series, block: str) -> dict[int, float]:
+    """Load of a block's busiest expert by update, at the gate where it is highest."""
+    gates = [
+        values
+        for name, values in series.items()
+        if name.startswith(f"{block}/") and name.endswith("/load_max")
+    ]
+    updates = sorted({update for gate in gates for update in gate})
+    return {update: max(gate[update] for gate in gates if update in gate) for update in updates}
+
+
+def _depth(block: str) -> tuple[bool, int]:
+    side, _, layer = block.split(".")
+    return side == "decoder", int(layer)
+
+
+def line(ax, values: dict[int, float], label: str, colour: str, style: str, width=1.3) -> None:
+    updates = sorted(values)
+    ax.plot(updates, [values[u] for u in updates], style, color=colour, lw=width, label=label)

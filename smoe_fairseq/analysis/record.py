@@ -1,0 +1,385 @@
+"""What the gates chose, recorded while a model reads a data set."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from fairseq import utils
+from numpy import ndarray
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from smoe_fairseq.analysis import inputs
+from smoe_fairseq.analysis.inputs import dictionary_of
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.routing import Routing
+from smoe_fairseq.modules.strata import Strata
+
+
+@dataclass(frozen=True)
+class Block:
+    """One MoE layer: its name (``encoder.layer.1``) and how its experts are arranged."""
+
+    name: str
+    strata: Strata
+
+    @property
+    def side(self) -> str:
+        """ "encoder" or "decoder"."""
+        return self.name.split(".")[0]
+
+    @property
+    def title(self) -> str:
+        """The same in words: ``encoder layer 1``."""
+        return self.name.replace(".", " ")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counters of one block over some tokens.
+
+    Every token stops at stratum 0 and, wherever it stops, has one first choice. So the first choices
+    say how many tokens there are, what capacity they requested and where they went.
+
+    Args:
+        block: the block.
+        first_choices: ``(L, E)``, tokens in stratum i whose first choice is expert e.
+    """
+
+    block: Block
+    first_choices: ndarray
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(self.block, self.first_choices + other.first_choices)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.first_choices[0].sum())
+
+    @property
+    def stops(self) -> int:
+        """Strata that the tokens stopped at, summed over the tokens."""
+        return int(self.first_choices.sum())
+
+    @property
+    def requested_capacity(self) -> float:
+        """Mean per token; nan without tokens."""
+        return self.stops / self.tokens if self.tokens else float("nan")
+
+    def load(self) -> ndarray:
+        """``(E,)``: first choices of each expert, all strata taken together, over their mean.
+
+        1 everywhere when the experts are evenly loaded.
+        """
+        per_expert = self.first_choices.sum(axis=0)
+        return per_expert / max(per_expert.mean(), 1e-12)
+
+    def flow(self) -> ndarray:
+        """``(L, L)``: tokens whose gate in stratum i chose an expert of stratum j.
+
+        They go on to stratum j + 1, past strata i to j - 1, or leave the block where j is the last one. At a
+        fixed depth all go from each stratum to the next.
+        """
+        strata = self.block.strata
+        if strata.fixed_depth:
+            return np.diag(self.first_choices.sum(axis=1))
+        flow = np.zeros((len(strata), len(strata)), dtype=np.int64)
+        for expert, stratum in enumerate(strata.stratum_of_expert):
+            flow[:, stratum] += self.first_choices[:, expert]
+        return flow
+
+    def visible(self) -> list[tuple[int, int]]:
+        """(stratum, expert) of every choice that a gate has."""
+        strata = self.block.strata
+        pairs = zip(strata.first_experts, strata.visible, strict=True)
+        return [(i, first + e) for i, (first, size) in enumerate(pairs) for e in range(size)]
+
+
+# Which expert each token chose: counters filled while a model runs.
+#
+# Shapes: B sentences, S positions, T tokens, N of them in a stratum, V token types, L strata, E
+# experts.
+
+
+class BlockFollower:
+    """Follows the tokens of a batch through one block.
+
+    Attributes:
+        requested_BS: strata that each token of the last batch stopped at, 0 at padding.
+    """
+
+    def __init__(self, block: StratifiedMoE, vocabulary: int, padding: int):
+        self.block = block
+        self.vocabulary = vocabulary
+        self.padding = padding
+
+    def begin(self, tokens_BS: Tensor) -> None:
+        """A batch begins: all tokens but padding are in stratum 0."""
+        self.shape = tokens_BS.shape
+        self.type_T = tokens_BS.reshape(-1)
+        in_no_stratum = self.type_T == self.padding
+        self.position_T = torch.zeros_like(self.type_T).masked_fill(
+            in_no_stratum, len(self.block.strata)
+        )
+        self.requested_T = torch.zeros_like(self.type_T)
+
+    @property
+    def requested_BS(self) -> Tensor:
+        return self.requested_T.view(self.shape)
+
+    def record(self, stratum: int, routing: Routing, active_T: Tensor | None) -> None:
+        """One gate has chosen, for the tokens in its stratum or, with a mask, for all rows."""
+        strata = self.block.strata
+        index_N = (self.position_T == stratum).nonzero().squeeze(1)
+        row_N = torch.arange(len(index_N), device=index_N.device) if active_T is None else index_N
+        expert_N = routing.first_choice_T[row_N] + strata.first_experts[stratum]
+        self.note(stratum, index_N, expert_N, routing, row_N)
+        self.requested_T[index_N] += 1
+        if strata.fixed_depth:
+            self.position_T[index_N] = stratum + 1
+        else:
+            self.position_T[index_N] = self.block.stratum_of_expert[expert_N] + 1
+
+    def note(
+        self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
+    ) -> None:
+        """What is kept of N tokens: numbers in the batch, first choices, rows of the routing."""
+
+
+class BlockRecorder(BlockFollower):
+    """Counts the first choices of a block's gates by token type.
+
+    Attributes:
+        counts: ``(V, L, E)``, how often a token of type v that was in stratum i chose expert e first.
+    """
+
+    def __init__(self, block: StratifiedMoE, vocabulary: int, padding: int):
+        super().__init__(block, vocabulary, padding)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empties the counters."""
+        strata = self.block.strata
+        self.counts = torch.zeros(
+            self.vocabulary,
+            len(strata),
+            strata.num_experts,
+            dtype=torch.int64,
+            device=self.block.stratum_of_expert.device,
+        )
+
+    def note(
+        self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
+    ) -> None:
+        strata = self.block.strata
+        cell_N = (self.type_T[index_N] * len(strata) + stratum) * strata.num_experts + expert_N
+        self.counts.view(-1).index_add_(0, cell_N, torch.ones_like(cell_N))
+
+
+class Recorder:
+    """A follower for every MoE layer of a model, by the layer's name.
+
+    Args:
+        model: one of ours in evaluation mode.
+        task: the fairseq task of its dictionaries.
+        follower: what is kept of each layer.
+    """
+
+    def __init__(self, model: nn.Module, task, follower: type[BlockFollower] = BlockRecorder):
+        self.model = model
+        self.blocks = {}
+        for name, block in moe_blocks(model).items():
+            dictionary = dictionary_of(task, name.split(".")[0])
+            self.blocks[name] = follower(block, len(dictionary), dictionary.pad())
+
+    @contextmanager
+    def recording(self) -> Iterator["Recorder"]:
+        """Listens to the gates as long as the context is open."""
+        hooks = [
+            (gate, _listener(recorder, stratum))
+            for recorder in self.blocks.values()
+            for stratum, gate in enumerate(recorder.block.gates)
+        ]
+        with hooked(hooks):
+            yield self
+
+    def reset(self) -> None:
+        for recorder in self.blocks.values():
+            recorder.reset()
+
+    @torch.no_grad()
+    def run(self, net_input: dict) -> None:
+        """One forward pass, the references as decoder input.
+
+        A decoder position counts for the token that it is given, not for the one that it predicts.
+        """
+        for name, recorder in self.blocks.items():
+            recorder.begin(given(net_input, name.split(".")[0]))
+        self.model(**net_input)
+
+
+@contextmanager
+def hooked(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
+    """Each hook is called after its module's forward pass as long as the context is open."""
+    handles = [module.register_forward_hook(hook) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def given(net_input: dict, side: str) -> Tensor:
+    """``(B, S)``: the tokens that a side is given; a language model's decoder has the only ones."""
+    if side == "decoder" and "prev_output_tokens" in net_input:
+        return net_input["prev_output_tokens"]
+    return net_input["src_tokens"]
+
+
+def _listener(recorder: BlockFollower, stratum: int):
+    def listen(gate, inputs, routing):
+        active_T = inputs[1] if len(inputs) > 1 else None
+        recorder.record(stratum, routing, active_T)
+
+    return listen
+
+
+# Teacher-forced collection: first choices by direction, block and token type.
+
+
+@dataclass(frozen=True)
+class TypeCounts:
+    """Counters of one direction and block by token type, of the types that occurred.
+
+    Args:
+        types: ``(N,)`` numbers in the dictionary of the block's side.
+        special: ``(N,)``, whether a type is special (see `inputs.special`).
+        first_choices: ``(N, L, E)``.
+    """
+
+    block: Block
+    types: np.ndarray
+    special: np.ndarray
+    first_choices: np.ndarray
+
+    @property
+    def occurrences(self) -> np.ndarray:
+        return self.first_choices[:, 0].sum(axis=1)
+
+    @property
+    def stops(self) -> np.ndarray:
+        """``(N,)``: strata stopped at, summed over the occurrences."""
+        return self.first_choices.sum(axis=(1, 2))
+
+    def total(self, special: bool) -> Counts:
+        """Of all special tokens or of all tokens that are text."""
+        return Counts(self.block, self.first_choices[self.special == special].sum(axis=0))
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What was collected in one direction: every block's counters, in the order of the forward pass."""
+
+    name: str
+    sentences: int
+    too_long: int
+    blocks: tuple[TypeCounts, ...]
+
+
+def collect(
+    model: nn.Module,
+    task,
+    directions: Iterable[str],
+    subset: str = "valid",
+    sentences: int | None = None,
+    max_tokens: int = inputs.TOKENS_PER_BATCH,
+    progress: bool = True,
+) -> Iterator[Direction]:
+    """Runs a model over a subset with the references as decoder input, one direction after the other.
+
+    Memory holds the counters of one direction at a time, so it is bounded by the vocabulary.
+
+    Args:
+        sentences: of each direction; None: all.
+        max_tokens: of a batch, padding included; the numbers do not depend on it.
+        progress: show a bar on standard error, where that is a terminal.
+    """
+    recorder = Recorder(model, task)
+    with recorder.recording():
+        for name in directions:
+            recorder.reset()
+            of_direction = task, name, subset, sentences, max_tokens
+            seen, too_long = run_direction(recorder.run, model, *of_direction, progress)
+            yield Direction(name, seen, too_long, _results(recorder, task))
+
+
+def run_direction(
+    run: Callable[[dict], None],
+    model: nn.Module,
+    task,
+    name: str,
+    subset: str = "valid",
+    sentences: int | None = None,
+    max_tokens: int = inputs.TOKENS_PER_BATCH,
+    progress: bool = True,
+) -> tuple[int, int]:
+    """Calls ``run`` with the model's inputs of each batch; the sentences it got, and those too long for it.
+
+    The rest is as of `collect`.
+    """
+    seen = too_long = 0
+    device = next(model.parameters()).device
+    longest = inputs.longest(model, task)
+    for dataset in inputs.datasets(task, name, subset):
+        left = None if sentences is None else sentences - seen - too_long
+        numbers, dropped = inputs.batches(dataset, longest, left, max_tokens)
+        too_long += dropped
+        for batch in tqdm(
+            numbers, name, unit="batch", disable=None if progress else True, leave=False
+        ):
+            sample = dataset.collater([dataset[i] for i in batch])
+            run(_on(device, sample["net_input"]))
+            seen += len(batch)
+    if not seen:
+        raise UsageError(f"--gen-subset {subset}: {name} has no sentence to run on")
+    return seen, too_long
+
+
+def _on(device: torch.device, net_input: dict) -> dict:
+    return net_input if device.type == "cpu" else utils.move_to_cuda(net_input, device)
+
+
+def _results(recorder: Recorder, task) -> tuple[TypeCounts, ...]:
+    results = []
+    for name, block in recorder.blocks.items():
+        block_of = Block(name, block.block.strata)
+        dictionary = inputs.dictionary_of(task, block_of.side)
+        counts = block.counts.cpu().numpy()
+        types = counts[:, 0].sum(axis=1).nonzero()[0]
+        special = inputs.special(dictionary, task)[types]
+        results.append(TypeCounts(block_of, types, special, counts[types]))
+    return tuple(results)
+
+
+# Requested capacity of a trained model, measured with the references as decoder input.
+
+
+def requested_capacity(model: nn.Module, task, subset: str = "valid") -> dict[str, float]:
+    """Strata that a token stops at, mean over all real tokens of a subset, per MoE layer.
+
+    Layers are named as `moe_blocks` names them; special tokens count like the others.
+    Empty for a dense model.
+    """
+    if not moe_blocks(model):
+        return {}
+    totals: dict[str, Counts] = {}
+    for direction in collect(model, task, inputs.directions(task), subset, progress=False):
+        for counts in direction.blocks:
+            both = counts.total(special=False) + counts.total(special=True)
+            name = counts.block.name
+            totals[name] = totals[name] + both if name in totals else both
+    return {name: counts.requested_capacity for name, counts in totals.items()}

@@ -1,1 +1,0 @@
-"""Checkpoints of runs whose experts are spread over processes: sets of files, one per process."""

@@ -1,0 +1,275 @@
+"""``smoe export --to huggingface``: a folder that transformers' ``from_pretrained`` loads."""
+
+import importlib.util
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from fairseq import tasks
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from smoe_fairseq.checkpoints.average import check_plain, weights_of
+from smoe_fairseq.checkpoints.export import blocks, save_tensors, unique_tensors
+from smoe_fairseq.checkpoints.model import known_options, plain_config
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import whole_folder
+from smoe_fairseq.models.hub import checkpoint_of, data_of, subwords_of
+from smoe_fairseq.models.options import SMoETransformerConfig
+from smoe_fairseq.models.transformer import STOCK_LAYER_COPIES
+
+WEIGHTS = "model.safetensors"
+SEARCH = {  # as `smoe translate` searches
+    "num_beams": 5,
+    "early_stopping": True,
+    "length_penalty": 1.0,
+    "min_new_tokens": 1,
+    "max_new_tokens": 201,
+}
+
+
+def write_huggingface(run: Path, output: Path, force: bool) -> None:
+    """Writes the folder ``output`` whole: weights, settings, tokenizer, and a model card.
+
+    Args:
+        run: a run's folder, a checkpoint, or the name of a set of ``--expert-parallel``.
+        force: whether another such folder may be replaced.
+
+    Raises:
+        UsageError: a file is missing or damaged, the model or its text has something that the folder has no
+            place for, or the system refuses the folder.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError(
+            "--to huggingface: the package transformers is missing; install it with "
+            "pip install 'smoe-fairseq[huggingface]'"
+        )
+    if output.exists() and not (force and _is_export(output)):
+        advice = "--force replaces such an export only" if force else "--force replaces it"
+        raise UsageError(f"--output: {output} is there already; {advice}")
+    from transformers import GenerationConfig
+
+    path = checkpoint_of(run) if run.is_dir() else run
+    state = weights_of(path)
+    check_plain(path, state["model"])
+    task = _task_of(path, state)
+    config = _config_of(path, state, task)
+    tensors = _weights_of(path, config, state["model"])
+    search = SEARCH | {"suppress_tokens": [config.pad_token_id]}
+    search |= {f"{n}_token_id": getattr(config, f"{n}_token_id") for n in ("bos", "eos", "pad")}
+    search["decoder_start_token_id"] = config.decoder_start_token_id
+    search["max_new_tokens"] = min(search["max_new_tokens"], config.max_target_positions - 1)
+    with whole_folder(output, force, f"--output {output}") as partial:
+        save_tensors(tensors, str(partial / WEIGHTS))
+        config.save_pretrained(partial)
+        tokenizer = _tokenizer_of(path, state, task, config, partial)
+        language = tokenizer.tgt_lang
+        if tokenizer.decoder_langtok and language:
+            search["forced_bos_token_id"] = tokenizer.get_lang_id(language)
+        GenerationConfig(**search).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (partial / "README.md").write_text(_card(output, path.parent, config, tokenizer), "utf-8")
+
+
+def _is_export(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") == "smoe_transformer"
+
+
+def _task_of(path: Path, state: Mapping):
+    """The task that the checkpoint was trained for, with its dictionaries."""
+    saved = (state.get("cfg") or {}).get("task")
+    values = saved if isinstance(saved, Mapping) else vars(saved or Namespace())
+    name = values.get("_name") or values.get("task")
+    if name not in ("translation", "translation_multi_simple_epoch"):
+        raise UsageError(
+            f"{path} is of the task {name}; expected translation or translation_multi_simple_epoch"
+        )
+    for option in ("tokenizer", "bpe"):
+        part = (state["cfg"].get(option) or {}) if isinstance(state["cfg"], Mapping) else {}
+        kind = part.get("_name") if isinstance(part, Mapping) else getattr(part, "_name", None)
+        if kind not in (None, "sentencepiece"):
+            raise UsageError(
+                f"{path}: --{option} {kind} has no place there; expected sentencepiece"
+            )
+    if values.get("lang_tok_replacing_bos_eos"):
+        raise UsageError(f"{path}: --lang-tok-replacing-bos-eos has no place there")
+    data = data_of(path, str(values.get("data") or ""))
+    values = {**values, "_name": name, "data": data}
+    if isinstance(saved, Namespace):
+        options = Namespace(**{"task": name, **values})
+    else:
+        options = OmegaConf.create(values)
+    try:
+        return tasks.setup_task(options)
+    except Exception as error:
+        if not str(error).startswith("Could not infer language pair"):
+            raise
+        raise UsageError(
+            f"{data} has dictionaries and no text, which would say the direction: expected the data that "
+            f"{path} was trained with"
+        ) from None
+
+
+def _config_of(path: Path, state: Mapping, task):
+    from smoe_fairseq.huggingface import SMoEConfig
+
+    options = plain_config(known_options(path, state))
+    del options["_name"]
+    moe = blocks(path, SMoETransformerConfig(**options), state["model"])
+    for prefix, arguments in moe.items():
+        released = arguments["norms"] == "released" and arguments["strata"].isdigit()
+        if released and f"{prefix}.layer_norms.1.weight" not in state["model"]:
+            arguments["output_norm"] = False
+    source, target = task.source_dictionary, task.target_dictionary
+    criterion = (state["cfg"] or {}).get("criterion") or {}
+    criterion = criterion if isinstance(criterion, Mapping) else vars(criterion)
+    weights = {
+        f"router_{new}_loss_coef": float(criterion[f"moe_{old}_loss_wt"])
+        for old, new in (("gate", "aux"), ("z", "z"), ("entropy", "entropy"))
+        if criterion.get(f"moe_{old}_loss_wt") is not None
+    }
+    embedding = state["model"].get("encoder.embed_tokens.weight")
+    return SMoEConfig(
+        **options,
+        **weights,
+        label_smoothing=float(criterion.get("label_smoothing") or 0),
+        vocab_size=len(target),
+        source_vocab_size=len(source),
+        moe_blocks=moe,
+        bos_token_id=target.bos(),
+        pad_token_id=target.pad(),
+        eos_token_id=target.eos(),
+        decoder_start_token_id=target.eos(),
+        architectures=["SMoEForConditionalGeneration"],
+        dtype=str(embedding.dtype).removeprefix("torch.") if embedding is not None else "float32",
+    )
+
+
+def _weights_of(path: Path, config, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the file, each once, under exactly the names that the model has."""
+    from smoe_fairseq.huggingface import SMoEForConditionalGeneration
+
+    with torch.device("meta"):
+        target = SMoEForConditionalGeneration(config)
+    shapes = {name: tensor.shape for name, tensor in target.state_dict().items()}
+    tied = target._tied_weights_keys
+    tensors, _ = unique_tensors(
+        {n: t for n, t in model.items() if n not in tied and not n.endswith((*STOCK_LAYER_COPIES,))}
+    )
+    for name in sorted({*shapes, *tensors} - set(tied)):
+        found = tuple(tensors[name].shape) if name in tensors else "missing"
+        expected = tuple(shapes[name]) if name in shapes else "without place"
+        if found != expected:
+            raise UsageError(
+                f"{path}: {name} is {found} in it and {expected} in what its options describe"
+            )
+    return tensors
+
+
+def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
+    """The tokenizer, whose files are in ``folder`` already."""
+    from smoe_fairseq.huggingface import SMoETokenizer
+
+    files = {}
+    for name, file, dictionary in (
+        ("vocab_file", "vocab.json", task.source_dictionary),
+        ("target_vocab_file", "target_vocab.json", task.target_dictionary),
+    ):
+        if name == "vocab_file" or dictionary.symbols != task.source_dictionary.symbols:
+            content = json.dumps(dictionary.symbols, ensure_ascii=False, indent=0)
+            (folder / file).write_text(content, "utf-8")
+            files[name] = folder / file
+    args = getattr(task, "args", None)
+    subwords = subwords_of(str((args or task.cfg).data).split(":")[0])
+    if subwords is not None:
+        (folder / "spm.model").write_bytes(subwords.read_bytes())
+        files["sp_model_file"] = folder / "spm.model"
+    elif any(symbol.startswith("\u2581") for symbol in task.source_dictionary.symbols):
+        raise UsageError(f"{path}: spm.model is missing beside its dictionaries")
+    languages = {}
+    if not hasattr(task, "data_manager"):
+        source, target = task.cfg.source_lang, task.cfg.target_lang
+        languages = {"src_lang": source, "tgt_lang": target, "lang_pairs": [f"{source}-{target}"]}
+    else:
+        from fairseq.data.multilingual.multilingual_utils import get_lang_tok
+
+        of_source, of_target = args.langtoks["main"]
+        pairs = [pair.split("-") for pair in task.lang_pairs]
+        sources, targets = ({pair[i] for pair in pairs} for i in (0, 1))
+        languages = {
+            "language_tokens": {
+                lang: token
+                for lang in task.langs
+                if (token := get_lang_tok(lang, args.lang_tok_style, "main"))
+                in task.target_dictionary
+            },
+            "encoder_langtok": of_source,
+            "decoder_langtok": bool(of_target),
+            "lang_pairs": list(task.lang_pairs),
+            "src_lang": sources.pop() if len(sources) == 1 else None,
+            "tgt_lang": targets.pop() if len(targets) == 1 else None,
+        }
+    return SMoETokenizer(
+        **{name: str(file) for name, file in files.items()},
+        **languages,
+        model_max_length=config.max_source_positions,
+    )
+
+
+# The model card.
+
+
+def _card(output: Path, run: Path, config, tokenizer) -> str:
+    """What the folder is, how to load it, and the scores that the run's folder has."""
+    languages = sorted({lang for pair in tokenizer.lang_pairs for lang in pair.split("-")})
+    head = ["library_name: transformers", "pipeline_tag: translation", "tags: [smoe-fairseq]"]
+    strata = sorted({str(block["strata"]) for block in config.moe_blocks.values()})
+    kind = f"{len(config.moe_blocks)} MoE layers, strata {', '.join(strata)}" if strata else "dense"
+    first, second = (tokenizer.lang_pairs[0].split("-") + ["", ""])[:2]
+    choice = ""
+    if tokenizer.language_tokens:
+        choice = f'tokenizer.src_lang, tokenizer.tgt_lang = "{first}", "{second}"\n'
+    forced = ""
+    if tokenizer.decoder_langtok:
+        forced = ", forced_bos_token_id=tokenizer.get_lang_id(tokenizer.tgt_lang)"
+    return f"""---
+{chr(10).join(head)}
+---
+
+# {output.name}
+
+A translation model trained with smoe-fairseq ({kind}), languages {", ".join(languages)}, for
+{", ".join(tokenizer.lang_pairs)}.
+
+```python
+import smoe_fairseq.huggingface  # makes the Auto classes know the model
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{output.name}")
+model = AutoModelForSeq2SeqLM.from_pretrained("{output.name}")
+{choice}batch = tokenizer(["..."], return_tensors="pt", padding=True)
+print(tokenizer.batch_decode(model.generate(**batch{forced}), skip_special_tokens=True))
+```
+
+{_scores(run)}"""
+
+
+def _scores(run: Path) -> str:
+    """A table of the run's ``scores.json``; a sentence where there is none."""
+    try:
+        content = json.loads((run / "scores.json").read_text("utf-8"))
+        rows = [
+            f"| {direction} | {score['bleu']:.2f} | {score['sentences']} | {score['signature']} |"
+            for direction, score in content["scores"].items()
+        ]
+        checkpoint, search = content["checkpoint"], content["generate"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "The run has not been evaluated.\n"
+    table = "\n".join(["| direction | BLEU | sentences | signature |", "|---|---|---|---|", *rows])
+    return f"Scores of `{checkpoint}`, found with `{search}`:\n\n{table}\n"

@@ -1,0 +1,324 @@
+"""Reading checkpoints: their names, their content, their record and their dictionaries."""
+
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from smoe_fairseq.compat.safe_load import (
+    CutOffCheckpoint,
+    InaccessibleCheckpoint,
+    check_content,
+    is_archive,
+    reading,
+)
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import check_plain
+from smoe_fairseq.modules.experts import Placement
+
+
+def open_checkpoint(path: Path | str) -> dict:
+    """Load a checkpoint with memory-mapped tensors, after comparing its checksums.
+
+    Only plain data is built (``weights_only=True``). Files written by torch before 1.6 are read into
+    memory.
+
+    Raises:
+        UsageError: the file is missing, or no checkpoint of fairseq.
+        UnreadableCheckpoint: it is cut off, damaged, refused, or not readable for this user; each case
+            has its own subclass.
+    """
+    if Path(path).is_dir():
+        raise UsageError(
+            f"{path} cannot be read: Is a directory; expected a checkpoint, such as checkpoint_best.pt in it"
+        )
+    try:
+        with reading(path):
+            state = torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=True)
+    except (UsageError, MemoryError):
+        raise
+    except FileNotFoundError:
+        raise UsageError(f"{path} is missing") from None
+    except Exception:  # torch raises many kinds of errors for bytes that are no pickle
+        raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
+    check_content(path, state)
+    return state
+
+
+# File names of a set: ``checkpoint_last.pt`` stands for ``checkpoint_last-rank-0.pt`` and so on.
+
+PENDING = ".pending"  # suffix of a complete file that has not been renamed yet
+_RANK = re.compile(r"-rank-(\d+)\.pt(\.pending)?$")
+
+
+def rank_file(path: Path | str, rank: int) -> Path:
+    """``checkpoint_last.pt`` -> ``checkpoint_last-rank-2.pt``, as fairseq names it."""
+    path = Path(path)
+    return path.with_name(f"{path.stem}-rank-{rank}{path.suffix}")
+
+
+def rank_of(path: Path | str) -> int | None:
+    found = _RANK.search(str(path))
+    return int(found[1]) if found else None
+
+
+def set_name(path: Path | str) -> Path:
+    """The set's name: the path without ``-rank-N``."""
+    return Path(_RANK.sub(".pt", str(path)))
+
+
+def pending(path: Path | str) -> Path:
+    return Path(f"{path}{PENDING}")
+
+
+def rank_files(path: Path | str, suffix: str = "") -> dict[int, Path]:
+    """The existing files of the set ``path``, by rank; with ``suffix`` PENDING, the pending ones."""
+    path = Path(path)
+    pattern = re.compile(
+        rf"{re.escape(path.stem)}-rank-(\d+){re.escape(path.suffix)}{re.escape(suffix)}"
+    )
+    found = {}
+    if path.parent.is_dir():
+        for file in path.parent.iterdir():
+            if match := pattern.fullmatch(file.name):
+                found[int(match[1])] = file
+    return dict(sorted(found.items()))
+
+
+def files_read(path: Path) -> list[Path]:
+    """The path itself and, if it names a set of ``--expert-parallel``, the files of the set."""
+    return [path, *rank_files(set_name(path)).values()]
+
+
+# A record in each file says which experts it holds, so that the files of a set are never mixed up.
+
+RECORD = "smoe_experts"  # the record's key in a checkpoint
+_LAYER = re.compile(r"\S+(?=\.experts\.)")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Which experts a file holds; stored in the checkpoint under `RECORD` as a plain dictionary.
+
+    Args:
+        save: the name of the save, equal in all files of a set; later saves have greater names.
+        num_updates: the update at which it was saved.
+        num_experts: E of the MoE layers, except for ``other_layers``.
+        world_size, rank: the file holds the share of rank ``rank`` of ``world_size``.
+        parameters: names of all parameters of the optimizer, in its order.
+        other_layers: E of MoE layers with another number, by name (``encoder.layers.1.moe``).
+    """
+
+    save: str
+    num_updates: int
+    num_experts: int
+    world_size: int
+    rank: int
+    parameters: tuple[str, ...]
+    other_layers: Mapping[str, int] = field(default_factory=dict)
+
+    def placement(self, name: str, world_size: int, rank: int = 0) -> Placement:
+        """The placement of the experts that a tensor belongs to, by the layer in its name."""
+        layer = _LAYER.search(name).group()
+        return Placement(self.other_layers.get(layer, self.num_experts), world_size, rank)
+
+    @property
+    def numbers_of_experts(self) -> list[int]:
+        """The different numbers of experts per layer, sorted."""
+        return sorted({self.num_experts, *self.other_layers.values()})
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "parameters": list(self.parameters)}
+
+    @classmethod
+    def of(cls, state: Mapping) -> "Record | None":
+        """The record of a checkpoint; None if it has no experts or is older than these records."""
+        content = state.get(RECORD)
+        if content is None:
+            return None
+        try:
+            parameters = tuple(content["parameters"])
+            other_layers = dict(content.get("other_layers", {}))  # older ones have none
+            return cls(**{**content, "parameters": parameters, "other_layers": other_layers})
+        except (TypeError, LookupError, ValueError):
+            raise UsageError(
+                f"what a checkpoint says of its experts ({RECORD}) is of another kind: it is damaged, or of "
+                "a later version"
+            ) from None
+
+
+def record_of(path: Path | str) -> Record | None:
+    """The record of a file; None if the file is missing, cut off, damaged, or has no record.
+
+    Raises:
+        InaccessibleCheckpoint: this user may not read the file, which must not be taken for a useless
+            one and removed.
+    """
+    try:
+        return Record.of(open_checkpoint(path))
+    except InaccessibleCheckpoint:
+        raise
+    except UsageError:
+        return None
+
+
+def newest_whole(saves: Sequence[Collection[str]]) -> str | None:
+    """The newest save that every rank has; None if there is none."""
+    return max(set.intersection(*map(set, saves)), default=None)
+
+
+def check_set(records: Mapping[Path, Record | None]) -> None:
+    """Check that files, in the order of ranks, are one complete set.
+
+    Raises:
+        UsageError: names the first file that does not belong to the set of the first one.
+    """
+    first_path, first = next(iter(records.items()))
+    for rank, (path, record) in enumerate(records.items()):
+        if record is None:
+            raise UsageError(f"{path} does not say whose experts it holds: it is not of such a set")
+        if record.rank != rank or rank_of(path) != rank:
+            raise UsageError(
+                f"{path} holds the experts of process {record.rank}, not of process {rank}: "
+                "a file has been swapped or copied"
+            )
+        if record.world_size != first.world_size:
+            raise UsageError(
+                f"{path} is of a set of {record.world_size} files, and {first_path} of one of "
+                f"{first.world_size}"
+            )
+        if record.save != first.save:
+            raise UsageError(
+                f"{path} is of another save (update {record.num_updates}) than {first_path} (update "
+                f"{first.num_updates})"
+            )
+    for rank in range(len(records), first.world_size):
+        missing = rank_file(set_name(first_path), rank)
+        raise UsageError(f"{missing} is missing: the set has {first.world_size} files")
+    if len(records) > first.world_size:
+        extra = list(records)[first.world_size]
+        raise UsageError(f"{extra} is one too many: the set has {first.world_size} files")
+
+
+# Checksums of the dictionaries are saved in a checkpoint and compared when it is loaded.
+#
+# A dictionary of the same size with other words, or in another order, fits all tensors, and the model
+# would silently train on or translate the wrong words. With another size, loading fails anyway.
+
+DICTIONARIES = "smoe_dictionaries"  # their key in a checkpoint
+
+
+def noted(task) -> dict[str, dict]:
+    """Size and checksum of each of the task's dictionaries, as plain data for a checkpoint.
+
+    The keys are languages if the task has a dictionary for each, else "source" and "target".
+    """
+    found = {}
+    for name, dictionary in _dictionaries(task).items():
+        words = "\n".join(dictionary.symbols).encode("utf-8", "surrogatepass")
+        found[name] = {
+            "symbols": len(dictionary.symbols),
+            "sha256": hashlib.sha256(words).hexdigest(),
+        }
+    return found
+
+
+def _dictionaries(task) -> dict[str, object]:
+    by_language = getattr(getattr(task, "data_manager", task), "dicts", None)
+    if not isinstance(by_language, Mapping):
+        by_language = {}
+        for side in ("source", "target"):
+            with suppress(NotImplementedError):  # tasks without text
+                by_language[side] = getattr(task, f"{side}_dictionary", None)
+    return {name: d for name, d in by_language.items() if hasattr(d, "symbols")}
+
+
+def difference(path: Path | str, content: Mapping, task) -> str | None:
+    """A sentence if the checkpoint's dictionaries have the same size as the task's but other words.
+
+    None if they agree, or if the checkpoint has no checksums (older ones, and those of stock fairseq).
+    """
+    saved, dictionaries = content.get(DICTIONARIES), _dictionaries(task)
+    for name, now in noted(task).items():
+        before = saved.get(name) if isinstance(saved, Mapping) else None
+        if not isinstance(before, Mapping) or before.get("symbols") != now["symbols"]:
+            continue
+        if before.get("sha256") != now["sha256"]:
+            file = getattr(dictionaries[name], "read_from", None) or f"the {name} dictionary"
+            languages = ", --langs in the same order" if hasattr(task, "data_manager") else ""
+            return (
+                f"{path} was trained with another {name} dictionary than {file}: as many words "
+                f"({now['symbols']}), but others or in another order; expected the dictionary of its "
+                f"training{languages} and data made with it"
+            )
+    return None
+
+
+def remember_file(dictionary: ModuleType) -> None:
+    """Make ``Dictionary.load`` keep the file's name as ``read_from``."""
+    original = dictionary.Dictionary.load.__func__
+
+    @functools.wraps(original)
+    def load(cls, f):
+        if isinstance(f, str):
+            check_plain(f)
+        loaded = original(cls, f)
+        if isinstance(f, str):
+            loaded.read_from = f
+        return loaded
+
+    dictionary.Dictionary.load = classmethod(load)
+
+
+def compare_when_loaded(checkpoint_utils: ModuleType) -> None:
+    """Compare dictionaries in the function by which all commands but ``fairseq-train`` load models.
+
+    Raises:
+        UsageError: on loading, if they differ, or if a weight is NaN or infinite.
+    """
+    original = checkpoint_utils.load_model_ensemble_and_task
+    parameters = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_model_ensemble_and_task(*arguments, **options):
+        models, config, task = original(*arguments, **options)
+        given = parameters.bind(*arguments, **options)
+        given.apply_defaults()
+        given = given.arguments
+        for name in given["filenames"]:
+            path = checkpoint_utils.get_maybe_sharded_checkpoint_filename(
+                name, given["suffix"], 0, given["num_shards"]
+            )
+            if sentence := difference(path, given["state"] or content_of(path), task):
+                raise UsageError(sentence)
+        for path, model in zip(given["filenames"], models, strict=False):
+            check_finite(path, model)
+        return models, config, task
+
+    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
+
+
+def check_finite(path: Path | str, model: nn.Module) -> None:
+    """Raise UsageError if a weight is NaN or infinite, which a search or an analysis would go on with."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise UsageError(
+                f"{path}: {name} has values that are not numbers (NaN or infinity): its training has "
+                "diverged; take an earlier checkpoint"
+            )
+
+
+def content_of(path: Path | str) -> Mapping:
+    """The content of a checkpoint; empty if it cannot be read (its loader reports that) or is too old."""
+    try:
+        return open_checkpoint(path) if is_archive(path) else {}  # older files have no checksums
+    except (UsageError, OSError):
+        return {}

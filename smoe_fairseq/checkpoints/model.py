@@ -1,0 +1,150 @@
+"""The model that a checkpoint's settings describe."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.options import SMoETransformerConfig, flag
+from smoe_fairseq.models.transformer import SMoETransformerModel
+
+OURS, STOCK = "smoe_transformer", "transformer"
+SIDES = ("encoder", "decoder")
+NORM_OPTION = "smoe_norm"  # how inner layer norms and residuals are computed
+# fairseq's options that change the forward pass and that our model does not have.
+_WITHOUT_PLACE = (
+    *("adaptive_input", "adaptive_softmax_cutoff", "cross_self_attention", "no_cross_attention"),
+    *("no_decoder_final_norm", "quant_noise_pq", "quant_noise_scalar", "char_inputs"),
+    *("encoder_xformers_att_config", "decoder_xformers_att_config"),
+)
+
+
+def saved_options(path: Path, state: Mapping) -> dict:
+    """The model options saved in a checkpoint, by their flat names (``encoder_layers``).
+
+    Args:
+        path: the file's name for error messages.
+        state: the checkpoint's content.
+
+    Raises:
+        UsageError: it has no model options.
+    """
+    config = state["cfg"].get("model") if state.get("cfg") else state.get("args")
+    values = vars(config) if isinstance(config, Namespace) else config
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{path} is not a checkpoint of fairseq: its model has no options")
+    return _flat(values)
+
+
+def model_values(path: Path, state: Mapping) -> tuple[str, dict]:
+    """The model (`OURS` or `STOCK`) and all its options, with defaults for those not in the checkpoint.
+
+    Raises:
+        UsageError: the checkpoint is of another model, or has no architecture.
+    """
+    values = saved_options(path, state)
+    arch = values.get("arch") or values.get("_name")
+    for model in (OURS, STOCK):
+        if arch in (model, *ARCH_MODEL_INV_REGISTRY.get(model, ())):
+            filled = Namespace(**values)
+            if arch in ARCH_CONFIG_REGISTRY:
+                ARCH_CONFIG_REGISTRY[arch](filled)  # the defaults of the architecture
+            return model, vars(filled)
+    raise UsageError(
+        f"{path} holds a model of architecture {arch}: expected fairseq's transformer, or smoe_transformer"
+    )
+
+
+def known_options(path: Path, state: Mapping) -> dict:
+    """The options of `SMoETransformerConfig` with which our model equals the checkpoint's.
+
+    Raises:
+        UsageError: it has options that our model does not have, or is another model.
+    """
+    model, values = model_values(path, state)
+    for name in _WITHOUT_PLACE if model == STOCK else ():
+        if values.get(name):
+            raise UsageError(
+                f"{path} was trained with {flag(name)} {values[name]}, which smoe_transformer has not got; "
+                "expected a model without it"
+            )
+    known = SMoETransformerConfig.among(values)
+    return known if model == OURS else {**known, "moe_freq": 0}
+
+
+def transformer_options(path: Path, state: Mapping) -> dict:
+    """The options of a dense model, without those about experts.
+
+    Raises:
+        UsageError: as `known_options`, or the model has experts.
+    """
+    if any(".moe." in name for name in state["model"]):
+        raise UsageError(f"{path} has experts already: expected a dense model (--moe-freq 0)")
+    options = known_options(path, state)
+    return {name: value for name, value in options.items() if not of_experts(name)}
+
+
+def check_pre_norm(path: Path, config: SMoETransformerConfig) -> None:
+    """Raise UsageError unless the sides with experts are pre-norm."""
+    for side in SIDES:
+        if config.moe_freq_of(side) and not getattr(config, f"{side}_normalize_before"):
+            raise UsageError(
+                f"{path} is post-norm in its {side}: experts take the place of pre-norm layers only; "
+                "expected a model trained with --encoder-normalize-before --decoder-normalize-before"
+            )
+
+
+def of_experts(option: str) -> bool:
+    """Whether an option of the model is about its MoE layers."""
+    return "moe_" in option or option.startswith("cmr_") or option == "expert_parallel"
+
+
+def _flat(values: Mapping) -> dict:
+    """Rename the nested options of a hydra config (``encoder.layers``) to flat ones."""
+    flat = {}
+    for name, value in values.items():
+        if name in (*SIDES, "quant_noise") and isinstance(value, Mapping):
+            flat |= {f"{name}_{inner}": v for inner, v in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def target_model(path: Path, options: dict, weights: dict) -> SMoETransformerModel:
+    """A ``smoe_transformer`` with these options on the meta device, for its names and shapes.
+
+    Its vocabularies have the sizes of the embeddings in ``weights``.
+
+    Raises:
+        UsageError: the options make no model, or the weights of ``path`` have no embeddings.
+    """
+
+    class Task:
+        source_dictionary = _vocabulary(path, weights, "encoder")
+        target_dictionary = _vocabulary(path, weights, "decoder")
+
+    with torch.device("meta"):
+        return SMoETransformerModel.build_model(Namespace(**options), Task)
+
+
+def plain_config(options: dict) -> dict:
+    """All options of ``smoe_transformer`` as plain data, for the ``cfg`` of a checkpoint."""
+    config = SMoETransformerConfig(**options)
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    plain = {n: v if isinstance(v, bool | int | float) else str(v) for n, v in values.items()}
+    return plain | {"_name": "smoe_transformer"}
+
+
+def _vocabulary(path: Path, weights: dict, side: str) -> Dictionary:
+    name = f"{side}.embed_tokens.weight"
+    if name not in weights or weights[name].dim() != 2:
+        raise UsageError(f"{path} lacks {name}: expected a transformer of fairseq")
+    dictionary = Dictionary()
+    for i in range(len(weights[name]) - len(dictionary)):
+        dictionary.add_symbol(str(i))
+    return dictionary

@@ -1,0 +1,236 @@
+"""``smoe upcycle``: an MoE checkpoint whose experts are copies of a dense model's FFNs."""
+
+import math
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import field, fields, make_dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from smoe_fairseq.checkpoints.average import COUNTS, check_plain, weights_of
+from smoe_fairseq.checkpoints.model import (
+    NORM_OPTION,
+    SIDES,
+    check_pre_norm,
+    plain_config,
+    target_model,
+    transformer_options,
+)
+from smoe_fairseq.checkpoints.sets import with_model_options
+from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.models.options import SMoETransformerConfig, flag
+from smoe_fairseq.models.transformer import STOCK_LAYER_COPIES
+from smoe_fairseq.modules.gates.linear import draw_as_linear
+
+LATER = 0.1  # layer norms of later strata, over that of the dense model
+_BLOCK = re.compile(r"(.+\.layers\.\d+)\.moe\.(.+)")
+_EXPERTS = {"w1": "fc1.weight", "b1": "fc1.bias", "w2": "fc2.weight", "b2": "fc2.bias"}
+_SUM = "a token's experts have to weigh one in all, so that copies of the FFN answer as it does"
+# Values of options with which copies do not answer as the FFN did, and why.
+_REFUSED = {
+    "moe_gate": (lambda config: config.moe_gate != "topk", _SUM, "topk"),
+    "moe_top_k": (lambda config: config.moe_top_k < 2, _SUM, "2 or more"),
+    "moe_gate_normalization": (
+        lambda config: config.moe_gate_normalization == "none",
+        _SUM,
+        "after-drop or before-drop",
+    ),
+    **{
+        name: (lambda config, name=name: getattr(config, name), _SUM, "0")
+        for name in ("moe_null_experts", "moe_copy_experts", "moe_constant_experts")
+    },
+    **{
+        name: (lambda config, name=name: getattr(config, name), "the FFN would count twice", "none")
+        for name in ("moe_shared_experts", "moe_residual", "moe_cmr", "moe_stacked")
+    },
+    "moe_output_init_scale": (
+        lambda config: config.moe_output_init_scale != SMoETransformerConfig.moe_output_init_scale,
+        "experts are copies of the FFN",
+        "1.0",
+    ),
+    "moe_expert_ffn_dim": (
+        lambda config: any(
+            config.moe_expert_ffn_dim not in (0, getattr(config, f"{side}_ffn_embed_dim"))
+            for side in SIDES
+        ),
+        "experts are copies of the FFN",
+        "0",
+    ),
+    NORM_OPTION: (
+        lambda config: getattr(config, NORM_OPTION) != getattr(SMoETransformerConfig, NORM_OPTION),
+        "it normalises what the dense model left as it was",
+        getattr(SMoETransformerConfig, NORM_OPTION),
+    ),
+}
+
+
+def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
+    """The content of a checkpoint that ``--finetune-from-model`` takes.
+
+    Args:
+        path: a checkpoint of a dense ``smoe_transformer`` or of fairseq's ``transformer``, pre-norm.
+        moe_options: options of `SMoETransformerConfig` about experts; the others are the checkpoint's.
+        noise: standard deviation of what is added to the experts' weights, over that of these weights.
+
+    Gates and noise are drawn by torch's default generator.
+
+    Raises:
+        UsageError: the checkpoint or the options do not go with it.
+    """
+    state = weights_of(path)
+    check_plain(path, state["model"])
+    options = transformer_options(path, state) | dict(moe_options)
+    _check(path, SMoETransformerConfig(**options))
+    target = target_model(path, options, state["model"]).state_dict()
+    size, memory = 4 * sum(map(Tensor.numel, target.values())), machine_memory()
+    if memory is not None and size > memory:
+        raise UsageError(
+            f"these experts make a model of {size:,} bytes, which the {memory:,} of memory do not hold"
+        )
+    scale = options.get("moe_gate_init_scale", SMoETransformerConfig.moe_gate_init_scale)
+    state["model"] = _weights(path, state["model"], target, scale, noise)
+    return with_model_options(state, plain_config(options))
+
+
+def _check(path: Path, config: SMoETransformerConfig) -> None:
+    if not any(map(config.moe_freq_of, SIDES)):
+        raise UsageError("--moe-freq 0: no layer would have experts; expected 1 or more")
+    check_pre_norm(path, config)
+    for name, (refused, why, expected) in _REFUSED.items():
+        if refused(config):
+            value = getattr(config, name)
+            shown = flag(name) if value is True else f"{flag(name)} {value}"
+            raise UsageError(f"{shown}: {why}; expected {expected}")
+
+
+def _weights(path: Path, dense: dict, target: dict, scale: float, noise: float) -> dict:
+    """Of the names of ``target``, each made of the dense model's."""
+    used, made = set(), {}
+    for name, like in target.items():
+        block = _BLOCK.fullmatch(name)
+        source = name if block is None else _source(*block.groups())
+        if source is None:
+            made[name] = _new(name, like, scale)
+            continue
+        if source not in dense:
+            raise UsageError(f"{path} lacks {source}, which a model of its options has")
+        used.add(source)
+        tensor = dense[source]
+        if block:
+            tensor = _of_block(block[2], tensor, len(like), noise)
+        if tensor.shape != like.shape:
+            raise UsageError(
+                f"{path}: {source} is {tuple(dense[source].shape)}, which its options do not make"
+            )
+        made[name] = tensor
+    left = (name for name in dense if name not in used and not _is_copy(name))
+    if unknown := next(left, None):
+        raise UsageError(f"{path} has {unknown}, for which smoe_transformer has no place")
+    return made
+
+
+def _source(layer: str, part: str) -> str | None:
+    """The dense model's parameter that a block's is made of; None: it is new."""
+    kind, _, rest = part.partition(".")
+    if kind == "layer_norms":
+        return f"{layer}.final_layer_norm.{rest.partition('.')[2]}"
+    return f"{layer}.{_EXPERTS[rest]}" if kind == "experts" else None
+
+
+def _of_block(part: str, tensor: Tensor, length: int, noise: float) -> Tensor:
+    kind, rest = part.split(".", 1)
+    if kind == "layer_norms":
+        return tensor if rest.startswith("0.") else tensor * LATER
+    experts = tensor.expand(length, *tensor.shape).clone()
+    if noise and tensor.numel() > 1:
+        drawn = torch.randn(experts.shape)
+        experts += (noise * tensor.float().std() * drawn).to(experts.dtype)
+    return experts
+
+
+def _new(name: str, like: Tensor, scale: float) -> Tensor:
+    """A gate's weights, or the counts of its bias."""
+    tensor = torch.zeros(like.shape, dtype=like.dtype)
+    if not name.endswith(COUNTS):
+        draw_as_linear(tensor, scale)
+    return tensor
+
+
+def _is_copy(name: str) -> bool:
+    """One of those that fairseq's encoder layer keeps without using them."""
+    return (
+        ".layers." in name
+        and name.rpartition(".layers.")[2].partition(".")[2] in STOCK_LAYER_COPIES
+    )
+
+
+# ``smoe upcycle``: an MoE model to train on, made of a dense one.
+
+with quietly():
+    import torch
+    from fairseq.dataclass import FairseqDataclass
+    from fairseq.dataclass.utils import gen_parser_from_dataclass
+
+    from smoe_fairseq.checkpoints.io import files_read
+    from smoe_fairseq.checkpoints.model import of_experts
+    from smoe_fairseq.checkpoints.sets import check_output, write_converted
+    from smoe_fairseq.models.options import SMoETransformerConfig, flag
+
+
+def add_upcycle_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "path", type=Path, metavar="DENSE.pt", help="dense, pre-norm; ours or fairseq's"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="what to write")
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=0.0,
+        help="added to the experts' weights: its standard deviation over theirs; default: 0, all are alike",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of gates and noise; default: 1")
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    experts = make_dataclass(
+        "Experts",
+        [
+            (f.name, f.type, field(default=f.default, metadata=f.metadata))
+            for f in fields(SMoETransformerConfig)
+            if of_experts(f.name) and f.name != "expert_parallel"
+        ],
+        bases=(FairseqDataclass,),
+    )
+    group = parser.add_argument_group("experts, as for fairseq-train")
+    gen_parser_from_dataclass(group, experts(), delete_default=True)
+
+
+def run_upcycle(args: Namespace) -> None:
+    """Writes FILE, and says how to train it on."""
+    if not (args.noise >= 0 and math.isfinite(args.noise)):
+        raise UsageError(f"--noise {args.noise}: expected 0 or a positive number, such as 0.01")
+    check_output(files_read(args.path), [args.output], args.force)
+    given = {
+        name: v
+        for name, v in vars(args).items()
+        if of_experts(name) and not (v is None or v is False)
+    }
+    with quietly():
+        torch.manual_seed(args.seed)
+        state = upcycle(args.path, given, args.noise)
+        write_converted(state, args.output)
+    layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
+    words = " ".join(_shown(name, value) for name, value in given.items())
+    print(
+        f"{args.output}: {layers} MoE layers, whose experts are copies of the FFNs of {args.path}"
+    )
+    print(
+        f"train it on with its dictionaries: fairseq-train DATA --user-dir $(smoe path) --arch "
+        f"smoe_transformer SIZES {words} --finetune-from-model {args.output}"
+    )
+
+
+def _shown(name: str, value) -> str:
+    return flag(name) if value is True else f"{flag(name)} {value}"

@@ -1,0 +1,417 @@
+"""Mends of fairseq's commands, options and models: what runs before and around training."""
+
+import argparse
+import difflib
+import functools
+import math
+import os
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from types import ModuleType
+
+from smoe_fairseq.errors import UsageError, checks_first, ends_with_sentence, one_line, show_trace
+
+from .safe_load import evaluate, saved_name
+
+MENDS: list[tuple[str, Callable[[ModuleType], None]]] = []  # module of fairseq's, and what mends it
+
+
+def mends(module: str) -> Callable:
+    """Adds the decorated function, which is called with the module once that has been imported."""
+
+    def add(function: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+        MENDS.append((module, function))
+        return function
+
+    return add
+
+
+# Lets fairseq's dataclasses hold instances of each other as defaults.
+#
+# For fairseq 0.12.2 on Python 3.11 and later. There ``@dataclass`` refuses a default value without
+# ``__hash__`` ("mutable default ... is not allowed"), which every plain dataclass instance is, and
+# ``fairseq.dataclass.configs.FairseqConfig`` is made of such defaults, so ``import fairseq``
+# fails. fairseq never changes these defaults in place; giving its dataclasses a hash is all it
+# takes.
+
+
+@mends("dataclasses")
+def hash_dataclasses(dataclasses: ModuleType) -> None:
+    original = dataclasses.dataclass
+
+    @functools.wraps(original)
+    def dataclass(cls=None, /, **options):
+        if cls is None:
+            return lambda decorated: dataclass(decorated, **options)
+        if cls.__module__.partition(".")[0] == "fairseq" and not options.get("frozen"):
+            options.setdefault("unsafe_hash", True)
+        return original(cls, **options)
+
+    # torch 2.6 reads the names of the options there (torch/distributed/tensor/placement_types.py).
+    dataclass.__kwdefaults__ = original.__kwdefaults__
+    dataclasses.dataclass = dataclass
+
+
+# Drops the warning that `torch.jit.script` is deprecated, five times at every command's start.
+#
+# For fairseq 0.12.2 on torch 2.14 and later. fairseq's model_utils.py asks for it as it is
+# imported, it works all the same, and a user can do nothing about it. Other warnings are
+# untouched.
+
+
+@mends("torch.jit")
+def quiet_jit(jit: ModuleType) -> None:
+    message = r"`torch\.jit\.script` is (deprecated|not supported)"
+    warnings.filterwarnings("ignore", message, FutureWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"fairscale\.")
+
+
+# Drops the warnings about how fairseq calls hydra, some thirty lines at every command's start.
+#
+# For fairseq 0.12.2 on hydra 1.1 and later. They name old functions, arguments and headers inside
+# fairseq, which work all the same, and a user can do nothing about them. Errors, and warnings from
+# anywhere else, are untouched.
+
+
+@mends("fairseq.dataclass.utils")
+def quiet_hydra(dataclass_utils: ModuleType) -> None:
+    original = dataclass_utils.convert_namespace_to_omegaconf
+
+    @functools.wraps(original)
+    def convert_namespace_to_omegaconf(args):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return original(args)
+
+    dataclass_utils.convert_namespace_to_omegaconf = convert_namespace_to_omegaconf
+
+
+# Lets ``fairseq-hydra-train common.user_dir=... model=...`` choose what a plugin registers.
+#
+# For fairseq 0.12.2 on any hydra. It imports the plugin only after hydra has composed the config,
+# when ``model=`` and ``criterion=`` had to be known already; here it is imported first.
+
+
+@mends("fairseq.dataclass.initialize")
+def import_user_dir_first(initialize: ModuleType) -> None:
+    original = initialize.hydra_init
+
+    @functools.wraps(original)
+    def hydra_init(*others, **options):
+        from fairseq.utils import import_user_module
+
+        for word in sys.argv[1:]:
+            name, _, value = word.lstrip("+").partition("=")
+            if name == "common.user_dir" and value:
+                import_user_module(Namespace(user_dir=value))
+        return original(*others, **options)
+
+    initialize.hydra_init = hydra_init
+
+
+# One line for bad input of a fairseq command, where Python would print a stack trace.
+#
+# For whatever bad input raises in fairseq itself and in this package (`smoe_fairseq.errors.one_line`);
+# ``SMOE_DEBUG=1`` shows the stack trace. Anywhere else, in a notebook say, these are exceptions like
+# others.
+
+
+@mends("fairseq.distributed.utils")
+def end_commands_with_sentence(utils: ModuleType) -> None:
+    """Most commands do their work in ``call_main``, or in processes of their own; others have the hook."""
+    for name in ("call_main", "distributed_main"):
+        setattr(utils, name, _in_command(getattr(utils, name)))
+    previous = sys.excepthook
+
+    def print_sentence(kind, error, trace):
+        words = one_line(error) if is_fairseq_command() else None
+        if is_fairseq_command() and isinstance(error, KeyboardInterrupt):
+            words = "interrupted"
+        if words is None:
+            previous(kind, error, trace)
+        else:
+            show_trace(error)
+            print(f"error: {words}", file=sys.stderr)
+
+    sys.excepthook = (
+        print_sentence  # options are read before, and fairseq-preprocess has no call_main
+    )
+
+
+def _in_command(function: Callable) -> Callable:
+    ending = ends_with_sentence(function)
+
+    @functools.wraps(function)
+    def run(*arguments, **options):
+        return (ending if is_fairseq_command() else function)(*arguments, **options)
+
+    return run
+
+
+def is_fairseq_command() -> bool:
+    """Whether this process is one of fairseq's programs."""
+    return any(name.startswith("fairseq_cli.") for name in sys.modules)
+
+
+# Refuses values of fairseq's own options that it would take, and train something else than was meant.
+#
+# For fairseq 0.12.2 on any Python. A negative ``--max-update`` saves an untrained model, NaN as a bound
+# is never reached, and a mistyped ``--restore-file`` trains from the beginning.
+
+
+_LARGEST = 2**63 - 1  # of what becomes a C integer
+_BOUNDS = {  # option: lowest and highest value, each of them where it is a list
+    "common.log_interval": (1, _LARGEST),
+    "common.seed": (0, 2**32 - 1),
+    "dataset.batch_size": (-1, _LARGEST),  # -1: no limit
+    "dataset.batch_size_valid": (-1, _LARGEST),
+    "dataset.max_tokens": (1, _LARGEST),
+    "dataset.max_tokens_valid": (1, _LARGEST),
+    "dataset.num_workers": (0, _LARGEST),
+    "dataset.required_batch_size_multiple": (1, _LARGEST),
+    "distributed_training.distributed_world_size": (1, _LARGEST),
+    "optimization.clip_norm": (0, math.inf),
+    "optimization.lr": (0, math.inf),
+    "optimization.max_epoch": (0, _LARGEST),
+    "optimization.max_update": (0, _LARGEST),
+    "optimization.stop_time_hours": (0, math.inf),
+    "optimization.update_freq": (1, _LARGEST),
+    "optimizer.adam_eps": (0, math.inf),
+    "optimizer.weight_decay": (0, math.inf),
+    "task.sampling_temperature": (0.01, math.inf),
+}
+
+
+@mends("fairseq.distributed.utils")
+def check_values(utils: ModuleType) -> None:
+    utils.call_main = checks_first(utils.call_main, _check_values)
+
+
+def _check_values(cfg) -> None:
+    for name, (lowest, highest) in _BOUNDS.items():
+        given = _value(cfg, name)
+        values = [given] if isinstance(given, int | float) else given
+        if values is not None and not (values and all(lowest <= v <= highest for v in values)):
+            flag = "--" + name.partition(".")[2].replace("_", "-")
+            shown = given if values is not given else ",".join(map(str, values)) or "''"
+            top = f" and at most {highest}" if values and max(values) > highest else ""
+            raise UsageError(f"{flag} {shown}: expected a number of at least {lowest}{top}")
+    betas = _value(cfg, "optimizer.adam_betas")
+    if betas is not None and not _are_betas(betas):
+        raise UsageError(
+            f"--adam-betas {betas}: expected two numbers from 0 to below 1, as in '(0.9, 0.98)'"
+        )
+    file = _value(cfg, "checkpoint.restore_file")
+    if cfg.get("optimizer") is not None and file not in (None, "checkpoint_last.pt"):
+        first_of_set = "-rank-0".join(os.path.splitext(file))
+        elsewhere = "://" in file  # fairseq fetches it
+        if not (elsewhere or os.path.exists(file) or os.path.exists(first_of_set)):
+            raise UsageError(
+                f"--restore-file {file} is missing, or in a folder that cannot be read"
+            )
+
+
+def _value(cfg, name: str):
+    """Of an option, ``group.name``, where the config has it; groups are configs or name spaces."""
+    group, _, option = name.partition(".")
+    return getattr(cfg.get(group), option, None)
+
+
+def _are_betas(value) -> bool:
+    try:
+        first, second = evaluate(value) if isinstance(value, str) else value
+        return 0 <= first < 1 and 0 <= second < 1
+    except (UsageError, TypeError, ValueError):
+        return False
+
+
+# Lets ``--bf16`` train on the GPU or the CPU.
+#
+# For fairseq 0.12.2 on any Python. Its command line takes ``--bf16`` as a request for a TPU and
+# stops with "'NoneType' object has no attribute 'xla_device'" where torch_xla is not installed.
+# Here ``--bf16`` asks for a TPU only where torch_xla is installed, or where the user wrote
+# ``--tpu``.
+
+
+@mends("fairseq.options")
+def keep_bf16_off_tpu(options: ModuleType) -> None:
+    original = options.parse_args_and_arch
+
+    @functools.wraps(original)
+    def parse_args_and_arch(parser, input_args=None, *others, **options_):
+        parsed = original(parser, input_args, *others, **options_)
+        args = parsed[0] if isinstance(parsed, tuple) else parsed
+        words = sys.argv[1:] if input_args is None else input_args
+        if getattr(args, "bf16", False) and options.utils.xm is None and "--tpu" not in words:
+            args.tpu = False
+        return parsed
+
+    options.parse_args_and_arch = parse_args_and_arch
+
+
+# ``fairseq-validate`` without ``--task`` validates with the task that the checkpoint was trained
+# with.
+#
+# For fairseq 0.12.2 on any Python, which has no default there and ends in ``KeyError: None``. The
+# task of the command line decides which flags there are; what is validated is the checkpoint's
+# task in any case.
+
+
+@mends("fairseq.options")
+def take_task_of_checkpoint(options: ModuleType) -> None:
+    original = options.get_validation_parser
+
+    @functools.wraps(original)
+    def get_validation_parser(default_task=None):
+        task = default_task or _task_of_checkpoint(sys.argv[1:])
+        parser = original(task)  # which imports --user-dir
+        from fairseq.tasks import TASK_REGISTRY
+
+        if task is not None and task not in TASK_REGISTRY:
+            raise UsageError(
+                f"--user-dir is missing or another: the checkpoint's task is {task}, which fairseq itself "
+                "does not have; expected --user-dir with the plugin that it is from"
+            )
+        return parser
+
+    options.get_validation_parser = get_validation_parser
+
+
+def _task_of_checkpoint(words: list[str]) -> str | None:
+    """Its name; None where ``--task`` names one, or help is asked for."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--task", "--path"):
+        parser.add_argument(flag)
+    given, others = parser.parse_known_args(words)
+    if given.task or {"-h", "--help"} & set(others):
+        return None
+    if not given.path:
+        raise UsageError("--path is missing: expected the checkpoint to validate")
+    found = saved_name(given.path, "task", "task")
+    if found is None:
+        raise UsageError(f"{given.path} does not say of what task it is: expected --task")
+    return found
+
+
+# One sentence for a checkpoint whose model fairseq does not have, as without ``--user-dir``.
+#
+# For fairseq 0.12.2 on any Python. It ends in ``KeyError: '_name'`` while it puts its own message
+# together.
+
+
+_OURS = "smoe_"
+
+
+@mends("fairseq.models")
+def name_unknown_model(models: ModuleType) -> None:
+    """Of commands that build the checkpoint's model."""
+    original = models.build_model
+
+    @functools.wraps(original)
+    def build_model(cfg, *others, **options):
+        name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
+        if sentence := _problem(models, name):
+            raise UsageError(sentence)
+        return original(cfg, *others, **options)
+
+    models.build_model = build_model
+
+
+@mends("fairseq.options")
+def name_unknown_model_to_train(options: ModuleType) -> None:
+    """Of ``fairseq-train --arch``, whose own answer is a list of some two hundred."""
+    original = options.get_training_parser
+
+    @functools.wraps(original)
+    def get_training_parser(*arguments, **more):
+        parser = original(*arguments, **more)  # which imports --user-dir
+        from fairseq import models
+
+        words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        words.add_argument("--arch", "-a", default="")
+        name = words.parse_known_args(sys.argv[1:])[0].arch
+        if name and (sentence := _problem(models, name)):
+            near = difflib.get_close_matches(name, models.ARCH_MODEL_REGISTRY, 1, cutoff=0)
+            ours = name.startswith(_OURS)
+            raise UsageError(f"--arch {name}: {sentence if ours else f'did you mean {near[0]}?'}")
+        return parser
+
+    options.get_training_parser = get_training_parser
+
+
+def _problem(models: ModuleType, name: str | None) -> str | None:
+    if not name or name in models.ARCH_MODEL_REGISTRY or name in models.MODEL_DATACLASS_REGISTRY:
+        return None
+    where = "$(smoe path)" if str(name).startswith(_OURS) else "the plugin that it is from"
+    return (
+        f"--user-dir is missing or another: the model is a {name}, which fairseq itself does not have; "
+        f"expected --user-dir {where}"
+    )
+
+
+# A model of ``translation_multi_simple_epoch`` translates by fairseq's interface for Python, too.
+#
+# For fairseq 0.12.2 on any Python. ``GeneratorHubInterface`` gives every task's
+# ``build_generator`` an argument that this one's does not have (``prefix_allowed_tokens_fn``), so
+# any translation ends in a TypeError. All that the argument does is to say which tokens may
+# follow; it is None unless it is asked for.
+
+
+@mends("fairseq.tasks.translation_multi_simple_epoch")
+def take_prefix_function(task: ModuleType) -> None:
+    original = task.TranslationMultiSimpleEpochTask.build_generator
+
+    @functools.wraps(original)
+    def build_generator(self, *others, prefix_allowed_tokens_fn=None, **options):
+        if prefix_allowed_tokens_fn is not None:
+            raise NotImplementedError(
+                "prefix_allowed_tokens_fn with the multilingual_translation task is not supported"
+            )
+        return original(self, *others, **options)
+
+    task.TranslationMultiSimpleEpochTask.build_generator = build_generator
+
+
+# Keeps fairseq's stock encoder layer off torch's fused inference kernel.
+#
+# For fairseq 0.12.2 on torch 1.13 and later. A post-norm layer that has been loaded from a
+# checkpoint calls ``torch._transformer_encoder_layer_fwd`` in evaluation, with the arguments of an
+# older torch: today a batch with padding stops with "Mask Type should be defined". Without the
+# kernel the layer computes the same function by its ordinary code.
+
+
+@mends("fairseq.modules.transformer_layer")
+def avoid_fast_path(transformer_layer: ModuleType) -> None:
+    layer = transformer_layer.TransformerEncoderLayerBase
+    original = layer._load_from_state_dict
+
+    def load_from_state_dict(self, *arguments):
+        original(self, *arguments)
+        self.load_to_BT = False  # fairseq's own switch, which loading has just turned on
+
+    layer._load_from_state_dict = load_from_state_dict
+
+
+# Keeps the routing metrics of each block and stratum off the console's lines.
+#
+# For fairseq 0.12.2 on any Python. Its progress bars print every metric that its loggers get, and
+# a large model has a hundred of these. They are named by block, ``encoder.layer.1/...``;
+# TensorBoard, Weights & Biases and lines in JSON, which programs read, have them all.
+
+
+@mends("fairseq.logging.progress_bar")
+def keep_lines_short(progress_bar: ModuleType) -> None:
+    original = progress_bar.BaseProgressBar._format_stats
+
+    @functools.wraps(original)
+    def _format_stats(self, stats):
+        shown = {key: stat for key, stat in stats.items() if not _is_of_one_block(key)}
+        return original(self, shown)
+
+    progress_bar.BaseProgressBar._format_stats = _format_stats
+
+
+def _is_of_one_block(key: str) -> bool:
+    return "/" in key and key.startswith(("encoder.", "decoder."))

@@ -1,0 +1,514 @@
+"""Mends of fairseq's training: data, processes, precision, averages and written checkpoints."""
+
+import functools
+import inspect
+import logging
+import shutil
+import weakref
+from contextlib import ExitStack, suppress
+from types import ModuleType, SimpleNamespace
+
+from smoe_fairseq.files import whole_file
+
+from .mends import MENDS, mends
+
+__all__ = ["MENDS"]  # those of commands, options and models, and these
+
+# Lets data sets of the older format (``--dataset-impl lazy`` or ``cached``) train.
+#
+# For fairseq 0.12.2 on any Python. Training reads the first batch before the cache of such a data
+# set has been filled, and the cache stops with a KeyError. Here it reads from the file what it
+# lacks.
+
+
+@mends("fairseq.data.indexed_dataset")
+def read_past_cache(indexed_dataset: ModuleType) -> None:
+    cached = indexed_dataset.IndexedCachedDataset
+    from_cache = cached.__getitem__
+    from_file = indexed_dataset.IndexedDataset.__getitem__
+
+    def getitem(self, index):
+        return (from_cache if index in self.cache_index else from_file)(self, index)
+
+    cached.__getitem__ = getitem
+
+
+# A data set whose files cannot be opened is put away without a second error.
+#
+# For fairseq 0.12.2 on any Python. ``__del__`` closes what has not been opened yet, and Python prints
+# a stack trace of that below the reason.
+
+
+@mends("fairseq.data.indexed_dataset")
+def put_away_half_made(indexed_dataset: ModuleType) -> None:
+    original = indexed_dataset.MMapIndexedDataset.__del__
+
+    def __del__(self):
+        with suppress(AttributeError):
+            original(self)
+
+    indexed_dataset.MMapIndexedDataset.__del__ = __del__
+
+
+# Lets fairseq say ``np.compat.long``, which numpy 2 no longer has: ``int``.
+#
+# For fairseq 0.12.2 and numpy 2.0 and later. Language models with ``--sample-break-mode eos``, and
+# their sampling and interactive use, end in an AttributeError. Only fairseq's module that divides
+# text into samples sees the name again; numpy stays as it is for everybody else.
+
+
+class _WithLong:
+    """numpy, and what it had."""
+
+    compat = SimpleNamespace(long=int)
+
+    def __init__(self, numpy: ModuleType):
+        self._numpy = numpy
+
+    def __getattr__(self, name: str):
+        return getattr(self._numpy, name)
+
+
+@mends("fairseq.data.token_block_dataset")
+def keep_long(module: ModuleType) -> None:
+    if not hasattr(module.np, "compat"):
+        module.np = _WithLong(module.np)
+
+
+# Keeps the names of data files from being run by a shell.
+#
+# For fairseq 0.12.2 on any system. It indexes data sets of the kind ``fasta`` with a line of shell
+# into which the file's name is pasted as it is. A checkpoint's config chooses kind and name (data
+# folder and languages), so that a file named ``; rm -r x;.fasta`` beside a checkpoint would be
+# enough. The same numbers, counted in Python: where each description starts, and how long the
+# sequence below it is.
+
+
+@mends("fairseq.data.fasta_dataset")
+def index_without_shell(fasta_dataset: ModuleType) -> None:
+    import numpy as np
+
+    def _build_index(self, path: str):
+        offsets, lengths, position = [], [], 0
+        with open(fasta_dataset.fasta_file_path(path), "rb") as file:
+            for line in file:
+                if line.startswith(b">"):
+                    offsets.append(position)
+                    lengths.append(0)
+                elif lengths:
+                    lengths[-1] += len(line.strip())
+                position += len(line)
+        return np.array(offsets, dtype=np.int64), np.array(lengths, dtype=np.int64)
+
+    fasta_dataset.FastaDataset._build_index = _build_index
+
+
+# Processes that load data end with the iterator that they are for.
+#
+# fairseq's `EpochBatchIterator` refers to the sampler of its batches, and the sampler, by a bound
+# method, to it. So an iterator that nobody needs any more stays, with its processes, until the
+# garbage collector comes by; and then torch cannot tell them to end, since Python closes the
+# queues within such a circle first: it waits five seconds and kills them (fairseq 0.12, whose
+# loaders keep their processes, with any torch). Each validation leaves some, each direction that
+# is translated, and with ``--task translation_multi_simple_epoch`` each epoch. Without the circle
+# they end within milliseconds, as soon as the iterator is left; only the iterator itself calls the
+# method, so it is there.
+
+
+@mends("fairseq.data.iterators")
+def end_loading_processes(iterators: ModuleType) -> None:
+    """`FrozenBatchSampler` does not keep the iterator that has made it."""
+    original = iterators.FrozenBatchSampler.__init__
+
+    @functools.wraps(original)
+    def __init__(self, ordered_batches, *arguments, **options):
+        original(self, _weak(ordered_batches), *arguments, **options)
+
+    iterators.FrozenBatchSampler.__init__ = __init__
+
+
+def _weak(method):
+    if not inspect.ismethod(method):
+        return method
+    found = weakref.WeakMethod(method)
+    return lambda *arguments: found()(*arguments)
+
+
+# Lets ``--cpu`` train over several processes with ``--ddp-backend pytorch_ddp``, fairseq's
+# default.
+#
+# For fairseq 0.12.2 on any torch. It names a GPU to torch's wrapper even where the model is on the
+# CPU, and the wrapper refuses ("device_ids and output_device arguments only work with ... GPU
+# modules").
+
+
+@mends("fairseq.models.distributed_fairseq_model")
+def name_no_gpu(distributed_fairseq_model: ModuleType) -> None:
+    original = distributed_fairseq_model.DistributedDataParallel
+
+    @functools.wraps(original, updated=())
+    def on_its_device(module, device_ids=None, output_device=None, **options):
+        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+            device_ids = output_device = None
+        return original(
+            module=module, device_ids=device_ids, output_device=output_device, **options
+        )
+
+    distributed_fairseq_model.DistributedDataParallel = on_its_device
+
+
+# Lets the stock encoder train over several processes with ``--ddp-backend pytorch_ddp``, fairseq's
+# default.
+#
+# For fairseq 0.12.2 on any torch. Its encoder layer keeps copies of its weights for torch's fused
+# kernel, parameters that no gradient ever reaches, and torch's wrapper ends the second update over
+# them ("Expected to have finished reduction in the prior iteration"). Here the wrapper is told to
+# leave these alone: all processes have the same, and nothing computes with them.
+
+
+_COPIES = tuple(
+    f".{of}_{kind}" for of in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")
+)
+
+
+@mends("fairseq.models.distributed_fairseq_model")
+def leave_copies_alone(distributed_fairseq_model: ModuleType) -> None:
+    original = distributed_fairseq_model.DistributedDataParallel
+
+    @functools.wraps(original, updated=())
+    def without_copies(module, *others, **options):
+        from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
+
+        copies = [
+            f"{name}{copy}"
+            for name, layer in module.named_modules()
+            if isinstance(layer, TransformerEncoderLayerBase)
+            for copy in _COPIES
+        ]
+        if copies:
+            wrapper = distributed_fairseq_model.nn.parallel.DistributedDataParallel
+            wrapper._set_params_and_buffers_to_ignore_for_model(module, copies)
+        return original(module, *others, **options)
+
+    distributed_fairseq_model.DistributedDataParallel = without_copies
+
+
+# Lets half precision go on after an overflow where there is no GPU.
+#
+# For fairseq 0.12.2 on any torch. Its trainer skips an update whose gradients overflow, and then
+# makes a norm of 0 ``.cuda()``, whatever it trains on, which ends in "Torch not compiled with CUDA
+# enabled". The loss scale starts high and comes down by such overflows, so ``--fp16 --cpu`` seldom
+# got past its first updates.
+
+
+@mends("fairseq.trainer")
+def skip_overflow_on_cpu(trainer: ModuleType) -> None:
+    original, torch = trainer.Trainer.train_step, trainer.torch
+
+    @functools.wraps(original)
+    def train_step(self, *arguments, **options):
+        if torch.cuda.is_available():
+            return original(self, *arguments, **options)
+        cuda = torch.Tensor.cuda
+        torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+        try:
+            return original(self, *arguments, **options)
+        finally:
+            torch.Tensor.cuda = cuda
+
+    trainer.Trainer.train_step = train_step
+
+
+# Lets fairseq look for the module where numbers stop being numbers.
+#
+# For fairseq 0.12.2 on any torch. When a gradient is NaN it runs the batch again with hooks on
+# every module, backward ones of a kind that torch has deprecated: for an encoder, whose output is
+# a dictionary of lists, they end in StopIteration, and the reason is lost. Forward hooks find the
+# module just as well, and the norms of all gradients are logged in any case.
+
+
+@mends("fairseq.nan_detector")
+def hook_forward_only(nan_detector: ModuleType) -> None:
+    detector = nan_detector.NanDetector
+
+    def add_hooks(self, module):
+        self.fhooks.append(module.register_forward_hook(self.fhook_fn))
+
+    detector.add_hooks = add_hooks
+
+
+# Recomputes checkpointed activations in the types that they had.
+#
+# For fairseq 0.12.2 on any torch. Its activation checkpointing runs a layer again in the backward
+# pass, but outside the autocast context of the forward pass: in float32, where half precision was
+# recorded. The gradients are then of other activations, and a gate may choose other experts than
+# it did.
+
+
+@mends("fairseq.modules.checkpoint_activations")
+def keep_autocast(checkpoint_activations: ModuleType) -> None:
+    function = checkpoint_activations.CheckpointFunction
+    original = function.forward
+
+    @functools.wraps(original)
+    def forward(ctx, run_function, *args):
+        return original(ctx, _as_here(run_function), *args)
+
+    function.forward = staticmethod(forward)
+
+
+def _as_here(run_function):
+    """The function, always under the autocast settings of this moment."""
+    import torch  # this package is imported with fairseq, not before
+
+    settings = [
+        {
+            "device_type": d,
+            "enabled": torch.is_autocast_enabled(d),
+            "dtype": torch.get_autocast_dtype(d),
+        }
+        for d in ("cpu", "cuda")
+    ]
+    if not any(s["enabled"] for s in settings):
+        return run_function
+
+    @functools.wraps(run_function)
+    def run(*args, **kwargs):
+        with ExitStack() as stack:
+            for autocast in settings:
+                if autocast["enabled"]:
+                    stack.enter_context(torch.autocast(**autocast))
+            return run_function(*args, **kwargs)
+
+    return run
+
+
+# Lets ``--store-ema`` average a model that has whole numbers in its state.
+#
+# For fairseq 0.12.2 on any torch. It multiplies everything in the state dict by the decay, in
+# place, which torch refuses for integers: a hash gate's table, the steps of a bias, or what batch
+# norm has counted. An average of them would mean nothing either. fairseq knows keys that are
+# copied instead; they are made to be among them.
+
+
+@mends("fairseq.models.ema.ema")
+def copy_integers(ema: ModuleType) -> None:
+    original = ema.EMA.__init__
+
+    @functools.wraps(original)
+    def __init__(self, model, *others, **options):
+        original(self, model, *others, **options)
+        state = self.model.state_dict()
+        integers = {n for n, value in state.items() if not value.is_floating_point()}
+        self.skip_keys = {*self.skip_keys, *integers}
+
+    ema.EMA.__init__ = __init__
+
+
+# Lets ``--store-ema`` begin at a checkpoint that was saved without.
+#
+# For fairseq 0.12.2 on any torch. It means to take the checkpoint's own parameters as the first
+# average, and has removed them by then: resuming ends in ``KeyError: 'model'``. By then they are
+# the model's.
+
+
+logger = logging.getLogger(__name__)
+
+
+@mends("fairseq.trainer")
+def begin_average_at_model(trainer: ModuleType) -> None:
+    original = trainer.Trainer.load_checkpoint
+
+    @functools.wraps(original)
+    def load_checkpoint(self, filename, *others, **options):
+        ema = self.cfg.ema
+        if not ema.store_ema:
+            return original(self, filename, *others, **options)
+        ema.store_ema = False
+        try:
+            extra_state = original(self, filename, *others, **options)
+        finally:
+            ema.store_ema = True
+        if extra_state is not None:
+            _restore(self, extra_state, filename)
+        return extra_state
+
+    trainer.Trainer.load_checkpoint = load_checkpoint
+
+
+def _restore(trainer, extra_state: dict, filename: str) -> None:
+    parameters = extra_state.get("ema")
+    if parameters is None:
+        logger.warning("%s has no average (--store-ema): it begins at its parameters", filename)
+        parameters = trainer.get_model().state_dict()
+    trainer.ema.restore(parameters)
+    if trainer.cfg.ema.ema_fp32:
+        trainer.ema.build_fp32_params(extra_state.get("ema_fp32_params", parameters))
+
+
+# Lets a checkpoint that one process has read reach the others of its run.
+#
+# For fairseq 0.12.2 on torch 2.6 and later. It sends the checkpoint's content as a pickle, which
+# the others read with ``torch.load``; there that refuses all types but plain ones ("Unsupported
+# global: omegaconf.dictconfig.DictConfig"), so that no run of several processes could be resumed.
+# Here the config travels as the plain dictionary that it was made of, and stays a config on both
+# sides.
+
+
+_CONFIG = "__config__"  # the one key of a dictionary that stands for a config
+
+
+@mends("fairseq.distributed.utils")
+def send_plain_state(utils: ModuleType) -> None:
+    import torch
+    from omegaconf import OmegaConf
+
+    # Where a tensor was: a number. The tensors are sent as such.
+    torch.serialization.add_safe_globals([utils._TensorPlaceholder])
+    original = utils._broadcast_object_slow
+
+    def plain(value):
+        if OmegaConf.is_config(value):
+            return {_CONFIG: OmegaConf.to_container(value, enum_to_str=True)}
+        return value
+
+    def config(value):
+        if isinstance(value, dict) and value.keys() == {_CONFIG}:
+            made = OmegaConf.create(value[_CONFIG], flags={"allow_objects": True})
+            OmegaConf.set_struct(made, True)
+            return made
+        return value
+
+    @functools.wraps(original)
+    def _broadcast_object_slow(obj, src_rank, group, dist_device):
+        if utils.get_rank(group) == src_rank:
+            original(_each(plain, obj), src_rank, group, dist_device)
+            return obj
+        return _each(config, original(None, src_rank, group, dist_device))
+
+    utils._broadcast_object_slow = _broadcast_object_slow
+
+
+def _each(change, value):
+    """``value`` with ``change`` made to all that is in it, containers after what they hold."""
+    if type(value) is dict:
+        value = {key: _each(change, each) for key, each in value.items()}
+    elif type(value) in (list, tuple):
+        value = type(value)(_each(change, each) for each in value)
+    return change(value)
+
+
+# Lets processes tell one another their logs without a GPU, however long these are.
+#
+# For fairseq 0.12.2 on any torch. It gathers them in a buffer on the GPU, also with ``--cpu`` and
+# gloo ("type torch.cuda.ByteTensor not available"), and in one of ``--all-gather-list-size``
+# bytes, which the logs of a hundred batches of ``fairseq-validate`` are too long for ("encoded
+# data size exceeds max_size"). torch's own function for this takes whatever device the group
+# communicates on, and any size.
+
+
+@mends("fairseq.distributed.utils")
+def gather_on_any_device(utils: ModuleType) -> None:
+    import torch.distributed as dist
+
+    original = utils.all_gather_list
+
+    @functools.wraps(original)
+    def all_gather_list(data, group=None, max_size=16384):
+        from fairseq.utils import move_to_cpu
+
+        group = utils.get_global_group() if group is None else group
+        if utils.use_xla():
+            return original(data, group, max_size)
+        values = [None] * utils.get_world_size(group)
+        dist.all_gather_object(values, move_to_cpu(data), group=group)
+        return values
+
+    utils.all_gather_list = all_gather_list
+
+
+# No error of ``--zero-sharding os`` where a single process has nothing to share.
+#
+# For fairseq 0.12.2 on any torch. Each process keeps the optimizer's state of a part of the
+# parameters, by fairscale; one process ends in "Default process group has not been initialized".
+
+
+@mends("fairseq.optim.shard")
+def leave_one_process_whole(shard: ModuleType) -> None:
+    import torch.distributed as dist
+
+    original = shard.shard_
+
+    @functools.wraps(original)
+    def shard_(optimizer, group):
+        if dist.is_initialized():
+            original(optimizer, group)
+
+    shard.shard_ = shard_
+
+
+# Lets ``fairseq-validate`` run over several processes that do not all have as many batches.
+#
+# For fairseq 0.12.2 on any Python. Those with one batch less get an empty one to be in step, which
+# training replaces and ``fairseq-validate`` hands to the criterion ("KeyError: 'net_input'"). Here
+# an empty batch is one without loss, of which nothing is logged.
+
+
+@mends("fairseq.checkpoint_utils")
+def validate_uneven_shares(checkpoint_utils: ModuleType) -> None:
+    """Training makes its task otherwise: whoever loads it with a model has no batch to replace it by."""
+    import torch.distributed as dist
+
+    original = checkpoint_utils.load_model_ensemble_and_task
+
+    @functools.wraps(original)
+    def load_model_ensemble_and_task(*arguments, **options):
+        models, cfg, task = original(*arguments, **options)
+        if not dist.is_initialized():
+            return models, cfg, task
+        valid_step, reduce_metrics = task.valid_step, task.reduce_metrics
+
+        def valid_step_of_any(sample, model, criterion, **more):
+            return valid_step(sample, model, criterion, **more) if sample else (0.0, 0, {})
+
+        def reduce_some_metrics(logging_outputs, criterion):
+            return reduce_metrics([log for log in logging_outputs if log], criterion)
+
+        task.valid_step, task.reduce_metrics = valid_step_of_any, reduce_some_metrics
+        return models, cfg, task
+
+    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
+
+
+# Keeps the old checkpoint until the new one is complete, whatever ends the run in between.
+#
+# For fairseq 0.12.2 on any Python. It writes the first file of a save beside its place and renames
+# it, but copies that over ``checkpoint_last.pt`` and ``checkpoint_best.pt`` byte by byte: a run
+# that is killed meanwhile leaves half a file under the very name it would resume from. And a full
+# disk ends in torch's stack trace, after two more attempts in the same half-written file. Here
+# every file is written beside its place, brought to the disk and renamed, and what the system
+# refuses is one sentence.
+
+
+@mends("fairseq.checkpoint_utils")
+def publish_checkpoints(checkpoint_utils: ModuleType) -> None:
+    paths, save = checkpoint_utils.PathManager, checkpoint_utils.torch_persistent_save
+
+    class WholeFiles(paths):
+        @staticmethod
+        def copy(source, target, overwrite=False):
+            if not paths.supports_rename(target):
+                return paths.copy(source, target, overwrite)
+            with whole_file(target) as partial:
+                shutil.copyfile(source, partial)
+            return target
+
+    @functools.wraps(save)
+    def torch_persistent_save(obj, filename, async_write=False):
+        if async_write or not paths.supports_rename(filename):
+            return save(obj, filename, async_write)
+        with whole_file(filename) as partial, open(partial, "wb") as file:
+            checkpoint_utils.torch.save(obj, file)
+
+    checkpoint_utils.PathManager = WholeFiles
+    checkpoint_utils.torch_persistent_save = torch_persistent_save

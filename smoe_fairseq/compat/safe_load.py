@@ -1,0 +1,367 @@
+"""Is a checkpoint file sound? And nothing in one is run: its types, its strings, its names."""
+
+import argparse
+import ast
+import functools
+import os
+import pickle
+import re
+import sys
+import zipfile
+from argparse import Action, Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import FrameType, ModuleType
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import check_plain
+
+# Is a checkpoint file sound? Asked before anything is made of it, by fairseq's commands and by
+# ``smoe``.
+#
+# Kept free of torch and of fairseq: the mends and ``smoe_fairseq.checkpoints`` both open files by
+# it.
+
+
+_CHUNK = 1 << 20  # bytes
+_ARCHIVE = b"PK"  # how a zip archive begins: torch's format since 1.6
+_LEGACY = b"\x80"  # how a pickle begins: the one before, which has no checksums
+# How torch names a type that it refuses, since 2.6.
+_REFUSED = re.compile(
+    r"GLOBAL (\S+) was not an allowed|GLOBAL (\S+) whose module|got <class '([^']+)'>"
+)
+_LONGEST = 100  # letters of a type's name that are shown
+_sound = set()  # files that this process has found to be so, by path and state
+
+
+class UnreadableCheckpoint(UsageError):
+    """One sentence that names the file and says what is wrong with it."""
+
+
+class CutOffCheckpoint(UnreadableCheckpoint):
+    """The file is of no use to anyone."""
+
+
+class InaccessibleCheckpoint(UnreadableCheckpoint):
+    """The system does not hand the file out; it may well be sound."""
+
+
+class RefusedCheckpoint(UnreadableCheckpoint):
+    """It holds more than data, and building that could run a program of the file's."""
+
+
+@contextmanager
+def reading(path: Path | str) -> Iterator[None]:
+    """Checks a checkpoint, then lets it be read; whatever is wrong with it is an UnreadableCheckpoint.
+
+    A missing file stays a FileNotFoundError.
+    """
+    try:
+        if Path(path).exists():  # not one that fairseq fetches from elsewhere
+            check_plain(path)
+            check_sums(path)
+        yield
+    except FileNotFoundError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise RefusedCheckpoint(_refusal(path, str(error))) from None
+    except (EOFError, OSError, RuntimeError, zipfile.BadZipFile) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise InaccessibleCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+        raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
+
+
+def check_content(path: Path | str, state) -> None:
+    """Raise UnreadableCheckpoint unless the parts that every checkpoint of fairseq has are of their kinds."""
+    kinds = {"model": Mapping, "optimizer_history": list, "extra_state": Mapping, "cfg": Mapping}
+    if not isinstance(state, Mapping) or "model" not in state:
+        raise UnreadableCheckpoint(f"{path} is not a checkpoint of fairseq")
+    for part, kind in kinds.items():
+        if part == "cfg" and state.get(part) is None:
+            continue  # older ones have args in its place
+        if part in state and not isinstance(state[part], kind):
+            raise UnreadableCheckpoint(
+                f"{path} is not a checkpoint of fairseq: {part} in it is of another kind"
+            )
+    position = state.get("extra_state", {}).get("train_iterator", {})
+    epoch = position.get("epoch", 1) if isinstance(position, Mapping) else None
+    if not isinstance(epoch, int) or epoch < 1:
+        raise UnreadableCheckpoint(
+            f"{path} is not a checkpoint of fairseq: train_iterator in it is of another kind"
+        )
+    if state.get("cfg") is None and state.get("args") is None:
+        raise UnreadableCheckpoint(
+            f"{path} does not say of what model it is: neither cfg nor args is in it"
+        )
+
+
+def _refusal(path: Path | str, words: str) -> str:
+    """One sentence for torch's several, which go on to say how to have the file run its program."""
+    found = _REFUSED.search(words)
+    name = next(filter(None, found.groups())) if found else ""
+    name = name.removeprefix("builtins.")  # which torch 2.6 says and newer ones leave out
+    if name.isprintable() and 0 < len(name) <= _LONGEST:  # else it is made to be printed
+        what = f"{name} (a type or function)"
+    else:
+        what = "more than data"
+    return (
+        f"{path} holds {what}, which is not loaded since it could run a program; expected tensors, "
+        "numbers, text, and lists and dictionaries of them"
+    )
+
+
+def is_archive(path: Path | str) -> bool:
+    """Whether it is in torch's format since 1.6, which has checksums and can be left on disk."""
+    with open(path, "rb") as file:
+        return file.read(len(_ARCHIVE)) == _ARCHIVE
+
+
+def check_sums(path: Path | str) -> None:
+    """Compares each part of a checkpoint with the checksum (CRC-32) that torch has written beside it.
+
+    torch does not look at these: changed bytes of a tensor (a failing disk or memory, a broken
+    transfer) would be trained on and copied without a word. It costs reading the file once more, at
+    1 to 2 GB/s beside the disk's own time, and once in a process for a file that stays as it is.
+    """
+    state = os.stat(path)
+    known = (os.path.realpath(path), state.st_ino, state.st_size, state.st_mtime_ns)
+    if known in _sound:
+        return
+    with open(path, "rb") as file:
+        start = file.read(2)
+        if start[:1] == _LEGACY:
+            return
+        if start != _ARCHIVE:
+            raise zipfile.BadZipFile
+        part = None
+        try:
+            with zipfile.ZipFile(file) as archive:
+                for part in archive.infolist():
+                    if part.compress_type != zipfile.ZIP_STORED:
+                        raise CutOffCheckpoint(
+                            f"{path} holds compressed parts, which no checkpoint has"
+                        )
+                    with archive.open(part) as content:
+                        while content.read(_CHUNK):
+                            pass
+        except (OSError, MemoryError, UsageError):
+            raise
+        except (
+            Exception
+        ):  # what the archive's tables lead to once they are damaged is of many kinds
+            if part is None:
+                raise zipfile.BadZipFile from None
+            raise UnreadableCheckpoint(
+                f"{path} is damaged: {part.filename} in it does not match its checksum; take another copy "
+                "of the file, or another checkpoint"
+            ) from None
+    _sound.add(known)
+
+
+# Keeps the strings of a checkpoint's config from being run as code.
+#
+# For fairseq 0.12.2 on any Python. ``torch.load(weights_only=True)`` builds nothing but data, but
+# that data holds the config of the training, and fairseq hands some of its strings to ``eval``:
+# layers of convolutional models, ``adaptive_softmax_cutoff``, Adam's betas and two dozen more. A
+# file from elsewhere could run any program that way, in fairseq-generate as in smoe analyze. In
+# each module that calls ``eval``, this puts a function of that name before the built-in one, for
+# every caller and setting alike. It takes what these settings are made of: literals, and sums and
+# repetitions of lists such as fairseq's own default ``[(512, 3)] * 20``. Where nobody catches its
+# UsageError, the user reads one sentence.
+
+
+EVALUATING = (
+    "fairseq.utils",  # eval_str_list, eval_str_dict, eval_bool: flags and settings of many modules
+    "fairseq.criterions.ctc",
+    "fairseq.data.audio.raw_audio_dataset",
+    "fairseq.data.codedataset",
+    "fairseq.models.fconv",
+    "fairseq.models.fconv_lm",
+    "fairseq.models.fconv_self_att",
+    "fairseq.models.hubert.hubert",
+    "fairseq.models.lightconv_lm",
+    "fairseq.models.speech_to_text.s2t_wav_transformer",
+    "fairseq.models.transformer_lm",
+    "fairseq.models.wav2vec.wav2vec",
+    "fairseq.models.wav2vec.wav2vec2",
+    "fairseq.optim.adafactor",
+    "fairseq.optim.adam",
+    "fairseq.optim.adamax",
+    "fairseq.optim.cpu_adam",
+    "fairseq.optim.fused_lamb",
+    "fairseq_cli.eval_lm",  # here and below it is --model-overrides, which no checkpoint sets
+    "fairseq_cli.validate",
+)
+LONGEST = 10_000  # entries of a list that is put together; more would be a way to fill the memory
+_SHOWN = 60  # characters of what is refused
+
+
+def evaluate_literals_only(module: ModuleType) -> None:
+    module.eval = evaluate
+
+
+def evaluate(source, /):
+    """``eval`` for literals, and for sums and repetitions of lists and tuples of them.
+
+    Raises:
+        UsageError: it is anything else; one sentence that names the setting.
+        TypeError: it is no string, as ``eval`` says; fairseq counts on that.
+    """
+    if not isinstance(source, str):
+        raise TypeError(f"expected a string, not {type(source).__name__}")
+    try:
+        return _value(ast.parse(source.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        shown = repr(source if len(source) <= _SHOWN else source[:_SHOWN] + "...")
+        setting = _setting_of(source, sys._getframe(1))
+        raise UsageError(
+            f"{setting} is {shown}: expected a literal, such as (0.9, 0.98) or [(512, 3)] * 20; "
+            "anything else would be run as a program, and is not"
+        ) from None
+
+
+def _value(node: ast.expr):
+    """Of a part of the expression; ValueError where it is not one of those that are allowed."""
+    if isinstance(node, ast.List | ast.Tuple):
+        values = [_value(each) for each in node.elts]
+        return values if isinstance(node, ast.List) else tuple(values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        return _put_together(_value(node.left), node.op, _value(node.right))
+    return ast.literal_eval(node)
+
+
+def _put_together(left, operator: ast.operator, right) -> list | tuple:
+    if isinstance(operator, ast.Mult):
+        if not isinstance(left, list | tuple):
+            left, right = right, left
+        if isinstance(left, list | tuple) and type(right) is int:
+            if len(left) * right <= LONGEST:
+                return left * right
+    elif isinstance(left, list | tuple) and type(left) is type(right):
+        if len(left) + len(right) <= LONGEST:
+            return left + right
+    raise ValueError("no list, or too long a one")
+
+
+def _setting_of(source: str, frame: FrameType | None) -> str:
+    """The name of a flag or setting that has this value, found in what called ``eval``."""
+    while frame is not None:
+        variables = frame.f_locals
+        if isinstance(action := variables.get("action"), Action) and action.option_strings:
+            return action.option_strings[-1]
+        owner = variables.get("self")
+        for holder in (*variables.values(), *(getattr(owner, n, None) for n in ("cfg", "args"))):
+            if name := _name_in(holder, source):
+                return f"the setting {name!r} of the checkpoint or command line"
+        frame = frame.f_back
+    return "a setting of the checkpoint or command line"
+
+
+def _name_in(holder, source: str) -> str | None:
+    """Of the entry that is ``source``, where ``holder`` is a config of any of fairseq's kinds."""
+    if isinstance(holder, Namespace) or is_dataclass(holder) and not isinstance(holder, type):
+        holder = vars(holder)
+    if isinstance(holder, Mapping):
+        with suppress(Exception):  # omegaconf's own, for entries that have no value
+            return next((k for k, v in holder.items() if isinstance(v, str) and v == source), None)
+    return None
+
+
+# What a checkpoint says of its model and task, without building them.
+
+
+def saved_name(path: str, part: str, older: str) -> str | None:
+    """The name of a checkpoint's ``part``, "model" or "task"; None where it does not say.
+
+    Args:
+        older: what the flag was called by which fairseq took it, before checkpoints had parts.
+
+    Raises:
+        UsageError: the file is missing, damaged, or no checkpoint of fairseq.
+    """
+    import torch
+
+    try:
+        with reading(path):
+            state = torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=True)
+    except FileNotFoundError:
+        raise UsageError(f"{path} is missing") from None
+    check_content(path, state)
+    config = state.get("cfg")
+    saved = state["args"] if config is None else config.get(part)
+    saved = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
+    found = saved.get("_name") or saved.get(older)
+    return found if isinstance(found, str) else None
+
+
+# Lets torch load fairseq checkpoints with ``weights_only=True``.
+#
+# For fairseq 0.12.2 on torch 2.6 and later. There ``torch.load`` builds tensors, plain containers
+# and only those other types that have been named as safe, and fairseq calls it without choosing.
+# Its checkpoints also hold the command line (``argparse.Namespace``) and, in their meters, numpy
+# arrays and scalars (``--eval-bleu`` logs counts as arrays), for which builders of our own stand.
+# Building these runs no code from the file; every other type stays refused.
+
+
+def allow_checkpoint_types(serialization: ModuleType) -> None:
+    from .plain_arrays import Array, Kind, reconstruct, scalar
+
+    ours = {"numpy.ndarray": Array, "numpy.dtype": Kind}
+    for core in ("_core", "core"):  # numpy 2 and, in older files, numpy 1
+        ours[f"numpy.{core}.multiarray._reconstruct"] = reconstruct
+        ours[f"numpy.{core}.multiarray.scalar"] = scalar
+    serialization.add_safe_globals(
+        [argparse.Namespace, *((stand_in, name) for name, stand_in in ours.items())]
+    )
+    _prefer(ours)
+
+
+def _prefer(ours: dict[str, object]) -> None:
+    """Whoever else names numpy's own types as safe here: which of both torch takes would be chance."""
+    from torch import _weights_only_unpickler as unpickler
+
+    allowed = unpickler._get_user_allowed_globals
+
+    @functools.wraps(allowed)
+    def with_ours() -> dict[str, object]:
+        return {**allowed(), **ours}
+
+    unpickler._get_user_allowed_globals = with_ours
+
+
+# One sentence for a checkpoint that cannot be read, where fairseq ends in torch's stack trace, or
+# in none.
+#
+# For fairseq 0.12.2 on any torch. A full disk or a killed process leaves files that are cut off, a
+# failing disk changes bytes of a tensor, which torch takes without a word, and a file of another
+# user is not for this one to read; the user has to know which file it is, and what is wrong. Where
+# a file holds a type that is not loaded for safety, torch's words go on to say how to load it all
+# the same, which runs whatever program the file brings along; ours name the type.
+
+
+def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:
+    for name in ("load_checkpoint_to_cpu", "load_ema_from_checkpoint"):
+        setattr(checkpoint_utils, name, _checked(getattr(checkpoint_utils, name)))
+
+
+def _checked(load):
+    @functools.wraps(load)
+    def load_checked(path, *others, **options):
+        try:
+            with reading(path):
+                state = load(path, *others, **options)
+        except CutOffCheckpoint as error:
+            raise UsageError(
+                f"{error}: resume from another one with --restore-file, or remove it to start anew"
+            ) from None
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise UnreadableCheckpoint(
+                f"{path} is not a checkpoint of fairseq, or parts of it are missing: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}"
+            ) from None
+        check_content(path, state)
+        return state
+
+    return load_checked

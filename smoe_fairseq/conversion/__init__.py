@@ -1,1 +1,0 @@
-"""Makes one checkpoint of another: of other layers, of other tools."""

@@ -1,0 +1,191 @@
+"""Routing metrics that the criterion logs."""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from fairseq import metrics
+from torch import Tensor
+
+from smoe_fairseq.models.transformer import OBSERVED, moe_blocks
+from smoe_fairseq.modules import RoutingStats
+from smoe_fairseq.modules.layer import StratifiedMoE
+from smoe_fairseq.modules.statistics import FIFTHS, by_position, is_limited
+
+# Keys of the logging output end with a layer's name. Values are summed over batches, so the key itself
+# holds K, the choices per token, and whether they are ordered ("top"; "any" where experts choose).
+_BLOCK = re.compile(r"moe_(top|any)(\d+) (.+)")
+_FIFTHS = "moe_fifths "
+_CMR = "moe_cmr "
+_LAST = 1000  # fairseq's priority: after everything else
+
+
+def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict[str, Tensor]:
+    """Counts of one forward pass for each MoE layer, as tensors on the device, without waiting for it.
+
+    Each layer has a row ``(3 + 2K + E)`` per stratum, which `log_routing` reads, and, if its experts
+    have a capacity, first choices by position. Layers that LayerDrop skipped have zeros, because all
+    ranks have to sum the same keys.
+
+    Args:
+        names: the layers' names, in the order of ``moe_stats``.
+    """
+    ran = dict(zip(names, moe_stats, strict=True))
+    sums = {}
+    for name, block in moe_blocks(model).items():
+        top_k = block.choices
+        ordered = "any" if block.gates[0].asks_for == "sentence" else "top"
+        key = f"moe_{ordered}{top_k} {name}"
+        if name in ran:
+            sums[key] = _table(block, ran[name])
+        else:
+            columns = 3 + 2 * top_k + block.strata.num_experts
+            sums[key] = block.stratum_of_expert.new_zeros(len(block.gates), columns)
+        if numbers := block.counting.observed:
+            none = block.stratum_of_expert.new_zeros(len(block.gates), numbers)
+            sums[f"{OBSERVED}{name}"] = ran[name].observed if name in ran else none
+        if is_limited(block):
+            none = block.stratum_of_expert.new_zeros(2, FIFTHS)
+            sums[f"{_FIFTHS}{name}"] = by_position(ran[name]) if name in ran else none
+        if block.cmr is not None:
+            gates = [ran[name].cmr_gate_sum, ran[name].cmr_tokens] if name in ran else []
+            pair = [gate.detach().float() for gate in gates]
+            sums[f"{_CMR}{name}"] = (
+                torch.stack(pair) if pair else block.cmr.gate.weight.new_zeros(2)
+            )
+    return sums
+
+
+def _table(block: StratifiedMoE, stats: RoutingStats) -> Tensor:
+    visible = block.visible_of_gate
+    head = torch.stack([torch.ones_like(visible), visible], dim=1)
+    tail = [stats.unused.unsqueeze(1), stats.chosen, stats.dropped, stats.first_choices]
+    return torch.cat([head, *tail], dim=1)
+
+
+def has_routing(logging_outputs: list[dict]) -> bool:
+    return any(_BLOCK.match(key) for log in logging_outputs for key in log)
+
+
+def log_routing(logging_outputs: list[dict]) -> None:
+    """Log, as means weighted by what they count:
+
+    - ``requested_capacity``: strata per token and block
+    - ``overflow_expert1``, ``overflow_expert2``: percent of first and second choices that were dropped;
+      ``overflow_further``: of all further ones, where there are any. Not of layers whose experts choose
+    - ``experts_per_token``: copies that an expert took, per token and stratum that it stopped at
+    - ``unused_expert1_count``: experts per gate and batch that were no token's first choice
+    - ``overflow_fifth1`` to ``overflow_fifth5``: the first of these by position in the sentence, from
+      its first fifth to its last, where experts are limited
+    - ``cmr_gate``: with CMR, the gate between the shared network (0) and the experts (1)
+
+    and of each MoE layer what `log_block` says. Takes them as `on_host` returns them.
+    """
+
+    def summed(prefix):
+        keys = dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(prefix))
+        return {
+            key.removeprefix(prefix): sum(log[key] for log in logging_outputs if key in log)
+            for key in keys
+        }
+
+    fifths, cmr = summed(_FIFTHS), summed(_CMR)
+    layers = {}
+    for key, table in summed("moe_").items():
+        if found := _BLOCK.fullmatch(f"moe_{key}"):
+            ordered, top_k, name = found.groups()
+            layers[name] = [_Row.of(row, int(top_k), ordered == "top") for row in table.tolist()]
+    rows = [row for strata in layers.values() for row in strata]
+    stops = sum(row.tokens for row in rows)
+    _log_ratio("requested_capacity", stops, sum(strata[0].tokens for strata in layers.values()))
+    _log_ratio("experts_per_token", sum(row.kept for row in rows), stops)
+    _log_overflow(rows)
+    if fifths:
+        log_fifths(sum(fifths.values()))
+    _log_ratio("unused_expert1_count", sum(r.unused for r in rows), sum(r.batches for r in rows))
+    if cmr:
+        _log_ratio("cmr_gate", *sum(cmr.values()).tolist())
+    for name, strata in layers.items():
+        log_block(name, strata)
+        if name in fifths:
+            log_fifths(fifths[name], f"{name}/", _LAST)
+
+
+class _Row(NamedTuple):
+    """The counts of one stratum of one layer, summed over batches."""
+
+    ordered: bool  # whether a token's choices are ordered
+    batches: float
+    visible: float  # experts that its gate sees, summed over batches
+    unused: float
+    chosen: list[float]  # first choices, second choices, and so on
+    dropped: list[float]
+    first: list[float]  # first choices by expert
+
+    @classmethod
+    def of(cls, row: list[float], top_k: int, ordered: bool) -> "_Row":
+        counts = row[3:]
+        return cls(
+            ordered, *row[:3], counts[:top_k], counts[top_k : 2 * top_k], counts[2 * top_k :]
+        )
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that stopped at the stratum; each has one first choice there."""
+        return sum(self.first)
+
+    @property
+    def kept(self) -> float:
+        """Copies that were not dropped."""
+        return sum(self.chosen) - sum(self.dropped)
+
+
+def _log_ratio(name: str, part, whole, factor=1, priority: int = 10) -> None:
+    value = factor * part / whole if whole else 0
+    metrics.log_scalar(name, value, whole, priority=priority, round=3)
+
+
+def _log_overflow(rows: list[_Row], prefix: str = "", priority: int = 10) -> None:
+    """Log the percentage of dropped first, second and further choices."""
+    rows = [row for row in rows if row.ordered]
+    parts = {"expert1": slice(0, 1), "expert2": slice(1, 2), "further": slice(2, None)}
+    for name, part in parts.items():
+        dropped, chosen = (
+            sum(sum(getattr(row, kind)[part]) for row in rows) for kind in ("dropped", "chosen")
+        )
+        if any(row.chosen[part] for row in rows) or (name == "expert2" and not prefix):
+            _log_ratio(f"{prefix}overflow_{name}", dropped, chosen, 100, priority)
+
+
+def log_block(name: str, strata: list[_Row]) -> None:
+    """Log one MoE layer, for example ``encoder.layer.1``, and each of its strata:
+
+    - ``encoder.layer.1/requested_capacity``
+    - ``encoder.layer.1/stratum.0/tokens``: percent of the layer's tokens that stop at the stratum
+    - ``.../load_max``: first choices of the busiest expert over the mean; 1 if all are equal
+    - ``.../overflow_expert1``, ``.../overflow_expert2``, ``.../overflow_further``, ``.../experts_per_token``,
+      ``.../unused_expert1_count``: as for all layers
+
+    ``encoder.layer.1/overflow_fifth1`` to ``5`` are as for all layers. Lines on the console leave these
+    per-layer fields out (compat/mends.py).
+    """
+    tokens = strata[0].tokens
+
+    def log(key, part, whole, factor=1):
+        _log_ratio(f"{name}/{key}", part, whole, factor, _LAST)
+
+    log("requested_capacity", sum(row.tokens for row in strata), tokens)
+    for i, row in enumerate(strata):
+        log(f"stratum.{i}/tokens", row.tokens, tokens, factor=100)
+        even = row.visible / max(row.batches, 1)
+        log(f"stratum.{i}/load_max", max(row.first), row.tokens, factor=even)
+        log(f"stratum.{i}/experts_per_token", row.kept, row.tokens)
+        _log_overflow([row], f"{name}/stratum.{i}/", _LAST)
+        log(f"stratum.{i}/unused_expert1_count", row.unused, row.batches)
+
+
+def log_fifths(table_25: np.ndarray, prefix: str = "", priority: int = 10) -> None:
+    """Log the percentages of `by_position` as ``{prefix}overflow_fifth1`` and so on."""
+    for fifth, (chosen, dropped) in enumerate(table_25.T.tolist(), start=1):
+        _log_ratio(f"{prefix}overflow_fifth{fifth}", dropped, chosen, 100, priority)

@@ -1,0 +1,335 @@
+"""Sentences for mistakes: the errors of bad input, and what a command does with them."""
+
+import codecs
+import errno
+import functools
+import linecache
+import logging
+import math
+import os
+import re
+import signal
+import struct
+import sys
+import threading
+import traceback
+import warnings
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TextIO
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # these have sentences of their own
+
+
+class UsageError(Exception):
+    """What was given cannot be used: one sentence that names it, and what would be accepted.
+
+    The building blocks in ``modules`` raise ``ValueError`` instead.
+    """
+
+
+# The one handler around fairseq's commands and ours.
+
+# What bad input raises in fairseq and the libraries below it. Others, such as a RuntimeError of torch,
+# keep their stack traces.
+_OF_INPUT = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+_OF_INPUT += (ArithmeticError, ImportError, EOFError, struct.error)
+_LIBRARIES = ("omegaconf", "hydra")  # all of whose errors are about settings
+_MISFITS = "Error(s) in loading state_dict"  # how torch's RuntimeError for other shapes begins
+_FILES = ("file", "filename", "path", "f")  # local variables that hold one
+_PLACES = ("destdir", "results_path", "save_dir")  # flags by which commands are told where to write
+_NEAR = 3  # innermost frames in which a flag is looked for: others use many
+_LONGEST = 300  # letters of a word, and of what others say
+
+
+def one_line(error: BaseException) -> str | None:
+    """The line that ends a command for an error of a kind that bad input causes; else None.
+
+    A UsageError is its own sentence, an OSError of a file names that, and what fairseq raises as a plain
+    Exception is its own sentence too. Any other line begins with the flag or file that the innermost frame
+    of the stack trace tells of, and ends with the source line, since it may be a mistake of the program's.
+    """
+    said = " ".join(str(error).split())
+    if isinstance(error, UsageError):
+        return _printable(str(error))
+    if isinstance(error, OSError) and error.strerror and (error.errno in NO_ROOM or error.filename):
+        if error.errno in NO_ROOM:
+            return f"{error.filename or _place()} cannot be written: {error.strerror}"
+        return _printable(f"{error.filename}: {error.strerror}")
+    if type(error) is Exception and said:
+        return _printable(said)
+    library = type(error).__module__.partition(".")[0]
+    misfit = isinstance(error, RuntimeError) and said.startswith(_MISFITS)
+    if not (isinstance(error, _OF_INPUT) or library in _LIBRARIES or misfit):
+        return None
+    if "Original Traceback" in said:  # in a process that loads data, whose words torch hands on
+        said = str(error).strip().splitlines()[-1]
+    said = said.removeprefix(f"{type(error).__name__}: ")[:_LONGEST]
+    words = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    trace = [*traceback.walk_tb(error.__traceback__)]
+    if trace:
+        frame, line = trace[-1]
+        folder, name = os.path.split(frame.f_code.co_filename)
+        words += f" ({os.path.basename(folder)}/{name}, line {line}"
+        words += "; SMOE_DEBUG=1 shows the stack trace)"
+    inwards = trace[::-1]
+    flags = (_flag_of(*each) for each in inwards[:_NEAR])
+    files = (_file_of(frame) for frame, _ in inwards)
+    named = next(filter(None, (*flags, *files)), "")
+    return _printable(f"{named}: {words}" if named and named not in said else words)
+
+
+def _given_flags() -> dict[str, str]:
+    """The flags that the command was called with, and the value of each, by the names of their variables."""
+    words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
+    flags = {}
+    for flag, value in zip(words, [*words[1:], ""]):
+        if flag.startswith("--") and flag != "--":
+            flags[flag[2:].replace("-", "_")] = "" if value.startswith("--") else value
+    return flags
+
+
+def _place() -> str:
+    """Where a write without a file name failed: what the user has named, or standard output."""
+    flags = _given_flags()
+    named = (f"--{name.replace('_', '-')} {flags[name]}" for name in _PLACES if name in flags)
+    return next(named, "standard output")
+
+
+def _flag_of(frame: FrameType, line: int) -> str | None:
+    """The first flag whose name or path is in a variable of its own, or else in this line of the source."""
+    source = linecache.getline(frame.f_code.co_filename, line)
+    local = frame.f_locals
+    for name, value in _given_flags().items():
+        if name in local:
+            found = str(local[name]) == value
+        elif os.sep in value:
+            found = value in (each for each in local.values() if isinstance(each, str))
+        else:
+            found = re.search(rf"\b{re.escape(name)}\b", source)
+        if value and found:
+            return f"--{name.replace('_', '-')} {value}"
+    return None
+
+
+def _file_of(frame: FrameType) -> str | None:
+    """The file that a variable of a function holds the path of; not a program that is run."""
+    local = frame.f_locals
+    of_object = getattr(local.get("self"), "__dict__", {}).get(
+        "_path"
+    )  # fairseq's data: without .bin
+    for value in (*map(local.get, _FILES), of_object):
+        value = getattr(value, "name", value)
+        if isinstance(value, str | os.PathLike):
+            for file in (os.fspath(value), f"{os.fspath(value)}.bin"):
+                if os.path.isfile(file) and not file.endswith(".py"):
+                    return file
+    return None
+
+
+def _printable(words: str) -> str:
+    """Without letters that a terminal would act on, and with long words shortened."""
+    words = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in words)
+    half = _LONGEST // 2
+    return re.sub(rf"\S{{{_LONGEST},}}", lambda m: f"{m[0][:half]}...{m[0][-half:]}", words)
+
+
+def ends_with_sentence(command: Callable) -> Callable:
+    """The command; an error of a kind that bad input causes ends it with one line and exit status 1."""
+
+    @functools.wraps(command)
+    def run(*arguments, **options):
+        try:
+            return command(*arguments, **options)
+        except Exception as error:
+            if (words := one_line(error)) is None:
+                raise
+            show_trace(error)
+            raise SystemExit(f"error: {words}") from None
+
+    return run
+
+
+def show_trace(error: BaseException) -> None:
+    """Prints the stack trace where ``SMOE_DEBUG=1`` asks for it."""
+    if os.environ.get("SMOE_DEBUG", "0") not in ("", "0"):
+        traceback.print_exception(error)
+
+
+def checks_first(command: Callable, check: Callable) -> Callable:
+    """The command; ``check`` is called before it with its first argument, and may raise."""
+
+    @functools.wraps(command)
+    def run(first, *arguments, **options):
+        check(first)
+        return command(first, *arguments, **options)
+
+    return run
+
+
+# Numbers that the flags of our own commands take, as types of argparse.
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, in digits alone."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ArgumentTypeError(f"{text}: expected a whole number of at least 1")
+    return int(text)
+
+
+def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:
+    """The type of finite numbers from ``least`` on, to ``most``; ``kind`` is int or float."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+            float(value)
+        except (ValueError, OverflowError):
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most):
+            what = "a whole number" if kind is int else "a number"
+            bound = f" of at least {least}" if math.isfinite(least) else ""
+            bound = f" from {least} to {most}" if math.isfinite(most) else bound
+            raise ArgumentTypeError(f"{text!r}: expected {what}{bound}")
+        return value
+
+    return parse
+
+
+def port(text: str) -> int:
+    """0 to 65535."""
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise ArgumentTypeError(f"{text}: expected a number from 0 to 65535")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """More than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"{text}: expected seconds, more than 0")
+    return value
+
+
+# fairseq without its remarks, so that standard output holds a command's own words only.
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Leaves out INFO messages, which fairseq writes to standard output, and its libraries' warnings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+# Signals that end a command: as an exception, so that whatever it has begun is put away on the way
+# out.
+
+# Ctrl-C, what `kill`, batch systems and containers send, and the end of a terminal.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def heeded() -> Iterator[None]:
+    """Each of `ENDING` raises SystemExit with a shell's status for it, 128 + n.
+
+    What is ignored (nohup, a shell's background jobs) stays so.
+    """
+    if threading.current_thread() is not threading.main_thread():  # who alone may say what they do
+        yield
+        return
+    plain = (signal.SIG_DFL, signal.default_int_handler)
+    before = {n: action for n in ENDING if (action := signal.getsignal(n)) in plain}
+    try:
+        for number in before:
+            signal.signal(number, _end)
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+
+
+def _end(number: int, _frame) -> None:
+    raise SystemExit(128 + number)
+
+
+# Standard output that takes no more: a full disk is one sentence, a reader that has gone is none.
+#
+# Python writes what is left of a command's output after its last line, where it can only print
+# words of its own about it and nobody can catch them. Here that is done before.
+
+
+class _Watched:
+    """Standard output, and the first reason why something was not written, even if nobody else looks."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+        self.problem: OSError | None = None
+
+    def write(self, text: str) -> int:
+        return self._try(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, function: Callable, *arguments):
+        try:
+            return function(*arguments)
+        except OSError as error:
+            self.problem = self.problem or error
+            raise
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+def writes_all(command: Callable) -> Callable:
+    """The command, with all that it prints written when it returns.
+
+    Raises:
+        UsageError: standard output cannot be written.
+        SystemExit: its reader has ended (``| head``), with a shell's status for that, 128 + SIGPIPE.
+    """
+
+    @functools.wraps(command)
+    def run(*arguments, **options):
+        if sys.stderr is None:  # closed: what is printed to it would go to standard output
+            sys.stderr = open(os.devnull, "w")
+        if sys.stdout is None:  # closed, which Python takes for nowhere
+            return command(*arguments, **options)
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        if codecs.lookup(encoding).name != "utf-8" and hasattr(sys.stdout, "reconfigure"):
+            with suppress(OSError):  # of a stream that says more of itself than is true
+                sys.stdout.reconfigure(
+                    errors="backslashreplace"
+                )  # letters that it lacks are spelt out
+        output = sys.stdout = _Watched(sys.stdout)
+        try:
+            return command(*arguments, **options)
+        finally:
+            sys.stdout = output.stream
+            with suppress(OSError):
+                output.flush()
+            if output.problem is not None:
+                _give_up(output)
+
+    return run
+
+
+def _give_up(output: _Watched) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output.fileno())  # for what is still in Python's buffer
+    os.close(nowhere)
+    if isinstance(output.problem, BrokenPipeError):
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    raise UsageError(f"standard output cannot be written: {output.problem.strerror}") from None

@@ -1,0 +1,344 @@
+"""Files that appear whole under their final name, and locks on what is being written."""
+
+import atexit
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from smoe_fairseq.errors import UsageError
+
+_OURS = ".smoe"  # marks the names of our temporary files and folders
+
+
+def _is_special(path: str) -> bool:
+    """Whether ``path`` is a device or pipe such as /dev/null, which is written to and never replaced."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def check_plain(path: Path | str) -> None:
+    """Raise UsageError for a pipe or a device, whose reading may never end; a missing file passes."""
+    if _is_special(os.fspath(path)):
+        raise UsageError(f"{path} is a pipe or a device; expected a file")
+
+
+@contextmanager
+def whole_files(
+    paths: Iterable[Path | str], called: str | None = None, parents: bool = False
+) -> Iterator[list[str]]:
+    """Yield temporary files to write to; at the end they replace all of ``paths``.
+
+    Each is a new file with a random name in the folder of its path, so no existing link is written
+    through. Temporary files that killed processes left for the same paths are removed.
+
+    Args:
+        called: the name for ``paths`` in an error message, such as ``--output out``; by default the
+            first path.
+        parents: whether to make missing folders.
+
+    Raises:
+        UsageError: a file cannot be written (a full disk, for example). Files that existed before are
+            unchanged, and the temporary ones are removed.
+    """
+    paths = [os.fspath(path) for path in paths]
+    partials, replacing = [], []
+    try:
+        for path in paths:
+            if _is_special(path):
+                partials.append(path)
+                continue
+            if parents:
+                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            _remove_left_over(path)
+            partials.append(_new_file(path))
+            replacing.append((partials[-1], path))
+        yield partials
+        for partial, _ in replacing:
+            _check_written(partial)
+            _bring_to_disk(partial)
+        for partial, path in replacing:
+            os.replace(partial, path)
+    except (OSError, RuntimeError) as error:
+        raise _refusal(error, called or paths[0], [*partials, *paths]) from None
+    finally:
+        for partial, _ in replacing:
+            with suppress(OSError):
+                os.unlink(partial)
+
+
+def _new_file(path: str) -> str:
+    """Create an empty file beside ``path``; its name has the writer's process number."""
+    while True:
+        partial = f"{path}{_OURS}.{os.getpid()}-{secrets.token_hex(4)}.tmp"  # ends as fairseq's
+        try:
+            opened = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            error.filename = path
+            raise
+        os.utime(opened, (0, 0))
+        os.close(opened)
+        return partial
+
+
+def _check_written(partial: str) -> None:
+    """Raise FileNotFoundError if the new file was never written to."""
+    state = os.stat(partial)
+    if state.st_size == 0 and state.st_mtime_ns == 0:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), partial)
+
+
+def _remove_left_over(path: str) -> None:
+    """Remove temporary files of ``path`` whose writers were killed."""
+    name = re.compile(rf"{re.escape(os.path.basename(path) + _OURS)}\.(\d+)-[0-9a-f]{{8}}\.tmp")
+    for file in Path(path).absolute().parent.glob(f"*{_OURS}.*.tmp"):
+        if (found := name.fullmatch(file.name)) and not _lives(int(found[1])):
+            with suppress(OSError):
+                file.unlink()
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's process
+        pass
+    return True
+
+
+@contextmanager
+def whole_file(path: Path | str, called: str | None = None, parents: bool = False) -> Iterator[str]:
+    """`whole_files` for one path."""
+    with whole_files([path], called, parents) as (partial,):
+        yield partial
+
+
+def write_whole(path: Path | str, content: str | bytes, called: str | None = None) -> None:
+    """Write a file (text as UTF-8) that replaces ``path`` when complete; raises as `whole_files` does."""
+    with whole_file(path, called) as partial, open(partial, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def put_in_place(partial: Path, path: Path) -> None:
+    """Rename a finished ``partial`` to ``path``; raises OSError, and then ``partial`` is kept."""
+    _bring_to_disk(partial)
+    os.replace(partial, path)
+
+
+@contextmanager
+def whole_folder(folder: Path, replace: bool = False, called: str | None = None) -> Iterator[Path]:
+    """Yield a temporary folder; at the end it is renamed to ``folder``, after an error it is removed.
+
+    Args:
+        replace: whether an existing folder is replaced once the new one is complete.
+        called: as in `whole_files`.
+
+    Raises:
+        UsageError: the folder exists already, or cannot be written.
+    """
+    called = called or str(folder)
+    if not replace:
+        refuse_existing(folder, called)
+    if folder.is_symlink():  # replace the link's target, not the link
+        folder = Path(os.path.realpath(folder))
+    partial, old = (
+        folder.with_name(f"{folder.name}{_OURS}.{suffix}") for suffix in ("partial", "old")
+    )
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                _bring_to_disk(file)
+        _exchange(partial, folder, old)
+    except (OSError, RuntimeError) as error:
+        raise _refusal(error, called, [str(partial)]) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _exchange(partial: Path, folder: Path, old: Path) -> None:
+    """Rename ``partial`` to ``folder``. Unlike a file, an existing folder has to be moved away first."""
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    try:
+        os.replace(partial, folder)
+    except OSError:
+        if old.exists():
+            os.replace(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def refuse_existing(folder: Path, called: str) -> None:
+    """Raise UsageError if ``folder`` exists, before the work rather than after it."""
+    if folder.exists():
+        raise UsageError(f"{called} exists already: name a folder that does not")
+
+
+def reason_of(error: BaseException | None) -> str | None:
+    """The system's reason for a failed write, which torch hides behind a RuntimeError of its own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _bring_to_disk(path: Path | str) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())  # else a crash may leave a renamed file without its content
+
+
+def _refusal(error: Exception, called: str, partials: list[str]) -> Exception:
+    """A UsageError for the failed write, or ``error`` itself if it is about some other file."""
+    reason = reason_of(error)
+    if reason is None or not _speaks_of(error, partials):
+        return error
+    return UsageError(f"{called} cannot be saved: {reason}; files saved before are as they were")
+
+
+def _speaks_of(error: Exception, partials: list[str]) -> bool:
+    """Whether an error is about one of ``partials`` or their folders. A failed write names no file."""
+    names = {getattr(error, name, None) for name in ("filename", "filename2")} - {None}
+    if not names:
+        return True
+    named = [Path(os.path.abspath(name)) for name in names if isinstance(name, str | os.PathLike)]
+    for partial in (Path(os.path.abspath(partial)) for partial in partials):
+        for name in named:
+            if name == partial or name in partial.parents or partial in name.parents:
+                return True
+    return False
+
+
+# Locks: one run at a time in a folder. A process holds the lock on a file until it ends.
+#
+# It is a POSIX record lock (``fcntl.lockf``). The kernel releases it however the process ends, NFS
+# servers support it across machines, and forked data-loading processes do not inherit it, so a
+# killed run leaves no lock behind. (``flock`` guarantees neither of the last two.) Closing any
+# descriptor of the file releases the lock, so the file is opened in one place, once.
+
+TRAINING, RECIPE, EVALUATION = "training.lock", "recipe.lock", "evaluation.lock"
+PREPARATION = "preparation.lock"
+_NO_LOCK_FILE = "{} is a link or no plain file, and no lock of a run: remove it"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class InUse(UsageError):
+    """Another process holds the lock of the folder."""
+
+
+_held: dict[Path, int] = {}  # this process's, with their descriptors
+
+
+def take(folder: Path, name: str = TRAINING) -> None:
+    """Hold the lock of a folder until this process ends; calling it again changes nothing.
+
+    Raises:
+        InUse: another process holds it; the message names the process.
+        UsageError: the folder cannot be locked.
+    """
+    file = folder.resolve() / name
+    if file in _held:
+        return
+    opened = _lock(file)
+    if opened is None:
+        return
+    if not _held:
+        atexit.register(release_all, os.getpid())
+    _held[file] = opened
+    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    with suppress(OSError):  # on a full disk it is locked all the same
+        os.ftruncate(opened, 0)
+        holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+        os.write(opened, holder.encode())
+
+
+def check_free(folder: Path, name: str = TRAINING) -> None:
+    """Raise InUse if another process holds the lock of the folder; does not take it."""
+    file = folder.resolve() / name
+    if file not in _held and os.path.lexists(file):
+        opened = _lock(file)
+        if opened is not None:
+            os.close(opened)
+
+
+def _lock(file: Path) -> int | None:
+    """The locked file's descriptor; None, with a warning, if the file system has no locks."""
+    while True:
+        try:
+            opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            if file.is_symlink():
+                raise UsageError(_NO_LOCK_FILE.format(file)) from None
+            raise UsageError(f"{file} cannot be written: {error.strerror}") from None
+        state = os.fstat(opened)
+        if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1:
+            os.close(opened)
+            raise UsageError(_NO_LOCK_FILE.format(file))
+        try:
+            fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(opened, 1000, 0).decode("utf-8", "replace").strip()
+            os.close(opened)
+            if error.errno in _NO_LOCKS:
+                print(
+                    f"warning: {file.parent} is on a file system without locks: see to it that no "
+                    "other run saves there",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                return None
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise UsageError(f"{file} cannot be locked: {error.strerror}") from None
+            raise InUse(
+                f"{file.parent} is in use by another run ({holder or 'it does not say which'}): wait "
+                "for it or stop it, or choose another folder (--save-dir of fairseq-train, RUN_DIR or "
+                "DATA_DIR of the scripts)"
+            ) from None
+        # A process that ends removes its lock file, perhaps after we opened it.
+        if _is(opened, file):
+            return opened
+        os.close(opened)
+
+
+def _is(opened: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(opened), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def release(folder: Path, name: str = TRAINING) -> None:
+    """Release a lock before this process ends, if it holds it."""
+    file = folder.resolve() / name
+    if file in _held:
+        _release(file, _held.pop(file))
+
+
+def _release(file: Path, opened: int) -> None:
+    if _is(opened, file):
+        file.unlink(missing_ok=True)
+    os.close(opened)
+
+
+def release_all(owner: int) -> None:
+    """Remove the lock files at exit. A killed process leaves its file, which locks nothing."""
+    if os.getpid() != owner:
+        return  # a forked process, which holds no lock
+    for file, opened in _held.items():
+        _release(file, opened)
+    _held.clear()

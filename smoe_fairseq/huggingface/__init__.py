@@ -1,0 +1,27 @@
+"""Hugging Face transformers: importing it makes ``Auto*`` classes know the folders of ``smoe export``.
+
+Needs torch, transformers and sentencepiece; fairseq is not needed.
+"""
+
+import warnings
+
+import transformers
+from packaging.version import Version
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from smoe_fairseq.huggingface.model import SMoEConfig, SMoEForConditionalGeneration
+from smoe_fairseq.huggingface.tokenizer import SMoETokenizer
+
+TESTED = ("5.0", "6")  # from the first, below the second
+
+if not Version(TESTED[0]) <= Version(transformers.__version__) < Version(TESTED[1]):
+    warnings.warn(
+        f"transformers {transformers.__version__} was not tested with smoe_fairseq.huggingface; "
+        f"expected at least {TESTED[0]}, below {TESTED[1]}",
+        stacklevel=2,
+    )
+AutoConfig.register(SMoEConfig.model_type, SMoEConfig, exist_ok=True)
+AutoModelForSeq2SeqLM.register(SMoEConfig, SMoEForConditionalGeneration, exist_ok=True)
+AutoTokenizer.register(SMoEConfig, slow_tokenizer_class=SMoETokenizer, exist_ok=True)
+
+__all__ = ["SMoEConfig", "SMoEForConditionalGeneration", "SMoETokenizer"]

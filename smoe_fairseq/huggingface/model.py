@@ -1,0 +1,635 @@
+"""Hugging Face's door to the translation models: configuration and ``generate`` around `StratifiedMoE`.
+
+The parameters have fairseq's names. Shapes: B sentences, S source and T target positions, D embedding,
+H heads, V entries of the target dictionary.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import ModelOutput, Seq2SeqMoEOutput
+
+from smoe_fairseq.modules import RoutingStats, StratifiedMoE
+
+SIDES = ("encoder", "decoder")
+ACTIVATIONS: dict[
+    str, Callable[[Tensor], Tensor]
+] = {  # by fairseq's names, as fairseq computes them
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+    "gelu": lambda x: F.gelu(x.float()).type_as(x),
+    "gelu_accurate": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+    "tanh": torch.tanh,
+    "linear": lambda x: x,
+}
+
+
+class SMoEConfig(PretrainedConfig):
+    """Options of ``smoe_transformer`` under their own names, such as ``encoder_layers``; see docs/flags.md.
+
+    Args:
+        vocab_size: V, entries of the target dictionary.
+        source_vocab_size: entries of the source dictionary; None: as many.
+        moe_blocks: arguments of the `StratifiedMoE` of each MoE layer by its name
+            (``encoder.layers.1.moe``); empty: a dense model.
+        router_aux_loss_coef, router_z_loss_coef, router_entropy_loss_coef: weights of the gates' balance
+            loss, z-loss, and (gate top-p) entropy in ``loss``.
+        output_router_logits: whether outputs have the gates' logits.
+        label_smoothing: of the cross entropy in ``loss``.
+        options: the other options of the model.
+    """
+
+    model_type = "smoe_transformer"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {
+        "hidden_size": "decoder_embed_dim",
+        "d_model": "decoder_embed_dim",
+        "num_hidden_layers": "decoder_layers",
+        "num_attention_heads": "decoder_attention_heads",
+    }
+
+    def __init__(
+        self,
+        vocab_size: int = 1000,
+        source_vocab_size: int | None = None,
+        moe_blocks: dict[str, dict] | None = None,
+        router_aux_loss_coef: float = 0.01,
+        router_z_loss_coef: float = 0.0,
+        router_entropy_loss_coef: float = 1e-4,
+        output_router_logits: bool = False,
+        label_smoothing: float = 0.0,
+        use_cache: bool = True,
+        **options,
+    ):
+        self.vocab_size = vocab_size
+        self.source_vocab_size = source_vocab_size or vocab_size
+        self.moe_blocks = moe_blocks or {}
+        self.router_aux_loss_coef = router_aux_loss_coef
+        self.router_z_loss_coef = router_z_loss_coef
+        self.router_entropy_loss_coef = router_entropy_loss_coef
+        self.output_router_logits = output_router_logits
+        self.label_smoothing = label_smoothing
+        for side in SIDES:
+            for name, default in _SIDE_DEFAULTS.items():
+                setattr(self, f"{side}_{name}", options.pop(f"{side}_{name}", default))
+        for name, default in _DEFAULTS.items():
+            setattr(self, name, options.pop(name, default))
+        ids = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+        given = {"is_encoder_decoder": True, "tie_word_embeddings": True}
+        super().__init__(**{**ids, **given, **options})
+        self.use_cache = use_cache
+
+    def of(self, side: str, name: str):
+        """An option of a side, ``encoder_layers``."""
+        return getattr(self, f"{side}_{name}")
+
+
+_SIDE_DEFAULTS = {
+    "embed_dim": 512,
+    "ffn_embed_dim": 2048,
+    "layers": 6,
+    "attention_heads": 8,
+    "normalize_before": True,
+    "learned_pos": False,
+    "layerdrop": 0.0,
+}
+_DEFAULTS = {
+    "activation_fn": "relu",
+    "dropout": 0.1,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "layernorm_embedding": False,
+    "no_scale_embedding": False,
+    "no_token_positional_embeddings": False,
+    "share_all_embeddings": True,
+    "share_decoder_input_output_embed": False,
+    "max_source_positions": 1024,
+    "max_target_positions": 1024,
+}
+
+
+@dataclass
+class EncoderOutput(ModelOutput):
+    """What the encoder made of B sentences.
+
+    Args:
+        last_hidden_state: ``(B, S, D)``.
+        hidden_states: of the embeddings and of each layer, if asked for.
+        attentions: of each layer ``(B, H, S, S)``, if asked for.
+        router_logits: as of `SMoEForConditionalGeneration.forward`.
+        routing: of each MoE layer, where the loss is wanted.
+    """
+
+    last_hidden_state: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    router_logits: tuple[tuple[Tensor, ...], ...] | None = None
+    routing: tuple[RoutingStats, ...] | None = None
+
+
+class SinusoidalPositions(nn.Module):
+    """fairseq's: sines, then cosines; the padding row is 0. Without parameters, of any length."""
+
+    def __init__(self, embed_dim: int, padding: int):
+        super().__init__()
+        self.embed_dim, self.padding = embed_dim, padding
+
+    def forward(self, position_BT: Tensor) -> Tensor:
+        half = self.embed_dim // 2
+        step = math.log(10000) / (half - 1)
+        rate = torch.exp(torch.arange(half, dtype=torch.float, device=position_BT.device) * -step)
+        angle = position_BT.unsqueeze(-1).float() * rate
+        found = F.pad(torch.cat([angle.sin(), angle.cos()], -1), (0, self.embed_dim % 2))
+        return found.masked_fill((position_BT == self.padding).unsqueeze(-1), 0)
+
+
+class Attention(nn.Module):
+    """Of several heads; keys and values of another width are ``key_dim`` wide."""
+
+    def __init__(self, config: SMoEConfig, side: str, layer: int, key_dim: int | None = None):
+        super().__init__()
+        dim, self.heads = config.of(side, "embed_dim"), config.of(side, "attention_heads")
+        self.dropout, self.layer, self.is_cross = (
+            config.attention_dropout,
+            layer,
+            key_dim is not None,
+        )
+        self.q_proj, self.out_proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.k_proj, self.v_proj = nn.Linear(key_dim or dim, dim), nn.Linear(key_dim or dim, dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        source: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: EncoderDecoderCache | None = None,
+        weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``x (B, T, D)`` looks at ``source (B, S, ...)``, or itself, where ``mask`` is True.
+
+        Returns:
+            The output, and with ``weights`` the probabilities ``(B, H, T, S)``.
+        """
+        q = self._heads(self.q_proj(x))
+        k, v = self._keys(x if source is None else source, cache)
+        dropout = self.dropout if self.training else 0.0
+        probs = None
+        if weights:
+            scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+            if mask is not None:
+                scores = scores.masked_fill(~mask, float("-inf"))
+            probs = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+            y = F.dropout(probs, dropout) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        return self.out_proj(y.transpose(1, 2).flatten(2)), probs
+
+    def _keys(self, source: Tensor, cache: EncoderDecoderCache | None) -> tuple[Tensor, Tensor]:
+        if cache is None:
+            return self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
+        part = cache.cross_attention_cache if self.is_cross else cache.self_attention_cache
+        if self.is_cross and cache.is_updated.get(self.layer):
+            return part.layers[self.layer].keys, part.layers[self.layer].values
+        k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
+        if self.is_cross:
+            cache.is_updated[self.layer] = True
+        return part.update(k, v, self.layer)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class Layer(GradientCheckpointingLayer):
+    """An encoder or decoder layer, pre-norm or post-norm, dense or with experts."""
+
+    def __init__(self, config: SMoEConfig, side: str, number: int):
+        super().__init__()
+        dim, ffn_dim = config.of(side, "embed_dim"), config.of(side, "ffn_embed_dim")
+        self.pre_norm = config.of(side, "normalize_before")
+        self.dropout, self.activation_dropout = config.dropout, config.activation_dropout
+        self.self_attn = Attention(config, side, number)
+        self.self_attn_layer_norm = nn.LayerNorm(dim)
+        if side == "decoder":
+            self.encoder_attn = Attention(config, side, number, config.encoder_embed_dim)
+            self.encoder_attn_layer_norm = nn.LayerNorm(dim)
+        options = config.moe_blocks.get(f"{side}.layers.{number}.moe")
+        self.is_moe = options is not None
+        if self.is_moe:
+            entries = config.source_vocab_size if side == "encoder" else config.vocab_size
+            self.moe = block_of(options, entries)
+        else:
+            self.activation_fn = ACTIVATIONS[config.activation_fn]
+            self.fc1, self.fc2 = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
+            self.final_layer_norm = nn.LayerNorm(dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        source: Tensor | None = None,
+        mask: Tensor | None = None,
+        source_mask: Tensor | None = None,
+        padding_BT: Tensor | None = None,
+        ids_BT: Tensor | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        weights: bool = False,
+        with_stats: bool = False,
+    ) -> tuple:
+        """``(y, self-attention, cross-attention, statistics of the routing)``; None where not asked for."""
+
+        def look(name: str, *arguments) -> tuple[Tensor, Tensor | None]:
+            norm = getattr(self, f"{name}_layer_norm")
+            y, probs = getattr(self, name)(norm(x) if self.pre_norm else x, *arguments)
+            return self._add(x, y, norm), probs
+
+        x, own = look("self_attn", None, mask, past_key_values, weights)
+        cross = None
+        if source is not None:
+            x, cross = look("encoder_attn", source, source_mask, past_key_values, weights)
+        if self.is_moe:
+            x, stats = self.moe(x, padding_BT, with_stats, ids_BT)
+            return x, own, cross, stats
+        h = self.activation_fn(self.fc1(self.final_layer_norm(x) if self.pre_norm else x))
+        h = self.fc2(F.dropout(h, self.activation_dropout, self.training))
+        return self._add(x, h, self.final_layer_norm), own, cross, None
+
+    def _add(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
+        y = x + F.dropout(y, self.dropout, self.training)
+        return y if self.pre_norm else norm(y)
+
+
+def block_of(options: dict, vocabulary: int) -> StratifiedMoE:
+    """The block of these arguments; a hash gate's table, which is among the weights, is empty yet."""
+    options = {**options, "activation_fn": ACTIVATIONS[options["activation_fn"]]}
+    if options["gate"] == "hash":
+        options["hash_table"] = torch.zeros(vocabulary, dtype=torch.long)
+    output_norm = options.pop("output_norm", True)
+    block = StratifiedMoE(**options)
+    if not output_norm:  # of a checkpoint of before it had one
+        block.layer_norms.drop_output_norm()
+    return block
+
+
+class Side(nn.Module):
+    """What encoder and decoder share: embeddings and layers."""
+
+    def __init__(self, config: SMoEConfig, side: str, vocabulary: int, positions: int):
+        super().__init__()
+        dim, padding = config.of(side, "embed_dim"), config.pad_token_id
+        self.padding, self.dropout = padding, config.dropout
+        self.layerdrop = config.of(side, "layerdrop")
+        self.scale = 1.0 if config.no_scale_embedding else math.sqrt(dim)
+        self.embed_tokens = nn.Embedding(vocabulary, dim, padding)
+        self.embed_positions = None
+        if not config.no_token_positional_embeddings:
+            self.embed_positions = SinusoidalPositions(dim, padding)
+            if config.of(side, "learned_pos"):
+                self.embed_positions = nn.Embedding(positions + padding + 1, dim, padding)
+        self.layernorm_embedding = nn.LayerNorm(dim) if config.layernorm_embedding else None
+        self.layers = nn.ModuleList(
+            Layer(config, side, number) for number in range(config.of(side, "layers"))
+        )
+        self.layer_norm = nn.LayerNorm(dim) if config.of(side, "normalize_before") else None
+
+    def padding_of(self, ids_BT: Tensor | None, mask_BT: Tensor | None, x: Tensor) -> Tensor:
+        """True at padding, ``(B, T)``: by the ids, and by the end of a mask that has 0 there."""
+        padding_BT = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        if ids_BT is not None:
+            padding_BT = ids_BT == self.padding
+        if mask_BT is not None:
+            padding_BT = padding_BT | (mask_BT[:, -x.shape[1] :] == 0)
+        return padding_BT
+
+    def embed(self, ids_BT: Tensor | None, embeds: Tensor | None) -> Tensor:
+        """``(B, T, D)``, scaled, without positions."""
+        if (ids_BT is None) == (embeds is None):
+            raise ValueError("expected either ids or embeddings")
+        return self.scale * self.embed_tokens(ids_BT) if embeds is None else embeds
+
+    def place(self, x: Tensor, padding_BT: Tensor, past: int) -> Tensor:
+        """With positions, which padding has none of; ``past`` tokens came before."""
+        if self.embed_positions is not None:
+            real_BT = (~padding_BT).long()
+            position_BT = (real_BT.cumsum(1) + past) * real_BT + self.padding
+            x = x + self.embed_positions(position_BT).to(x)
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        return F.dropout(x, self.dropout, self.training)
+
+    def run(self, x: Tensor, router_logits: bool, weights: bool, **arguments) -> dict:
+        """All layers and the last norm.
+
+        Returns:
+            By name ``x``, and by layer ``hidden`` (with the embeddings), ``own`` and ``cross``
+            attention, ``stats`` and ``logits`` of MoE layers.
+        """
+        found = {"hidden": [x], "own": [], "cross": [], "stats": [], "logits": []}
+        for layer in self.layers:
+            if self.training and self.layerdrop and torch.rand([]) < self.layerdrop:
+                continue
+            logits, hooks = [], []
+            if router_logits and layer.is_moe:
+                found["logits"].append(logits)
+                for gate in layer.moe.gates:
+                    keep = lambda _, given, routing, here=logits: here.append(routing.logits_TE)  # noqa: E731
+                    hooks.append(gate.register_forward_hook(keep))
+            try:
+                x, own, cross, stats = layer(x, weights=weights, **arguments)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            for name, value in (("hidden", x), ("own", own), ("cross", cross), ("stats", stats)):
+                if value is not None:
+                    found[name].append(value)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        found["logits"] = [tuple(logits) for logits in found["logits"]]
+        return {"x": x, **{name: tuple(values) for name, values in found.items()}}
+
+
+class Encoder(Side):
+    main_input_name = "input_ids"  # which generate asks for
+
+    def __init__(self, config: SMoEConfig):
+        super().__init__(config, "encoder", config.source_vocab_size, config.max_source_positions)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        output_router_logits: bool | None = None,
+        with_stats: bool = False,
+        return_dict: bool | None = None,
+    ) -> EncoderOutput:
+        """Of ids ``(B, S)``, or of scaled embeddings ``(B, S, D)``; the mask has 0 at padding."""
+        x = self.embed(input_ids, inputs_embeds)
+        padding_BS = self.padding_of(input_ids, attention_mask, x)
+        x = self.place(x, padding_BS, 0).masked_fill(padding_BS.unsqueeze(-1), 0)
+        padding_BS = padding_BS if may_have_padding(padding_BS) else None
+        found = self.run(
+            x,
+            bool(output_router_logits),
+            bool(output_attentions),
+            mask=None if padding_BS is None else ~padding_BS[:, None, None],
+            padding_BT=padding_BS,
+            ids_BT=input_ids,
+            with_stats=with_stats,
+        )
+        return EncoderOutput(
+            last_hidden_state=found["x"],
+            hidden_states=found["hidden"] if output_hidden_states else None,
+            attentions=found["own"] if output_attentions else None,
+            router_logits=found["logits"] if output_router_logits else None,
+            routing=found["stats"] if with_stats else None,
+        )
+
+
+class Decoder(Side):
+    def __init__(self, config: SMoEConfig):
+        super().__init__(config, "decoder", config.vocab_size, config.max_target_positions)
+        self.output_projection = nn.Linear(config.decoder_embed_dim, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        source: Tensor,
+        source_padding_BS: Tensor,
+        ids_BT: Tensor | None,
+        embeds: Tensor | None,
+        mask_BT: Tensor | None,
+        cache: EncoderDecoderCache | None,
+        router_logits: bool,
+        weights: bool,
+        with_stats: bool,
+    ) -> dict:
+        """As `Side.run`, for T tokens behind those of the cache; ``mask_BT`` may have those too."""
+        past = cache.get_seq_length() if cache is not None else 0
+        x = self.embed(ids_BT, embeds)
+        padding_BT = self.padding_of(ids_BT, mask_BT, x)
+        x = self.place(x, padding_BT, past)
+        number = x.shape[1]
+        before_BT = padding_BT.new_zeros(len(x), past)
+        if mask_BT is not None and mask_BT.shape[1] == past + number:
+            before_BT = mask_BT[:, :past] == 0
+        all_BT = torch.cat([before_BT, padding_BT], 1)
+        mask = None
+        if number > 1 or may_have_padding(all_BT):
+            ones = torch.ones(number, past + number, dtype=torch.bool, device=x.device)
+            # A token sees itself, padding too, so that no row of the attention is empty.
+            own = ones.tril(past).triu(past)
+            mask = (ones.tril(past) & ~all_BT[:, None, None]) | own
+        return self.run(
+            x,
+            router_logits,
+            weights,
+            source=source,
+            mask=mask,
+            source_mask=(
+                ~source_padding_BS[:, None, None] if may_have_padding(source_padding_BS) else None
+            ),
+            padding_BT=padding_BT if may_have_padding(padding_BT) else None,
+            ids_BT=ids_BT,
+            past_key_values=cache,
+            with_stats=with_stats,
+        )
+
+
+def may_have_padding(padding_BT: Tensor) -> bool:
+    """Whether to mask; on a device always, since asking would wait for it."""
+    return padding_BT.device.type != "cpu" or bool(padding_BT.any())
+
+
+class SMoEPreTrainedModel(PreTrainedModel):
+    config_class = SMoEConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Layer"]
+    _supports_sdpa = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """fairseq's initial weights; the library leaves alone what it has loaded."""
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        elif isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, StratifiedMoE):  # buffers that no file has
+            for name, values in (
+                ("stratum_of_expert", module.strata.stratum_of_expert),
+                ("visible_of_gate", module.strata.visible),
+            ):
+                getattr(module, name).copy_(torch.tensor(values))
+
+
+class SMoEForConditionalGeneration(SMoEPreTrainedModel, GenerationMixin):
+    """Encoder-decoder of a ``smoe_transformer``, dense or with experts, that translates.
+
+    Losses of the gates are of each batch by itself; those of CMR and of ``--smoe-capacity-budget`` are
+    fairseq's criterion's alone.
+    """
+
+    _tied_weights_keys = {}  # of each model its own
+    accepts_loss_kwargs = False  # the loss is a mean over the batch's tokens
+
+    def __init__(self, config: SMoEConfig):
+        super().__init__(config)
+        self.encoder, self.decoder = Encoder(config), Decoder(config)
+        shared = "encoder.embed_tokens.weight"
+        self._tied_weights_keys = {}
+        if config.share_all_embeddings:
+            for name in ("embed_tokens", "output_projection"):
+                self._tied_weights_keys[f"decoder.{name}.weight"] = shared
+        elif config.share_decoder_input_output_embed:
+            own = "decoder.embed_tokens.weight"
+            self._tied_weights_keys["decoder.output_projection.weight"] = own
+        self.post_init()
+
+    def get_encoder(self, modality: str | None = None) -> Encoder:
+        return self.encoder
+
+    def get_decoder(self) -> Decoder:
+        return self.decoder
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.encoder.embed_tokens = value
+        if self.config.share_all_embeddings:
+            self.decoder.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.decoder.output_projection
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.decoder.output_projection = value
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """``(B, T)``: the end of sentence, then the labels but the last."""
+        ids = labels.masked_fill(labels == -100, self.config.pad_token_id)
+        first = torch.full_like(ids[:, :1], self.config.decoder_start_token_id)
+        return torch.cat([first, ids[:, :-1]], 1)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: EncoderOutput | tuple | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
+        return_dict: bool | None = None,
+        **unused,
+    ) -> Seq2SeqMoEOutput | tuple:
+        """Logits ``(B, T, V)``, and the loss with ``labels (B, T)``, which are -100 where they do not count.
+
+        Embeddings that are given are scaled already. Router logits are, for each MoE layer, a tensor
+        ``(tokens, experts seen)`` for each stratum, of the tokens that its gate was given.
+
+        Returns:
+            ``loss`` is the mean cross entropy over the labels, plus ``encoder_aux_loss`` and
+            ``decoder_aux_loss``: each side's part of the gates' weighted losses.
+        """
+        config = self.config
+        attentions = _or(output_attentions, config.output_attentions)
+        hidden = _or(output_hidden_states, config.output_hidden_states)
+        logits_too = _or(output_router_logits, config.output_router_logits)
+        with_stats = labels is not None
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids, attention_mask, inputs_embeds, hidden, attentions, logits_too, with_stats
+            )
+        elif not isinstance(encoder_outputs, ModelOutput):
+            encoder_outputs = EncoderOutput(*encoder_outputs)
+        source = encoder_outputs.last_hidden_state
+        if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        use_cache = labels is None and _or(use_cache, config.use_cache)
+        if use_cache and past_key_values is None:
+            past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        found = self.decoder(
+            source,
+            self.encoder.padding_of(input_ids, attention_mask, source),
+            decoder_input_ids,
+            decoder_inputs_embeds,
+            decoder_attention_mask,
+            past_key_values,
+            logits_too,
+            attentions,
+            with_stats,
+        )
+        logits = self.decoder.output_projection(found["x"])
+        loss = of_encoder = of_decoder = None
+        if labels is not None:
+            # fairseq shares the smoothing among the other entries, torch among all.
+            smoothing = config.label_smoothing * config.vocab_size / (config.vocab_size - 1)
+            loss = F.cross_entropy(
+                logits.flatten(0, 1).float(),
+                labels.flatten().to(logits.device),
+                label_smoothing=smoothing,
+            )
+            of_encoder, of_decoder = self.gate_losses(
+                getattr(encoder_outputs, "routing", None) or (), found["stats"], loss
+            )
+            loss = loss + of_encoder + of_decoder
+        output = Seq2SeqMoEOutput(
+            loss=loss,
+            logits=logits,
+            encoder_aux_loss=of_encoder,
+            decoder_aux_loss=of_decoder,
+            past_key_values=past_key_values if use_cache else None,
+            decoder_hidden_states=found["hidden"] if hidden else None,
+            decoder_attentions=found["own"] if attentions else None,
+            cross_attentions=found["cross"] if attentions else None,
+            decoder_router_logits=found["logits"] if logits_too else None,
+            encoder_last_hidden_state=source,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+            encoder_router_logits=getattr(encoder_outputs, "router_logits", None),
+        )
+        return output if _or(return_dict, config.return_dict) else output.to_tuple()
+
+    def gate_losses(
+        self, encoder: tuple[RoutingStats, ...], decoder: tuple[RoutingStats, ...], like: Tensor
+    ) -> list[Tensor]:
+        """Each side's part of the weighted means over all MoE layers; scalars on the device of ``like``."""
+        config = self.config
+        learns = any(m.learns_balance for m in self.modules() if isinstance(m, StratifiedMoE))
+        number = max(1, len(encoder) + len(decoder))
+        parts = []
+        for side in (encoder, decoder):
+            part = like.new_zeros(())
+            for stats in side:
+                losses = config.router_z_loss_coef * stats.z_loss
+                if learns:
+                    losses = losses + config.router_aux_loss_coef * stats.balance_loss
+                if stats.entropy is not None:
+                    losses = losses + config.router_entropy_loss_coef * stats.entropy
+                part = part + losses.to(like.device) / number
+            parts.append(part)
+        return parts
+
+
+def _or(given: bool | None, default: bool) -> bool:
+    return bool(default if given is None else given)

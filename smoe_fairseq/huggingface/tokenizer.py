@@ -1,0 +1,201 @@
+"""A run's sentencepiece model and dictionaries, with its language tokens, as a tokenizer of transformers."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from sentencepiece import SentencePieceProcessor
+from transformers import PreTrainedTokenizer
+
+from smoe_fairseq.errors import UsageError
+
+_BEGINS_WORD = "\u2581"  # how sentencepiece marks it
+
+
+class SMoETokenizer(PreTrainedTokenizer):
+    """Text to ids as fairseq encodes it, and back.
+
+    Tokens in the text, such as ``</s>``, are text. ``tokenizer(text, text_target=...)`` makes labels too.
+
+    Args:
+        vocab_file: JSON, the source dictionary's entries in order.
+        target_vocab_file: the target's; None: they share one.
+        sp_model_file: the sentencepiece model; None: subwords are those between blanks.
+        language_tokens: the token of each language; empty: one direction.
+        encoder_langtok: whose token a source begins with, "src" or "tgt"; None: none.
+        decoder_langtok: whether a translation begins with the token of its language.
+        lang_pairs: the directions that were trained, ``en-de``.
+        src_lang, tgt_lang: the direction; attributes that may be changed.
+    """
+
+    vocab_files_names = {
+        "vocab_file": "vocab.json",
+        "target_vocab_file": "target_vocab.json",
+        "sp_model_file": "spm.model",
+    }
+    model_input_names = ["input_ids", "attention_mask"]
+
+    def __init__(
+        self,
+        vocab_file: str,
+        target_vocab_file: str | None = None,
+        sp_model_file: str | None = None,
+        language_tokens: Mapping[str, str] | None = None,
+        encoder_langtok: str | None = None,
+        decoder_langtok: bool = False,
+        lang_pairs: list[str] | None = None,
+        src_lang: str | None = None,
+        tgt_lang: str | None = None,
+        **options,
+    ):
+        self.files = {
+            "vocab_file": vocab_file,
+            "target_vocab_file": target_vocab_file,
+            "sp_model_file": sp_model_file,
+        }
+        self.source = json.loads(Path(vocab_file).read_text("utf-8"))
+        self.target = self.source
+        if target_vocab_file:
+            self.target = json.loads(Path(target_vocab_file).read_text("utf-8"))
+        self._source_ids = {token: i for i, token in enumerate(self.source)}
+        self._target_ids = {token: i for i, token in enumerate(self.target)}
+        self._of_target = False
+        self._spm = None
+        if sp_model_file:
+            self._spm = SentencePieceProcessor(model_file=str(sp_model_file))
+        self.language_tokens = dict(language_tokens or {})
+        self.encoder_langtok, self.decoder_langtok = encoder_langtok, decoder_langtok
+        self.lang_pairs = list(lang_pairs or [])
+        self._src_lang = self._tgt_lang = None
+        special = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
+        options = {f"{name}_token": token for name, token in special.items()} | options
+        options.setdefault("split_special_tokens", True)
+        super().__init__(
+            language_tokens=self.language_tokens,
+            encoder_langtok=encoder_langtok,
+            decoder_langtok=decoder_langtok,
+            lang_pairs=self.lang_pairs,
+            src_lang=src_lang,
+            tgt_lang=tgt_lang,
+            **options,
+        )
+        self.src_lang, self.tgt_lang = src_lang, tgt_lang
+
+    @property
+    def src_lang(self) -> str | None:
+        """The language of the source."""
+        return self._src_lang
+
+    @src_lang.setter
+    def src_lang(self, language: str | None) -> None:
+        self._src_lang = self._known(language)
+
+    @property
+    def tgt_lang(self) -> str | None:
+        """The language of translations."""
+        return self._tgt_lang
+
+    @tgt_lang.setter
+    def tgt_lang(self, language: str | None) -> None:
+        self._tgt_lang = self._known(language)
+
+    def _known(self, language: str | None) -> str | None:
+        if language is not None and self.language_tokens and language not in self.language_tokens:
+            known = ", ".join(self.language_tokens)
+            raise UsageError(
+                f"{language} is no language of this tokenizer; expected one of {known}"
+            )
+        return language
+
+    def get_lang_id(self, language: str) -> int:
+        """The id of a language's token, for ``generate(forced_bos_token_id=...)`` with ``decoder_langtok``.
+
+        Raises:
+            UsageError: the tokenizer has no such language.
+        """
+        if not self.language_tokens:
+            raise UsageError(
+                f"{language}: this tokenizer is of one direction, without language tokens"
+            )
+        return self._target_ids[self.language_tokens[self._known(language)]]
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.source)
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self._source_ids)
+
+    def _tokenize(self, text: str, **_) -> list[str]:
+        pieces = [text] if self._spm is None else self._spm.encode(text, out_type=str)
+        return " ".join(pieces).split()
+
+    def _convert_token_to_id(self, token: str) -> int:
+        ids = self._target_ids if self._of_target else self._source_ids
+        return ids.get(token, ids["<unk>"])
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return self.target[index]
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        if self._spm is None:
+            return " ".join(tokens)
+        return "".join(tokens).replace(_BEGINS_WORD, " ").strip()
+
+    def _decode(self, token_ids, skip_special_tokens: bool = False, **_) -> str:
+        """Unknown words are ``<unk>``, as in fairseq, whether or not special tokens are left out."""
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        left_out = {"<s>", "<pad>", "</s>", *self.language_tokens.values()}
+        tokens = [self.target[int(i)] for i in ids]
+        if skip_special_tokens:
+            tokens = [token for token in tokens if token not in left_out]
+        return self.convert_tokens_to_string(tokens)
+
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        """The token of a language where there is one, and the end of sentence."""
+        begin = []
+        whose = self.encoder_langtok and self.encoder_langtok[:3]
+        name = f"{whose}_lang"
+        if self._of_target:
+            name = "tgt_lang" if self.decoder_langtok else ""
+        elif not whose:
+            name = ""
+        if name and self.language_tokens:
+            if (language := getattr(self, name)) is None:
+                known = ", ".join(self.language_tokens)
+                raise UsageError(f"tokenizer.{name} is not set; expected one of {known}")
+            begin = [self._convert_token_to_id(self.language_tokens[language])]
+        return [*begin, *token_ids_0, *(token_ids_1 or []), self._convert_token_to_id("</s>")]
+
+    def get_special_tokens_mask(
+        self, token_ids_0, token_ids_1=None, already_has_special_tokens: bool = False
+    ) -> list[int]:
+        """1 for each token that is no text's."""
+        if not already_has_special_tokens:
+            with_all = self.build_inputs_with_special_tokens(token_ids_0, token_ids_1)
+            own = len(token_ids_0) + len(token_ids_1 or [])
+            return [1] * (len(with_all) - 1 - own) + [0] * own + [1]
+        special = {0, 1, 2, *map(self._convert_token_to_id, self.language_tokens.values())}
+        return [int(i in special) for i in token_ids_0]
+
+    def _switch_to_input_mode(self) -> None:
+        self._of_target = False
+
+    def _switch_to_target_mode(self) -> None:
+        self._of_target = True
+
+    def save_vocabulary(
+        self, save_directory: str, filename_prefix: str | None = None
+    ) -> tuple[str, ...]:
+        written = []
+        for name, source in self.files.items():
+            if source:
+                prefix = f"{filename_prefix}-" if filename_prefix else ""
+                target = Path(save_directory, prefix + self.vocab_files_names[name])
+                if not target.exists() or not target.samefile(source):
+                    shutil.copyfile(source, target)
+                written.append(str(target))
+        return tuple(written)

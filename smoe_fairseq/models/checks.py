@@ -1,0 +1,447 @@
+"""What is wrong with a model's options, said before anything is built."""
+
+import functools
+import os
+from contextvars import ContextVar
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.models.options import (
+    DecoderOptions,
+    MoEOptions,
+    SMoEMultilingualTransformerConfig,
+    SMoETransformerConfig,
+    flag,
+)
+from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
+from smoe_fairseq.modules.gates import GATES
+
+BYTES = 4  # of a weight
+MOST_LAYERS = 1_000_000  # of a side: no list is made of more
+# Modules and tensors as Python objects: what is left on the meta device, where weights take no memory.
+LAYER_OBJECTS, GATE_OBJECTS = 50_000, 5_000
+
+
+def check_size(config: DecoderOptions, task) -> None:
+    """Raise ValueError with one sentence that names the flags of the part that is too large.
+
+    The config's sizes have to be positive numbers.
+    """
+    memory, ranks = machine_memory(), ranks_here()
+    on_meta = torch.empty(0).is_meta  # for its shapes alone
+    sizes = {
+        part: objects + (0 if on_meta else BYTES * weights)
+        for part, (weights, objects) in _parts(config, task).items()
+    }
+    if memory is None or ranks * sum(sizes.values()) <= memory:
+        return
+    largest = max(sizes, key=sizes.get)
+    times = f" in each of {ranks} ranks" if ranks > 1 else ""
+    raise ValueError(
+        f"{largest}: the model would take {_readable(sum(sizes.values()))}{times}, of which this part takes "
+        f"{_readable(sizes[largest])}; expected one that fits into the {_readable(memory)} of memory here"
+    )
+
+
+def ranks_here() -> int:
+    """Ranks on this machine, each of which builds its model in host memory."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
+    if told.isdecimal():
+        return int(told)
+    return min(dist.get_world_size(), max(torch.cuda.device_count(), 1))  # fairseq's own spawn
+
+
+def _parts(config: DecoderOptions, task) -> dict[str, tuple[int, int]]:
+    """(weights, bytes of objects) of each part of the model, by the flags that make it large."""
+    processes = 1
+    if config.expert_parallel and dist.is_initialized():
+        processes = dist.get_world_size()
+    parts = {}
+    for side in config.SIDES:
+        copies = _copies(config, side, task)
+        attentions = 2 if side == "decoder" and "encoder" in config.SIDES else 1
+        dim, ffn, layers = (
+            getattr(config, f"{side}_{name}") for name in ("embed_dim", "ffn_embed_dim", "layers")
+        )
+        strata = config.strata_of(side)
+        flags = f"--{side}-embed-dim {dim} --{side}-ffn-embed-dim {ffn} --{side}-layers {layers}"
+        dense = layers if config.moe_cmr else layers - len(strata)
+        parts[flags] = (
+            copies * (layers * attentions * 4 * dim**2 + dense * 2 * dim * ffn),
+            copies * layers * LAYER_OBJECTS,
+        )
+        width = config.moe_expert_ffn_dim or ffn
+        experts = sum(each.num_experts for each in strata) * 2 * dim * width // processes
+        gates = sum(map(len, strata))
+        experts += (
+            sum(sum(each.visible) for each in strata)
+            + (config.moe_null_experts + config.moe_copy_experts + config.moe_constant_experts)
+            * gates
+            + 3 * config.moe_constant_experts * len(strata)
+        ) * dim
+        beside = config.moe_shared_experts * width + config.moe_residual * ffn
+        experts += len(strata) * 2 * dim * beside
+        name = config.strata_option_of(side)
+        parts[f"{flag(name)} {_short(getattr(config, name))} with {flags}"] = (
+            copies * experts,
+            copies * gates * GATE_OBJECTS,
+        )
+        # Positions that are computed have a table too.
+        name = config.positions_option_of(side)
+        positions = getattr(config, name)
+        table = 0 if config.no_token_positional_embeddings else positions * dim
+        parts[f"{flag(name)} {positions} with --{side}-embed-dim {dim}"] = (copies * table, 0)
+        dictionary = task.source_dictionary if side == "encoder" else task.target_dictionary
+        parts[f"--{side}-embed-dim {dim} and a dictionary of {len(dictionary)}"] = (
+            _tables(config, side, copies) * len(dictionary) * dim,
+            0,
+        )
+    return parts
+
+
+def _copies(config: DecoderOptions, side: str, task) -> int:
+    """How many encoders or decoders there are: with a model per language pair one for each language."""
+    pairs = getattr(task, "model_lang_pairs", None)
+    if pairs is None or getattr(config, f"share_{side}s", False):
+        return 1
+    return len({pair.split("-")[side == "decoder"] for pair in pairs})
+
+
+def _tables(config: DecoderOptions, side: str, copies: int) -> int:
+    """How many tables of words a side's copies have that no other has: of the input, and of the output."""
+    if getattr(config, "share_all_embeddings", False):
+        return 1 if side == "encoder" else 0
+    inputs = 1 if getattr(config, f"share_{side}_embeddings", False) else copies
+    if side == "encoder" or config.share_decoder_input_output_embed:
+        return inputs
+    return inputs + copies
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _readable(size: int) -> str:
+    if size < 2**30:
+        return f"{size / 2**20:,.0f} MiB"
+    # Integers, since a float may be too small.
+    return f"{size * 10 // 2**30 / 10:,.1f} GiB" if size < 2**60 else "more than an EiB"
+
+
+# Checks before any work starts: do the options, the data and the checkpoint fit together?
+
+# What makes a model another one than a user of a dense model can have meant.
+OF_EXPERTS = (
+    "moe_cmr",
+    "moe_gate",
+    "moe_scores",
+    "moe_null_experts",
+    "moe_copy_experts",
+    "moe_constant_experts",
+    "moe_shared_experts",
+    "moe_residual",
+)
+OF_EXPERTS += ("smoe_chain", "moe_expert_ffn_dim", "moe_balance", "moe_balance_over")
+OF_EXPERTS += ("smoe_capacity_budget", "smoe_exit_bias")
+# So do these, and options of one value of another; but there are checkpoints that have them without effect.
+ALSO_OF_EXPERTS = ("moe_eom", "moe_fom", "moe_gating_dropout", "moe_stacked")
+OF_ONE_CHOICE = {
+    "moe_top_p": ("moe_gate", "top-p"),
+    "moe_hash_table": ("moe_gate", "hash"),
+    "moe_hash_seed": ("moe_gate", "hash"),
+    "moe_bias_step": ("moe_balance", "bias"),
+}
+
+_loading = ContextVar("whether the options are a checkpoint's own", default=False)
+
+
+def know_what_is_loaded(checkpoint_utils: ModuleType) -> None:
+    """Has options that a checkpoint was trained with, without effect, not refused when it is loaded."""
+    original = checkpoint_utils.load_model_ensemble_and_task
+
+    @functools.wraps(original)
+    def load_model_ensemble_and_task(*arguments, **options):
+        before = _loading.set(True)
+        try:
+            return original(*arguments, **options)
+        finally:
+            _loading.reset(before)
+
+    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
+
+
+def check_config(config: DecoderOptions, task) -> None:
+    """Raise ValueError with one sentence that names the flag and what would be accepted."""
+    _check_numbers(config)
+    for side in config.SIDES:
+        freq = config.moe_freq_of(side)
+        layers = getattr(config, f"{side}_layers")
+        if freq < 0 or freq > layers:
+            raise ValueError(
+                f"--moe-freq {freq} for the {side}: expected 0 (dense) to its {layers} layers"
+            )
+        if freq > 0 and not getattr(config, f"{side}_normalize_before"):
+            raise ValueError(
+                f"--no-{side}-normalize-before: a stratified MoE brings its own layer norms and needs "
+                f"pre-norm layers; leave the flag out, or make the {side} dense with "
+                f"--{side}-moe-freq 0"
+            )
+        dim, heads = (
+            getattr(config, f"{side}_{name}") for name in ("embed_dim", "attention_heads")
+        )
+        if dim % heads:
+            raise ValueError(
+                f"--{side}-embed-dim {dim}: expected a multiple of --{side}-attention-heads {heads}"
+            )
+    sides = [side for side in config.SIDES if config.moe_freq_of(side)]
+    _check_effect(config, has_experts=bool(sides))
+    check_size(config, task)
+    if sides:
+        _check_gate(config, sides)
+        for side in sides:
+            _check_blocks(config, side)
+
+
+def check_translation(config: SMoETransformerConfig, task) -> None:
+    """Raise ValueError where a task does not translate, or embeddings of different words are to be shared."""
+    _check_has_source(task)
+    if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
+        raise ValueError(
+            "--share-all-embeddings: source and target dictionary differ; preprocess with "
+            "--joined-dictionary, or train with --no-share-all-embeddings"
+        )
+
+
+def _check_has_source(task) -> None:
+    if hasattr(task, "targets"):
+        raise ValueError(
+            "--task language_modeling: a model of translation has an encoder, for which there is no text; "
+            "expected an --arch smoe_transformer_lm"
+        )
+
+
+def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> None:
+    """Raise ValueError where a model per language pair does not fit the task or an option."""
+    _check_has_source(task)
+    pairs = getattr(task, "model_lang_pairs", None)
+    if pairs is None:
+        raise ValueError(
+            "--arch smoe_multilingual_transformer: it has a model per language pair; expected it with --task "
+            "multilingual_translation, or --arch smoe_transformer"
+        )
+    sources, targets = zip(*(pair.split("-") for pair in pairs), strict=True)
+    for shared, languages in {
+        "share_all_embeddings": sources + targets,
+        "share_encoder_embeddings": sources,
+        "share_encoders": sources,
+        "share_decoder_embeddings": targets,
+        "share_decoders": targets,
+    }.items():
+        first, *others = dict.fromkeys(languages)
+        other = next((lang for lang in others if task.dicts[lang] != task.dicts[first]), None)
+        if getattr(config, shared) and other is not None:
+            raise ValueError(
+                f"{flag(shared)}: the dictionaries of {first} and {other} differ; preprocess all languages "
+                f"with one --srcdict and --tgtdict, or train with {flag('no_' + shared)}"
+            )
+    # All go by the order of a model's layers in an update, and pairs run one after the other.
+    for name, value in (
+        ("moe_balance", "bias"),
+        ("moe_balance_over", "update"),
+        ("moe_gate", "relu"),
+    ):
+        if getattr(config, name) == value:
+            raise ValueError(
+                f"{flag(name)} {value}: not with a model per language pair; leave it out, or train one model "
+                "of all pairs by --task translation_multi_simple_epoch"
+            )
+    if config.expert_parallel:
+        raise ValueError(
+            "--expert-parallel: not with a model per language pair, of which processes may run different "
+            "ones; leave it out, or train one model of all pairs by --task translation_multi_simple_epoch"
+        )
+
+
+def check_language_modeling(config: DecoderOptions, task) -> None:
+    """Raise ValueError where a language model is to predict other than next words, or too few of them."""
+    others = [target for target in getattr(task, "targets", []) if target != "future"]
+    if others:
+        raise ValueError(
+            f"--{others[0]}-target: a token would see what it is to say; expected the next words alone, "
+            "--future-target or none of these"
+        )
+    words = len(task.target_dictionary)
+    if config.share_decoder_input_output_embed and words != len(task.source_dictionary):
+        raise ValueError(
+            f"--output-dictionary-size {words}: input and output share their embeddings, of "
+            f"{len(task.source_dictionary)} words; leave it out, or train with "
+            "--no-share-decoder-input-output-embed"
+        )
+
+
+def _check_blocks(config: MoEOptions, side: str) -> None:
+    """The block checks its own options."""
+    table = {"hash_table": torch.zeros(1).long()} if config.moe_gate == "hash" else {}
+    layers = config.moe_options(side)
+    try:
+        with torch.device("meta"):
+            for options in {options["strata"]: options for options in layers}.values():
+                StratifiedMoE(8, 8, **options, **table)
+    except OptionError as error:
+        raise ValueError(error.named(config.block_flags(side))) from None
+
+
+def _check_numbers(config: DecoderOptions) -> None:
+    """Each by itself; what the block is made of it checks by itself."""
+    sizes = [
+        f"{side}_{name}"
+        for side in config.SIDES
+        for name in ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
+    ]
+    for name in (*sizes, *map(config.positions_option_of, config.SIDES)):
+        if getattr(config, name) < 1:
+            raise ValueError(
+                f"{flag(name)} {getattr(config, name)}: expected a whole number of at least 1"
+            )
+    for name in (f"{side}_layers" for side in config.SIDES):
+        if getattr(config, name) > MOST_LAYERS:
+            raise ValueError(
+                f"{flag(name)} {getattr(config, name)}: expected at most {MOST_LAYERS:,}"
+            )
+    dropouts = ("dropout", "attention_dropout", "activation_dropout")
+    for name in (*dropouts, *(f"{side}_layerdrop" for side in config.SIDES)):
+        if not 0 <= getattr(config, name) < 1:  # nan is neither
+            raise ValueError(
+                f"{flag(name)} {getattr(config, name)}: expected a probability from 0 to below 1"
+            )
+
+
+def _check_gate(config: MoEOptions, sides: list[str]) -> None:
+    """What the sides of a model make of it."""
+    if config.moe_gate == "expert-choice" and "encoder" not in config.SIDES:
+        raise ValueError(
+            "--moe-gate expert-choice: an expert would choose a token by later ones, which a language model "
+            f"must not see; expected one of {', '.join(g for g in GATES if g != 'expert-choice')}"
+        )
+    if config.moe_gate == "expert-choice" and "encoder" not in sides:
+        raise ValueError(
+            "--moe-gate expert-choice: it is for the encoder, which has no MoE layer here; expected an "
+            "--encoder-moe-freq above 0"
+        )
+
+
+def _check_effect(config: MoEOptions, has_experts: bool) -> None:
+    """A flag without effect hides that another model is trained than was meant."""
+    for name in OF_EXPERTS if _loading.get() else OF_EXPERTS + ALSO_OF_EXPERTS:
+        value, default = getattr(config, name), getattr(MoEOptions, name)
+        if (
+            not has_experts and value != default and str(value) != str(default)
+        ):  # of an enumeration, say
+            shown = flag(name) if value is True else f"{flag(name)} {value}"
+            raise ValueError(
+                f"{shown} with --moe-freq 0: a dense model has no experts to route to; leave one of the "
+                "two out"
+            )
+    for side in config.SIDES:
+        name = f"{side}_smoe_strata"
+        if getattr(config, name) and not config.moe_freq_of(side):
+            raise ValueError(
+                f"{flag(name)} {getattr(config, name)}: the {side} has no MoE layer; expected it with an "
+                f"--{side}-moe-freq above 0"
+            )
+    if config.cmr_gate_drop and not config.moe_cmr:
+        raise ValueError(
+            f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr, without which there "
+            "is no CMR gate"
+        )
+    for name, (other, value) in () if _loading.get() else OF_ONE_CHOICE.items():
+        given = getattr(config, name)
+        if given != getattr(MoEOptions, name) and getattr(config, other) != value:
+            raise ValueError(
+                f"{flag(name)} {given}: it is an option of {flag(other)} {value}, not of "
+                f"{getattr(config, other)}"
+            )
+
+
+def check_model(config, task) -> None:
+    """Raise UsageError where sharded experts do not go with an option of the model or the task.
+
+    These would take the processes out of step, so that each waits for another (the trainer's options:
+    distributed/options.py).
+    """
+    for side in config.SIDES:
+        if getattr(config, f"{side}_layerdrop"):
+            raise UsageError(
+                f"--{side}-layerdrop with --expert-parallel: every process would drop other layers, "
+                "and wait for ever for the rest; leave it out"
+            )
+    if getattr(getattr(task, "cfg", None), "eval_bleu", False):
+        raise UsageError(
+            "--eval-bleu with --expert-parallel: translations take another number of steps on every "
+            "process; leave it out, and score the checkpoint after smoe consolidate"
+        )
+
+
+def check_checkpoint(model, state_dict) -> None:
+    """Raise UsageError with one sentence where ``state_dict`` is of another architecture."""
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    loaded = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    if own == loaded:
+        return
+    wanted, found = _strata_of(own), _strata_of(loaded)
+    if wanted != found:
+        raise UsageError(
+            f"the checkpoint was trained with {found} and this model has {wanted}; pass the "
+            "checkpoint's flags, or another --save-dir or --restore-file"
+        )
+    experts = [n for n in own if n.endswith(".moe.experts.w1") and n in loaded]
+    share = next((n for n in experts if loaded[n] != own[n]), None)
+    if share and loaded[share][1:] == own[share][1:]:
+        raise UsageError(
+            f"the checkpoint has {loaded[share][0]} of the {own[share][0]} experts of each MoE "
+            "layer, one process's share: make one checkpoint of all with smoe consolidate"
+        )
+    name = next(n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n))
+    raise UsageError(
+        f"the checkpoint is of another architecture: {name} is {loaded.get(name, 'missing')} in it "
+        f"and {own.get(name, 'missing')} in this model; pass the checkpoint's flags, or another "
+        "--save-dir or --restore-file"
+    )
+
+
+def _strata_of(shapes: dict[str, tuple]) -> str:
+    """The flags behind a state dict, read from its gates: gate I sees ``shape[0]`` experts."""
+    blocks = dict.fromkeys(name.split("gates.")[0] for name in shapes if ".moe.gates." in name)
+    if not blocks:
+        return "--moe-freq 0"
+    if any(f"{block}gates.0.table" in shapes for block in blocks):
+        return "--moe-gate hash"
+    sides, kinds = {}, set()
+    for block in blocks:
+        how, strata = _strata_of_block(shapes, block)
+        kinds |= {how} - {""}
+        sides.setdefault(block.partition(".layers.")[0], []).append(strata)
+    found = {strata for layers in sides.values() for strata in layers}
+    shown = [f"--{side}-smoe-strata {','.join(layers)}" for side, layers in sides.items()]
+    if len(found) == 1:
+        shown = [f"--smoe-strata {found.pop()}"]
+    return " ".join([*kinds, *shown])
+
+
+def _strata_of_block(shapes: dict[str, tuple], block: str) -> tuple[str, str]:
+    """The flag by which they are no ordinary strata, if there is one, and the strata."""
+    visible = []
+    while (gate := f"{block}gates.{len(visible)}.weight") in shapes:
+        visible.append(shapes[gate][0])
+    if len(visible) > 1 and f"{block}layer_norms.1.weight" not in shapes:
+        return "--moe-stacked", str(Strata(tuple(visible)))
+    if len(visible) > 1 and len(set(visible)) == 1:
+        return f"--smoe-chain {len(visible)}", str(visible[0])
+    sizes = (here - later for here, later in zip(visible, [*visible[1:], 0], strict=True))
+    return "", str(Strata(tuple(sizes)))

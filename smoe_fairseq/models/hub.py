@@ -1,0 +1,274 @@
+"""Trained models in Python, as ``torch.hub`` loads them."""
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from fairseq import checkpoint_utils
+from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, SentencepieceConfig
+from fairseq.dataclass.utils import overwrite_args_by_name
+from fairseq.hub_utils import GeneratorHubInterface
+from fairseq.utils import split_paths
+from omegaconf import OmegaConf
+
+from smoe_fairseq.errors import UsageError
+
+SUBWORDS = ("spm.model", "sentencepiece.bpe.model")  # names of our recipes and of fairseq
+_NAMES = ("checkpoint_best.pt", "checkpoint_last.pt")
+
+
+def checkpoint_of(run: Path | str, name: str | None = None) -> Path:
+    """The checkpoint of a run: ``run`` itself if it is a file, else ``name`` in it, its best, or last.
+
+    Raises:
+        UsageError: there is none.
+    """
+    run = Path(run)
+    if not run.is_dir():
+        if run.exists():
+            return run
+        raise UsageError(f"{run} is missing: expected the folder of a run, or a checkpoint")
+    names = (name,) if name else _NAMES
+    found = next((run / each for each in names if (run / each).is_file()), None)
+    if found:
+        return found
+    if any(run.glob(f"{Path(names[-1]).stem}-rank-*.pt")):
+        raise UsageError(
+            f"{run} is of a run with --expert-parallel: make one checkpoint of its files with smoe "
+            "consolidate, and name that"
+        )
+    raise UsageError(
+        f"{run} has no {' or '.join(names)}: expected the folder of a run, or a checkpoint"
+    )
+
+
+def data_of(checkpoint: Path, saved: str, given: Path | str | None = None) -> str:
+    """The folder of the dictionaries: ``given``, the checkpoint's folder, or that of the training data.
+
+    Args:
+        saved: the training data's path as saved in the checkpoint. A relative path is tried from the
+            folders above the checkpoint, then from the current one. Of sharded data, the first shard is
+            used.
+
+    Raises:
+        UsageError: no dictionaries are found.
+    """
+    if given is not None:
+        if _has_dictionaries(Path(given)):
+            return str(given)
+        raise UsageError(f"{given} has no dictionaries: expected a folder with dict.*.txt")
+    folder = checkpoint.resolve().parent
+    if _has_dictionaries(folder):
+        return str(folder)
+    for part in split_paths(saved)[:1]:
+        for place in (*(above / part for above in folder.parents), Path(part)):
+            if _has_dictionaries(place):
+                return str(place)
+    raise UsageError(
+        f"{saved or 'a folder'}, with the dictionaries that {checkpoint} was trained with, is not here: "
+        "expected dict.*.txt beside the checkpoint, or their folder by --data (in Python data_name_or_path)"
+    )
+
+
+def subwords_of(data: str) -> Path | None:
+    """The sentencepiece model beside the dictionaries; None if there is none."""
+    folder = Path(data)
+    folders = [folder, folder.parent] if re.fullmatch(r"shard\d+", folder.name) else [folder]
+    places = (place / name for place in folders for name in SUBWORDS)
+    return next((place for place in places if place.is_file()), None)
+
+
+def _has_dictionaries(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.glob("dict.*"))
+
+
+_BEGINS_WORD = "\u2581"  # sentencepiece's mark of the beginning of a word
+
+
+class TrainedModel(GeneratorHubInterface):
+    """fairseq's interface to a trained model, in evaluation mode: ``sample``, ``score``, ``generate``.
+
+    ``.cuda()`` moves it to a GPU.
+    """
+
+    def __init__(self, cfg, task, models, subwords: Path | None):
+        super().__init__(cfg, task, models)
+        if subwords is not None:
+            self.bpe = SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(subwords)))
+        self.eval()
+
+    @classmethod
+    def of_run(
+        cls, run, checkpoint_file=None, data=None, prepare: Callable | None = None, **overrides
+    ):
+        """Load the model of a run's folder or checkpoint.
+
+        Args:
+            prepare: called with the saved config and ``overrides`` before the overrides are applied.
+
+        Raises:
+            UsageError: a file is missing, damaged, or does not fit the others.
+        """
+        checkpoint = checkpoint_of(run, checkpoint_file)
+        state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))
+        saved = state.get("cfg")
+        if saved is None or saved.get("task") is None:
+            raise UsageError(
+                f"{checkpoint} does not say what its task is: cfg.task is missing in it"
+            )
+        data = data_of(checkpoint, str(getattr(saved.task, "data", None) or ""), data)
+        if prepare is not None:
+            prepare(saved, overrides)
+        _check_names(saved, overrides)
+        overwrite_args_by_name(saved, {**overrides, "data": data})
+        try:
+            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task(
+                [str(checkpoint)], state=state
+            )
+        except Exception as error:
+            if not str(error).startswith("Could not infer language pair"):
+                raise
+            raise UsageError(
+                f"{data} has dictionaries and no text, which would say the direction: expected source_lang "
+                "and target_lang"
+            ) from None
+        subwords = subwords_of(data)
+        if subwords is None and cfg.bpe is None and _has_pieces(task.source_dictionary):
+            raise UsageError(
+                f"{data} has no {SUBWORDS[0]}, by which the pieces of words in its dictionaries were made: "
+                "expected it beside them"
+            )
+        return cls(cfg, task, models, subwords)
+
+    def has_words(self, sentence: str) -> bool:
+        """Whether the sentence has any subwords."""
+        return bool(self.apply_bpe(self.tokenize(sentence)).strip())
+
+    def encode(self, sentence: str):
+        tokens = super().encode(sentence)
+        limit = self.max_positions
+        longest = limit if isinstance(limit, int) else limit[0]  # the source's limit
+        if len(tokens) > longest:
+            raise UsageError(
+                f"a sentence of {len(tokens)} tokens is longer than the model takes ({longest}): divide it; "
+                f"it begins with {sentence[:40]!r}"
+            )
+        return tokens
+
+
+def _check_names(config, overrides: dict) -> None:
+    """Raise UsageError for unknown settings, which fairseq ignores silently."""
+    known = {name for part in config.values() if part is not None for name in _names_of(part)}
+    for name in overrides:
+        if name not in known:
+            raise UsageError(
+                f"{name}: the checkpoint has no such setting; expected one of fairseq's, such as beam, or "
+                "of the model's, such as moe_eval_capacity_factor"
+            )
+
+
+def _names_of(part) -> Iterable[str]:
+    if isinstance(part, Namespace):
+        return vars(part)
+    return part.keys() if OmegaConf.is_dict(part) else ()
+
+
+def _has_pieces(dictionary) -> bool:
+    return any(symbol.startswith(_BEGINS_WORD) for symbol in dictionary.symbols)
+
+
+# Tasks whose models `Translator` does not load, and what to use instead.
+_OTHERS = {
+    "language_modeling": "is a language model: expected one of translation, or "
+    "SMoETransformerLanguageModel.from_pretrained",
+    "multilingual_translation": "has a model per language pair: expected one model, or fairseq-interactive "
+    "with --task multilingual_translation",
+}
+
+
+class Translator(TrainedModel):
+    """A `TrainedModel` that translates raw text; the direction is chosen at each call."""
+
+    source_lang = target_lang = None
+
+    @classmethod
+    def of_run(
+        cls, run, checkpoint_file=None, data=None, source_lang=None, target_lang=None, **overrides
+    ) -> "Translator":
+        """As `SMoETransformerModel.from_pretrained` says."""
+        languages = {"source_lang": source_lang, "target_lang": target_lang}
+
+        def prepare(saved, overrides: dict) -> None:
+            if instead := _OTHERS.get(_name(saved.task)):
+                raise UsageError(f"{run} {instead}")
+            if not _is_multilingual(saved.task):  # a multilingual task gets its direction later
+                overrides |= {name: lang for name, lang in languages.items() if lang is not None}
+
+        translator = super().of_run(run, checkpoint_file, data, prepare, **overrides)
+        translator.source_lang, translator.target_lang = source_lang, target_lang
+        return translator
+
+    def translate(
+        self,
+        sentences: str | list[str],
+        beam: int | None = None,
+        verbose: bool = False,
+        source_lang: str | None = None,
+        target_lang: str | None = None,
+        **options,
+    ) -> str | list[str]:
+        """Translate raw text; returns one translation per sentence, in order.
+
+        Args:
+            beam: beam size; by default that of the checkpoint's settings, 5.
+            source_lang, target_lang: may be omitted if only one direction is possible.
+            options: fairseq's generation options, such as ``lenpen=1.2``.
+
+        Raises:
+            UsageError: the direction is unknown or ambiguous, or a sentence is too long.
+        """
+        if not isinstance(sentences, str) and not sentences:
+            return []
+        self.turn_to(source_lang or self.source_lang, target_lang or self.target_lang)
+        return super().translate(sentences, beam or self.cfg.generation.beam, verbose, **options)
+
+    def turn_to(self, source: str | None, target: str | None, asked: str | None = None) -> None:
+        """Set the direction from ``source`` to ``target``; None if only one is possible.
+
+        Args:
+            asked: the name of the request in an error message.
+
+        Raises:
+            UsageError: the direction is unknown or ambiguous.
+        """
+        multilingual = _is_multilingual(self.cfg.task)
+        options = self.task.args if multilingual else self.task.cfg
+        known = (
+            list(self.task.lang_pairs)
+            if multilingual
+            else [f"{options.source_lang}-{options.target_lang}"]
+        )
+        pairs = [tuple(pair.split("-")) for pair in known]
+        found = [p for p in pairs if source in (None, p[0]) and target in (None, p[1])]
+        if (
+            not found
+            and multilingual
+            and source != target
+            and {source, target} <= set(self.task.langs)
+        ):
+            found = [(source, target)]  # known languages in a direction it was not trained in
+        if len(found) != 1:
+            asked = asked or f"source_lang={source!r}, target_lang={target!r}"
+            why = "several directions are possible" if found else "no such direction"
+            raise UsageError(f"{asked}: {why}; expected one of {', '.join(known)}")
+        if multilingual:
+            options.source_lang, options.target_lang = found[0]
+
+
+def _is_multilingual(task_config) -> bool:
+    return _name(task_config) == "translation_multi_simple_epoch"
+
+
+def _name(task_config) -> str | None:
+    return getattr(task_config, "_name", None) or getattr(task_config, "task", None)

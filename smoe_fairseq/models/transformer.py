@@ -1,0 +1,594 @@
+"""The SMoE transformer: its layers, and the model registered as ``smoe_transformer``."""
+
+import heapq
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from fairseq import utils
+from fairseq.data import Dictionary
+from fairseq.distributed import fsdp_wrap
+from fairseq.models import register_model
+from fairseq.models.transformer import (
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+    TransformerModelBase,
+)
+from fairseq.modules import LayerNorm, MultiheadAttention
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from torch import Tensor, nn
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.checks import (
+    check_checkpoint,
+    check_config,
+    check_model,
+    check_translation,
+)
+from smoe_fairseq.models.hub import Translator
+from smoe_fairseq.models.options import DecoderOptions, MoEOptions, SMoETransformerConfig
+from smoe_fairseq.modules import RoutingStats
+from smoe_fairseq.modules.experts import Experts, Placement
+from smoe_fairseq.modules.layer import StratifiedMoE
+
+
+def moe_blocks(model: nn.Module) -> dict[str, StratifiedMoE]:
+    """MoE layers by name (``encoder.layer.1``), in the order of `nn.Module.named_modules`.
+
+    A block outside such a layer, or one of several in a layer, has its module's name.
+    """
+    blocks = {n: m for n, m in model.named_modules() if isinstance(m, StratifiedMoE)}
+    layers = {name: _LAYER.search(name) for name in blocks}
+    short = {name: f"{found[1]}.layer.{found[2]}" for name, found in layers.items() if found}
+    shared = Counter(short.values())
+    return {
+        short[name] if shared[short.get(name)] == 1 else name: block
+        for name, block in blocks.items()
+    }
+
+
+_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)")
+
+
+# Before a layer's name, in the logging output: choices of each expert, which a bias is to balance.
+OBSERVED = "moe_asked "
+
+
+def first_block(model: nn.Module) -> StratifiedMoE | None:
+    """The first MoE layer of the model; None if it has none. Layers may differ in their experts."""
+    return next((m for m in model.modules() if isinstance(m, StratifiedMoE)), None)
+
+
+def placement_of(model: nn.Module) -> Placement | None:
+    """How the experts of the first MoE layer are spread over ranks; None if each rank has all.
+
+    Other layers may have another number of experts.
+    """
+    block = first_block(model)
+    return block.experts.placement if block and block.experts.placement.is_sharded else None
+
+
+def experts_of(model: nn.Module) -> dict[str, Experts]:
+    """The experts of each MoE layer by the name in the state dict, ``encoder.layers.1.moe``."""
+    return {n: m.experts for n, m in model.named_modules() if isinstance(m, StratifiedMoE)}
+
+
+def hash_table(config: MoEOptions, dictionary: Dictionary, experts: int) -> Tensor:
+    """The expert of each dictionary entry for hash gates, ``(V,)``, numbers from 0 to ``experts - 1``.
+
+    "balanced" assigns entries in order of frequency to the expert with the fewest tokens so far (Roller
+    et al. 2021), using the dictionary's counts.
+
+    Raises:
+        ValueError: all counts in the dictionary are equal.
+    """
+    if torch.empty(0).is_meta:  # a model built for its shapes, whose dictionary has no counts
+        return torch.zeros(len(dictionary), dtype=torch.long)
+    if str(config.moe_hash_table) == "random":
+        generator = torch.Generator("cpu").manual_seed(config.moe_hash_seed)
+        return torch.randint(experts, (len(dictionary),), generator=generator, device="cpu")
+    if len(set(dictionary.count[dictionary.nspecial :])) < 2:
+        raise ValueError(
+            "--moe-hash-table balanced: the dictionary says of all its entries that they are equally "
+            "frequent; expected counts of the training data as fairseq-preprocess writes them without "
+            "--srcdict, or --moe-hash-table random"
+        )
+    table = torch.zeros(len(dictionary), dtype=torch.long, device="cpu")
+    loads = [(0, expert) for expert in range(experts)]
+    for index in sorted(range(len(dictionary)), key=lambda i: -dictionary.count[i]):
+        load, expert = heapq.heappop(loads)
+        table[index] = expert
+        heapq.heappush(loads, (load + dictionary.count[index], expert))
+    return table
+
+
+class SparseModel:
+    """Mixin for models with stratified MoE layers: building, checks and loading of checkpoints.
+
+    It comes before fairseq's model class among the bases.
+
+    Attributes:
+        config_class: the dataclass of the model's options.
+    """
+
+    config_class: type[DecoderOptions]
+
+    @classmethod
+    def add_args(cls, parser):
+        cls.config_class.add_args(parser)
+
+    @classmethod
+    def built(cls, cfg, task, build: Callable, check: Callable):
+        """Check the options and return ``build(config, task)``.
+
+        Args:
+            check: further checks beside `check_config`; raises ValueError.
+
+        Raises:
+            UsageError: the options do not fit together, or do not fit the task.
+        """
+        try:
+            config = cls.config_class.of(cfg)
+            check_config(config, task)
+            check(config, task)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        model = build(config, task)
+        if placement_of(model) is not None:
+            check_model(config, task)
+        return model
+
+    def set_num_updates(self, num_updates):
+        super().set_num_updates(num_updates)
+        self.num_updates = num_updates
+
+    def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
+        """As fairseq's; raises UsageError if the checkpoint has another architecture."""
+        self.upgrade_state_dict(state_dict)
+        self._take_own_experts(state_dict)
+        if strict:
+            check_checkpoint(self, state_dict)
+        model_cfg = args if model_cfg is None else model_cfg  # args is its older name
+        return super().load_state_dict(state_dict, strict, model_cfg)
+
+    def _take_own_experts(self, state_dict):
+        """Keep this rank's experts of a checkpoint that has all of them (``--finetune-from-model``)."""
+        for layer, experts in experts_of(self).items():
+            place = experts.placement
+            for own, parameter in experts.named_parameters():
+                loaded = state_dict.get(name := f"{layer}.experts.{own}")
+                if loaded is not None and len(loaded) == place.num_experts != len(parameter):
+                    state_dict[name] = loaded[place.local.start : place.local.stop]
+
+
+def with_experts(config: DecoderOptions, source: Dictionary, target: Dictionary):
+    """fairseq's ``TransformerConfig``, with ``moe_freq`` and ``moe_options`` added to each side.
+
+    Args:
+        source, target: dictionaries of the encoder's and the decoder's input.
+
+    Raises:
+        UsageError: the dictionary's counts cannot make the table of a hash gate.
+    """
+    transformer = config.transformer()
+    dictionaries = {"encoder": source, "decoder": target}
+    for name in config.SIDES:
+        side = getattr(transformer, name)
+        side.moe_freq = config.moe_freq_of(name)
+        side.moe_options = config.moe_options(name)
+        if config.moe_gate == "hash":
+            for options, strata in zip(side.moe_options, config.strata_of(name), strict=True):
+                try:
+                    table = hash_table(config, dictionaries[name], strata.num_experts)
+                except ValueError as error:
+                    raise UsageError(str(error)) from None
+                options["hash_table"] = table
+    return transformer
+
+
+# Pre-norm or post-norm Transformer layers whose feed-forward sublayer may be a stratified MoE.
+#
+# fairseq's encoder layer keeps a second copy of its weights for a fused kernel that current torch
+# refuses. These layers do not, and have the same parameter names, so they load its checkpoints.
+
+logger = logging.getLogger(__name__)
+
+STOCK_LAYER_COPIES = [
+    f"{module}_{parameter}"
+    for module in ("in_proj", "out_proj", "fc1", "fc2")
+    for parameter in ("weight", "bias")
+]
+
+
+class TransformerLayer(nn.Module):
+    """The common part of encoder and decoder layers: self-attention and the feed-forward sublayer.
+
+    Args:
+        cfg: fairseq's ``TransformerConfig``.
+        side: ``cfg.encoder`` or ``cfg.decoder``.
+        moe_options: arguments of the `StratifiedMoE` that replaces the feed-forward network; None: a
+            dense layer.
+    """
+
+    def __init__(self, cfg, side, moe_options: dict | None = None):
+        super().__init__()
+        self.embed_dim = side.embed_dim
+        self.dropout = cfg.dropout
+        self.activation_dropout = cfg.activation_dropout
+        self.normalize_before = side.normalize_before
+        self.self_attn = MultiheadAttention(
+            side.embed_dim,
+            side.attention_heads,
+            dropout=cfg.attention_dropout,
+            self_attention=True,
+        )
+        self.self_attn_layer_norm = LayerNorm(side.embed_dim)
+        self.is_moe = moe_options is not None
+        if self.is_moe:
+            self.moe = StratifiedMoE(side.embed_dim, side.ffn_embed_dim, **moe_options)
+        else:
+            self.activation_fn = utils.get_activation_fn(cfg.activation_fn)
+            self.fc1 = nn.Linear(side.embed_dim, side.ffn_embed_dim)
+            self.fc2 = nn.Linear(side.ffn_embed_dim, side.embed_dim)
+            self.final_layer_norm = LayerNorm(side.embed_dim)
+
+    def sublayer(self, x: Tensor, layer_norm: nn.Module, function) -> Tensor:
+        """``function`` with layer norm, dropout and residual around it."""
+        y = function(layer_norm(x) if self.normalize_before else x)
+        y = x + F.dropout(y, self.dropout, self.training)
+        return y if self.normalize_before else layer_norm(y)
+
+    def feed_forward(
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None,
+        ids: Tensor | None = None,
+        with_stats: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """The feed-forward sublayer on ``x (S, B, D)``.
+
+        Args:
+            ids: token ids ``(B, S)``, for hash gates.
+
+        Returns:
+            ``(y,)``, or ``(y, *RoutingStats)`` for a MoE layer.
+        """
+        if self.is_moe:
+            # Batch first, since capacity is given sentence by sentence (`StratifiedMoE.forward`). The
+            # transpose makes no copy: embeddings have this layout in memory.
+            y_BSD, stats = self.moe(x.transpose(0, 1), padding_mask, with_stats, ids)
+            return y_BSD.transpose(0, 1), *(stats or ())
+        return (self.sublayer(x, self.final_layer_norm, self.dense),)
+
+    def upgrade_state_dict_named(self, state_dict: dict, name: str) -> None:
+        """Adapt checkpoints of fairseq's layers and of earlier versions; fairseq calls it before loading.
+
+        Removes the second copy of weights that fairseq's encoder layer keeps. A block of one stratum
+        with ``--smoe-norm released`` drops its output norm if the checkpoint has none.
+        """
+        for copy in STOCK_LAYER_COPIES:
+            state_dict.pop(f"{name}.{copy}", None)
+        if self.is_moe and self.moe.layer_norms.has_output_norm and len(self.moe.strata) == 1:
+            norms = f"{name}.moe.layer_norms"
+            if f"{norms}.0.weight" in state_dict and f"{norms}.1.weight" not in state_dict:
+                logger.warning(
+                    "%s.moe: the checkpoint has no norm of the output; it goes on so", name
+                )
+                self.moe.layer_norms.drop_output_norm()
+
+    def dense(self, x: Tensor) -> Tensor:
+        h = self.activation_fn(self.fc1(x))
+        return self.fc2(F.dropout(h, self.activation_dropout, self.training))
+
+
+class TransformerEncoderLayer(TransformerLayer):
+    def forward(
+        self, x: Tensor, encoder_padding_mask: Tensor | None, ids: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """``x (S, B, D)``, padding mask and ids ``(B, S)``; returns ``(y,)`` or ``(y, *RoutingStats)``."""
+
+        def self_attention(h):
+            return self.self_attn(
+                h, h, h, key_padding_mask=encoder_padding_mask, need_weights=False
+            )[0]
+
+        x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
+        return self.feed_forward(x, encoder_padding_mask, ids)
+
+
+class TransformerDecoderLayer(TransformerLayer):
+    """A `TransformerLayer` with attention to the encoder's output, unless ``no_encoder_attn``."""
+
+    def __init__(self, cfg, side, moe_options: dict | None = None, no_encoder_attn: bool = False):
+        super().__init__(cfg, side, moe_options)
+        self.encoder_attn = None
+        if no_encoder_attn:
+            return
+        self.encoder_attn = MultiheadAttention(
+            side.embed_dim,
+            side.attention_heads,
+            kdim=cfg.encoder.embed_dim,
+            vdim=cfg.encoder.embed_dim,
+            dropout=cfg.attention_dropout,
+            encoder_decoder_attention=True,
+        )
+        self.encoder_attn_layer_norm = LayerNorm(side.embed_dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        encoder_out: Tensor | None = None,
+        encoder_padding_mask: Tensor | None = None,
+        incremental_state: dict | None = None,
+        self_attn_mask: Tensor | None = None,
+        self_attn_padding_mask: Tensor | None = None,
+        need_attn: bool = False,
+        ids: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """``x (S, B, D)``, ``encoder_out (S', B, D)`` or None, padding masks and ids ``(B, S)``.
+
+        Returns:
+            ``(y, attention)``, or ``(y, attention, *RoutingStats)`` for a MoE layer without
+            ``incremental_state``. The attention over the source, ``(heads, B, S, S')``, is None unless
+            ``need_attn``.
+        """
+        attention = None
+
+        def self_attention(h):
+            return self.self_attn(
+                h,
+                h,
+                h,
+                key_padding_mask=self_attn_padding_mask,
+                incremental_state=incremental_state,
+                need_weights=False,
+                attn_mask=self_attn_mask,
+            )[0]
+
+        def encoder_attention(h):
+            nonlocal attention
+            h, attention = self.encoder_attn(
+                h,
+                encoder_out,
+                encoder_out,
+                key_padding_mask=encoder_padding_mask,
+                incremental_state=incremental_state,
+                static_kv=True,
+                need_weights=need_attn,
+                need_head_weights=need_attn,
+            )
+            return h
+
+        x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
+        if self.encoder_attn is not None:
+            x = self.sublayer(x, self.encoder_attn_layer_norm, encoder_attention)
+        # Statistics of single decoding steps are not used.
+        with_stats = incremental_state is None
+        x, *stats = self.feed_forward(x, self_attn_padding_mask, ids, with_stats)
+        return x, attention, *stats
+
+
+# ``--arch smoe_transformer``: fairseq's transformer with stratified MoE layers (paper, section 3).
+
+
+@register_model("smoe_transformer", dataclass=SMoETransformerConfig)
+class SMoETransformerModel(SparseModel, TransformerModelBase):
+    """Encoder-decoder in which every ``--moe-freq``-th layer is a stratified mixture of experts.
+
+    The decoder's extra output has the `RoutingStats` of all MoE layers under "moe_stats", encoder first,
+    and their names under "moe_layers". Layers that LayerDrop skips are missing.
+    """
+
+    config_class = SMoETransformerConfig
+
+    @classmethod
+    def build_model(cls, cfg, task):
+        return cls.built(cfg, task, cls._of_sides, check_translation)
+
+    @classmethod
+    def _of_sides(cls, config, task):
+        transformer = with_experts(config, task.source_dictionary, task.target_dictionary)
+        return super().build_model(transformer, task)
+
+    @classmethod
+    def build_encoder(cls, cfg, src_dict, embed_tokens):
+        return SMoETransformerEncoder(cfg, src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, cfg, tgt_dict, embed_tokens):
+        return SMoETransformerDecoder(cfg, tgt_dict, embed_tokens)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        run,
+        checkpoint_file=None,
+        data_name_or_path=None,
+        source_lang=None,
+        target_lang=None,
+        **overrides,
+    ):
+        """Load a trained model that translates raw text, with its dictionaries and subword model.
+
+        Args:
+            run: the folder of a run (its best checkpoint, or else its last), or a checkpoint.
+            checkpoint_file: another checkpoint of the folder.
+            data_name_or_path: folder of the dictionaries and ``spm.model``; by default the run's folder,
+                or else where training had them.
+            source_lang, target_lang: needed if several directions are possible; ``translate`` takes them
+                too.
+            overrides: settings of the checkpoint to change, such as ``moe_eval_capacity_factor=1.0``.
+
+        Returns:
+            A `Translator`, in evaluation mode, on the CPU: ``.translate(["..."])``.
+
+        Raises:
+            UsageError: a file is missing, damaged, or does not fit the others.
+        """
+        return Translator.of_run(
+            run, checkpoint_file, data_name_or_path, source_lang, target_lang, **overrides
+        )
+
+
+class _Layers:
+    """Mixin that builds the layers of encoder and decoder; every ``moe_freq``-th one is a MoE layer."""
+
+    def build_layer(self, layer_class, cfg, side, **options):
+        self.layers_built = getattr(self, "layers_built", 0) + 1
+        is_moe = side.moe_freq > 0 and self.layers_built % side.moe_freq == 0
+        moe = side.moe_options[self.layers_built // side.moe_freq - 1] if is_moe else None
+        layer = layer_class(cfg, side, moe_options=moe, **options)
+        layer.name = f"{self.side}.layer.{self.layers_built - 1}"  # as in `moe_blocks`
+        if cfg.checkpoint_activations:
+            layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+        min_params = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+        return fsdp_wrap(layer, min_num_params=min_params)
+
+
+class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
+    side = "encoder"
+
+    def build_encoder_layer(self, cfg):
+        return self.build_layer(TransformerEncoderLayer, cfg, cfg.encoder)
+
+    def forward(
+        self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None
+    ):
+        """fairseq's encoder output for ``src_tokens (B, S)``, with "moe_stats" and "moe_layers"."""
+        padding_mask = src_tokens.eq(self.padding_idx)
+        has_padding = may_have_padding(padding_mask)
+        x, embedding = self.forward_embedding(src_tokens, token_embeddings)
+        if has_padding:
+            x = x.masked_fill(padding_mask.unsqueeze(-1), 0)
+        x = x.transpose(0, 1)  # (S, B, D)
+
+        hidden_states = [x]
+        moe_stats, moe_layers = [], []
+        for layer in self.layers:
+            x, *stats = layer(x, padding_mask if has_padding else None, src_tokens)
+            hidden_states.append(x)
+            if stats:
+                moe_stats.append(RoutingStats(*stats))
+                moe_layers.append(layer.name)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+
+        lengths = src_tokens.ne(self.padding_idx).sum(dim=1, dtype=torch.int32).reshape(-1, 1)
+        return {
+            "encoder_out": [x],
+            "encoder_padding_mask": [padding_mask],
+            "encoder_embedding": [embedding],
+            "encoder_states": hidden_states if return_all_hiddens else [],
+            "fc_results": [],
+            "src_tokens": [],
+            "src_lengths": [lengths],
+            "moe_stats": moe_stats,
+            "moe_layers": moe_layers,
+        }
+
+
+class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
+    side = "decoder"
+
+    def build_decoder_layer(self, cfg, no_encoder_attn=False):
+        return self.build_layer(
+            TransformerDecoderLayer, cfg, cfg.decoder, no_encoder_attn=no_encoder_attn
+        )
+
+    def extract_features(
+        self,
+        prev_output_tokens,
+        encoder_out=None,
+        incremental_state=None,
+        full_context_alignment=False,
+        alignment_layer=None,
+        alignment_heads=None,
+    ):
+        """Features ``(B, S, D)`` and fairseq's extra outputs, with "moe_stats" among them."""
+        attention_layer = self.num_layers - 1 if alignment_layer is None else alignment_layer
+        needs_attention = alignment_layer is not None or not self.training
+        padding_mask = prev_output_tokens.eq(self.padding_idx)
+        x = self.embed(prev_output_tokens, incremental_state)
+        ids = prev_output_tokens
+        if incremental_state is not None:
+            padding_mask, ids = padding_mask[:, -1:], ids[:, -1:]
+            has_padding = bool(padding_mask.any())  # the search waits for the device anyway
+        else:
+            has_padding = may_have_padding(padding_mask)
+        padding_mask = padding_mask if has_padding else None
+        future_mask = None
+        if incremental_state is None and not full_context_alignment:
+            future_mask = self.buffered_future_mask(x)
+
+        attention = None
+        hidden_states = [x]
+        encoder_out = encoder_out or {}  # a language model has none
+        moe_stats, moe_layers = (
+            list(encoder_out.get(key, [])) for key in ("moe_stats", "moe_layers")
+        )
+        for i, layer in enumerate(self.layers):
+            x, layer_attention, *stats = layer(
+                x,
+                _first(encoder_out.get("encoder_out")),
+                _first(encoder_out.get("encoder_padding_mask")),
+                incremental_state,
+                self_attn_mask=future_mask,
+                self_attn_padding_mask=padding_mask,
+                need_attn=needs_attention and i == attention_layer,
+                ids=ids,
+            )
+            hidden_states.append(x)
+            if stats:
+                moe_stats.append(RoutingStats(*stats))
+                moe_layers.append(layer.name)
+            if layer_attention is not None:
+                attention = layer_attention.float().to(x)
+        if attention is not None:
+            attention = attention[:alignment_heads].mean(dim=0)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        extra = {
+            "attn": [attention],
+            "inner_states": hidden_states,
+            "moe_stats": moe_stats,
+            "moe_layers": moe_layers,
+        }
+        return x.transpose(0, 1), extra
+
+    def embed(self, prev_output_tokens, incremental_state) -> Tensor:
+        """Embeddings with positions, ``(S, B, D)``; only the last token's with ``incremental_state``."""
+        positions = None
+        if self.embed_positions is not None:
+            positions = self.embed_positions(
+                prev_output_tokens, incremental_state=incremental_state
+            )
+        if incremental_state is not None:
+            prev_output_tokens = prev_output_tokens[:, -1:]
+            positions = None if positions is None else positions[:, -1:]
+        x = self.embed_scale * self.embed_tokens(prev_output_tokens.contiguous())
+        if positions is not None:
+            x = x + positions
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        return self.dropout_module(x).transpose(0, 1)
+
+    def buffered_future_mask(self, tensor):
+        """True for future positions. Boolean like the padding mask, else torch warns of mixed types."""
+        size = tensor.size(0)
+        mask = self._future_mask
+        if mask.size(0) < size or mask.device != tensor.device:
+            mask = torch.ones(size, size, dtype=torch.bool, device=tensor.device).triu(1)
+            self._future_mask = mask
+        return mask[:size, :size]
+
+
+def may_have_padding(padding_mask: Tensor) -> bool:
+    """Whether to apply the mask. Always True on a GPU, where reading the mask would wait for it."""
+    return padding_mask.device.type != "cpu" or bool(padding_mask.any())
+
+
+def _first(items: list | None):
+    return items[0] if items else None

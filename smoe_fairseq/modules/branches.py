@@ -1,0 +1,184 @@
+"""Networks beside the experts, and masks of their outputs.
+
+Shapes: T tokens, D embedding, F feed-forward.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smoe_fairseq.modules.experts import Activation, activation
+
+
+class FeedForward(nn.Module):
+    """``fc2 activation(fc1 x)``."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        ffn_embed_dim: int,
+        activation_fn: Activation = "relu",
+        activation_dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
+        self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
+        self.activation_fn = activation(activation_fn)
+        self.activation_dropout = activation_dropout
+
+    def network(self, x_TD: Tensor) -> Tensor:
+        h_TF = self.activation_fn(self.fc1(x_TD))
+        return self.fc2(F.dropout(h_TF, self.activation_dropout, self.training))
+
+
+class SharedExperts(FeedForward):
+    """``MoE(x) + sum_n FFN_n(x)``: experts that all tokens use (DeepSeekMoE, Dai et al. 2024).
+
+    N of width F are computed as one of width N F.
+    """
+
+    def forward(self, x_TD: Tensor, moe: Callable[[], Tensor]) -> Tensor:
+        """Adds to the experts' output, which ``moe`` returns: it may be on its way while these compute."""
+        own_TD = self.network(x_TD)
+        moe_TD = moe()
+        return moe_TD + own_TD.to(moe_TD.dtype)
+
+
+class ResidualNetwork(FeedForward):
+    """``c_0 MoE(x) + c_1 FFN(x)`` with ``c = softmax(V x + b)`` (PR-MoE, Rajbhandari et al. 2022)."""
+
+    def __init__(self, embed_dim: int, *others, **options):
+        super().__init__(embed_dim, *others, **options)
+        self.mix = nn.Linear(embed_dim, 2)
+
+    def forward(self, x_TD: Tensor, moe: Callable[[], Tensor]) -> Tensor:
+        """Mixes the experts' output, which ``moe`` returns, with the network's."""
+        logits_T2 = self.mix(x_TD)
+        logits_T2 = logits_T2.to(torch.promote_types(logits_T2.dtype, torch.float32))
+        own_TD = self.network(x_TD)
+        moe_TD = moe()
+        moe_T1, own_T1 = logits_T2.softmax(dim=-1).to(moe_TD.dtype).split(1, dim=1)
+        return moe_T1 * moe_TD + own_T1 * own_TD.to(moe_TD.dtype)
+
+
+class SimpleExperts(nn.Module):
+    """Experts that cost almost nothing: V constant ones, and copies (MoE++, Jin et al., ICLR 2025).
+
+    A constant expert answers ``a_1 x + a_2 v`` with ``a = softmax(W_c x)``, where W_c of 2 x D and v are its
+    own, a copy ``x``. All are computed for all tokens, wherever the experts are.
+    """
+
+    def __init__(self, embed_dim: int, constant_experts: int):
+        super().__init__()
+        self.mix = self.constant = None
+        if constant_experts:
+            self.mix = nn.Parameter(torch.empty(2 * constant_experts, embed_dim))
+            self.constant = nn.Parameter(torch.empty(constant_experts, embed_dim))
+            for parameter in (self.mix, self.constant):
+                nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))  # as nn.Linear
+
+    def forward(self, x_TD: Tensor, weight_TS: Tensor, moe: Callable[[], Tensor]) -> Tensor:
+        """Adds to the experts' output, which ``moe`` returns.
+
+        Args:
+            weight_TS: of the constant experts, then of the copies.
+        """
+        constants = 0 if self.constant is None else len(self.constant)
+        constant_TV, copy_TC = weight_TS.tensor_split([constants], dim=1)
+        own_TD = copy_TC.sum(1, keepdim=True).to(x_TD.dtype) * x_TD
+        if constants:
+            logits_TV2 = F.linear(x_TD, self.mix).view(len(x_TD), constants, 2)
+            x_TV, v_TV = logits_TV2.to(weight_TS.dtype).softmax(dim=-1).unbind(-1)
+            x_T1 = (constant_TV * x_TV).sum(1, keepdim=True)
+            own_TD = own_TD + x_T1.to(x_TD.dtype) * x_TD
+            own_TD = own_TD + (constant_TV * v_TV).to(self.constant.dtype) @ self.constant
+        moe_TD = moe()
+        return moe_TD + own_TD.to(moe_TD.dtype)
+
+
+# Conditional MoE routing: a gate between a shared feed-forward network and the experts.
+#
+# Shapes: T tokens, D embedding, F feed-forward.
+
+
+class CMRStats(NamedTuple):
+    """What the budget loss needs, real tokens only."""
+
+    gate_sum: Tensor  # scalar, with gradient: sum of the tokens' gates
+    tokens: Tensor  # scalar: how many
+
+
+class ConditionalRouting(nn.Module):
+    """``(1 - g) FFN(x) + g MoE(x)`` with ``g = sigmoid(w x)`` per token (NLLB team 2022, section 6.2).
+
+    Args:
+        gate_drop: in training, the probability that a token's gate is 0, so that it has only the
+            shared network.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        ffn_embed_dim: int,
+        activation_fn: Activation = "relu",
+        activation_dropout: float = 0.0,
+        gate_drop: float = 0.0,
+    ):
+        super().__init__()
+        self.gate = nn.Linear(embed_dim, 1, bias=False)
+        self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
+        self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
+        self.activation_fn = activation(activation_fn)
+        self.activation_dropout = activation_dropout
+        self.gate_drop = gate_drop
+
+    def forward(
+        self, x_TD: Tensor, moe: Callable[[], Tensor], active_T: Tensor | None = None
+    ) -> tuple[Tensor, CMRStats]:
+        """Mix the experts' output ``(T, D)`` with that of the shared network.
+
+        Args:
+            moe: returns the experts' output, which may be on its way while the shared network is computed.
+        """
+        gate_T1 = self.gate(x_TD).float().sigmoid()
+        active_T1 = torch.ones_like(gate_T1) if active_T is None else active_T.unsqueeze(1)
+        # The budget is about what the gate asks for, so it is counted before any of it is dropped.
+        stats = CMRStats((gate_T1 * active_T1).sum(), active_T1.sum())
+        if self.training and self.gate_drop > 0:
+            gate_T1 = gate_T1 * (torch.rand_like(gate_T1) >= self.gate_drop)
+        h = F.dropout(self.activation_fn(self.fc1(x_TD)), self.activation_dropout, self.training)
+        shared_TD = self.fc2(h)
+        moe_TD = moe()
+        gate_T1 = gate_T1.to(moe_TD.dtype)
+        return (1 - gate_T1) * shared_TD.to(moe_TD.dtype) + gate_T1 * moe_TD, stats
+
+
+# Regularisers that leave expert outputs out in training (NLLB team 2022, section 6.2).
+
+
+def mask_outputs(x: Tensor, p: float, training: bool) -> Tensor:
+    """Each element of ``x`` becomes 0 with probability ``p`` in training; evaluation scales by ``1 - p``.
+
+    On the weights of copies ``(T, K)`` it is expert output masking (EOM), on a column ``(T, 1)`` of
+    ones that multiplies the mixed outputs final output masking (FOM).
+    """
+    if p == 0:
+        return x
+    if training:
+        return x * (torch.rand_like(x) >= p)
+    return x * (1 - p)
+
+
+def drop_gating(padding_mask: Tensor, p: float, training: bool) -> Tensor:
+    """With probability ``p`` in training, the mask that leaves every token of this batch out.
+
+    Gating dropout, the variant that skips gate and experts (Liu et al. 2022): no token is routed and
+    all keep their residual. Every collective call still takes place, so ranks need not agree.
+    """
+    if not training or p == 0:
+        return padding_mask
+    return padding_mask | (torch.rand((), device=padding_mask.device) < p)

@@ -1,0 +1,463 @@
+"""Every option of the block, declared once: name, type, default, flag, help, choices and bounds.
+
+The block's arguments, fairseq's flags (models/options.py) and the checks are made from `MoEConfig`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+from torch import Tensor
+
+from smoe_fairseq.modules.experts import EXECUTIONS, Activation
+from smoe_fairseq.modules.gates import GATES
+from smoe_fairseq.modules.gates.top_k import GATE_NORMALIZATIONS, SCORES, SECOND_EXPERT_POLICIES
+from smoe_fairseq.modules.option_error import OptionError
+from smoe_fairseq.modules.routing import DROP_ORDERS
+from smoe_fairseq.modules.strata import Strata
+
+BALANCES = ("loss", "bias")
+BALANCED_OVER = ("batch", "update")
+NORMS = ("paper", "released")
+DROPOUTS = ("stratum", "layer")
+FREE_EXPERTS = ("null_experts", "copy_experts", "constant_experts")
+
+
+def option(
+    default,
+    help: str,
+    flag: str = "",
+    choices: tuple[str, ...] = (),
+    check: Callable | None = None,
+    alias: str = "",
+):
+    """A field of `MoEConfig`.
+
+    Args:
+        flag: the model's option that sets it, such as ``moe_top_k``; empty: no flag of its own.
+        choices: the values it may have.
+        check: called with name and value, raises OptionError.
+        alias: another flag for the same.
+    """
+    metadata = {"help": help, "flag": flag, "choices": choices, "check": check, "alias": alias}
+    return field(default=default, metadata=metadata)
+
+
+def _refuse(name: str, value, expected: str) -> None:
+    raise OptionError(f"{{{name}}} {{given}}: {{expected}}", given=value, expected=expected)
+
+
+def number(name: str, value: int) -> None:
+    if value < 0:
+        _refuse(name, value, "expected a whole number of at least 0")
+
+
+def factor(name: str, value: float) -> None:
+    if not (value >= 0 and math.isfinite(value)):
+        _refuse(name, value, "expected 0 (no limit) or a positive number")
+
+
+def probability(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        _refuse(name, value, "expected a probability from 0 to below 1")
+
+
+def scale(name: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        _refuse(name, value, "expected a positive number")
+
+
+@dataclass(frozen=True, eq=False)
+class MoEConfig:
+    """Options of `StratifiedMoE`; ``--flags`` in the help texts are those of the models.
+
+    Raises:
+        OptionError: a ValueError, for a value that the block cannot take; it names the option.
+    """
+
+    strata: str = option(
+        "2-2-2-2",
+        "experts per stratum in the paper's notation: 16 is a vanilla MoE, 4-12 has two strata; one value, "
+        "or one for each MoE layer of a side, separated by commas",
+        "smoe_strata",
+    )
+    chain: int = option(
+        1,
+        "chain of experts: so many passes of every token over the experts of one stratum, each with a gate "
+        "of its own",
+        "smoe_chain",
+    )
+    gate: str = option(
+        "topk",
+        "who chooses: the gate its best experts (topk), as many as it is unsure of (top-p), a table by "
+        "token (hash), a balanced assignment (base), in the encoder the experts (expert-choice), or each "
+        "expert by the sign of its logit (relu)",
+        "moe_gate",
+        choices=tuple(GATES),
+    )
+    top_k: int = option(
+        2,
+        "experts per token and stratum, with null ones; --moe-gate relu: their mean, which a loss holds",
+        "moe_top_k",
+    )
+    top_p: float = option(
+        0.4,
+        "--moe-gate top-p: probability that the experts of a token have between them, at least",
+        "moe_top_p",
+    )
+    scores: str = option(
+        "softmax",
+        "--moe-gate topk: scores of the experts, a softmax over all of them or a sigmoid of each",
+        "moe_scores",
+        choices=SCORES,
+    )
+    null_experts: int = option(
+        0,
+        "experts without output that take part in the choice of top-k; with a larger --moe-top-k",
+        "moe_null_experts",
+        check=number,
+    )
+    copy_experts: int = option(
+        0,
+        "experts whose output is the token that they get, in the choice of top-k as null ones are",
+        "moe_copy_experts",
+        check=number,
+    )
+    constant_experts: int = option(
+        0,
+        "experts whose output is a learnt mixture of the token and a learnt vector, as the former",
+        "moe_constant_experts",
+        check=number,
+    )
+    expert_ffn_dim: int = option(
+        0,
+        "width of each expert, shared ones too; 0: the FFN dimension of its side",
+        "moe_expert_ffn_dim",
+        check=number,
+    )
+    shared_experts: int = option(
+        0,
+        "experts that all tokens use, beside those of the gate",
+        "moe_shared_experts",
+        check=number,
+    )
+    residual: bool = option(
+        False,
+        "PR-MoE: a shared FFN beside the experts, mixed with them by a gate of its own",
+        "moe_residual",
+    )
+    balance: str = option(
+        "loss",
+        "experts are kept equally busy by the balance loss, or by a bias for the selection, without a loss",
+        "moe_balance",
+        choices=BALANCES,
+    )
+    bias_step: float = option(
+        1e-3, "--moe-balance bias: how far it goes in an update", "moe_bias_step", check=scale
+    )
+    balance_over: str = option(
+        "batch",
+        "the balance loss counts first choices of each batch by itself, or of all processes and batches of "
+        "the update so far",
+        "moe_balance_over",
+        choices=BALANCED_OVER,
+    )
+    capacity_budget: float = option(
+        0.0,
+        "strata that a token is to stop at on average, from 1 to as many as there are, by a loss in training "
+        "(--smoe-capacity-budget-wt of the criterion); 0: no such loss",
+        "smoe_capacity_budget",
+    )
+    exit_bias: float = option(
+        0.0,
+        "in evaluation, added to the gates' logits of later strata: above 0 tokens stop at fewer strata, in "
+        "less time; set it by --model-overrides",
+        "smoe_exit_bias",
+    )
+    stacked: bool = option(
+        False,
+        "naive stacking: a chain of MoE layers without inner layer norms and residuals",
+        "moe_stacked",
+    )
+    capacity_factor: float = option(
+        2.0,
+        "in training an expert takes ceil(factor * tokens / experts) tokens; 0: no limit",
+        "moe_capacity_factor",
+        check=factor,
+    )
+    eval_capacity_factor: float = option(
+        0.0,
+        "the same in evaluation; 0: no limit, so no translation depends on its batch",
+        "moe_eval_capacity_factor",
+        check=factor,
+    )
+    second_expert_policy: str = option(
+        "sampling",
+        "second expert in training: drawn, the second best, or the latter at random",
+        "moe_second_expert_policy",
+        choices=SECOND_EXPERT_POLICIES,
+    )
+    gate_normalization: str = option(
+        "after-drop",
+        "weights of the two experts are divided by their sum after or before dropping",
+        "moe_gate_normalization",
+        choices=GATE_NORMALIZATIONS,
+    )
+    drop_order: str = option(
+        "sentence",
+        "tokens that keep an expert that has too many: the first ones, sentence after sentence, those of "
+        "highest gate probability, or drawn ones",
+        "moe_drop_order",
+        choices=DROP_ORDERS,
+    )
+    norms: str = option(
+        "paper",
+        "inner layer norms and residuals as the paper or as its released code has them, which normalises the "
+        "output of a MoE layer too, with one stratum as with several",
+        "smoe_norm",
+        choices=NORMS,
+        alias="--moe-norms",
+    )
+    dropout_per: str = option(
+        "stratum",
+        "dropout of each stratum's output, or of what the whole MoE layer adds",
+        "moe_dropout_per",
+        choices=DROPOUTS,
+    )
+    gate_init_scale: float = option(
+        1.0,
+        "initial weights of the gates, over those of a linear layer",
+        "moe_gate_init_scale",
+        check=scale,
+    )
+    output_init_scale: float = option(
+        1.0,
+        "initial weights and biases of the experts' second layer, over a linear layer's",
+        "moe_output_init_scale",
+        check=scale,
+    )
+    eom: float = option(
+        0.0,
+        "expert output masking: probability that a selected expert's output is left out",
+        "moe_eom",
+        check=probability,
+    )
+    fom: float = option(
+        0.0,
+        "final output masking: probability that a token's mixed expert output is left out",
+        "moe_fom",
+        check=probability,
+    )
+    gating_dropout: float = option(
+        0.0,
+        "probability that a MoE layer routes no token of a batch in training",
+        "moe_gating_dropout",
+        check=probability,
+    )
+    cmr: bool = option(
+        False, "conditional MoE routing: a gate between a shared FFN and the experts", "moe_cmr"
+    )
+    cmr_gate_drop: float = option(
+        0.0,
+        "CMR: probability in training that a token has the shared FFN only",
+        "cmr_gate_drop",
+        check=probability,
+    )
+    expert_parallel: bool = option(
+        False,
+        "spread the experts of every MoE layer over the processes (with legacy_ddp)",
+        "expert_parallel",
+    )
+    # Set by other parts of a model: the transformer's flags of these names, its dictionary, and nothing.
+    activation_fn: Activation = option(
+        "relu", "the experts' activation: a function, or the name of one in torch.nn.functional"
+    )
+    dropout: float = option(
+        0.0, "dropout of the block's output before its residual; see dropout_per"
+    )
+    activation_dropout: float = option(0.0, "dropout after the activation in the experts")
+    hash_table: Tensor | None = option(
+        None, "gate hash: the expert of each token id, of shape (V,)"
+    )
+    execution: str = option(
+        "auto", "how experts are computed, see `start_pass`", choices=EXECUTIONS
+    )
+
+    def __post_init__(self):
+        for each in fields(self):
+            value, choices = getattr(self, each.name), each.metadata["choices"]
+            if choices and value not in choices:
+                _refuse(each.name, repr(value), f"expected one of {', '.join(choices)}")
+            if each.metadata["check"]:
+                each.metadata["check"](each.name, value)
+        strata = self.layout
+        _check_gate(self, strata)
+        _check_balance(self)
+        _check_later_strata(self, strata)
+        _check_norms(self, strata)
+        _check_branches(self, strata)
+
+    @property
+    def layout(self) -> Strata:
+        """The strata, read."""
+        return Strata.parse(self.strata, self.stacked, self.chain)
+
+    @property
+    def learns_balance(self) -> bool:
+        """Whether the balance loss is to be trained on."""
+        return GATES[self.gate].has_balance_loss and self.balance == "loss"
+
+    @classmethod
+    def help_of(cls, name: str) -> str:
+        """What an option means."""
+        return cls.__dataclass_fields__[name].metadata["help"]
+
+    @classmethod
+    def flags(cls) -> dict[str, str]:
+        """The models' options that set the block's, by the block's names."""
+        return {f.name: f.metadata["flag"] for f in fields(cls) if f.metadata["flag"]}
+
+
+# Rules across options, each with the sentence that the user reads.
+
+
+def _check_gate(config: MoEConfig, strata: Strata) -> None:
+    gate = config.gate
+    if GATES[gate].of_one_stratum:
+        _check_one_stratum(f"{{gate}} {gate}", strata)
+    if gate in ("topk", "relu"):
+        _check_top_k(config, strata)
+    free = next((name for name in FREE_EXPERTS if getattr(config, name)), None)
+    if gate != "topk" and (free or config.balance == "bias"):
+        name = free or "balance"
+        raise OptionError(
+            f"{{{name}}} {{value}}: it is an option of {{gate}} topk, not of {gate}",
+            value=getattr(config, name),
+        )
+    if gate != "topk" and config.scores != "softmax":
+        raise OptionError(
+            "{scores} {value}: it is an option of {gate} topk, not of {kind}",
+            value=config.scores,
+            kind=gate,
+        )
+    if gate == "top-p" and not 0 < config.top_p <= 1:
+        _refuse("top_p", config.top_p, "expected a probability above 0, up to 1")
+    if gate == "expert-choice" and not config.capacity_factor:
+        expected = (
+            "{gate} expert-choice takes so many experts per token; expected a positive number"
+        )
+        raise OptionError("{capacity_factor} {given}: " + expected, given=config.capacity_factor)
+    if gate == "hash":
+        _check_hash_table(config.hash_table, strata.num_experts)
+
+
+def _check_top_k(config: MoEConfig, strata: Strata) -> None:
+    top_k = config.top_k
+    if top_k < 1:
+        _refuse("top_k", top_k, "expected a whole number of at least 1")
+    fewest = min(strata.visible) + sum(getattr(config, name) for name in FREE_EXPERTS)
+    if top_k > fewest:
+        raise OptionError(
+            "{top_k} {given}: a gate of {strata} {sizes} sees {fewest} expert{s}, so top-k can be at most "
+            "{fewest}; or give every gate at least {given} experts",
+            given=top_k,
+            sizes=strata,
+            fewest=fewest,
+            s="" if fewest == 1 else "s",
+        )
+
+
+def _check_hash_table(table: Tensor | None, num_experts: int) -> None:
+    fits = table is not None and table.dim() == 1 and not table.is_floating_point()
+    if fits and not table.is_meta:
+        fits = bool(((table >= 0) & (table < num_experts)).all())
+    if not fits:
+        raise OptionError(
+            "{hash_table}: {gate} hash looks experts up; expected a vector with a number from 0 to {last} "
+            "for each token id",
+            last=num_experts - 1,
+        )
+
+
+def _check_balance(config: MoEConfig) -> None:
+    for name in FREE_EXPERTS:
+        if config.balance == "bias" and getattr(config, name):
+            raise OptionError(
+                f"{{{name}}} {{given}} with {{balance}} bias: {name.replace('_', ' ')} are balanced by the "
+                "loss; expected 0, or {balance} loss",
+                given=getattr(config, name),
+            )
+    if config.balance == "bias" and config.top_k > 1 and config.second_expert_policy == "sampling":
+        raise OptionError(
+            "{second_expert_policy} sampling with {balance} bias: a draw would pass over the bias; "
+            "expected all or random"
+        )
+    if config.balance_over == "update" and not config.learns_balance:
+        raise OptionError(
+            "{balance_over} update: it is for a balance loss, and {gate} {kind} with {balance} "
+            "{balance_given} has none; expected batch",
+            kind=config.gate,
+            balance_given=config.balance,
+        )
+
+
+def _check_later_strata(config: MoEConfig, strata: Strata) -> None:
+    """How often tokens stop, in training and in evaluation: a matter of several strata."""
+    later = len(strata.sizes) > 1 and not strata.stacked
+    for name in ("capacity_budget", "exit_bias"):
+        value = getattr(config, name)
+        if value and not later:
+            what = "with {stacked} no gate sees those of" if strata.stacked else "there are none in"
+            raise OptionError(
+                f"{{{name}}} {{given}}: it is about later strata, and {what} {{strata}} {{sizes}}; "
+                "expected 0, or several strata such as 4-4",
+                given=value,
+                sizes=strata,
+            )
+    if config.capacity_budget and not 1 <= config.capacity_budget <= len(strata):
+        expected = f"expected 0 (none) or a number from 1 to the {len(strata)} strata of {strata}"
+        _refuse("capacity_budget", config.capacity_budget, expected)
+    if math.isnan(config.exit_bias):
+        _refuse("exit_bias", config.exit_bias, "expected a number, above 0 for fewer stops")
+
+
+def _check_branches(config: MoEConfig, strata: Strata) -> None:
+    """Networks beside the experts."""
+    if config.shared_experts:
+        _check_one_stratum(f"{{shared_experts}} {config.shared_experts}", strata)
+    if config.residual:
+        _check_one_stratum("{residual}", strata)
+    if config.cmr:
+        _check_one_stratum("{cmr}", strata)
+    if config.residual and config.cmr:
+        raise OptionError(
+            "{residual} with {cmr}: both mix the experts with a network; expected one"
+        )
+
+
+def _check_one_stratum(option: str, strata: Strata) -> None:
+    if strata.chain > 1:
+        raise OptionError(option + ": expected {chain} 1, not {length}", length=strata.chain)
+    if len(strata) > 1:
+        raise OptionError(
+            option + ": expected one stratum, such as {strata} {one}, not {sizes}",
+            one=strata.num_experts,
+            sizes=strata,
+        )
+
+
+def _check_norms(config: MoEConfig, strata: Strata) -> None:
+    if config.norms != "released":
+        return
+    if strata.stacked:
+        raise OptionError("{norms} released: {stacked} has no inner norms; expected paper")
+    if strata.chain > 1:
+        raise OptionError(
+            "{norms} released: that code has no {chain} {length}; expected paper",
+            length=strata.chain,
+        )
+    if config.dropout_per == "layer":
+        raise OptionError(
+            "{dropout_per} layer: with {norms} released no residual runs past the whole layer; expected "
+            "stratum"
+        )

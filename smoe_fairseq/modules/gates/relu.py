@@ -1,0 +1,126 @@
+"""The ReLU gate: an expert has a token where its logit is above 0.
+
+Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active
+from smoe_fairseq.modules.routing import Capacity, Routing
+
+
+class ReLUGate(LinearGate):
+    """``g = relu(W x)``, ``y = sum_e g_e FFN_e(x)`` (ReMoE, Wang et al., ICLR 2025).
+
+    Nothing is chosen, so that the number of experts of a token has a gradient. An L1 loss holds its mean
+    over all layers at k: ``coefficient * sum_e f_e mean(g_e)`` with ``f_e = E / (k T) #{g_te > 0}``, which
+    weighs more on busy experts. A token without any expert keeps its residual. The routing's probabilities
+    are a softmax of the logits; the expert of the highest logit is the first choice.
+
+    Args:
+        capacity: of the experts; all first choices come before all second ones, and so on.
+        goal: k, experts per token on average.
+        exit_bias: of the first choice alone, see `ExitBias`: it changes no weight.
+    """
+
+    learns_number = True
+    observes = 2
+    observes_together = True
+
+    @classmethod
+    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
+        """As of `LinearGate`."""
+        return cls(
+            embed_dim,
+            num_experts,
+            Capacity.of_config(config),
+            config.top_k,
+            config.gate_init_scale,
+            ExitBias(own_experts, num_experts, config.exit_bias),
+        )
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_experts: int,
+        capacity: Capacity,
+        goal: int = 2,
+        init_scale: float = 1.0,
+        exit_bias: ExitBias | None = None,
+    ):
+        super().__init__(embed_dim, num_experts, init_scale)
+        self.capacity = capacity
+        self.goal = goal
+        self.coefficient = L1Coefficient()
+        self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
+        self.top_k = num_experts  # at most
+
+    @property
+    def expected_choices(self) -> float:
+        """As of `TopKGate`, once the loss has brought them to the goal; new gates take half of E."""
+        return float(self.goal)
+
+    def update(self, observed_N: Tensor) -> None:
+        """As of `LinearGate`, with copies and the tokens that they are of."""
+        copies, tokens = observed_N.unbind()
+        self.coefficient.update(copies - self.goal * tokens)
+
+    def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
+        """As of `TopKGate`."""
+        if active_T is None:
+            active_T = all_active(x_TD)
+        logits_TE = self.logits(x_TD)
+        weight_TE, choice_TE = logits_TE.relu().sort(dim=1, descending=True, stable=True)
+        chosen_TE = (weight_TE > 0) & active_T.unsqueeze(1)
+        logits_TE = self.exit_bias(logits_TE)
+        probs_TE = logits_TE.softmax(dim=-1)
+
+        asked_TE = choice_TE.masked_fill(~chosen_TE, self.num_experts)
+        places = self.capacity(asked_TE, probs_TE, active_T.sum())
+        kept_TE = chosen_TE & places.kept_TK
+        routing = Routing(
+            expert_TK=choice_TE.masked_fill(~kept_TE, self.num_experts),
+            weight_TK=weight_TE * kept_TE,
+            rank_TK=places.rank_TK,
+            kept_E=places.kept_E,
+            first_choice_T=logits_TE.argmax(1),
+            active_T=active_T,
+            logits_TE=logits_TE,
+            probs_TE=probs_TE,
+            asked_TK=asked_TE,
+            chosen_TK=chosen_TE,
+            kept_TK=kept_TE,
+        )
+        share_E = routing.asked_E / routing.num_tokens
+        busy_TE = share_E[choice_TE] * weight_TE * chosen_TE
+        return routing._replace(
+            l1=self.coefficient.value()
+            * self.num_experts
+            / self.goal
+            * busy_TE.sum()
+            / routing.num_tokens,
+            observed_N=torch.stack([chosen_TE.sum(), active_T.sum()]),
+        )
+
+
+class L1Coefficient(nn.Module):
+    """``1e-8 * 1.2^n``: n goes up by 1 in an update with more experts per token than wanted, else down.
+
+    n is kept: as a whole number it stays exact in a model of half precision.
+    """
+
+    START, FACTOR, FURTHEST = 1e-8, 1.2, 400
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def value(self) -> Tensor:
+        """A scalar, float32."""
+        return self.START * self.FACTOR ** self.steps.float()
+
+    def update(self, excess: Tensor) -> None:
+        """By the sign of a count."""
+        steps = self.steps + excess.to(self.steps).sign()
+        self.steps.copy_(steps.clamp(-self.FURTHEST, self.FURTHEST))  # else it may become infinite

@@ -1,0 +1,300 @@
+"""The recipes' settings: data sets and methods of ``configs/``, as flags, and the paper's tables."""
+
+import math
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import check_plain
+
+Flags = dict[str, Any]
+
+
+def arguments(flags: Flags) -> list[str]:
+    """Command-line words for flags: ``true`` is the bare flag, ``false`` and null leave it out.
+
+    A list is a flag with several words behind it.
+    """
+    words: list[str] = []
+    for key, value in flags.items():
+        if value is None or value is False:
+            continue
+        words.append(f"--{key}")
+        if value is not True:
+            words += map(str, value if isinstance(value, list) else [value])
+    return words
+
+
+# The YAML files of data sets and methods: where they are, and how one is read.
+
+# Those that hold keys and values of their own.
+MOST_ALIASES = 20  # of a YAML file: each may repeat what all before it make
+_SECTIONS = ("batch", "raw", "subwords", "task", "train", "generate", "sacrebleu")
+_SECTIONS += ("claims", "classes")
+
+
+def config_folder() -> Path:
+    """``CONFIG_DIR``, or else ``configs`` as it was installed with the package, or as the checkout has it."""
+    if given := os.environ.get("CONFIG_DIR"):
+        folder = Path(given)
+    else:
+        # Installed first: beside an installed package, a folder of that name is somebody else's.
+        installed = Path(__file__).parent / "configs"
+        checkout = Path(__file__).parents[2] / "configs"
+        folder = installed if installed.is_dir() else checkout
+    if not (folder / "datasets").is_dir():
+        raise UsageError(
+            f"{folder} holds no recipes: set CONFIG_DIR to the folder with datasets/ and methods/"
+        )
+    return folder
+
+
+def read(path: Path, keys: Collection[str]) -> DictConfig:
+    """A file's content; a key without a value is as if it were not there.
+
+    Raises:
+        UsageError: it is missing, not YAML, or has something else than ``keys``.
+    """
+    check_plain(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(file))
+        if aliases > MOST_ALIASES:
+            raise UsageError(f"{path} has {aliases:,} aliases: expected at most {MOST_ALIASES}")
+        content = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise UsageError(f"{path} is missing") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        if error.strerror:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        content = None  # OmegaConf's, for a number
+    known = ", ".join(sorted(keys))
+    if not isinstance(content, DictConfig):
+        raise UsageError(f"{path} may only have the keys {known}")
+    if unknown := [key for key in content if key not in keys]:
+        raise UsageError(f"{path}: unknown key `{unknown[0]}`: expected one of {known}")
+    for key, value in OmegaConf.to_container(content).items():
+        if value is None:
+            del content[key]
+        elif key in _SECTIONS and not isinstance(value, dict):
+            raise UsageError(f"{path}: `{key}` has to hold keys and values such as `lr: 0.001`")
+    return content
+
+
+# Data sets: what is trained and scored on, as YAML files that stand on one another.
+
+_KEYS = {
+    *("base", "pairs", "experts", "shards", "batch", "raw", "subwords"),
+    *("task", "train", "generate", "checkpoint", "sacrebleu", "study", "claims", "classes"),
+}
+
+
+# Below `raw`; None: a value, or names that the data set chooses.
+_RAW_KEYS = {
+    **dict.fromkeys(("generator", "url", "sha256", "files", "splits", "codes")),
+    "archives": dict.fromkeys(("url", "file", "size", "sha256")),
+    "parallel": {"test": None, "valid": None},
+    "binarised": dict.fromkeys(("text", "test", "vocabulary")),
+    "messages": {
+        **dict.fromkeys(("layout", "words")),
+        **dict.fromkeys(("valid", "test"), dict.fromkeys(("share", "most"))),
+    },
+}
+
+
+def _check_raw(path: Path, content: Any, keys: dict[str, Any], above: str = "raw") -> None:
+    for part in content if isinstance(content, list) else [content]:
+        for key, value in part.items() if isinstance(part, dict) else ():
+            if key not in keys:
+                raise UsageError(
+                    f"{path}: unknown key `{key}` below `{above}`: expected one of "
+                    f"{', '.join(sorted(keys))}"
+                )
+            if keys[key]:
+                _check_raw(path, value, keys[key], key)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One file of ``configs/datasets`` over ``configs/common.yaml``; its keys are explained there.
+
+    ``pairs`` are language pairs as their files are named (``eng-nso``); each is two directions.
+    ``experts`` are those of a layer of methods that do not say their own; None: there are no such methods.
+    ``batch`` holds tokens per update by name and is empty where ``train`` fixes the batch instead.
+    ``study`` are the methods that ``scripts/study.sh`` compares, ``claims`` pairs of them by name, the first
+    of which is said to be ahead of the second. ``classes`` are languages by the size of their text.
+    """
+
+    name: str
+    pairs: tuple[str, ...]
+    experts: int | None
+    shards: int
+    batch: dict[str, int]
+    raw: dict[str, Any]
+    subwords: dict[str, Any]
+    task: Flags
+    train: Flags
+    generate: Flags
+    checkpoint: str
+    sacrebleu: Flags
+    study: list[str]
+    claims: dict[str, list[str]]
+    classes: dict[str, list[str]]
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """All languages in order of appearance, which is the order of their tokens."""
+        return tuple(dict.fromkeys(lang for pair in self.pairs for lang in pair.split("-")))
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """``source-target`` names in the paper's order: into the first language, then out of it."""
+        reverse = tuple("-".join(reversed(pair.split("-"))) for pair in self.pairs)
+        return reverse + self.pairs
+
+    def pair_of(self, direction: str) -> str:
+        """The pair whose files hold a direction."""
+        return direction if direction in self.pairs else "-".join(reversed(direction.split("-")))
+
+
+def dataset_file(name: str) -> Path:
+    """Where a data set of this name is."""
+    return config_folder() / "datasets" / f"{name}.yaml"
+
+
+def load_dataset(name: str) -> Dataset:
+    """Reads ``configs/datasets/NAME.yaml``; an unknown name or key is a `UsageError`."""
+    path = dataset_file(name)
+    known = sorted(file.stem for file in path.parent.glob("*.yaml"))
+    if name not in known:
+        raise UsageError(f"unknown dataset {name!r}: choose one of {', '.join(known)}")
+    merged = OmegaConf.to_container(OmegaConf.merge(*_layers(config_folder(), path)))
+    pairs, experts = merged.get("pairs"), merged.get("experts")
+    if not isinstance(pairs, list) or not all(map(_is_pair, pairs or [""])):
+        given = "missing" if pairs is None else pairs
+        raise UsageError(
+            f"{path}: `pairs` has to list language pairs such as [eng-nso, eng-fra]; it is {given}"
+        )
+    if experts is not None and (type(experts) is not int or experts < 1):
+        raise UsageError(f"{path}: `experts` is {experts}: expected a whole number of at least 1")
+    _check_raw(path, merged.get("raw"), _RAW_KEYS)
+    values = {key: merged.get(key) for key in _KEYS - {"base"}}
+    return Dataset(name=name, **(values | {"pairs": tuple(pairs)}))
+
+
+def _is_pair(name) -> bool:
+    """Whether it names two languages."""
+    found = re.fullmatch(r"([^-\s]+)-([^-\s]+)", str(name))
+    return found is not None and found[1] != found[2]
+
+
+def _layers(folder: Path, path: Path) -> list[DictConfig]:
+    """``common``, what stands on it and so on, up to the file itself: what each has as its ``base``."""
+    layers, names = [], []
+    while True:
+        names.append(path.stem)
+        own = read(path, _KEYS)
+        base = own.pop("base", "common")
+        layers.insert(0, own)
+        if path.stem == "common":
+            return layers
+        if base in names:
+            raise UsageError(f"{path}: its `base` {base} stands on it in turn")
+        path = folder / f"{base}.yaml"
+
+
+# Methods: what is trained on a data set, as the training flags that make it.
+
+MOE_FREQ = 2  # every so many layers are MoE layers, where the data set says nothing else
+_METHOD_KEYS = {"train"}
+_FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>((0|[1-9]\d*)-)*[1-9]\d*)")
+
+
+def method_flags(name: str, dataset: Dataset) -> Flags:
+    """The training flags of a method: ``NAME.yaml``, or for ``FAMILY-4-12`` the family's file.
+
+    In a method file ``{experts}`` stands for the data set's number of experts, ``{moe-freq}`` for its
+    ``moe-freq`` (2) and, in a family's, ``{strata}`` for what follows the family's name, or ``{layers}`` for
+    the same with commas. An unknown name is a `UsageError`.
+    """
+    folder = config_folder() / "methods"
+    files = {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
+    families = {
+        stem
+        for stem, path in files.items()
+        if re.search(r"\{(strata|layers)\}", path.read_text("utf-8", "replace"))
+    }
+    match = _FAMILY.fullmatch(name)
+    if name in files.keys() - families:
+        path, strata = files[name], ""
+    elif match and match["family"] in families:
+        path, strata = files[match["family"]], match["strata"]
+    else:
+        known = [f"{stem}-A-B-..." if stem in families else stem for stem in files]
+        raise UsageError(f"unknown method {name!r}: choose one of {', '.join(known)}")
+
+    def fill(value):
+        if not isinstance(value, str):
+            return value
+        value = value.replace("{strata}", strata).replace("{layers}", strata.replace("-", ","))
+        value = value.replace("{moe-freq}", str(dataset.train.get("moe-freq", MOE_FREQ)))
+        if "{experts}" in value and dataset.experts is None:
+            raise UsageError(
+                f"{dataset_file(dataset.name)}: `experts` is missing, and {name} needs it; "
+                "expected a whole number such as 8"
+            )
+        return value.replace("{experts}", str(dataset.experts))
+
+    flags = OmegaConf.to_container(read(path, _METHOD_KEYS)).get("train", {})
+    return {key: fill(value) for key, value in flags.items()}
+
+
+def has_strata(flags: Flags) -> bool:
+    """Whether the flags of a method make several strata, at some of which tokens may stop."""
+    return "-" in str(flags.get("smoe-strata", "")) and not flags.get("moe-stacked")
+
+
+# The paper's tables (arXiv 2305.02176): its numbers, and the classes of languages that they
+# average over.
+
+
+@cache
+def tables() -> dict[str, Any]:
+    """All of ``paper_tables.yaml`` by table; parameters and FLOPs are in millions."""
+    with resources.as_file(resources.files(__package__).joinpath("paper_tables.yaml")) as file:
+        return OmegaConf.to_container(OmegaConf.load(file))
+
+
+def resource_classes(
+    table: str, counted: Mapping[str, int] | None = None
+) -> dict[str, list[str] | None]:
+    """Languages by the size of their training text; empty where a table has no classes.
+
+    Args:
+        counted: sentence pairs of each language, for a table that prints no sizes.
+
+    Returns:
+        Classes in the paper's order, with None for their languages where no sizes are known.
+    """
+    content = tables().get(table, {})
+    sizes = content.get("sizes", counted)
+
+    def languages(bounds: dict[str, int]) -> list[str] | None:
+        if sizes is None:
+            return None
+        least, most = bounds.get("least", 0), bounds.get("most", math.inf)
+        return [language for language, size in sizes.items() if least <= size <= most]
+
+    return {name: languages(bounds) for name, bounds in content.get("classes", {}).items()}

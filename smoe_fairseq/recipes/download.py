@@ -1,0 +1,348 @@
+"""Downloads and archives."""
+
+import gzip
+import hashlib
+import http.client
+import os
+import shutil
+import stat
+import struct
+import sys
+import tarfile
+import urllib.error
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from lzma import LZMAError
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import check_plain, put_in_place, whole_folder
+from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.raw import all_publisher_names
+
+_DAMAGE = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, gzip.BadGzipFile),
+    *(struct.error, ValueError),  # headers of nonsense
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member of an archive; ``open`` gives its content and is for regular files only."""
+
+    name: str
+    regular: bool
+    size: int
+    open: Callable[[], IO[bytes]]
+
+
+def read_members(
+    archive: Path, wanted: Callable[[PurePosixPath], bool]
+) -> Iterator[tuple[PurePosixPath, bytes]]:
+    """Name and content of the wanted regular files of an archive, in its order; nothing is written.
+
+    Raises:
+        UsageError: the archive is missing, damaged, or has a password.
+    """
+    try:
+        for member in _members(archive):
+            path = PurePosixPath(member.name)
+            if member.regular and wanted(path):
+                with member.open() as content:
+                    yield path, content.read()
+    except (*_DAMAGE, RuntimeError) as error:
+        raise _damaged(archive, error) from None
+    except OSError as error:
+        if error.errno is None:
+            raise _damaged(archive, error) from None
+        raise UsageError(f"{archive} cannot be read: {error.strerror}") from None
+
+
+def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
+    """Writes the members of a zip or tar archive of any compression that are wanted, and counts them.
+
+    Args:
+        wanted: the file to write for each name; a member is that whose name, or the end of it from some
+            folder on, this is.
+
+    Raises:
+        UsageError: the archive is missing, damaged, or has a password or a name that leads out of a folder;
+            or a link or a device is in the place of a member that is wanted.
+    """
+    found = {}
+    try:
+        for member in _members(archive):
+            path = PurePosixPath(member.name.replace("\\", "/"))
+            if path.is_absolute() or ".." in path.parts:
+                raise UsageError(f"{archive} holds {member.name!r}, outside of it: do not trust it")
+            name = next((n for n in _endings(path) if n in wanted), None)
+            if name is None:
+                continue
+            if not member.regular:
+                raise UsageError(f"{archive} holds {member.name!r}, which is not a plain file")
+            if name in found:
+                raise UsageError(
+                    f"{archive} holds {found[name]!r} and {member.name!r} for one file"
+                )
+            found[name] = member.name
+            output = wanted[name]
+            output.parent.mkdir(parents=True, exist_ok=True)
+            if member.size > shutil.disk_usage(output.parent).free:
+                raise UsageError(
+                    f"{archive} holds {member.name!r} of {member.size:,} bytes, for which "
+                    f"{output.parent} has no room"
+                )
+            with member.open() as content, open(output, "wb") as copy:
+                shutil.copyfileobj(content, copy)
+    except _DAMAGE as error:
+        raise _damaged(archive, error) from None
+    except RuntimeError as error:
+        # zipfile's, for a password, and for a method that it does not know
+        raise UsageError(
+            f"{archive} cannot be unpacked ({error}): expected an archive without a password, zip or tar, "
+            "compressed by deflate, gzip, bzip2 or xz"
+        ) from None
+    except OSError as error:
+        if error.errno is None:  # bzip2's word for damage
+            raise _damaged(archive, error) from None
+        folder = os.path.commonpath(wanted.values())
+        raise UsageError(f"{archive} cannot be unpacked to {folder}: {error.strerror}") from None
+    return len(found)
+
+
+def _damaged(archive: Path, error: Exception) -> UsageError:
+    reason = " ".join(str(error).split())  # tarfile's has a line for each compression
+    return UsageError(f"{archive} cannot be unpacked ({reason}): delete it and get it again")
+
+
+def _endings(path: PurePosixPath) -> Iterator[str]:
+    """``a/b/c``, ``b/c`` and ``c``: an archive may hold its files in a folder above."""
+    for i in range(len(path.parts)):
+        yield "/".join(path.parts[i:])
+
+
+def _members(archive: Path) -> Iterator[Member]:
+    """All members but folders, in the archive's order, each to be read before the next one."""
+    check_plain(archive)
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as content:
+            for info in content.infolist():
+                kind = stat.S_IFMT(info.external_attr >> 16)  # 0 where it was not packed on Unix
+                regular = kind in (0, stat.S_IFREG)
+                if not info.is_dir():
+                    yield Member(
+                        info.filename, regular, info.file_size, lambda info=info: content.open(info)
+                    )
+    else:
+        with tarfile.open(archive) as content:
+            for info in content:
+                if not info.isdir():
+                    yield Member(
+                        info.name,
+                        info.isreg(),
+                        info.size,
+                        lambda info=info: content.extractfile(info),
+                    )
+            while content.fileobj.read(2**20):  # To the end, where the compression's checksum is.
+                pass
+
+
+# Downloads that resume, are checked, and appear under their final name only when complete.
+
+ATTEMPTS = 3
+TIMEOUT_SECONDS = 60
+_BLOCK = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file to download; ``size`` in bytes and ``sha256`` where they are known."""
+
+    url: str
+    name: str
+    size: int | None = None
+    sha256: str | None = None
+
+
+def remote_files(dataset: Dataset) -> list[Remote]:
+    """What a data set is made of: single files (``raw.url``) or ``raw.archives``."""
+    if url := dataset.raw.get("url"):
+        checksums = dataset.raw.get("sha256", {})
+        urls = (url.format(file=names[0]) for names in all_publisher_names(dataset))
+        named = ((address, address.rsplit("/", 1)[-1]) for address in urls)
+        return [Remote(address, name, None, checksums.get(name)) for address, name in named]
+    return [
+        Remote(
+            entry["url"],
+            entry.get("file") or entry["url"].rsplit("/", 1)[-1],
+            entry.get("size"),
+            entry.get("sha256"),
+        )
+        for entry in dataset.raw.get("archives", [])
+    ]
+
+
+def fetch(dataset: Dataset, folder: Path) -> None:
+    """Downloads the data set's files that ``folder`` lacks and checks those it has."""
+    for remote in remote_files(dataset):
+        target = folder / remote.name
+        if target.exists():
+            if fault := _fault(remote, target):
+                raise UsageError(f"{target} has {fault}: delete it and get it again")
+            continue
+        try:
+            download(remote, target)
+        except OSError as error:
+            raise UsageError(
+                f"cannot download {remote.url} ({error}): go online and repeat, put the file at "
+                f"{target}, or give a folder with {dataset.name}'s files as RAW=folder"
+            ) from None
+
+
+def download(remote: Remote, target: Path) -> None:
+    """Downloads to ``target.part`` and renames; resumes what an earlier attempt left there.
+
+    Raises ``OSError`` when the server stays out of reach or keeps cutting off, `UsageError` when
+    the content is not what was expected or the disk is full; in no case does ``target`` exist afterwards.
+    """
+    part = target.with_name(f"{target.name}.part")
+    with _writing(part):
+        part.parent.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            _append_rest(remote.url, part)
+            break
+        except urllib.error.HTTPError as error:
+            if error.code < 500 or attempt == ATTEMPTS:
+                raise
+        except (OSError, http.client.HTTPException) as error:
+            if attempt == ATTEMPTS:
+                raise OSError(str(error)) from error
+        print(f"{target.name}: interrupted, resuming", file=sys.stderr, flush=True)
+    if fault := _fault(remote, part):
+        part.unlink()
+        raise UsageError(f"{remote.url} has {fault}")
+    with _writing(part):
+        put_in_place(part, target)
+
+
+def _append_rest(url: str, part: Path) -> None:
+    """Requests what ``part`` still lacks; a connection cut short raises ``ConnectionError``."""
+    have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
+    except urllib.error.HTTPError as error:
+        if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+            raise
+        if error.headers.get("Content-Range") == f"bytes */{have}":
+            return  # Complete: an earlier attempt ended just before it was renamed.
+        part.unlink()  # The server has nothing beyond it: it may be of another file. Start anew.
+        return _append_rest(url, part)
+    with response:
+        resumed = response.status == http.client.PARTIAL_CONTENT
+        have = have if resumed else 0
+        length = response.headers.get("Content-Length")
+        with _writing(part):
+            output = open(part, "ab" if resumed else "wb")
+        try:
+            while block := response.read(_BLOCK):
+                with _writing(part):
+                    output.write(block)
+        finally:
+            with _writing(part):
+                output.close()
+        size = part.stat().st_size
+    if length is not None and size < have + int(length):
+        raise ConnectionError(f"cut off after {size} of {have + int(length)} bytes")
+    print(f"{url}: {size:,} bytes", flush=True)
+
+
+@contextmanager
+def _writing(part: Path) -> Iterator[None]:
+    """A disk that refuses is not a network that does, and is not asked again."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{part} cannot be written: {error.strerror}; what is there already is used by the next attempt"
+        ) from None
+
+
+def _fault(remote: Remote, path: Path) -> str | None:
+    """What is wrong with a file, by size and checksum as far as they are known."""
+    if remote.size and (size := path.stat().st_size) != remote.size:
+        return f"{size} bytes, not {remote.size} as expected"
+    if remote.sha256:
+        with open(path, "rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != remote.sha256:
+            return f"the SHA-256 checksum {found}, not {remote.sha256} as expected"
+    return None
+
+
+# A data set's archives: of each only the files that ``raw.files`` asks for, under these names.
+
+
+def unpack(dataset: Dataset, archives: list[Path], target: Path) -> None:
+    """Writes the data set's files, out of zip or tar archives of any compression, to ``target``.
+
+    ``target`` appears when all archives are done. One that is missing is a `UsageError`, as is what `extract`
+    refuses.
+    """
+    if target.exists():
+        print(f"{target} is unpacked already: delete it to unpack it again", flush=True)
+        return
+    names = {name for names in all_publisher_names(dataset) for name in names}
+    names |= {f"{name}.gz" for name in names}
+    for archive in archives:
+        if not archive.is_file():
+            raise UsageError(
+                f"{archive} is missing: run scripts/prepare.sh {dataset.name} to fetch it"
+            )
+    with whole_folder(target) as partial:
+        wanted = {name: partial / name for name in names}
+        counts = {archive: extract(archive, wanted) for archive in archives}
+    for archive, count in counts.items():
+        print(f"{archive}: {count} files unpacked", flush=True)
+
+
+# The sentencepiece models that sacreBLEU's flores tokenizers need and fetch at first use.
+
+
+def fetch_tokenizer(name: str) -> None:
+    """Puts the model of a sacreBLEU tokenizer (``flores200``) where sacreBLEU looks for it.
+
+    sacreBLEU would fetch it too, but only after everything is translated, and a download that fails
+    leaves an empty file, which it later takes for the model.
+    """
+    url, target = _place(name)
+    if tokenizer_file(name):
+        return
+    try:
+        download(Remote(url, target.name), target)
+    except OSError as error:
+        raise UsageError(
+            f"cannot fetch sacreBLEU's {name} tokenizer ({error}): download {url} where there is a "
+            f"network and put it at {target} (the folder is $SACREBLEU, or else ~/.sacrebleu)"
+        ) from None
+
+
+def tokenizer_file(name: str) -> Path | None:
+    """The model, where it is there."""
+    file = _place(name)[1]
+    return file if file.exists() and file.stat().st_size else None
+
+
+def _place(name: str) -> tuple[str, Path]:
+    """Its address, and where sacreBLEU looks for it."""
+    from sacrebleu.tokenizers.tokenizer_spm import SPM_MODELS
+    from sacrebleu.utils import SACREBLEU_DIR
+
+    url = SPM_MODELS[name]["url"]
+    return url, Path(SACREBLEU_DIR) / "models" / Path(url).name

@@ -1,1 +1,0 @@
-"""``scripts/evaluate.sh``: translations of all directions, and their scores."""

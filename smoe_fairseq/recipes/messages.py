@@ -1,0 +1,219 @@
+"""Pairs of sentences from the messages of a program: gettext files (.po) in an archive.
+
+Every message has an English string and its translation. Which texts are held out is decided by the English
+string, for all languages at once: else a sentence could be trained in one language and tested in another.
+"""
+
+import hashlib
+import html
+import json
+import re
+from collections import Counter
+from pathlib import Path, PurePosixPath
+
+import polib
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import whole_folder, write_whole
+from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.download import read_members
+from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.raw import SIZES
+
+ENGLISH = "en"
+ARCHIVES = ("*.tar.xz", "*.tar.gz", "*.tar.bz2", "*.tar", "*.zip")
+_BETWEEN_WORDS = re.compile(
+    r"</?(?:br|alt|image|bookmark_value|(?:switch|case|default)inline)\b[^<>]*>|\\[nt](?!\w)", re.I
+)
+_TAG = re.compile(r"</?[a-z][^<>]*>")
+_ESCAPE = re.compile(r"\\([<>\"'])")
+# polib ends a line there, and gettext does not.
+_LINE_ENDS = re.compile("[\v\f\x1c-\x1e\x85\u2028\u2029]")
+
+Pairs = dict[str, str]  # English text to translation
+
+
+def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
+    """Writes the pairs of all languages of ``dataset`` to ``target`` in the shared layout.
+
+    ``raw.messages`` of the data set has the archive's ``layout``, such as translations/source/{language}, and
+    the least number of English ``words`` of a text; of ``valid`` and ``test`` the ``share`` of all texts, and
+    how many pairs a language has at ``most``. ``raw.codes`` are the archive's names of languages, where the
+    data set has others. The numbers of training pairs go to ``sizes.json`` beside ``target``.
+
+    Args:
+        source: the archive, or a folder in which there is one.
+
+    Raises:
+        UsageError: the archive is missing, damaged, or of another layout; a language is not in it, or has no
+            pair to train or to validate.
+    """
+    archive = _archive(source)
+    for pair in dataset.pairs:
+        if not pair.startswith(f"{ENGLISH}-"):
+            raise UsageError(
+                f"{dataset.name}: the pair {pair}: expected one of {ENGLISH}, such as en-sl"
+            )
+    found = read_pairs(dataset, archive)
+    sizes = {}
+    with whole_folder(target, replace=True) as partial:
+        for language, pairs in found.items():
+            parts = split(pairs, dataset.raw["messages"])
+            for name, part in parts.items():
+                if part:
+                    _write(partial, f"{name}.{ENGLISH}-{language}", language, part)
+                elif name == "test":
+                    report(f"{language} has no text to test and will not be scored")
+                else:
+                    words = dataset.raw["messages"]["words"]
+                    raise UsageError(
+                        f"{archive}: {language} has {len(pairs)} pairs left (translated, not fuzzy, of at "
+                        f"least {words} English words, no two the same), and none of them to "
+                        f"{'train' if name == 'train' else 'validate'}: leave {ENGLISH}-{language} out of "
+                        "`pairs`"
+                    )
+            sizes[language] = len(parts["train"])
+            counts = ", ".join(f"{len(part):,} {name}" for name, part in parts.items())
+            print(f"{target}: {ENGLISH}-{language}: {counts}", flush=True)
+        write_whole(target.with_name(SIZES), json.dumps(sizes, indent=2) + "\n")
+    print(f"{target}: {_told(found)}", flush=True)
+
+
+def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
+    """The pairs of each language, in the order of its files' names, whatever the archive's order.
+
+    Of an English text that is translated several times the first translation counts.
+
+    Raises:
+        UsageError: see `gather_messages`.
+    """
+    settings = dataset.raw["messages"]
+    above = PurePosixPath(settings["layout"].format(language="LANGUAGE")).parent.parts
+    codes = dataset.raw.get("codes", {})
+    files = {codes.get(pair.split("-")[1], pair.split("-")[1]): {} for pair in dataset.pairs}
+    there, others = set(), set()
+
+    def wanted(path: PurePosixPath) -> bool:
+        if (
+            path.suffix != ".po"
+            or path.parts[: len(above)] != above
+            or len(path.parts) < len(above) + 2
+        ):
+            others.add(path.parts[0] if path.parts else "")
+            return False
+        there.add(path.parts[len(above)])
+        return path.parts[len(above)] in files
+
+    for path, content in read_members(archive, wanted):
+        files[path.parts[len(above)]][str(path)] = _messages(archive, path, content)
+    if not there:
+        raise UsageError(
+            f"{archive} has no file {'/'.join(above)}/LANGUAGE/**.po; it has {_some(others)}"
+        )
+    for code in files:
+        if code not in there:
+            raise UsageError(f"{archive} has no language {code}; it has {_some(there)}")
+    return {
+        pair.split("-")[1]: _unique(files[code], settings["words"])
+        for pair, code in zip(dataset.pairs, files, strict=True)
+    }
+
+
+def plain(text: str) -> str:
+    """A message without tags, escapes and the marks of keys (``~File``, ``_File``), on one line."""
+    text = _ESCAPE.sub(r"\1", text)
+    text = html.unescape(_TAG.sub("", _BETWEEN_WORDS.sub(" ", text)))
+    text = re.sub(r"~(?=\w)", "", text)
+    return " ".join(map(_without_mark, text.split()))
+
+
+def _without_mark(word: str) -> str:
+    """``Pla_ce``, but not ``%AVERAGE_VALUE`` or ``com_sun_star``."""
+    is_name = word.count("_") != 1 or "%" in word or word.isupper() or word.endswith("_")
+    return word if is_name else word.replace("_", "")
+
+
+def split(pairs: Pairs, settings: dict) -> dict[str, list[tuple[str, str]]]:
+    """Pairs to train, validate and test, by a hash of the English text alone.
+
+    A language has the texts of the lowest hashes; those that are held out beyond ``most`` are left out of all
+    three.
+    """
+    found = {"train": [], "valid": [], "test": []}
+    test = settings["test"]["share"]
+    valid = test + settings["valid"]["share"]
+    places = {english: place(english) for english in pairs}
+    for english, translation in pairs.items():
+        at = places[english]
+        name = "test" if at < test else "valid" if at < valid else "train"
+        found[name].append((english, translation))
+    for name in ("valid", "test"):
+        found[name].sort(key=lambda pair: (places[pair[0]], pair[0]))
+        del found[name][settings[name]["most"] :]
+    return found
+
+
+def place(english: str) -> float:
+    """A number from 0 to below 1, the same for texts with the same letters and digits."""
+    words = " ".join(re.findall(r"\w+", english.casefold()))
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8]) / 2**64
+
+
+def _archive(source: Path) -> Path:
+    if source.is_file():
+        return source
+    found = sorted(path for pattern in ARCHIVES for path in source.glob(pattern))
+    if len(found) != 1:
+        raise UsageError(
+            f"{source} has {len(found) or 'no'} archives: RAW has to name one, or a folder with one "
+            f"({', '.join(ARCHIVES)})"
+        )
+    return found[0]
+
+
+def _messages(archive: Path, path: PurePosixPath, content: bytes) -> list[tuple[str, str]]:
+    """English and translation of the messages that have one; neither fuzzy, obsolete nor plural ones."""
+    try:
+        entries = polib.pofile(_LINE_ENDS.sub(" ", content.decode("utf-8")))
+    except (UnicodeDecodeError, OSError, ValueError) as error:
+        raise UsageError(f"{archive}: {path} is not a file of messages: {error}") from None
+    return [
+        (plain(entry.msgid), plain(entry.msgstr))
+        for entry in entries
+        if entry.translated() and not entry.msgid_plural
+    ]
+
+
+def _unique(files: dict[str, list[tuple[str, str]]], words: int) -> Pairs:
+    pairs: Pairs = {}
+    for name in sorted(files):
+        for english, translation in files[name]:
+            count = sum(any(c.isalpha() for c in word) for word in english.split())
+            if count >= words and translation and translation != english:
+                pairs.setdefault(english, translation)
+    return pairs
+
+
+def _write(folder: Path, name: str, language: str, pairs: list[tuple[str, str]]) -> None:
+    for side, code in enumerate((ENGLISH, language)):
+        text = "".join(f"{pair[side]}\n" for pair in pairs)
+        (folder / f"{name}.{code}").write_text(text, "utf-8")
+
+
+def _told(found: dict[str, Pairs]) -> str:
+    """How much of it is in several languages."""
+    languages = Counter(english for pairs in found.values() for english in pairs)
+    several, everywhere = (
+        sum(count >= least for count in languages.values()) for least in (2, len(found))
+    )
+    return (
+        f"{sum(languages.values()):,} pairs of {len(languages):,} English texts, of which {several:,} are in "
+        f"two languages or more and {everywhere:,} in all"
+    )
+
+
+def _some(names: set[str]) -> str:
+    shown = sorted(names)
+    return (
+        ", ".join(shown[:200]) + (" and others" if len(shown) > 200 else "") if shown else "nothing"
+    )

@@ -1,1 +1,0 @@
-"""``scripts/prepare.sh``: from a publisher's archive, or text, to what ``fairseq-train`` reads."""

@@ -1,0 +1,294 @@
+"""``scripts/study.sh``: the runs of a study."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.recipes import processes, scores, study_results
+from smoe_fairseq.recipes.config import Dataset, has_strata, method_flags, tables
+from smoe_fairseq.recipes.identity import given_flags
+from smoe_fairseq.recipes.processes import (
+    Folders,
+    Groups,
+    command,
+    cores,
+    dry_run,
+    environment,
+    launch,
+    method_of,
+    report,
+    visible_gpus,
+    whole_number,
+)
+from smoe_fairseq.recipes.study_results import Result
+
+UPDATES = "updates"
+
+
+def unlike(dataset: Dataset, results: Sequence[Result]) -> list[str]:
+    """A sentence for each run that has another value of something than most.
+
+    That is a flag which is none of a method's, or how many updates were made.
+    """
+    of_methods = {flag for result in results for flag in _own(dataset, result)} | {"--seed"}
+    runs = {result.name: _settings(result) for result in results if "flags" in result.about}
+    flags = dict.fromkeys(flag for settings in runs.values() for flag in settings)
+    usual = {
+        flag: Counter(settings.get(flag) for settings in runs.values()).most_common(1)[0][0]
+        for flag in flags
+        if flag not in of_methods
+    }
+    return [
+        f"Not trained as most were: {name}, {_said(flag, settings.get(flag))}, not {_said(flag, most)}."
+        for name, settings in runs.items()
+        for flag, most in usual.items()
+        if settings.get(flag) != most
+    ]
+
+
+def _own(dataset: Dataset, result: Result) -> set[str]:
+    try:
+        return {f"--{flag}" for flag in method_flags(method_of(result.name), dataset)}
+    except UsageError:  # a folder that is no method's, such as a copy
+        return set()
+
+
+def _settings(result: Result) -> Mapping[str, str]:
+    return {**result.about["flags"], UPDATES: f"{result.about['updates']:,}"}
+
+
+def _said(flag: str, value: str | None) -> str:
+    if flag == UPDATES:
+        return f"{value} updates"
+    return f"without {flag}" if value is None else f"with {flag} {value}".strip()
+
+
+# Trains and scores every method and seed that is not done, several at a time.
+
+POLL_SECONDS = 1
+NEWS_SECONDS = 600  # between two lines about what is running, where there is no terminal
+LOG = "study.log"
+_MEMORY = 3 << 30  # bytes that a run on a CPU may take, in round numbers
+_UPDATES = re.compile(rb"num_updates[=: ]+(\d+)")
+
+
+@dataclass
+class Run:
+    """A method and a seed, as it is started: ``updates`` is how many it is to make."""
+
+    dataset: Dataset
+    method: str
+    seed: int
+    flags: tuple[str, ...]
+    updates: int
+    strata: bool  # several, at some of which tokens may stop
+    process: subprocess.Popen | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        return processes.name_of(self.dataset, self.method, self.seed)
+
+    @property
+    def folder(self) -> Path:
+        return Folders(self.dataset.name).run(self.name)
+
+    @property
+    def line(self) -> str:
+        """What it takes; training and evaluation do nothing where they are done."""
+        words = ("python", "-m", "smoe_fairseq.recipes")
+        steps = [
+            command(*words, "train", self.dataset.name, self.method, *self.flags),
+            command(*words, "evaluate", self.dataset.name, self.method),
+        ]
+        if self.strata:
+            steps += study_results.commands(self.dataset, self.folder)
+        return " && ".join(steps)
+
+    def done(self) -> int:
+        """Updates that its log speaks of."""
+        try:
+            with open(self.folder / "train.log", "rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - 50_000))
+                found = _UPDATES.findall(log.read())
+        except OSError:
+            return 0
+        return min(self.updates, int(found[-1])) if found else 0
+
+
+def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], object]) -> None:
+    """``words``: methods (by default the data set's), then flags of fairseq-train for all of them.
+
+    The results of a run are written when it ends, and the report anew, as at the end. One that fails does
+    not end the others.
+
+    Raises:
+        UsageError: a method or a seed is unknown, nothing can be kept, or a run failed.
+        SystemExit: a signal; all runs have been stopped by it, and go on at the next start.
+    """
+    runs = _runs(dataset, words)
+    left = []
+    for run in runs:
+        if study_results.there(dataset, run.name):
+            study_results.check_flags(dataset, run.name, run.flags)
+        else:
+            left.append(run)
+    print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are left", flush=True)
+    if dry_run():
+        for run in left:
+            print(f"SEED={run.seed} {run.line}")
+        return
+    if not Folders(dataset.name).binary.exists():
+        raise UsageError(
+            f"{Folders(dataset.name).binary} is missing: run scripts/prepare.sh {dataset.name} first"
+        )
+    # Before hours of work: what would end it, or leave it without a place.
+    for run in left:
+        study_results.summary_of_starts(run.folder)
+    study_results.make_folder(dataset.name)
+    failed = _work(dataset, left, write_report) if left else []
+    if failed:
+        with suppress(UsageError):  # the first run may have failed already
+            write_report()
+        names = ", ".join(run.name for run in failed)
+        raise UsageError(
+            f"{len(failed)} of {len(left)} runs failed ({names}): {failed[0].folder / LOG} and so on say "
+            "why; the same command tries them again"
+        )
+    write_report()
+
+
+def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
+    first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    methods, flags = words[:first_flag] or dataset.study, tuple(words[first_flag:])
+    methods = methods or list(tables().get(dataset.name, {}).get("rows", {}))
+    if not methods:
+        raise UsageError(f"{dataset.name} has no methods to study: name them behind it")
+    runs = []
+    for seed in processes.several(dataset):  # of one seed all methods first: a table from early on
+        for method in methods:
+            given = dataset.train | method_flags(method, dataset)
+            updates = _updates(given, flags)
+            runs.append(Run(dataset, method, seed, flags, updates, has_strata(given)))
+    return runs
+
+
+def _updates(given: dict, flags: Sequence[str]) -> int:
+    asked = given_flags(flags).get("--max-update", "")
+    return int(asked if asked.isdecimal() else given.get("max-update", 0))
+
+
+def _work(dataset: Dataset, left: list[Run], write_report: Callable[[], object]) -> list[Run]:
+    """Those that failed."""
+    from tqdm import tqdm
+
+    slots, failed, running, new = _slots(), [], {}, False
+    waiting = deque(left)
+    total = sum(run.updates for run in left)
+    news = time.monotonic()
+    with (
+        Groups() as groups,
+        tqdm(total=total, unit=" updates", disable=not sys.stderr.isatty()) as bar,
+    ):
+        before = sum(run.done() for run in left)
+        bar.initial = bar.n = before
+        started = time.monotonic()
+        while (waiting or running) and not groups.received:
+            for slot in [s for s in slots if s not in running]:
+                if waiting:
+                    run = running[slot] = waiting.popleft()
+                    _start(groups, run, slots[slot])
+            if new and running:  # beside them; what is wrong with it is said with the last one
+                try:
+                    write_report()
+                except Exception as error:  # it can be made again, and hours of training cannot
+                    report(f"the report is to be made anew: {error}")
+                new = False
+            time.sleep(POLL_SECONDS)
+            updates = sum(run.done() for run in left)
+            bar.update(updates - bar.n)
+            for slot, run in list(running.items()):
+                if (status := run.process.poll()) is not None and not groups.received:
+                    del running[slot]
+                    count = len(left) - len(waiting) - len(running)
+                    if status:
+                        report(f"{run.name} failed: {run.folder / LOG}")
+                    elif _keep(run):
+                        new = True
+                        _tell(run, count, len(left))
+                        continue
+                    failed.append(run)
+            if bar.disable and time.monotonic() > news + NEWS_SECONDS:
+                news = time.monotonic()
+                _tell_news(running, updates, updates - before, total, news - started)
+    return failed
+
+
+def _keep(run: Run) -> bool:
+    """Whether its results could be kept; that they could not does not end the others."""
+    try:
+        study_results.keep(run.dataset, run.name, f"SEED={run.seed} {run.line}")
+    except (UsageError, OSError, ValueError) as error:
+        report(f"{run.name} is trained and scored, and its results cannot be kept: {error}")
+        return False
+    return True
+
+
+def _slots() -> dict[int, dict[str, str]]:
+    """Where runs are trained at the same time: for each place the variables that say so.
+
+    Without a GPU there are ``JOBS`` places, by default as many as the machine has cores and memory for, of
+    one thread each. With GPUs there is one with all of them, or ``JOBS`` places that share them out.
+    """
+    asked = whole_number("JOBS", least=1, default=None)
+    where = launch(())
+    if where.cpu:
+        fit = max(1, (machine_memory() or 1 << 62) // _MEMORY)
+        places = asked or min(cores(), fit)
+        threads = str(max(1, cores() // places))
+        one = {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": threads}
+        return {i: one for i in range(places)}
+    places = min(asked or 1, where.gpus)
+    if places == 1:
+        return {0: {"GPUS": str(where.gpus), "JOBS": ""}}
+    gpus = visible_gpus(where.gpus)
+    shares = [gpus[i::places] for i in range(places)]
+    return {
+        i: {"CUDA_VISIBLE_DEVICES": ",".join(share), "GPUS": str(len(share)), "JOBS": ""}
+        for i, share in enumerate(shares)
+    }
+
+
+def _start(groups: Groups, run: Run, variables: dict[str, str]) -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    study_results.note(run.folder, variables)
+    variables = environment() | variables | {"SEED": str(run.seed)}
+    with open(run.folder / LOG, "ab") as log:
+        run.process = groups.start(
+            ["bash", "-c", run.line], variables, stdout=log, stderr=subprocess.STDOUT
+        )
+
+
+def _tell(run: Run, count: int, total: int) -> None:
+    found = scores.read(run.folder)
+    bleu = scores.mean_bleu(found)
+    mean = "no scores" if bleu is None else f"BLEU {bleu:.2f} over {len(found)} directions"
+    print(f"# {run.name}: {mean} ({count} of {total} runs)", flush=True)
+
+
+def _tell_news(running: dict[int, Run], updates: int, made: int, total: int, seconds: float):
+    where = ", ".join(f"{run.name} {run.done()} of {run.updates}" for run in running.values())
+    hours = (
+        f", about {(total - updates) * seconds / made / 3600:.1f} h left"
+        if total > made > 0
+        else ""
+    )
+    print(f"# {updates:,} of {total:,} updates{hours}; {where}", flush=True)

@@ -1,1 +1,0 @@
-"""``scripts/study.sh``: every method and seed of a data set, and what they show."""

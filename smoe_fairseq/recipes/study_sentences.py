@@ -1,0 +1,189 @@
+"""Systems of a study compared sentence by sentence."""
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from sacrebleu.metrics import BLEU
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import write_whole
+from smoe_fairseq.recipes import scores
+from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.processes import Folders
+from smoe_fairseq.recipes.statistics import SentenceCounter, p_value
+from smoe_fairseq.recipes.study_results import SENTENCES, Result, folder_of
+
+ORDERS = 4  # of n-grams
+COLUMNS = ("direction", "tokens", "reference", *(f"matches_{n + 1}" for n in range(ORDERS)))
+Counts = Mapping[
+    str, np.ndarray
+]  # by direction, a row for each sentence as sacreBLEU's BLEU has it
+
+
+def are_kept(result: Result) -> bool:
+    return (result.folder / SENTENCES).exists()
+
+
+def keep(dataset: Dataset, results: Sequence[Result]) -> None:
+    """Counts of those runs that have none yet, where their translations are there.
+
+    Folders of these names may also be of other runs; these have other scores.
+    """
+    counters: dict[str, SentenceCounter] = {}
+    for result in results:
+        if not are_kept(result):
+            try:
+                _keep(dataset, result, counters)
+            except UsageError:  # no translations, or no references
+                continue
+
+
+def _keep(dataset: Dataset, result: Result, counters: dict[str, SentenceCounter]) -> None:
+    run = Folders(dataset.name).run(result.name)
+    if scores.read(run) != result.scores:
+        return
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for direction in result.scores:
+        if direction not in counters:
+            counters[direction] = SentenceCounter(dataset, direction, scores.BLEU)
+        counts = counters[direction].count(run / "test" / f"{direction}.txt")
+        writer.writerows([direction, *row[: 2 + ORDERS]] for row in counts.tolist())
+    write_whole(result.folder / SENTENCES, text.getvalue())
+
+
+def read(result: Result) -> Counts:
+    """Those of a run of which they are kept.
+
+    Raises:
+        UsageError: the file holds anything else.
+    """
+    file = result.folder / SENTENCES
+    by_direction: dict[str, list[list[int]]] = {}
+    try:
+        header, *rows = csv.reader(file.read_text("utf-8").splitlines())
+        for direction, *numbers in rows:
+            by_direction.setdefault(direction, []).append([int(number) for number in numbers])
+        counts = {direction: np.array(rows) for direction, rows in by_direction.items()}
+        sound = all(of_direction.shape[1:] == (2 + ORDERS,) for of_direction in counts.values())
+        if tuple(header) != COLUMNS or not sound or counts.keys() != result.scores.keys():
+            raise ValueError
+    except (OSError, ValueError, csv.Error):
+        raise UsageError(f"{file} does not hold counts of sentences: delete it") from None
+    return {direction: _with_totals(of_direction) for direction, of_direction in counts.items()}
+
+
+def _with_totals(counts: np.ndarray) -> np.ndarray:
+    """A sentence of ``t`` tokens has ``t - n + 1`` n-grams."""
+    return np.hstack([counts, np.maximum(0, counts[:, :1] - np.arange(ORDERS))])
+
+
+# The paired bootstrap of the systems that claims compare, by what is kept of each run's sentences.
+#
+# Kept beside the runs: ``comparisons.json``.
+
+FILE = "comparisons.json"
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Compared:
+    """By direction, the difference in BLEU and its p-value over sentences, of ``seeds`` of both systems."""
+
+    directions: Mapping[str, tuple[float, float]]
+    seeds: int
+
+    def in_words(self, seeds: int) -> str:
+        """How many directions are significantly above, and below; there are ``seeds`` of both."""
+        above = sum(d > 0 and p < LEVEL for d, p in self.directions.values())
+        below = sum(d < 0 and p < LEVEL for d, p in self.directions.values())
+        words = f"{above} above, {below} below, of {len(self.directions)}"
+        return words if self.seeds == seeds else f"{words} ({self.seeds} of {seeds} seeds)"
+
+
+def compared(
+    dataset: Dataset,
+    systems: Mapping[str, Sequence[Result]],
+    pairs: Iterable[tuple[str, str]],
+) -> dict[tuple[str, str], Compared]:
+    """By pair, of the seeds that both have and of whose sentences the counts are kept.
+
+    One that was made before of more seeds stays; a pair of which there is none is left out.
+    """
+    file = folder_of(dataset.name) / FILE
+    before = _read(file)
+    everything = {r.name: round(r.bleu, 6) for results in systems.values() for r in results}
+    now = {k: v for k, v in before.items() if v["runs"].items() <= everything.items()}
+    counted: dict[str, Counts] = {}
+    found = {}
+    for pair in dict.fromkeys(pairs):
+        key = " ".join(pair)
+        first, second = ({r.seed: r for r in systems[m] if are_kept(r)} for m in pair)
+        both = [
+            result for seed in first if seed in second for result in (first[seed], second[seed])
+        ]
+        runs = {result.name: everything[result.name] for result in both}
+        made = now.get(key, {}).get("runs", {})
+        if len(runs) >= len(made) and runs != made:
+            counted |= {r.name: read(r) for r in both if r.name not in counted}
+            now[key] = {"runs": runs, "directions": _directions(both[::2], both[1::2], counted)}
+        if key in now:
+            directions = {d: tuple(values) for d, values in now[key]["directions"].items()}
+            found[pair] = Compared(directions, len(now[key]["runs"]) // 2)
+    if now != before:
+        write_whole(file, json.dumps(dict(sorted(now.items())), indent=1) + "\n")
+    return found
+
+
+def _read(file: Path) -> dict[str, dict]:
+    try:
+        before = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        if all(
+            isinstance(pair[key], dict)
+            for pair in before.values()
+            for key in ("runs", "directions")
+        ):
+            return before
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise UsageError(
+        f"{file} does not hold comparisons of runs: delete it, and those are made anew of which the counts "
+        "of sentences are there"
+    )
+
+
+def _directions(
+    first: Sequence[Result],
+    second: Sequence[Result],
+    counted: Mapping[str, Counts],
+) -> dict[str, tuple[float, float]]:
+    """A sentence is drawn with the translations of all seeds."""
+    found = {}
+    for direction in first[0].scores:
+        for r in [*first, *second]:
+            _check_references(direction, first[0], r, counted)
+        one, other = (
+            statistics.fmean(r.scores[direction].bleu for r in rs) for rs in (first, second)
+        )
+        sums = (sum(counted[r.name][direction] for r in rs) for rs in (first, second))
+        metric = BLEU(references=[[""]])  # it wants some; those that count are in the counts
+        found[direction] = (other - one, p_value(metric, *sums))
+    return found
+
+
+def _check_references(
+    direction: str, one: Result, other: Result, counted: Mapping[str, Counts]
+) -> None:
+    lengths = (counted[r.name][direction][:, 1] for r in (one, other))
+    if not np.array_equal(*lengths):
+        raise UsageError(
+            f"{one.folder} and {other.folder} were scored on different sentences of {direction}: evaluate "
+            "and study again with the same test set"
+        )

@@ -1,1 +1,0 @@
-"""``smoe table``: scores side by side, beside the paper's, and compared."""

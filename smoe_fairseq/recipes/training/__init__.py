@@ -1,1 +1,0 @@
-"""``scripts/train.sh``: one command of ``fairseq-train``, foretold, and its run's identity."""

@@ -1,0 +1,483 @@
+"""``smoe serve``: the page and the JSON interface."""
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import re
+import signal
+import socket
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from smoe_fairseq.errors import UsageError, port, positive, quietly, seconds
+from smoe_fairseq.serve.engine import (
+    MAX_TEXTS,
+    Asked,
+    Engine,
+    MalformedRequest,
+    QueueClosed,
+    QueueFull,
+    RequestQueue,
+    read,
+)
+from smoe_fairseq.translate.int8 import INT8_HELP
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError:
+    raise UsageError(
+        "smoe serve needs starlette and uvicorn: pip install 'smoe-fairseq[serve]'"
+    ) from None
+
+# The page is its own files and nothing else: no other host, no inline script or style, no frame around it.
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+}
+
+
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:]+))(?::[0-9]*)?")
+
+
+class TooLarge(Exception):
+    """A body above the limit."""
+
+
+class Guard:
+    """ASGI middleware: refuses other hosts' names, and adds `HEADERS` to each answer.
+
+    A page elsewhere can have its own name resolve to 127.0.0.1 (DNS rebinding) and would then be of the same
+    origin as this server. The browser still says the name, which is none of ours.
+
+    Args:
+        hosts: names by which the server may be asked for; None: any.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None):
+        self.app, self.hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *added]
+            await send(message)
+
+        host = host_of(Request(scope).headers.get("host", ""))
+        if self.hosts is not None and host not in self.hosts:
+            answer = refusal(403, f"this server answers to {', '.join(sorted(self.hosts))} alone")
+            await answer(scope, receive, send_with_headers)
+            return
+        await self.app(scope, receive, send_with_headers)
+
+
+def refusal(status: int, sentence: str, **headers: str) -> JSONResponse:
+    """The answer to what cannot be done: one sentence."""
+    return JSONResponse({"error": sentence}, status, headers)
+
+
+def host_of(header: str) -> str:
+    """The name or address in a Host header, without the port; "" where it is not of that form."""
+    found = _HOST.fullmatch(header)
+    return (found[1] or found[2] or "").lower() if found else ""
+
+
+async def body_of(request: Request, limit: int) -> bytes:
+    """The body, up to ``limit`` bytes.
+
+    Raises:
+        TooLarge: there are more; they are not read.
+    """
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise TooLarge
+    return bytes(body)
+
+
+# The address that the server has.
+
+BACKLOG = 1024  # connections that wait to be accepted
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that has its address already, so that nobody takes it while the model is loaded.
+
+    Raises:
+        UsageError: the port is in use, or the address is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "no name of a machine"
+        raise UsageError(f"--host {host}: {why}; expected an address such as 127.0.0.1") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            sentence = f"--port {port} is in use: name another, or 0 for any that is free"
+        elif error.errno == errno.EADDRNOTAVAIL:
+            sentence = f"--host {host}: no address of this machine; expected one, or 127.0.0.1"
+        else:
+            sentence = f"--host {host} --port {port}: {error.strerror}"
+        raise UsageError(sentence) from None
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def own_names(host: str) -> frozenset[str] | None:
+    """What a server on the loopback address is called; None for others, which may have many names."""
+    if not is_loopback(host):
+        return None
+    return frozenset({"127.0.0.1", "::1", "localhost", host.lower()})
+
+
+# The server's addresses: the page, and JSON for programs.
+
+PAGE = Path(__file__).with_name("page")
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+MAX_BODY = 1 << 18  # bytes
+SLOWEST_BODY = 10  # seconds until it has to be here
+RETRY_AFTER = "1"  # seconds
+LAST_BATCH = 1.0  # seconds for a batch that nobody waits for any more
+NOBODY = Response(status_code=499)  # for a client that has gone: nothing of it is sent
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server takes.
+
+    Args:
+        max_batch: texts that are translated together.
+        max_waiting: texts in the queue.
+        timeout: seconds from a request to its answer.
+        linger: seconds that a text waits for others to come.
+        stopping: seconds for what has been asked already, when the server is told to stop; the rest is
+            refused then.
+    """
+
+    max_batch: int
+    max_waiting: int
+    timeout: float
+    linger: float = 0.005
+    stopping: float = 10.0
+
+
+class WebApp:
+    """Answers to requests, with one queue before one model."""
+
+    def __init__(self, engine: Engine, limits: Limits):
+        self.engine, self.limits = engine, limits
+        self.max_texts = min(MAX_TEXTS, limits.max_waiting)
+        self.queue: RequestQueue
+        self.too_late: asyncio.Event
+
+    def asgi(self, hosts: frozenset[str] | None) -> Guard:
+        """The application; its lifespan is the queue's.
+
+        Args:
+            hosts: see `Guard`.
+        """
+        routes = [
+            Route("/languages", self.languages),
+            Route("/health", self.health),
+            Route("/translate", self.translate, methods=["POST"]),
+            *(Route("/" if p.stem == "index" else f"/{p.name}", _file(p)) for p in PAGE.iterdir()),
+        ]
+        app = Starlette(
+            routes=routes,
+            exception_handlers={HTTPException: _of_starlette, Exception: _unforeseen},
+            lifespan=self._lifespan,
+        )
+        return Guard(app, hosts)  # around all of it: what fails has the headers too
+
+    def stop(self) -> None:
+        """Begins the end: what has been asked has ``limits.stopping`` seconds from now on."""
+        asyncio.get_running_loop().call_later(self.limits.stopping, self.too_late.set)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        limits = self.limits
+        self.too_late = asyncio.Event()
+        self.queue = RequestQueue(
+            self.engine.translate, limits.max_batch, limits.max_waiting, limits.linger
+        )
+        try:
+            yield
+        finally:
+            self.queue.close(LAST_BATCH)
+
+    async def languages(self, request: Request) -> Response:
+        """What can be asked for."""
+        return JSONResponse(self.engine.description() | {"max_texts": self.max_texts})
+
+    async def health(self, request: Request) -> Response:
+        """Numbers of texts."""
+        queue = self.queue
+        return JSONResponse(
+            {
+                "status": "ok",
+                "waiting": queue.waiting,
+                "translating": queue.translating,
+                "translated": queue.translated,
+                "batches": queue.batches,
+            }
+        )
+
+    async def translate(self, request: Request) -> Response:
+        """Translations of one text or several, in their order; an error is one sentence."""
+        # Asked for by name, since a page elsewhere can send any other type without asking first.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            return refusal(415, "expected the header Content-Type: application/json")
+        try:
+            async with asyncio.timeout(SLOWEST_BODY):
+                body = await body_of(request, MAX_BODY)
+            wanted = read(body, self.max_texts)
+            self.engine.check(wanted.texts, wanted.search)
+            futures = self.queue.submit(wanted.texts, wanted.search)
+        except TooLarge:
+            # The rest is not read, so that the connection is of no use any more.
+            sentence = f"the body has more than {MAX_BODY} bytes: expected fewer texts"
+            return refusal(413, sentence, Connection="close")
+        except TimeoutError:
+            sentence = f"the body was not here within {SLOWEST_BODY} s"
+            return refusal(408, sentence, Connection="close")
+        except ClientDisconnect:
+            return NOBODY
+        except MalformedRequest as error:
+            return refusal(400, str(error))
+        except UsageError as error:
+            return refusal(422, str(error))
+        except QueueFull:
+            waiting, most = self.queue.waiting, self.limits.max_waiting
+            sentence = f"{waiting} texts are waiting, of at most {most}: try again in a moment"
+            return refusal(503, sentence, **{"Retry-After": RETRY_AFTER})
+        except QueueClosed:
+            return refusal(503, "the server is stopping")
+        return await self._answer(request, wanted, futures)
+
+    async def _answer(self, request: Request, wanted: Asked, futures: list) -> Response:
+        """When all futures are there; nobody waits for those of a client that has gone."""
+        results = asyncio.gather(*map(asyncio.wrap_future, futures))
+        # Where nobody waits any more, asyncio would log that nobody has looked at its error.
+        results.add_done_callback(lambda done: done.cancelled() or done.exception())
+        gone = asyncio.ensure_future(_disconnect(request))
+        too_late = asyncio.ensure_future(self.too_late.wait())
+        try:
+            await asyncio.wait(
+                {results, gone, too_late},
+                timeout=self.limits.timeout,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if results.done():
+                search = wanted.search
+                said = {"source": search.source, "target": search.target}
+                return JSONResponse(said | {"translations": await results})
+            if gone.done():
+                return NOBODY
+            if too_late.done():
+                raise QueueClosed
+            sentence = f"no translation within {self.limits.timeout:g} s: try again, with less text"
+            return refusal(504, sentence)
+        except QueueClosed:
+            return refusal(503, "the server is stopping")
+        except UsageError as error:
+            return refusal(422, str(error))
+        finally:
+            gone.cancel()
+            too_late.cancel()
+            for future in futures:
+                future.cancel()
+            results.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _file(path: Path):
+    """An endpoint that answers with a file of the page, as it was when the server began."""
+    content, kind = path.read_bytes(), KINDS[path.suffix]
+
+    async def endpoint(request: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return endpoint
+
+
+async def _of_starlette(request: Request, error: HTTPException) -> Response:
+    if error.status_code == 404:
+        sentence = (
+            f"there is nothing at {request.url.path}: expected /, /languages, /health or /translate"
+        )
+        return refusal(404, sentence)
+    allowed = (error.headers or {}).get("Allow", "")
+    expected = f": expected {allowed}" if allowed else ""
+    return refusal(error.status_code, f"{error.detail}{expected}", **(error.headers or {}))
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    return refusal(500, "the translation failed, for a reason that the server's log has")
+
+
+# The web server itself.
+
+NEXT_REQUEST = 10  # seconds until it has to be here
+
+
+class Impatient(H11Protocol):
+    """Closes connections by which nothing is asked: as many as there may be would keep all others out."""
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._expect_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_request()
+
+    def _expect_request(self) -> None:
+        """Headers to their end: with these a cycle begins."""
+        self.loop.call_later(NEXT_REQUEST, self._close_without, self.cycle)
+
+    def _close_without(self, before) -> None:
+        if self.cycle is before and (before is None or before.response_complete):
+            self.transport.close()
+
+
+class Stoppable(uvicorn.Server):
+    """Tells the application when it begins to stop, and not only when all is answered."""
+
+    def __init__(self, config: uvicorn.Config, web: WebApp):
+        super().__init__(config)
+        self.web = web
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.web.stop()
+        await super().shutdown(sockets)
+
+
+def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
+    """Answers requests until SIGINT or SIGTERM (as which SIGHUP counts) ends it, raised once more then."""
+    limits = Limits(args.max_batch, args.max_queue, args.timeout)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    web = WebApp(engine, limits)
+    config = uvicorn.Config(
+        web.asgi(own_names(args.host)),
+        http=Impatient,
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(limits.stopping) + 1,
+    )
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        # The end of a terminal, which uvicorn does not know; it would end in the middle of an answer.
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    Stoppable(config, web).run(sockets=[listener])
+
+
+# ``smoe serve``: a page in the browser, and JSON for programs, before a trained model.
+
+PORT = 8000
+
+
+def add_serve_arguments(parser: ArgumentParser) -> None:
+    """The run, where to listen, and limits."""
+    parser.add_argument("path", metavar="RUN", help="a run's folder, or a checkpoint")
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="folder of dict.*.txt and spm.model, if they are not the run's",
+    )
+    parser.add_argument(
+        "--from", dest="source", metavar="LANG", help="of one direction that the data do not say"
+    )
+    parser.add_argument("--to", dest="target", metavar="LANG", help="see there")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; others than this machine's own let other machines in "
+        "(default: 127.0.0.1)",
+    )
+    for flag, kind, default, metavar, words in (
+        ("--port", port, PORT, "N", "0: any that is free"),
+        ("--max-tokens", positive, 200, "N", "subwords of a text"),
+        ("--max-batch", positive, 32, "N", "texts that are translated together"),
+        ("--max-queue", positive, 512, "N", "texts that may wait; more are refused for the moment"),
+        ("--timeout", seconds, 60.0, "SECONDS", "from a request to its answer"),
+    ):
+        words = f"{words} (default: {default:g})"
+        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=words)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
+    parser.add_argument("--int8", action="store_true", help=INT8_HELP)
+
+
+def run_serve(args: Namespace) -> None:
+    """Listens until a signal ends it; the exit status is then 128 and the signal's number, as a shell's."""
+    with listening(args.host, args.port) as listener:  # before the model, which takes longer
+        with quietly():
+            from smoe_fairseq.translate.translator import device_of
+
+            engine = Engine.of_run(
+                *(args.path, args.data, args.source, args.target, args.max_tokens),
+                device=device_of(args.device, args.int8),
+                int8=args.int8,
+            )
+        if not is_loopback(args.host):
+            print(
+                f"warning: --host {args.host} lets other machines in: whoever reaches this one can "
+                "have text translated, and nothing is encrypted",
+                file=sys.stderr,
+            )
+        address = f"[{args.host}]" if ":" in args.host else args.host
+        port_number = listener.getsockname()[1]
+        print(f"{engine.name}: open http://{address}:{port_number}/ (Ctrl-C ends it)", flush=True)
+        serve(engine, args, listener)

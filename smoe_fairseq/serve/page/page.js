@@ -1,0 +1,263 @@
+// The form: languages, text, a translation and its routing, all of which a link can say.
+
+import { hide, sentence } from "./sentence.js";
+import { element, mostOf, title } from "./tokens.js";
+
+const part = (id) => document.getElementById(id);
+const ALL = "all";
+const LONG_CODES = { eng: "en", deu: "de", ger: "de", fra: "fr", fre: "fr" };
+const EXAMPLES = {
+  en: ["Your strong friend will walk under the tree.", "A man in a blue shirt is standing on a ladder."],
+  de: ["Zwei Kinder spielen im Garten.", "Ein Mann in einem blauen Hemd steht auf einer Leiter."],
+  fr: ["Deux enfants jouent dans le jardin.", "Un homme en chemise bleue est debout sur une échelle."],
+};
+let model; // what GET /languages says
+let result = null; // the last answer
+const layerOf = { encoder: ALL, decoder: ALL }; // name of the one that is shown
+let asking = null; // aborts the request that is under way
+
+function nameOf(language) {
+  try {
+    const name = new Intl.DisplayNames(["en"], { type: "language", fallback: "none" }).of(language);
+    return name ? `${name} (${language})` : language;
+  } catch {
+    return language; // no code of a language
+  }
+}
+
+function fill(select, languages, chosen) {
+  select.replaceChildren(
+    ...languages.map((language) => element("option", { value: language, textContent: nameOf(language) })),
+  );
+  if (languages.includes(chosen)) select.value = chosen;
+}
+
+// Targets of a source: those of its directions, then those that the model was not trained for.
+function targetsOf(source) {
+  const trained = model.directions
+    .filter((direction) => direction.startsWith(`${source}-`))
+    .map((direction) => direction.slice(source.length + 1))
+    .filter((language) => model.languages.includes(language));
+  if (!model.any_pair) return trained;
+  const others = model.languages.filter((each) => each !== source && !trained.includes(each));
+  return [...trained, ...others];
+}
+
+function turnTo(source, target) {
+  part("source").value = source;
+  fill(part("target"), targetsOf(source), target);
+  const direction = `${source}-${part("target").value}`;
+  part("unseen").hidden = model.directions.includes(direction);
+  part("swap").disabled = !targetsOf(part("target").value).includes(source);
+  showExamples();
+}
+
+function examplesIn(source) {
+  const [language] = source.split(/[-_]/);
+  return EXAMPLES[LONG_CODES[language] ?? language] ?? [];
+}
+
+// Where nothing is translated yet: what a stratum is, and sentences in the source language to begin with.
+function showExamples() {
+  const sentences = examplesIn(part("source").value);
+  part("empty").hidden = Boolean(result);
+  part("what").hidden = !Object.keys(model.strata).length;
+  part("examples").hidden = !sentences.length;
+  part("examples").replaceChildren(
+    "Try:",
+    ...sentences.map((text) => {
+      const button = element("button", { type: "button", textContent: text, lang: part("source").value });
+      button.addEventListener("click", () => {
+        part("text").value = text;
+        translate();
+      });
+      return button;
+    }),
+  );
+}
+
+function say(problem) {
+  part("error").textContent = problem;
+  part("error").hidden = !problem;
+}
+
+function busy(is) {
+  part("form").setAttribute("aria-busy", is);
+  part("translate").setAttribute("aria-disabled", is);
+  part("status").textContent = is ? "Translating\u2026" : "";
+}
+
+async function ask(path, options) {
+  let answer;
+  try {
+    answer = await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("The server does not answer: is smoe serve still running?");
+  }
+  const content = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw new Error(content.error ?? `The server answered with status ${answer.status}.`);
+  return content;
+}
+
+async function translate() {
+  const texts = part("text").value.split("\n").filter((line) => line.trim());
+  const [source, target] = [part("source").value, part("target").value];
+  say("");
+  if (!texts.length) {
+    say("There is no text: type a sentence.");
+    part("text").focus();
+    return;
+  }
+  history.replaceState(null, "", `#${link(source, target, texts.join("\n"))}`);
+  asking?.abort();
+  const mine = (asking = new AbortController());
+  busy(true);
+  try {
+    const begun = performance.now();
+    const answer = await ask("translate", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({ texts, source, target, routing: true }),
+      signal: mine.signal,
+    });
+    if (asking !== mine) return;
+    result = answer;
+    show();
+    busy(false);
+    const seconds = ((performance.now() - begun) / 1000).toFixed(2);
+    part("status").textContent = `Translated in ${seconds} s`;
+  } catch (error) {
+    if (asking !== mine) return;
+    busy(false);
+    result = null;
+    show();
+    say(error.message);
+  }
+}
+
+function show() {
+  hide();
+  const translations = result?.translations ?? [];
+  part("translation").lang = result?.target ?? "";
+  part("translation").replaceChildren(
+    ...translations.map((each) => element("p", { textContent: each.translation })),
+  );
+  part("strata").hidden = !translations.length;
+  showExamples();
+  part("sentences").replaceChildren();
+  if (!translations.length) return;
+  const { encoder, decoder } = translations[0].routing;
+  const layers = [...encoder.layers, ...decoder.layers];
+  showNothing(layers);
+  part("view").hidden = mostOf(layers) < 2;
+  showLegend(mostOf(layers));
+  part("layers").replaceChildren(
+    ...[chooser("encoder", "Source", encoder.layers), chooser("decoder", "Translation", decoder.layers)].filter(Boolean),
+  );
+  showSentences();
+}
+
+// What stands in the place of a picture that would say nothing.
+function showNothing(layers) {
+  let words = "";
+  if (!layers.length) words = "This model is dense: every token gets the same computation, and there are no strata.";
+  else if (mostOf(layers) < 2) {
+    words = "This model has one stratum: each token stops once, at its experts. Point at a token to see them.";
+  }
+  part("nothing").textContent = words;
+  part("nothing").hidden = !words;
+}
+
+function showLegend(most) {
+  const swatches = Array.from({ length: most }, (_, index) => {
+    const level = most > 1 ? Math.round((index / (most - 1)) * 4) : 0;
+    return element("span", { className: `swatch level-${level}`, textContent: index + 1 });
+  });
+  part("legend").replaceChildren("Strata asked for:", ...swatches, "Point at a token or tap it for its experts.");
+}
+
+function chooser(side, words, layers) {
+  if (layers.length < 2) return null;
+  const select = element("select");
+  select.append(element("option", { value: ALL, textContent: "all layers (mean)" }));
+  select.append(...layers.map((each) => element("option", { value: each.name, textContent: title(each) })));
+  if (layers.some((each) => each.name === layerOf[side])) select.value = layerOf[side];
+  else layerOf[side] = ALL;
+  select.addEventListener("change", () => {
+    layerOf[side] = select.value;
+    showSentences();
+  });
+  return element("label", { textContent: `${words}: ` }, select);
+}
+
+function showSentences() {
+  hide();
+  part("sentences").replaceChildren(
+    ...result.translations.map(({ routing }, index) =>
+      sentence(index + 1, routing, result, (side) =>
+        routing[side].layers.filter((each) => [ALL, each.name].includes(layerOf[side])),
+      ),
+    ),
+  );
+}
+
+// Links: #de-en:text
+
+function link(source, target, text) {
+  return `${encodeURIComponent(source)}-${encodeURIComponent(target)}:${encodeURIComponent(text)}`;
+}
+
+function followLink() {
+  const found = /^#([^:]+):(.*)$/s.exec(location.hash);
+  if (!found) return;
+  let direction, text;
+  try {
+    [direction, text] = found.slice(1).map(decodeURIComponent);
+  } catch {
+    say("The link cannot be read.");
+    return;
+  }
+  for (const source of model.languages) {
+    const target = direction.slice(source.length + 1);
+    if (direction.startsWith(`${source}-`) && targetsOf(source).includes(target)) {
+      turnTo(source, target);
+      part("text").value = text;
+      translate();
+      return;
+    }
+  }
+  say(`The link asks for ${direction}, which is no direction of this model.`);
+}
+
+function listen() {
+  part("form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    translate();
+  });
+  part("text").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) translate();
+  });
+  for (const id of ["source", "target"]) {
+    part(id).addEventListener("change", () => turnTo(part("source").value, part("target").value));
+  }
+  part("swap").addEventListener("click", () => {
+    const spoken = part("translation").textContent && result?.target === part("target").value;
+    turnTo(part("target").value, part("source").value);
+    if (spoken) part("text").value = result.translations.map((each) => each.translation).join("\n");
+  });
+  addEventListener("hashchange", followLink);
+}
+
+try {
+  model = await ask("languages");
+  const sources = [...new Set(model.languages.filter((each) => targetsOf(each).length))];
+  fill(part("source"), sources);
+  const strata = [...new Set(Object.values(model.strata).map((sizes) => sizes.join("-")))];
+  part("model").textContent = strata.length ? `${model.model}, strata ${strata.join(", ")}` : `${model.model}, dense`;
+  turnTo(sources.find((source) => examplesIn(source).length) ?? sources[0]);
+  listen();
+  followLink();
+} catch (error) {
+  say(error.message);
+}

@@ -1,0 +1,123 @@
+// Tokens as buttons in the colour of the strata that they asked for, and the details of one of them.
+
+const LEVELS = 5;
+const WORD_BEGINS = "\u2581"; // as sentencepiece marks it
+const THIN_SPACE = "\u2009"; // as it is shown
+
+export function element(name, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
+  return made;
+}
+
+// "encoder.layer.1" as people say it.
+export function title(layer) {
+  return layer.name.replaceAll(".", " ");
+}
+
+// How many strata a token stopped at, mean over the layers.
+export function requested(layers, token) {
+  return layers.reduce((sum, layer) => sum + layer.stops[token].length, 0) / layers.length;
+}
+
+export function mostOf(layers) {
+  return Math.max(1, ...layers.map((layer) => layer.strata.length));
+}
+
+// The number of a colour in page.css.
+export function level(value, most) {
+  return most > 1 ? Math.round(((value - 1) / (most - 1)) * (LEVELS - 1)) : 0;
+}
+
+export function shortNumber(value) {
+  return Number.isInteger(value) ? String(value) : value.toFixed(1);
+}
+
+export function piece(token) {
+  return token.replaceAll(WORD_BEGINS, THIN_SPACE).trim() || THIN_SPACE;
+}
+
+function spoken(token) {
+  return piece(token).trim() || "space";
+}
+
+// A row of one side's tokens: one stop of the tab key, arrows go along it. `chosen(index, why)` is called when
+// a token is pointed at, tapped or focused, and with null when it is left.
+export function tokenRow(side, layers, language, chosen) {
+  const most = mostOf(layers);
+  const pieces = side.tokens.some((token) => token.startsWith(WORD_BEGINS));
+  const row = element("div", { className: "tokens", role: "group" });
+  side.tokens.forEach((token, index) => {
+    const button = element("button", { type: "button", className: "token" });
+    button.tabIndex = index ? -1 : 0;
+    const shown = element("span", { className: "piece", textContent: piece(token), dir: "auto" });
+    button.append(shown);
+    if (side.special[index]) button.classList.add("special");
+    else shown.lang = language;
+    if (!pieces || side.special[index] || token.startsWith(WORD_BEGINS)) button.classList.add("begins");
+    if (layers.length) {
+      const value = requested(layers, index);
+      button.classList.add(`level-${level(value, most)}`);
+      button.append(element("span", { className: "number", textContent: shortNumber(value) }));
+      const words = `${spoken(token)}: ${shortNumber(value)} of ${most} strata`;
+      button.setAttribute("aria-label", words);
+    }
+    button.addEventListener("pointerenter", (event) => {
+      if (event.pointerType === "mouse") chosen(index, "pointed");
+    });
+    button.addEventListener("pointerleave", (event) => {
+      if (event.pointerType === "mouse") chosen(null, "left");
+    });
+    button.addEventListener("focus", () => chosen(index, "focused"));
+    button.addEventListener("blur", () => chosen(null, "blurred"));
+    button.addEventListener("click", () => chosen(index, "focused"));
+    row.append(button);
+  });
+  row.addEventListener("keydown", goAlong);
+  return row;
+}
+
+function goAlong(event) {
+  const buttons = [...event.currentTarget.children];
+  const here = buttons.indexOf(document.activeElement);
+  const last = buttons.length - 1;
+  const next = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: last }[event.key];
+  if (here < 0 || next === undefined) return;
+  event.preventDefault();
+  const button = buttons[Math.min(Math.max(next, 0), last)];
+  for (const each of buttons) each.tabIndex = each === button ? 0 : -1;
+  button.focus();
+}
+
+// What the box says of a token: experts and weights, layer by layer and stratum by stratum.
+export function detailsOf(side, layers, index) {
+  const parts = [element("h4", { textContent: spoken(side.tokens[index]) })];
+  for (const layer of layers) {
+    const stops = layer.stops[index];
+    const count = `${title(layer)}: ${stops.length} of ${layer.strata.length} strata`;
+    const table = element("table");
+    layer.strata.forEach((size, stratum) => {
+      const stop = stops.find((each) => each.stratum === stratum);
+      const cell = element("td");
+      if (!stop) cell.append("passed by");
+      else if (!stop.experts.length) cell.append("no expert");
+      else cell.append(...stop.experts.map(share));
+      const head = element("th", { scope: "row", textContent: `stratum ${stratum}` });
+      table.append(element("tr", {}, head, cell));
+    });
+    parts.push(element("h5", { textContent: count }), table);
+  }
+  return parts;
+}
+
+function share({ expert, weight }) {
+  const bar = element("span", { className: "bar" });
+  bar.style.width = `${weight * 100}%`;
+  return element(
+    "div",
+    { className: "share" },
+    element("span", { textContent: `expert ${expert}` }),
+    element("b", { textContent: `${Math.round(weight * 100)}\u202f%` }),
+    element("span", { className: "track" }, bar),
+  );
+}

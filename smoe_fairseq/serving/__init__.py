@@ -1,1 +1,0 @@
-"""``smoe serve``: a trained model behind a page in the browser and a JSON endpoint."""

@@ -1,1 +1,0 @@
-"""The bottom: errors, files, locks, memory. Needs Python's own library only, and nothing of this package."""

@@ -1,0 +1,225 @@
+"""Gradients and optimizer state of sharded experts."""
+
+import functools
+from collections.abc import Iterator
+from itertools import chain
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from smoe_fairseq.models.transformer import experts_of
+from smoe_fairseq.modules.experts import Placement
+
+
+def sum_over_replicas(ddp: ModuleType) -> None:
+    """Make ``legacy_ddp``, which skips parameters marked as experts, sum them over their replicas."""
+    wrapper = ddp.LegacyDistributedDataParallel
+    original = wrapper.all_reduce_grads
+
+    @functools.wraps(original)
+    def all_reduce_grads(self):
+        original(self)
+        if self.accumulate_grads:
+            return
+        for experts in experts_of(self.module).values():
+            place = experts.placement
+            if place.num_replicas > 1:
+                group = _replica_group(place.num_experts, place.world_size)
+                for parameter in experts.parameters():
+                    if parameter.grad is not None:
+                        dist.all_reduce(parameter.grad, group=group)
+
+    wrapper.all_reduce_grads = all_reduce_grads
+
+
+@functools.cache
+def _replica_group(num_experts: int, world_size: int):
+    """The ranks that hold the same experts as this one. A collective call."""
+    mine = dist.get_rank() % num_experts
+    for first in range(num_experts):
+        group = dist.new_group(list(range(first, world_size, num_experts)))
+        if first == mine:
+            found = group
+    return found
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class ExpertNorm:
+    """The gradient norm over shared parameters and the experts of all ranks.
+
+    fairseq's optimizers pass it on as their ``aggregate_norm_fn``.
+
+    Args:
+        places: the placement of each expert parameter, in the optimizer's order. The optimizer's
+            float32 copies are marked as experts but do not know their placement.
+    """
+
+    def __init__(self, places: list[Placement]):
+        self.places = places
+
+    def __call__(self, shared: list[Tensor], experts: list[Tensor | None]) -> Tensor:
+        """A scalar, equal on all ranks, in at least float32; not finite if any gradient is not."""
+        by_replicas = {}
+        for place, gradient in zip(self.places, experts, strict=True):
+            if gradient is not None:
+                by_replicas.setdefault(place.num_replicas, []).append(gradient)
+        # The shared part is summed too, although all ranks have it, so that the result has the same bits
+        # on all ranks.
+        squared = _norm(shared).square() / self.places[0].world_size
+        for replicas, gradients in by_replicas.items():
+            squared = squared + _norm(gradients).square() / replicas
+        dist.all_reduce(squared)
+        return squared.sqrt()
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """The total norm, a scalar.
+
+    torch computes the norm of a half-precision gradient in half precision, which overflows at 65,504. So
+    the norm of each is taken in float32 first; the norm of the norms is the total norm.
+    """
+    return get_total_norm(
+        [
+            torch.linalg.vector_norm(g, dtype=torch.float32) if g.dtype in _HALF else g
+            for g in gradients
+        ]
+    )
+
+
+def norm_over_all_experts(utils: ModuleType) -> None:
+    """Include expert parameters in the norm. fairseq leaves them out, so clipping would miss them."""
+    original = utils.clip_grad_norm_
+
+    @functools.wraps(original)
+    @torch.no_grad()
+    def clip_grad_norm_(params, max_norm, aggregate_norm_fn=None):
+        if not isinstance(aggregate_norm_fn, ExpertNorm):
+            return original(params, max_norm, aggregate_norm_fn)
+        params = list(params)
+        experts = [p.grad for p in params if hasattr(p, "expert")]
+        shared = [p.grad for p in params if p.grad is not None and not hasattr(p, "expert")]
+        norm = aggregate_norm_fn(shared, experts)
+        if max_norm > 0:
+            clip_grads_with_norm_([p for p in params if p.grad is not None], max_norm, norm)
+        return norm
+
+    utils.clip_grad_norm_ = clip_grad_norm_
+
+
+# ZeRO with sharded experts (``--zero-sharding os`` with ``--expert-parallel``).
+#
+# fairscale's OSS spreads the optimizer's state of the shared parameters over all ranks and broadcasts
+# each parameter after its update. The state of an expert stays with the rank that holds it.
+# Checkpoints are the same with and without the flag.
+
+
+def spread_shared_state(optim: ModuleType) -> None:
+    """Replace fairseq's ``shard_``, which would overwrite the experts of all ranks by those of one."""
+    original = optim.shard_
+
+    @functools.wraps(original)
+    def shard_(optimizer, group):
+        if any(hasattr(parameter, "expert") for parameter in optimizer.params):
+            optimizer.optimizer = SpreadSharedState(optimizer, group)
+        else:
+            original(optimizer, group)
+
+    optim.shard_ = shard_
+
+
+class SpreadSharedState(Optimizer):
+    """One optimizer made of two: OSS for the shared parameters, and one for this rank's experts.
+
+    Its own ``param_groups`` hold all parameters in their order, and the options that schedulers change.
+
+    Args:
+        optimizer: fairseq's optimizer, whose torch optimizer this one replaces.
+        group: the ranks that the state is spread over.
+    """
+
+    disable_mem_eff_fp16_loading_hack = True  # `load_state_dict` keeps the types as they are
+
+    def __init__(self, optimizer, group: torch.distributed.ProcessGroup):
+        from fairscale.optim import OSS
+
+        whole = optimizer.optimizer
+        super().__init__(whole.param_groups, whole.defaults)
+        shared, experts = (self._groups_of(is_expert) for is_expert in (False, True))
+        self.shared = OSS(shared, type(whole), group=group, **optimizer.optimizer_config)
+        self.experts = type(whole)(experts, **optimizer.optimizer_config)
+
+    def __getattr__(self, name: str):
+        if name.startswith("supports"):  # by which fairseq asks what a torch optimizer can do
+            return getattr(self.experts, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+
+    def _groups_of(self, is_expert: bool) -> list[dict]:
+        return [
+            {**group, "params": [p for p in group["params"] if hasattr(p, "expert") == is_expert]}
+            for group in self.param_groups
+        ]
+
+    def step(self, closure=None, **options):
+        """Update the parameters. A collective call, since updated shared parameters are broadcast."""
+        loss = None if closure is None else closure()
+        parts = (self.experts, self.shared)
+        for part in parts:  # schedulers change the options in param_groups
+            _copy_options(self.param_groups, part.param_groups)
+        for part in parts:
+            part.step(**options)
+        _copy_options(
+            self.shared.param_groups, self.param_groups
+        )  # some optimizers count steps there
+        return loss
+
+    def consolidate_state_dict(self) -> None:
+        """Gather all shared state on every rank, for the next `state_dict`. A collective call."""
+        self.shared.consolidate_state_dict(recipient_rank=-1)
+
+    def state_dict(self) -> dict:
+        """The state of all shared parameters and of this rank's experts, as without ZeRO.
+
+        Raises:
+            RuntimeError: `consolidate_state_dict` was not called before.
+        """
+        numbers, state = self._numbers(), {}
+        for part in (self.shared, self.experts):
+            gathered = part.state_dict()["state"]
+            for i, parameter in enumerate(_parameters(part)):
+                if i in gathered:
+                    state[numbers[parameter]] = gathered[i]
+        self.shared._all_states.clear()  # else OSS keeps the state of all ranks in memory
+        return {**super().state_dict(), "state": dict(sorted(state.items()))}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load this rank's part of the state, without changing its types."""
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers, state = self._numbers(), state_dict["state"]
+        for part in (self.shared.optim, self.experts):
+            part.state.clear()
+            for parameter in _parameters(part):
+                if numbers[parameter] in state:
+                    part.state[parameter] = {
+                        key: value.to(parameter.device) if torch.is_tensor(value) else value
+                        for key, value in state[numbers[parameter]].items()
+                    }
+
+    def _numbers(self) -> dict[Tensor, int]:
+        """The index of each parameter in a state dict."""
+        return {parameter: i for i, parameter in enumerate(_parameters(self))}
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _copy_options(source: list[dict], target: list[dict]) -> None:
+    """Copy everything but the parameters from groups to groups."""
+    for one, other in zip(source, target, strict=True):
+        other.update({name: value for name, value in one.items() if name != "params"})

@@ -1,0 +1,300 @@
+"""What the ranks of a run do and check before training starts."""
+
+import inspect
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from smoe_fairseq import files
+from smoe_fairseq.checkpoints.io import noted
+from smoe_fairseq.errors import UsageError, checks_first, ends_with_sentence
+from smoe_fairseq.training import screen
+
+
+def several() -> bool:
+    """Whether there are other processes in this run."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def from_first(value):
+    """The value of the first process, in all of them."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def from_all(value) -> list:
+    """The values of all processes, in all of them."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# The folder that a run saves in is its own, whatever the number of its processes.
+
+
+def hold_folder(checkpoint) -> None:
+    """Raise UsageError, on all processes, where another run saves in ``--save-dir``.
+
+    The first process holds it, for all: on machines with disks of their own it is the one that saves.
+    A run with ``--no-save`` needs none.
+
+    Args:
+        checkpoint: fairseq's ``CheckpointConfig``.
+    """
+    refusal = None
+    folder = Path(checkpoint.save_dir)
+    # fairseq has made the folder; where it has not, nothing is going to be saved.
+    if not (several() and dist.get_rank()) and not checkpoint.no_save and folder.is_dir():
+        try:
+            files.take(folder)
+        except UsageError as error:
+            refusal = str(error)
+    if several():
+        refusal = from_first(refusal)
+    if refusal:
+        raise UsageError(refusal)
+
+
+# Options of ``fairseq-train`` that do not go with experts, and the reason why.
+
+logger = logging.getLogger(__name__)
+KNOWS_EXPERTS = ("legacy_ddp", "no_c10d")  # the second is the older name of the first
+
+
+def check_before_all(utils: ModuleType) -> None:
+    """Before the model is built, what goes with no experts, spread over processes or not."""
+    utils.call_main = checks_first(utils.call_main, _check_all)
+
+
+def _check_all(cfg) -> None:
+    screen.begin(cfg)
+    _expect_dropped_layers(cfg)
+    if _has_experts(cfg.model):
+        _check_back_end(cfg)
+        _check_criterion(cfg)
+
+
+def _check_back_end(cfg) -> None:
+    if cfg.distributed_training.ddp_backend == "fully_sharded":
+        raise UsageError(
+            "--ddp-backend fully_sharded does not go with experts, whose parameters it would flatten; "
+            "use --ddp-backend legacy_ddp, with --expert-parallel and --zero-sharding os where memory "
+            "is short"
+        )
+
+
+def _expect_dropped_layers(cfg) -> None:
+    """Has torch's wrapper not wait for the gradients of layers that LayerDrop has left out."""
+    distributed = cfg.distributed_training
+    if distributed.ddp_backend not in ("pytorch_ddp", "c10d") or distributed.find_unused_parameters:
+        return
+    for side in ("encoder", "decoder"):
+        if getattr(cfg.model, f"{side}_layerdrop", 0):
+            distributed.find_unused_parameters = True
+            if distributed.distributed_world_size > 1:
+                logger.info(f"--{side}-layerdrop: --find-unused-parameters is on")
+            return
+
+
+def _check_criterion(cfg) -> None:
+    """Ours has the losses of the gates, and says how busy the experts are; any other trains without."""
+    from fairseq.criterions import CRITERION_REGISTRY
+
+    name = getattr(cfg.criterion, "_name", None)
+    kind = CRITERION_REGISTRY.get(name)
+    # One of the user's own may have ours inside, as fairseq's composite one may.
+    if kind is None or not kind.__module__.startswith("fairseq.") or name == "composite_loss":
+        return
+    ours = "--criterion smoe_label_smoothed_cross_entropy"
+    for flag, needs_it in (
+        ("--moe-balance bias", getattr(cfg.model, "moe_balance", "") == "bias"),
+        ("--moe-gate relu", getattr(cfg.model, "moe_gate", "") == "relu"),
+        ("--moe-balance-over update", getattr(cfg.model, "moe_balance_over", "") == "update"),
+        ("--smoe-capacity-budget", bool(getattr(cfg.model, "smoe_capacity_budget", 0))),
+    ):
+        if needs_it:
+            raise UsageError(
+                f"{flag} with --criterion {name}, by which it would have no effect; expected {ours}"
+            )
+    logger.warning(
+        "--criterion %s has no loss that keeps the experts equally busy, and its log nothing of them; "
+        "expected %s",
+        *(name, ours),
+    )
+
+
+def _has_experts(model) -> bool:
+    from smoe_fairseq.models.options import MoEOptions
+
+    sides = [side for side in ("encoder", "decoder") if hasattr(model, f"{side}_moe_freq")]
+    return any(MoEOptions.moe_freq_of(model, side) > 0 for side in sides)
+
+
+def check_language_pairs(cfg, model) -> None:
+    """Raise UsageError where gradients of a model per language pair would not be summed over processes.
+
+    Its task runs the models of the pairs, past what fairseq has wrapped around all of them. Only the one
+    back end that sums after the backward pass sees their gradients; on a CPU the others say nothing.
+    """
+    from fairseq.models import FairseqMultiModel
+
+    backend = str(cfg.distributed_training.ddp_backend)
+    if several() and isinstance(model, FairseqMultiModel) and backend not in KNOWS_EXPERTS:
+        raise UsageError(
+            f"--ddp-backend {backend} with a model per language pair: it would leave each process its own "
+            "gradients; use --ddp-backend legacy_ddp"
+        )
+
+
+def check_options(cfg) -> None:
+    """Raise UsageError with one sentence that names the flag, before anything is trained.
+
+    Args:
+        cfg: fairseq's ``FairseqConfig`` of a run with more than one process and ``--expert-parallel``.
+    """
+    distributed, common = cfg.distributed_training, cfg.common
+    if str(distributed.ddp_backend) not in KNOWS_EXPERTS:
+        raise UsageError(
+            f"--ddp-backend {distributed.ddp_backend} with --expert-parallel: it would mix the experts "
+            "of different processes; use --ddp-backend legacy_ddp"
+        )
+    if common.fp16 and not (common.fp16_no_flatten_grads or common.memory_efficient_fp16):
+        raise UsageError(
+            "--fp16 with --expert-parallel: flattened gradients mix experts with shared parameters; "
+            "add --fp16-no-flatten-grads or use --memory-efficient-fp16"
+        )
+    if common.amp:
+        raise UsageError(
+            "--amp with --expert-parallel: a process would skip an overflow of its own experts alone; "
+            "use --bf16, or --fp16 with --fp16-no-flatten-grads"
+        )
+    if common.model_parallel_size > 1 or distributed.pipeline_model_parallel:
+        raise UsageError("--expert-parallel does not go with model or pipeline parallelism")
+    if cfg.optimization.use_bmuf:
+        raise UsageError("--use-bmuf with --expert-parallel: it would average different experts")
+    if cfg.checkpoint.write_checkpoints_asynchronously:
+        raise UsageError(
+            "--write-checkpoints-asynchronously with --expert-parallel: the files of all processes "
+            "have to be complete at the same time; leave it out"
+        )
+
+
+# All processes of a run have to do the same: asked once at the start, since afterwards they would
+# wait.
+#
+# A process with another ``--max-update`` or ``--update-freq`` stops making the collective calls
+# that the others make; one with another ``--lr`` trains another model without a word.
+
+# What may differ: who a process is, and where on its machine things are. Data is compared by its content.
+OF_EACH = {
+    *("distributed_rank", "device_id", "local_rank", "distributed_init_method", "distributed_port"),
+    *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node", "checkpoint_suffix"),
+    *("data", "user_dir", "log_file", "tensorboard_logdir", "plasma_path", "num_workers"),
+    *("log_interval", "log_format", "no_progress_bar", "wandb_project", "aim_repo", "aim_run_hash"),
+}
+
+
+def check_flags(cfg, task) -> None:
+    """Raise UsageError on all processes where one has other flags or dictionaries than the first."""
+    if several():
+        found = _settings(cfg)
+        for name, dictionary in noted(task).items():
+            found[f"the {name} dictionary"] = dictionary["sha256"][:12]
+        for split, dataset in getattr(task, "datasets", {}).items():
+            found |= _data(split, dataset)
+        _compare(found)
+
+
+def check_data(split: str, dataset) -> None:
+    """The same for data that has been loaded since."""
+    if several():
+        _compare(_data(split, dataset))
+
+
+def _settings(cfg) -> dict[str, str]:
+    """All flags of fairseq's config, whose groups are configs or the older flat name spaces."""
+    found = {}
+    for group in cfg.values():
+        if OmegaConf.is_config(group):
+            group = OmegaConf.to_container(group)
+        values = vars(group) if isinstance(group, Namespace) else group
+        if isinstance(values, dict):
+            for name, value in values.items():
+                if name not in OF_EACH and not name.startswith("_"):
+                    found.setdefault(f"--{name.replace('_', '-')}", str(value))
+    return found
+
+
+def _data(split: str, dataset) -> dict[str, str]:
+    """Of a data set, or of each language pair's, as many sentences, and as many tokens in some of them."""
+    parts = getattr(dataset, "datasets", None)
+    if isinstance(
+        parts, Mapping
+    ):  # which together have an order only as they are divided into batches
+        found = (_data(f"{split} ({name})", part) for name, part in parts.items())
+        return {name: value for part in found for name, value in part.items()}
+    number = len(dataset)
+    some = [int(dataset.num_tokens(i)) for i in (0, number // 2, number - 1)] if number else []
+    return {f"the data of {split}": f"{number} sentences (tokens of some: {some})"}
+
+
+def _compare(own: dict[str, str]) -> None:
+    first, *others = from_all(own)
+    for rank, other in enumerate(others, start=1):
+        for name in sorted({*first, *other}):
+            if first.get(name) != other.get(name):
+                raise UsageError(
+                    f"process {rank} was started with {name} {other.get(name)}, and process 0 with "
+                    f"{first.get(name)}: start all processes of a run alike"
+                )
+
+
+# How each process of ``fairseq-train`` begins.
+#
+# When one ends early, its launcher ends the others (torchrun, fairseq's own spawn, ``srun
+# --kill-on-bad-exit``), and gloo and NCCL notice a closed connection.
+#
+# Kept light: a process that fairseq spawns imports this file before anything else of the plugin.
+
+_fairseqs = []  # its own function, which ours takes the place of
+
+
+def start_together(utils: ModuleType) -> None:
+    _fairseqs.append(inspect.unwrap(utils.distributed_main))
+    utils.distributed_main = distributed_main
+
+
+@ends_with_sentence
+def distributed_main(i, main, cfg, kwargs):
+    """As fairseq's: ``main`` in this process of several, whose flags are checked before.
+
+    fairseq hands it to the processes that it spawns, which find it by this file's name.
+
+    Raises:
+        UsageError: a flag does not go with sharded experts, or the port is in use.
+    """
+    import fairseq.distributed.utils  # noqa: F401  (in a spawned process the plugin registers now)
+
+    if getattr(getattr(cfg, "model", None), "expert_parallel", False):
+        check_options(cfg)  # before fairseq wraps anything
+    try:
+        return _fairseqs[0](i, main, cfg, kwargs)
+    except RuntimeError as error:  # a DistNetworkError in newer torch
+        if "EADDRINUSE" in str(error):
+            raise _port_in_use(cfg) from None
+        raise
+
+
+def _port_in_use(cfg) -> UsageError:
+    where = os.environ.get("MASTER_PORT") or cfg.distributed_training.distributed_init_method
+    return UsageError(
+        f"MASTER_PORT {where} is in use by another program on this machine: choose another one "
+        "(MASTER_PORT, or torchrun --master-port), the same for all processes"
+    )

@@ -1,0 +1,250 @@
+"""Checkpoints of sharded experts: one file of each rank, saved and loaded as a set."""
+
+import functools
+import os
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from smoe_fairseq.checkpoints.io import (
+    PENDING,
+    Record,
+    check_set,
+    content_of,
+    difference,
+    newest_whole,
+    open_checkpoint,
+    pending,
+    rank_file,
+    rank_files,
+    rank_of,
+    record_of,
+    set_name,
+)
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.transformer import first_block
+from smoe_fairseq.modules.experts import Placement
+from smoe_fairseq.training.launch import from_all, from_first, several
+
+
+def save_sets(checkpoint_utils: ModuleType) -> None:
+    """Make fairseq's ``save_checkpoint`` save one file per rank, as a set, if experts are sharded."""
+    original = checkpoint_utils.save_checkpoint
+
+    @functools.wraps(original)
+    def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
+        # fairseq stores the best score as an attribute of save_checkpoint, which is now this function.
+        if getattr(trainer, "expert_placement", None) is None:
+            return original(cfg, trainer, epoch_itr, val_loss)
+        os.makedirs(cfg.save_dir, exist_ok=True)  # it may be a local folder on each machine
+        with _sets(checkpoint_utils, trainer):
+            return original(cfg, trainer, epoch_itr, val_loss)
+
+    checkpoint_utils.save_checkpoint = save_checkpoint
+
+
+@contextmanager
+def _sets(checkpoint_utils: ModuleType, trainer):
+    """Inside this context, files are published set by set, and all ranks list the same checkpoints."""
+    paths, listed = checkpoint_utils.PathManager, checkpoint_utils.checkpoint_paths
+    rank = trainer.expert_placement.rank
+
+    class PublishedPaths(paths):
+        @staticmethod
+        def copy(source, target, overwrite=False):
+            paths.copy(source, str(pending(target)), overwrite)
+            publish(target)
+            return True
+
+    def checkpoint_paths(path, pattern=r"checkpoint(\d+)\.pt", keep_match=False):
+        # fairseq decides by the existing files what to save and remove. A run that was killed while
+        # removing files may have left different ones on different ranks, so rank 0's list counts.
+        found = from_first(listed(path, pattern, keep_match) if rank == 0 else None)
+
+        def own(file: str) -> str:
+            return os.path.join(path, rank_file(set_name(file), rank).name)
+
+        return (
+            [(own(file), match) for file, match in found] if keep_match else list(map(own, found))
+        )
+
+    checkpoint_utils.PathManager = PublishedPaths
+    checkpoint_utils.checkpoint_paths = checkpoint_paths
+    trainer.save_name = from_first(new_save_name())
+    try:
+        yield
+    finally:
+        checkpoint_utils.PathManager, checkpoint_utils.checkpoint_paths = paths, listed
+        trainer.save_name = None
+
+
+def new_save_name() -> str:
+    """A unique name of a save, greater than earlier ones."""
+    return f"{time.time_ns():020d}-{os.getpid()}"
+
+
+def publish(path: str) -> None:
+    """Rename the pending file to ``path`` when all ranks have written theirs. A collective call."""
+    with open(pending(path), "rb") as file:
+        os.fsync(file.fileno())
+    names = {set_name(each).name for each in from_all(path)}
+    if len(names) > 1:
+        raise UsageError(
+            f"the processes are about to save different files: {', '.join(sorted(names))}"
+        )
+    os.replace(pending(path), path)
+
+
+def recover(folder: Path, place: Placement) -> None:
+    """Publish the pending files of a killed run if they are a complete set, or delete them.
+
+    A collective call. Files of a set for another number of ranks are not touched.
+    """
+    own = [
+        set_name(file).name
+        for file in (folder.glob(f"*{PENDING}") if folder.is_dir() else ())
+        if rank_of(file) == place.rank
+    ]
+    for name in sorted({name for names in from_all(own) for name in names}):
+        file = rank_file(folder / name, place.rank)
+        final, waiting = record_of(file), record_of(pending(file))
+        found = from_all([record for record in (final, waiting) if record])
+        if any(r.world_size != place.world_size for records in found for r in records):
+            continue
+        newest = newest_whole([{r.save for r in records} for records in found])
+        if newest is None and len(set(from_all(final and final.save))) > 1:
+            continue  # no set is complete: the user decides which files to keep
+        if newest and waiting and waiting.save == newest and not (final and final.save == newest):
+            os.replace(pending(file), file)
+        else:
+            pending(file).unlink(missing_ok=True)
+    for half_written in folder.glob(f"*-rank-{place.rank}.pt*.tmp") if folder.is_dir() else ():
+        half_written.unlink()
+
+
+# Before a checkpoint is loaded: the files have to be one set, made for this number of ranks.
+
+DEFAULT = "checkpoint_last.pt"
+
+
+def load_sets(checkpoint_utils: ModuleType) -> None:
+    """Check that all ranks have a checkpoint, or none has, before fairseq looks for it on each rank."""
+    original = checkpoint_utils.load_checkpoint
+
+    @functools.wraps(original)
+    def load_checkpoint(cfg, trainer, **passed_on):
+        place = getattr(trainer, "expert_placement", None)
+        if place is not None:
+            folder = Path(cfg.save_dir)
+            recover(folder, place)
+            last = rank_file(folder / DEFAULT, place.rank)
+            there = from_all((str(last), last.exists(), record_of(last)))
+            if cfg.restore_file == DEFAULT and len({exists for _, exists, _ in there}) > 1:
+                for file, _, record in there:
+                    _check_world_size(file, folder / DEFAULT, place, record)
+                missing = next(file for file, exists, _ in there if not exists)
+                raise UsageError(f"{missing} is missing: {folder / DEFAULT} is incomplete")
+        return original(cfg, trainer, **passed_on)
+
+    checkpoint_utils.load_checkpoint = load_checkpoint
+
+
+def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
+    """Raise UsageError, on all ranks, if the files cannot be loaded; the message names the bad file.
+
+    Args:
+        path: the file that fairseq is about to load on this rank; it may not exist.
+    """
+    place = trainer.expert_placement
+    if place is None:
+        if first_block(trainer.get_model()) is not None:
+            _check_unsharded(trainer, path)
+    elif rank_of(path) is None:
+        _check_whole(path, reset_optimizer)
+    else:
+        _check_sharded(trainer, path, place)
+
+
+def check_dictionaries(trainer, path: Path) -> None:
+    """Raise UsageError if the checkpoint was trained with other dictionaries of the same size."""
+    loads = trainer.expert_placement is not None or trainer.data_parallel_rank == 0
+    found = difference(path, content_of(path), trainer.task) if loads else None
+    if several():
+        found = next(filter(None, from_all(found)), None)
+    if found:
+        raise UsageError(found)
+
+
+def _check_unsharded(trainer, path: Path) -> None:
+    """A run without sharded experts does not start anew beside the files of one with them."""
+    if trainer.data_parallel_rank > 0:
+        return
+    files = {} if path.exists() else rank_files(path)
+    if files:
+        raise UsageError(
+            f"{files[min(files)]} is of a run over {len(files)} processes: resume with as many and "
+            f"--expert-parallel, or make {path.name} of it with smoe reshard {path} --world-size 1 "
+            f"--output {path}"
+        )
+    record = record_of(path)
+    if record is not None and record.world_size > 1:
+        raise UsageError(
+            f"{path} holds one of {record.world_size} processes' experts: make one checkpoint of "
+            "the set with smoe consolidate"
+        )
+
+
+def _check_whole(path: Path, reset_optimizer: bool) -> None:
+    """A checkpoint with all experts, which --finetune-from-model may name: each process takes its own."""
+    if not path.exists() and rank_files(path):
+        raise UsageError(
+            f"{path} stands for a set: make one checkpoint of it with smoe consolidate"
+        )
+    if path.exists() and not reset_optimizer:
+        raise UsageError(
+            f"{path} holds the optimizer's state of all experts: divide it first with smoe reshard"
+        )
+
+
+def _check_world_size(file: str, name: Path, place, record: Record | None) -> None:
+    if record is not None and record.world_size != place.world_size:
+        raise UsageError(
+            f"{file} is of a set for {record.world_size} processes, and there are "
+            f"{place.world_size}: make one for these with smoe reshard {name} --world-size "
+            f"{place.world_size} --output another/folder/{name.name}"
+        )
+
+
+def _check_sharded(trainer, path: Path, place) -> None:
+    """Check the files of all ranks. All ranks raise the same error."""
+    found = None
+    if path.exists():
+        try:
+            found = Record.of(open_checkpoint(path)) or "it does not say whose experts it holds"
+        except UsageError as error:
+            found = str(error)
+    everyones = from_all((str(path), found))
+    name = set_name(everyones[0][0])
+    if all(record is None for _, record in everyones):
+        return _check_nothing(trainer, everyones[0][0])
+    for file, record in everyones:
+        if isinstance(record, str):
+            raise UsageError(record if file in record else f"{file}: {record}")
+        _check_world_size(file, name, place, record)
+    for file, record in everyones:
+        if record is None:
+            raise UsageError(f"{file} is missing: {name} is incomplete")
+    check_set({Path(file): record for file, record in everyones})
+
+
+def _check_nothing(trainer, path: str) -> None:
+    """No rank has a file: this is a new run, unless the user asked to resume."""
+    name = set_name(path)
+    if name.exists():
+        raise UsageError(
+            f"{name} is of one process: divide it with smoe reshard {name} --world-size "
+            f"{trainer.expert_placement.world_size} --output {name}, or choose another --save-dir"
+        )
+    if trainer.cfg.checkpoint.restore_file != DEFAULT:
+        raise UsageError(f"--restore-file: {path} is missing")

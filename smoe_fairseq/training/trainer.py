@@ -1,0 +1,311 @@
+"""Our trainer: fairseq's, with checks, sharded checkpoints and routing statistics."""
+
+import copy
+import logging
+import os
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import numpy
+import torch
+from fairseq.trainer import Trainer
+from omegaconf import open_dict
+from torch import Tensor, nn
+
+from smoe_fairseq.checkpoints import io
+from smoe_fairseq.checkpoints.io import RECORD, Record, pending
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.host_memory import keep_freed_memory
+from smoe_fairseq.models.transformer import (
+    OBSERVED,
+    experts_of,
+    first_block,
+    moe_blocks,
+    placement_of,
+)
+from smoe_fairseq.modules.statistics import on_host
+from smoe_fairseq.training import screen
+from smoe_fairseq.training.gradients import ExpertNorm
+from smoe_fairseq.training.launch import (
+    check_data,
+    check_flags,
+    check_language_pairs,
+    check_options,
+    hold_folder,
+)
+from smoe_fairseq.training.sharded_checkpoints import (
+    check_dictionaries,
+    check_files,
+    new_save_name,
+    publish,
+)
+
+
+def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
+    """Update the gates that learn from counts, after an optimizer step.
+
+    Args:
+        logging_outputs: of all ranks, on the host, so that the gates stay equal on all ranks.
+    """
+    logs, observed = list(logging_outputs), {}
+    for name, block in moe_blocks(model).items():
+        key = f"{OBSERVED}{name}"
+        if any(key in log for log in logs):
+            numbers = sum(log[key] for log in logs if key in log)
+            observed[block] = torch.as_tensor(numbers, device=block.stratum_of_expert.device)
+    for block, observed_LN in observed.items():
+        if block.gates[0].observes_together:
+            observed_LN = sum(each.sum(0) for each in observed.values()).expand_as(observed_LN)
+        block.end_update(observed_LN)
+
+
+logger = logging.getLogger(__name__)
+
+
+def ask_for_ours(trainer: ModuleType) -> None:
+    """Make ``Trainer(...)`` return an `SMoETrainer`; subclasses of fairseq's Trainer do not change.
+
+    ``fairseq_cli.train`` imports the class before it reads ``--user-dir``, so replacing the name in the
+    module would come too late. Instead, the class's ``__new__`` is changed.
+    """
+    fairseqs = trainer.Trainer
+
+    def __new__(cls, *arguments, **options):
+        return object.__new__(SMoETrainer if cls is fairseqs else cls)
+
+    fairseqs.__new__ = staticmethod(__new__)
+
+
+class SMoETrainer(Trainer):
+    """fairseq's trainer with the checks of this package and sharded checkpoints.
+
+    Attributes:
+        expert_placement: None if every rank has all experts.
+        save_name: the name of the set that is being saved, else None.
+        in_update: whether an update is running.
+
+    Raises:
+        UsageError: flags, data, folder or checkpoint do not fit the run.
+    """
+
+    def __init__(self, cfg, task, model, *others, **options):
+        check_flags(cfg, task)
+        check_language_pairs(cfg, model)
+        self.expert_placement = place = placement_of(model)
+        self.save_name = None
+        self.in_update = False
+        if place is not None:
+            check_options(cfg)
+            with open_dict(cfg):
+                cfg.checkpoint.checkpoint_suffix += f"-rank-{place.rank}"
+                cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
+        super().__init__(cfg, task, model, *others, **options)
+        hold_folder(self.cfg.checkpoint)
+        if not self.cuda:
+            keep_freed_memory()
+
+    @property
+    def should_save_checkpoint_on_current_rank(self) -> bool:
+        """With sharded experts, every rank saves a file."""
+        return self.expert_placement is not None or super().should_save_checkpoint_on_current_rank
+
+    def state_dict(self):
+        """fairseq's content, the dictionaries' checksums, and a record of the experts in this file.
+
+        ``expert_parallel`` is cleared in its config, so that a consolidated checkpoint loads anywhere
+        without a flag.
+        """
+        state = super().state_dict()
+        state[io.DICTIONARIES] = io.noted(self.task)
+        block = first_block(self.get_model())
+        if block is None:
+            return state
+        place = block.experts.placement
+        state["cfg"] = cfg = copy.copy(state["cfg"])
+        cfg["model"] = model = copy.copy(cfg["model"])
+        if isinstance(model, dict):
+            model["expert_parallel"] = False
+        else:
+            model.expert_parallel = False
+        cfg["checkpoint"] = {**cfg["checkpoint"], "checkpoint_suffix": ""}
+        named = [*self.get_model().named_parameters(), *self.get_criterion().named_parameters()]
+        state[RECORD] = Record(
+            save=self.save_name or new_save_name(),
+            num_updates=self.get_num_updates(),
+            num_experts=place.num_experts,
+            other_layers={
+                layer: experts.placement.num_experts
+                for layer, experts in experts_of(self.get_model()).items()
+                if experts.placement.num_experts != place.num_experts
+            },
+            world_size=place.world_size,
+            rank=place.rank,
+            parameters=tuple(name for name, parameter in named if parameter.requires_grad),
+        ).as_dict()
+        return state
+
+    def consolidate_optimizer(self):
+        """As fairseq's, when all ranks save.
+
+        Inside an update, only crash.pt is saved, perhaps by this rank alone. It cannot gather the
+        optimizer's state from the others, so it is saved without.
+        """
+        if self.in_update and hasattr(self.optimizer.optimizer, "consolidate_state_dict"):
+            self._gathered_optim_state = {}
+        else:
+            super().consolidate_optimizer()
+
+    def save_checkpoint(self, filename, extra_state):
+        """As fairseq's; with sharded experts, a collective call of all ranks."""
+        if self.expert_placement is None:
+            super().save_checkpoint(filename, extra_state)
+            screen.after_save(self.get_num_updates(), extra_state)
+        elif self.save_name is not None:
+            super().save_checkpoint(str(pending(filename)), extra_state)
+            publish(filename)
+            screen.after_save(self.get_num_updates(), extra_state)
+        else:  # crash.pt, perhaps of this rank alone, so it must not wait for others
+            path, ending = os.path.splitext(filename)
+            rank = self.expert_placement.rank
+            super().save_checkpoint(f"{path}-rank-{rank}{ending}", extra_state)
+
+    def load_checkpoint(self, filename, reset_optimizer=False, *others, **options):
+        """As fairseq's, after checking the files. A finished run with experts trains nothing more."""
+        check_files(self, Path(filename), reset_optimizer)
+        check_dictionaries(self, Path(filename))
+        try:
+            extra_state = super().load_checkpoint(filename, reset_optimizer, *others, **options)
+        except Exception as error:  # fairseq replaces the model's message by its own
+            if isinstance(error.__context__, UsageError):
+                raise error.__context__ from None
+            fits_not = isinstance(error, ValueError | LookupError | TypeError | AttributeError)
+            if fits_not and not _is_fault_of_ours(error):
+                raise UsageError(
+                    f"{filename} does not fit this run ({type(error).__name__}: "
+                    f"{' '.join(str(error).split())}); with --reset-optimizer --reset-lr-scheduler "
+                    "--reset-dataloader --reset-meters only its parameters are taken"
+                ) from None
+            raise
+        optimization = self.cfg.optimization
+        if 0 < optimization.max_update <= self.get_num_updates() and first_block(self.get_model()):
+            # fairseq checks --max-update only after an update, so it would make one more.
+            logger.info(f"--max-update {optimization.max_update}: nothing is left to train")
+            optimization.max_epoch = -1
+        return extra_state
+
+    def get_train_iterator(self, *arguments, **options):
+        """As fairseq's; raises UsageError if ranks have different data."""
+        iterator = super().get_train_iterator(*arguments, **options)
+        check_data(self.cfg.dataset.train_subset, iterator.dataset)
+        return iterator
+
+    def train_step(self, samples, *others, **options):
+        """As fairseq's, with one message if the loss or gradients are no longer finite.
+
+        At the end of an epoch, a rank without data gets an empty batch that keeps it in step. Empty
+        batches are sorted first, since fairseq treats all batches of an update as its last one.
+        """
+        if begin_update := getattr(self.get_criterion(), "begin_update", None):
+            begin_update()
+        self.in_update = True
+        try:
+            with dummies_left_out(self.task):
+                log = super().train_step(sorted(samples, key=_is_there), *others, **options)
+            if log is not None:  # None where an update was skipped
+                screen.after_update(self.get_num_updates())
+            return log
+        except FloatingPointError as error:  # on all ranks, since the norm is over all gradients
+            raise UsageError(
+                f"update {self.get_num_updates() + 1}: {str(error).partition(chr(10))[0]}; the log names "
+                "the module where it begins, where there is one; lower --lr, lengthen --warmup-updates "
+                "or set --clip-norm"
+            ) from None
+        finally:
+            self.in_update = False
+
+    def _prepare_sample(self, sample, is_dummy=False):
+        """As fairseq's; marks a dummy batch, which keeps this rank in step, by ``is_dummy``."""
+        sample, is_dummy = super()._prepare_sample(sample, is_dummy)
+        return {**sample, "is_dummy": True} if is_dummy else sample, is_dummy
+
+    def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
+        """As fairseq's, but copies all numbers from the device at once."""
+        if not hasattr(self.get_criterion(), "gate_losses"):  # not our criterion
+            return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
+        logs = [*(logging_outputs or []), {"norm": grad_norm}]
+        *logs, norm = on_host(logs)
+        if torch.is_tensor(grad_norm):
+            grad_norm = torch.tensor(norm["norm"])
+        kept = None if logging_outputs is None else logs
+        if self.model.training:
+            update_gates(self.get_model(), logs)
+        return super()._reduce_and_log_stats(kept, sample_size, grad_norm)
+
+    def clip_grad_norm(self, clip_norm):
+        """Clip by the gradient norm over the experts of all ranks."""
+        if self.expert_placement is None:
+            return super().clip_grad_norm(clip_norm)
+        marked = (
+            experts.placement
+            for experts in experts_of(self.get_model()).values()
+            for parameter in experts.parameters()
+            if parameter.requires_grad
+        )
+        norm = ExpertNorm(list(marked))
+        return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=norm)
+
+    def _log_oom(self, exc):
+        super()._log_oom(exc)
+        asking = [b for b in moe_blocks(self.get_model()).values() if b.balance_over == "update"]
+        if self.expert_placement is not None or (asking and self.data_parallel_world_size > 1):
+            # fairseq would skip this batch, while other ranks wait for this rank's tokens or counts.
+            flag = "--moe-balance-over update" if asking else "--expert-parallel"
+            raise UsageError(
+                f"process {self.data_parallel_rank} is out of memory, and with {flag} no process can skip "
+                "a batch; lower --max-tokens"
+            ) from exc
+
+
+def _is_there(sample) -> bool:
+    return sample is not None and len(sample) > 0
+
+
+@contextmanager
+def dummies_left_out(task) -> Iterator[None]:
+    """Inside this context, batches whose gradient is ignored are left out of the log.
+
+    It can be nested: after an overflow with ``--amp``, fairseq's `train_step` calls itself.
+    """
+    of_task = task.train_step
+    outer = vars(task).get("train_step")  # None: that of the task's class
+
+    def train_step(*arguments, ignore_grad=False, **options):
+        loss, size, log = of_task(*arguments, ignore_grad=ignore_grad, **options)
+        return (loss, size * 0, _nothing_of(log)) if ignore_grad else (loss, size, log)
+
+    task.train_step = train_step
+    try:
+        yield
+    finally:
+        if outer is None:
+            del task.train_step
+        else:
+            task.train_step = outer
+
+
+def _nothing_of(value):
+    if isinstance(value, Mapping):
+        return {key: _nothing_of(each) for key, each in value.items()}
+    numbers = Tensor | numpy.ndarray | numpy.number | int | float
+    return value * 0 if isinstance(value, numbers) else value
+
+
+def _is_fault_of_ours(error: Exception) -> bool:
+    """Whether a TypeError or AttributeError was raised in this package, so no checkpoint is to blame."""
+    if not isinstance(error, TypeError | AttributeError):
+        return False
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    return Path(last.f_code.co_filename).is_relative_to(Path(__file__).parents[1])

@@ -1,0 +1,197 @@
+"""``smoe translate``: text in, translations out."""
+
+import json
+import math
+import re
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from tqdm import tqdm
+
+from smoe_fairseq.errors import UsageError, at_least, quietly
+from smoe_fairseq.files import whole_file
+
+
+def text_lines(stream: BinaryIO, at_once: int) -> Iterator[list[str]]:
+    """Lists of ``at_once`` lines, the last one shorter; without their ends (``\\n`` or ``\\r\\n``).
+
+    Raises:
+        UsageError: a line is not UTF-8.
+    """
+    first = 1
+    while lines := list(islice(stream, at_once)):
+        yield [_decoded(line, first + i) for i, line in enumerate(lines)]
+        first += len(lines)
+
+
+def _decoded(line: bytes, number: int) -> str:
+    line = line.removesuffix(b"\n").removesuffix(b"\r")
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"line {number} of standard input is not UTF-8: byte {line[error.start]:#04x} at position "
+            f"{error.start + 1}; expected text in UTF-8"
+        ) from None
+
+
+# ``smoe translate``: text in, translations out, a line for each line.
+
+with quietly():
+    from smoe_fairseq.models.transformer import SMoETransformerModel
+    from smoe_fairseq.translate.int8 import INT8_HELP
+    from smoe_fairseq.translate.translator import (
+        MAX_TOKENS,
+        BatchTranslator,
+        Options,
+        Translation,
+        device_of,
+    )
+
+
+_LINE_ENDS = (
+    "[\x85\u2028\u2029]"  # for some programs, beside those that JSON does not take as they are
+)
+AT_ONCE = 4000  # lines that are read and sorted by length; their translations are written together
+
+
+def add_translate_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN", help="a run's folder, or a checkpoint")
+    parser.add_argument("--to", metavar="LANG", help="language to translate to")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="LANG",
+        help="language of the text; --from and --to may be left out where only one is possible",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="folder of dict.*.txt and spm.model, if they are not the run's",
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="what to write, in place of standard output"
+    )
+    parser.add_argument("--json", action="store_true", help="a JSON object for each line")
+    parser.add_argument(
+        *("--nbest", "-n"),
+        type=at_least(int, 1),
+        metavar="N",
+        help="the N best of each: number of the line, score and translation, between tabs",
+    )
+    defaults = Options()
+    for flag, kind, limits, words in (
+        ("--beam", int, (1,), "hypotheses at a time"),
+        ("--lenpen", float, (-10, 10), "above 1 for longer translations, below for shorter ones"),
+        ("--unkpen", float, (-math.inf,), "above 0 for fewer unknown words"),
+        (
+            "--max-len-a",
+            float,
+            (0,),
+            "a translation has at most A x + B tokens, x those of the line",
+        ),
+        ("--max-len-b", int, (1,), "see there"),
+        ("--divide-above", int, (1,), "a line of more tokens is translated by sentences"),
+    ):
+        default = getattr(defaults, flag[2:].replace("-", "_"))
+        kind = at_least(kind, *limits)
+        parser.add_argument(
+            flag, type=kind, default=default, metavar="X", help=f"{words} (default: {default})"
+        )
+    parser.add_argument(
+        "--max-tokens",
+        type=at_least(int, 1),
+        default=MAX_TOKENS,
+        metavar="N",
+        help=f"tokens of text that are translated at a time, padding included (default: {MAX_TOKENS})",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
+    parser.add_argument("--int8", action="store_true", help=INT8_HELP)
+
+
+def run_translate(args: Namespace) -> None:
+    """Translates standard input."""
+    _check_streams(args)
+    names = {each.name for each in fields(Options)} & vars(args).keys()
+    options = Options(
+        **{name: getattr(args, name) for name in names if getattr(args, name) is not None},
+        requested=args.json,
+    )
+    if options.nbest > options.beam:
+        raise UsageError(f"--nbest {options.nbest}: expected at most --beam, {options.beam}")
+    model = _load(args)
+    asked = " ".join(
+        f"{flag} {lang}" for flag, lang in (("--from", args.source), ("--to", args.to)) if lang
+    )
+    model.translator.turn_to(args.source, args.to, asked or "neither --from nor --to is given")
+    begun, lines = time.monotonic(), 0
+    with _output(args.output) as output, tqdm(unit=" lines", disable=None) as bar:
+        at_once = 1 if sys.stdin.isatty() else AT_ONCE
+        for texts in text_lines(sys.stdin.buffer, at_once):
+            with quietly():
+                found = model.translate_batch(texts, args.source, args.to, options, bar.update)
+            for text_number, translation in enumerate(found, lines + 1):
+                if translation.parts > 1:
+                    words = f"line {text_number} is long: translated in {translation.parts} parts"
+                    with tqdm.external_write_mode(sys.stderr):
+                        print(words, file=sys.stderr)
+                for words in _written(text_number, translation, args):
+                    print(words, file=output)
+            output.flush()
+            lines += len(texts)
+    seconds = time.monotonic() - begun
+    print(
+        f"{lines} line{'s' * (lines != 1)} in {seconds:.1f} s ({lines / max(seconds, 1e-3):.1f} per second)",
+        file=sys.stderr,
+    )
+
+
+def _check_streams(args: Namespace) -> None:
+    """Raise UsageError where nothing can be read, or all that is written is lost."""
+    if sys.stdin is None:
+        raise UsageError("standard input is closed: expected text, a line for each translation")
+    if sys.stdout is None and args.output is None:
+        raise UsageError("standard output is closed: expected it open, or --output FILE")
+
+
+def _load(args: Namespace) -> BatchTranslator:
+    device = device_of(args.device, args.int8)
+    with quietly():
+        translator = SMoETransformerModel.from_pretrained(
+            args.path, data_name_or_path=args.data, source_lang=args.source, target_lang=args.to
+        )
+    return BatchTranslator(translator.to(device), args.max_tokens, args.int8)
+
+
+@contextmanager
+def _output(path: str | None) -> Iterator[TextIO]:
+    if path is None:
+        sys.stdout.reconfigure(encoding="utf-8")  # whatever the terminal's is, as the text read
+        yield sys.stdout
+        return
+    if Path(path).is_dir():
+        raise UsageError(f"--output {path}: it is a folder; expected a file's name")
+    with (
+        whole_file(path, f"--output {path}") as partial,
+        open(partial, "w", encoding="utf-8") as file,
+    ):
+        yield file
+
+
+def _written(line: int, translation: Translation, args: Namespace) -> Iterator[str]:
+    """The lines that are written for one."""
+    if args.json:
+        words = json.dumps({"line": line, **asdict(translation)}, ensure_ascii=False)
+        yield re.sub(_LINE_ENDS, lambda found: f"\\u{ord(found[0]):04x}", words)
+    elif args.nbest is None:
+        yield translation.hypotheses[0].text
+    else:
+        for hypothesis in translation.hypotheses:
+            yield f"{line}\t{hypothesis.score:.4f}\t{hypothesis.text}"

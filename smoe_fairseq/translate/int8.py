@@ -1,0 +1,166 @@
+"""Translation in int8 on a CPU: linear maps, experts and the output projection of a loaded model.
+
+Weights have a scale for each output, found once; activations one for each row, found at every call, so that
+a text's translation does not depend on the others in its batch. Both are symmetric: ``x_n = s_n q_n`` with
+``s_n = max |x_n| / 127`` (the vector-wise quantisation of Dettmers et al. 2022, section 2). Sums are exact in
+int32; biases, norms, attention weights and gates stay in float32.
+
+oneDNN's product on plain int8 tensors is used; torch's quantised tensor types are deprecated since 2.13.
+
+Shapes: N rows, I inputs, O outputs, E experts.
+"""
+
+import functools
+from functools import partial
+from math import inf
+
+import torch
+from fairseq.modules import MultiheadAttention
+from torch import Tensor, nn
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules.experts import Experts, PerExpert
+from smoe_fairseq.modules.rows import DispatchPlan
+
+INT8_HELP = "compute in 8-bit integers: faster on a CPU, nearly the same translations"
+# Of smaller matrices a product in float32 takes less time than the conversion of its rows (measured).
+MIN_WEIGHTS = 1 << 17
+# oneDNN compiles a kernel for each number of rows, 0.4 ms each: only multiples of this are asked for.
+STEP = 8
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def check_int8(device: torch.device) -> None:
+    """Raise UsageError unless int8 products are there for the device."""
+    if device.type != "cpu":
+        raise UsageError(f"--int8 with --device {device}: int8 is for a CPU; expected --device cpu")
+    if not levels():
+        raise UsageError(
+            "--int8: this torch has no int8 products for this CPU (oneDNN); leave the flag out"
+        )
+
+
+@functools.cache
+def levels() -> int:
+    """The greatest number that activations become: 127, or 63 on a CPU that adds products in 16 bits.
+
+    CPUs without VNNI do so, and saturate (oneDNN's guide, "Nuances of int8 computations"). 0: no products.
+    """
+    ones_OI = torch.ones(16, 64, dtype=torch.int8)
+    largest_NI = torch.full((STEP, 64), 255, dtype=torch.uint8)
+    try:
+        zeros_O = torch.zeros(16, dtype=torch.int32)
+        y_NO = _product(largest_NI, 128, _packed(127 * ones_OI), torch.ones(16), zeros_O)
+    except (AttributeError, RuntimeError):
+        return 0
+    return 127 if bool((y_NO == 127 * 127 * 64).all()) else 63
+
+
+def _packed(weight_OI: Tensor) -> Tensor:
+    return torch.ops.onednn.qlinear_prepack(weight_OI, None)
+
+
+def _product(q_NI: Tensor, zero: int, packed: Tensor, scale_O: Tensor, zeros_O: Tensor) -> Tensor:
+    """``scale_O * ((q - zero) W')`` in float32; ``zeros_O`` says that the weights are symmetric."""
+    of_output = 1.0, 0, torch.float32
+    return torch.ops.onednn.qlinear_pointwise(
+        *(q_NI, 1.0, zero, packed, scale_O, zeros_O, None, *of_output, "none", [], "")
+    )
+
+
+def quantized_rows(x_NI: Tensor) -> tuple[Tensor, Tensor]:
+    """``q`` of type uint8, ``(N + STEP, I)`` with anything in its last rows, and scales ``(N, 1)``.
+
+    Row n is ``scale_n * (q_n - zero)``, where zero is one more than `levels`.
+    """
+    most = levels()
+    scale_N1 = torch.linalg.vector_norm(x_NI, inf, dim=1, keepdim=True).clamp_(min=_TINY)
+    q_NI = torch.empty(len(x_NI) + STEP, x_NI.shape[1], dtype=torch.uint8)
+    half = x_NI.new_tensor(most + 1.5)  # to uint8 numbers are cut off, not rounded
+    q_NI[: len(x_NI)] = torch.addcmul(half, x_NI, most / scale_N1)
+    return q_NI, scale_N1.div_(most)
+
+
+class Int8Linear(nn.Module):
+    """``y = W x + b`` with ``W (O, I)`` in int8, for evaluation."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None):
+        super().__init__()
+        weight_OI = weight_OI.detach().float()
+        scale_O = (weight_OI.abs().amax(1) / 127).clamp_(min=_TINY)
+        self.scale_O, self.zeros_O = scale_O, torch.zeros_like(scale_O, dtype=torch.int32)
+        self.packed = _packed((weight_OI / scale_O.unsqueeze(1)).round_().to(torch.int8))
+        self.bias_O = torch.zeros_like(scale_O) if bias_O is None else bias_O.detach().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_NI = x.reshape(-1, x.shape[-1]).float()
+        y_NO = self.of_rows(*quantized_rows(x_NI), 0, len(x_NI))
+        return y_NO.view(*x.shape[:-1], y_NO.shape[1])
+
+    def of_rows(self, q_NI: Tensor, scale_N1: Tensor, start: int, end: int) -> Tensor:
+        """``(end - start, O)`` of some of the rows that `quantized_rows` returns."""
+        if start == end:
+            return scale_N1.new_zeros(0, len(self.scale_O))
+        until = start + (end - start + STEP - 1) // STEP * STEP
+        y_NO = _product(q_NI[start:until], levels() + 1, self.packed, self.scale_O, self.zeros_O)
+        return torch.addcmul(self.bias_O, y_NO[: end - start], scale_N1[start:end])
+
+
+class Int8Experts(PerExpert):
+    """An execution of experts: all rows become int8 at once, then there is a product for each expert."""
+
+    def __init__(self, maps: list[list[Int8Linear]], experts: Experts, *weights: Tensor):
+        super().__init__(experts, *weights)
+        self.maps = maps
+
+    def mix(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan, ends: list[int]) -> Tensor:
+        return plan.weighted_sum(self.compute(plan.take(x_TD), ends), weight_TK)
+
+    def compute(self, x_ND: Tensor, ends: list[int]) -> Tensor:
+        first, second = self.maps
+        h_NF = self.experts.hidden(self._by_expert(first, x_ND, ends))
+        y_ND = self._by_expert(second, h_NF, ends)
+        return torch.cat([y_ND, x_ND.new_zeros(len(x_ND) - len(y_ND), y_ND.shape[1])])
+
+    @staticmethod
+    def _by_expert(maps: list[Int8Linear], x_NI: Tensor, ends: list[int]) -> Tensor:
+        """Each row by the map of its expert; those behind the last end are left out."""
+        rows = quantized_rows(x_NI.float())
+        parts = zip(maps, [0, *ends], ends, strict=False)
+        return torch.cat([each.of_rows(*rows, start, end) for each, start, end in parts])
+
+
+@torch.no_grad()
+def quantize(model: nn.Module, min_weights: int | None = None) -> None:
+    """Has a `SMoETransformerModel` compute in int8 from now on; it cannot be trained or saved any more.
+
+    Args:
+        min_weights: matrices with fewer stay in float32; None: `MIN_WEIGHTS`.
+
+    Raises:
+        UsageError: there are no int8 products for this CPU.
+    """
+    check_int8(next(model.parameters()).device)
+    min_weights = MIN_WEIGHTS if min_weights is None else min_weights
+    for attention in (each for each in model.modules() if isinstance(each, MultiheadAttention)):
+        # fairseq would hand the weights to torch's attention, in place of calling the projections.
+        attention.skip_embed_dim_check = True
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        if attention.self_attention and 3 * attention.q_proj.weight.numel() >= min_weights:
+            weight, bias = (
+                torch.cat([getattr(p, n) for p in projections]) for n in ("weight", "bias")
+            )
+            attention.qkv = Int8Linear(weight, bias)  # for a step of the search
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear) and child.weight.numel() >= min_weights:
+                setattr(parent, name, Int8Linear(child.weight, child.bias))
+    for block in moe_blocks(model).values():
+        experts = block.experts
+        if experts.w1[0].numel() >= min_weights:
+            pairs = ((experts.w1, experts.b1), (experts.w2, experts.b2))
+            maps = [[Int8Linear(*each) for each in zip(*pair, strict=True)] for pair in pairs]
+            block.execution = partial(Int8Experts, maps)
+            for name, parameter in experts.named_parameters():
+                setattr(experts, name, nn.Parameter(parameter.new_empty(0), requires_grad=False))

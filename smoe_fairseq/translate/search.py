@@ -1,0 +1,434 @@
+"""Beam search."""
+
+import threading
+from dataclasses import dataclass, fields
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smoe_fairseq.errors import UsageError
+
+GROUP = 16  # found by trial
+
+
+def best_of_many(x_BV: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """``x.topk(number)`` of each row: values and indices ``(B, C)``.
+
+    The C greatest are in the C groups with the greatest maxima, and maxima of groups that lie across the row
+    are found at the speed of reading it. Of equal numbers at the end any may be taken, as by ``topk``.
+    """
+    groups = x_BV.shape[1] // GROUP
+    if groups < 2 * number or x_BV.device.type != "cpu":
+        best = x_BV.topk(number)
+        return best.values, best.indices
+    x_BMG = x_BV[:, : groups * GROUP].unflatten(1, (GROUP, groups))
+    group_BC = x_BMG.amax(1).topk(number, sorted=False).indices
+    step_M = torch.arange(GROUP, device=x_BV.device) * groups
+    index_BN = (group_BC.unsqueeze(2) + step_M).flatten(1)
+    if rest := x_BV.shape[1] - groups * GROUP:
+        rest_N = torch.arange(groups * GROUP, groups * GROUP + rest, device=x_BV.device)
+        index_BN = torch.cat([index_BN, rest_N.expand(len(x_BV), -1)], dim=1)
+    best = x_BV.gather(1, index_BN).topk(number)
+    return best.values, index_BN.gather(1, best.indices)
+
+
+# The decoder of a `SMoETransformerModel`, one step of a beam search after the other.
+#
+# fairseq's way through the layers copies the keys and values of all hypotheses whenever they
+# change places, and those of the source for each of them. Here both lie still, once per sentence:
+# a mask tells a hypothesis which of its sentence's keys are its own past.
+#
+# Shapes: B sentences, W hypotheses of each, R = B W rows, S source positions, N keys of a sentence
+# so far, D embedding, H heads.
+
+_HIDDEN = float("-inf")
+_FEW = 16  # numbers of which torch's softmax takes longer than of more, on a CPU
+
+
+class StepDecoder:
+    """The state of one batch.
+
+    Args:
+        decoder: a `SMoETransformerDecoder` in evaluation mode.
+        encoder_out: of its sentences, in the encoder's form.
+    """
+
+    def __init__(self, decoder, encoder_out: dict):
+        self.decoder = decoder
+        source_BSD = encoder_out["encoder_out"][0].transpose(0, 1)
+        mask_BS = encoder_out["encoder_padding_mask"][0]
+        if (more := _FEW - mask_BS.shape[1]) > 0:
+            source_BSD = F.pad(source_BSD, (0, 0, 0, more))
+            mask_BS = F.pad(mask_BS, (0, more), value=True)
+        zeros_BS = torch.zeros(mask_BS.shape, dtype=source_BSD.dtype, device=mask_BS.device)
+        self.source_bias_B1S = zeros_BS.masked_fill(mask_BS, _HIDDEN).unsqueeze(1)
+        self.bias_BWN = None  # before the first step
+        self.layers = [_Layer(layer, source_BSD) for layer in decoder.layers]
+
+    def features(self, tokens_RT: Tensor, beam: int) -> Tensor:
+        """What the last of the tokens gives, ``(R, D)``: the next one's logits are a product away.
+
+        Args:
+            tokens_RT: of W = ``beam`` hypotheses per sentence, sentence after sentence. Each call has one
+                more token than the one before.
+        """
+        own_WW = torch.full((beam, beam), _HIDDEN, device=tokens_RT.device).fill_diagonal_(0)
+        own_WW = own_WW.to(self.source_bias_B1S.dtype)
+        own_BWW = own_WW.expand(len(self.source_bias_B1S), -1, -1)
+        past = [] if self.bias_BWN is None else [self.bias_BWN]
+        self.bias_BWN = torch.cat([*past, own_BWW], dim=2)
+        x_1RD = self.decoder.embed(tokens_RT, {})
+        ids_R1 = tokens_RT[:, -1:]
+        for layer in self.layers:
+            x_1RD = layer.step(x_1RD, ids_R1, self.bias_BWN, self.source_bias_B1S)
+        if self.decoder.layer_norm is not None:
+            x_1RD = self.decoder.layer_norm(x_1RD)
+        return x_1RD.squeeze(0)
+
+    def follow(self, parent_BW: Tensor) -> None:
+        """Hypothesis w goes on from what was hypothesis ``parent_BW[b, w]`` of its sentence."""
+        index_BWN = parent_BW.unsqueeze(2).expand(-1, -1, self.bias_BWN.shape[2])
+        self.bias_BWN = self.bias_BWN.gather(1, index_BWN)
+
+    def keep(self, places: list[int]) -> None:
+        """Goes on with the sentences of these places alone; most should be where they are to be."""
+        self.bias_BWN = moved_up(self.bias_BWN, places)
+        self.source_bias_B1S = moved_up(self.source_bias_B1S, places)
+        for layer in self.layers:
+            layer.keep(places)
+
+
+def moved_up(x_B: Tensor, places: list[int]) -> Tensor:
+    """``x[places]`` in the memory of ``x``, of which little is moved."""
+    to = [i for i, place in enumerate(places) if i != place]
+    if to:
+        x_B[to] = x_B[[places[i] for i in to]]
+    return x_B[: len(places)]
+
+
+class _Layer:
+    """One layer and what it keeps of the sentences: keys and values ``(B, H, ..., D / H)``."""
+
+    def __init__(self, layer, source_BSD: Tensor):
+        self.layer = layer
+        own, source = layer.self_attn, layer.encoder_attn
+        self.heads = own.num_heads
+        self.project = getattr(own, "qkv", None)  # of a model in int8
+        if self.project is None:
+            projections = (own.q_proj, own.k_proj, own.v_proj)
+            weight, bias = (
+                torch.cat([getattr(p, n) for p in projections]) for n in ("weight", "bias")
+            )
+            self.project = partial(F.linear, weight=weight, bias=bias)
+        self.source_keys = self._by_head(source.k_proj(source_BSD)).contiguous()
+        self.source_values = self._by_head(source.v_proj(source_BSD)).contiguous()
+        self.keys = self.values = None  # with room for more steps
+        self.number = 0  # N
+
+    def step(self, x_1RD: Tensor, ids_R1: Tensor, bias_BWN: Tensor, source_bias_B1S: Tensor):
+        """The layer's output for one new token of each hypothesis."""
+        batch, beam, _ = bias_BWN.shape
+
+        def self_attention(h_1RD):
+            q, k, v = self.project(h_1RD).view(batch, beam, -1).chunk(3, dim=2)
+            self._append(self._by_head(k), self._by_head(v))
+            keys, values = (cache[:, :, : self.number] for cache in (self.keys, self.values))
+            return self._attend(self.layer.self_attn, q, keys, values, bias_BWN)
+
+        def source_attention(h_1RD):
+            attention = self.layer.encoder_attn
+            q = attention.q_proj(h_1RD).view(batch, beam, -1)
+            return self._attend(attention, q, self.source_keys, self.source_values, source_bias_B1S)
+
+        layer = self.layer
+        x_1RD = layer.sublayer(x_1RD, layer.self_attn_layer_norm, self_attention)
+        x_1RD = layer.sublayer(x_1RD, layer.encoder_attn_layer_norm, source_attention)
+        return layer.feed_forward(x_1RD, None, ids_R1, with_stats=False)[0]
+
+    def keep(self, places: list[int]) -> None:
+        self.source_keys = moved_up(self.source_keys, places)
+        self.source_values = moved_up(self.source_values, places)
+        self.keys, self.values = moved_up(self.keys, places), moved_up(self.values, places)
+
+    def _attend(self, attention, q_BWD, keys_BHNd, values_BHNd, bias) -> Tensor:
+        q_BHWd = self._by_head(q_BWD * attention.scaling)
+        weights_BHWN = (q_BHWd @ keys_BHNd.transpose(2, 3)).add_(bias.unsqueeze(1))
+        weights_BHWN = weights_BHWN.softmax(dim=-1, dtype=torch.float32).to(q_BWD.dtype)
+        y_BWHd = (weights_BHWN @ values_BHNd).transpose(1, 2)
+        return attention.out_proj(y_BWHd.reshape(1, -1, q_BWD.shape[2]))
+
+    def _by_head(self, x_BWD: Tensor) -> Tensor:
+        return x_BWD.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        more = keys.shape[2]
+        end = self.number + more
+        if self.keys is None or end > self.keys.shape[2]:
+            shape = (*keys.shape[:2], end + max(self.number, 16 * more), keys.shape[3])
+            for name in ("keys", "values"):
+                old, room = getattr(self, name), keys.new_empty(shape)
+                if old is not None:
+                    room[:, :, : self.number] = old[:, :, : self.number]
+                setattr(self, name, room)
+        self.keys[:, :, self.number : end] = keys
+        self.values[:, :, self.number : end] = values
+        self.number = end
+
+
+# Beam search over the hypotheses of a batch, with the results of fairseq's `SequenceGenerator`.
+#
+# Sooner: the vocabulary is gone through in pieces that stay in the cache, the first step has one
+# hypothesis of each sentence, and see `StepDecoder`.
+#
+# Shapes: B sentences that are not finished, W hypotheses of each, R = B W rows, T tokens, C
+# candidates, V vocabulary.
+
+_NEVER = float("-inf")
+_CACHED = 3 << 20  # bytes of log-probabilities at a time, on a CPU
+
+
+@dataclass
+class BeamSearch:
+    """What fairseq's flags of the same names say; called as its generators are, by ``task.inference_step``.
+
+    A sentence is done when W hypotheses have ended, each among the W best candidates of its step. The score
+    of one is the sum of its tokens' log-probabilities over ``length ** lenpen``, end of sentence included.
+    """
+
+    dictionary: object
+    beam: int = 5
+    lenpen: float = 1.0
+    unkpen: float = 0.0
+    min_len: int = 1
+    max_len_a: float = 0.0
+    max_len_b: int = 200
+
+    def __post_init__(self):
+        self.stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Ends the searches that are under way in other threads, by an exception."""
+        self.stopped.set()
+
+    @classmethod
+    def options(cls) -> list[str]:
+        """Names of the settings beside the dictionary."""
+        return [each.name for each in fields(cls) if each.name != "dictionary"]
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        models: list,
+        sample: dict,
+        prefix_tokens: Tensor | None = None,
+        constraints: None = None,
+        bos_token: int | None = None,
+    ) -> list[list[dict]]:
+        """Hypotheses of each sentence, best first, "tokens", "score" and "positional_scores" (to base e).
+
+        Args:
+            models: one `SMoETransformerModel` in evaluation mode.
+            sample: fairseq's batch; "net_input" has "src_tokens" and "src_lengths".
+            prefix_tokens: (B, P) without padding, with which every hypothesis begins.
+            bos_token: what the decoder is given first; by default the end of sentence.
+        """
+        (model,) = models
+        source_BS = sample["net_input"]["src_tokens"]
+        encoder_out = model.encoder(source_BS)
+        run = _Run(self, model.decoder, encoder_out, self._limits(model, source_BS), bos_token)
+        for step in range(run.last_step + 1):
+            forced_B = prefix_tokens[run.left, step] if _begins(prefix_tokens, step) else None
+            if run.step(step, forced_B):
+                break
+            if self.stopped.is_set():
+                raise RuntimeError("the search was stopped")
+        return run.results()
+
+    def _limits(self, model, source_BS: Tensor) -> Tensor:
+        """(B,): how many tokens a translation has at most, beside its end."""
+        length_B = source_BS.ne(self.dictionary.pad()).sum(1)
+        limit_B = self.max_len_a * length_B.double() + float(self.max_len_b)
+        return limit_B.clamp(max=model.max_decoder_positions() - 1).long()
+
+
+def places_without(gone: set[int], number: int) -> list[int]:
+    """What is to lie in each place of a shorter row: as before, or what fills the gaps from the end."""
+    left = number - len(gone)
+    last = (place for place in range(left, number) if place not in gone)
+    return [next(last) if place in gone else place for place in range(left)]
+
+
+def _begins(prefix_tokens: Tensor | None, step: int) -> bool:
+    return prefix_tokens is not None and step < prefix_tokens.shape[1]
+
+
+@dataclass
+class _Ended:
+    """Hypotheses that ended at one step."""
+
+    tokens: Tensor  # (n, step + 1), with the end of sentence
+    sums: Tensor  # (n, step + 1) of log-probabilities up to each
+
+
+class _Run:
+    """The search for one batch."""
+
+    def __init__(self, search: BeamSearch, decoder, encoder_out: dict, limit_B: Tensor, bos):
+        self.search, self.decoder = search, decoder
+        dictionary = search.dictionary
+        self.eos, self.pad, self.unk = dictionary.eos(), dictionary.pad(), dictionary.unk()
+        self.beam = min(search.beam, len(dictionary) - 1)
+        self.state = StepDecoder(decoder, encoder_out)
+        batch, device = len(limit_B), limit_B.device
+        self.limit_B = limit_B
+        self.first_limit, self.last_step = int(limit_B.min()), int(limit_B.max())
+        # Of each sentence: score, and which one it is of those that ended together.
+        self.ended: list[list[tuple[float, _Ended, int]]] = [[] for _ in range(batch)]
+        self.left = list(range(batch))  # sentences that are not finished
+        # One hypothesis at first, which all begin with.
+        first = self.eos if bos is None else bos
+        self.tokens_BWT = torch.full((batch, 1, 1), first, device=device)
+        self.sums_BWT = torch.zeros(batch, 1, 0, device=device)
+        self.ignored_BW = torch.zeros(batch, self.beam, dtype=torch.bool, device=device)
+
+    def step(self, step: int, forced_B: Tensor | None) -> bool:
+        """Adds a token to each hypothesis; returns whether all sentences are finished."""
+        features_RD = self.state.features(self.tokens_BWT.flatten(0, 1), self.tokens_BWT.shape[1])
+        score_BC, index_BC = self._candidates(features_RD, step, forced_B)
+        size = len(self.search.dictionary)
+        parent_BC, token_BC = index_BC // size, index_BC % size
+
+        ends_BC = (token_BC == self.eos) & (score_BC != _NEVER)
+        ends_BC[:, : self.beam] &= ~self.ignored_BW
+        finished = self._end(step, ends_BC[:, : self.beam], score_BC, parent_BC)
+        if len(finished) == len(self.left):
+            return True
+        if finished:
+            keep = places_without(finished, len(self.left))
+            keep_B = torch.tensor(keep, device=score_BC.device)
+            self.left = [self.left[b] for b in keep]
+            score_BC, parent_BC, token_BC, ends_BC, self.ignored_BW = (
+                x.index_select(0, keep_B)
+                for x in (score_BC, parent_BC, token_BC, ends_BC, self.ignored_BW)
+            )
+            self.tokens_BWT, self.sums_BWT, self.limit_B = (
+                x.index_select(0, keep_B) for x in (self.tokens_BWT, self.sums_BWT, self.limit_B)
+            )
+            self.first_limit = int(self.limit_B.min())
+            self.state.keep(keep)
+
+        # The best candidates that have not ended; where there are too few, ended ones that are ignored.
+        candidates = score_BC.shape[1]
+        ends_BC[:, : self.beam] |= self.ignored_BW
+        rank_BC = torch.arange(candidates, device=score_BC.device) + ends_BC * 2 * self.beam
+        rank_BW, chosen_BW = rank_BC.topk(self.beam, dim=1, largest=False)
+        self.ignored_BW = rank_BW >= 2 * self.beam
+        self._go_on(*(x.gather(1, chosen_BW) for x in (parent_BC, token_BC, score_BC)))
+        return False
+
+    def _candidates(
+        self, features_RD: Tensor, step: int, forced_B: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Sums of log-probabilities and ``w V + token`` of the best, ``(B, C)``, best first."""
+        batch, beam = self.tokens_BWT.shape[:2]
+        size = len(self.search.dictionary)
+        part = batch
+        if features_RD.device.type == "cpu":
+            part = max(1, _CACHED // (beam * size * 4))
+        found = []
+        for start in range(0, batch, part):
+            sentences = slice(start, start + part)
+            logits_RV = self.decoder.output_layer(features_RD[start * beam : (start + part) * beam])
+            lprobs_RV = logits_RV.log_softmax(dim=-1, dtype=torch.float32)
+            lprobs_BWV = lprobs_RV.view(-1, beam, size)
+            forced = None if forced_B is None else forced_B[sentences]
+            self._restrict(lprobs_BWV, step, forced, self.limit_B[sentences])
+            if step > 0:
+                lprobs_BWV += self.sums_BWT[sentences, :, -1:]
+            flat = lprobs_BWV.flatten(1)
+            number = min(2 * self.beam, flat.shape[1] - 1)
+            best = best_of_many(flat, number)
+            if best[0].isnan().any():  # which are taken for the greatest
+                best = best_of_many(flat.masked_fill_(flat.isnan(), _NEVER), number)
+            found.append(best)
+        score_BC, index_BC = map(torch.cat, zip(*found, strict=True))
+        return score_BC, index_BC
+
+    def _restrict(self, lprobs_BWV, step: int, forced_B: Tensor | None, limit_B: Tensor) -> None:
+        """Leaves only what may follow."""
+        search = self.search
+        lprobs_BWV[:, :, self.pad] = _NEVER
+        lprobs_BWV[:, :, self.unk] -= search.unkpen
+        if step >= self.first_limit:
+            at_limit_B = step >= limit_B
+            end_BW = lprobs_BWV[at_limit_B, :, self.eos]
+            lprobs_BWV[at_limit_B] = _NEVER
+            lprobs_BWV[at_limit_B, :, self.eos] = end_BW
+        if forced_B is not None and step < self.first_limit:
+            index_BW1 = forced_B.view(-1, 1, 1).expand(-1, lprobs_BWV.shape[1], 1)
+            value_BW1 = lprobs_BWV.gather(2, index_BW1)
+            lprobs_BWV.fill_(_NEVER).scatter_(2, index_BW1, value_BW1)
+        elif step < search.min_len:
+            lprobs_BWV[:, :, self.eos] = _NEVER
+
+    def _end(self, step: int, ends_BW: Tensor, score_BC: Tensor, parent_BC: Tensor) -> set[int]:
+        """Notes the hypotheses that end; returns which of the sentences are finished."""
+        sentence_n, place_n = ends_BW.nonzero(as_tuple=True)
+        at_limit = (
+            {b for b, limit in enumerate(self.limit_B.tolist()) if step >= limit}
+            if (step >= self.first_limit)
+            else set()
+        )
+        if not len(sentence_n):
+            return at_limit
+        parent_n = parent_BC[sentence_n, place_n]
+        sum_n = score_BC[sentence_n, place_n]
+        tokens = self.tokens_BWT[sentence_n, parent_n, 1:]
+        sums = self.sums_BWT[sentence_n, parent_n]
+        ended = _Ended(
+            torch.cat([tokens, torch.full_like(parent_n, self.eos).unsqueeze(1)], 1),
+            torch.cat([sums, sum_n.unsqueeze(1)], 1),
+        )
+        scores = (sum_n / (step + 1) ** self.search.lenpen).tolist()
+        finished = at_limit
+        for i, (b, score) in enumerate(zip(sentence_n.tolist(), scores, strict=True)):
+            of_sentence = self.ended[self.left[b]]
+            if len(of_sentence) < self.beam:
+                of_sentence.append((score, ended, i))
+            if len(of_sentence) == self.beam:
+                finished.add(b)
+        return finished
+
+    def _go_on(self, parent_BW: Tensor, token_BW: Tensor, score_BW: Tensor) -> None:
+        self.state.follow(parent_BW)
+        index_BW1 = parent_BW.unsqueeze(2)
+        tokens, sums = (
+            x.gather(1, index_BW1.expand(-1, -1, x.shape[2]))
+            for x in (self.tokens_BWT, self.sums_BWT)
+        )
+        self.tokens_BWT = torch.cat([tokens, token_BW.unsqueeze(2)], dim=2)
+        self.sums_BWT = torch.cat([sums, score_BW.unsqueeze(2)], dim=2)
+
+    def results(self) -> list[list[dict]]:
+        if not all(self.ended):
+            raise UsageError(
+                "the model gives no probabilities, but NaN: it has diverged in training"
+            )
+        return [self._sorted(ended) for ended in self.ended]
+
+    @staticmethod
+    def _sorted(ended: list[tuple[float, _Ended, int]]) -> list[dict]:
+        order = torch.tensor([score for score, _, _ in ended]).sort(descending=True).indices
+        hypotheses = []
+        for score, at_step, i in (ended[n] for n in order.tolist()):
+            sums = at_step.sums[i]
+            hypotheses.append(
+                {
+                    "tokens": at_step.tokens[i],
+                    "score": score,
+                    "positional_scores": torch.diff(sums, prepend=sums.new_zeros(1)),
+                }
+            )
+        return hypotheses

@@ -1,0 +1,446 @@
+"""Batches of sentences translated: encoding, search, and reading out the hypotheses."""
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from fairseq import utils
+from omegaconf import open_dict
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.hub import Translator
+from smoe_fairseq.models.transformer import SMoETransformerModel
+from smoe_fairseq.translate.int8 import check_int8, quantize
+from smoe_fairseq.translate.search import BeamSearch
+
+
+def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of all texts, the longest first, in batches of at most ``max_tokens``, padding included.
+
+    One that is longer is a batch by itself.
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+# A text that is too long for a model, divided where it hurts least.
+
+# Ends of sentences, then of clauses, then of words.
+_MARKS = (
+    r"(?<=[.!?…])\s+|(?<=[。！？])",
+    r"(?<=[,;:–—])\s+|(?<=[，；：、])",
+    r"\s+",
+)
+
+
+def divide(text: str, fits: Callable[[str], bool], marks: tuple[str, ...] = _MARKS) -> list[str]:
+    """The text in parts that fit, each as long as it may be; they end with sentences as long as these fit.
+
+    A sentence that does not fit is divided at its commas, and then between words; a word between letters.
+    """
+    if fits(text):
+        return [text]
+    if not marks:
+        half = len(text) // 2
+        if not half:
+            return [text]
+        return [part for side in (text[:half], text[half:]) for part in divide(side, fits, ())]
+    parts: list[str] = []
+    for piece in filter(None, re.split(marks[0], text)):
+        if parts and fits(joined := f"{parts[-1]} {piece}"):
+            parts[-1] = joined
+        else:
+            parts += divide(piece, fits, marks[1:])
+    return parts
+
+
+# Batches beside each other on a CPU, each on one thread: small products gain little from several.
+
+
+def in_threads(
+    function: Callable, items: Iterable, number: int, stop: Callable[[], None] | None = None
+) -> Iterator:
+    """The results in the order of the items, so many of which are computed at a time.
+
+    Args:
+        stop: has those that are being computed end soon, by any exception; called where nobody waits for
+            them. None: with one at a time nothing is left behind.
+    """
+    if number == 1:
+        yield from map(function, items)
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(number)
+    try:
+        yield from pool.map(function, items)
+    except BaseException:
+        stop()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(before)
+
+
+# Where a model is to run, by its name at a command.
+
+
+def device_of(name: str, int8: bool = False) -> torch.device:
+    """What ``--device`` names.
+
+    Raises:
+        UsageError: there is no such device here, or it has no int8 products and these are asked for.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--device {name}: expected cpu, or a GPU's name ({reason})") from None
+    if int8:
+        check_int8(device)
+    return device
+
+
+# What a translation is made of.
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One translation of a text.
+
+    Args:
+        text: detokenised.
+        score: ``sum(scores) / len(scores) ** lenpen``, as fairseq-generate prints it.
+        tokens: subwords, with the end of sentence.
+        scores: log-probability of each token, to base 2.
+        requested: strata that the decoder stopped at for each token that it was given, mean over its MoE
+            layers; None for the end of sentence, which it is not given.
+            None of a dense decoder, or if nobody asked.
+    """
+
+    text: str
+    score: float
+    tokens: list[str]
+    scores: list[float]
+    requested: list[float | None] | None = None
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A text and what was found for it, best first.
+
+    Args:
+        tokens: what the encoder was given, tokens of languages and end of sentence included.
+        requested: as of `Hypothesis`, of the encoder.
+        parts: in how many the text was translated, since it was too long for one.
+    """
+
+    source: str
+    hypotheses: list[Hypothesis]
+    tokens: list[str]
+    requested: list[float] | None = None
+    parts: int = 1
+
+
+def joined(source: str, parts: list[Translation], lenpen: float) -> Translation:
+    """The translation of a text by those of its parts: of each rank the hypotheses of that rank in a row.
+
+    A text without parts has one hypothesis without words.
+    """
+    if len(parts) == 1:
+        return replace(parts[0], source=source)
+    number = min((len(part.hypotheses) for part in parts), default=1)
+    hypotheses = [_in_a_row([part.hypotheses[n] for part in parts], lenpen) for n in range(number)]
+    return Translation(
+        source,
+        hypotheses,
+        [token for part in parts for token in part.tokens],
+        _chained([part.requested for part in parts]),
+        len(parts),
+    )
+
+
+def _in_a_row(hypotheses: list[Hypothesis], lenpen: float) -> Hypothesis:
+    scores = [score for hypothesis in hypotheses for score in hypothesis.scores]
+    return Hypothesis(
+        " ".join(hypothesis.text for hypothesis in hypotheses),
+        sum(scores) / max(1, len(scores)) ** lenpen,
+        [token for hypothesis in hypotheses for token in hypothesis.tokens],
+        scores,
+        _chained([hypothesis.requested for hypothesis in hypotheses]),
+    )
+
+
+def _chained(parts: list[list | None]) -> list | None:
+    return None if None in parts or not parts else [value for part in parts for value in part]
+
+
+# The requested capacity of translated tokens, from one more pass over them.
+#
+# Shapes: B sentences, S source positions, T target positions, N blocks.
+
+
+@torch.inference_mode()
+def requested_capacity(
+    model: SMoETransformerModel, source_BS: Tensor, given: list[Tensor], padding: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Strata that each token stopped at, means over the MoE layers of a side, ``(B, S)`` and ``(B, T)``.
+
+    Args:
+        given: what the decoder is given for each sentence, its first token included.
+
+    Returns:
+        None for a side without MoE layers.
+    """
+    given_BT = pad_sequence(given, batch_first=True, padding_value=padding)
+    encoder_out = model.encoder(source_BS)
+    _, extra = model.decoder.extract_features(given_BT, encoder_out)
+    sides = {"encoder": [], "decoder": []}
+    for name, stats in zip(extra["moe_layers"], extra["moe_stats"], strict=True):
+        sides[name.split(".")[0]].append(stats.requested_capacity)
+    of_encoder, of_decoder = (
+        torch.stack(found).float().mean(0) if found else None for found in sides.values()
+    )
+    return of_encoder, of_decoder
+
+
+# From what a search has found to translations: text, scores, requested capacity.
+#
+# Shapes: B sentences, S source positions.
+
+
+class Readout:
+    """For the direction that the translator is turned to."""
+
+    def __init__(self, translator: Translator):
+        self.translator = translator
+        task = translator.task
+        self.source, self.target = task.source_dictionary, task.target_dictionary
+        self.first = self.target.eos()  # what the decoder is given before the translation
+        self.unsaid = {self.first}
+        if hasattr(task, "data_manager"):  # of several directions
+            spec = task.args.langtoks["main"][1]
+            if spec:  # a translation begins with the token of its language
+                language = task.data_manager.get_decoder_langtok(task.args.target_lang, spec)
+                self.unsaid.add(language)
+                if task.args.lang_tok_replacing_bos_eos:
+                    self.first = language
+
+    def translations(
+        self, texts: list[str], source_BS: Tensor, found: list[list[dict]], requested: bool
+    ) -> list[Translation]:
+        """Of a batch; ``found`` as fairseq's generators give it."""
+        real_BS = source_BS != self.source.pad()
+        of_source: list = [None] * len(texts)
+        of_target: list = [[None] * len(hypotheses) for hypotheses in found]
+        if requested:
+            of_source, of_target = self._requested(source_BS, real_BS, found)
+        return [
+            Translation(
+                text,
+                [self._hypothesis(*both) for both in zip(found[b], of_target[b], strict=True)],
+                [self.source[i] for i in source_BS[b][real_BS[b]].tolist()],
+                of_source[b],
+            )
+            for b, text in enumerate(texts)
+        ]
+
+    def _hypothesis(self, found: dict, requested: list[float | None] | None) -> Hypothesis:
+        ids = found["tokens"]
+        text = self.target.string(ids, extra_symbols_to_ignore=self.unsaid)
+        return Hypothesis(
+            text=self.translator.detokenize(self.translator.remove_bpe(text)),
+            score=float(found["score"]) / math.log(2),
+            tokens=[self.target[i] for i in ids.tolist()],
+            scores=[score / math.log(2) for score in found["positional_scores"].tolist()],
+            requested=requested,
+        )
+
+    def _requested(
+        self, source_BS: Tensor, real_BS: Tensor, found: list[list[dict]]
+    ) -> tuple[list, list]:
+        """Of each source's tokens, and of those of each of its hypotheses."""
+        of_source: list = [None] * len(found)
+        of_target: list = [[None] * len(hypotheses) for hypotheses in found]
+        (model,) = self.translator.models
+        for n in range(max(map(len, found))):  # all first hypotheses at once, then all second ones
+            rows = [b for b, hypotheses in enumerate(found) if n < len(hypotheses)]
+            ids = [found[b][n]["tokens"] for b in rows]
+            given = [torch.cat([i.new_tensor([self.first]), i[:-1]]) for i in ids]
+            encoder_BS, decoder_BT = requested_capacity(
+                model, source_BS[rows], given, self.target.pad()
+            )
+            for i, b in enumerate(rows):
+                if encoder_BS is not None:
+                    of_source[b] = encoder_BS[i][real_BS[b]].tolist()
+                if decoder_BT is not None:
+                    of_target[b][n] = [*decoder_BT[i, 1 : len(given[i])].tolist(), None]
+        return of_source, of_target
+
+
+# Many texts at a time, to hypotheses with tokens, scores and requested capacity.
+
+MAX_TOKENS = 16384  # of source, padding included, that are translated at a time
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to search; names and defaults are fairseq's."""
+
+    beam: int = 5
+    nbest: int = 1
+    lenpen: float = 1.0
+    unkpen: float = 0.0
+    min_len: int = 1
+    max_len_a: float = 0.0
+    max_len_b: int = 200
+    divide_above: int = 200  # tokens of a text; as many as a translation may have
+    requested: bool = False  # whether the requested capacity is wanted, which takes one more pass
+
+
+class BatchTranslator:
+    """A loaded model.
+
+    Args:
+        translator: of `SMoETransformerModel.from_pretrained`; its model may be one of fairseq's own, too,
+            which is then searched by fairseq's generator.
+        max_tokens: see `MAX_TOKENS`.
+        int8: whether the model is to compute in int8, on a CPU; see `quantize`.
+
+    Raises:
+        UsageError: the model, or this CPU, cannot compute in int8.
+    """
+
+    def __init__(self, translator: Translator, max_tokens: int = MAX_TOKENS, int8: bool = False):
+        self.translator = translator
+        self.task = translator.task
+        self.max_tokens = max_tokens
+        if int8:
+            if not self._is_ours():
+                raise UsageError("--int8: this model is fairseq's own; expected a smoe_transformer")
+            quantize(translator.models[0])
+
+    def translate_batch(
+        self,
+        texts: Sequence[str],
+        source: str | None = None,
+        target: str | None = None,
+        options: Options = Options(),
+        done: Callable[[int], None] = lambda number: None,
+    ) -> list[Translation]:
+        """Translations in the order of the texts; one without words has an empty hypothesis.
+
+        A text of more than ``divide_above`` tokens, or than the model takes, is divided at the ends of its
+        sentences, and the translations of the parts are joined with blanks.
+
+        Args:
+            source, target: languages; may be left out where only one direction is possible.
+            done: is told after each batch how many texts were in it.
+
+        Raises:
+            UsageError: the direction is not known or not clear.
+        """
+        self.translator.turn_to(source, target)
+        parts = [self._parts(text, options) for text in texts]
+        flat = [part for of_text in parts for part in of_text]
+        done(sum(not of_text for of_text in parts))
+        left, text_of = [len(of_text) for of_text in parts], []
+        for number, of_text in enumerate(parts):
+            text_of += [number] * len(of_text)
+        found: dict[int, Translation] = {}
+        for batch, translations in self._translate(flat, options):
+            found.update(zip(batch, translations, strict=True))
+            complete = 0
+            for index in batch:
+                left[text_of[index]] -= 1
+                complete += not left[text_of[index]]
+            done(complete)
+        remaining = iter(found[index] for index in range(len(flat)))
+        return [
+            joined(text, [next(remaining) for _ in of_text], options.lenpen)
+            for text, of_text in zip(texts, parts, strict=True)
+        ]
+
+    def _parts(self, text: str, options: Options) -> list[str]:
+        """What is translated by itself; nothing of a text without subwords, such as blanks of no width."""
+        if not self.translator.has_words(text):
+            return []
+        # With the end of sentence; and there may be the token of a language.
+        longest = min(options.divide_above + 1, self.translator.max_positions[0] - 1)
+
+        def fits(part: str) -> bool:
+            # A token has a letter at least; there may be one for the blank before, and one for the end. A
+            # letter beyond ASCII may become several before that.
+            few = part.isascii() and len(part) + 2 <= longest
+            return few or len(self._encode(part)) <= longest
+
+        return divide(text, fits)
+
+    def _encode(self, text: str) -> Tensor:
+        translator = self.translator
+        return translator.binarize(translator.apply_bpe(translator.tokenize(text)))
+
+    def _translate(
+        self, texts: list[str], options: Options
+    ) -> Iterator[tuple[list[int], list[Translation]]]:
+        """Batches: indices and translations."""
+        ids = [self._encode(text) for text in texts]
+        if not ids:
+            return
+        lengths = np.array([len(i) for i in ids])
+        dataset = self.task.build_dataset_for_inference(ids, lengths)
+        search, readout = self._search(options), Readout(self.translator)
+
+        def translate(batch: list[int]) -> tuple[list[int], list[Translation]]:
+            sample = dataset.collater([dataset[index] for index in batch])
+            sample = utils.apply_to_sample(lambda x: x.to(self.translator.device), sample)
+            with torch.inference_mode():
+                found = self.task.inference_step(search, self.translator.models, sample)
+            order = sample["id"].tolist()
+            return order, readout.translations(
+                [texts[index] for index in order],
+                sample["net_input"]["src_tokens"],
+                [hypotheses[: options.nbest] for hypotheses in found],
+                requested=options.requested and self._is_ours(),
+            )
+
+        batches = list(by_length(lengths.tolist(), self.max_tokens // self.threads))
+        threads = min(self.threads, len(batches))
+        stop = search.stop if threads > 1 else None
+        yield from in_threads(translate, batches, threads, stop)
+
+    @property
+    def threads(self) -> int:
+        """Batches at a time."""
+        on_cpu = self.translator.device.type == "cpu"
+        return torch.get_num_threads() if on_cpu and self._is_ours() else 1
+
+    def _search(self, options: Options):
+        """Ours, or fairseq's for its own models."""
+        if self._is_ours():
+            values = {name: getattr(options, name) for name in BeamSearch.options()}
+            return BeamSearch(self.task.target_dictionary, **values)
+        settings = copy.deepcopy(self.translator.cfg.generation)
+        with open_dict(settings):
+            for name, value in vars(options).items():
+                if name in BeamSearch.options() or name == "nbest":
+                    setattr(settings, name, value)
+        return self.task.build_generator(self.translator.models, settings)
+
+    def _is_ours(self) -> bool:
+        models = self.translator.models
+        return len(models) == 1 and isinstance(models[0], SMoETransformerModel)

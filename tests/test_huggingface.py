@@ -1,0 +1,455 @@
+"""``smoe export --to huggingface``: what transformers computes is what fairseq does."""
+
+import json
+import re
+import tarfile
+from argparse import Namespace
+from pathlib import Path
+
+import handmade
+import pytest
+import torch
+from commands import run
+from fairseq.data import Dictionary
+from sampling import some
+from test_expert_parallel_checkpoints import call, refusal
+from test_export import without
+from test_golden import CHECKPOINTS, SYSTEMS_WITH_CHECKPOINT, TEXT, TRANSLATED, read_json
+
+from smoe_fairseq.checkpoints.model import known_options, plain_config
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.transformer import SMoETransformerModel
+from smoe_fairseq.translate.translator import BatchTranslator, Options
+
+pytest.importorskip("transformers", reason="the package transformers is not installed")
+
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer  # noqa: E402
+
+import smoe_fairseq.huggingface  # noqa: E402, F401
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Path:
+    """A folder of small checkpoints of all systems, with the text that they have learnt."""
+    folder = tmp_path_factory.mktemp("trained")
+    with tarfile.open(CHECKPOINTS) as archive:
+        archive.extractall(folder, filter="data")
+    for file in TEXT.iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
+def export(path: Path, output: Path) -> Path:
+    call("export", path, "--to", "huggingface", "--output", output)
+    return output
+
+
+@pytest.fixture(scope="session")
+def exported(trained, tmp_path_factory) -> Path:
+    """Of two strata."""
+    return export(trained / "strata-4-4.pt", tmp_path_factory.mktemp("exported") / "model")
+
+
+def both(path: Path, folder: Path):
+    """fairseq's interface to the checkpoint, and transformers' model and tokenizer."""
+    ours = SMoETransformerModel.from_pretrained(path)
+    return (
+        ours,
+        AutoModelForSeq2SeqLM.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
+
+
+def batch(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Source and what the decoder is given, of three sentences, padded on the right."""
+    generator = torch.Generator().manual_seed(3)
+    source, given = (torch.randint(4, vocabulary, (3, n), generator=generator) for n in (7, 6))
+    source[1, 4:], given[1, 3:], given[2, 5:] = 1, 1, 1
+    given[:, 0] = 2
+    return source, given
+
+
+@torch.no_grad()
+def difference(path: Path, folder: Path) -> float:
+    """The greatest one between the logits of a batch, where it is no padding."""
+    ours, theirs, _ = both(path, folder)
+    model = ours.models[0]
+    source, given = batch(min(len(model.encoder.dictionary), len(model.decoder.dictionary)))
+    expected = model(source, (source != 1).sum(1), given)[0]
+    found = theirs(source, source != 1, given).logits
+    return float((found - expected)[given != 1].abs().max())
+
+
+# A few systems here, and the others by `make soak`.
+SYSTEMS = some(SYSTEMS_WITH_CHECKPOINT, "dense", "strata-4-4", "hash", "expert-choice", "released")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_logits_and_translations_are_fairseqs(trained, tmp_path, system):
+    path = trained / f"{system}.pt"
+    folder = export(path, tmp_path / "model")
+    assert difference(path, folder) < 1e-5
+    _, model, tokenizer = both(path, folder)
+    found = [translate(model, tokenizer, line) for line in TRANSLATED]
+    assert found == read_json("translations")[system]["smoe translate"]
+
+
+def translate(model, tokenizer, *text: str, **options) -> str:
+    (found,) = tokenizer.batch_decode(
+        model.generate(**tokenizer(list(text), return_tensors="pt", padding=True), **options),
+        skip_special_tokens=True,
+    )
+    return found
+
+
+def test_a_batch_is_translated_as_its_sentences_are_with_a_cache_and_without(exported):
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    text = tokenizer(TRANSLATED, return_tensors="pt", padding=True)
+    for search in ({}, {"num_beams": 1}):
+        expected = [translate(model, tokenizer, line, **search) for line in TRANSLATED]
+        for more in ({}, {"use_cache": False}):
+            found = model.generate(**text, **search, **more)
+            assert tokenizer.batch_decode(found, skip_special_tokens=True) == expected
+
+
+@torch.no_grad()
+def test_the_cache_gives_the_logits_of_a_whole_pass(exported):
+    """Step by step, and two steps at a time."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported).eval()
+    source, given = batch(model.config.vocab_size)
+    given[given == 1] = 5
+    expected = model(source, source != 1, given).logits
+    for width in (1, 2):
+        cache, found = None, []
+        for start in range(0, given.shape[1], width):
+            part = given[:, start : start + width]
+            output = model(source, source != 1, part, past_key_values=cache)
+            cache = output.past_key_values
+            found.append(output.logits)
+        assert torch.allclose(torch.cat(found, 1), expected, atol=1e-5)
+    assert cache.get_seq_length() == given.shape[1]
+
+
+@pytest.mark.parametrize("system", some(["dense", "top-p", "null"], "top-p"))
+def test_the_loss_is_the_criterions(trained, tmp_path, system):
+    """Mean over the tokens of label-smoothed cross entropy and the losses of the gates."""
+    path = trained / f"{system}.pt"
+    ours, model, _ = both(path, export(path, tmp_path / "model"))
+    source, given = batch(model.config.vocab_size)
+    given[given == 1] = 5
+    labels = torch.cat([given[:, 1:], torch.full_like(given[:, :1], 2)], 1)
+    sample = {
+        "net_input": {
+            "src_tokens": source,
+            "src_lengths": (source != 1).sum(1),
+            "prev_output_tokens": given,
+        },
+        "target": labels,
+        "ntokens": labels.numel(),
+    }
+    criterion = ours.task.build_criterion(ours.cfg.criterion)
+    loss, _, log = criterion(ours.models[0], sample)
+    with torch.no_grad():
+        output = model(source, source != 1, labels=labels)
+    assert torch.equal(model.prepare_decoder_input_ids_from_labels(labels), given)
+    assert float(output.loss) == pytest.approx(float(loss.detach()) / labels.numel(), rel=1e-5)
+    gates = 0.01 * log.get("moe_gate_loss", 0) + 1e-4 * log.get("moe_entropy_loss", 0)
+    parts = output.encoder_aux_loss + output.decoder_aux_loss
+    assert float(parts) == pytest.approx(float(gates) / labels.numel(), rel=1e-4)
+    assert (output.encoder_aux_loss > 0) == (system != "dense")
+
+
+def test_router_logits_attention_and_hidden_states(exported):
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported).eval()
+    source, given = batch(model.config.vocab_size)
+    asked = {"output_attentions": True, "output_hidden_states": True, "output_router_logits": True}
+    output = model(source, source != 1, given, **asked)
+    plain = model(source, source != 1, given)
+    assert torch.allclose(output.logits, plain.logits, atol=1e-5)
+    assert plain.encoder_router_logits is None and plain.cross_attentions is None
+    for logits in (output.encoder_router_logits, output.decoder_router_logits):
+        ((first, second),) = logits  # one MoE layer, of two strata: 4-4
+        assert first.shape[1] == 8 and second.shape[1] == 4
+    assert len(output.decoder_hidden_states) == len(output.encoder_hidden_states) == 3
+    for attention in (output.decoder_attentions[0], output.cross_attentions[0]):
+        assert torch.allclose(attention.sum(-1), torch.ones(()), atol=1e-5)
+    assert isinstance(model(source, source != 1, given, return_dict=False), tuple)
+
+
+def test_gradient_checkpointing_changes_no_gradient(exported):
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported).train()
+    source, labels = batch(model.config.vocab_size)
+    labels[labels == 1] = -100
+
+    def gradients():
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(source, source != 1, labels=labels).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    expected = gradients()
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    for name, gradient in gradients().items():
+        assert torch.allclose(gradient, expected[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("system", ["strata-4-4", "hash"])
+def test_what_is_saved_is_loaded_again(trained, tmp_path, system):
+    folder = export(trained / f"{system}.pt", tmp_path / "model")
+    model, tokenizer = (
+        kind.from_pretrained(folder) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer)
+    )
+    model.save_pretrained(tmp_path / "again")
+    tokenizer.save_pretrained(tmp_path / "again")
+    again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again")
+    state = again.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert again.get_input_embeddings().weight is again.get_output_embeddings().weight
+    tokenizer_again = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert tokenizer_again(TRANSLATED)["input_ids"] == tokenizer(TRANSLATED)["input_ids"]
+    fresh = AutoModelForSeq2SeqLM.from_config(model.config)  # with new weights
+    source, given = batch(model.config.vocab_size)
+    assert fresh(source, source != 1, given).logits.isfinite().all()
+
+
+def test_half_precision(exported):
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported, dtype=torch.bfloat16).eval()
+    exact = AutoModelForSeq2SeqLM.from_pretrained(exported).eval()
+    source, given = batch(model.config.vocab_size)
+    found, expected = (each(source, source != 1, given).logits for each in (model, exact))
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).abs().mean() < 0.1 * expected.abs().mean()
+
+
+OPTIONS = {
+    "post-norm": {
+        "encoder_normalize_before": False,
+        "decoder_normalize_before": False,
+    },
+    "learned": {
+        "encoder_learned_pos": True,
+        "decoder_learned_pos": True,
+        "max_source_positions": 20,
+    },
+    "apart": {"share_all_embeddings": False, "encoder_embed_dim": 24, "activation_fn": "gelu"},
+    "output": {"share_all_embeddings": False, "share_decoder_input_output_embed": True},
+    "others": {
+        "no_token_positional_embeddings": True,
+        "no_scale_embedding": True,
+        "layernorm_embedding": True,
+        "activation_fn": "gelu_accurate",
+    },
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_of_the_transformer(trained, tmp_path, case):
+    """Embeddings that are not shared have dictionaries of different sizes here."""
+    path = link_text(tmp_path / "run") / "checkpoint_last.pt"
+    system = "dense" if case == "post-norm" else "strata-4-4"
+    state = torch.load(trained / f"{system}.pt", weights_only=True)
+    options = known_options(path, state) | OPTIONS[case]
+    with (path.parent / "dict.tgt.txt").open() as file:
+        words = file.readlines()
+    if not options["share_all_embeddings"]:
+        (path.parent / "dict.tgt.txt").unlink()
+        (path.parent / "dict.tgt.txt").write_text("".join(words[:-2]))
+    task = Namespace(
+        source_dictionary=Dictionary.load(str(path.parent / "dict.src.txt")),
+        target_dictionary=Dictionary.load(str(path.parent / "dict.tgt.txt")),
+    )
+    torch.manual_seed(2)
+    model = SMoETransformerModel.build_model(Namespace(**options), task)
+    state["cfg"]["model"] = plain_config(options)
+    state.pop("smoe_dictionaries", None)
+    torch.save({**state, "model": model.state_dict()}, path)
+    folder = export(tmp_path / "run", tmp_path / "model")
+    assert (folder / "target_vocab.json").exists() != options["share_all_embeddings"]
+    assert difference(path, folder) < 1e-5
+
+
+def link_text(folder: Path) -> Path:
+    folder.mkdir()
+    for file in TEXT.iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
+def test_trainer_lowers_the_loss_and_lora_trains(exported, tmp_path):
+    pytest.importorskip("accelerate", reason="the package accelerate is not installed")
+    peft = pytest.importorskip("peft", reason="the package peft is not installed")
+    from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported, device_map="auto")
+    data = [tokenizer(line, text_target=line.upper()) for line in TRANSLATED]
+    settings = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        learning_rate=0.005,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+    )
+    collator = DataCollatorForSeq2Seq(tokenizer, model)
+    trainer = Seq2SeqTrainer(model, settings, collator, data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", target_modules=["q_proj", "v_proj"])
+    lora = peft.get_peft_model(model, config)
+    lora(**collator(data)).loss.backward()
+    assert {name for name, p in lora.named_parameters() if p.grad is not None} == {
+        name for name, _ in lora.named_parameters() if "lora_" in name
+    }
+
+
+# The tokenizer
+
+
+def test_subwords_are_sentencepieces(tmp_path):
+    """As fairseq encodes them, unknown ones and what looks like a special token too."""
+    import sentencepiece
+    from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, SentencepieceConfig
+
+    lines = [f"the {word} dog's house, number {i}" for i, word in enumerate("big red old".split())]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines * 9), model_prefix=str(tmp_path / "spm"), vocab_size=24
+    )
+    bpe = SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(tmp_path / "spm.model")))
+    dictionary = Dictionary()
+    for piece in sorted({piece for line in lines for piece in bpe.encode(line).split()})[2:]:
+        dictionary.add_symbol(piece)
+    (tmp_path / "vocab.json").write_text(json.dumps(dictionary.symbols))
+    tokenizer = smoe_fairseq.huggingface.SMoETokenizer(
+        str(tmp_path / "vocab.json"), sp_model_file=str(tmp_path / "spm.model")
+    )
+    for text in (*lines, "the </s> zebra", " two   blanks ", "", "<unk> <pad>", "the\u3000old"):
+        ids = tokenizer(text)["input_ids"]
+        expected = dictionary.encode_line(bpe.encode(text), add_if_not_exist=False)
+        assert ids == expected.tolist(), text
+        shown = bpe.decode(dictionary.string(torch.tensor(ids)))
+        assert tokenizer.decode(ids, skip_special_tokens=True) == shown
+
+
+def test_languages(three_languages, tmp_path):
+    """The source begins with the target's token, and so do translations with --decoder-langtok."""
+    more = (*handmade.MULTILINGUAL, "--decoder-langtok")
+    handmade.train(three_languages, tmp_path, *more)
+    path = tmp_path / "checkpoint_last.pt"
+    ours, model, tokenizer = both(path, export(path, tmp_path / "model"))
+    translator = BatchTranslator(ours)
+    text = [" ".join(handmade.words_of("aa")[:n]) for n in (2, 5)]
+    for source, target in (("aa", "bb"), ("aa", "cc")):
+        tokenizer.src_lang, tokenizer.tgt_lang = source, target
+        batch = tokenizer(text, text_target=text, return_tensors="pt", padding=True)
+        token = tokenizer.get_lang_id(target)
+        assert tokenizer.convert_ids_to_tokens(token) == f"__{target}__"
+        assert (batch["input_ids"][:, 0] == token).all() and (batch["labels"][:, 0] == token).all()
+        del batch["labels"]
+        found = model.generate(**batch, forced_bos_token_id=token, num_beams=1)
+        expected = translator.translate_batch(text, source, target, Options(beam=1))
+        for row, translation in zip(found, expected, strict=True):
+            tokens = tokenizer.convert_ids_to_tokens(row[1:])
+            said = [token for token in tokens if token != "<pad>"]
+            assert said == translation.hypotheses[0].tokens
+    with pytest.raises(UsageError, match="dd is no language of this tokenizer; .* aa, bb, cc"):
+        tokenizer.tgt_lang = "dd"
+    tokenizer.tgt_lang = None
+    with pytest.raises(UsageError, match="tokenizer.tgt_lang is not set; expected one of aa"):
+        tokenizer("aa1")
+
+
+WITHOUT_FAIRSEQ = """
+import sys
+class Nothing:
+    def find_spec(self, name, *more):
+        if name.partition(".")[0] in ("fairseq", "hydra", "omegaconf"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Nothing())
+import smoe_fairseq.huggingface
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+model, tokenizer = (kind.from_pretrained(sys.argv[1]) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
+found = model.generate(**tokenizer(sys.argv[2], return_tensors="pt"))
+print("found:", tokenizer.decode(found[0], skip_special_tokens=True))
+"""
+
+
+def test_it_works_without_fairseq(exported):
+    said = run("python", "-c", WITHOUT_FAIRSEQ, exported, TRANSLATED[0]).stdout
+    words = read_json("translations")["strata-4-4"]["smoe translate"][0]
+    assert f"found: {words}" in said.splitlines()
+
+
+# The folder
+
+
+def test_the_card_has_the_runs_scores(trained, tmp_path):
+    folder = link_text(tmp_path / "run")
+    (folder / "checkpoint_best.pt").symlink_to(trained / "strata-4-4.pt")
+    score = {"bleu": 12.345, "signature": "nrefs:1", "sentences": 8}
+    content = {
+        "checkpoint": "checkpoint_best.pt",
+        "generate": "--beam 5",
+        "scores": {"src-tgt": score},
+    }
+    (folder / "scores.json").write_text(json.dumps(content))
+    card = (export(folder, tmp_path / "model") / "README.md").read_text()
+    assert "| src-tgt | 12.35 | 8 | nrefs:1 |" in card and "strata 4-4" in card
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    exec(
+        code.replace('from_pretrained("model")', f"from_pretrained({str(tmp_path / 'model')!r})"),
+        {},
+    )
+
+
+def test_what_is_there_is_replaced_only_if_it_is_such_an_export(trained, exported, tmp_path):
+    ask = (
+        "export",
+        trained / "strata-4-4.pt",
+        "--to",
+        "huggingface",
+        "--output",
+        tmp_path / "model",
+    )
+    (tmp_path / "model").mkdir()
+    assert "is there already; --force replaces it" in refusal(*ask)
+    assert "--force replaces such an export only" in refusal(*ask, "--force")
+    (tmp_path / "model/config.json").write_text((exported / "config.json").read_text())
+    call(*ask, "--force")
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {
+        file.name for file in exported.iterdir()
+    }
+
+
+def test_what_cannot_be_exported_is_one_sentence(trained, tmp_path):
+    def saved(name: str, change) -> Path:
+        state = torch.load(trained / "strata-4-4.pt", weights_only=True)
+        change(state)
+        torch.save(state, link_text(tmp_path / name) / "checkpoint_last.pt")
+        return tmp_path / name / "checkpoint_last.pt"
+
+    cases = {
+        "is of the task denoising; expected translation": lambda s: s["cfg"]["task"].update(
+            _name="denoising"
+        ),
+        "--bpe gpt2 has no place there; expected sentencepiece": lambda s: s["cfg"].update(
+            bpe={"_name": "gpt2"}
+        ),
+        "decoder.layer_norm.bias is missing in it": lambda s: s["model"].pop(
+            "decoder.layer_norm.bias"
+        ),
+    }
+    for number, (words, change) in enumerate(cases.items()):
+        path = saved(str(number), change)
+        ask = ("export", path, "--to", "huggingface", "--output", tmp_path / "model")
+        assert words in refusal(*ask)
+    assert not (tmp_path / "model").exists()
+
+
+def test_without_the_library_one_sentence_says_how_to_get_it(trained, tmp_path, monkeypatch):
+    without(monkeypatch, "transformers")
+    ask = ("export", trained / "dense.pt", "--to", "huggingface", "--output", tmp_path / "model")
+    assert "pip install 'smoe-fairseq[huggingface]'" in refusal(*ask)

@@ -1,0 +1,185 @@
+"""int8 on a CPU: products against plain loops, models against themselves in float32, and what is refused."""
+
+import pytest
+import torch
+from commands import run
+from sampling import some
+from test_beam_search import SYSTEMS, batch, sharp
+from test_model import make_task
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.translate import int8
+from smoe_fairseq.translate.int8 import Int8Linear, check_int8, levels, quantize
+from smoe_fairseq.translate.search import BeamSearch
+from smoe_fairseq.translate.translator import BatchTranslator, Options, device_of
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(3)
+
+
+def rounded(x_NI, most: int):
+    """Each row as whole numbers up to ``most``, and what they are multiplied with."""
+    scale_N1 = x_NI.abs().amax(1, keepdim=True) / most
+    return torch.where(scale_N1 > 0, x_NI / scale_N1, 0).round(), scale_N1
+
+
+@pytest.mark.parametrize("most", [127, 63])
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 40])
+def test_a_linear_map_is_that_of_the_rounded_numbers(monkeypatch, rows, most):
+    monkeypatch.setattr(int8, "levels", lambda: most)
+    x_NI, weight_OI, bias_O = torch.randn(rows, 50), torch.randn(33, 50), torch.randn(33)
+    weight_OI[5] = 0
+    x_NI[3:4] = 0
+    (q_NI, scale_N1), (w_OI, scale_O1) = rounded(x_NI, most), rounded(weight_OI, 127)
+    expected = scale_N1 * scale_O1.t() * (q_NI @ w_OI.t()) + bias_O
+    found = Int8Linear(weight_OI, bias_O)(x_NI.unsqueeze(0)).squeeze(0)
+    # A number half way between two may become either.
+    assert torch.allclose(found, expected, atol=0.03) and (found - expected).abs().sum() < 0.1
+    without = Int8Linear(weight_OI, None)(x_NI)
+    assert torch.allclose(without, found - bias_O, atol=1e-5)
+    if rows:
+        assert torch.equal(
+            without, torch.cat([Int8Linear(weight_OI, None)(x) for x in x_NI.split(1)])
+        )
+
+
+def test_levels_leave_room_for_the_largest_sums():
+    most = levels()
+    weight_OI = torch.full((16, 512), 2.0)
+    y_NO = Int8Linear(weight_OI, None)(torch.full((3, 512), -5.0))
+    assert most in (63, 127) and torch.allclose(y_NO, torch.tensor(-5120.0))
+
+
+@pytest.mark.parametrize("strata", ["8", "2-2-2-2"])
+def test_experts_are_linear_maps_one_after_the_other(strata):
+    block = StratifiedMoE(24, 40, strata, top_k=2).eval()
+    expected = [
+        [Int8Linear(*each) for each in zip(*pair, strict=True)]
+        for pair in ((block.experts.w1, block.experts.b1), (block.experts.w2, block.experts.b2))
+    ]
+    model = torch.nn.Module()
+    model.moe, model.other = block, torch.nn.Linear(3, 3)
+    with torch.inference_mode():
+        quantize(model, min_weights=0)
+        run = block.execution(block.experts, *block.experts.weights())
+        x_ND, ends = torch.randn(23, 24), [0, 5, 5, 6, 16, 22, 22, 22]
+        found = run.compute(x_ND, ends)
+        for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            y_ND = expected[1][e](expected[0][e](x_ND[start:end]).relu())
+            assert torch.allclose(found[start:end], y_ND, atol=1e-6)
+        assert found.shape == x_ND.shape and not found[22:].any()
+        assert block(torch.randn(2, 3, 24), torch.ones(2, 3, dtype=torch.bool))[0].isfinite().all()
+    assert not block.experts.w1.numel()  # memory is given back
+
+
+@pytest.mark.parametrize(
+    "system", some(SYSTEMS, "smoe", "dense", "cmr", "hash", "two matrices", "top-p", "shared")
+)
+def test_every_system_translates_nearly_as_before(system):
+    model, task = sharp(*SYSTEMS[system].split()), make_task(96)
+    search, sample = BeamSearch(task.target_dictionary, max_len_b=20), batch(task)
+    before = search.generate([model], sample)
+    quantize(model, min_weights=0)
+    after = search.generate([model], sample)
+    pairs = [(a[0], b[0]) for a, b in zip(before, after, strict=True)]
+    # In a random model, one expert chosen otherwise can change all tokens after it.
+    assert any(a["tokens"].tolist() == b["tokens"].tolist() for a, b in pairs)
+    scores = [(float(a["score"]), float(b["score"])) for a, b in pairs]
+    assert sum(abs(a - b) for a, b in scores) < 0.2 * sum(max(1, -a) for a, _ in scores), scores
+
+
+def test_small_matrices_stay_as_they_are():
+    model, task = sharp("--smoe-strata", "4-4"), make_task(96)
+    search, sample = BeamSearch(task.target_dictionary, max_len_b=20), batch(task)
+    before = search.generate([model], sample)
+    quantize(model)
+    assert not any(isinstance(each, Int8Linear) for each in model.modules())
+    for a, b in zip(before, search.generate([model], sample), strict=True):
+        assert [h["tokens"].tolist() for h in a] == [h["tokens"].tolist() for h in b]
+
+
+def test_a_model_that_has_diverged_is_named():
+    for broken in (float("nan"), float("inf")):
+        model, task = sharp("--smoe-strata", "4-4"), make_task(96)
+        with torch.no_grad():
+            model.decoder.output_projection.weight.fill_(broken)
+        quantize(model, min_weights=0)
+        with pytest.raises(UsageError, match="it has diverged"):
+            BeamSearch(task.target_dictionary).generate([model], batch(task))
+
+
+TEXTS = [f"{' '.join(str(number))} is a number" for number in range(100, 140)]
+
+
+@pytest.fixture
+def everything(monkeypatch):
+    """Matrices of any size become int8."""
+    monkeypatch.setattr(int8, "MIN_WEIGHTS", 0)
+
+
+def test_a_text_is_translated_alike_in_any_company(tiny_run, everything, monkeypatch):
+    """One by one, all together, and with batches in several threads; the capacity is asked for as ever."""
+    options = Options(max_len_b=10, requested=True)
+
+    def translations(max_tokens: int, threads: int) -> list:
+        monkeypatch.setattr(BatchTranslator, "threads", threads)
+        translator = SMoETransformerModel.from_pretrained(tiny_run)
+        model = BatchTranslator(translator, max_tokens, int8=True)
+        assert any(isinstance(each, Int8Linear) for each in translator.models[0].modules())
+        blocks = moe_blocks(translator.models[0]).values()
+        assert blocks and all(callable(block.execution) for block in blocks)
+        return model.translate_batch(TEXTS, "en", "fr", options)
+
+    expected = translations(10_000, 1)
+    for max_tokens, threads in ((1, 1), (200, 3)):
+        for a, b in zip(expected, translations(max_tokens, threads), strict=True):
+            assert (a.requested, a.hypotheses[0].text) == (b.requested, b.hypotheses[0].text)
+            assert b.requested and b.hypotheses[0].requested
+
+
+def test_the_commands(tiny_run, tmp_path):
+    """The trained model is so small that nothing becomes int8."""
+    words = ("smoe", "translate", tiny_run, "--from", "en", "--to", "fr", "--max-len-b", 10)
+    found = []
+    for more in ((), ("--int8",)):
+        run(*words, *more, "--output", tmp_path / "text", stdin="\n".join(TEXTS[:3]))
+        found.append((tmp_path / "text").read_text())
+    assert found[0] == found[1] and found[0].count("\n") == 3
+    for command in ("translate", "serve"):
+        said = run("smoe", command, "none", "--device", "meta", "--int8", check=False).stdout
+        assert said.splitlines()[-1] == (
+            "error: --int8 with --device meta: int8 is for a CPU; expected --device cpu"
+        )
+
+
+def test_a_cpu_without_int8_products_is_named(monkeypatch):
+    monkeypatch.setattr(int8, "_packed", lambda weight: torch.ops.onednn.no_such_operator)
+    levels.cache_clear()
+    try:
+        for call in (lambda: device_of("cpu", int8=True), lambda: check_int8(torch.device("cpu"))):
+            with pytest.raises(UsageError, match="--int8: this torch has no int8 products"):
+                call()
+    finally:
+        levels.cache_clear()
+
+
+def test_sums_that_saturate_are_noticed(monkeypatch):
+    real = int8._product
+    monkeypatch.setattr(int8, "_product", lambda *args: real(*args).clamp(max=2**15))
+    levels.cache_clear()
+    try:
+        assert levels() == 63
+    finally:
+        levels.cache_clear()
+
+
+def test_fairseqs_own_models_are_refused(tiny_run):
+    translator = SMoETransformerModel.from_pretrained(tiny_run)
+    translator.models = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    with pytest.raises(UsageError, match="fairseq's own; expected a smoe_transformer"):
+        BatchTranslator(translator, int8=True)

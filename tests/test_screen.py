@@ -1,0 +1,93 @@
+"""What training shows where a recipe runs it: few lines, of which the first comes at once."""
+
+import pytest
+from test_recipes import recipe, write_dataset
+
+from smoe_fairseq.training import screen
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds pass as the test says."""
+    now = [100.0]
+    monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_lines_come_with_the_first_update_the_last_and_every_so_often(clock, capsys):
+    shown = screen.Screen(seconds=30, max_update=20)
+    for update in range(1, 21):
+        shown.update(update, 10 - update / 4, words=500)
+        clock[0] += 10
+    first, *later = capsys.readouterr().out.splitlines()
+    assert first == "  update 1 of 20 | loss 9.750"
+    assert later[0] == "  update 4 of 20 | loss 9.000 | 50 words/s | 2 min 40 s left"
+    assert [line.split()[1] for line in later] == ["4", "7", "10", "13", "16", "19", "20"]
+    assert later[-1] == "  update 20 of 20 | loss 5.000 | 50 words/s"
+
+
+def test_a_checkpoint_is_shown_with_its_validation_loss(capsys):
+    shown = screen.Screen(seconds=30, max_update=0)
+    shown.update(1_000, None, words=0)
+    shown.saved(1_000, 4.5, 4.5)
+    shown.saved(2_000, 5.5, 4.5)
+    shown.saved(2_500, None, None)
+    assert capsys.readouterr().out.splitlines() == [
+        "  update 1,000",
+        "  update 1,000 | validation loss 4.500 (best) | saved",
+        "  update 2,000 | validation loss 5.500 | saved",
+        "  update 2,500 | saved",
+    ]
+
+
+def test_a_terminal_has_one_line_that_is_written_over(clock, capsys, monkeypatch):
+    monkeypatch.setattr(screen.sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(screen.atexit, "register", lambda *_: None)
+    shown = screen.Screen(seconds=1, max_update=9)
+    for update in (1, 2):
+        shown.update(update, 3.0, words=1)
+        clock[0] += 1
+    shown.saved(2, None, None)
+    *overwritten, last = capsys.readouterr().out.split(screen.CLEAR)
+    assert [line.split(" |")[0] for line in overwritten] == [
+        "",
+        "  update 1 of 9",
+        "  update 2 of 9",
+    ]
+    assert last == "  update 2 of 9 | saved\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.4, "0 s"), (59, "59 s"), (61, "1 min 01 s"), (3599.9, "1 h 00 min"), (18420, "5 h 07 min")],
+)
+def test_duration(seconds, said):
+    assert screen.duration(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("kill -9 $$", "error: fairseq-train was stopped by SIGKILL; "),
+        ("exit 1", "warning: training has ended early; "),
+    ],
+)
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_last_line_says_how_to_go_on(tmp_path, ending, said, saved):
+    given = write_dataset(
+        tmp_path / "configs",
+        "tiny",
+        pairs=["en-fr"],
+        raw={},
+        subwords={"vocab-size": 60},
+        train={"arch": "smoe_transformer_tiny", "max-tokens": 500, "max-update": 3, "lr": 0.01},
+        generate={"max-tokens": 1000},
+    )
+    (tmp_path / "data/tiny/bin").mkdir(parents=True)
+    save = "touch runs/tiny/smoe-2-2/checkpoint_last.pt; " if saved else ""
+    given |= {"BASH_FUNC_fairseq-train%%": f"() {{ {save}{ending}; }}", "GPUS": "0"}
+    result = recipe(tmp_path, "train", "tiny", "smoe-2-2", FORECAST="0", fresh=True, **given)
+    assert result.returncode == 1
+    goes_on = "the same command goes on from runs/tiny/smoe-2-2/checkpoint_last.pt"
+    starts = "nothing was saved yet, so the same command starts again"
+    assert result.stderr.splitlines()[-1] == said + (goes_on if saved else starts)

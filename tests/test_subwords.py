@@ -1,0 +1,47 @@
+"""``smoe subwords``: what the recipes do, for users of fairseq's own commands."""
+
+import pytest
+import sentencepiece
+from test_recipes import write_text
+
+from smoe_fairseq.cli import main
+
+
+@pytest.fixture
+def text(tmp_path):
+    return write_text(tmp_path / "text", "en-fr", train=300, valid=20)
+
+
+def test_learnt_and_applied(text, tmp_path, capsys):
+    train = [str(text / f"train.en-fr.{language}") for language in ("en", "fr")]
+    learnt, encoded = tmp_path / "subwords", tmp_path / "encoded"
+    assert main(["subwords", "learn", *train, "--vocab-size", "60", "--output", str(learnt)]) == 0
+    assert f"{learnt}/spm.model: 29 pieces from 2 files" in capsys.readouterr().out
+    assert len((learnt / "dict.txt").read_text().splitlines()) == 26  # fairseq adds three
+    valid = text / "valid.en-fr.fr"
+    words = ["subwords", "encode", str(learnt / "spm.model"), *train, str(valid)]
+    assert main([*words, "--output", str(encoded)]) == 0
+    model = sentencepiece.SentencePieceProcessor(model_file=str(learnt / "spm.model"))
+    lines = (encoded / valid.name).read_text().splitlines()
+    assert [model.decode(line.split()) for line in lines] == [
+        " ".join(line.split()) for line in open(valid, newline="\n")
+    ]
+    assert len(list(encoded.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["learn", "absent", "--output", "o"], "absent is not a file: expected text"),
+        (["encode", "spm.model", "a/x", "b/x", "--output", "o"], "two files are called x"),
+        (["encode", "a/x", "b/y", "--output", "o"], "a/x is not a model that the step learn"),
+    ],
+)
+def test_refused(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/x", "b/x", "b/y"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text\n")
+    with pytest.raises(SystemExit, match=said):
+        main(["subwords", *words])
+    assert not (tmp_path / "o").exists()
