@@ -28,16 +28,23 @@ CASES = {
     "capacity by score": ("2-2-2-2", {"capacity_factor": 0.5, "drop_order": "score"}),
     "stacked": ("4-4", {"stacked": True}),
     "released norms": ("2-2-2-2", {"norms": "released"}),
+    "released norm of one stratum": ("8", {"norms": "released"}),
     "chain": ("5", {"chain": 2}),
     "null experts": ("8", {"null_experts": 4, "normalization": "none"}),
+    "copy, constant and null experts": (
+        "4-4",
+        {"top_k": 3, "copies": 1, "constant_experts": 2, "null_experts": 1},
+    ),
+    "sigmoid scores": ("4-4", {"scores": "sigmoid"}),
     "residual": ("8", {"residual": True, "top_k": 1}),
     "shared expert": ("8", {"shared_experts": 1}),
     "top-p": ("4-4", {"gate": "top-p", "top_p": 0.6}),
+    "relu": ("4-4", {"gate": "relu"}),
     "hash": ("8", {"gate": "hash"}),
     "base": ("8", {"gate": "base"}),
     "expert-choice": ("8", {"gate": "expert-choice", "capacity_factor": 2.0}),
 }
-BUILT_ONLY = ("null_experts", "residual", "shared_experts")
+BUILT_ONLY = ("null_experts", "constant_experts", "residual", "shared_experts")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
 # In bf16 a token near a tie may go to another expert, and with it the tokens that it displaces.
 SHARE = {torch.float32: 1.0, torch.bfloat16: 0.9}
@@ -97,6 +104,8 @@ def make(name: str) -> StratifiedMoE:
     options = {"capacity_factor": 0.0, **options}
     if "normalization" in options:
         options["gate_normalization"] = options.pop("normalization")
+    if "copies" in options:
+        options["copy_experts"] = options.pop("copies")
     if options.get("gate", "topk") == "topk":
         options["second_expert_policy"] = "all"
     if options.get("gate") == "hash":
