@@ -10,7 +10,7 @@ import sys
 
 from smoe_fairseq.compat import install, register, require_fairseq
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if "fairseq" in sys.modules:
     require_fairseq()
