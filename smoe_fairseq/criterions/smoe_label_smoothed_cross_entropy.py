@@ -18,8 +18,8 @@ from smoe_fairseq.criterions.metrics import has_routing, log_fifths, log_routing
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import SparseModel, moe_blocks
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
-from smoe_fairseq.modules.balance import balance_loss
 from smoe_fairseq.modules.statistics import (
+    balance_loss,
     by_position,
     is_limited_in_training,
     on_host,

@@ -12,9 +12,8 @@ from torch import Tensor
 from smoe_fairseq.modules.experts import EXECUTIONS, Activation
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.gates.top_k import GATE_NORMALIZATIONS, SCORES, SECOND_EXPERT_POLICIES
-from smoe_fairseq.modules.option_error import OptionError
 from smoe_fairseq.modules.routing import DROP_ORDERS
-from smoe_fairseq.modules.strata import Strata
+from smoe_fairseq.modules.strata import OptionError, Strata
 
 BALANCES = ("loss", "bias")
 BALANCED_OVER = ("batch", "update")

@@ -8,6 +8,7 @@ Shapes: N rows of one expert, I inputs, O outputs, E experts.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -89,24 +90,37 @@ class ShareGradient(torch.autograd.Function):
         return *ctx.gradient.take(*ctx.saved_tensors), None
 
 
+class StackedLinear(NamedTuple):
+    """The weights ``(E, O, I)`` and biases ``(E, O)`` of one linear map of each expert."""
+
+    weight: Tensor
+    bias: Tensor
+    gradient: SharedGradient | None = None  # sums the gradient; None: autograd does
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor) -> "StackedLinear":
+        """For the strata of one pass, which sum their gradients in one place."""
+        if not torch.is_grad_enabled():
+            return cls(weight, bias)
+        gradient = SharedGradient()
+        return cls(*ShareGradient.apply(weight, bias, gradient), gradient)
+
+
 def expert_linear(
     x_NI: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    linear: StackedLinear,
     expert: int,
-    gradient: SharedGradient,
     scale_N: Tensor | None = None,
     origin: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``y = scale (W_e x + b_e)`` of one expert ``(N, O)``.
 
     Args:
-        weight, bias: those of all experts, as `ShareGradient` returns them; the gradient of this one goes
-            to ``gradient``.
         scale_N: 1 where there is none. Its gradient is found without keeping what was scaled.
         origin: ``(z, index)`` with ``x = z[index]``, where that is kept anyway: ``x`` is then taken again for
             the gradient and not kept.
     """
+    weight, bias, gradient = linear
     if torch.is_grad_enabled():
         kept = (x_NI, None) if origin is None else (origin[0].detach(), origin[1])
         return _ExpertLinear.apply(x_NI, weight, bias, scale_N, *kept, expert, gradient)
@@ -184,20 +198,14 @@ def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def grouped_linear(
-    x_NI: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    ends_E: Tensor,
-    expert_NE: Tensor,
-    gradient: SharedGradient | None,
+    x_NI: Tensor, linear: StackedLinear, ends_E: Tensor, expert_NE: Tensor
 ) -> Tensor:
     """``y = W_e x + b_e`` for the rows of each expert ``(N, O)``; rows past the last end are undefined.
 
     Args:
-        weight, bias: ``(E, O, I)`` and ``(E, O)``; with ``gradient`` as `ShareGradient` returns them.
         expert_NE: which rows are of which expert.
-        gradient: where their gradient goes; None leaves it to autograd.
     """
+    weight, bias, gradient = linear
     if gradient is None:
         return _linear(x_NI, weight, bias, ends_E, expert_NE)
     return _GroupedLinear.apply(x_NI, weight, bias, ends_E, expert_NE, gradient)

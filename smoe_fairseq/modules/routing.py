@@ -1,6 +1,6 @@
 """What a gate decides: the copies that each expert's capacity admits, and the routing itself.
 
-Shapes: T tokens, K choices per token, E experts that the gate sees.
+Shapes: T tokens, K choices per token, E experts that the gate sees, M free experts behind them.
 """
 
 from typing import NamedTuple
@@ -103,11 +103,6 @@ def rank_within_expert(
     return rank_KT.t(), start_E1.diff()
 
 
-# What a gate decides, whatever its kind, with the counts and losses that follow from it.
-#
-# Shapes: T tokens, E experts that the gate sees, M null experts behind them, K choices per token.
-
-
 class Routing(NamedTuple):
     """What a gate decided for T tokens: all that a block needs of it.
 
@@ -177,7 +172,7 @@ class Routing(NamedTuple):
         return (self.probs_TE * self.active_T.unsqueeze(1)).sum(0)
 
     def balance_loss(self, asked_E: Tensor) -> Tensor:
-        """``E * sum_e f_e p_e``: 1 when balanced, up to E when not, 0 without tokens (paper, equation 3).
+        """``E * sum_e f_e p_e``: 1 when balanced, up to E when not, 0 without tokens (paper, eq. 8).
 
         Args:
             asked_E: what f are the fractions of: first choices ``(E,)`` or all choices ``(E + M,)``.

@@ -141,6 +141,33 @@ def exit_bias(model: nn.Module, bias: float) -> Iterator[None]:
             each.bias = value
 
 
+class ExpertBias(nn.Module):
+    """Added to the scores of a gate's experts when it selects, not when it weighs (Wang et al. 2024).
+
+    After each update the experts with less than the mean number of copies go up by ``step``, those with more
+    go down. What is kept is how many steps each has made, in whole numbers: they stay exact in a model of
+    half precision, and the same in all processes.
+    """
+
+    def __init__(self, num_experts: int, step: float = 1e-3):
+        super().__init__()
+        self.step = step
+        self.register_buffer("steps", torch.zeros(num_experts, dtype=torch.long))
+
+    def value(self) -> Tensor:
+        """``(E,)``, float32, with mean 0."""
+        steps_E = self.steps.float()
+        return self.step * (steps_E - steps_E.mean())
+
+    def forward(self, probs_TE: Tensor) -> Tensor:
+        return probs_TE + self.value()
+
+    def update(self, asked_E: Tensor) -> None:
+        """Once per update, with the copies ``(E,)`` that asked for each expert in all of its batches."""
+        asked_E = asked_E.to(self.steps)
+        self.steps += (asked_E.sum() - asked_E * len(asked_E)).sign()
+
+
 # The routing of gates that give each token one expert and limit none.
 #
 # Shapes: T tokens, E experts; K is 1.

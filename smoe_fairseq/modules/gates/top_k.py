@@ -7,9 +7,9 @@ experts behind these, K choices per token.
 import torch
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.balance import ExpertBias
 from smoe_fairseq.modules.gates.linear import (
     ExitBias,
+    ExpertBias,
     LinearGate,
     all_active,
     draw_as_linear,
