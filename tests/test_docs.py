@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,11 @@ def test_flags_of_the_model_and_the_criterion():
     assert len(flags) > 40
     page = (ROOT / "docs/flags.md").read_text("utf-8")
     assert not {flag for flag in flags if f"`{flag}`" not in page}
+
+
+def test_tables_of_flags_are_as_declared():
+    """`python docs/flags.py` makes them anew."""
+    page = (ROOT / "docs/flags.md").read_text("utf-8")
+    with_tables = runpy.run_path(str(ROOT / "docs/flags.py"))["with_tables"]
+    assert with_tables(page) == page
+    assert with_tables(page.replace("| `--moe-top-k` | `2` |", "| `--moe-top-k` | `3` |")) == page
