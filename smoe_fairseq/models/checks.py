@@ -372,8 +372,8 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
 def check_model(config, task) -> None:
     """Raise UsageError where sharded experts do not go with an option of the model or the task.
 
-    These would take the processes out of step, so that each waits for another (the trainer's options:
-    distributed/options.py).
+    These would take the processes out of step, so that each waits for another. training/launch.py checks
+    the trainer's options.
     """
     for side in config.SIDES:
         if getattr(config, f"{side}_layerdrop"):

@@ -1,8 +1,8 @@
 """The stratified mixture-of-experts block (paper, section 3): gates, experts, norms and residuals composed.
 
-The paper's equations: `StratifiedMoE.forward` is 4 to 7 (LayerNorm, gate, experts, residual), FFN_e of
-equation 1 is in experts.py, the gate of equation 2 in gates/top_k.py, the sum of equation 3 in parallel.py,
-the balance loss of equations 8 to 11 in routing.py and statistics.py.
+Equations are numbered as in arXiv 2305.02176v2. Here are 4 to 7 (layer norm, gate, experts, residual: see
+`StratifiedMoE.forward`); 1 (FFN_e) is in experts.py, 2 (the gate of a vanilla MoE) in gates/top_k.py, 3 (the
+weighted sum) in rows.py, 8 to 11 (the balance loss) in routing.py and statistics.py.
 
 Shapes: T tokens, D embedding, F feed-forward, E experts, K choices per token, L strata.
 """
@@ -28,7 +28,7 @@ from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.parallel import LocalDispatcher, Placement, ShardedDispatcher
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.rows import Copies
-from smoe_fairseq.modules.statistics import Counting, RoutingStats, on_all_experts
+from smoe_fairseq.modules.statistics import Counting, RoutingStats, Visit, on_all_experts
 from smoe_fairseq.modules.strata import OptionError
 
 
@@ -145,10 +145,8 @@ class StratifiedMoE(nn.Module):
         padding_T = padding_mask.reshape(-1) if padding_mask is not None else position_T > 0
         left_out_T = drop_gating(padding_T, self.gating_dropout, self.training)
         position_T = position_T.masked_fill(left_out_T, len(self.strata))
-        requested_T = torch.zeros_like(position_T)
-        dropped_TK = requested_T.unsqueeze(1).repeat(1, self.choices)
         label_T = self._labels(x, ids)
-        routings, cmr = [], None
+        visits = []
         y_TD = self.layer_norms.start(x_TD)
         next_T, number = position_T == 0, None  # who is at the next stratum, and how many they are
 
@@ -170,18 +168,13 @@ class StratifiedMoE(nn.Module):
             # x <- y + x (eq. 7)
             y_TD = self.layer_norms.leave(y_TD, out_TD, tokens)
             if with_stats:
-                requested_T = requested_T + here_T
-                dropped_TK = tokens.add(
-                    dropped_TK, self.counting.on_all_choices(routing.dropped_TK)
-                )
-                routings.append(routing)
-                cmr = own[-1] if self.cmr is not None else None
+                visits.append(Visit(here_T, tokens, routing))
 
         y_TD = self.layer_norms.finish(x_TD, y_TD, tokens, lambda: run.tokens(~padding_T))
         if not with_stats:
             return y_TD.view_as(x), None
-        stats = self.counting.stats(routings, requested_T, dropped_TK, x.shape[:-1], cmr)
-        return y_TD.view_as(x), stats
+        cmr = own[-1] if self.cmr is not None else None  # which goes with a single stratum
+        return y_TD.view_as(x), self.counting.stats(visits, x.shape[:-1], cmr)
 
     def _copies(self, i: int, routing: Routing) -> Copies:
         """What gate ``i`` decided, by the block's numbers of experts."""

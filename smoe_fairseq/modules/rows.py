@@ -112,6 +112,7 @@ class DispatchPlan:
 
     row_TK: Tensor  # of each copy
     copy_N: Tensor  # row n holds copy t * K + k
+    token_N: Tensor  # the token of each row; of the padding row, any
 
     @classmethod
     def of(cls, copies: Copies, rows: int) -> "DispatchPlan":
@@ -121,12 +122,8 @@ class DispatchPlan:
         row_TK = start_E1[expert_TK] + rank_TK
         row_TK = row_TK.masked_fill_(expert_TK == len(kept_E), rows - 1)
         copy_N = torch.arange(row_TK.numel(), device=row_TK.device)
-        return cls(row_TK, row_TK.new_zeros(rows).scatter_(0, row_TK.flatten(), copy_N))
-
-    @property
-    def token_N(self) -> Tensor:
-        """The token of each row; of the padding row, any."""
-        return self.copy_N // self.row_TK.shape[1]
+        copy_N = row_TK.new_zeros(rows).scatter_(0, row_TK.flatten(), copy_N)
+        return cls(row_TK, copy_N, copy_N // row_TK.shape[1])
 
     def take(self, x_TD: Tensor) -> Tensor:
         """``(N, D)``: what each row's token has."""
@@ -137,7 +134,7 @@ class DispatchPlan:
         return TakeCopies.apply(x_TK, self.copy_N, self.row_TK)
 
     def weighted_sum(self, y_ND: Tensor, weight_TK: Tensor) -> Tensor:
-        """``(T, D)``: over the rows of each token."""
+        """``sum_k weight[t, k] y[row[t, k]]`` of each token, ``(T, D)`` (paper, eq. 3)."""
         weight_N = self.take_copies(weight_TK).to(y_ND.dtype)
         return SumRows.apply(y_ND * weight_N.unsqueeze(1), self.row_TK, self.token_N)
 

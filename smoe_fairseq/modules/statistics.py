@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from smoe_fairseq.modules.branches import CMROutput
 from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.routing import Capacity, Routing
+from smoe_fairseq.modules.rows import IndexedTokens, MaskedTokens
 from smoe_fairseq.modules.strata import Strata
 
 
@@ -41,6 +42,14 @@ class RoutingStats(NamedTuple):
     stops: Tensor | None  # scalar, `expected_stops` where there is a budget of them
 
 
+class Visit(NamedTuple):
+    """The tokens at one stratum in one pass."""
+
+    here_T: Tensor  # marks them
+    tokens: IndexedTokens | MaskedTokens
+    routing: Routing
+
+
 class Counting:
     """What is counted in a block's passes."""
 
@@ -58,13 +67,17 @@ class Counting:
 
     def stats(
         self,
-        routings: list[Routing],
-        requested_T: Tensor,
-        dropped_TK: Tensor,
+        visits: list[Visit],
         shape: torch.Size,
         cmr: CMROutput | None,
     ) -> RoutingStats:
-        """Of one pass over tokens of this shape, with a routing for each stratum."""
+        """Of one pass over tokens of this shape, with a visit for each stratum."""
+        routings = [visit.routing for visit in visits]
+        requested_T = torch.zeros_like(visits[0].here_T, dtype=torch.long)
+        dropped_TK = requested_T.unsqueeze(1).repeat(1, self.choices)
+        for here_T, tokens, routing in visits:
+            requested_T = requested_T + here_T
+            dropped_TK = tokens.add(dropped_TK, self.on_all_choices(routing.dropped_TK))
         first_choices = [routing.first_choices_E for routing in routings]
         asked = None
         if self.free_experts:

@@ -16,7 +16,7 @@ from smoe_fairseq.modules.torch_features import without_autocast
 
 
 class LinearGate(nn.Module):
-    """Scores ``num_experts`` experts by ``W x`` (paper, equation 1).
+    """Scores ``num_experts`` experts by ``W x`` (the logits of the paper's eq. 2).
 
     Args:
         embed_dim: D.
