@@ -30,8 +30,8 @@ class SharedGradient:
 
     def add(self, expert: int, y_grad_NO: Tensor, x_NI: Tensor, weight: Tensor) -> None:
         """Adds what the rows of one expert say."""
-        if self.backward_pass != _backward_pass():
-            self.backward_pass = _backward_pass()
+        if self.backward_pass != backward_pass():
+            self.backward_pass = backward_pass()
             self.weight = torch.empty_like(weight)
             self.bias = weight.new_empty(weight.shape[:2])
             self.written: set[int] = set()
@@ -45,8 +45,8 @@ class SharedGradient:
 
     def add_all(self, weight_grad: Tensor, bias_grad: Tensor) -> None:
         """Adds what the rows of all experts say, in tensors that are this one's from now on."""
-        if self.backward_pass != _backward_pass():
-            self.backward_pass = _backward_pass()
+        if self.backward_pass != backward_pass():
+            self.backward_pass = backward_pass()
             self.weight, self.bias = weight_grad, bias_grad
             self.written = set(range(len(weight_grad)))
         else:
@@ -55,7 +55,7 @@ class SharedGradient:
 
     def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of this backward pass, 0 for experts without rows."""
-        if self.backward_pass != _backward_pass():
+        if self.backward_pass != backward_pass():
             return torch.zeros_like(weight), weight.new_zeros(weight.shape[:2])
         for expert in set(range(len(weight))) - self.written:
             self.weight[expert].zero_()
@@ -65,8 +65,12 @@ class SharedGradient:
         return gradients
 
 
-def _backward_pass() -> int:
-    """Number of the backward pass that is under way; torch's own activation checkpointing asks for it."""
+def backward_pass() -> int:
+    """Number of the backward pass that is under way.
+
+    Private to torch, whose activation checkpointing asks for it too; tests/test_torch_features.py says what
+    is expected of it.
+    """
     return torch._C._current_graph_task_id()
 
 

@@ -170,7 +170,7 @@ class StratifiedMoE(nn.Module):
             if with_stats:
                 visits.append(Visit(here_T, tokens, routing))
 
-        y_TD = self.layer_norms.finish(x_TD, y_TD, tokens, lambda: run.tokens(~padding_T))
+        y_TD = self.layer_norms.finish(x_TD, y_TD, tokens, padding_T)
         if not with_stats:
             return y_TD.view_as(x), None
         cmr = own[-1] if self.cmr is not None else None  # which goes with a single stratum
@@ -255,12 +255,11 @@ class PaperNorms(nn.ModuleList):
         dropout = self.dropout if self.dropout_per == "stratum" else 0.0
         return tokens.add(y_TD, F.dropout(out_TD, dropout, self.training))
 
-    def finish(self, x_TD: Tensor, y_TD: Tensor, last, real) -> Tensor:
+    def finish(self, x_TD: Tensor, y_TD: Tensor, last, padding_T: Tensor) -> Tensor:
         """The block's output.
 
         Args:
             last: the tokens of the last stratum.
-            real: returns the tokens that are not padding, also those of a skipped batch.
         """
         if self.dropout_per == "layer" and self.training and self.dropout > 0:
             return x_TD + F.dropout(y_TD - x_TD, self.dropout, self.training)
@@ -287,11 +286,10 @@ class ReleasedNorms(PaperNorms):
         h_TD, y_TD = super().enter(i, y_TD, tokens)
         return h_TD, y_TD if i == 0 else tokens.replace(y_TD, h_TD)
 
-    def finish(self, x_TD: Tensor, y_TD: Tensor, last, real) -> Tensor:
+    def finish(self, x_TD: Tensor, y_TD: Tensor, last, padding_T: Tensor) -> Tensor:
         if not self.has_output_norm:
             return y_TD
-        tokens = real()
-        return tokens.replace(y_TD, self[-1](tokens.take(y_TD)))
+        return torch.where(padding_T.unsqueeze(1), y_TD, self[-1](y_TD).to(y_TD.dtype))
 
 
 class StackedNorms(PaperNorms):
@@ -309,7 +307,7 @@ class StackedNorms(PaperNorms):
     def leave(self, y_TD: Tensor, out_TD: Tensor, tokens) -> Tensor:
         return tokens.replace(y_TD, out_TD)
 
-    def finish(self, x_TD: Tensor, y_TD: Tensor, last, real) -> Tensor:
+    def finish(self, x_TD: Tensor, y_TD: Tensor, last, padding_T: Tensor) -> Tensor:
         # Every real token was in the last stratum.
         return last.add(x_TD, F.dropout(last.take(y_TD), self.dropout, self.training))
 
