@@ -8,8 +8,9 @@ from smoe_fairseq.errors import quietly
 from smoe_fairseq.recipes import scores, table
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluate import evaluate
+from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
 from smoe_fairseq.recipes.prepare import prepare
-from smoe_fairseq.recipes.processes import Folders, command, dry_run, run, run_name, tested_text
+from smoe_fairseq.recipes.processes import command, dry_run, run
 from smoe_fairseq.recipes.table import markdown
 from smoe_fairseq.recipes.train import train
 

@@ -16,7 +16,7 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluate import SPBLEU_TOKENIZER
-from smoe_fairseq.recipes.processes import tested_text
+from smoe_fairseq.recipes.folders import tested_text
 
 
 @dataclass(frozen=True)

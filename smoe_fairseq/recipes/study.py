@@ -13,20 +13,16 @@ from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.recipes import processes, scores, study_results
-from smoe_fairseq.recipes.config import Dataset, has_strata, method_flags, tables
-from smoe_fairseq.recipes.identity import given_flags
+from smoe_fairseq.recipes import scores, study_results
+from smoe_fairseq.recipes.config import Dataset, given_flags, has_strata, method_flags, tables
+from smoe_fairseq.recipes.folders import Folders, method_of, run_name, seeds_of
+from smoe_fairseq.recipes.launcher import cores, launch, visible_gpus
 from smoe_fairseq.recipes.processes import (
-    Folders,
     Groups,
-    command,
-    cores,
     dry_run,
     environment,
-    launch,
-    method_of,
     report,
-    visible_gpus,
+    step,
     whole_number,
 )
 from smoe_fairseq.recipes.study_results import Result
@@ -95,7 +91,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return processes.name_of(self.dataset, self.method, self.seed)
+        return run_name(self.dataset, self.method, self.seed)
 
     @property
     def folder(self) -> Path:
@@ -104,10 +100,9 @@ class Run:
     @property
     def line(self) -> str:
         """What it takes; training and evaluation do nothing where they are done."""
-        words = ("python", "-m", "smoe_fairseq.recipes")
         steps = [
-            command(*words, "train", self.dataset.name, self.method, *self.flags),
-            command(*words, "evaluate", self.dataset.name, self.method),
+            step("train", self.dataset.name, self.method, *self.flags),
+            step("evaluate", self.dataset.name, self.method),
         ]
         if self.strata:
             steps += study_results.commands(self.dataset, self.folder)
@@ -124,8 +119,8 @@ class Run:
         return min(self.updates, int(found[-1])) if found else 0
 
 
-def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], object]) -> None:
-    """``words``: methods (by default the data set's), then flags of fairseq-train for all of them.
+def study(dataset: Dataset, flags: Sequence[str]) -> None:
+    """``flags``: methods (by default the data set's), then flags of fairseq-train for all of them.
 
     The results of a run are written when it ends, and the report anew, as at the end. One that fails does
     not end the others.
@@ -134,7 +129,9 @@ def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], obj
         UsageError: a method or a seed is unknown, nothing can be kept, or a run failed.
         SystemExit: a signal; all runs have been stopped by it, and go on at the next start.
     """
-    runs = _runs(dataset, words)
+    from smoe_fairseq.recipes.study_report import write_report
+
+    runs = _runs(dataset, flags)
     left = []
     for run in runs:
         if study_results.there(dataset, run.name):
@@ -154,16 +151,16 @@ def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], obj
     for run in left:
         study_results.summary_of_starts(run.folder)
     study_results.make_folder(dataset.name)
-    failed = _work(dataset, left, write_report) if left else []
+    failed = _work(dataset, left, lambda: write_report(dataset)) if left else []
     if failed:
         with suppress(UsageError):  # the first run may have failed already
-            write_report()
+            write_report(dataset)
         names = ", ".join(run.name for run in failed)
         raise UsageError(
             f"{len(failed)} of {len(left)} runs failed ({names}): {failed[0].folder / LOG} and so on say "
             "why; the same command tries them again"
         )
-    write_report()
+    write_report(dataset)
 
 
 def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
@@ -173,7 +170,7 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
     if not methods:
         raise UsageError(f"{dataset.name} has no methods to study: name them behind it")
     runs = []
-    for seed in processes.several(dataset):  # of one seed all methods first: a table from early on
+    for seed in seeds_of(dataset):  # of one seed all methods first: a table from early on
         for method in methods:
             given = dataset.train | method_flags(method, dataset)
             updates = _updates(given, flags)
@@ -248,7 +245,7 @@ def _slots() -> dict[int, dict[str, str]]:
     Without a GPU there are ``JOBS`` places, by default as many as the machine has cores and memory for, of
     one thread each. With GPUs there is one with all of them, or ``JOBS`` places that share them out.
     """
-    asked = whole_number("JOBS", least=1, default=None)
+    asked = whole_number("JOBS", least=1)
     where = launch(())
     if where.cpu:
         fit = max(1, (machine_memory() or 1 << 62) // _MEMORY)

@@ -12,7 +12,7 @@ import numpy as np
 from smoe_fairseq.analysis.results import pivot
 from smoe_fairseq.recipes import study_sentences
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.processes import method_of
+from smoe_fairseq.recipes.folders import method_of
 from smoe_fairseq.recipes.statistics import Difference, interval, paired, quantile
 from smoe_fairseq.recipes.study_results import Result, by_seed
 from smoe_fairseq.recipes.table import MISSING, Grid

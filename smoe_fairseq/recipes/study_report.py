@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 from smoe_fairseq.analysis.figures import new, styled
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes import processes, study_results, study_sentences
+from smoe_fairseq.recipes import folders, study_results, study_sentences
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.planned_claims import other_measures, planned_claims
+from smoe_fairseq.recipes.processes import dry_run
 from smoe_fairseq.recipes.scores import CHRF
 from smoe_fairseq.recipes.statistics import spearman
 from smoe_fairseq.recipes.study import unlike
@@ -209,7 +210,7 @@ def by_target(dataset: Dataset, systems) -> Grid:
         requested = {result.name: _requested(result, source) for result in results}
         requested = {name: found for name, found in requested.items() if found}
         for name, of_run in requested.items():
-            seed = str(processes.number_in(dataset, name))
+            seed = str(folders.seed_in(name, dataset))
             rows.append([method, seed, *(number(of_run.get(target)) for target in targets)])
         alike = [
             spearman(*(np.array([each[t] for t in targets]) for each in both))
@@ -243,6 +244,12 @@ def _requested(result: Result, source: str) -> dict[str, float]:
 FILE = "report.md"
 BASELINES = ("moe", "moe-16")  # the first of these that the study has
 ROW = 8  # systems that can be told apart in a row of a picture
+
+
+def report_study(dataset: Dataset) -> None:
+    """``scripts/report.sh``."""
+    if not dry_run():
+        write_report(dataset)
 
 
 def write_report(dataset: Dataset) -> Path:
@@ -304,7 +311,7 @@ def _of_second_series(dataset: Dataset, systems, flops, baseline: str) -> list[s
 def _systems(dataset: Dataset) -> dict[str, list[study_results.Result]]:
     """By method in the study's order, its runs in the order of their seeds."""
     results = sorted(
-        study_results.read(dataset.name), key=lambda result: processes.order(result.name)
+        study_results.read(dataset.name), key=lambda result: folders.order(result.name)
     )
     if not results:
         raise UsageError(
@@ -316,7 +323,7 @@ def _systems(dataset: Dataset) -> dict[str, list[study_results.Result]]:
             raise UsageError(f"runs are scored in different directions: {' and '.join(there)}")
     found: dict[str, list[study_results.Result]] = {}
     for result in results:
-        found.setdefault(processes.method_of(result.name), []).append(result)
+        found.setdefault(folders.method_of(result.name), []).append(result)
     order = {method: i for i, method in enumerate(dataset.study)}
     return dict(sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 
@@ -369,7 +376,7 @@ def _rows(beside) -> Iterator[tuple[dict, str, list[study_results.Result]]]:
 
 
 def _seeds(dataset: Dataset, results: Sequence[study_results.Result]) -> str:
-    return " ".join(str(processes.number_in(dataset, result.name)) for result in results)
+    return " ".join(str(folders.seed_in(result.name, dataset)) for result in results)
 
 
 class _Column:
@@ -444,7 +451,7 @@ def _made(dataset: Dataset, systems) -> Grid:
 def _absent(dataset: Dataset, names: Sequence[str]) -> list[str]:
     """Which of the study's systems lack seeds that others have."""
     notes, absent = [], []
-    for suffix in sorted({name.removeprefix(processes.method_of(name)) for name in names}):
+    for suffix in sorted({name.removeprefix(folders.method_of(name)) for name in names}):
         of_seed = [method + suffix for method in dataset.study]
         there = [name for name in of_seed if name in names]
         if 2 * len(there) >= len(of_seed):

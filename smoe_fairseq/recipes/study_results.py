@@ -24,9 +24,11 @@ import smoe_fairseq
 from smoe_fairseq.analysis.training_log import UPDATES, read_lines
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
-from smoe_fairseq.recipes import identity, processes, scores
-from smoe_fairseq.recipes.config import Dataset, arguments
-from smoe_fairseq.recipes.processes import Folders, command, visible_gpus
+from smoe_fairseq.recipes import folders, identity, scores
+from smoe_fairseq.recipes.config import Dataset, arguments, given_flags
+from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.launcher import visible_gpus
+from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.scores import Score
 from smoe_fairseq.recipes.statistics import spearman
 
@@ -211,9 +213,9 @@ def check_flags(dataset: Dataset, name: str, words: Sequence[str]) -> None:
     """Raise UsageError where a run is kept that was trained with another value of a flag in ``words``."""
     folder = folder_of(dataset.name) / name
     about = _about(folder)
-    given = identity.given_flags(words)
+    given = given_flags(words)
     made_with = [*arguments(dataset.train), *shlex.split(about["command"].split(" && ")[0])]
-    flags = about.get("flags", {}) | identity.limits(identity.given_flags(made_with))
+    flags = about.get("flags", {}) | identity.limits(given_flags(made_with))
     for flag, value in (identity.what_is_trained(given) | identity.limits(given)).items():
         if flag not in identity.BATCH and flags.get(flag) != value:
             was = f"with {flag} {flags[flag]}" if flag in flags else "without it"
@@ -251,10 +253,10 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
         (folder / FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
-def _as_anywhere(folders: Folders, line: str) -> str:
+def _as_anywhere(of: Folders, line: str) -> str:
     """The command with paths as they are without ``DATA_DIR`` and ``RUN_DIR``, which are one machine's."""
-    for folder, name in ((folders.data, "data"), (folders.runs, "runs")):
-        line = line.replace(f"{folder}/", f"{name}/{folders.dataset}/")
+    for folder, name in ((of.data, "data"), (of.runs, "runs")):
+        line = line.replace(f"{folder}/", f"{name}/{of.dataset}/")
     return line
 
 
@@ -317,7 +319,7 @@ class Result:
     @property
     def seed(self) -> int | None:
         """None is the data set's own."""
-        return processes.seed_in(self.name)
+        return folders.seed_in(self.name)
 
     @property
     def machine(self) -> str:

@@ -15,7 +15,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.processes import Folders
+from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.statistics import SentenceCounter, p_value
 from smoe_fairseq.recipes.study_results import SENTENCES, Result, folder_of
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import statistics
 import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,17 +13,17 @@ from pathlib import Path
 from tabulate import tabulate
 
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.recipes import processes, scores
+from smoe_fairseq.recipes import folders, scores
 from smoe_fairseq.recipes.config import (
     Dataset,
     arguments,
-    load_dataset,
+    given_flags,
     method_flags,
     resource_classes,
     tables,
 )
-from smoe_fairseq.recipes.identity import given_flags
-from smoe_fairseq.recipes.processes import Folders, report
+from smoe_fairseq.recipes.folders import SIZES, Folders
+from smoe_fairseq.recipes.processes import report
 from smoe_fairseq.recipes.statistics import SAMPLES, SentenceCounter, p_value, paired
 
 MISSING = "-"
@@ -78,8 +77,6 @@ FORMATS: dict[str, Callable[[Grid], str]] = {"markdown": markdown, "csv": as_csv
 
 
 # The columns of a data set's table: directions, or averages over classes of languages.
-
-SIZES = "sizes.json"  # in the data set's folder: {language: training sentence pairs}
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> 
 # Is one system better than another? By the sentences of the test set, and by the seeds of both.
 
 
-def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU) -> Grid:
+def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU) -> Grid:
     """Means of both over their seeds, the difference and its p-values; missing where either is.
 
     ``first`` and ``second`` are methods, with all seeds that are scored, or runs (``moe.seed-2``). The
@@ -204,8 +201,8 @@ class _System:
 
     def __init__(self, dataset: Dataset, name: str, metric: str):
         self.metric, self.folder = metric, Folders(dataset.name).runs
-        found = sorted((p.name for p in self.folder.glob("*") if p.is_dir()), key=processes.order)
-        runs = [run for run in found if name in (run, processes.method_of(run))]
+        found = sorted((p.name for p in self.folder.glob("*") if p.is_dir()), key=folders.order)
+        runs = [run for run in found if name in (run, folders.method_of(run))]
         self.runs = {run: scores.read(self.folder / run) for run in runs}
         self.runs = {run: result for run, result in self.runs.items() if result}
         if not self.runs:
@@ -259,7 +256,7 @@ def _smallest(first: Sequence[float], second: Sequence[float]) -> str:
 def _within_seeds(systems: Collection["_System"], points: Sequence[Sequence[float]]) -> list[str]:
     """A seed gives all systems the same batches, so that less is left to chance than between seeds."""
     by_seed = [
-        dict(zip(map(processes.seed_in, system.runs), of_runs, strict=True))
+        dict(zip(map(folders.seed_in, system.runs), of_runs, strict=True))
         for system, of_runs in zip(systems, points, strict=True)
     ]
     apart = paired(*by_seed)
@@ -288,35 +285,12 @@ def _bootstrap(
 Scores = dict[str, scores.Score]
 
 
-def add_table_arguments(parser: ArgumentParser) -> None:
-    """As the commands of ``smoe`` have it."""
-    parser.add_argument("dataset", metavar="DATASET")
-    parser.add_argument("--format", choices=FORMATS, default="markdown", help="default: markdown")
-    parser.add_argument(
-        "--metric",
-        choices=[metric.lower() for metric in scores.METRICS],
-        default=scores.BLEU.lower(),
-        help="default: bleu; the paper's numbers are beside this one only",
-    )
-    parser.add_argument(
-        "--compare",
-        nargs=2,
-        metavar=("A", "B"),
-        help="is B better or worse than A, by direction? over all seeds of both methods (A.seed-2 is one): "
-        "paired bootstrap over sentences, permutations of the seeds",
-    )
-
-
-def run_table(args: Namespace) -> None:
-    """Prints the table of a data set, or the comparison of two of its runs."""
-    dataset = load_dataset(args.dataset)
-    metric = next(metric for metric in scores.METRICS if metric.lower() == args.metric)
-    if args.compare:
-        grid = compare(dataset, *args.compare, metric)
-    else:
-        grid = side_by_side(dataset, metric)
-    print(FORMATS[args.format](grid))
-    if args.format == "csv":
+def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[str] | None) -> None:
+    """Print the table of a data set, or the comparison of two of its methods or runs."""
+    metric = next(name for name in scores.METRICS if name.lower() == metric)
+    grid = comparison(dataset, *compare, metric) if compare else side_by_side(dataset, metric)
+    print(FORMATS[format](grid))
+    if format == "csv":
         print("\n".join(grid.notes), file=sys.stderr)
 
 
@@ -337,8 +311,8 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     table = tables().get(dataset.name, {})
     paper = table.get("rows", {}) if metric == scores.BLEU else {}
     order = list(paper)
-    names.sort(key=processes.order)
-    runs = {m: list(found) for m, found in itertools.groupby(names, key=processes.method_of)}
+    names.sort(key=folders.order)
+    runs = {m: list(found) for m, found in itertools.groupby(names, key=folders.method_of)}
     methods = sorted(runs, key=lambda m: (order.index(m) if m in paper else len(order), m))
     found = columns(dataset)
 
