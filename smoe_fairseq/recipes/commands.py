@@ -5,7 +5,7 @@ import importlib
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from smoe_fairseq.errors import positive
+from smoe_fairseq.errors import positive, quietly
 
 # NAME: (file:function, one line of help, operands and options). The function is called with these by
 # name, in lower case. `[FLAGS]` takes all other words.
@@ -135,7 +135,8 @@ def _run(given: Namespace) -> None:
         name: v for name, v in vars(given).items() if name not in ("run", "place", "command")
     }
     file, _, function = given.place.partition(":")
-    module = importlib.import_module(f"{__package__}.{file}")
+    with quietly():
+        module = importlib.import_module(f"{__package__}.{file}")
     getattr(module, function)(**options)
 
 

@@ -1,9 +1,12 @@
 """Where a recipe keeps its files, and how a run, which is a method and a seed, is called."""
 
+import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import smoe_fairseq
 from smoe_fairseq.errors import UsageError
@@ -77,6 +80,20 @@ def tested_text(dataset: Dataset, direction: str, language: str) -> Path:
     """A direction's raw test set in one of its two languages."""
     raw = Folders(dataset.name).raw
     return raw / f"test.{dataset.pair_of(direction)}.{language}"
+
+
+def read_json(file: Path, parse: Callable[[Any], Any], otherwise: str) -> Any:
+    """``parse`` of a file's content; may raise ValueError, KeyError and so on for other content.
+
+    Raises:
+        UsageError: the file cannot be read or parsed; ``otherwise`` says what it should be, and what to do.
+    """
+    try:
+        return parse(json.loads(file.read_text("utf-8")))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UsageError(f"{file} {otherwise}") from None
 
 
 def user_dir() -> str:

@@ -12,6 +12,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.recipes.batch import TOLERANCE
 from smoe_fairseq.recipes.config import given_flags, is_number
+from smoe_fairseq.recipes.folders import read_json
 from smoe_fairseq.recipes.processes import report
 
 FILE = "identity.json"  # in the run's folder
@@ -186,18 +187,16 @@ def _write(file: Path, content: dict) -> None:
 
 
 def _read(file: Path) -> dict:
-    try:
-        found = json.loads(file.read_text("utf-8"))
-        if all(isinstance(found[name], kind) for name, kind in _KEYS.items()):
-            return found
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise UsageError(
-        f"{file} does not say what run this is: delete it if the flags given now are those that the "
-        "run was started with, or set RUN_DIR to another folder"
+    def parse(content: dict) -> dict:
+        if not all(isinstance(content[name], kind) for name, kind in _KEYS.items()):
+            raise TypeError
+        return content
+
+    otherwise = (
+        "does not say what run this is: delete it if the flags given now are those that the run was "
+        "started with, or set RUN_DIR to another folder"
     )
+    return read_json(file, parse, otherwise)
 
 
 def _difference(was: dict, now: dict, data: Path) -> str | None:

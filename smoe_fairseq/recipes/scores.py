@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
+from smoe_fairseq.recipes.folders import read_json
 
 FILE = "scores.json"
 UNFINISHED = "test.partial"  # beside it: the folder of an evaluation that is not complete
@@ -108,20 +108,20 @@ def read(folder: Path) -> dict[str, Score]:
         UsageError: the file does not hold scores.
     """
     path = _path(folder)
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        scores = {direction: _score(**score) for direction, score in content["scores"].items()}
-        if not all(score.is_sound for score in scores.values()):
-            raise ValueError
-        return scores
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UsageError(
-            f"{path} is not a file of scores: delete it and run scripts/evaluate.sh again"
-        ) from None
+    otherwise = "is not a file of scores: delete it and run scripts/evaluate.sh again"
+    return read_json(path, _parse, otherwise) if path.exists() else {}
+
+
+def _parse(content: dict) -> dict[str, Score]:
+    found = {}
+    for direction, values in content["scores"].items():
+        others = {
+            metric: tuple(each) for metric, each in (values.pop("others", None) or {}).items()
+        }
+        found[direction] = Score(**values, others=others)
+    if not all(score.is_sound for score in found.values()):
+        raise ValueError
+    return found
 
 
 def search_flags(folder: Path) -> str:
@@ -133,11 +133,6 @@ def search_flags(folder: Path) -> str:
 def _path(folder: Path) -> Path:
     complete = folder / FILE
     return complete if complete.exists() else folder / UNFINISHED / FILE
-
-
-def _score(others: dict | None = None, **values) -> Score:
-    others = {metric: (points, signature) for metric, (points, signature) in (others or {}).items()}
-    return Score(**values, others=others)
 
 
 def mean_of(found: Mapping[str, Score], of: Callable[[Score], float | None]) -> float:
