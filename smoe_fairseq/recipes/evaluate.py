@@ -16,7 +16,7 @@ from smoe_fairseq import files
 from smoe_fairseq.checkpoints.io import rank_files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes import generate, processes, scores
+from smoe_fairseq.recipes import comet, generate, processes, scores
 from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
 from smoe_fairseq.recipes.download import tokenizer_file
 from smoe_fairseq.recipes.processes import (
@@ -116,14 +116,15 @@ class Evaluation:
         Anything else in it, of an older checkpoint or of other flags, is deleted.
         """
         if self._is_of_this(self.complete) and not self.partial.exists():
-            return self._scored(self.complete)
+            return self.scored(self.complete)
         if not self._is_of_this(self.partial):
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
             write_whole(self.partial / FILE, json.dumps(self._key, indent=2) + "\n")
-        return self._scored(self.partial)
+        return self.scored(self.partial)
 
-    def _scored(self, folder: Path) -> dict[str, scores.Score]:
+    def scored(self, folder: Path) -> dict[str, scores.Score]:
+        """The scores by direction that a folder has."""
         there = (d for d in self.directions if (folder / f"{d}.json").exists())
         return {direction: scores.read_score(folder, direction) for direction in there}
 
@@ -176,6 +177,7 @@ def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     does the same in fewer processes (translate.py).
     """
     evaluation = plan(dataset, method, extra)
+    scorer = comet.scorer()
     for direction in sorted(set(dataset.directions) - set(evaluation.directions)):
         report(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
     run(_consolidated(evaluation))
@@ -186,6 +188,8 @@ def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
     else:
         words = ("python", "-m", "smoe_fairseq.recipes", "translate", dataset.name, method, *extra)
         run([f"# {dataset.name} {method}: translate and score", command(*words)])
+    if scorer is not None:
+        _score_by_comet(evaluation, scorer)
 
 
 def plan(dataset: Dataset, method: str, extra: Sequence[str]) -> Evaluation:
@@ -241,6 +245,22 @@ def _tokenizer(dataset: Dataset) -> Iterator[str]:
     if name.startswith("flores"):
         yield f"# the model of sacreBLEU's {name} tokenizer, which is fetched once"
         yield command("python", "-m", "smoe_fairseq.recipes", "tokenizer", name)
+
+
+def _score_by_comet(evaluation: Evaluation, scorer: comet.Scorer) -> None:
+    done = evaluation.complete
+    texts = {
+        d: comet.Texts(evaluation.source(d), done / f"{d}.txt", evaluation.reference(d))
+        for d in evaluation.directions
+    }
+    if dry_run():
+        run(scorer.command(each, done / f"{d}.comet.json") for d, each in texts.items())
+        return
+    scorer.score(texts, done)
+    scored = evaluation.scored(done)
+    evaluation.save(scored, evaluation.folder)
+    for direction, score in scored.items():
+        print(f"# {direction}: {scores.COMET} {score.others[scores.COMET][0]:.2f}", flush=True)
 
 
 def _commands(evaluation: Evaluation, direction: str) -> Iterator[str]:

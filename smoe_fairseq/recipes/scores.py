@@ -14,7 +14,7 @@ from smoe_fairseq.files import write_whole
 
 FILE = "scores.json"
 UNFINISHED = "test.partial"  # beside it: an evaluation that goes on, and what it has so far
-BLEU, CHRF, SPBLEU = METRICS = ("BLEU", "chrF++", "spBLEU")
+BLEU, CHRF, SPBLEU, COMET = METRICS = ("BLEU", "chrF++", "spBLEU", "COMET")
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ def read_score(folder: Path, direction: str) -> Score:
     """What sacreBLEU wrote for a direction, with the number of sentences translated.
 
     The files are ``DIRECTION.json`` and, where BLEU was computed with sentencepiece too,
-    ``DIRECTION.spbleu.json``.
+    ``DIRECTION.spbleu.json``; ``DIRECTION.comet.json`` is of the same form.
     """
     results = {}
-    for file in (f"{direction}.json", f"{direction}.spbleu.json"):
+    for file in (f"{direction}{kind}.json" for kind in ("", ".spbleu", ".comet")):
         if (folder / file).exists():
             found = json.loads((folder / file).read_text("utf-8"))
             for result in found if isinstance(found, list) else [found]:

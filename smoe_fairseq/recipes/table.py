@@ -151,6 +151,8 @@ def compare(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU
     """
     if first == second:
         raise UsageError(f"--compare {first} {second}: expected two different methods")
+    if metric == scores.COMET:
+        raise UsageError("--metric comet: --compare takes bleu, chrf++ or spbleu only")
     systems = {name: _System(dataset, name, metric) for name in (first, second)}
     one, other = systems.values()
     if shared := sorted({*one.runs} & {*other.runs}):
@@ -458,7 +460,7 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
     there = _of(result, metric)
     missing = [d for d in dataset.directions if d not in there]
     signatures = sorted({signature for _, signature in there.values()})
-    said = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
+    said = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")
     notes = [f"{name}: {said} {signature}" for signature in signatures]
     if missing:
         notes.append(
