@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from smoe_fairseq.errors import ends_with_sentence, positive, writes_all
-from smoe_fairseq.recipes import processes, table
+from smoe_fairseq.recipes import gpu_hours, processes, table
 from smoe_fairseq.recipes.config import load_dataset
 from smoe_fairseq.recipes.subwords import add_learning, learning_options
 
@@ -175,6 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     add_rest(add("study", _study, text, "dataset"), "METHODS")
     add("report", _report, "of the runs of a study that are kept, without the others", "dataset")
     table.add_table_arguments(add("table", table.run_table, "print the scores of all methods"))
+    text = "estimate the hours of GPU that training a table takes"
+    gpu_hours.add_arguments(add("gpu-hours", gpu_hours.run_gpu_hours, text, "dataset"))
     add("demo", _demo, "all of these, and what has been learnt", "dataset", "method")
     add("fetch", _fetch, "step: download the raw files", "dataset", paths=("folder",))
     foretell = add("foretell", _foretell, "step: what training takes of memory", "dataset")
