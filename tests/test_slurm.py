@@ -1,6 +1,7 @@
 """``scripts/slurm.sh`` with stand-ins for SLURM's commands, which no machine here has."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import run
 from test_recipes import ROOT
 
 STAND_INS = {
@@ -68,3 +70,62 @@ def test_job_requeues_itself_and_outlives_the_signals(tmp_path, cluster):
     started = (tmp_path / "started").read_text()
     assert "--rdzv-endpoint node1:20007" in started
     assert "--nproc-per-node 8 --no-python fairseq-train data/m15/bin" in started
+
+
+SBATCH = 'echo "$@" >> submitted; echo "Submitted batch job $(wc -l < submitted)"'
+
+
+def whole_table(tmp_path: Path, environment: dict[str, str], *words: str) -> list[str]:
+    done = subprocess.run(
+        [ROOT / "scripts/slurm_table.sh", *words],
+        **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_dry_run_of_a_table_prints_two_jobs_for_each_of_its_rows(tmp_path, cluster):
+    (tmp_path / "data/m4/bin").mkdir(parents=True)
+    lines = whole_table(tmp_path, cluster | {"DRY_RUN": "1", "NODES": "2"}, "m4")
+    methods = "dense moe switch moe-eom moe-cmr stacked-4-4 smoe-4-4 stacked-2-2-2-2 smoe-2-2-2-2"
+    assert [line.split()[-1] for line in lines[::2]] == methods.split()
+    assert lines[0] == f"sbatch --nodes=2 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m4 dense "
+    assert all(line.startswith("sbatch --dependency=afterok:JOB_OF_") for line in lines[1::2])
+    assert not (tmp_path / "submitted").exists()
+
+
+def test_scores_of_a_table_wait_for_training(tmp_path, cluster):
+    (tmp_path / "bin/sbatch").write_text(f"#!/usr/bin/env bash\n{SBATCH}\n")
+    whole_table(tmp_path, cluster, "m15", "moe", "smoe-4-12")
+    train, score, other, _ = (tmp_path / "submitted").read_text().splitlines()
+    assert train == f"--nodes=1 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m15 moe"
+    assert other == train.removesuffix("moe") + "smoe-4-12"
+    assert "--dependency=afterok:1 " in score and "--kill-on-invalid-dep=yes" in score
+    assert score.endswith(f"--wrap NODES=1 GPUS=1 {ROOT}/scripts/evaluate.sh m15 moe ")
+
+
+def test_gpu_hours_are_three_forward_passes_for_each_token(tmp_path):
+    words = ("python", "-m", "smoe_fairseq.recipes", "gpu-hours", "m4")
+    rows = run(*words, "--tflops", "50", cwd=tmp_path, BATCH="20000").stdout.splitlines()
+    (flops, hours), (_, total) = (
+        next(line.split("|")[2:4] for line in rows if line.startswith(f"| {name} "))
+        for name in ("moe", "all")
+    )
+    # 100,000 updates of 20,000 tokens
+    assert float(hours) == pytest.approx(3 * float(flops) * 1e6 * 2e9 / 50e12 / 3600, abs=0.06)
+    assert float(total) == pytest.approx(
+        sum(float(line.split("|")[3]) for line in rows[2:11]), abs=0.5
+    )
+    assert "20,000 tokens" in rows[-1] and "at 50 TFLOP/s" in rows[-1]
+    refused = run(*words, "--tflops", "0", cwd=tmp_path, check=False)
+    assert refused.returncode == 1 and "error: --tflops 0: expected" in refused.stdout
+
+
+@pytest.mark.parametrize("column, dataset", enumerate(["m4", "m15", "opus100"]))
+def test_gpu_hours_of_the_documentation_are_those_of_the_command(column, dataset, tmp_path):
+    words = ("python", "-m", "smoe_fairseq.recipes", "gpu-hours", dataset)
+    rows = [x for x in run(*words, cwd=tmp_path).stdout.splitlines()[2:] if x.startswith("|")]
+    page = (ROOT / "docs/reproduce.md").read_text("utf-8")
+    for method, _, hours in ([cell.strip() for cell in row.strip("|").split("|")] for row in rows):
+        cells = re.search(rf"^\| {method} \|(.*)\|$", page, re.M)[1].split("|")
+        assert cells[column].strip() == hours, method

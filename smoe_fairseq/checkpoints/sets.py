@@ -466,9 +466,10 @@ def run_reshard(args: Namespace) -> None:
     shards = Shards.open(args.path)
     files = write(shards, args.output, args.world_size, args.force)
     before = len(shards.files)
+    ranks = "1 process" if args.world_size == 1 else f"{args.world_size} processes"
     print(
         f"{files[0]}{f' to {files[-1].name}' if len(files) > 1 else ''}: update "
-        f"{shards.record.num_updates}, for {args.world_size} processes instead of {before}"
+        f"{shards.record.num_updates}, for {ranks} instead of {before}"
     )
     if args.world_size != before:
         print(

@@ -41,6 +41,19 @@ class RoutingStats(NamedTuple):
     mean_probs: Tensor | None  # (L, E + M), with gradient, where the loss is taken over an update
     stops: Tensor | None  # scalar, `expected_stops` where there is a budget of them
 
+    def __repr__(self) -> str:
+        """One line of means; the tensors are the attributes."""
+        strata, shape = len(self.chosen), tuple(self.requested_capacity.shape)
+        if self.chosen.is_meta:
+            return f"RoutingStats(strata={strata}, shape={shape})"
+        tokens = int((self.requested_capacity > 0).sum())
+        requested = self.requested_capacity.sum().item() / max(tokens, 1)
+        dropped = 100 * self.dropped.sum().item() / max(self.chosen.sum().item(), 1)
+        return (
+            f"RoutingStats(strata={strata}, tokens={tokens}, requested_capacity={requested:.2f}, "
+            f"dropped={dropped:.1f}%, balance_loss={self.balance_loss.item():.3f})"
+        )
+
 
 class Visit(NamedTuple):
     """The tokens at one stratum in one pass."""

@@ -67,6 +67,11 @@ STEPS = {
         "step: subwords to numbers",
         "DATASET TEXT DICTIONARY OUTPUT --workers",
     ),
+    "gpu-hours": (
+        "gpu_hours:print_gpu_hours",
+        "estimate the hours of GPU that training a table takes",
+        "DATASET --tflops --names",
+    ),
     "foretell": (
         "forecast:print_forecast",
         "step: what training takes of memory",
@@ -97,12 +102,18 @@ _OPTIONS = {
     "--shards": {"type": int, "default": 1},
     "--longest": {"type": int, "default": 0},
     "--workers": {"type": positive, "default": 1, "help": "processes (1)"},
+    "--tflops": {
+        **{"type": float, "default": 94.0, "metavar": "N"},
+        "help": "10^12 floating-point operations that training makes in a second on one GPU; default: "
+        "%(default)g, 30 percent of the peak of an A100 in bf16",
+    },
+    "--names": {"action": "store_true", "help": "print the methods of the table alone"},
     "--format": {
         **{"choices": ("markdown", "csv", "latex"), "default": "markdown"},
         "help": "default: markdown",
     },
     "--metric": {
-        **{"choices": ("bleu", "chrf++", "spbleu"), "default": "bleu"},
+        **{"choices": ("bleu", "chrf++", "spbleu", "comet"), "default": "bleu"},
         "help": "default: bleu; the paper's numbers are beside this one only",
     },
     "--compare": {

@@ -25,6 +25,8 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
     """
     if first == second:
         raise UsageError(f"--compare {first} {second}: expected two different methods")
+    if metric == scores.COMET:
+        raise UsageError("--metric comet: --compare takes bleu, chrf++ or spbleu only")
     systems = {name: _System(dataset, name, metric) for name in (first, second)}
     one, other = systems.values()
     if shared := sorted({*one.runs} & {*other.runs}):

@@ -18,7 +18,7 @@ from smoe_fairseq import files
 from smoe_fairseq.checkpoints.io import rank_files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes import generate, scores
+from smoe_fairseq.recipes import comet, generate, scores
 from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
 from smoe_fairseq.recipes.download import tokenizer_file
 from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
@@ -104,14 +104,15 @@ class Evaluation:
     def resume(self) -> dict[str, scores.Score]:
         """The scores that the same evaluation has so far; anything else in its folder is deleted."""
         if self._is_of_this(self.complete) and not self.partial.exists():
-            return self._scored(self.complete)
+            return self.scored(self.complete)
         if not self._is_of_this(self.partial):
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
             write_whole(self.partial / FILE, json.dumps(self._key, indent=2) + "\n")
-        return self._scored(self.partial)
+        return self.scored(self.partial)
 
-    def _scored(self, folder: Path) -> dict[str, scores.Score]:
+    def scored(self, folder: Path) -> dict[str, scores.Score]:
+        """The scores by direction that a folder has."""
         there = (d for d in self.directions if (folder / f"{d}.json").exists())
         return {direction: scores.read_score(folder, direction) for direction in there}
 
@@ -161,6 +162,7 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
     ``translate`` does the same in fewer processes.
     """
     evaluation = plan(dataset, method, flags)
+    scorer = comet.scorer()
     for direction in sorted(set(dataset.directions) - set(evaluation.directions)):
         report(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
     run(_consolidated(evaluation))
@@ -171,11 +173,13 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
     if not dry_run():
         comment = f"# {dataset.name} {method}: translate and score"
         run([comment, step("translate", dataset.name, method, *flags)])
-        return
-    for direction in evaluation.directions:
-        generation = command("fairseq-generate", *evaluation.generation(direction))
-        comment = f"# {dataset.name} {direction}: translate and score"
-        run([comment, generation, *evaluation.scoring(direction)])
+    else:
+        for direction in evaluation.directions:
+            generation = command("fairseq-generate", *evaluation.generation(direction))
+            comment = f"# {dataset.name} {direction}: translate and score"
+            run([comment, generation, *evaluation.scoring(direction)])
+    if scorer is not None:
+        _score_by_comet(evaluation, scorer)
 
 
 def plan(dataset: Dataset, method: str, flags: Sequence[str]) -> Evaluation:
@@ -224,6 +228,22 @@ def _consolidated(evaluation: Evaluation) -> Iterator[str]:
 
 def _newer(one: Path, other: Path) -> bool:
     return one.stat().st_mtime > other.stat().st_mtime
+
+
+def _score_by_comet(evaluation: Evaluation, scorer: comet.Scorer) -> None:
+    done = evaluation.complete
+    texts = {
+        d: comet.Texts(evaluation.source(d), done / f"{d}.txt", evaluation.reference(d))
+        for d in evaluation.directions
+    }
+    if dry_run():
+        run(scorer.command(each, done / f"{d}.comet.json") for d, each in texts.items())
+        return
+    scorer.score(texts, done)
+    scored = evaluation.scored(done)
+    evaluation.save(scored, evaluation.folder)
+    for direction, score in scored.items():
+        print(f"# {direction}: {scores.COMET} {score.others[scores.COMET][0]:.2f}", flush=True)
 
 
 def translate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from smoe_fairseq.recipes.folders import read_json
 
 FILE = "scores.json"
 UNFINISHED = "test.partial"  # beside it: the folder of an evaluation that is not complete
-BLEU, CHRF, SPBLEU = METRICS = ("BLEU", "chrF++", "spBLEU")
+BLEU, CHRF, SPBLEU, COMET = METRICS = ("BLEU", "chrF++", "spBLEU", "COMET")
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,10 @@ class Score:
 
 
 def read_score(folder: Path, direction: str) -> Score:
-    """A direction's score from sacreBLEU's files: ``DIRECTION.json``, perhaps ``DIRECTION.spbleu.json``."""
+    """A direction's score from sacreBLEU's files ``DIRECTION.json`` and, where they are there,
+    ``DIRECTION.spbleu.json`` and COMET's ``DIRECTION.comet.json``."""
     results = {}
-    for file in (f"{direction}.json", f"{direction}.spbleu.json"):
+    for file in (f"{direction}{kind}.json" for kind in ("", ".spbleu", ".comet")):
         if (folder / file).exists():
             found = json.loads((folder / file).read_text("utf-8"))
             for result in found if isinstance(found, list) else [found]:

@@ -221,7 +221,7 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
     there = _of(result, metric)
     missing = [d for d in dataset.directions if d not in there]
     signatures = sorted({signature for _, signature in there.values()})
-    said = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
+    said = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")
     notes = [f"{name}: {said} {signature}" for signature in signatures]
     if missing:
         notes.append(
