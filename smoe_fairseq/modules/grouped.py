@@ -1,8 +1,8 @@
 """Linear maps of single experts, whose weights are stacked with those of all others.
 
-Plain autograd would make a gradient of each expert's weights, copy them into a stack, and add up such a
-stack for every stratum that uses them: with few tokens per expert, half the time of the products. Here
-each product adds to its place in one stack.
+Plain autograd would make a gradient for each expert's weights, copy these into a stack, and add up one such
+stack per stratum: with few tokens per expert, half the time of the products. Here each product adds to its
+place in one stack.
 
 Shapes: N rows of one expert, I inputs, O outputs, E experts.
 """
@@ -29,7 +29,7 @@ class SharedGradient:
         self.backward_pass: int | None = None
 
     def add(self, expert: int, y_grad_NO: Tensor, x_NI: Tensor, weight: Tensor) -> None:
-        """Adds what the rows of one expert say."""
+        """Adds the gradient from the rows of one expert."""
         if self.backward_pass != backward_pass():
             self.backward_pass = backward_pass()
             self.weight = torch.empty_like(weight)
@@ -44,7 +44,7 @@ class SharedGradient:
             self.written.add(expert)
 
     def add_all(self, weight_grad: Tensor, bias_grad: Tensor) -> None:
-        """Adds what the rows of all experts say, in tensors that are this one's from now on."""
+        """Adds the gradient from the rows of all experts; takes over both tensors."""
         if self.backward_pass != backward_pass():
             self.backward_pass = backward_pass()
             self.weight, self.bias = weight_grad, bias_grad
@@ -86,7 +86,7 @@ class ShareGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        # Not `once_differentiable`, which looks at what comes in: here that is nothing.
+        # `once_differentiable` would look at the incoming gradients, and there are none.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the experts' weights have no second derivative: expected create_graph=False"
@@ -120,9 +120,9 @@ def expert_linear(
     """``y = scale (W_e x + b_e)`` of one expert ``(N, O)``.
 
     Args:
-        scale_N: 1 where there is none. Its gradient is found without keeping what was scaled.
-        origin: ``(z, index)`` with ``x = z[index]``, where that is kept anyway: ``x`` is then taken again for
-            the gradient and not kept.
+        scale_N: None is 1. Its gradient needs no copy of the unscaled output.
+        origin: ``(z, index)`` with ``x = z[index]``, if z is kept anyway: the backward pass gathers ``x``
+            again instead of keeping it.
     """
     weight, bias, gradient = linear
     if torch.is_grad_enabled():
@@ -188,7 +188,7 @@ _CAPABILITIES = (9, 10)  # major ones, for which torch has the kernel
 
 
 def can_group(weight: Tensor) -> bool:
-    """Whether torch has a grouped product for such weights: rows of a multiple of 16 bytes."""
+    """Whether torch has a grouped product for such weights: their rows are multiples of 16 bytes."""
     per_16_bytes = 16 // weight.element_size()
     sizes_fit = all(size % per_16_bytes == 0 for size in weight.shape[1:])
     return sizes_fit and torch_features.has_grouped_mm(weight)

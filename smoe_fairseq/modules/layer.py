@@ -87,8 +87,8 @@ class StratifiedMoE(nn.Module):
             self.shared = SharedExperts(embed_dim, width, *activation)
         if config.residual:
             self.residual = ResidualNetwork(embed_dim, ffn_embed_dim, *activation)
-        masking = OutputMasking(config.fom) if config.fom else None
-        branches = self.simple, masking, self.shared, self.residual, self.cmr
+        self.masking = OutputMasking(config.fom) if config.fom else None
+        branches = self.simple, self.masking, self.shared, self.residual, self.cmr
         self.branches = tuple(branch for branch in branches if branch is not None)
         self.register_buffer(
             "stratum_of_expert", torch.tensor(self.strata.stratum_of_expert), persistent=False

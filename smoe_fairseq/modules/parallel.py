@@ -162,9 +162,9 @@ class ShardedDispatcher:
 
 
 def by_expert(received_PE: Tensor, number: int) -> Tensor:
-    """Rows that lie by sender and, of each, by expert: where they are in the order of experts ``(N,)``.
+    """Where rows that lie by sender, and by expert within a sender, are in the order of experts ``(N,)``.
 
-    The padding row comes after the ``number`` of these.
+    Behind these ``number`` rows is the padding row.
     """
     counts_EP = received_PE.t()
     starts_EP = (received_PE.flatten().cumsum(0).view_as(received_PE) - received_PE).t()
@@ -207,7 +207,7 @@ class Transit:
         self.group = group
 
     def start(self, x_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """What they are going to be on arrival."""
+        """Starts the exchange; returns the tensor that will hold the rows that arrive."""
         x_ND = x_ND.contiguous()
         y_ND = x_ND.new_empty(sum(received) + 1, *x_ND.shape[1:])
         y_ND[-1] = 0
@@ -218,7 +218,7 @@ class Transit:
         return y_ND
 
     def wait(self) -> Tensor:
-        """What has arrived."""
+        """Waits for the exchange; returns the rows."""
         self.work.wait()
         _, y_ND = self.rows
         del self.work, self.rows
@@ -243,8 +243,8 @@ class Depart(torch.autograd.Function):
 class Arrive(torch.autograd.Function):
     """Forward, rows arrive. Backward, their gradients depart.
 
-    A backward pass goes from the last to the first of what was computed: so what came between departure and
-    arrival comes between these two there as well.
+    A backward pass runs in reverse order, so what was computed between departure and arrival is between the
+    two there as well.
     """
 
     @staticmethod

@@ -85,7 +85,7 @@ class SumRows(torch.autograd.Function):
 
 
 class TakeCopies(torch.autograd.Function):
-    """Number n of the result ``(N,)`` is that of copy ``copy[n]`` in ``x (T, K)``; ``row`` as above."""
+    """Element n of the result ``(N,)`` is copy ``copy[n]`` of ``x (T, K)``; ``row`` as above."""
 
     @staticmethod
     def forward(ctx, x_TK: Tensor, copy_N: Tensor, row_TK: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class MaskedTokens:
 
 
 def positions(mask_T: Tensor, number: int) -> Tensor:
-    """``mask.nonzero()`` of a mask that holds ``number`` times, which is not asked of the device."""
+    """``mask.nonzero()`` of a mask with ``number`` true elements, without waiting for the device."""
     place_T = mask_T.cumsum(0).sub_(1).masked_fill_(~mask_T, number)
     index = place_T.new_empty(number + 1)
     return index.scatter_(0, place_T, torch.arange(len(mask_T), device=mask_T.device))[:number]

@@ -1,4 +1,4 @@
-"""What a pass of the block counts, and what is read from the counts.
+"""What a pass of the block counts, and the losses and figures made from the counts.
 
 Shapes: T tokens, K choices per token, E experts, L strata, B sentences, S positions.
 """
@@ -157,9 +157,9 @@ def balance_loss(asked_LE: Tensor, mean_probs_LE: Tensor, visible_L: Tensor) -> 
 
 
 def average_null(asked_E: Tensor, null_experts: int, copy_experts: int = 0) -> Tensor:
-    """The last ``null_experts`` of each row share what they were asked for: which of them is all the same.
+    """Averages the counts of the last ``null_experts`` of each row, which are all alike.
 
-    So do the ``copy_experts`` before them.
+    Likewise those of the ``copy_experts`` before them.
     """
     if copy_experts:
         head_E, null_M = asked_E.tensor_split([asked_E.shape[-1] - null_experts], -1)

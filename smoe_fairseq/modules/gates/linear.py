@@ -1,6 +1,6 @@
-"""What gates that score their experts share: a linear map without bias, in at least float32.
+"""What gates share: the linear map that scores the experts, and biases of the scores.
 
-Shapes: T tokens, D embedding, E experts that the gate sees.
+Shapes: T tokens, D embedding, E experts that the gate sees, M free experts behind them.
 """
 
 import math
@@ -24,14 +24,12 @@ class LinearGate(nn.Module):
         init_scale: of the initial weights, over those of ``nn.Linear``.
     """
 
-    asks_for: str | None = (
-        None  # beside tokens and mask, of each token: nothing, its "id" or "sentence"
-    )
-    learns_number: bool = False  # how many experts a token has, on average
-    of_one_stratum: bool = False  # whether it can only be the gate of a single stratum
+    asks_for: str | None = None  # a label per token that `forward` takes: its "id" or "sentence"
+    learns_number: bool = False  # whether the mean number of experts per token is learnt
+    of_one_stratum: bool = False  # whether it goes with a single stratum alone
     has_balance_loss: bool = False
-    observes: int = 0  # numbers of a `Routing` that `update` takes
-    observes_together = False  # whether all gates of a model take the sum of what they observe
+    observes: int = 0  # how many numbers of a `Routing` `update` takes; 0: it does nothing
+    observes_together: bool = False  # whether all gates of a model take the sum of these numbers
 
     def update(self, observed_N: Tensor) -> None:
         """Once per optimizer step, with the sum of its routings' ``observed_N``, where it `observes`."""
@@ -78,11 +76,6 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def all_active(x_TD: Tensor) -> Tensor:
     """The mask ``(T,)`` where none is given."""
     return x_TD.new_ones(x_TD.shape[0], dtype=torch.bool)
-
-
-# A knob for evaluation: fewer stops, or more, of a model as it is.
-#
-# Shapes: T tokens, E experts that the gate sees, M null experts behind them.
 
 
 _MOST = 1e4  # exp(-1e4) is 0; logits moved by it keep their order among themselves
@@ -168,11 +161,6 @@ class ExpertBias(nn.Module):
         self.steps += (asked_E.sum() - asked_E * len(asked_E)).sign()
 
 
-# The routing of gates that give each token one expert and limit none.
-#
-# Shapes: T tokens, E experts; K is 1.
-
-
 def route_to_one(
     expert_T: Tensor,
     weight_T1: Tensor,
@@ -180,7 +168,7 @@ def route_to_one(
     probs_TE: Tensor,
     logits_TE: Tensor | None = None,
 ) -> Routing:
-    """Each token that is active goes to its expert, with its weight."""
+    """The routing of a gate that gives each token one expert and limits none; K is 1."""
     num_experts = probs_TE.shape[1]
     active_T1 = active_T.unsqueeze(1)
     asked_T1 = expert_T.masked_fill(~active_T, num_experts).unsqueeze(1)
