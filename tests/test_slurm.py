@@ -6,11 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from commands import run
+from sampling import soak
 from test_recipes import ROOT
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes import gpu_hours
+from smoe_fairseq.recipes.config import tables
 
 STAND_INS = {
     "sbatch": 'echo "$@" > submitted; echo "$NODES $GPUS $LAUNCHER $SMOE_SCRIPTS" > exported',
@@ -84,12 +89,16 @@ def whole_table(tmp_path: Path, environment: dict[str, str], *words: str) -> lis
     return done.stdout.splitlines()
 
 
-def test_a_dry_run_of_a_table_prints_two_jobs_for_each_of_its_rows(tmp_path, cluster):
+@pytest.mark.parametrize("methods", [("moe", "smoe-4-4"), soak(())])
+def test_a_dry_run_of_a_table_prints_two_jobs_for_each_of_its_rows(tmp_path, cluster, methods):
+    """Without methods, of all rows of the paper's."""
     (tmp_path / "data/m4/bin").mkdir(parents=True)
-    lines = whole_table(tmp_path, cluster | {"DRY_RUN": "1", "NODES": "2"}, "m4")
-    methods = "dense moe switch moe-eom moe-cmr stacked-4-4 smoe-4-4 stacked-2-2-2-2 smoe-2-2-2-2"
-    assert [line.split()[-1] for line in lines[::2]] == methods.split()
-    assert lines[0] == f"sbatch --nodes=2 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m4 dense "
+    given = {"DRY_RUN": "1", "NODES": "2"}
+    lines = whole_table(tmp_path, cluster | given, "m4", *methods)
+    methods = methods or list(tables()["m4"]["rows"])
+    assert [line.split()[-1] for line in lines[::2]] == list(methods)
+    first = f"sbatch --nodes=2 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m4 {methods[0]} "
+    assert lines[0] == first
     assert all(line.startswith("sbatch --dependency=afterok:JOB_OF_") for line in lines[1::2])
     assert not (tmp_path / "submitted").exists()
 
@@ -104,28 +113,28 @@ def test_scores_of_a_table_wait_for_training(tmp_path, cluster):
     assert score.endswith(f"--wrap NODES=1 GPUS=1 {ROOT}/scripts/evaluate.sh m15 moe ")
 
 
-def test_gpu_hours_are_three_forward_passes_for_each_token(tmp_path):
-    words = ("python", "-m", "smoe_fairseq.recipes", "gpu-hours", "m4")
-    rows = run(*words, "--tflops", "50", cwd=tmp_path, BATCH="20000").stdout.splitlines()
-    (flops, hours), (_, total) = (
-        next(line.split("|")[2:4] for line in rows if line.startswith(f"| {name} "))
-        for name in ("moe", "all")
-    )
+def test_gpu_hours_are_three_forward_passes_for_each_token(monkeypatch, capsys):
+    monkeypatch.setenv("BATCH", "20000")
+    rows = gpu_hours_of("m4", capsys, tflops=50.0)
+    flops, hours = next(numbers for method, *numbers in rows if method == "moe")
     # 100,000 updates of 20,000 tokens
-    assert float(hours) == pytest.approx(3 * float(flops) * 1e6 * 2e9 / 50e12 / 3600, abs=0.06)
-    assert float(total) == pytest.approx(
-        sum(float(line.split("|")[3]) for line in rows[2:11]), abs=0.5
-    )
-    assert "20,000 tokens" in rows[-1] and "at 50 TFLOP/s" in rows[-1]
-    refused = run(*words, "--tflops", "0", cwd=tmp_path, check=False)
-    assert refused.returncode == 1 and "error: --tflops 0: expected" in refused.stdout
+    assert float(hours) == pytest.approx(3 * float(flops) * 1e6 * 2e9 / 50e12 / 3600, rel=0.01)
+    total = sum(float(hours) for *_, hours in rows[:-1])
+    assert rows[-1][0] == "all" and float(rows[-1][2]) == pytest.approx(total, abs=0.5)
+    with pytest.raises(UsageError, match="--tflops 0: expected a number above 0"):
+        gpu_hours_of("m4", capsys, tflops=0.0)
 
 
 @pytest.mark.parametrize("column, dataset", enumerate(["m4", "m15", "opus100"]))
-def test_gpu_hours_of_the_documentation_are_those_of_the_command(column, dataset, tmp_path):
-    words = ("python", "-m", "smoe_fairseq.recipes", "gpu-hours", dataset)
-    rows = [x for x in run(*words, cwd=tmp_path).stdout.splitlines()[2:] if x.startswith("|")]
+def test_gpu_hours_of_the_documentation_are_those_of_the_command(column, dataset, capsys):
     page = (ROOT / "docs/reproduce.md").read_text("utf-8")
-    for method, _, hours in ([cell.strip() for cell in row.strip("|").split("|")] for row in rows):
+    for method, _, hours in gpu_hours_of(dataset, capsys):
         cells = re.search(rf"^\| {method} \|(.*)\|$", page, re.M)[1].split("|")
         assert cells[column].strip() == hours, method
+
+
+def gpu_hours_of(dataset: str, capsys, tflops: float = gpu_hours.TFLOPS) -> list[list[str]]:
+    """The rows that are printed: method, FLOPs and hours."""
+    gpu_hours.run_gpu_hours(Namespace(dataset=dataset, tflops=tflops, names=False))
+    rows = [line for line in capsys.readouterr().out.splitlines()[2:] if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
