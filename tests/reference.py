@@ -47,6 +47,8 @@ def ask(params, i, inputs, tokens, options):
         return gates.expert_choice(params, i, inputs, sentences, options["factor"])
     if gate == "top-p":
         return gates.top_p(params, i, inputs, options["top_p"])
+    if gate == "threshold":
+        return gates.threshold(params, i, inputs)
     if gate == "relu":
         return gates.relu(params, i, inputs)
     bias = options["bias"] and options["bias"][i]
@@ -64,7 +66,7 @@ def run_gate(params, i, inputs, tokens, options):
     """
     num_experts, normalization = options["visible"][i], options["normalization"]
     capacity = math.inf
-    if options["capacity_factor"] and options["gate"] in ("topk", "top-p", "relu"):
+    if options["capacity_factor"] and options["gate"] in ("topk", "top-p", "relu", "threshold"):
         capacity = math.ceil(options["capacity_factor"] * len(inputs) / num_experts)
     scores, chosen, weights, first = ask(params, i, inputs, tokens, options)
     normalizes = options["gate"] == "topk" and options["top_k"] > 1

@@ -70,6 +70,22 @@ def relu_l1(params, i, inputs, goal):
     return total
 
 
+def threshold(params, i, inputs):
+    """Every expert whose threshold the logit exceeds, the one that it exceeds by most first."""
+    thresholds = params[f"gates.{i}.thresholds"]
+    logits = [[row @ x for row in params[f"gates.{i}.weight"]] for x in inputs]
+    margins = [[s - c for s, c in zip(row, thresholds)] for row in logits]
+    asked = [[e for e in best(row, len(row)) if row[e] > 0] for row in margins]
+    weights = [[1 / (1 + torch.exp(-row[e])) for e in a] for row, a in zip(logits, asked)]
+    return scores_of(params, i, inputs), asked, weights, [best(row, 1)[0] for row in margins]
+
+
+def score_of_rank(scores, number, goal):
+    """Of the tokens' scores for one expert among ``number``, the one that ``k T / E`` are above."""
+    rank = round(goal * len(scores) / number)
+    return sorted(scores, reverse=True)[rank] if rank < len(scores) else -(2.0**15)
+
+
 def top_p(params, i, inputs, p):
     scores = scores_of(params, i, inputs)
     asked = []

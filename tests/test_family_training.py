@@ -63,6 +63,7 @@ ALONE = [
     "simple",
     "top-p",
     "relu",
+    "threshold",
     "hash",
     "residual",
     "shared",
@@ -81,7 +82,7 @@ def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
     compare(two, one, logged=1e-5, parameters=2e-5)
     steps = steps_of(checkpoint(one).states[0]["model"])
     assert steps == steps_of(checkpoint(two).states[0]["model"])
-    assert bool(steps) == (member in ("bias", "relu"))
+    assert bool(steps) == (member in ("bias", "relu", "threshold"))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,8 @@ def test_the_bias_goes_on_once_per_update(ranks, small_corpus, tmp_path, more):
 
 
 @pytest.mark.parametrize(
-    "member", some(["bias", "update", "hash", "base", "null", "simple", "relu"], "bias")
+    "member",
+    some(["bias", "update", "hash", "base", "null", "simple", "relu", "threshold"], "bias"),
 )
 def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, member):
     more = ["--max-update", 4, "--update-freq", 2]
@@ -188,6 +190,7 @@ def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_p
             "base",
             "top-p",
             "relu",
+            "threshold",
             "bias",
             "shared",
         ],

@@ -18,6 +18,7 @@ METHODS = some(
             "moe-expert-choice",
             "moe-top-p",
             "moe-relu",
+            "moe-threshold",
             "moe-null",
             "moe-plus-plus",
             "moe-residual",

@@ -130,6 +130,7 @@ FAMILY = {
     "bias": dict(gate="topk", balance="bias"),
     "top-p": dict(top_p=0.6),
     "relu": {},
+    "threshold": {},
     "hash": {},
     "base": {},
     "expert-choice": dict(capacity_factor=1.5),

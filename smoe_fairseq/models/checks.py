@@ -153,6 +153,7 @@ OF_EXPERTS += ("smoe_capacity_budget", "smoe_exit_bias")
 ALSO_OF_EXPERTS = ("moe_eom", "moe_fom", "moe_gating_dropout", "moe_stacked")
 OF_ONE_CHOICE = {
     "moe_top_p": ("moe_gate", "top-p"),
+    "moe_threshold_step": ("moe_gate", "threshold"),
     "moe_hash_table": ("moe_gate", "hash"),
     "moe_hash_seed": ("moe_gate", "hash"),
     "moe_bias_step": ("moe_balance", "bias"),
@@ -255,6 +256,7 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
         ("moe_balance", "bias"),
         ("moe_balance_over", "update"),
         ("moe_gate", "relu"),
+        ("moe_gate", "threshold"),
     ):
         if getattr(config, name) == value:
             raise ValueError(

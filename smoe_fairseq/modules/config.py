@@ -62,6 +62,11 @@ def probability(name: str, value: float) -> None:
         _refuse(name, value, "expected a probability from 0 to below 1")
 
 
+def share(name: str, value: float) -> None:
+    if not 0 < value <= 1:
+        _refuse(name, value, "expected a number above 0, up to 1")
+
+
 def scale(name: str, value: float) -> None:
     if not (value > 0 and math.isfinite(value)):
         _refuse(name, value, "expected a positive number")
@@ -91,19 +96,25 @@ class MoEConfig:
         "topk",
         "who chooses: the gate its best experts (topk), as many as it is unsure of (top-p), a table by "
         "token (hash), a balanced assignment (base), in the encoder the experts (expert-choice), or each "
-        "expert by the sign of its logit (relu)",
+        "expert by the sign of its logit (relu) or by a threshold of its own (threshold)",
         "moe_gate",
         choices=tuple(GATES),
     )
     top_k: int = option(
         2,
-        "experts per token and stratum, with null ones; --moe-gate relu: their mean, which a loss holds",
+        "experts per token and stratum, with null ones; --moe-gate relu or threshold: their mean",
         "moe_top_k",
     )
     top_p: float = option(
         0.4,
         "--moe-gate top-p: probability that the experts of a token have between them, at least",
         "moe_top_p",
+    )
+    threshold_step: float = option(
+        0.05,
+        "--moe-gate threshold: share of an update's scores in the running mean that an expert's threshold is",
+        "moe_threshold_step",
+        check=share,
     )
     scores: str = option(
         "softmax",
@@ -325,7 +336,7 @@ def _check_gate(config: MoEConfig, strata: Strata) -> None:
     gate = config.gate
     if GATES[gate].of_one_stratum:
         _check_one_stratum(f"{{gate}} {gate}", strata)
-    if gate in ("topk", "relu"):
+    if gate in ("topk", "relu", "threshold"):
         _check_top_k(config, strata)
     free = next((name for name in FREE_EXPERTS if getattr(config, name)), None)
     if gate != "topk" and (free or config.balance == "bias"):

@@ -8,6 +8,7 @@ from smoe_fairseq.modules.gates.base import BaseGate
 from smoe_fairseq.modules.gates.expert_choice import ExpertChoiceGate
 from smoe_fairseq.modules.gates.hashed import HashGate
 from smoe_fairseq.modules.gates.relu import ReLUGate
+from smoe_fairseq.modules.gates.threshold import ThresholdGate
 from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.gates.top_p import TopPGate
 
@@ -18,4 +19,5 @@ GATES = {
     "expert-choice": ExpertChoiceGate,
     "top-p": TopPGate,
     "relu": ReLUGate,
+    "threshold": ThresholdGate,
 }
