@@ -45,6 +45,9 @@ def ask(params, i, inputs, tokens, options):
     if gate == "expert-choice":
         sentences = [0 if options["training"] else options["sentences"][t] for t in tokens]
         return gates.expert_choice(params, i, inputs, sentences, options["factor"])
+    if gate == "depths":
+        sentences = options["training"] and [options["sentences"][t] for t in tokens]
+        return gates.depths(params, i, inputs, sentences, options["factor"])
     if gate == "top-p":
         return gates.top_p(params, i, inputs, options["top_p"])
     if gate == "threshold":

@@ -137,11 +137,22 @@ def best_balanced(affinities):
     return list(rest(0, (0,) * experts)[1])
 
 
-def expert_choice(params, i, inputs, sentences, factor):
-    """Experts take the tokens of each sentence by themselves; of one in training."""
-    scores = scores_of(params, i, inputs)
-    experts = params[f"gates.{i}.weight"].shape[0]
-    taken = [[] for _ in inputs]
+def depths(params, i, inputs, sentences, factor):
+    """In training the best tokens of each sentence, else (without sentences) those above the thresholds."""
+    weight, thresholds = params[f"gates.{i}.weight"], params[f"gates.{i}.thresholds"]
+    logits = [[row @ x for row in weight] for x in inputs]
+    if sentences:
+        taken = best_of_sentences(logits, len(weight), sentences, factor)
+    else:
+        taken = [[e for e, s in enumerate(row) if s > thresholds[e]] for row in logits]
+    weights = [[row[e] for e in a] for row, a in zip(logits, taken)]
+    first = [max(a or [0], key=lambda e: row[e].item()) for row, a in zip(logits, taken)]
+    return scores_of(params, i, inputs), taken, weights, first
+
+
+def best_of_sentences(scores, experts, sentences, factor):
+    """Each expert takes the ``ceil(factor T / E)`` best tokens of each sentence."""
+    taken = [[] for _ in scores]
     for sentence in set(sentences):
         members = [t for t, s in enumerate(sentences) if s == sentence]
         number = math.ceil(factor * len(members) / experts)
@@ -149,6 +160,14 @@ def expert_choice(params, i, inputs, sentences, factor):
             members.sort(key=lambda t: -scores[t][e].item())
             for t in members[:number]:
                 taken[t].append(e)
+    return taken
+
+
+def expert_choice(params, i, inputs, sentences, factor):
+    """Experts take the tokens of each sentence by themselves; of one in training."""
+    scores = scores_of(params, i, inputs)
+    experts = params[f"gates.{i}.weight"].shape[0]
+    taken = best_of_sentences(scores, experts, sentences, factor)
     weights = [[s[e] for e in a] for s, a in zip(scores, taken)]
     first = [max(a or range(experts), key=lambda e: s[e].item()) for s, a in zip(scores, taken)]
     return scores, taken, weights, first

@@ -1,5 +1,6 @@
 """The wider family of gates and options, each against plain loops in float64; see test_block.py."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ def assert_agrees(block, x, mask, ids=None, **options):
     """Outputs, gradients, losses and statistics, both as few rows and as many are computed."""
     params = dict(block.named_parameters())
     every = {**params, **dict(block.named_buffers())}
-    if options.get("gate") == "threshold":
+    if options.get("gate") in ("threshold", "depths"):
         values = {f"gates.{i}.thresholds": g.threshold.value() for i, g in enumerate(block.gates)}
         every |= {name: value.tolist() for name, value in values.items()}
     flat, padding = x.reshape(-1, D), mask.reshape(-1)
@@ -364,6 +365,28 @@ def test_thresholds_let_no_token_see_another():
 
 @PADDED
 @EXECUTIONS
+@pytest.mark.parametrize("strata, factor", [("1", 0.5), ("1", 0.125), ("4", 1.5), ("1", 2.0)])
+def test_mixture_of_depths(strata, factor, execution, padding):
+    """``x + r f(x)`` for the best tokens of each sentence, in evaluation for those above a threshold."""
+    x, mask = make_input(padding)
+    x, mask = x.detach().view(3, 6, D).requires_grad_(), mask.view(3, 6)
+    sentences = torch.arange(3).repeat_interleave(6).tolist()
+    options = {"gate": "depths", "sentences": sentences, "factor": factor}
+    block = family_block(strata, execution, gate="depths", top_k=1, capacity_factor=factor)
+    experts = block.strata.num_experts
+    stats = assert_agrees(block, x, mask, training=True, **options)
+    if padding == "none":
+        assert int(stats.chosen.sum()) == 3 * experts * min(math.ceil(factor * 6 / experts), 6)
+    block.end_update(stats.observed)
+    block.eval()
+    stats = assert_agrees(block, x, mask, training=False, **options)
+    if padding == "none":  # as many in all, and no token depends on another one
+        assert int(stats.chosen.sum()) == experts * min(round(factor * T / experts), T)
+        assert torch.allclose(block(x)[0][:1, :2], block(x[:1, :2])[0], atol=1e-12)
+
+
+@PADDED
+@EXECUTIONS
 @pytest.mark.parametrize("training", [True, False])
 def test_hash(training, execution, padding):
     x, mask = make_input(padding)
@@ -533,7 +556,7 @@ def test_balanced_assignment_of_odd_affinities(affinity):
         ),
         (
             {"gate": "soft"},
-            "gate 'soft': expected one of topk, hash, base, expert-choice, top-p, relu, threshold",
+            "gate 'soft': expected one of topk, hash, base, expert-choice, top-p, relu, threshold, depths",
         ),
         ({"gate": "base"}, "gate base: expected one stratum, such as strata 8, not 2-2-2-2"),
         ({"gate": "hash", "hash_table": TABLE}, "gate hash: expected one stratum"),
@@ -555,6 +578,11 @@ def test_balanced_assignment_of_odd_affinities(affinity):
             "scores sigmoid: it is an option of gate topk, not",
         ),
         ({"gate": "relu", "top_k": 5}, "top_k 5: a gate of strata 2-2-2-2 sees 2 experts"),
+        ({"gate": "depths"}, "gate depths: expected one stratum, such as strata 8, not 2-2-2-2"),
+        (
+            {"gate": "depths", "strata": "1", "top_k": 1, "capacity_factor": 0.0},
+            "capacity_factor 0.0: gate depths takes so many experts per token; expected a positive",
+        ),
         ({"gate": "threshold", "top_k": 5}, "top_k 5: a gate of strata 2-2-2-2 sees 2 experts"),
         ({"gate": "threshold", "threshold_step": 0}, "threshold_step 0: expected a number above 0"),
         (

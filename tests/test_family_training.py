@@ -64,6 +64,7 @@ ALONE = [
     "top-p",
     "relu",
     "threshold",
+    "depths",
     "hash",
     "residual",
     "shared",
@@ -82,7 +83,7 @@ def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
     compare(two, one, logged=1e-5, parameters=2e-5)
     steps = steps_of(checkpoint(one).states[0]["model"])
     assert steps == steps_of(checkpoint(two).states[0]["model"])
-    assert bool(steps) == (member in ("bias", "relu", "threshold"))
+    assert bool(steps) == (member in ("bias", "relu", "threshold", "depths"))
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,7 @@ def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_p
             "top-p",
             "relu",
             "threshold",
+            "depths",
             "bias",
             "shared",
         ],
@@ -220,7 +222,7 @@ def test_analysis_counts_every_token(three_languages, tmp_path, member):
         assert {gate.eval_factor for gate in gates if gate.asks_for == "sentence"} == {1}
     lengths = sum(handmade.LENGTHS) + 8  # and </s>
     assert len(of_layer) == 4 * 4
-    if member in ("expert-choice", "hash", "base", "shared"):
+    if member in ("expert-choice", "depths", "hash", "base", "shared"):
         for (_, side, _), choices in of_layer.items():
             assert choices == lengths + (8 if side == "encoder" else 0)  # and the language
     elif member == "chain":

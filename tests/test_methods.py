@@ -19,6 +19,7 @@ METHODS = some(
             "moe-top-p",
             "moe-relu",
             "moe-threshold",
+            "depths",
             "moe-null",
             "moe-plus-plus",
             "moe-residual",

@@ -23,7 +23,7 @@ from smoe_fairseq.checkpoints.sets import EMA, OPTIMIZER, Shards
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.modules.experts import Placement
 
-# In whole numbers, of --moe-balance bias, --moe-gate relu and threshold; they go on with updates.
+# In whole numbers, of --moe-balance bias and --moe-gate relu, threshold, depths; they go on with updates.
 COUNTS = ".steps"
 _UNSET = "._float_tensor"  # a buffer that fairseq saves without ever setting it
 # What the same tensors compute in translation depends on these too; shapes show all else.

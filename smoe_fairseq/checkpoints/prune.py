@@ -20,6 +20,7 @@ from smoe_fairseq.checkpoints.io import PENDING, RECORD, Record, rank_files, ran
 from smoe_fairseq.errors import UsageError, positive, quietly
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.gates.base import BaseGate
+from smoe_fairseq.modules.gates.depths import DepthsGate
 from smoe_fairseq.modules.gates.relu import ReLUGate
 from smoe_fairseq.modules.gates.threshold import ThresholdGate
 from smoe_fairseq.modules.gates.top_k import TopKGate
@@ -78,7 +79,7 @@ def weighs_all(gate: nn.Module) -> bool:
     """
     if isinstance(gate, TopKGate):
         return gate.scores == "softmax" and (gate.normalization == "none" or gate.bias is not None)
-    return not isinstance(gate, BaseGate | ReLUGate | ThresholdGate)
+    return not isinstance(gate, BaseGate | ReLUGate | ThresholdGate | DepthsGate)
 
 
 def ranked(score_E: ndarray, experts: list[int]) -> list[int]:

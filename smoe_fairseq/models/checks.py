@@ -153,7 +153,7 @@ OF_EXPERTS += ("smoe_capacity_budget", "smoe_exit_bias")
 ALSO_OF_EXPERTS = ("moe_eom", "moe_fom", "moe_gating_dropout", "moe_stacked")
 OF_ONE_CHOICE = {
     "moe_top_p": ("moe_gate", "top-p"),
-    "moe_threshold_step": ("moe_gate", "threshold"),
+    "moe_threshold_step": ("moe_gate", "threshold", "depths"),
     "moe_hash_table": ("moe_gate", "hash"),
     "moe_hash_seed": ("moe_gate", "hash"),
     "moe_bias_step": ("moe_balance", "bias"),
@@ -257,6 +257,7 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
         ("moe_balance_over", "update"),
         ("moe_gate", "relu"),
         ("moe_gate", "threshold"),
+        ("moe_gate", "depths"),
     ):
         if getattr(config, name) == value:
             raise ValueError(
@@ -362,11 +363,11 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
             f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr, without which there "
             "is no CMR gate"
         )
-    for name, (other, value) in () if _loading.get() else OF_ONE_CHOICE.items():
+    for name, (other, *values) in () if _loading.get() else OF_ONE_CHOICE.items():
         given = getattr(config, name)
-        if given != getattr(MoEOptions, name) and getattr(config, other) != value:
+        if given != getattr(MoEOptions, name) and getattr(config, other) not in values:
             raise ValueError(
-                f"{flag(name)} {given}: it is an option of {flag(other)} {value}, not of "
+                f"{flag(name)} {given}: it is an option of {flag(other)} {' or '.join(values)}, not of "
                 f"{getattr(config, other)}"
             )
 

@@ -96,7 +96,8 @@ class MoEConfig:
         "topk",
         "who chooses: the gate its best experts (topk), as many as it is unsure of (top-p), a table by "
         "token (hash), a balanced assignment (base), in the encoder the experts (expert-choice), or each "
-        "expert by the sign of its logit (relu) or by a threshold of its own (threshold)",
+        "expert by the sign of its logit (relu) or by a threshold of its own (threshold); or "
+        "each expert some tokens of a sentence, with one expert as Mixture-of-Depths has it (depths)",
         "moe_gate",
         choices=tuple(GATES),
     )
@@ -112,7 +113,8 @@ class MoEConfig:
     )
     threshold_step: float = option(
         0.05,
-        "--moe-gate threshold: share of an update's scores in the running mean that an expert's threshold is",
+        "--moe-gate threshold or depths: share of an update's scores in the running mean that an expert's "
+        "threshold is",
         "moe_threshold_step",
         check=share,
     )
@@ -353,10 +355,8 @@ def _check_gate(config: MoEConfig, strata: Strata) -> None:
         )
     if gate == "top-p" and not 0 < config.top_p <= 1:
         _refuse("top_p", config.top_p, "expected a probability above 0, up to 1")
-    if gate == "expert-choice" and not config.capacity_factor:
-        expected = (
-            "{gate} expert-choice takes so many experts per token; expected a positive number"
-        )
+    if gate in ("expert-choice", "depths") and not config.capacity_factor:
+        expected = f"{{gate}} {gate} takes so many experts per token; expected a positive number"
         raise OptionError("{capacity_factor} {given}: " + expected, given=config.capacity_factor)
     if gate == "hash":
         _check_hash_table(config.hash_table, strata.num_experts)

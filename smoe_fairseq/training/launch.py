@@ -117,6 +117,7 @@ def _check_criterion(cfg) -> None:
         ("--moe-balance bias", getattr(cfg.model, "moe_balance", "") == "bias"),
         ("--moe-gate relu", getattr(cfg.model, "moe_gate", "") == "relu"),
         ("--moe-gate threshold", getattr(cfg.model, "moe_gate", "") == "threshold"),
+        ("--moe-gate depths", getattr(cfg.model, "moe_gate", "") == "depths"),
         ("--moe-balance-over update", getattr(cfg.model, "moe_balance_over", "") == "update"),
         ("--smoe-capacity-budget", bool(getattr(cfg.model, "smoe_capacity_budget", 0))),
     ):

@@ -5,6 +5,7 @@ A gate is called with tokens and a mask, and with a label per token where its `a
 """
 
 from smoe_fairseq.modules.gates.base import BaseGate
+from smoe_fairseq.modules.gates.depths import DepthsGate
 from smoe_fairseq.modules.gates.expert_choice import ExpertChoiceGate
 from smoe_fairseq.modules.gates.hashed import HashGate
 from smoe_fairseq.modules.gates.relu import ReLUGate
@@ -20,4 +21,5 @@ GATES = {
     "top-p": TopPGate,
     "relu": ReLUGate,
     "threshold": ThresholdGate,
+    "depths": DepthsGate,
 }

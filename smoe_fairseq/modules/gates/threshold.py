@@ -108,10 +108,10 @@ class RunningThreshold(nn.Module):
         """``(E,)``, float32; 0 before the first update."""
         return self.steps.masked_fill(self.steps == self.UNSET, 0).float() * self.UNIT
 
-    def observed(self, score_TE: Tensor, active_T: Tensor, goal: int) -> Tensor:
+    def observed(self, score_TE: Tensor, active_T: Tensor, goal: float) -> Tensor:
         """``(E + 1,)``, for `update`: the highest score that leaves ``k T / E`` above it, times T; and T."""
         number = active_T.sum()
-        rank = (goal * number / score_TE.shape[1]).round().long()
+        rank = (goal * number / score_TE.shape[1]).round().long().minimum(number)
         score_TE = score_TE.masked_fill(~active_T.unsqueeze(1), -self.MOST)
         score_TE = score_TE.sort(dim=0, descending=True).values
         lowest_1E = score_TE.new_full((1, score_TE.shape[1]), -self.MOST)
