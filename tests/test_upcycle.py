@@ -207,6 +207,8 @@ WRONG = {
     "--moe-top-k 9": "--moe-top-k 9: a gate of --smoe-strata 4-4 sees 4 experts",
     "--moe-gate-normalization none": "--moe-gate-normalization none: a token's experts have",
     "--moe-gate relu": "--moe-gate relu: a token's experts have to weigh one in all",
+    "--moe-gate threshold": "--moe-gate threshold: a token's experts have to weigh one in all",
+    "--moe-gate depths --smoe-strata 4": "--moe-gate depths: a token's experts have to weigh one in all",
     "--moe-gate top-p": "--moe-gate top-p: a token's experts have to weigh one in all",
     "--moe-null-experts 2 --moe-top-k 3": "--moe-null-experts 2: a token's experts have to weigh",
     "--moe-copy-experts 1": "--moe-copy-experts 1: a token's experts have to weigh one in all",

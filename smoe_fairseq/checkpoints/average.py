@@ -23,9 +23,8 @@ from smoe_fairseq.checkpoints.sets import EMA, OPTIMIZER, Shards
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.modules.parallel import Placement
 
-COUNTS = (
-    ".steps"  # in whole numbers, of --moe-balance bias and --moe-gate relu; they go on with updates
-)
+# In whole numbers, of --moe-balance bias and --moe-gate relu, threshold, depths; they go on with updates.
+COUNTS = ".steps"
 _UNSET = "._float_tensor"  # a buffer that fairseq saves without ever setting it
 # What the same tensors compute in translation depends on these too; shapes show all else.
 _SETTINGS = (

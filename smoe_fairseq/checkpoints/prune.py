@@ -20,7 +20,9 @@ from smoe_fairseq.checkpoints.io import PENDING, RECORD, Record, rank_files, ran
 from smoe_fairseq.errors import UsageError, positive, quietly
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.gates.base import BaseGate
+from smoe_fairseq.modules.gates.depths import DepthsGate
 from smoe_fairseq.modules.gates.relu import ReLUGate
+from smoe_fairseq.modules.gates.threshold import ThresholdGate
 from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.layer import StratifiedMoE
 from smoe_fairseq.modules.routing import Routing
@@ -64,7 +66,7 @@ class Layer:
 
 def fewest_of(gate: nn.Module) -> int:
     """Experts that a gate has to see: those that it chooses, null ones aside, and one at least."""
-    if isinstance(gate, ReLUGate):
+    if isinstance(gate, ReLUGate | ThresholdGate):
         return gate.goal
     return max(1, gate.top_k - gate.free_experts) if isinstance(gate, TopKGate) else 1
 
@@ -77,7 +79,7 @@ def weighs_all(gate: nn.Module) -> bool:
     """
     if isinstance(gate, TopKGate):
         return gate.scores == "softmax" and (gate.normalization == "none" or gate.bias is not None)
-    return not isinstance(gate, BaseGate | ReLUGate)
+    return not isinstance(gate, BaseGate | ReLUGate | ThresholdGate | DepthsGate)
 
 
 def ranked(score_E: ndarray, experts: list[int]) -> list[int]:
@@ -249,7 +251,8 @@ def _listener(recorder: LayerRecorder, first_expert: int, is_first: bool):
 # say.
 
 _EXPERTS = re.compile(r"experts\.(w1|b1|w2|b2)")
-_GATE = re.compile(r"gates\.(\d+)\.(weight|bias\.steps)")  # null experts have weights of their own
+# Null experts have weights of their own.
+_GATE = re.compile(r"gates\.(\d+)\.(weight|bias\.steps|threshold\.steps)")
 
 
 @dataclass(frozen=True)
