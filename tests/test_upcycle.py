@@ -332,7 +332,7 @@ def test_the_command_as_typed(dense, tmp_path):
     output = tmp_path / "up.pt"
     words = ("--smoe-strata", "4-4", "--moe-freq", 1, "--output", output)
     said = run("smoe", "upcycle", dense, *words).stdout
-    assert " INFO " not in said and "100%" in said
+    assert " INFO " not in said
     assert f"{output}: 4 MoE layers, whose experts are copies of the FFNs of {dense}" in said
     shown = re.search(r"--arch smoe_transformer (.+)$", said, re.M)[1]
     assert shown == f"SIZES --smoe-strata 4-4 --moe-freq 1 --finetune-from-model {output}"

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.average import OPTIMIZER, check_plain
 from smoe_fairseq.checkpoints.io import (
     open_checkpoint,
     rank_file,
@@ -25,7 +24,7 @@ from smoe_fairseq.checkpoints.model import (
     saved_options,
     target_model,
 )
-from smoe_fairseq.checkpoints.sets import with_model_options
+from smoe_fairseq.checkpoints.sets import OPTIMIZER, check_plain, with_model_options
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
