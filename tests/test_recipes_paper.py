@@ -276,6 +276,13 @@ def test_a_precision_that_there_is_not(tmp_path):
     assert "PRECISION=int8: choose one of bf16, fp16, fp32" in sentence
 
 
+def test_folders_whose_names_look_like_flags(tmp_path):
+    result = dry(tmp_path, "prepare", "opus100", DATA_DIR="-d", RAW="-r")
+    words = shlex.split(result.stdout, comments=True)
+    assert str(tmp_path / "-r") in words and str(tmp_path / "-d/opus100/raw") in words
+    assert not [word for word in words if word.startswith(("-r", "-d")) and word != "-rf"]
+
+
 def test_unknown_system_lists_the_known(tmp_path):
     sentence = refusal(dry(tmp_path, "train", "m15", "moe-33"))
     known = sentence.partition("choose one of ")[2].split(", ")
