@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from test_recipes import ROOT, commands, recipe, refusal, value
 
+from smoe_fairseq import cli
 from smoe_fairseq.recipes import train
 from smoe_fairseq.recipes.__main__ import main
 from smoe_fairseq.recipes.launcher import Launch
@@ -63,7 +64,7 @@ def dry(tmp_path, script: str, *words, **environment) -> subprocess.CompletedPro
     return result
 
 
-def in_this_process(cwd, words, environment) -> subprocess.CompletedProcess:
+def in_this_process(cwd, words, environment, main=main) -> subprocess.CompletedProcess:
     output, errors = io.StringIO(), io.StringIO()
     kept = {k: v for k, v in os.environ.items() if k not in ("RAW", "DATA_DIR", "RUN_DIR")}
     given = kept | {"CONFIG_DIR": str(ROOT / "configs")} | environment
@@ -82,6 +83,15 @@ def in_this_process(cwd, words, environment) -> subprocess.CompletedProcess:
         errors.write(f"{status}\n")
         status = 1
     return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
+
+
+@pytest.mark.parametrize("words", ["prepare m4", "train m4 moe", "evaluate m4 moe"])
+def test_smoe_runs_what_the_scripts_run(tmp_path, words):
+    given = {"DRY_RUN": "1", "GPUS": "1", "WORKERS": "2"}
+    one = in_this_process(tmp_path, words.split(), given, cli.main)
+    other = in_this_process(tmp_path, words.split(), given)
+    assert one.returncode == other.returncode == 0 and one.stdout == other.stdout
+    assert one.stdout.startswith("# m4")
 
 
 @pytest.mark.parametrize("method", SYSTEMS)
@@ -274,6 +284,13 @@ def test_precision_follows_the_gpu(monkeypatch, bf16):
 def test_a_precision_that_there_is_not(tmp_path):
     sentence = refusal(dry(tmp_path, "train", "m4", "moe", PRECISION="int8"))
     assert "PRECISION=int8: choose one of bf16, fp16, fp32" in sentence
+
+
+def test_folders_whose_names_look_like_flags(tmp_path):
+    result = dry(tmp_path, "prepare", "opus100", DATA_DIR="-d", RAW="-r")
+    words = shlex.split(result.stdout, comments=True)
+    assert str(tmp_path / "-r") in words and str(tmp_path / "-d/opus100/raw") in words
+    assert not [word for word in words if word.startswith(("-r", "-d")) and word != "-rf"]
 
 
 def test_unknown_system_lists_the_known(tmp_path):
