@@ -25,6 +25,8 @@ PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 TORCH = Server(None, "import_torch")
 FAIRSEQ = Server(TORCH, "import_fairseq")
 WITH_PLUGIN = Server(FAIRSEQ, "import_plugin")
+RECIPES = Server(TORCH, "import_recipes")
+STEP = ("-m", "smoe_fairseq.recipes")  # what Python is given for a recipe or one step of it
 
 # The stock model, small and shortly trained.
 TINY = """--arch transformer --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32
@@ -46,9 +48,10 @@ def run(
     program, *arguments = map(str, command)
     path = sys.executable if program == "python" else str(SCRIPTS / program)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    if program in COMMANDS and not fresh:
-        server = server_of(arguments)
-        result = _fork(server, [path, *arguments], environment, cwd or os.getcwd(), stdin)
+    if not fresh and (program in COMMANDS or tuple(arguments[:2]) == STEP):
+        server = RECIPES if program == "python" else server_of(arguments)
+        path = [] if program == "python" else [path]
+        result = _fork(server, [*path, *arguments], environment, cwd or os.getcwd(), stdin)
     else:
         result = subprocess.run(
             [path, *arguments],
@@ -79,22 +82,27 @@ def run_python(program: str, *arguments, **environment) -> subprocess.CompletedP
 def run_step(*words, cwd, **environment) -> subprocess.CompletedProcess:
     """What ``scripts/`` call: ``python -m smoe_fairseq.recipes WORDS``, forked; its outputs by themselves."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    command = ["-m", "smoe_fairseq.recipes", *map(str, words)]
-    return _fork(FAIRSEQ, command, environment, cwd, "", apart=True)
+    return _fork(RECIPES, [*STEP, *map(str, words)], environment, cwd, "", apart=True)
+
+
+def start(server: Server) -> list[str]:
+    """The words before a program, or ``-c`` or ``-m``, by which a shell has it forked."""
+    return [sys.executable, "-I", "-S", programs.__file__, server.address]
 
 
 def bash_functions() -> dict[str, str]:
     """The environment in which bash forks the same commands; it takes a function before a program."""
-    start = shlex.join([sys.executable, "-I", "-S", programs.__file__])
 
     def function(name: str) -> str:
         server = FAIRSEQ if name in ("smoe", "fairseq-preprocess") else WITH_PLUGIN
-        return f'() {{ {start} {shlex.quote(server.address)} {SCRIPTS / name} "$@"; }}'
+        return f'() {{ {shlex.join(start(server))} {SCRIPTS / name} "$@"; }}'
 
     functions = {f"BASH_FUNC_{name}%%": function(name) for name in COMMANDS}
-    translate = f"{start} {shlex.quote(WITH_PLUGIN.address)} -m smoe_fairseq.recipes generator"
+    generator, recipe = (shlex.join(start(server)) for server in (WITH_PLUGIN, RECIPES))
     functions["BASH_FUNC_python%%"] = (
-        f'() {{ if [[ ${{3:-}} == generator ]]; then {translate}; else command python "$@"; fi; }}'
+        '() { case "${2:-} ${3:-}" in '
+        f'"{STEP[1]} generator") {generator} "$@";; "{STEP[1]} "*) {recipe} "$@";; '
+        '*) command python "$@";; esac; }'
     )
     return functions
 

@@ -55,8 +55,8 @@ DATASETS = {"phrasebook": 8, "multi30k": 6, "libreoffice": 30, "m4": 8, "m15": 3
 def dry(tmp_path, script: str, *words, **environment) -> subprocess.CompletedProcess:
     """What a script prints; but for one of them in this process, where all of it happens but its start."""
     environment = {"DRY_RUN": "1", "GPUS": "1"} | environment
-    if script == "slurm" or "NODES" in environment:
-        result = recipe(tmp_path, script, *words, **environment)
+    if script == "slurm":
+        result = recipe(tmp_path, script, *words, fresh=True, **environment)
     else:
         result = in_this_process(tmp_path, [script, *words], environment)
     assert list(tmp_path.iterdir()) == []
