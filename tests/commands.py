@@ -1,5 +1,7 @@
 """Commands run as a user runs them, each in a process of its own, which mostly is a forked one."""
 
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -9,6 +11,7 @@ import sysconfig
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import programs
 from programs import Server
@@ -83,6 +86,29 @@ def run_step(*words, cwd, **environment) -> subprocess.CompletedProcess:
     """What ``scripts/`` call: ``python -m smoe_fairseq.recipes WORDS``, forked; its outputs by themselves."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return _fork(RECIPES, [*STEP, *map(str, words)], environment, cwd, "", apart=True)
+
+
+def step_here(*words, cwd, **environment) -> subprocess.CompletedProcess:
+    """As `run_step`, in this process: for what starts no others, such as a report or a dry run."""
+    from smoe_fairseq.recipes.__main__ import main
+
+    output, errors = io.StringIO(), io.StringIO()
+    kept = {k: v for k, v in os.environ.items() if k not in ("RAW", "DATA_DIR", "RUN_DIR")}
+    with (
+        mock.patch.dict(os.environ, kept | environment, clear=True),
+        mock.patch.object(sys, "argv", ["recipes", *words]),
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            status = main()
+        except SystemExit as error:
+            status = error.code
+    if isinstance(status, str):
+        errors.write(f"{status}\n")
+        status = 1
+    return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
 
 
 def start(server: Server) -> list[str]:

@@ -24,24 +24,29 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGTSTP):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full-grid", action="store_true", help="all combinations of parameters")
+    parser.addoption(
+        "--full-grid",
+        action="store_true",
+        help="all combinations, also of tests that are run for a sample of them",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Of a test with three sets of parameters or more, a pairwise sample is run."""
+    """Of a test with three sets of parameters or more, a pairwise sample is run (sampling.py)."""
+    if config.getoption("--full-grid"):
+        return
+    left_out = {item for item in items if item.get_closest_marker("rest")}
     grids = {}
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("soak"):
             grids.setdefault((item.path, item.originalname), []).append(item)
-    left_out = set()
     for grid in grids.values():
-        if not grid[0].get_closest_marker("full_grid"):
-            chosen = pairwise([parameters(item) for item in grid])
-            left_out |= set(grid) - {grid[i] for i in chosen} if chosen else set()
-    if left_out and not config.getoption("--full-grid"):
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=list(left_out))
+        chosen = pairwise([parameters(item) for item in grid])
+        if chosen and not grid[0].get_closest_marker("full_grid"):
+            left_out |= set(grid) - {grid[i] for i in chosen}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
 
 
 def parameters(item) -> dict:

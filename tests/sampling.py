@@ -1,4 +1,4 @@
-"""Which of many combinations `make test` runs; `make soak` runs the others."""
+"""Which of many combinations `make test` runs, and which `make soak`; ``--full-grid`` adds the rest."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,14 +11,30 @@ def soak(*values):
     return pytest.param(*values, marks=pytest.mark.soak)
 
 
-def some(values, *chosen) -> list:
-    """All values, of which those that are not chosen are left to ``make soak``."""
-    return [value if value in chosen else soak(value) for value in values]
+def rest(*values):
+    """A case that is run by ``make soak`` with ``--full-grid`` alone."""
+    return pytest.param(*values, marks=(pytest.mark.soak, pytest.mark.rest))
+
+
+def some(values, *chosen, first: int = 0) -> list:
+    """All values, of which those that are not chosen are left to ``make soak``: every second one.
+
+    first: 0 or 1, the first of these. Tests of one property each begin differently, so that any value is in
+    about half of them.
+    """
+    others = [value for value in values if value not in chosen]
+    halves = {value: soak if i % 2 == first else rest for i, value in enumerate(others)}
+    return [value if value in chosen else halves[value](value) for value in values]
 
 
 def sample(chosen: list[tuple], *values) -> list:
-    """All combinations, of which those that are not chosen are left to ``make soak``."""
-    return [case if case in chosen else soak(*case) for case in itertools.product(*values)]
+    """All combinations, of which those that are not chosen are left to ``make soak``: a pairwise sample."""
+    others = [case for case in itertools.product(*values) if case not in chosen]
+    left = {others[i] for i in pairwise([dict(enumerate(case)) for case in others])}
+    return [
+        *chosen,
+        *(soak(*case) if case in left else rest(*case) for case in others),
+    ]
 
 
 def pairwise(cases: Sequence[dict]) -> list[int]:

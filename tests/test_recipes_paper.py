@@ -1,18 +1,13 @@
 """The recipes of the paper's data sets and systems, as they are printed."""
 
-import contextlib
-import io
-import os
 import shlex
 import subprocess
-import sys
-from unittest import mock
 
 import pytest
+from commands import step_here
 from test_recipes import ROOT, commands, recipe, refusal, value
 
 from smoe_fairseq.recipes import train
-from smoe_fairseq.recipes.__main__ import main
 from smoe_fairseq.recipes.processes import Launch
 
 PAPER = {
@@ -58,30 +53,10 @@ def dry(tmp_path, script: str, *words, **environment) -> subprocess.CompletedPro
     if script == "slurm":
         result = recipe(tmp_path, script, *words, fresh=True, **environment)
     else:
-        result = in_this_process(tmp_path, [script, *words], environment)
+        environment = {"CONFIG_DIR": str(ROOT / "configs")} | environment
+        result = step_here(script, *words, cwd=tmp_path, **environment)
     assert list(tmp_path.iterdir()) == []
     return result
-
-
-def in_this_process(cwd, words, environment) -> subprocess.CompletedProcess:
-    output, errors = io.StringIO(), io.StringIO()
-    kept = {k: v for k, v in os.environ.items() if k not in ("RAW", "DATA_DIR", "RUN_DIR")}
-    given = kept | {"CONFIG_DIR": str(ROOT / "configs")} | environment
-    with (
-        mock.patch.dict(os.environ, given, clear=True),
-        mock.patch.object(sys, "argv", ["recipes", *words]),
-        contextlib.chdir(cwd),
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(errors),
-    ):
-        try:
-            status = main()
-        except SystemExit as error:
-            status = error.code
-    if isinstance(status, str):
-        errors.write(f"{status}\n")
-        status = 1
-    return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
 
 
 @pytest.mark.parametrize("method", SYSTEMS)
