@@ -76,10 +76,13 @@ def server_of(arguments) -> Server:
     return WITH_PLUGIN if str(PLUGIN) in map(str, arguments) else FAIRSEQ
 
 
-def run_python(program: str, *arguments, **environment) -> subprocess.CompletedProcess:
-    """``python -c``, forked from a process that has imported torch, but nothing of fairseq."""
+def run_python(
+    program: str, *arguments, server: Server = TORCH, **environment
+) -> subprocess.CompletedProcess:
+    """``python -c``, forked; by default from a process that has imported nothing of fairseq."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return _fork(TORCH, ["-c", program, *map(str, arguments)], environment, os.getcwd(), "")
+    command = ["-c", program, *map(str, arguments)]
+    return _fork(server, command, environment, os.getcwd(), "")
 
 
 def run_step(*words, cwd, **environment) -> subprocess.CompletedProcess:
