@@ -74,7 +74,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("member", some(sorted(ALONE), "bias"))
+@pytest.mark.parametrize("member", some(sorted(ALONE), "bias", first=1))
 def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
     """Those whose tokens do not ask what others do: with the batches of both in one process."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -197,6 +197,7 @@ def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_p
             "shared",
         ],
         "expert-choice",
+        first=1,
     ),
 )
 def test_analysis_counts_every_token(three_languages, tmp_path, member):

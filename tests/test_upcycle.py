@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import generate, run, run_python
+from commands import FAIRSEQ, generate, run, run_python
 from fairseq import checkpoint_utils
 from test_average import AVERAGE, KILLED, Program, changed
 from test_checkpoint_files import FULL, contents, rotted
@@ -316,12 +316,12 @@ def test_without_room_and_after_a_kill_what_was_there_stays(dense, tmp_path):
     output = tmp_path / "up.pt"
     output.write_text("old")
     ask = ("upcycle", dense, "--smoe-strata", 4, "--output", output, "--force")
-    result = run_python(FULL + AVERAGE, *ask)
+    result = run_python(FULL + AVERAGE, *ask, server=FAIRSEQ)
     assert result.returncode == 1 and "Traceback" not in result.stdout
     words = f"error: --output {output} cannot be saved: File too large; files"
     assert result.stdout.splitlines()[-1].startswith(words)
     assert contents(tmp_path) == {"up.pt": b"old"}
-    assert run_python(KILLED + AVERAGE, *ask).returncode == -9
+    assert run_python(KILLED + AVERAGE, *ask, server=FAIRSEQ).returncode == -9
     assert sorted(contents(tmp_path).values()) == [b"half", b"old"]
     assert (tmp_path / "up.pt").read_text() == "old"
     call(*ask)

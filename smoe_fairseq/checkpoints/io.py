@@ -21,7 +21,7 @@ from smoe_fairseq.compat.safe_load import (
     reading,
 )
 from smoe_fairseq.errors import UsageError, blaming
-from smoe_fairseq.files import check_plain
+from smoe_fairseq.files import check_plain, rank_files
 from smoe_fairseq.modules.parallel import Placement
 
 
@@ -77,20 +77,6 @@ def set_name(path: Path | str) -> Path:
 
 def pending(path: Path | str) -> Path:
     return Path(f"{path}{PENDING}")
-
-
-def rank_files(path: Path | str, suffix: str = "") -> dict[int, Path]:
-    """The existing files of the set ``path``, by rank; with ``suffix`` PENDING, the pending ones."""
-    path = Path(path)
-    pattern = re.compile(
-        rf"{re.escape(path.stem)}-rank-(\d+){re.escape(path.suffix)}{re.escape(suffix)}"
-    )
-    found = {}
-    if path.parent.is_dir():
-        for file in path.parent.iterdir():
-            if match := pattern.fullmatch(file.name):
-                found[int(match[1])] = file
-    return dict(sorted(found.items()))
 
 
 def files_read(path: Path) -> list[Path]:

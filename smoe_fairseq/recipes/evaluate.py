@@ -15,9 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from smoe_fairseq import files
-from smoe_fairseq.checkpoints.io import rank_files
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import write_whole
+from smoe_fairseq.files import rank_files, write_whole
 from smoe_fairseq.recipes import comet, generate, scores
 from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
 from smoe_fairseq.recipes.download import tokenizer_file
