@@ -2,11 +2,11 @@
 
     python -m benchmarks.translation RUN --data data/multi30k/bin --text data/multi30k/raw --direction en-de
 
-Both translate the test set's text to text in one process, with the model loaded before, in turns; before that
-their translations are compared. Ours takes turns in float32, in int8 and with ``--shortlist``, and so does
-CTranslate2 with a dense model that is exported to it. BLEU and chrF++ stand beside the speeds. With ``--programs`` also
-fairseq-generate and smoe translate, each as a process, by the speed that each reports and by its time from
-start to end.
+Both translate the test set's text to text in one process, with the model loaded before, in turns; before
+that their translations are compared. Ours takes turns in float32, in int8 and with ``--shortlist``, and so
+does CTranslate2 with a dense model that is exported to it. BLEU and chrF++ stand beside the speeds. With
+``--programs`` also fairseq-generate and smoe translate, each as a process, by the speed that each reports and
+by its time from start to end.
 """
 
 import argparse
