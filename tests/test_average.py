@@ -21,7 +21,7 @@ from test_training import train as train_smoe
 
 from smoe_fairseq.checkpoints.io import rank_file
 from smoe_fairseq.checkpoints.sets import Shards
-from smoe_fairseq.modules.experts import Placement
+from smoe_fairseq.modules.parallel import Placement
 
 SAVED = (1, 2, 3, 4)  # updates
 

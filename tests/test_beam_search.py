@@ -9,6 +9,8 @@ from test_model import make_task, tiny
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.translate.int8 import quantize
+from smoe_fairseq.translate.packed import PackedLinear, can_pack, pack
 from smoe_fairseq.translate.search import BeamSearch, best_of_many
 
 SYSTEMS = FAMILY | {
@@ -134,3 +136,27 @@ def test_the_best_of_many(size, number):
     assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)
     x[2, size // 2] = float("nan")
     assert best_of_many(x, number)[0].isnan().any(1).tolist() == [False, False, True, False, False]
+
+
+@pytest.mark.skipif(not can_pack(), reason="this torch has no packed products")
+@pytest.mark.parametrize("system", some(SYSTEMS, "smoe", "dense", "cmr", "post-norm", "shared"))
+def test_packed_weights_translate_as_fairseq_does(system):
+    model, task = sharp(*SYSTEMS[system].split()), make_task(96)
+    sample = batch(task)
+    options = {"min_len": 1, "max_len_b": 20}
+    oracle = SequenceGenerator([model], task.target_dictionary, beam_size=4, **options)
+    expected = oracle.generate([model], sample)
+    for _ in range(2):  # a second time nothing is left to pack
+        pack(model, min_weights=0)
+    layer = model.decoder.layers[0]
+    assert isinstance(model.decoder.output_projection, PackedLinear)
+    assert isinstance(layer.encoder_attn.q_proj, PackedLinear)
+    assert isinstance(layer.self_attn.qkv, PackedLinear)
+    assert all(not block.experts.w1.numel() for block in moe_blocks(model).values())
+    found = BeamSearch(task.target_dictionary, 4, **options).generate([model], sample)
+    for want, got in zip(expected, found, strict=True):
+        assert [h["tokens"].tolist() for h in want] == [h["tokens"].tolist() for h in got]
+        for a, b in zip(want, got, strict=True):
+            assert b["score"] == pytest.approx(float(a["score"]), abs=1e-4)
+    with pytest.raises(ValueError, match="load it again"):
+        quantize(model)

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,14 @@ def test_flags_of_the_model_and_the_criterion():
     assert len(flags) > 40
     page = (ROOT / "docs/flags.md").read_text("utf-8")
     assert not {flag for flag in flags if f"`{flag}`" not in page}
+
+
+def test_tables_of_flags_are_as_declared():
+    """`python docs/flags.py` makes them anew."""
+    page = (ROOT / "docs/flags.md").read_text("utf-8")
+    with_tables = runpy.run_path(str(ROOT / "docs/flags.py"))["with_tables"]
+    assert with_tables(page) == page
+    assert with_tables(page.replace("| `--moe-top-k` | `2` |", "| `--moe-top-k` | `3` |")) == page
 
 
 # What makes a command of the page take seconds; later flags take the place of earlier ones.

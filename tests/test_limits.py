@@ -12,8 +12,8 @@ from fairseq.data import Dictionary
 from smoe_fairseq.checkpoints.io import open_checkpoint, rank_file
 from smoe_fairseq.checkpoints.sets import Shards, run_reshard
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.archives import extract
 from smoe_fairseq.recipes.config import read
-from smoe_fairseq.recipes.download import extract
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from test_recipes import ROOT, commands, recipe, refusal, value
 
 from smoe_fairseq.recipes import train
 from smoe_fairseq.recipes.__main__ import main
-from smoe_fairseq.recipes.processes import Launch
+from smoe_fairseq.recipes.launcher import Launch
 
 PAPER = {
     "m4": {"--arch": "smoe_transformer_base", "--lr": "0.0008", "--sampling-temperature": "1"},

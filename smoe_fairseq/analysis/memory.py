@@ -22,9 +22,10 @@ from smoe_fairseq.analysis.cost import (
 )
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.modules.experts import MANY_ROWS, Placement
+from smoe_fairseq.modules.experts import MANY_ROWS
 from smoe_fairseq.modules.grouped import can_group, one_kernel
 from smoe_fairseq.modules.layer import StratifiedMoE
+from smoe_fairseq.modules.parallel import Placement
 
 LENGTH = 32  # tokens of a sentence, where nothing is known of the data
 BUFFER = 2**28  # numbers that legacy_ddp sends at a time

@@ -21,7 +21,7 @@ from smoe_fairseq.checkpoints.io import (
 )
 from smoe_fairseq.checkpoints.sets import EMA, OPTIMIZER, Shards
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.modules.experts import Placement
+from smoe_fairseq.modules.parallel import Placement
 
 COUNTS = (
     ".steps"  # in whole numbers, of --moe-balance bias and --moe-gate relu; they go on with updates

@@ -22,7 +22,7 @@ from smoe_fairseq.compat.safe_load import (
 )
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
-from smoe_fairseq.modules.experts import Placement
+from smoe_fairseq.modules.parallel import Placement
 
 
 def open_checkpoint(path: Path | str) -> dict:

@@ -26,7 +26,7 @@ from smoe_fairseq.checkpoints.io import (
 )
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_file, whole_files
-from smoe_fairseq.modules.experts import Placement
+from smoe_fairseq.modules.parallel import Placement
 
 MOST_PROCESSES = 10_000
 OPTIMIZER = "last_optimizer_state"

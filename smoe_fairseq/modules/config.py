@@ -12,9 +12,8 @@ from torch import Tensor
 from smoe_fairseq.modules.experts import EXECUTIONS, Activation
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.gates.top_k import GATE_NORMALIZATIONS, SCORES, SECOND_EXPERT_POLICIES
-from smoe_fairseq.modules.option_error import OptionError
 from smoe_fairseq.modules.routing import DROP_ORDERS
-from smoe_fairseq.modules.strata import Strata
+from smoe_fairseq.modules.strata import OptionError, Strata
 
 BALANCES = ("loss", "bias")
 BALANCED_OVER = ("batch", "update")
@@ -30,6 +29,7 @@ def option(
     choices: tuple[str, ...] = (),
     check: Callable | None = None,
     alias: str = "",
+    of: tuple[str, str] = ("", ""),
 ):
     """A field of `MoEConfig`.
 
@@ -38,9 +38,10 @@ def option(
         choices: the values it may have.
         check: called with name and value, raises OptionError.
         alias: another flag for the same.
+        of: the option, and its value, without which this one has no effect.
     """
     metadata = {"help": help, "flag": flag, "choices": choices, "check": check, "alias": alias}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={**metadata, "of": of})
 
 
 def _refuse(name: str, value, expected: str) -> None:
@@ -104,6 +105,7 @@ class MoEConfig:
         0.4,
         "--moe-gate top-p: probability that the experts of a token have between them, at least",
         "moe_top_p",
+        of=("gate", "top-p"),
     )
     scores: str = option(
         "softmax",
@@ -153,7 +155,11 @@ class MoEConfig:
         choices=BALANCES,
     )
     bias_step: float = option(
-        1e-3, "--moe-balance bias: how far it goes in an update", "moe_bias_step", check=scale
+        1e-3,
+        "--moe-balance bias: how far it goes in an update",
+        "moe_bias_step",
+        check=scale,
+        of=("balance", "bias"),
     )
     balance_over: str = option(
         "batch",
@@ -316,6 +322,13 @@ class MoEConfig:
     def flags(cls) -> dict[str, str]:
         """The models' options that set the block's, by the block's names."""
         return {f.name: f.metadata["flag"] for f in fields(cls) if f.metadata["flag"]}
+
+    @classmethod
+    def of_one_choice(cls) -> dict[str, tuple[str, str]]:
+        """The models' options that have an effect with one value of another option alone, and these two."""
+        flags = cls.flags()
+        found = {f.metadata["flag"]: f.metadata["of"] for f in fields(cls)}
+        return {name: (flags[of], value) for name, (of, value) in found.items() if of}
 
 
 # Rules across options, each with the sentence that the user reads.

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -18,6 +18,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 
 Flags = dict[str, Any]
+MOST_ALIASES = 20  # of a YAML file: each may repeat what all before it make
 
 
 def arguments(flags: Flags) -> list[str]:
@@ -35,10 +36,40 @@ def arguments(flags: Flags) -> list[str]:
     return words
 
 
+_OTHER_NAMES = {
+    **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
+    **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},
+    "--relu-dropout": "--activation-dropout",
+}
+
+
+def given_flags(words: Sequence[str]) -> dict[str, str]:
+    """The flags among command-line words, each with what follows its last occurrence."""
+    given: dict[str, list[str]] = {}
+    values: list[str] = []  # before the first flag: the folder of the data, which may be moved
+    for word in words:
+        if word[:1] == "-" and not is_number(word):
+            name, equals, value = word.partition("=")
+            name = _OTHER_NAMES.get(name, name)
+            given.pop(name, None)
+            values = given[name] = [value] if equals else []
+        else:
+            values.append(word)
+    return {name: " ".join(values) for name, values in given.items()}
+
+
+def is_number(word: str) -> bool:
+    """Whether it is a value and no flag, though it may begin with a minus."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 # The YAML files of data sets and methods: where they are, and how one is read.
 
-# Those that hold keys and values of their own.
-MOST_ALIASES = 20  # of a YAML file: each may repeat what all before it make
+# Keys that hold keys and values of their own.
 _SECTIONS = ("batch", "raw", "subwords", "task", "train", "generate", "sacrebleu")
 _SECTIONS += ("claims", "classes")
 

@@ -1,38 +1,22 @@
 """``scripts/recipe gpu-hours DATASET``: an estimate of what a table costs to train."""
 
-from argparse import ArgumentParser, Namespace
-
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.recipes.config import Dataset, load_dataset, tables
-from smoe_fairseq.recipes.identity import plan
-from smoe_fairseq.recipes.table import Grid, markdown
+from smoe_fairseq.recipes.batch import plan_batch
+from smoe_fairseq.recipes.config import Dataset, tables
+from smoe_fairseq.recipes.grid import Grid, markdown
 
-TFLOPS = 94.0  # per second: 30 percent of the 312 that an A100 has in bf16
 BACKWARD = 2  # times the FLOPs of the forward pass
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """As ``python -m smoe_fairseq.recipes`` has it."""
-    parser.add_argument(
-        "--tflops",
-        type=float,
-        default=TFLOPS,
-        metavar="N",
-        help="10^12 floating-point operations that training makes in a second on one GPU; default: "
-        f"{TFLOPS:g}, 30 percent of the peak of an A100 in bf16",
-    )
-    parser.add_argument("--names", action="store_true", help="print the methods of the table alone")
+def print_gpu_hours(dataset: Dataset, tflops: float, names: bool) -> None:
+    """Print a row for each method of the data set's table, or only the methods' names.
 
-
-def run_gpu_hours(args: Namespace) -> None:
-    """Prints a row for each method of the data set's table."""
-    if not 0 < args.tflops < float("inf"):
-        raise UsageError(f"--tflops {args.tflops:g}: expected a number above 0")
-    dataset = load_dataset(args.dataset)
-    if args.names:
-        print("\n".join(methods(dataset)))
-        return
-    print(markdown(table(dataset, args.tflops)))
+    Args:
+        tflops: 10^12 floating-point operations that training makes in a second on one GPU.
+    """
+    if not 0 < tflops < float("inf"):
+        raise UsageError(f"--tflops {tflops:g}: expected a number above 0")
+    print("\n".join(methods(dataset)) if names else markdown(table(dataset, tflops)))
 
 
 def methods(dataset: Dataset) -> list[str]:
@@ -50,7 +34,9 @@ def table(dataset: Dataset, tflops: float) -> Grid:
 
         costs = {method: system_cost(dataset, method) for method in methods(dataset)}
     updates = int(dataset.train["max-update"])
-    tokens = plan(dataset, 1, []).wanted if dataset.batch else int(dataset.train["max-tokens"])
+    tokens = (
+        plan_batch(dataset, 1, []).wanted if dataset.batch else int(dataset.train["max-tokens"])
+    )
     rows, total = [], 0.0
     for method, cost in costs.items():
         hours = (1 + BACKWARD) * cost.flops_per_token * tokens * updates / (tflops * 1e12) / 3600

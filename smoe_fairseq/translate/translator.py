@@ -18,6 +18,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.hub import Translator
 from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.translate.int8 import check_int8, quantize
+from smoe_fairseq.translate.packed import can_pack, pack
 from smoe_fairseq.translate.search import BeamSearch
 
 
@@ -317,7 +318,8 @@ class BatchTranslator:
 
     Args:
         translator: of `SMoETransformerModel.from_pretrained`; its model may be one of fairseq's own, too,
-            which is then searched by fairseq's generator.
+            which is then searched by fairseq's generator. On a CPU ours is packed (`pack`): it cannot be
+            trained or saved any more.
         max_tokens: see `MAX_TOKENS`.
         int8: whether the model is to compute in int8, on a CPU; see `quantize`.
 
@@ -333,6 +335,8 @@ class BatchTranslator:
             if not self._is_ours():
                 raise UsageError("--int8: this model is fairseq's own; expected a smoe_transformer")
             quantize(translator.models[0])
+        elif self._is_ours() and translator.device.type == "cpu" and can_pack():
+            pack(translator.models[0])
 
     def translate_batch(
         self,
