@@ -31,6 +31,23 @@ def check_plain(path: Path | str) -> None:
         raise UsageError(f"{path} is a pipe or a device; expected a file")
 
 
+def rank_files(path: Path | str, suffix: str = "") -> dict[int, Path]:
+    """The existing files of the set ``path`` (experts in a file per rank), by rank.
+
+    suffix: of the names, such as that of files which are not yet in place.
+    """
+    path = Path(path)
+    pattern = re.compile(
+        rf"{re.escape(path.stem)}-rank-(\d+){re.escape(path.suffix)}{re.escape(suffix)}"
+    )
+    found = {}
+    if path.parent.is_dir():
+        for file in path.parent.iterdir():
+            if match := pattern.fullmatch(file.name):
+                found[int(match[1])] = file
+    return dict(sorted(found.items()))
+
+
 @contextmanager
 def whole_files(
     paths: Iterable[Path | str], called: str | None = None, parents: bool = False

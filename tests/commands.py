@@ -1,5 +1,7 @@
 """Commands run as a user runs them, each in a process of its own, which mostly is a forked one."""
 
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -9,6 +11,7 @@ import sysconfig
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import programs
 from programs import Server
@@ -25,6 +28,8 @@ PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 TORCH = Server(None, "import_torch")
 FAIRSEQ = Server(TORCH, "import_fairseq")
 WITH_PLUGIN = Server(FAIRSEQ, "import_plugin")
+RECIPES = Server(TORCH, "import_recipes")
+STEP = ("-m", "smoe_fairseq.recipes")  # what Python is given for a recipe or one step of it
 
 # The stock model, small and shortly trained.
 TINY = """--arch transformer --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32
@@ -46,9 +51,10 @@ def run(
     program, *arguments = map(str, command)
     path = sys.executable if program == "python" else str(SCRIPTS / program)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    if program in COMMANDS and not fresh:
-        server = server_of(arguments)
-        result = _fork(server, [path, *arguments], environment, cwd or os.getcwd(), stdin)
+    if not fresh and (program in COMMANDS or tuple(arguments[:2]) == STEP):
+        server = RECIPES if program == "python" else server_of(arguments)
+        path = [] if program == "python" else [path]
+        result = _fork(server, [*path, *arguments], environment, cwd or os.getcwd(), stdin)
     else:
         result = subprocess.run(
             [path, *arguments],
@@ -70,31 +76,63 @@ def server_of(arguments) -> Server:
     return WITH_PLUGIN if str(PLUGIN) in map(str, arguments) else FAIRSEQ
 
 
-def run_python(program: str, *arguments, **environment) -> subprocess.CompletedProcess:
-    """``python -c``, forked from a process that has imported torch, but nothing of fairseq."""
+def run_python(
+    program: str, *arguments, server: Server = TORCH, **environment
+) -> subprocess.CompletedProcess:
+    """``python -c``, forked; by default from a process that has imported nothing of fairseq."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return _fork(TORCH, ["-c", program, *map(str, arguments)], environment, os.getcwd(), "")
+    command = ["-c", program, *map(str, arguments)]
+    return _fork(server, command, environment, os.getcwd(), "")
 
 
 def run_step(*words, cwd, **environment) -> subprocess.CompletedProcess:
     """What ``scripts/`` call: ``python -m smoe_fairseq.recipes WORDS``, forked; its outputs by themselves."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    command = ["-m", "smoe_fairseq.recipes", *map(str, words)]
-    return _fork(FAIRSEQ, command, environment, cwd, "", apart=True)
+    return _fork(RECIPES, [*STEP, *map(str, words)], environment, cwd, "", apart=True)
+
+
+def step_here(*words, cwd, main=None, **environment) -> subprocess.CompletedProcess:
+    """As `run_step`, in this process: for what starts no others, such as a report or a dry run."""
+    if main is None:
+        from smoe_fairseq.recipes.__main__ import main
+
+    output, errors = io.StringIO(), io.StringIO()
+    kept = {k: v for k, v in os.environ.items() if k not in ("RAW", "DATA_DIR", "RUN_DIR")}
+    with (
+        mock.patch.dict(os.environ, kept | environment, clear=True),
+        mock.patch.object(sys, "argv", ["recipes", *words]),
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            status = main()
+        except SystemExit as error:
+            status = error.code
+    if isinstance(status, str):
+        errors.write(f"{status}\n")
+        status = 1
+    return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
+
+
+def start(server: Server) -> list[str]:
+    """The words before a program, or ``-c`` or ``-m``, by which a shell has it forked."""
+    return [sys.executable, "-I", "-S", programs.__file__, server.address]
 
 
 def bash_functions() -> dict[str, str]:
     """The environment in which bash forks the same commands; it takes a function before a program."""
-    start = shlex.join([sys.executable, "-I", "-S", programs.__file__])
 
     def function(name: str) -> str:
         server = FAIRSEQ if name in ("smoe", "fairseq-preprocess") else WITH_PLUGIN
-        return f'() {{ {start} {shlex.quote(server.address)} {SCRIPTS / name} "$@"; }}'
+        return f'() {{ {shlex.join(start(server))} {SCRIPTS / name} "$@"; }}'
 
     functions = {f"BASH_FUNC_{name}%%": function(name) for name in COMMANDS}
-    translate = f"{start} {shlex.quote(WITH_PLUGIN.address)} -m smoe_fairseq.recipes generator"
+    generator, recipe = (shlex.join(start(server)) for server in (WITH_PLUGIN, RECIPES))
     functions["BASH_FUNC_python%%"] = (
-        f'() {{ if [[ ${{3:-}} == generator ]]; then {translate}; else command python "$@"; fi; }}'
+        '() { case "${2:-} ${3:-}" in '
+        f'"{STEP[1]} generator") {generator} "$@";; "{STEP[1]} "*) {recipe} "$@";; '
+        '*) command python "$@";; esac; }'
     )
     return functions
 

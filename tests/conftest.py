@@ -9,6 +9,7 @@ import handmade
 import pytest
 from commands import preprocess, run, train
 from ranks import Ranks
+from sampling import pairwise
 
 os.environ.setdefault(
     "FORECAST", "0"
@@ -20,6 +21,43 @@ os.environ.setdefault(
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGTSTP):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full-grid",
+        action="store_true",
+        help="all combinations, also of tests that are run for a sample of them",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Of a test with three sets of parameters or more, a pairwise sample is run (sampling.py)."""
+    if config.getoption("--full-grid"):
+        return
+    left_out = {item for item in items if item.get_closest_marker("rest")}
+    grids = {}
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("soak"):
+            grids.setdefault((item.path, item.originalname), []).append(item)
+    for grid in grids.values():
+        chosen = pairwise([parameters(item) for item in grid])
+        if chosen and not grid[0].get_closest_marker("full_grid"):
+            left_out |= set(grid) - {grid[i] for i in chosen}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+
+
+def parameters(item) -> dict:
+    """What an item was given by each `parametrize`, and by each fixture that has parameters."""
+    left = dict(item.callspec.params)
+    found = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.replace(" ", "").split(",") if isinstance(names, str) else names
+        found[tuple(names)] = tuple(id(left.pop(name)) for name in names)
+    return found | {(name,): (id(value),) for name, value in left.items()}
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import PLUGIN, run, run_python
+from commands import FAIRSEQ, PLUGIN, run, run_python
 from sampling import soak
 from test_checkpoint_files import FULL, contents, rotted
 from test_expert_parallel import flags
@@ -162,7 +162,7 @@ def test_the_command_as_typed(small_corpus, run_of_one, tmp_path):
     done = run("smoe", "average", run_of_one, "--last", 4, "--output", output)
     first, last = (run_of_one / names()[i] for i in (0, -1))
     assert f"{output}: mean of 4 checkpoints, {first} to {last.name}" in done.stdout
-    assert "100%" in done.stdout and " tensors" in done.stdout
+    assert "100%" in done.stdout and " checkpoints" in done.stdout
     assert_translates(small_corpus, output)
 
 
@@ -345,7 +345,7 @@ def asked(run_of_one, tmp_path) -> list:
 
 
 def test_without_room_what_was_there_stays(tmp_path, asked):
-    result = run_python(FULL + AVERAGE, *asked)
+    result = run_python(FULL + AVERAGE, *asked, server=FAIRSEQ)
     assert result.returncode == 1 and "Traceback" not in result.stdout
     words = f"error: --output {tmp_path / 'mean.pt'} cannot be saved: File too large; files"
     assert result.stdout.splitlines()[-1].startswith(words)
@@ -354,7 +354,7 @@ def test_without_room_what_was_there_stays(tmp_path, asked):
 
 def test_a_kill_leaves_what_was_there(tmp_path, asked):
     """And the next attempt takes the place of what is left beside it."""
-    assert run_python(KILLED + AVERAGE, *asked).returncode == -9
+    assert run_python(KILLED + AVERAGE, *asked, server=FAIRSEQ).returncode == -9
     assert sorted(contents(tmp_path).values()) == [b"half", b"old"]
     assert (tmp_path / "mean.pt").read_text() == "old"
     call(*asked)
@@ -365,20 +365,7 @@ def test_a_kill_leaves_what_was_there(tmp_path, asked):
 def test_a_signal_leaves_nothing_beside_what_was_there(tmp_path, asked, number):
     """By the door that all commands have in common."""
     sent = KILLED.replace("signal.SIGKILL", str(int(number)))
-    assert run_python(sent + AVERAGE, *asked).returncode == 128 + number
-    assert contents(tmp_path) == {"mean.pt": b"old"}
-
-
-def test_what_was_not_written_as_it_should_be_is_noticed(tmp_path, asked, monkeypatch):
-    original = torch.save
-
-    def save(state, file):
-        model = {name: tensor.clone() for name, tensor in state["model"].items()}
-        model[W1].view(-1)[5] += 1
-        original(state | {"model": model}, file)
-
-    monkeypatch.setattr(torch, "save", save)
-    assert f"{W1} was not written as it was read; is the disk sound?" in refusal(*asked)
+    assert run_python(sent + AVERAGE, *asked, server=FAIRSEQ).returncode == 128 + number
     assert contents(tmp_path) == {"mean.pt": b"old"}
 
 

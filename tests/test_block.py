@@ -96,11 +96,11 @@ def assert_agrees_as_it_is(block, x, mask, want):
 
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("normalization", ["after-drop", "before-drop", "none"])
-@pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize("strata", STRATA)
+@pytest.mark.parametrize(  # a gate of 1-1-1 sees one expert at last: two are refused, see below
+    "strata, top_k",
+    [(strata, k) for strata in STRATA for k in (1, 2) if (strata, k) != ("1-1-1", 2)],
+)
 def test_agrees_with_plain_loops(strata, top_k, normalization, padding):
-    if strata == "1-1-1" and top_k == 2:
-        pytest.skip("a gate of 1-1-1 sees one expert at last: refused, see below")
     x, mask = make_input(padding)
     dropped = {}
     for factor in (0, 0.5, 1.0, 2.0):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import SCRIPTS, TINY, generation, run, run_python
+from commands import FAIRSEQ, SCRIPTS, TINY, generation, run, run_python
 from fairseq import checkpoint_utils
 from test_compat import WITHOUT, run_without
 from test_expert_parallel import flags
@@ -300,6 +300,7 @@ def test_consolidating_without_room_says_why(sparse, tmp_path):
     result = run_python(
         FULL + "import sys; from smoe_fairseq.cli import main; main(sys.argv[1:])",
         *("reshard", sparse, "--world-size", 2, "--output", tmp_path / "set.pt"),
+        server=FAIRSEQ,
     )
     assert result.returncode == 1 and "Traceback" not in result.stdout
     words = f"error: --output {tmp_path / 'set.pt'} cannot be saved: File too large; files"

@@ -80,6 +80,7 @@ assert "smoe_label_smoothed_cross_entropy" in CRITERION_REGISTRY
 # Each patch: what happens without it
 
 
+@pytest.mark.soak
 def test_without_dataclass_hash_fairseq_is_not_imported():
     output = run_without("hash_dataclasses", "fairseq-train", "--help").stdout
     assert "mutable default" in output
@@ -105,6 +106,7 @@ def test_mended_dataclass_names_its_options():
     assert run_python(program).stdout.splitlines()[-1] == "True"
 
 
+@pytest.mark.soak
 def test_without_safe_globals_checkpoints_do_not_load(corpus, post_norm):
     command = ("fairseq-generate", *generation(corpus, post_norm))
     result = run_without("allow_checkpoint_types", *command)
@@ -113,6 +115,7 @@ def test_without_safe_globals_checkpoints_do_not_load(corpus, post_norm):
     assert last.startswith(f"error: {post_norm} holds argparse.Namespace") and "not loaded" in last
 
 
+@pytest.mark.soak
 def test_without_its_patch_a_cut_off_checkpoint_is_not_called_so(corpus, post_norm, tmp_path):
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(Path(post_norm).read_bytes()[:5000])
@@ -131,6 +134,7 @@ def test_a_folder_that_holds_a_dictionary_is_named(raw_corpus, tmp_path):
     assert f"FileExistsError: {tmp_path}/dict.src.txt" in result.stdout.splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_without_its_patch_hydra_knows_no_plugin(tmp_path):
     command = (
         *("fairseq-hydra-train", "--cfg", "job", f"common.user_dir={USER_DIR}"),
@@ -141,11 +145,13 @@ def test_without_its_patch_hydra_knows_no_plugin(tmp_path):
     assert result.returncode and "Could not find" in result.stdout
 
 
+@pytest.mark.soak
 def test_without_encoder_fast_path_patch_padded_batches_stop(corpus, post_norm):
     result = run_without("avoid_fast_path", "fairseq-generate", *generation(corpus, post_norm))
     assert result.returncode and "Mask Type should be defined" in result.stdout
 
 
+@pytest.mark.soak
 def test_without_bf16_patch_bf16_asks_for_a_tpu(corpus, tmp_path):
     command = [corpus, "--save-dir", tmp_path, *TINY, "--bf16", "--max-update", "2"]
     assert "xla_device" in run_without("keep_bf16_off_tpu", "fairseq-train", *command).stdout
@@ -161,6 +167,7 @@ def test_a_tpu_that_was_asked_for_is_not_taken_away():
         assert args.bf16 and args.tpu == bool(tpu)
 
 
+@pytest.mark.soak
 def test_without_cache_patch_older_data_sets_do_not_train(raw_corpus, tmp_path):
     preprocess(raw_corpus, tmp_path / "bin", "--dataset-impl", "lazy")
     command = (tmp_path / "bin", "--save-dir", tmp_path, *TINY, "--max-update", "2")
@@ -169,6 +176,7 @@ def test_without_cache_patch_older_data_sets_do_not_train(raw_corpus, tmp_path):
     assert "done training" in run("fairseq-train", *command).stdout
 
 
+@pytest.mark.soak
 def test_without_hydra_patch_every_command_warns():
     command = ("fairseq-generate", "no-data", "--path", "no-checkpoint")
     assert "version_base parameter is not specified" in run_without("quiet_hydra", *command).stdout

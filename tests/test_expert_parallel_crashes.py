@@ -16,7 +16,7 @@ from test_expert_parallel import checkpoint, flags, furthest, whole
 from smoe_fairseq.checkpoints.io import Record, open_checkpoint, rank_file
 from smoe_fairseq.errors import UsageError
 
-KILLS = 20
+KILLS = 10
 UPDATES = 8
 ZERO = ("--zero-sharding", "os")  # changes no bit of what is trained and saved
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from commands import generate, generation, hypotheses, run, run_python
+from commands import FAIRSEQ, generate, generation, hypotheses, run, run_python
 from sampling import soak
 from test_average import AVERAGE, KILLED, changed
 from test_checkpoint_files import FULL, contents, rotted
@@ -319,13 +319,13 @@ def test_what_was_there_stays(dense, tmp_path, to):
     for name in TO[to]:
         (tmp_path / name).write_text("old")
     before = contents(tmp_path)
-    result = run_python(FULL + AVERAGE, *ask, "--force")
+    result = run_python(FULL + AVERAGE, *ask, "--force", server=FAIRSEQ)
     assert result.returncode == 1 and "Traceback" not in result.stdout
     words = f"error: --output {output} cannot be saved: File too large; files"
     assert result.stdout.splitlines()[-1].startswith(words)
     assert contents(tmp_path) == before
     killed = KILLED if to == "fairseq" else KILLED_BEHIND_WEIGHTS
-    assert run_python(killed + AVERAGE, *ask, "--force").returncode == -9
+    assert run_python(killed + AVERAGE, *ask, "--force", server=FAIRSEQ).returncode == -9
     assert before.items() <= contents(tmp_path).items()
     call(*ask, "--force")
     assert sorted(contents(tmp_path)) == TO[to] and b"old" not in contents(tmp_path).values()

@@ -67,7 +67,9 @@ def test_a_later_token_changes_nothing_before_it(member):
         assert not torch.allclose(got[0, position:], want[0, position:])
 
 
-@pytest.mark.parametrize("member", some(FAMILY, "null", "hash", "expert-choice", "chain", "layers"))
+@pytest.mark.parametrize(
+    "member", some(FAMILY, "null", "hash", "expert-choice", "chain", "layers", first=1)
+)
 def test_decoding_step_by_step_equals_one_pass(member):
     """Three translations of one sentence, in another order at every step, as a search has them."""
     model = member_model(member).eval()
@@ -159,7 +161,9 @@ def test_activation_checkpointing_changes_nothing(member):
         loss, _, log = criterion(model, make_sample(4, 6, seed=1))
         loss.backward()
         asked = {k: v for k, v in log.items() if k.startswith("moe_asked")}
-        assert len(asked) == (2 if member in ("bias", "sigmoid", "relu") else 0)
+        assert len(asked) == (
+            2 if member in ("bias", "sigmoid", "relu", "threshold", "depths") else 0
+        )
         results.append((loss, asked, {n: p.grad for n, p in model.named_parameters()}))
     (loss, asked, grads), (checkpointed_loss, checkpointed_asked, checkpointed_grads) = results
     assert torch.equal(loss, checkpointed_loss)
@@ -168,7 +172,7 @@ def test_activation_checkpointing_changes_nothing(member):
         assert torch.allclose(grads[name], checkpointed_grads[name], atol=1e-5), name
 
 
-@pytest.mark.parametrize("member", some(FAMILY, "top-p", "base", "shared", "update"))
+@pytest.mark.parametrize("member", some(FAMILY, "top-p", "base", "shared", "update", first=1))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, soak(torch.float16)])
 def test_half_precision(member, dtype):
     model = member_model(member).to(dtype).train()
@@ -197,7 +201,7 @@ def gate_gradient(member, alpha):
 def test_who_learns_by_the_balance_loss(member):
     """Its weight changes the loss and the gates' gradients just where there is one."""
     (with_loss, loss, log), (without, plain, _) = (gate_gradient(member, a) for a in (ALPHA, 0.0))
-    learns = member not in ("hash", "base", "bias", "sigmoid", "relu")
+    learns = member not in ("hash", "base", "bias", "sigmoid", "relu", "threshold", "depths")
     assert (loss != plain) == learns
     assert log["moe_gate_loss"] >= 0.5  # logged all the same
     same = [torch.equal(a, b) for a, b in zip(with_loss, without, strict=True)]
@@ -362,7 +366,7 @@ def test_a_checkpoint_of_another_member_is_named(flags, words):
     assert words in str(end.value)
 
 
-@pytest.mark.parametrize("member", some(FAMILY, "null", "hash", "shared", "layers"))
+@pytest.mark.parametrize("member", some(FAMILY, "null", "hash", "shared", "layers", first=1))
 def test_reckoned_size_is_the_models(member, monkeypatch):
     reckoned, real = reckoned_and_real(monkeypatch, *FAMILY[member].split(), vocabulary=5000)
     assert reckoned == pytest.approx(real, rel=0.01)
@@ -384,6 +388,8 @@ COPIES = {
     "simple": (3 * 8 / 12) + (3 * 4 / 8) * 0.5,
     "top-p": 4 * 1 + 2 * 0.5,  # of 8 experts with 1/8 each four have 0.4, of 4 two
     "relu": 2 * 1.5,
+    "threshold": 2 * 1.5,
+    "depths": 2,
     "hash": 1,
     "base": 1,
     "expert-choice": 2,

@@ -63,6 +63,8 @@ ALONE = [
     "simple",
     "top-p",
     "relu",
+    "threshold",
+    "depths",
     "hash",
     "residual",
     "shared",
@@ -72,7 +74,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("member", some(sorted(ALONE), "bias"))
+@pytest.mark.parametrize("member", some(sorted(ALONE), "bias", first=1))
 def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
     """Those whose tokens do not ask what others do: with the batches of both in one process."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -81,7 +83,7 @@ def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
     compare(two, one, logged=1e-5, parameters=2e-5)
     steps = steps_of(checkpoint(one).states[0]["model"])
     assert steps == steps_of(checkpoint(two).states[0]["model"])
-    assert bool(steps) == (member in ("bias", "relu"))
+    assert bool(steps) == (member in ("bias", "relu", "threshold", "depths"))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,8 @@ def test_the_bias_goes_on_once_per_update(ranks, small_corpus, tmp_path, more):
 
 
 @pytest.mark.parametrize(
-    "member", some(["bias", "update", "hash", "base", "null", "simple", "relu"], "bias")
+    "member",
+    some(["bias", "update", "hash", "base", "null", "simple", "relu", "threshold"], "bias"),
 )
 def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, member):
     more = ["--max-update", 4, "--update-freq", 2]
@@ -188,10 +191,13 @@ def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_p
             "base",
             "top-p",
             "relu",
+            "threshold",
+            "depths",
             "bias",
             "shared",
         ],
         "expert-choice",
+        first=1,
     ),
 )
 def test_analysis_counts_every_token(three_languages, tmp_path, member):
@@ -217,7 +223,7 @@ def test_analysis_counts_every_token(three_languages, tmp_path, member):
         assert {gate.eval_factor for gate in gates if gate.asks_for == "sentence"} == {1}
     lengths = sum(handmade.LENGTHS) + 8  # and </s>
     assert len(of_layer) == 4 * 4
-    if member in ("expert-choice", "hash", "base", "shared"):
+    if member in ("expert-choice", "depths", "hash", "base", "shared"):
         for (_, side, _), choices in of_layer.items():
             assert choices == lengths + (8 if side == "encoder" else 0)  # and the language
     elif member == "chain":

@@ -2,14 +2,13 @@
 
 import errno
 import os
-import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import SCRIPTS, generation
+from commands import FAIRSEQ, RECIPES, SCRIPTS, generation, start
 from sampling import soak
 from test_recipes import server, write_dataset, write_text
 from test_recipes_archives import opus100
@@ -24,24 +23,30 @@ from smoe_fairseq.recipes.evaluate import Evaluation
 assert server  # a fixture
 
 
+LIMITED = """
+import resource, signal, sys
+from __main__ import run_program  # of warm.py
+
+size, *words = sys.argv[1:]
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
+sys.dont_write_bytecode = True  # of which Python 3.11 would keep the half for later
+run_program(words)
+"""
+
+
 def limited(size: int, *command, cwd=None, **environment) -> subprocess.CompletedProcess:
     """A command, of which no file may become larger; its disk seems to be full."""
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
     program, *words = map(str, command)
-    program = sys.executable if program == "python" else str(SCRIPTS / program)
+    server = RECIPES if program == "python" else FAIRSEQ
+    path = [] if program == "python" else [str(SCRIPTS / program)]
     given = {"OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", **environment}
-    given["PYTHONDONTWRITEBYTECODE"] = "1"  # of which Python 3.11 would keep the half for later
     return subprocess.run(
-        [program, *words],
+        [*start(server), "-c", LIMITED, str(size), *path, *words],
         cwd=cwd,
-        env={**os.environ, **given},
-        capture_output=True,
+        env=os.environ | given,
+        capture_output=True,  # by pipes, which have no size
         text=True,
-        preexec_fn=limit,
         timeout=300,
     )
 
@@ -195,10 +200,9 @@ def test_preprocess(tmp_path, raw_corpus, workers):
 def test_generate(tmp_path, corpus, pre_norm):
     command = ("fairseq-generate", *generation(corpus, pre_norm), "--results-path", tmp_path)
     command += ("--num-workers", 0)  # others hand batches over in files, which are limited too
-    assert (
-        sentence(limited(1000, *command))
-        == f"--results-path {tmp_path} cannot be written: File too large"
-    )
+    result = limited(1000, *command)  # Python tells of its log here too
+    words = f"error: --results-path {tmp_path} cannot be written: File too large"
+    assert result.returncode == 1 and result.stderr.splitlines()[-1] == words
 
 
 # train.sh and evaluate.sh

@@ -323,6 +323,7 @@ def record_blocks() -> None:
     write_json("blocks", {"random in training": drawing})
 
 
+@pytest.mark.full_grid
 @pytest.mark.parametrize("execution", ["auto", "grouped"])
 @pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize("name", BLOCKS)

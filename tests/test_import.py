@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import generate, run_python
+from commands import FAIRSEQ, generate, run_python
 from test_average import AVERAGE, KILLED, Program
 from test_checkpoint_files import FULL, contents, rotted
 from test_expert_parallel_checkpoints import call, refusal
@@ -285,12 +285,12 @@ def test_without_room_and_after_a_kill_what_was_there_stays(vanilla, tmp_path):
     output.write_text("old")
     ask = ("import", tmp_path / "model.pt", "--output", output)
     assert "is there already; --force overwrites it" in refusal(*ask)
-    result = run_python(FULL + AVERAGE, *ask, "--force")
+    result = run_python(FULL + AVERAGE, *ask, "--force", server=FAIRSEQ)
     assert result.returncode == 1 and "Traceback" not in result.stdout
     words = f"error: --output {output} cannot be saved: File too large; files"
     assert result.stdout.splitlines()[-1].startswith(words)
     assert contents(output.parent) == {"ours.pt": b"old"}
-    assert run_python(KILLED + AVERAGE, *ask, "--force").returncode == -9
+    assert run_python(KILLED + AVERAGE, *ask, "--force", server=FAIRSEQ).returncode == -9
     assert contents(output.parent)["ours.pt"] == b"old"
     call(*ask, "--force")
     assert list(contents(output.parent)) == ["ours.pt"] and load(output)["model"]

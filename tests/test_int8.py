@@ -78,7 +78,8 @@ def test_experts_are_linear_maps_one_after_the_other(strata):
 
 
 @pytest.mark.parametrize(
-    "system", some(SYSTEMS, "smoe", "dense", "cmr", "hash", "two matrices", "top-p", "shared")
+    "system",
+    some(SYSTEMS, "smoe", "dense", "cmr", "hash", "two matrices", "top-p", "shared", first=1),
 )
 def test_every_system_translates_nearly_as_before(system):
     model, task = sharp(*SYSTEMS[system].split()), make_task(96)

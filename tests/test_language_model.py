@@ -162,7 +162,7 @@ def test_the_loss_of_half_precision_is_that_of_single(dtype):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("member", some(MEMBERS, "null", "hash", "base", "chain", "cmr"))
+@pytest.mark.parametrize("member", some(MEMBERS, "null", "hash", "base", "chain", "cmr", first=1))
 def test_step_by_step_equals_at_once(member):
     """Three texts, in another order at every step, as a search has them."""
     model = member_model(member)

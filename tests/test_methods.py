@@ -18,6 +18,8 @@ METHODS = some(
             "moe-expert-choice",
             "moe-top-p",
             "moe-relu",
+            "moe-threshold",
+            "depths",
             "moe-null",
             "moe-plus-plus",
             "moe-residual",
@@ -28,7 +30,7 @@ METHODS = some(
         *("moe-top-3", "moe-released", "moe-16-released", "moe-16-top-3", "smoe-released-2-4-2"),
         *("moe-zero", "smoe-zero-4-4"),
     ],
-    *("dense", "smoe-2-2-2-2"),
+    "smoe-2-2-2-2",
 )
 SMALL = [
     *("--encoder-embed-dim", "64", "--encoder-ffn-embed-dim", "64", "--max-tokens", "500"),

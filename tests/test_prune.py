@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PLUGIN, run, run_python
+from commands import FAIRSEQ, PLUGIN, run, run_python
 from family import FAMILY
 from sampling import soak, some
 from test_average import KILLED
@@ -117,7 +117,7 @@ MEMBERS |= {
 }
 
 
-@pytest.mark.parametrize("member", some(MEMBERS, "bias", "layers", "chain"))
+@pytest.mark.parametrize("member", some(MEMBERS, "bias", "layers", "chain", first=1))
 def test_so_they_do_in_the_family(ranks, small_corpus, tmp_path, member):
     """Where the softmax over all experts has a part in it, it is 0 here for the two that go."""
     words = [*MEMBERS[member].split(), "--max-update", 3]
@@ -378,7 +378,7 @@ def asked(trained, small_corpus, tmp_path) -> list:
 
 
 def test_without_room_what_was_there_stays(tmp_path, asked):
-    result = run_python(FULL + PRUNE, *asked)
+    result = run_python(FULL + PRUNE, *asked, server=FAIRSEQ)
     assert result.returncode == 1 and "Traceback" not in result.stdout
     words = f"error: --output {tmp_path / 'pruned.pt'} cannot be saved: File too large; files"
     assert result.stdout.splitlines()[-1].startswith(words)
@@ -387,7 +387,7 @@ def test_without_room_what_was_there_stays(tmp_path, asked):
 
 def test_a_kill_leaves_what_was_there(tmp_path, asked):
     """And the next attempt takes the place of what is left beside it."""
-    assert run_python(KILLED + PRUNE, *asked).returncode == -9
+    assert run_python(KILLED + PRUNE, *asked, server=FAIRSEQ).returncode == -9
     assert sorted(contents(tmp_path).values()) == [b"half", b"old"]
     assert (tmp_path / "pruned.pt").read_text() == "old"
     call(*asked)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import bash_functions, run
+from commands import bash_functions, run, run_step
 
 ROOT = Path(__file__).parents[1]
 DATASETS = {"phrasebook": 8, "multi30k": 6}
@@ -25,14 +25,17 @@ METHODS = {
 def recipe(
     cwd: Path, script: str, *words: str, fresh: bool = False, **environment: str
 ) -> subprocess.CompletedProcess:
-    """Runs ``scripts/SCRIPT.sh WORDS`` in ``cwd``, with this Python where the checkout has none.
+    """Runs what ``scripts/SCRIPT.sh WORDS`` calls in ``cwd``, forked (commands.py).
 
-    fresh: the commands that it runs are started from nothing, as they are for a user.
+    fresh: the script itself, and the commands that it runs, are started from nothing, as by a user.
     """
+    environment = surroundings(fresh) | {"CONFIG_DIR": str(ROOT / "configs")} | environment
+    if not fresh:
+        return run_step(script, *words, cwd=cwd, **environment)
     return subprocess.run(
         [ROOT / "scripts" / f"{script}.sh", *words],
         cwd=cwd,
-        env=surroundings(fresh or "DRY_RUN" in environment) | environment,
+        env=environment,
         capture_output=True,
         text=True,
     )
@@ -129,6 +132,24 @@ def test_dry_run_prints_preparation_and_evaluation(tmp_path, dataset):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_heavy_is_imported_before_it_is_needed(tmp_path):
+    """A recipe and each of its steps start in half a second where torch would take them three."""
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'scipy', 'fairseq')))\n"
+        "from smoe_fairseq.recipes.__main__ import main; main()"
+    )
+    environment = {"DRY_RUN": "1", "GPUS": "0", "CONFIG_DIR": ROOT / "configs"}
+    for words in (("prepare", "multi30k"), ("train", "multi30k", "moe"), ("evaluate", "m4", "moe")):
+        result = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            cwd=tmp_path,
+            env=surroundings(fresh=True) | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0 and result.stdout, result.stderr
+
+
 def test_strata_of_a_family_and_words_at_the_end(tmp_path):
     result = recipe(tmp_path, "train", "multi30k", "smoe-4-12", "--lr", "1", DRY_RUN="1")
     (words,) = commands(result, "fairseq-train")
@@ -167,7 +188,7 @@ def test_unknown_method(tmp_path, method):
 @pytest.mark.parametrize("script", ["prepare", "train", "evaluate", "table"])
 def test_unknown_dataset(tmp_path, script):
     method = ["moe"] if script in ("train", "evaluate") else []
-    sentence = refusal(recipe(tmp_path, script, "multi31k", *method))
+    sentence = refusal(recipe(tmp_path, script, "multi31k", *method, fresh=True))
     assert (
         "'multi31k'" in sentence
         and "libreoffice, m15, m4, multi30k, opus100, phrasebook" in sentence

@@ -26,6 +26,8 @@ from test_recipes import (
 )
 
 from smoe_fairseq.recipes import scores
+from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.evaluate import Evaluation
 
 
 @pytest.fixture(scope="module")
@@ -365,6 +367,28 @@ def test_what_goes_wrong_in_a_translation_is_one_sentence(unevaluated):
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     assert "checkpoint_best.pt" in refusal(evaluate_again(unevaluated))
     assert not (run / "scores.json").exists() and not (run / "test").exists()
+
+
+def test_a_score_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    raw = tmp_path / "data/multi30k/raw"
+    raw.mkdir(parents=True)
+    for name in ("test.en-de.de", "test.en-de.en", "test.en-fr.fr", "test.en-fr.en"):
+        (raw / name).write_text("a b\n")
+    (tmp_path / "checkpoint_best.pt").write_text("weights")
+    directions = ("en-de", "en-fr")
+    evaluation = Evaluation(
+        load_dataset("multi30k"), tmp_path, tmp_path / "checkpoint_best.pt", directions
+    )
+    assert evaluation.resume() == {}
+    whole = json.dumps({"name": "BLEU", "score": 30.0, "signature": "s"})
+    for direction, text in zip(directions, (whole, whole[:20])):
+        (evaluation.partial / f"{direction}.json").write_text(text)
+        (evaluation.partial / f"{direction}.txt").write_text("a b\n")
+    assert evaluation.resume() == {"en-de": scores.Score(30.0, "s", 1)}
+    evaluation.partial.rename(evaluation.complete)
+    assert evaluation.resume() == {}
+    assert evaluation.partial.is_dir()
 
 
 @pytest.mark.soak

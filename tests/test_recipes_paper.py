@@ -1,18 +1,14 @@
 """The recipes of the paper's data sets and systems, as they are printed."""
 
-import contextlib
-import io
-import os
 import shlex
 import subprocess
-import sys
-from unittest import mock
 
 import pytest
+from commands import step_here
 from test_recipes import ROOT, commands, recipe, refusal, value
 
+from smoe_fairseq import cli
 from smoe_fairseq.recipes import train
-from smoe_fairseq.recipes.__main__ import main
 from smoe_fairseq.recipes.launcher import Launch
 
 PAPER = {
@@ -55,33 +51,23 @@ DATASETS = {"phrasebook": 8, "multi30k": 6, "libreoffice": 30, "m4": 8, "m15": 3
 def dry(tmp_path, script: str, *words, **environment) -> subprocess.CompletedProcess:
     """What a script prints; but for one of them in this process, where all of it happens but its start."""
     environment = {"DRY_RUN": "1", "GPUS": "1"} | environment
-    if script == "slurm" or "NODES" in environment:
-        result = recipe(tmp_path, script, *words, **environment)
+    if script == "slurm":
+        result = recipe(tmp_path, script, *words, fresh=True, **environment)
     else:
-        result = in_this_process(tmp_path, [script, *words], environment)
+        environment = {"CONFIG_DIR": str(ROOT / "configs")} | environment
+        result = step_here(script, *words, cwd=tmp_path, **environment)
     assert list(tmp_path.iterdir()) == []
     return result
 
 
-def in_this_process(cwd, words, environment) -> subprocess.CompletedProcess:
-    output, errors = io.StringIO(), io.StringIO()
-    kept = {k: v for k, v in os.environ.items() if k not in ("RAW", "DATA_DIR", "RUN_DIR")}
-    given = kept | {"CONFIG_DIR": str(ROOT / "configs")} | environment
-    with (
-        mock.patch.dict(os.environ, given, clear=True),
-        mock.patch.object(sys, "argv", ["recipes", *words]),
-        contextlib.chdir(cwd),
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(errors),
-    ):
-        try:
-            status = main()
-        except SystemExit as error:
-            status = error.code
-    if isinstance(status, str):
-        errors.write(f"{status}\n")
-        status = 1
-    return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
+@pytest.mark.parametrize("words", ["prepare m4", "train m4 moe", "evaluate m4 moe"])
+def test_smoe_runs_what_the_scripts_run(tmp_path, words):
+    given = {"DRY_RUN": "1", "GPUS": "1", "WORKERS": "2", "CONFIG_DIR": str(ROOT / "configs")}
+    one, other = (
+        step_here(*words.split(), cwd=tmp_path, main=m, **given) for m in (cli.main, None)
+    )
+    assert one.returncode == other.returncode == 0 and one.stdout == other.stdout
+    assert one.stdout.startswith("# m4")
 
 
 @pytest.mark.parametrize("method", SYSTEMS)
@@ -274,6 +260,13 @@ def test_precision_follows_the_gpu(monkeypatch, bf16):
 def test_a_precision_that_there_is_not(tmp_path):
     sentence = refusal(dry(tmp_path, "train", "m4", "moe", PRECISION="int8"))
     assert "PRECISION=int8: choose one of bf16, fp16, fp32" in sentence
+
+
+def test_folders_whose_names_look_like_flags(tmp_path):
+    result = dry(tmp_path, "prepare", "opus100", DATA_DIR="-d", RAW="-r")
+    words = shlex.split(result.stdout, comments=True)
+    assert str(tmp_path / "-r") in words and str(tmp_path / "-d/opus100/raw") in words
+    assert not [word for word in words if word.startswith(("-r", "-d")) and word != "-rf"]
 
 
 def test_unknown_system_lists_the_known(tmp_path):

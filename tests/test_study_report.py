@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import run_step
+from commands import step_here
 from sacrebleu.metrics import BLEU
 from test_recipes import recipe, refusal
 from test_table import write_translations
@@ -44,7 +44,7 @@ def rows(report: str, section: str) -> dict[str, list[str]]:
 
 def report_of(folder: Path):
     configs = str(ROOT / "configs")
-    return run_step("report", "multi30k", cwd=folder, CONFIG_DIR=configs)
+    return step_here("report", "multi30k", cwd=folder, CONFIG_DIR=configs)
 
 
 def made(folder: Path) -> str:

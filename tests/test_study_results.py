@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_recipes import recipe
+from commands import step_here
 
 from smoe_fairseq.recipes import study_results
 
@@ -21,7 +21,8 @@ def test_a_report_is_made_of_the_files_beside_it(report, tmp_path):
     dataset = report.parent.name
     shutil.copytree(report.parent, tmp_path / dataset)
     (tmp_path / dataset / "report.md").unlink()
-    result = recipe(tmp_path, "report", dataset, RESULTS_DIR=str(tmp_path))
+    given = {"CONFIG_DIR": str(ROOT / "configs"), "RESULTS_DIR": str(tmp_path)}
+    result = step_here("report", dataset, cwd=tmp_path, **given)
     assert result.returncode == 0, result.stderr
     again = (tmp_path / dataset / "report.md").read_text()
     where = report.parent.parent.relative_to(ROOT)

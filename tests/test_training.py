@@ -85,6 +85,7 @@ def generate(data, checkpoint, *flags):
     return {int(i): (text, float(score)) for i, score, text in hypotheses}, process.stdout
 
 
+@pytest.mark.soak
 def test_a_translation_does_not_depend_on_its_batch(overfitted, small_corpus):
     _, checkpoint = overfitted
     alone, _ = generate(small_corpus, checkpoint, "--batch-size", 1)
@@ -96,14 +97,14 @@ def test_a_translation_does_not_depend_on_its_batch(overfitted, small_corpus):
     assert bleu > 95  # it knows them by heart
 
 
-def test_generation_is_quiet_about_masks(overfitted, small_corpus):
-    _, checkpoint = overfitted
+def test_generation_is_quiet_about_masks(two_updates, small_corpus):
+    checkpoint = two_updates / "checkpoint_last.pt"
     _, output = generate(small_corpus, checkpoint, "--batch-size", 8)
     assert not re.search(r"warn.*mask|mask.*deprecat", output, re.IGNORECASE)
 
 
-def test_interactive_and_validate(overfitted, small_corpus):
-    _, checkpoint = overfitted
+def test_interactive_and_validate(two_updates, small_corpus):
+    checkpoint = two_updates / "checkpoint_last.pt"
     flags = ["--user-dir", PLUGIN, "--path", checkpoint, "--cpu"]
     answer = run("fairseq-interactive", small_corpus, *flags, stdin="ax by cz\n").stdout
     assert re.search(r"^H-0\t\S+\t\S+", answer, re.M)
@@ -117,9 +118,9 @@ def test_interactive_and_validate(overfitted, small_corpus):
 @pytest.mark.parametrize("flags", [soak([]), ["--update-freq", "2"]], ids=["plain", "accumulated"])
 def test_resuming_equals_never_having_stopped(small_corpus, tmp_path, flags):
     """Dropout and sampled experts included: same losses, same parameters, bit for bit."""
-    whole = train(small_corpus, tmp_path / "whole", "--max-update", 14, *flags)
-    first = train(small_corpus, tmp_path / "halves", "--max-update", 7, *flags)
-    second = train(small_corpus, tmp_path / "halves", "--max-update", 14, *flags)
+    whole = train(small_corpus, tmp_path / "whole", "--max-update", 6, *flags)
+    first = train(small_corpus, tmp_path / "halves", "--max-update", 3, *flags)
+    second = train(small_corpus, tmp_path / "halves", "--max-update", 6, *flags)
     parts = log_lines(first) + log_lines(second)
     names = ("num_updates", "loss", "moe_gate_loss", "requested_capacity", "gnorm")
     assert [[line[n] for n in names] for line in parts] == [

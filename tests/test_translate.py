@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PLUGIN, SCRIPTS, generation, run
+from commands import FAIRSEQ, PLUGIN, SCRIPTS, generation, run, start
 from sampling import soak
 from test_signals import wait_for
 from test_training import train as train_smoe
@@ -247,9 +247,11 @@ def test_numbers_that_are_none(folder, flag, value):
     assert f"{value!r}: expected a" in result.stdout
 
 
-def started(folder, *words, stdout=None, **environment) -> subprocess.Popen:
+def started(folder, *words, stdout=None, forked=False, **environment) -> subprocess.Popen:
+    """A forked one cannot be sent a signal."""
+    command = [SCRIPTS / "smoe", "translate", "run", "--to", "fr", *map(str, (*SEARCH, *words))]
     return subprocess.Popen(
-        [SCRIPTS / "smoe", "translate", "run", "--to", "fr", *map(str, (*SEARCH, *words))],
+        [*(start(FAIRSEQ) if forked else []), *command],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.PIPE,
@@ -259,7 +261,7 @@ def started(folder, *words, stdout=None, **environment) -> subprocess.Popen:
 
 
 def test_a_line_that_is_not_utf8_is_named(folder):
-    process = started(folder, "--output", "not-utf8.txt")
+    process = started(folder, "--output", "not-utf8.txt", forked=True)
     _, said = process.communicate(b"1 2\n3 \xff4\n", timeout=120)
     (last,) = said.decode().splitlines()
     assert last.startswith("error: line 2 of standard input is not UTF-8: byte 0xff at position 3;")
@@ -310,7 +312,7 @@ def test_an_interruption_leaves_the_file_as_it_was(folder, number):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_is_one_sentence(folder):
     with open("/dev/full", "wb") as full:
-        process = started(folder, stdout=full)
+        process = started(folder, stdout=full, forked=True)
         _, said = process.communicate(b"1 2\n", timeout=120)
     assert process.returncode == 1
     assert said.decode().splitlines()[-1].startswith("error: standard output cannot be written: No")

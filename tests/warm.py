@@ -63,6 +63,18 @@ def import_plugin(listener: int) -> None:
     run(serve(listener))
 
 
+def import_recipes(listener: int) -> None:
+    """What recipes and their steps import, but sacreBLEU, which looks at the environment."""
+    import scipy.stats  # noqa: F401
+    import tabulate  # noqa: F401
+
+    import smoe_fairseq.recipes.prepare
+    import smoe_fairseq.recipes.train  # noqa: F401
+
+    assert "sacrebleu" not in sys.modules
+    run(serve(listener))
+
+
 def read_options(*words_and_listener) -> None:
     """``fairseq-train`` until it has read its options, which takes it half of a short run's time.
 

@@ -4,17 +4,25 @@ import functools
 import io
 from pathlib import Path
 
-import matplotlib  # noqa: E402
 import numpy as np
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+
+from smoe_fairseq.errors import UsageError
+
+try:
+    import matplotlib
+except ImportError:
+    raise UsageError(
+        "matplotlib is missing, which draws the pictures: pip install 'smoe-fairseq[analysis]'"
+    ) from None
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from smoe_fairseq.analysis.exit_curve import CapacityCheck, Curve
 from smoe_fairseq.analysis.record import Block, Counts
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide
-from smoe_fairseq.files import whole_file  # noqa: E402
+from smoe_fairseq.files import whole_file
 from smoe_fairseq.modules.statistics import FIFTHS
 
 matplotlib.use("agg")
@@ -201,13 +209,8 @@ def draw_exit_bias(curve: Curve, stacked: bool = False) -> Figure:
 
 WIDTH = 0.09  # of a stratum's bar, in distances between strata
 GAP = 0.03  # between a stratum's bar and the tokens that pass it by
-FLOW_SHADES = (
-    "#1d3f72",
-    "#4f7db5",
-    "#9dbcdc",
-    "#cfdeec",
-    "#e6eef6",
-)  # past no stratum, one, two, ...
+# Of tokens that pass no stratum by, one, two, ...
+FLOW_SHADES = ("#1d3f72", "#4f7db5", "#9dbcdc", "#cfdeec", "#e6eef6")
 
 
 def shares(counts: Counts) -> dict[tuple[int, int], float]:

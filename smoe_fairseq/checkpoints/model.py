@@ -9,7 +9,7 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, blaming
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
 from smoe_fairseq.models.transformer import SMoETransformerModel
 
@@ -66,7 +66,8 @@ def known_options(path: Path, state: Mapping) -> dict:
     Raises:
         UsageError: it has options that our model does not have, or is another model.
     """
-    model, values = model_values(path, state)
+    with blaming(path):
+        model, values = model_values(path, state)
     for name in _WITHOUT_PLACE if model == STOCK else ():
         if values.get(name):
             raise UsageError(
@@ -74,6 +75,19 @@ def known_options(path: Path, state: Mapping) -> dict:
                 "expected a model without it"
             )
     known = SMoETransformerConfig.among(values)
+    for option in fields(SMoETransformerConfig):
+        value, number = known.get(option.name, 0), isinstance(option.default, int | float)
+        if number and not isinstance(value, int | float):
+            raise UsageError(
+                f"{path}: its settings cannot be used ({option.name} is {value!r:.60})"
+            )
+    for side in SIDES:
+        layers = {n.split(".")[2] for n in state["model"] if n.startswith(f"{side}.layers.")}
+        if known.get(name := f"{side}_layers", len(layers)) != len(layers):
+            raise UsageError(
+                f"{path}: its settings cannot be used ({name} is {known[name]}, and its weights are of "
+                f"{len(layers)} layers)"
+            )
     return known if model == OURS else {**known, "moe_freq": 0}
 
 
@@ -128,7 +142,7 @@ def target_model(path: Path, options: dict, weights: dict) -> SMoETransformerMod
         source_dictionary = _vocabulary(path, weights, "encoder")
         target_dictionary = _vocabulary(path, weights, "decoder")
 
-    with torch.device("meta"):
+    with blaming(path), torch.device("meta"):
         return SMoETransformerModel.build_model(Namespace(**options), Task)
 
 

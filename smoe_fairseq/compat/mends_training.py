@@ -8,7 +8,7 @@ import weakref
 from contextlib import ExitStack, suppress
 from types import ModuleType, SimpleNamespace
 
-from smoe_fairseq.files import whole_file
+from smoe_fairseq.files import check_plain, whole_file
 
 from .mends import MENDS, mends
 
@@ -48,6 +48,27 @@ def put_away_half_made(indexed_dataset: ModuleType) -> None:
             original(self)
 
     indexed_dataset.MMapIndexedDataset.__del__ = __del__
+
+
+# Refuses a pipe or a device in the place of a data file.
+#
+# For fairseq 0.12.2 on any Python. It opens whatever has the name, and waits for ever for a pipe's
+# writer.
+
+
+@mends("fairseq.data.indexed_dataset")
+def open_plain_files(indexed_dataset: ModuleType) -> None:
+    for name in ("index_file_path", "data_file_path"):
+        setattr(indexed_dataset, name, _plain(getattr(indexed_dataset, name)))
+
+
+def _plain(path_of):
+    @functools.wraps(path_of)
+    def plain_path_of(prefix_path):
+        check_plain(path := path_of(prefix_path))
+        return path
+
+    return plain_path_of
 
 
 # Lets fairseq say ``np.compat.long``, which numpy 2 no longer has: ``int``.

@@ -85,6 +85,13 @@ def check_content(path: Path | str, state) -> None:
             raise UnreadableCheckpoint(
                 f"{path} is not a checkpoint of fairseq: {part} in it is of another kind"
             )
+    for name, tensor in state["model"].items():
+        kind = str(getattr(tensor, "dtype", None)).removeprefix("torch.")
+        if kind.startswith(("complex", "bool")):
+            raise UnreadableCheckpoint(
+                f"{path} is not a checkpoint of fairseq: {str(name)[:_LONGEST]!r} in its model is of "
+                f"{kind} numbers; expected real ones"
+            )
     position = state.get("extra_state", {}).get("train_iterator", {})
     epoch = position.get("epoch", 1) if isinstance(position, Mapping) else None
     if not isinstance(epoch, int) or epoch < 1:
@@ -138,6 +145,9 @@ def check_sums(path: Path | str) -> None:
         part = None
         try:
             with zipfile.ZipFile(file) as archive:
+                names = archive.namelist()
+                if len(set(names)) < len(names):  # its readers would not take the same one
+                    raise UnreadableCheckpoint(f"{path} holds two parts of one name")
                 for part in archive.infolist():
                     if part.compress_type != zipfile.ZIP_STORED:
                         raise CutOffCheckpoint(

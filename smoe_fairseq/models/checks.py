@@ -138,7 +138,8 @@ def _readable(size: int) -> str:
 # Checks before any work starts: do the options, the data and the checkpoint fit together?
 
 # Options of the block that a dense model may have: they say how experts are computed, were there any.
-WITH_DENSE = {"strata", "top_k", "top_p", "bias_step", "capacity_factor", "eval_capacity_factor"}
+WITH_DENSE = {"strata", "top_k", "top_p", "threshold_step", "bias_step"}
+WITH_DENSE |= {"capacity_factor", "eval_capacity_factor"}
 WITH_DENSE |= {"second_expert_policy", "gate_normalization", "drop_order", "norms", "dropout_per"}
 WITH_DENSE |= {"gate_init_scale", "output_init_scale", "cmr_gate_drop", "expert_parallel"}
 OF_EXPERTS = [flag for name, flag in MoEConfig.flags().items() if name not in WITH_DENSE]
@@ -246,6 +247,8 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
         ("moe_balance", "bias"),
         ("moe_balance_over", "update"),
         ("moe_gate", "relu"),
+        ("moe_gate", "threshold"),
+        ("moe_gate", "depths"),
     ):
         if getattr(config, name) == value:
             raise ValueError(
@@ -353,11 +356,11 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
             f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr, without which there "
             "is no CMR gate"
         )
-    for name, (other, value) in () if _loading.get() else OF_ONE_CHOICE.items():
+    for name, (other, *values) in () if _loading.get() else OF_ONE_CHOICE.items():
         given = getattr(config, name)
-        if given != getattr(MoEOptions, name) and getattr(config, other) != value:
+        if given != getattr(MoEOptions, name) and getattr(config, other) not in values:
             raise ValueError(
-                f"{flag(name)} {given}: it is an option of {flag(other)} {value}, not of "
+                f"{flag(name)} {given}: it is an option of {flag(other)} {' or '.join(values)}, not of "
                 f"{getattr(config, other)}"
             )
 

@@ -1,4 +1,4 @@
-"""``scripts/demo.sh``: prepare, train and evaluate in one, and what has been learnt in the end."""
+"""``scripts/demo.sh``: prepare, train and evaluate, and show what the model does."""
 
 import os
 import sysconfig
@@ -17,7 +17,7 @@ from smoe_fairseq.recipes.train import train
 
 
 def demo(dataset: Dataset, method: str) -> None:
-    """All steps in one process, so that a signal to it reaches whatever command is running."""
+    """All steps in one process, so that a signal to it reaches the command that is running."""
     prepare(dataset)
     train(dataset, method, [])
     os.environ["LOGLEVEL"] = "WARNING"  # for what is imported below
@@ -27,8 +27,8 @@ def demo(dataset: Dataset, method: str) -> None:
 
 
 def _show(dataset: Dataset, method: str) -> None:
-    """Scores, sample translations and requested capacity of a method that was trained and evaluated."""
-    # Not before: fairseq and torch would take up memory during training.
+    """Print sample translations, requested capacity and scores."""
+    # Imported now, since fairseq and torch would take memory during training.
     with quietly():  # fairseq's remarks at import
         from smoe_fairseq.analysis.inputs import load
         from smoe_fairseq.analysis.record import requested_capacity

@@ -9,15 +9,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from smoe_fairseq import files
-from smoe_fairseq.checkpoints.io import rank_files
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import write_whole
+from smoe_fairseq.files import rank_files, write_whole
 from smoe_fairseq.recipes import comet, generate, scores
 from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
 from smoe_fairseq.recipes.download import tokenizer_file
@@ -104,7 +103,8 @@ class Evaluation:
     def resume(self) -> dict[str, scores.Score]:
         """The scores that the same evaluation has so far; anything else in its folder is deleted."""
         if self._is_of_this(self.complete) and not self.partial.exists():
-            return self.scored(self.complete)
+            if len(scored := self.scored(self.complete)) == len(self.directions):
+                return scored
         if not self._is_of_this(self.partial):
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
@@ -113,8 +113,11 @@ class Evaluation:
 
     def scored(self, folder: Path) -> dict[str, scores.Score]:
         """The scores by direction that a folder has."""
-        there = (d for d in self.directions if (folder / f"{d}.json").exists())
-        return {direction: scores.read_score(folder, direction) for direction in there}
+        found = {}
+        for direction in self.directions:
+            with suppress(OSError, ValueError, LookupError, TypeError):  # missing or cut: not done
+                found[direction] = scores.read_score(folder, direction)
+        return found
 
     def save(self, scored: dict[str, scores.Score], folder: Path) -> None:
         """Write ``scores.json``, in the data set's order."""

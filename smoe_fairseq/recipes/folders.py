@@ -17,6 +17,12 @@ LARGEST_SEED = 2**31 - 1
 _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
 
 
+def given_path(variable: str, default: str = "") -> Path:
+    """The path in an environment variable; absolute if a command would take it for a flag."""
+    path = Path(os.environ.get(variable) or default)
+    return path.absolute() if str(path).startswith("-") else path
+
+
 @dataclass(frozen=True)
 class Folders:
     """The folders of one data set: below ``DATA_DIR`` (data/) and ``RUN_DIR`` (runs/)."""
@@ -25,7 +31,7 @@ class Folders:
 
     @property
     def data(self) -> Path:
-        return Path(os.environ.get("DATA_DIR") or "data") / self.dataset
+        return given_path("DATA_DIR", "data") / self.dataset
 
     @property
     def download(self) -> Path:
@@ -49,7 +55,7 @@ class Folders:
 
     @property
     def runs(self) -> Path:
-        return Path(os.environ.get("RUN_DIR") or "runs") / self.dataset
+        return given_path("RUN_DIR", "runs") / self.dataset
 
     def run(self, name: str) -> Path:
         """Checkpoints, log, translations and scores of one run."""

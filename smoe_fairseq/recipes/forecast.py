@@ -71,7 +71,8 @@ def _lines(
     import fairseq  # noqa: F401  (registers the plugin's model)
 
     from smoe_fairseq.analysis.cost import build_meta_model, count, parse_run
-    from smoe_fairseq.analysis.memory import LENGTH, Run, first_that_fits, mebibytes, process_cost
+    from smoe_fairseq.analysis.memory import LENGTH, Run
+    from smoe_fairseq.analysis.processes import first_that_fits, mebibytes, process_cost
 
     flags = parse_run(words)
     length, known = longest_sentence(Folders(dataset.name).binary, dataset.shards), "the longest"

@@ -9,7 +9,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.adopt import binarised_folder
 from smoe_fairseq.recipes.config import Dataset, arguments
 from smoe_fairseq.recipes.download import remote_files
-from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.folders import Folders, given_path
 from smoe_fairseq.recipes.launcher import cores
 from smoe_fairseq.recipes.processes import (
     command,
@@ -55,7 +55,7 @@ def _is_prepared(folders: Folders) -> bool:
 
 
 def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
-    given = os.environ.get("RAW")
+    given = given_path("RAW") if os.environ.get("RAW") else None
     if archive := _archive(dataset, folders, given):
         if flags:
             raise UsageError(
@@ -81,19 +81,20 @@ def _partial(folder: Path) -> Path:
     return Path(f"{folder}.partial")
 
 
-def _archive(dataset: Dataset, folders: Folders, given: str | None) -> Path | None:
+def _archive(dataset: Dataset, folders: Folders, given: Path | None) -> Path | None:
     """The archive of binarised text, or its folder; None if the data set is made of text."""
     if not dataset.raw.get("binarised"):
         return None
     if given:
-        source = Path(given)
-        return source if source.is_file() or binarised_folder(dataset, source) else None
+        return given if given.is_file() or binarised_folder(dataset, given) else None
     if any(folders.raw.glob("train.*")):  # gathered before, or put there
         return None
     return folders.download / remote_files(dataset)[0].name
 
 
-def _adopted(dataset: Dataset, folders: Folders, archive: Path, given: str | None) -> Iterator[str]:
+def _adopted(
+    dataset: Dataset, folders: Folders, archive: Path, given: Path | None
+) -> Iterator[str]:
     yield f"# {dataset.name}: binarised text, subwords and tests as they are in the authors' archive"
     if not given:
         yield step("fetch", dataset.name, folders.download)
@@ -102,7 +103,7 @@ def _adopted(dataset: Dataset, folders: Folders, archive: Path, given: str | Non
 
 
 def _raw_text(
-    dataset: Dataset, folders: Folders, partial: Path, given: str | None
+    dataset: Dataset, folders: Folders, partial: Path, given: Path | None
 ) -> Iterator[str]:
     generator = dataset.raw.get("generator")
     if generator and not given:

@@ -10,7 +10,6 @@ import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
-from scipy import special
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.recipes import scores
@@ -58,6 +57,8 @@ def _around(values: Sequence[float], error: float, freedom: int) -> Difference:
 
 def quantile(probability: float, freedom: float) -> float:
     """A quantile of Student's t distribution."""
+    from scipy import special  # takes long, and only the study needs it
+
     return float(special.stdtrit(freedom, probability))
 
 
@@ -127,7 +128,7 @@ def spearman(first: np.ndarray, second: np.ndarray) -> float:
     """Spearman's rank correlation; NaN if all values of one are equal."""
     if np.ptp(first) == 0 or np.ptp(second) == 0:
         return float("nan")
-    from scipy import stats  # takes a second, and only the study needs it
+    from scipy import stats
 
     return float(stats.spearmanr(first, second).statistic)
 

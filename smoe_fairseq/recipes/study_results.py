@@ -26,7 +26,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
 from smoe_fairseq.recipes import identity, scores
 from smoe_fairseq.recipes.config import Dataset, arguments, given_flags
-from smoe_fairseq.recipes.folders import Folders, read_json, seed_in
+from smoe_fairseq.recipes.folders import Folders, given_path, read_json, seed_in
 from smoe_fairseq.recipes.launcher import visible_gpus
 from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.scores import Score
@@ -49,7 +49,7 @@ _VALID = re.compile(
 
 def folder_of(dataset: str) -> Path:
     """``RESULTS_DIR`` (results/) of the data set."""
-    return Path(os.environ.get("RESULTS_DIR") or "results") / dataset
+    return given_path("RESULTS_DIR", "results") / dataset
 
 
 def make_folder(dataset: str) -> None:

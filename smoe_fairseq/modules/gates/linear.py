@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.routing import Routing, rank_within_expert
+from smoe_fairseq.modules.routing import Capacity, Routing, rank_within_expert
 from smoe_fairseq.modules.torch_features import without_autocast
 
 
@@ -159,6 +159,43 @@ class ExpertBias(nn.Module):
         """Once per update, with the copies ``(E,)`` that asked for each expert in all of its batches."""
         asked_E = asked_E.to(self.steps)
         self.steps += (asked_E.sum() - asked_E * len(asked_E)).sign()
+
+
+# The routing of gates that give each token any number of experts, and of those that give one.
+#
+# Shapes: T tokens, E experts; K is E, or 1.
+
+
+def route_to_several(
+    choice_TE: Tensor,
+    weight_TE: Tensor,
+    chosen_TE: Tensor,
+    active_T: Tensor,
+    logits_TE: Tensor,
+    capacity: Capacity,
+) -> Routing:
+    """Each token goes to those of its experts that are ``chosen_TE``, the best first, with their weights.
+
+    The probabilities are a softmax of the logits; the first choice is the highest one.
+    """
+    num_experts = logits_TE.shape[1]
+    probs_TE = logits_TE.softmax(dim=-1)
+    asked_TE = choice_TE.masked_fill(~chosen_TE, num_experts)
+    places = capacity(asked_TE, probs_TE, active_T.sum())
+    kept_TE = chosen_TE & places.kept_TK
+    return Routing(
+        expert_TK=choice_TE.masked_fill(~kept_TE, num_experts),
+        weight_TK=weight_TE * kept_TE,
+        rank_TK=places.rank_TK,
+        kept_E=places.kept_E,
+        first_choice_T=logits_TE.argmax(1),
+        active_T=active_T,
+        logits_TE=logits_TE,
+        probs_TE=probs_TE,
+        asked_TK=asked_TE,
+        chosen_TK=chosen_TE,
+        kept_TK=kept_TE,
+    )
 
 
 def route_to_one(

@@ -6,7 +6,7 @@ Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
 import torch
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active
+from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active, route_to_several
 from smoe_fairseq.modules.routing import Capacity, Routing
 
 
@@ -74,23 +74,8 @@ class ReLUGate(LinearGate):
         weight_TE, choice_TE = logits_TE.relu().sort(dim=1, descending=True, stable=True)
         chosen_TE = (weight_TE > 0) & active_T.unsqueeze(1)
         logits_TE = self.exit_bias(logits_TE)
-        probs_TE = logits_TE.softmax(dim=-1)
-
-        asked_TE = choice_TE.masked_fill(~chosen_TE, self.num_experts)
-        places = self.capacity(asked_TE, probs_TE, active_T.sum())
-        kept_TE = chosen_TE & places.kept_TK
-        routing = Routing(
-            expert_TK=choice_TE.masked_fill(~kept_TE, self.num_experts),
-            weight_TK=weight_TE * kept_TE,
-            rank_TK=places.rank_TK,
-            kept_E=places.kept_E,
-            first_choice_T=logits_TE.argmax(1),
-            active_T=active_T,
-            logits_TE=logits_TE,
-            probs_TE=probs_TE,
-            asked_TK=asked_TE,
-            chosen_TK=chosen_TE,
-            kept_TK=kept_TE,
+        routing = route_to_several(
+            choice_TE, weight_TE, chosen_TE, active_T, logits_TE, self.capacity
         )
         share_E = routing.asked_E / routing.num_tokens
         busy_TE = share_E[choice_TE] * weight_TE * chosen_TE

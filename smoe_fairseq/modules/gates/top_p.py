@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active
+from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active, route_to_several
 from smoe_fairseq.modules.routing import Capacity, Routing
 
 
@@ -68,20 +68,5 @@ class TopPGate(LinearGate):
         # What the better ones sum to; nothing before the first, which is always taken.
         before_TE = torch.cat([sorted_TE.new_zeros(len(x_TD), 1), sorted_TE.cumsum(1)[:, :-1]], 1)
         chosen_TE = (before_TE < self.p) & active_T.unsqueeze(1)
-
-        asked_TE = choice_TE.masked_fill(~chosen_TE, self.num_experts)
-        places = self.capacity(asked_TE, probs_TE, active_T.sum())
-        kept_TE = chosen_TE & places.kept_TK
-        return Routing(
-            expert_TK=choice_TE.masked_fill(~kept_TE, self.num_experts),
-            weight_TK=probs_TE.gather(1, choice_TE) * kept_TE,
-            rank_TK=places.rank_TK,
-            kept_E=places.kept_E,
-            first_choice_T=choice_TE[:, 0],
-            active_T=active_T,
-            logits_TE=logits_TE,
-            probs_TE=probs_TE,
-            asked_TK=asked_TE,
-            chosen_TK=chosen_TE,
-            kept_TK=kept_TE,
-        )
+        weight_TE = probs_TE.gather(1, choice_TE)
+        return route_to_several(choice_TE, weight_TE, chosen_TE, active_T, logits_TE, self.capacity)
