@@ -235,7 +235,7 @@ OPTIONS = {
     },
     "apart": {"share_all_embeddings": False, "encoder_embed_dim": 24, "activation_fn": "gelu"},
     "threshold": {"moe_gate": "threshold"},
-    "depths": {"moe_gate": "depths", "smoe_strata": "2", "moe_capacity_factor": 1.0},
+    "depths": {"moe_gate": "depths"},
     "output": {"share_all_embeddings": False, "share_decoder_input_output_embed": True},
     "others": {
         "no_token_positional_embeddings": True,
@@ -250,7 +250,7 @@ OPTIONS = {
 def test_options_of_the_transformer(trained, tmp_path, case):
     """Embeddings that are not shared have dictionaries of different sizes here."""
     path = link_text(tmp_path / "run") / "checkpoint_last.pt"
-    system = "dense" if case == "post-norm" else "strata-4-4"
+    system = {"post-norm": "dense", "depths": "expert-choice"}.get(case, "strata-4-4")
     state = torch.load(trained / f"{system}.pt", weights_only=True)
     options = known_options(path, state) | OPTIONS[case]
     with (path.parent / "dict.tgt.txt").open() as file:
