@@ -20,7 +20,6 @@ import torch.multiprocessing as multiprocessing
 
 from smoe_fairseq.host_memory import keep_freed_memory
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.modules.branches import ConditionalRouting
 
 ROUNDS = 12
 
@@ -52,7 +51,7 @@ def process(rank: int, args: argparse.Namespace) -> None:
         for name in names
     }
     if args.cmr:
-        wait_first(blocks["waiting"].cmr)
+        wait_first(blocks["waiting"])
     exchanges = Exchanges()
     dist.all_to_all_single = exchanges.around(dist.all_to_all_single)  # of counts and of rows
     x_TD = torch.randn(args.tokens, args.embed_dim)
@@ -96,15 +95,15 @@ def step(block: StratifiedMoE, x_TD: torch.Tensor) -> None:
             dist.all_reduce(parameter.grad)
 
 
-def wait_first(cmr: ConditionalRouting) -> None:
+def wait_first(block: StratifiedMoE) -> None:
     """Lets it wait for the experts' outputs, and only then compute the shared network."""
-    original = cmr.forward
+    mix = block.dispatcher.mix
 
-    def forward(x_TD, moe, active_T):
-        moe_TD = moe()
-        return original(x_TD, lambda: moe_TD, active_T)
+    def mix_first(x_TD, copies, run, next_T, beside):
+        mixed = mix(x_TD, copies, run, next_T, lambda: None)
+        return mixed._replace(beside=beside())
 
-    cmr.forward = forward
+    block.dispatcher.mix = mix_first
 
 
 class Exchanges:

@@ -1,6 +1,7 @@
-"""A hook of MkDocs for links from docs/ to the rest of the repository.
+"""A hook of MkDocs for links between docs/ and the rest of the repository.
 
-Pictures there become files of the site; other links become plain text.
+README.md becomes the home page and CONTRIBUTING.md a page; pictures elsewhere become files of the
+site. Links to other files of the repository become plain text.
 """
 
 import re
@@ -9,17 +10,30 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md")
 PICTURES = ("results/**/*.png", "benchmarks/results/**/*.png")
 
 
 def on_files(files, config):
-    for pattern in PICTURES:
+    for pattern in (*PAGES, *PICTURES):
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
             files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
 
 
-def on_page_markdown(markdown, **_):
-    markdown = re.sub(r"(!\[[^\]]*\]\()\.\./", r"\1", markdown)
-    return re.sub(r"(?<!!)\[([^\]]+)\]\(\.\./[^)\s]+\)", r"\1", markdown)
+def on_page_markdown(markdown, page, config, files):
+    def link(match):
+        mark, text, target = match.groups()
+        path, hash_, anchor = target.partition("#")
+        if not path or "://" in path:
+            return match[0]
+        root = ROOT if page.file.src_uri in PAGES else Path(config.docs_dir)
+        whole = (root / path).resolve()
+        for folder in (Path(config.docs_dir), ROOT):
+            name = whole.relative_to(folder).as_posix() if whole.is_relative_to(folder) else ""
+            if name and files.get_file_from_path(name):
+                return f"{mark}[{text}]({name}{hash_}{anchor})"
+        return match[0] if not whole.exists() else text
+
+    return re.sub(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", link, markdown)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from smoe_fairseq.compat import require_fairseq
-from smoe_fairseq.errors import ends_with_sentence, heeded, quietly, writes_all
+from smoe_fairseq.errors import ends_with_sentence, heeded, printable, quietly, writes_all
+from smoe_fairseq.recipes.commands import RECIPES, add_arguments
 
 # NAME: (module, one line of help). The module has `add_NAME_arguments(parser)` and `run_NAME(args)`,
-# which returns None or an exit status.
+# which returns None or an exit status. The recipes have a table of their own (recipes/commands.py).
 COMMANDS = {
     "path": ("smoe_fairseq.cli", "print the package's path, for fairseq's --user-dir"),
     "cost": (
@@ -25,6 +26,10 @@ COMMANDS = {
     "translate": (
         "smoe_fairseq.translate.command",
         "text in, translations out: a line for each line",
+    ),
+    "shortlist": (
+        "smoe_fairseq.translate.shortlist",
+        "the target tokens that each source token may need, for a faster translation",
     ),
     "serve": (
         "smoe_fairseq.serve.app",
@@ -62,10 +67,6 @@ COMMANDS = {
         "smoe_fairseq.recipes.subwords",
         "learn subwords from text, and divide text into them",
     ),
-    "table": (
-        "smoe_fairseq.recipes.table",
-        "the scores of a data set's runs, beside the paper's",
-    ),
 }
 
 
@@ -73,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
     """What is wrong is a sentence, and not the last line below all flags of a command."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
+        self.exit(2, f"{self.prog}: error: {printable(message)}; {self.prog} --help says more\n")
 
 
 @heeded()
@@ -85,14 +86,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = _Parser(prog="smoe", description="Tools of smoe_fairseq.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     named = argv[0] if argv else None
+    if named in (*COMMANDS, *RECIPES):
+        require_fairseq()
     for name, (module, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == named:
-            require_fairseq()
             with quietly():
                 command = importlib.import_module(module)
             getattr(command, f"add_{name}_arguments")(subparser)
             subparser.set_defaults(run=getattr(command, f"run_{name}"))
+    for name, (_, summary, _) in RECIPES.items():
+        add_arguments(subparsers.add_parser(name, help=summary, description=summary), name)
     args = parser.parse_args(argv)
     return args.run(args) or 0
 

@@ -91,9 +91,10 @@ def run_step(*words, cwd, **environment) -> subprocess.CompletedProcess:
     return _fork(RECIPES, [*STEP, *map(str, words)], environment, cwd, "", apart=True)
 
 
-def step_here(*words, cwd, **environment) -> subprocess.CompletedProcess:
+def step_here(*words, cwd, main=None, **environment) -> subprocess.CompletedProcess:
     """As `run_step`, in this process: for what starts no others, such as a report or a dry run."""
-    from smoe_fairseq.recipes.__main__ import main
+    if main is None:
+        from smoe_fairseq.recipes.__main__ import main
 
     output, errors = io.StringIO(), io.StringIO()
     kept = {k: v for k, v in os.environ.items() if k not in ("RAW", "DATA_DIR", "RUN_DIR")}

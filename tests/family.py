@@ -7,6 +7,8 @@ FAMILY = {
     "--moe-null-experts 1 --moe-second-expert-policy all",
     "top-p": "--smoe-strata 4-4 --moe-gate top-p",
     "relu": "--smoe-strata 4-4 --moe-gate relu --moe-capacity-factor 0",
+    "threshold": "--smoe-strata 4-4 --moe-gate threshold --moe-capacity-factor 0",
+    "depths": "--smoe-strata 8 --moe-gate depths --moe-capacity-factor 2",
     "hash": "--smoe-strata 8 --moe-gate hash",
     "base": "--smoe-strata 8 --moe-gate base",
     "expert-choice": "--smoe-strata 8 --moe-gate expert-choice --moe-capacity-factor 2",

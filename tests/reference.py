@@ -45,8 +45,13 @@ def ask(params, i, inputs, tokens, options):
     if gate == "expert-choice":
         sentences = [0 if options["training"] else options["sentences"][t] for t in tokens]
         return gates.expert_choice(params, i, inputs, sentences, options["factor"])
+    if gate == "depths":
+        sentences = options["training"] and [options["sentences"][t] for t in tokens]
+        return gates.depths(params, i, inputs, sentences, options["factor"])
     if gate == "top-p":
         return gates.top_p(params, i, inputs, options["top_p"])
+    if gate == "threshold":
+        return gates.threshold(params, i, inputs)
     if gate == "relu":
         return gates.relu(params, i, inputs)
     bias = options["bias"] and options["bias"][i]
@@ -64,7 +69,7 @@ def run_gate(params, i, inputs, tokens, options):
     """
     num_experts, normalization = options["visible"][i], options["normalization"]
     capacity = math.inf
-    if options["capacity_factor"] and options["gate"] in ("topk", "top-p", "relu"):
+    if options["capacity_factor"] and options["gate"] in ("topk", "top-p", "relu", "threshold"):
         capacity = math.ceil(options["capacity_factor"] * len(inputs) / num_experts)
     scores, chosen, weights, first = ask(params, i, inputs, tokens, options)
     normalizes = options["gate"] == "topk" and options["top_k"] > 1

@@ -70,6 +70,22 @@ def relu_l1(params, i, inputs, goal):
     return total
 
 
+def threshold(params, i, inputs):
+    """Every expert whose threshold the logit exceeds, the one that it exceeds by most first."""
+    thresholds = params[f"gates.{i}.thresholds"]
+    logits = [[row @ x for row in params[f"gates.{i}.weight"]] for x in inputs]
+    margins = [[s - c for s, c in zip(row, thresholds)] for row in logits]
+    asked = [[e for e in best(row, len(row)) if row[e] > 0] for row in margins]
+    weights = [[1 / (1 + torch.exp(-row[e])) for e in a] for row, a in zip(logits, asked)]
+    return scores_of(params, i, inputs), asked, weights, [best(row, 1)[0] for row in margins]
+
+
+def score_of_rank(scores, number, goal):
+    """Of the tokens' scores for one expert among ``number``, the one that ``k T / E`` are above."""
+    rank = round(goal * len(scores) / number)
+    return sorted(scores, reverse=True)[rank] if rank < len(scores) else -(2.0**15)
+
+
 def top_p(params, i, inputs, p):
     scores = scores_of(params, i, inputs)
     asked = []
@@ -121,11 +137,22 @@ def best_balanced(affinities):
     return list(rest(0, (0,) * experts)[1])
 
 
-def expert_choice(params, i, inputs, sentences, factor):
-    """Experts take the tokens of each sentence by themselves; of one in training."""
-    scores = scores_of(params, i, inputs)
-    experts = params[f"gates.{i}.weight"].shape[0]
-    taken = [[] for _ in inputs]
+def depths(params, i, inputs, sentences, factor):
+    """In training the best tokens of each sentence, else (without sentences) those above the thresholds."""
+    weight, thresholds = params[f"gates.{i}.weight"], params[f"gates.{i}.thresholds"]
+    logits = [[row @ x for row in weight] for x in inputs]
+    if sentences:
+        taken = best_of_sentences(logits, len(weight), sentences, factor)
+    else:
+        taken = [[e for e, s in enumerate(row) if s > thresholds[e]] for row in logits]
+    weights = [[row[e] for e in a] for row, a in zip(logits, taken)]
+    first = [max(a or [0], key=lambda e: row[e].item()) for row, a in zip(logits, taken)]
+    return scores_of(params, i, inputs), taken, weights, first
+
+
+def best_of_sentences(scores, experts, sentences, factor):
+    """Each expert takes the ``ceil(factor T / E)`` best tokens of each sentence."""
+    taken = [[] for _ in scores]
     for sentence in set(sentences):
         members = [t for t, s in enumerate(sentences) if s == sentence]
         number = math.ceil(factor * len(members) / experts)
@@ -133,6 +160,14 @@ def expert_choice(params, i, inputs, sentences, factor):
             members.sort(key=lambda t: -scores[t][e].item())
             for t in members[:number]:
                 taken[t].append(e)
+    return taken
+
+
+def expert_choice(params, i, inputs, sentences, factor):
+    """Experts take the tokens of each sentence by themselves; of one in training."""
+    scores = scores_of(params, i, inputs)
+    experts = params[f"gates.{i}.weight"].shape[0]
+    taken = best_of_sentences(scores, experts, sentences, factor)
     weights = [[s[e] for e in a] for s, a in zip(scores, taken)]
     first = [max(a or range(experts), key=lambda e: s[e].item()) for s, a in zip(scores, taken)]
     return scores, taken, weights, first

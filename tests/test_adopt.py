@@ -14,7 +14,7 @@ from test_preparation import preprocess
 from test_recipes import commands, recipe, refusal, write_text
 from test_recipes_archives import configuration, server, step
 
-from smoe_fairseq.recipes.binarise import encode, learn
+from smoe_fairseq.recipes.subwords import encode, learn
 
 assert server  # a fixture
 
@@ -36,7 +36,7 @@ def pieces(tmp_path_factory) -> Path:
         for language in order.split("-"):
             file = folder / f"text/test.{order}.{language}"
             file.write_text("".join(f"{language} {line}" for line in open(file, newline="\n")))
-    learn(folder / "text", folder, {"vocab_size": 60, "character_coverage": 1.0})
+    learn(folder / "text", folder, vocab_size=60, character_coverage=1.0)
     encode(folder / "spm.model", folder / "text", folder / "encoded")
     return folder
 

@@ -244,7 +244,7 @@ def test_the_first_paragraph(results, tmp_path):
     found, checkpoint = replace(results, run=run), tmp_path / "best.pt"
     text = (
         "After 4,000 updates, over 7 sentence pairs in 2 directions of valid, a token stops on average "
-        "at 1.14 in the decoder of the strata of a block."
+        "at 1.14 strata of a block in the decoder."
     )
     assert report.summary(found, checkpoint) == text
     scores = {"aa-bb": {"bleu": 30.0}, "bb-aa": {"bleu": 31.0}}
@@ -267,3 +267,17 @@ def test_the_page_escapes_what_it_is_given():
     assert "&lt;title&gt;" in page and "<title>&lt;" in page and "a &amp; b" in page
     assert "<th>a&lt;b</th><td>1</td>" in page and page.index("first") < page.index("<table>")
     assert 'media="(max-width: 40rem)" srcset="data:image/png;base64,bmFycm93"' in page
+
+
+def test_the_tokens_that_ask_for_most_and_least_are_words():
+    """Neither language tokens and ends nor a mark without a word; numbers without zeros behind."""
+    from smoe_fairseq.analysis import report
+    from smoe_fairseq.analysis.sentence import SentenceSide
+
+    tokens = ["__de__", "\u2581", "\u2581two", "dog", "s", "</s>"]
+    encoder = SentenceSide("encoder", tokens, [], [[4, 1, 3, 2, 2, 1], [4, 1, 2, 2, 2, 1]])
+    decoder = SentenceSide("decoder", tokens[2:], [], [[2, 2, 2, 1]])
+    assert report.sentence([encoder, decoder]) == (
+        'In this sentence, in the encoder "two" asks for 2.5 strata and "s" for 2; '
+        "in the decoder all tokens ask for 2."
+    )

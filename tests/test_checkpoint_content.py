@@ -100,7 +100,7 @@ def test_a_record_of_another_kind_is_named(sparse, tmp_path, record):
         check=False,
     )
     assert result.returncode == 1 and "Traceback" not in result.stdout
-    assert "what a checkpoint says of its experts (smoe_experts)" in result.stdout.splitlines()[-1]
+    assert "what it says of its experts (smoe_experts)" in result.stdout.splitlines()[-1]
 
 
 MISSING = {

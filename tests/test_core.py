@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from smoe_fairseq.modules import OptionError, StratifiedMoE
-from smoe_fairseq.modules.balance import average_null
-from smoe_fairseq.modules.experts import Placement
+from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.modules.routing import Capacity, most_copies
+from smoe_fairseq.modules.statistics import average_null
 
 WITHOUT_FAIRSEQ = """
 import sys

@@ -231,6 +231,11 @@ def test_zero_sharding_sends_what_each_process_has_updated():
     )
 
 
+def test_one_process_is_not_called_processes():
+    table = run("smoe", "cost", "--world-size", 1, *TINY_SIZES).stdout
+    assert "\none process, 4096 tokens per batch" in table and "1 processes" not in table
+
+
 def test_processes_that_experts_do_not_fit_are_named():
     result = run("smoe", "cost", "--world-size", 3, check=False)
     assert result.returncode == 1 and "--world-size 3" in result.stdout.splitlines()[-1]

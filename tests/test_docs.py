@@ -1,7 +1,11 @@
 """README.md and docs/: every link leads somewhere, and docs/flags.md has every flag of ours."""
 
 import argparse
+import os
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +49,92 @@ def test_flags_of_the_model_and_the_criterion():
     assert len(flags) > 40
     page = (ROOT / "docs/flags.md").read_text("utf-8")
     assert not {flag for flag in flags if f"`{flag}`" not in page}
+
+
+def test_tables_of_flags_are_as_declared():
+    """`python docs/flags.py` makes them anew."""
+    page = (ROOT / "docs/flags.md").read_text("utf-8")
+    with_tables = runpy.run_path(str(ROOT / "docs/flags.py"))["with_tables"]
+    assert with_tables(page) == page
+    assert with_tables(page.replace("| `--moe-top-k` | `2` |", "| `--moe-top-k` | `3` |")) == page
+
+
+# What makes a command of the page take seconds; later flags take the place of earlier ones.
+SMALLER = {
+    "scripts/prepare.sh": "--vocab-size 60",
+    "scripts/train.sh": "--max-update 2 --max-tokens 500 --num-workers 0",
+    "scripts/evaluate.sh": "--beam 1 --max-len-b 5",
+    "smoe translate": "--beam 1 --max-len-b 5 --device cpu",
+    "smoe subwords learn": "--vocab-size 40",
+    "fairseq-train": "--cpu --arch smoe_transformer_tiny --max-update 2 --max-tokens 500",
+    "fairseq-generate": "--cpu --beam 1 --max-len-b 5",
+}
+# Of an environment that is made, and a server that does not end: the next test starts it.
+LEFT_OUT = ("make setup", ". .venv/bin/activate", "smoe serve")
+
+
+def commands_of(page: str) -> list[str]:
+    """The lines of a page's blocks of shell."""
+    text = (ROOT / page).read_text("utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.M | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def write_captions(folder: Path) -> None:
+    """Numbers in the place of Multi30k's captions, in its files, and as text of one's own."""
+    words = {"en": "number", "de": "Zahl", "fr": "nombre", "cs": "číslo"}
+    folder.mkdir()
+    for split, own, numbers in (
+        ("train", "train", range(1000, 1300)),
+        ("val", "valid", range(300, 320)),
+        ("test_2016_flickr", "test", range(500, 508)),
+    ):
+        for language, word in words.items():
+            lines = "".join(f"{word} {' '.join(str(number))}\n" for number in numbers)
+            (folder / f"{split}.{language}").write_text(lines, "utf-8")
+            (folder.parent / f"{own}.{language}").write_text(lines, "utf-8")
+
+
+@pytest.mark.soak
+def test_the_commands_of_the_start_page(tmp_path):
+    """Each as it stands there, in this order, with a smaller model and other text."""
+    write_captions(tmp_path / "captions")
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    given = {"PATH": path, "RAW": str(tmp_path / "captions"), "GPUS": "0", "OMP_NUM_THREADS": "1"}
+    given |= {"JOBS": "1", "FORECAST": "0"}
+    outputs, used = {}, set()
+    for line in commands_of("docs/start.md"):
+        if line.startswith(LEFT_OUT):
+            continue
+        for command, flags in SMALLER.items():
+            if line.removeprefix('echo "Ein Hund rennt." | ').startswith(command):
+                line, _ = f"{line} {flags}", used.add(command)
+        done = subprocess.run(
+            ["bash", "-c", line],
+            **{"cwd": tmp_path, "env": os.environ | given, "capture_output": True, "text": True},
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        outputs[" ".join(line.split()[:2])] = done.stdout
+    assert used == SMALLER.keys()
+    assert outputs["scripts/evaluate.sh multi30k"].count(": BLEU ") >= 6
+    assert "| smoe-2-2-2-2" in outputs["scripts/table.sh multi30k"]
+    assert len(outputs['echo "Ein'].splitlines()) == 1
+    assert outputs["fairseq-generate data-bin"].count("\nD-") == 8
+    assert (tmp_path / "data-bin/spm.model").exists()
+
+
+NOT_YET_SHORT = {"huggingface.md", "performance.md"}
+
+
+def test_lines_are_short():
+    """But for tables, links, names in one piece and what is typed."""
+    long = []
+    for page in PAGES:
+        if page.name in NOT_YET_SHORT:
+            continue
+        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.DOTALL)
+        lines = (line for line in text.splitlines() if not line.lstrip().startswith("|"))
+        lines = [line for line in lines if not re.search(r"\]\(|::", line)]
+        long += [f"{page.name}: {line[:60]}" for line in lines if len(line) > 100]
+    assert not long

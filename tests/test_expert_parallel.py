@@ -9,7 +9,7 @@ from commands import PLUGIN, SCRIPTS, run
 from sampling import sample, soak
 
 from smoe_fairseq.checkpoints.sets import Shards
-from smoe_fairseq.modules.experts import Placement
+from smoe_fairseq.modules.parallel import Placement
 
 UPDATES = 5
 

@@ -52,6 +52,12 @@ def refusal(*words) -> str:
     return sentence
 
 
+def test_one_process_is_not_called_processes(resharded, tmp_path, capsys):
+    source = resharded["2"] / "checkpoint_last.pt"
+    call("reshard", source, "--world-size", 1, "--output", tmp_path / "one.pt")
+    assert ", for 1 process instead of 2" in capsys.readouterr().out
+
+
 def test_resharding_to_and_fro_changes_no_bit(resharded):
     before, after = checkpoint(resharded["4"]), checkpoint(resharded["4 again"])
     for one, other in zip(before.states, after.states, strict=True):

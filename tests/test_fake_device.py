@@ -24,6 +24,8 @@ SYSTEMS = {
     "all": {"strata": "8", "second_expert_policy": "all"},
     "null": {"strata": "4-4", "top_k": 3, "null_experts": 3},
     "top-p": {"strata": "4-4", "gate": "top-p"},
+    "threshold": {"strata": "4-4", "gate": "threshold"},
+    "depths": {"strata": "1", "gate": "depths", "top_k": 1, "capacity_factor": 0.5},
     "hash": {"strata": "8", "gate": "hash"},
     "base": {"strata": "8", "gate": "base"},
     "expert-choice": {"strata": "8", "gate": "expert-choice", "capacity_factor": 2.0},

@@ -1,5 +1,6 @@
 """The wider family of gates and options, each against plain loops in float64; see test_block.py."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -21,6 +22,9 @@ def assert_agrees(block, x, mask, ids=None, **options):
     """Outputs, gradients, losses and statistics, both as few rows and as many are computed."""
     params = dict(block.named_parameters())
     every = {**params, **dict(block.named_buffers())}
+    if options.get("gate") in ("threshold", "depths"):
+        values = {f"gates.{i}.thresholds": g.threshold.value() for i, g in enumerate(block.gates)}
+        every |= {name: value.tolist() for name, value in values.items()}
     flat, padding = x.reshape(-1, D), mask.reshape(-1)
     ids_T = None if ids is None else ids.reshape(-1).tolist()
     want = reference(every, str(block.strata), flat, padding, ids=ids_T, **options)
@@ -295,6 +299,94 @@ def test_a_token_without_any_expert_keeps_its_residual():
 
 @PADDED
 @EXECUTIONS
+@pytest.mark.parametrize("strata, top_k", [("8", 2), ("4-4", 3), ("1-1-1", 1)])
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_threshold(factor, strata, top_k, execution, padding):
+    """Before the first update thresholds are 0, then scores of that rank, by batch and active tokens."""
+    x, mask = make_input(padding)
+    options = {"top_k": top_k, "capacity_factor": factor, "gate": "threshold"}
+    block = family_block(strata, execution, **options)
+    stats = assert_agrees(block, x, mask, **options)
+    block.end_update(stats.observed)
+    if padding == "all":
+        assert not any(gate.threshold.value().any() for gate in block.gates)
+    elif strata == "8":
+        params = dict(block.named_parameters())
+        inputs = torch.nn.functional.layer_norm(x[~mask], (D,), *_norm(block))
+        for row, found in zip(params["gates.0.weight"], block.gates[0].threshold.value()):
+            scores = [float(row.detach() @ token.detach()) for token in inputs]
+            want = reference_gates.score_of_rank(scores, 8, top_k)
+            assert float(found) == pytest.approx(want, abs=2**-16)
+    stats = assert_agrees(block, x, mask, **options)
+    if strata == "8" and factor == 0 and padding != "all":
+        tokens = int((~mask).sum())
+        assert stats.asked is None and int(stats.chosen.sum()) == 8 * round(top_k * tokens / 8)
+
+
+def test_thresholds_are_means_over_batches_and_updates():
+    """By tokens over the batches of an update, by the step over updates; none without tokens."""
+    block = make_block("4", gate="threshold", top_k=1, threshold_step=0.25)
+    threshold = block.gates[0].threshold
+    batches = [torch.randn(n, D, dtype=torch.float64) for n in (8, 24)]
+    found = [block(x)[1].observed for x in batches]
+    units = [observed[0, :4] / observed[0, 4] * 2**-16 for observed in found]
+    block.end_update(sum(found))
+    first = (8 * units[0] + 24 * units[1]) / 32
+    assert torch.allclose(threshold.value().double(), first.double(), atol=1e-4)
+    block.end_update(found[0])
+    want = first + 0.25 * (units[0] - first)
+    assert torch.allclose(threshold.value().double(), want.double(), atol=1e-4)
+    block.end_update(torch.zeros_like(found[0]))
+    assert torch.allclose(threshold.value().double(), want.double(), atol=1e-4)
+    assert block.half().gates[0].threshold.steps.dtype == torch.long  # as exact as before
+
+
+def test_a_dead_experts_threshold_falls():
+    """Scores that fell below it are above it again, and each expert has k T / E tokens."""
+    block = make_block("8", gate="threshold", top_k=2, capacity_factor=0.0)
+    x = torch.randn(400, D, dtype=torch.float64)
+    block.end_update(block(x)[1].observed)
+    with torch.no_grad():
+        block.gates[0].weight[3] = 0.1 * block.gates[0].weight[3]
+    used = lambda: block.gates[0](block.layer_norms[0](x)).kept_E  # noqa: E731
+    before = int(used()[3])
+    for _ in range(200):
+        block.end_update(block(x)[1].observed)
+    assert before < 20 and (used() - 100).abs().max() <= 2
+
+
+def test_thresholds_let_no_token_see_another():
+    """As in a decoder: later tokens and other sentences change nothing, in training either."""
+    block = make_block("4-4", gate="threshold", capacity_factor=0.0)
+    x = torch.randn(3, 6, D, dtype=torch.float64)
+    block.end_update(block(x)[1].observed)
+    assert torch.allclose(block(x)[0][:1, :2], block(x[:1, :2])[0], atol=1e-12)
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("strata, factor", [("1", 0.5), ("1", 0.125), ("4", 1.5), ("1", 2.0)])
+def test_mixture_of_depths(strata, factor, execution, padding):
+    """``x + r f(x)`` for the best tokens of each sentence, in evaluation for those above a threshold."""
+    x, mask = make_input(padding)
+    x, mask = x.detach().view(3, 6, D).requires_grad_(), mask.view(3, 6)
+    sentences = torch.arange(3).repeat_interleave(6).tolist()
+    options = {"gate": "depths", "sentences": sentences, "factor": factor}
+    block = family_block(strata, execution, gate="depths", top_k=1, capacity_factor=factor)
+    experts = block.strata.num_experts
+    stats = assert_agrees(block, x, mask, training=True, **options)
+    if padding == "none":
+        assert int(stats.chosen.sum()) == 3 * experts * min(math.ceil(factor * 6 / experts), 6)
+    block.end_update(stats.observed)
+    block.eval()
+    stats = assert_agrees(block, x, mask, training=False, **options)
+    if padding == "none":  # as many in all, and no token depends on another one
+        assert int(stats.chosen.sum()) == experts * min(round(factor * T / experts), T)
+        assert torch.allclose(block(x)[0][:1, :2], block(x[:1, :2])[0], atol=1e-12)
+
+
+@PADDED
+@EXECUTIONS
 @pytest.mark.parametrize("training", [True, False])
 def test_hash(training, execution, padding):
     x, mask = make_input(padding)
@@ -464,7 +556,7 @@ def test_balanced_assignment_of_odd_affinities(affinity):
         ),
         (
             {"gate": "soft"},
-            "gate 'soft': expected one of topk, hash, base, expert-choice, top-p, relu",
+            "gate 'soft': expected one of topk, hash, base, expert-choice, top-p, relu, threshold, depths",
         ),
         ({"gate": "base"}, "gate base: expected one stratum, such as strata 8, not 2-2-2-2"),
         ({"gate": "hash", "hash_table": TABLE}, "gate hash: expected one stratum"),
@@ -486,6 +578,17 @@ def test_balanced_assignment_of_odd_affinities(affinity):
             "scores sigmoid: it is an option of gate topk, not",
         ),
         ({"gate": "relu", "top_k": 5}, "top_k 5: a gate of strata 2-2-2-2 sees 2 experts"),
+        ({"gate": "depths"}, "gate depths: expected one stratum, such as strata 8, not 2-2-2-2"),
+        (
+            {"gate": "depths", "strata": "1", "top_k": 1, "capacity_factor": 0.0},
+            "capacity_factor 0.0: gate depths takes so many experts per token; expected a positive",
+        ),
+        ({"gate": "threshold", "top_k": 5}, "top_k 5: a gate of strata 2-2-2-2 sees 2 experts"),
+        ({"gate": "threshold", "threshold_step": 0}, "threshold_step 0: expected a number above 0"),
+        (
+            {"gate": "threshold", "balance": "bias"},
+            "balance bias: it is an option of gate topk, not",
+        ),
         ({"gate": "relu", "null_experts": 1}, "null_experts 1: it is an option of gate topk, not"),
         ({"gate": "relu", "copy_experts": 1}, "copy_experts 1: it is an option of gate topk, not"),
         (

@@ -161,7 +161,9 @@ def test_activation_checkpointing_changes_nothing(member):
         loss, _, log = criterion(model, make_sample(4, 6, seed=1))
         loss.backward()
         asked = {k: v for k, v in log.items() if k.startswith("moe_asked")}
-        assert len(asked) == (2 if member in ("bias", "sigmoid", "relu") else 0)
+        assert len(asked) == (
+            2 if member in ("bias", "sigmoid", "relu", "threshold", "depths") else 0
+        )
         results.append((loss, asked, {n: p.grad for n, p in model.named_parameters()}))
     (loss, asked, grads), (checkpointed_loss, checkpointed_asked, checkpointed_grads) = results
     assert torch.equal(loss, checkpointed_loss)
@@ -199,7 +201,7 @@ def gate_gradient(member, alpha):
 def test_who_learns_by_the_balance_loss(member):
     """Its weight changes the loss and the gates' gradients just where there is one."""
     (with_loss, loss, log), (without, plain, _) = (gate_gradient(member, a) for a in (ALPHA, 0.0))
-    learns = member not in ("hash", "base", "bias", "sigmoid", "relu")
+    learns = member not in ("hash", "base", "bias", "sigmoid", "relu", "threshold", "depths")
     assert (loss != plain) == learns
     assert log["moe_gate_loss"] >= 0.5  # logged all the same
     same = [torch.equal(a, b) for a, b in zip(with_loss, without, strict=True)]
@@ -386,6 +388,8 @@ COPIES = {
     "simple": (3 * 8 / 12) + (3 * 4 / 8) * 0.5,
     "top-p": 4 * 1 + 2 * 0.5,  # of 8 experts with 1/8 each four have 0.4, of 4 two
     "relu": 2 * 1.5,
+    "threshold": 2 * 1.5,
+    "depths": 2,
     "hash": 1,
     "base": 1,
     "expert-choice": 2,

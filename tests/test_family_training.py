@@ -27,6 +27,10 @@ def steps_of(model: dict) -> dict:
     return {name: value.tolist() for name, value in model.items() if STEPS.fullmatch(name)}
 
 
+def thresholds_of(model: dict) -> dict:
+    return {name: value for name, value in model.items() if name.endswith(".threshold.steps")}
+
+
 @pytest.mark.parametrize("member", some(FAMILY, "bias"))
 def test_sharded_experts_train_as_replicated_ones(ranks, small_corpus, tmp_path, member):
     """On two processes, each of which balances its own tokens where that is done by tokens."""
@@ -63,6 +67,8 @@ ALONE = [
     "simple",
     "top-p",
     "relu",
+    "threshold",
+    "depths",
     "hash",
     "residual",
     "shared",
@@ -82,6 +88,11 @@ def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
     steps = steps_of(checkpoint(one).states[0]["model"])
     assert steps == steps_of(checkpoint(two).states[0]["model"])
     assert bool(steps) == (member in ("bias", "relu"))
+    found, others = (thresholds_of(checkpoint(folder).states[0]["model"]) for folder in (one, two))
+    assert bool(found) == (member in ("threshold", "depths"))
+    for name, steps_E in found.items():  # up to what a sum's order changes
+        assert (steps_E - others[name]).abs().max() <= 2
+        assert steps_E.min() > -(2**31) and steps_E.any()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,8 @@ def test_the_bias_goes_on_once_per_update(ranks, small_corpus, tmp_path, more):
 
 
 @pytest.mark.parametrize(
-    "member", some(["bias", "update", "hash", "base", "null", "simple", "relu"], "bias")
+    "member",
+    some(["bias", "update", "hash", "base", "null", "simple", "relu", "threshold"], "bias"),
 )
 def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, member):
     more = ["--max-update", 4, "--update-freq", 2]
@@ -188,6 +200,8 @@ def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_p
             "base",
             "top-p",
             "relu",
+            "threshold",
+            "depths",
             "bias",
             "shared",
         ],
@@ -218,7 +232,7 @@ def test_analysis_counts_every_token(three_languages, tmp_path, member):
         assert {gate.eval_factor for gate in gates if gate.asks_for == "sentence"} == {1}
     lengths = sum(handmade.LENGTHS) + 8  # and </s>
     assert len(of_layer) == 4 * 4
-    if member in ("expert-choice", "hash", "base", "shared"):
+    if member in ("expert-choice", "depths", "hash", "base", "shared"):
         for (_, side, _), choices in of_layer.items():
             assert choices == lengths + (8 if side == "encoder" else 0)  # and the language
     elif member == "chain":

@@ -11,7 +11,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.translate import int8
+from smoe_fairseq.translate import int8, packed
 from smoe_fairseq.translate.int8 import Int8Linear, check_int8, levels, quantize
 from smoe_fairseq.translate.search import BeamSearch
 from smoe_fairseq.translate.translator import BatchTranslator, Options, device_of
@@ -120,7 +120,7 @@ TEXTS = [f"{' '.join(str(number))} is a number" for number in range(100, 140)]
 @pytest.fixture
 def everything(monkeypatch):
     """Matrices of any size become int8."""
-    monkeypatch.setattr(int8, "MIN_WEIGHTS", 0)
+    monkeypatch.setattr(packed, "MIN_WEIGHTS", 0)
 
 
 def test_a_text_is_translated_alike_in_any_company(tiny_run, everything, monkeypatch):

@@ -1,29 +1,42 @@
 """Files and numbers that a command would read or count for ever are refused at once."""
 
+import math
 import os
+import sys
+import tarfile
 import zipfile
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import torch
 from fairseq.data import Dictionary
+from fairseq.data.indexed_dataset import MMapIndexedDataset
 
+from smoe_fairseq.analysis import training_log
 from smoe_fairseq.checkpoints.io import open_checkpoint, rank_file
-from smoe_fairseq.checkpoints.sets import Shards, run_reshard
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.checkpoints.model import known_options
+from smoe_fairseq.checkpoints.sets import Shards, run_reshard, weights_of
+from smoe_fairseq.cli import main
+from smoe_fairseq.errors import UsageError, blaming, one_line
+from smoe_fairseq.recipes.archives import extract
 from smoe_fairseq.recipes.config import read
-from smoe_fairseq.recipes.download import extract
 
 
 @pytest.mark.parametrize(
-    "reader", [open_checkpoint, Dictionary.load, lambda f: extract(f, {}), lambda f: read(f, ())]
+    "reader",
+    [
+        *(open_checkpoint, training_log.read, lambda f: Dictionary.load(str(f))),
+        *(lambda f: extract(f, {}), lambda f: read(f, ())),
+        lambda f: MMapIndexedDataset(str(f.with_suffix(""))),
+    ],
 )
 def test_a_pipe_is_no_file(tmp_path, reader):
-    pipe = tmp_path / "pipe"
+    pipe = tmp_path / "pipe.idx"
     os.mkfifo(pipe)
-    with pytest.raises(UsageError, match="pipe is a pipe or a device; expected a file"):
-        reader(str(pipe) if reader == Dictionary.load else pipe)
+    with pytest.raises(UsageError, match="pipe.idx is a pipe or a device; expected a file"):
+        reader(pipe)
 
 
 def test_a_device_is_no_checkpoint():
@@ -56,3 +69,135 @@ def test_more_processes_than_there_can_be():
     args = Namespace(world_size=1_000_000, path=Path("a.pt"), output=Path("b.pt"), force=False)
     with pytest.raises(UsageError, match="--world-size 1000000: expected at most 10,000"):
         run_reshard(args)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_parts_of_one_name(tmp_path):
+    """Which of them is read would depend on the reader."""
+    torch.save({"model": {}}, tmp_path / "two.pt")
+    with zipfile.ZipFile(tmp_path / "two.pt", "a") as archive:
+        archive.writestr(archive.namelist()[0], b"other")
+    with pytest.raises(UsageError, match="two.pt holds two parts of one name"):
+        open_checkpoint(tmp_path / "two.pt")
+
+
+# What a checkpoint holds, by a recorded one of a small model.
+
+GOLDEN = Path(__file__).with_name("golden")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    with tarfile.open(GOLDEN / "checkpoints.tar.xz") as archive:
+        archive.extract("strata-4-4.pt", folder := tmp_path_factory.mktemp("recorded"))
+    return folder / "strata-4-4.pt"
+
+
+def changed(recorded: Path, tmp_path: Path, *keys, value) -> Path:
+    """The checkpoint with another value under these keys."""
+    state = torch.load(recorded, weights_only=True)
+    part = state
+    for key in keys[:-1]:
+        part = part[key]
+    part[keys[-1]] = value
+    torch.save(state, tmp_path / "changed.pt")
+    return tmp_path / "changed.pt"
+
+
+WEIGHT = "encoder.layers.0.fc1.weight"
+
+
+@pytest.mark.parametrize(
+    "keys, value, why",
+    [
+        (("cfg", "task", "_name"), "nope", "AssertionError Could not infer task type"),
+        (("cfg", "model", "dropout"), "x", "TypeError"),
+        (("cfg", "model", "dropout"), "${nope}", "InterpolationKeyError"),
+        (("cfg", "model", "activation_fn"), "nope", "RuntimeError --activation-fn nope"),
+        (("task_state",), None, "TypeError"),
+        (("model", WEIGHT), None, "AttributeError 'NoneType' object has no attribute"),
+    ],
+)
+def test_settings_of_which_no_model_can_be_made(recorded, tmp_path, keys, value, why):
+    path = changed(recorded, tmp_path, *keys, value=value)
+    with pytest.raises(SystemExit) as error:
+        main(["translate", str(path), "--data", str(GOLDEN / "text")])
+    assert str(error.value).startswith(f"error: {path}: its settings cannot be used ({why}")
+
+
+def test_a_file_that_the_settings_name_is_the_one_at_fault(tmp_path):
+    (tmp_path / "dict.txt").write_text("no count\n")
+    with pytest.raises(UsageError, match=r"dict.txt cannot be used \(ValueError"):
+        with blaming("model.pt"):
+            Dictionary.load(str(tmp_path / "dict.txt"))
+
+
+@pytest.mark.parametrize(
+    "name, value, why",
+    [
+        ("encoder_layers", 10**9, "encoder_layers is 1000000000; its weights have 2"),
+        ("decoder_embed_dim", 10**12, f"decoder_embed_dim is {10**12}; its weights have 16"),
+        ("dropout", "x", "dropout is 'x'"),
+    ],
+)
+def test_options_that_are_not_those_of_the_weights(recorded, tmp_path, name, value, why):
+    """They would be written into what is exported, if a list of so many layers ever ended."""
+    path = changed(recorded, tmp_path, "cfg", "model", name, value=value)
+    with pytest.raises(UsageError) as error:
+        known_options(path, weights_of(path))
+    assert str(error.value) == f"{path}: its settings cannot be used ({why})"
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (torch.ones(8, 16, dtype=torch.complex64), "is of complex64 numbers; expected real ones"),
+        (torch.ones(8, 16, dtype=torch.bool), "is of bool numbers; expected real ones"),
+        (torch.full((8, 16), math.inf), "has values that are not numbers"),
+        (None, "is missing in its model"),
+    ],
+)
+def test_weights_that_are_no_finite_real_numbers(recorded, tmp_path, value, words):
+    """A cast would make numbers of them, and an export would hand them on."""
+    path = changed(recorded, tmp_path, "model", WEIGHT, value=value)
+    with pytest.raises(UsageError, match=words):
+        weights_of(path)
+
+
+@pytest.mark.parametrize(
+    "key, value", [("num_experts", "x"), ("rank", 5), ("parameters", [1]), ("world_size", 0)]
+)
+def test_a_record_of_experts_that_is_damaged(recorded, tmp_path, key, value):
+    path = changed(recorded, tmp_path, "smoe_experts", key, value=value)
+    with pytest.raises(UsageError, match="changed.pt: what it says of its experts"):
+        weights_of(path)
+
+
+# The one line that ends a command.
+
+
+def test_names_are_shown_with_neither_line_ends_nor_orders_to_a_terminal():
+    line = one_line(UsageError("a\nb\x1b[31m" + "x" * 100_000))
+    assert line.startswith(r"a\nb\x1b[31m") and line.isprintable() and len(line) < 400
+
+
+def test_a_flag_that_there_is_not_is_shown_so_too(capsys):
+    with pytest.raises(SystemExit):
+        main(["cost", "--x\x1b[31m" + "y" * 10_000])
+    line = capsys.readouterr().err.rstrip("\n")
+    assert r"--x\x1b[31myyy" in line and line.isprintable() and len(line) < 500
+
+
+def test_a_damaged_model_of_subwords_is_named(tmp_path):
+    model_file = tmp_path / "spm.model"
+    model_file.write_bytes(b"junk" * 10)
+    with pytest.raises(RuntimeError) as error:
+        sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+    assert str(model_file) in one_line(error.value)
+
+
+def test_the_flag_whose_value_the_error_repeats_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--task", "translation", "--train-subset", "nope"])
+    with pytest.raises(FileNotFoundError) as error:
+        raise FileNotFoundError("Dataset not found: nope (bin)")
+    assert one_line(error.value).startswith("--train-subset nope: FileNotFoundError: Dataset")

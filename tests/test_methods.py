@@ -18,6 +18,8 @@ METHODS = some(
             "moe-expert-choice",
             "moe-top-p",
             "moe-relu",
+            "moe-threshold",
+            "depths",
             "moe-null",
             "moe-plus-plus",
             "moe-residual",

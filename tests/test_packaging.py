@@ -12,10 +12,12 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from commands import run
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 HOOK_FILES = {"smoe_fairseq.pth", "_smoe_fairseq_startup.py"}
@@ -62,6 +64,13 @@ def install(python, *what):
     run("python", "-m", "pip", "--python", python, "install", *options, *what)
 
 
+def wheel_of(source, folder):
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", folder)
+    run("python", "-m", "pip", "wheel", *options, source)
+    (wheel,) = folder.glob("smoe_fairseq-*.whl")
+    return wheel
+
+
 def check_installation(python, package):
     execute(python, "import fairseq.models")
     command = python.parent / "smoe"
@@ -85,9 +94,7 @@ def recipes(python, *words, **environment):
 
 @pytest.mark.soak
 def test_wheel(source, bare, tmp_path):
-    options = ("--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", tmp_path)
-    run("python", "-m", "pip", "wheel", *options, source)
-    (wheel,) = tmp_path.glob("smoe_fairseq-*.whl")
+    wheel = wheel_of(source, tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         line = archive.read("smoe_fairseq.pth").decode()
@@ -120,3 +127,54 @@ def test_editable_installation(source, bare):
     assert execute(bare, "print('well')") == "well"
     with pytest.raises(RuntimeError, match="mutable default"):
         execute(bare, "import fairseq")
+
+
+TORCH_ALONE = """
+import importlib.util, sys, torch
+from smoe_fairseq.modules import StratifiedMoE
+
+missing = ("fairseq", "hydra", "numpy", "omegaconf", "scipy", "yaml")
+assert not [name for name in missing if importlib.util.find_spec(name)]
+for strata, options in (("2-2", {}), ("2-2", {"stacked": True}), ("4", {"gate": "expert-choice"})):
+    block = StratifiedMoE(8, 16, strata=strata, **options)
+    x = torch.randn(3, 5, 8, requires_grad=True)
+    y, stats = block(x, torch.zeros(3, 5, dtype=torch.bool))
+    (y.sum() + stats.balance_loss).backward()
+    assert y.shape == x.shape and x.grad.isfinite().all()
+print("trained without", *missing)
+"""
+
+
+def required(name, found=None):
+    """The distributions that one needs here, itself included."""
+    found = {} if found is None else found
+    try:
+        found[name] = metadata.distribution(name)
+    except metadata.PackageNotFoundError:  # of another system
+        return {}
+    for line in found[name].requires or ():
+        requirement = Requirement(line)
+        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if wanted and requirement.name not in found:
+            required(requirement.name, found)
+    return found
+
+
+@pytest.fixture
+def torch_alone(tmp_path):
+    """The Python of a new environment that has torch, what torch needs, and nothing else."""
+    folder = tmp_path / "torch alone"
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    site_packages = Path(execute(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
+    here = Path(sysconfig.get_path("purelib"))
+    tops = {f.parts[0] for d in required("torch").values() for f in d.files if ".." not in f.parts}
+    for top in tops - {"__pycache__"}:
+        (site_packages / top).symlink_to(here / top)
+    return python
+
+
+def test_the_layer_needs_torch_alone(source, torch_alone, tmp_path):
+    """As docs/install.md has it: ``pip install --no-deps`` beside a torch."""
+    install(torch_alone, wheel_of(source, tmp_path))
+    assert execute(torch_alone, TORCH_ALONE).startswith("trained without fairseq")

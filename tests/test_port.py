@@ -6,9 +6,9 @@ import socket
 import pytest
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import processes, train
+from smoe_fairseq.recipes import launcher, train
 from smoe_fairseq.recipes.config import load_dataset
-from smoe_fairseq.recipes.processes import Launch
+from smoe_fairseq.recipes.launcher import Launch
 
 
 def test_port_in_use_is_named(monkeypatch):
@@ -38,7 +38,7 @@ def taken(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        monkeypatch.setattr(processes, "PATIENCE", 1)
+        monkeypatch.setattr(launcher, "PATIENCE", 1)
         yield port
 
 
@@ -82,13 +82,13 @@ def test_port_of_another_torchrun_is_named_when_training_has_failed(tmp_path, mo
 
 def test_port_that_is_free_or_of_another_machine(tmp_path, monkeypatch, taken):
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of no machine
-    processes.check_port()
+    launcher.check_port()
     with pytest.raises(SystemExit, match="1"):
         trained(tmp_path, monkeypatch, status=1)
     monkeypatch.delenv("MASTER_ADDR")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-    processes.check_port()
+    launcher.check_port()
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "x"])

@@ -23,8 +23,8 @@ from test_recipes_archives import step
 from test_signals import ended, wait_for
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import binarise, text_files
-from smoe_fairseq.recipes.binarise import learn
+from smoe_fairseq.recipes import subwords, text_files
+from smoe_fairseq.recipes.subwords import learn
 from smoe_fairseq.recipes.text_files import CHUNK
 
 PAIRS = ["en-fr", "en-de"]
@@ -76,7 +76,7 @@ def prepared(raw, given, tmp_path_factory) -> Path:
     """The steps with one process: what was gathered, a model, and its pieces in two shards and in one."""
     folder = tmp_path_factory.mktemp("prepared")
     step(folder, given, "gather", "tiny", raw, "raw")
-    learn(folder / "raw", folder, {"vocab_size": 300, "character_coverage": 0.99})
+    learn(folder / "raw", folder, vocab_size=300, character_coverage=0.99)
     for shards in ("2", "1"):
         flags = ("--shards", shards, "--longest", "50")
         step(folder, given, "encode", "spm.model", "raw", f"text{shards}", *flags)
@@ -225,10 +225,10 @@ def test_subwords_that_take_more_memory_than_there_is(tmp_path, monkeypatch, pre
     files = list((prepared / "raw").glob("train.*"))
     size = sum(file.stat().st_size for file in files)
     lines = sum(file.read_bytes().count(b"\n") for file in files)
-    monkeypatch.setattr(binarise, "machine_memory", lambda: MODELS[kind] * size // 100)
+    monkeypatch.setattr(subwords, "machine_memory", lambda: MODELS[kind] * size // 100)
     options = {"vocab_size": 300, "model_type": kind, "character_coverage": 0.99}
     with pytest.raises(UsageError) as refusal:
-        learn(prepared / "raw", tmp_path / "out", options)
+        learn(prepared / "raw", tmp_path / "out", **options)
     told = re.fullmatch(
         r"learning subwords from ([\d,]+) lines of (\S+) takes about ([\d.]+) GB of memory, and there are "
         r"([\d.]+) GB: draw fewer with --input-sentence-size (\d+)",
@@ -238,7 +238,7 @@ def test_subwords_that_take_more_memory_than_there_is(tmp_path, monkeypatch, pre
     assert float(told[3]) == pytest.approx(MODELS[kind] * size / 1e9, abs=0.05)
     assert not (tmp_path / "out").exists()
     assert 0.7 * lines / 100 < int(told[5]) < lines / 100
-    learn(prepared / "raw", tmp_path / "out", options | {"input_sentence_size": int(told[5])})
+    learn(prepared / "raw", tmp_path / "out", **options, input_sentence_size=int(told[5]))
     assert (tmp_path / "out/spm.model").exists()
 
 

@@ -43,6 +43,28 @@ def test_text_of_ones_own(tmp_path):
     run(*command, *more, cwd=tmp_path, stdin="die Zahl 1 2 3 4\n")
 
 
+def test_settings_for_a_laptop(tmp_path):
+    """The file of docs/start.md has what training needs, as multi30k.yaml has it."""
+    page = (ROOT / "docs/start.md").read_text(encoding="utf-8")
+    content = re.search(r"```yaml\n(# configs/datasets/mine.yaml.*?)```", page, re.DOTALL)[1]
+    configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (configs / "datasets/mine.yaml").write_text(content)
+    given = {"CONFIG_DIR": str(configs), "GPUS": "0", "DRY_RUN": "1", "FORECAST": "0"}
+    shown = [
+        recipe(tmp_path, "train", name, "moe", **given).stdout for name in ("mine", "multi30k")
+    ]
+    own, theirs = (dict(re.findall(r"(--[a-z-]+) ([^-\s]\S*)", text)) for text in shown)
+    for flag in (
+        "--arch",
+        "--lr",
+        "--dropout",
+        "--warmup-updates",
+        "--max-tokens",
+        "--smoe-strata",
+    ):
+        assert own[flag] == theirs[flag]
+
+
 WHOLE = {"arch": "smoe_transformer_tiny", "lr": 0.1, "max-tokens": 100, "max-update": 5}
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from test_recipes import (
 )
 
 from smoe_fairseq.recipes import scores
+from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.evaluate import Evaluation
 
 
 @pytest.fixture(scope="module")
@@ -366,6 +369,28 @@ def test_what_goes_wrong_in_a_translation_is_one_sentence(unevaluated):
     assert not (run / "scores.json").exists() and not (run / "test").exists()
 
 
+def test_a_score_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    raw = tmp_path / "data/multi30k/raw"
+    raw.mkdir(parents=True)
+    for name in ("test.en-de.de", "test.en-de.en", "test.en-fr.fr", "test.en-fr.en"):
+        (raw / name).write_text("a b\n")
+    (tmp_path / "checkpoint_best.pt").write_text("weights")
+    directions = ("en-de", "en-fr")
+    evaluation = Evaluation(
+        load_dataset("multi30k"), tmp_path, tmp_path / "checkpoint_best.pt", directions
+    )
+    assert evaluation.resume() == {}
+    whole = json.dumps({"name": "BLEU", "score": 30.0, "signature": "s"})
+    for direction, text in zip(directions, (whole, whole[:20])):
+        (evaluation.partial / f"{direction}.json").write_text(text)
+        (evaluation.partial / f"{direction}.txt").write_text("a b\n")
+    assert evaluation.resume() == {"en-de": scores.Score(30.0, "s", 1)}
+    evaluation.partial.rename(evaluation.complete)
+    assert evaluation.resume() == {}
+    assert evaluation.partial.is_dir()
+
+
 @pytest.mark.soak
 def test_two_evaluations_of_a_run_are_not_made_at_once(unevaluated):
     process = start_evaluation(unevaluated, "runs")
@@ -378,3 +403,87 @@ def test_two_evaluations_of_a_run_are_not_made_at_once(unevaluated):
         kill_session(process.pid, signal.SIGCONT)
     assert process.wait() == 0
     assert (run / "scores.json").exists()
+
+
+# In the place of unbabel-comet's program, whose model cannot be had in a test: the flags that it
+# takes and the file that it writes are as in its version 2.2.7.
+COMET_SCORE = """#!{python}
+import argparse, json, pathlib
+
+parser = argparse.ArgumentParser(allow_abbrev=False)
+for flags in (("-s", "--sources"), ("-t", "--translations"), ("-r", "--references"), ("--model",)):
+    parser.add_argument(*flags, required=True)
+parser.add_argument("--gpus", type=int, default=1)
+parser.add_argument("--quiet", action="store_true")
+parser.add_argument("--to_json", required=True)
+given = parser.parse_args()
+pathlib.Path("comet_runs").open("a").write(f"{{given.model}} {{given.gpus}}\\n")
+texts = [open(f).readlines() for f in (given.sources, given.translations, given.references)]
+segments = [dict(zip(("src", "mt", "ref"), map(str.strip, words))) for words in zip(*texts)]
+for segment in segments:
+    segment["COMET"] = {worth} * len(segment["src"]) / (len(segment["src"]) + len(segment["mt"]) + 1)
+json.dump({{given.translations: segments}}, open(given.to_json, "w"))
+print("score: 1.0")
+"""
+
+
+@pytest.fixture
+def scored(tiny, tmp_path):
+    """A folder with the run of ``tiny``, evaluated, and a stand-in for ``comet-score``."""
+    folder, _ = tiny
+    for name in ("configs", "data", "runs"):
+        shutil.copytree(folder / name, tmp_path / name, symlinks=True)
+    write_comet(tmp_path)
+    return tmp_path
+
+
+def write_comet(folder: Path, worth: float = 1) -> None:
+    (folder / "comet-score").write_text(COMET_SCORE.format(python=sys.executable, worth=worth))
+    (folder / "comet-score").chmod(0o755)
+
+
+def test_comet_scores_what_is_translated_already(scored):
+    given = {"COMET": f"{scored}/comet-score --gpus 0"}
+    before = result_of(scored / "runs/tiny/smoe-2-2")["scores"]
+    evaluated = evaluate_again(scored, **given)
+    assert evaluated.returncode == 0, evaluated.stderr
+    test = scored / "runs/tiny/smoe-2-2/test"
+    for direction, score in result_of(scored / "runs/tiny/smoe-2-2")["scores"].items():
+        source = direction.split("-")[0]
+        lengths = [
+            [len(line) for line in file.read_text().splitlines()]
+            for file in (scored / f"data/tiny/raw/test.en-fr.{source}", test / f"{direction}.txt")
+        ]
+        each = [s / (s + t + 1) for s, t in zip(*lengths, strict=True)]
+        points, signature = score["others"].pop("COMET")
+        assert points == pytest.approx(100 * sum(each) / len(each))
+        assert signature == "model:Unbabel/wmt22-comet-da"
+        assert f"# {direction}: COMET {points:.2f}" in evaluated.stdout
+        assert score == before[direction]
+    # Both directions in one go, and not again; another model is another score.
+    assert evaluate_again(scored, **given).returncode == 0
+    assert (scored / "comet_runs").read_text() == "Unbabel/wmt22-comet-da 0\n"
+    assert evaluate_again(scored, **given, COMET_MODEL="another").returncode == 0
+    assert (scored / "comet_runs").read_text().splitlines()[1:] == ["another 0"]
+    configs = {"CONFIG_DIR": str(scored / "configs")}
+    shown = run_program("smoe", "table", "tiny", "--metric", "comet", cwd=scored, **configs).stdout
+    assert f"{points:.2f}" in shown and "COMET model:another" in shown
+    words = ("--metric", "comet", "--compare", "moe", "dense")
+    refused = run_program("smoe", "table", "tiny", *words, cwd=scored, check=False, **configs)
+    assert "error: --metric comet: --compare takes bleu, chrf++ or spbleu only" in refused.stdout
+
+
+def test_comet_that_is_missing_or_off_its_scale_is_refused(scored):
+    sentence = refusal(evaluate_again(scored, COMET="no-such-program"))
+    assert "COMET=no-such-program: there is no such program" in sentence
+    write_comet(scored, worth=-1)
+    sentence = refusal(evaluate_again(scored, COMET=f"{scored}/comet-score", COMET_MODEL="odd"))
+    assert "COMET_MODEL=odd has a mean score of -0." in sentence and "between 0 and 1" in sentence
+    assert not list(scored.glob("runs/tiny/smoe-2-2/test/*.comet.json"))
+
+
+def test_a_dry_run_shows_the_command_of_comet(scored):
+    shown = evaluate_again(scored, COMET=f"{scored}/comet-score", DRY_RUN="1").stdout
+    (line,) = [x for x in shown.splitlines() if "comet-score" in x and "fr-en" in x]
+    assert "--model Unbabel/wmt22-comet-da" in line
+    assert line.endswith("--to_json runs/tiny/smoe-2-2/test/fr-en.comet.json")

@@ -7,8 +7,9 @@ import pytest
 from commands import step_here
 from test_recipes import ROOT, commands, recipe, refusal, value
 
+from smoe_fairseq import cli
 from smoe_fairseq.recipes import train
-from smoe_fairseq.recipes.processes import Launch
+from smoe_fairseq.recipes.launcher import Launch
 
 PAPER = {
     "m4": {"--arch": "smoe_transformer_base", "--lr": "0.0008", "--sampling-temperature": "1"},
@@ -57,6 +58,16 @@ def dry(tmp_path, script: str, *words, **environment) -> subprocess.CompletedPro
         result = step_here(script, *words, cwd=tmp_path, **environment)
     assert list(tmp_path.iterdir()) == []
     return result
+
+
+@pytest.mark.parametrize("words", ["prepare m4", "train m4 moe", "evaluate m4 moe"])
+def test_smoe_runs_what_the_scripts_run(tmp_path, words):
+    given = {"DRY_RUN": "1", "GPUS": "1", "WORKERS": "2", "CONFIG_DIR": str(ROOT / "configs")}
+    one, other = (
+        step_here(*words.split(), cwd=tmp_path, main=m, **given) for m in (cli.main, None)
+    )
+    assert one.returncode == other.returncode == 0 and one.stdout == other.stdout
+    assert one.stdout.startswith("# m4")
 
 
 @pytest.mark.parametrize("method", SYSTEMS)
@@ -249,6 +260,13 @@ def test_precision_follows_the_gpu(monkeypatch, bf16):
 def test_a_precision_that_there_is_not(tmp_path):
     sentence = refusal(dry(tmp_path, "train", "m4", "moe", PRECISION="int8"))
     assert "PRECISION=int8: choose one of bf16, fp16, fp32" in sentence
+
+
+def test_folders_whose_names_look_like_flags(tmp_path):
+    result = dry(tmp_path, "prepare", "opus100", DATA_DIR="-d", RAW="-r")
+    words = shlex.split(result.stdout, comments=True)
+    assert str(tmp_path / "-r") in words and str(tmp_path / "-d/opus100/raw") in words
+    assert not [word for word in words if word.startswith(("-r", "-d")) and word != "-rf"]
 
 
 def test_unknown_system_lists_the_known(tmp_path):

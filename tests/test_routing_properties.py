@@ -130,6 +130,8 @@ FAMILY = {
     "bias": dict(gate="topk", balance="bias"),
     "top-p": dict(top_p=0.6),
     "relu": {},
+    "threshold": {},
+    "depths": dict(capacity_factor=1.5),
     "hash": {},
     "base": {},
     "expert-choice": dict(capacity_factor=1.5),
@@ -142,7 +144,7 @@ def family_cases(draw):
     name = draw(st.sampled_from(sorted(FAMILY)))
     options = {"gate": name, "capacity_factor": 0.0, **FAMILY[name]}
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    if name in ("hash", "base", "expert-choice"):
+    if name in ("hash", "base", "expert-choice", "depths"):
         sizes = [sum(sizes)]
     torch.manual_seed(draw(st.integers(0, 10_000)))
     if name == "hash":

@@ -334,4 +334,4 @@ def test_sentencepieces_mark_is_a_thin_space(server, opened):
         const { piece } = await import('./tokens.js');
         return ['\\u2581', '\\u2581word', '\\u2581of\\u2581the', 'ing'].map(piece);
     }""")
-    assert shown == ["\u2009", "word", "of\u2009the", "ing"]
+    assert shown == ["\u2423", "word", "of\u2009the", "ing"]

@@ -102,19 +102,6 @@ def test_signal_to_the_demo_reaches_training_too(tmp_path, training):
     assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in output
 
 
-def test_pause_reaches_training(training):
-    process, pids = training
-
-    def states():
-        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in [process.pid, *pids]]
-        return {stat.rpartition(") ")[2][0] for stat in stats}
-
-    process.send_signal(signal.SIGTSTP)
-    wait_for(lambda: states() == {"T"}, process)
-    process.send_signal(signal.SIGCONT)
-    wait_for(lambda: "T" not in states(), process)
-
-
 RUN = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_IGN)

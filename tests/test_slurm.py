@@ -1,6 +1,7 @@
 """``scripts/slurm.sh`` with stand-ins for SLURM's commands, which no machine here has."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,7 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from sampling import soak
 from test_recipes import ROOT
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes import gpu_hours
+from smoe_fairseq.recipes.config import load_dataset, tables
 
 STAND_INS = {
     "sbatch": 'echo "$@" > submitted; echo "$NODES $GPUS $LAUNCHER $SMOE_SCRIPTS" > exported',
@@ -68,3 +74,66 @@ def test_job_requeues_itself_and_outlives_the_signals(tmp_path, cluster):
     started = (tmp_path / "started").read_text()
     assert "--rdzv-endpoint node1:20007" in started
     assert "--nproc-per-node 8 --no-python fairseq-train data/m15/bin" in started
+
+
+SBATCH = 'echo "$@" >> submitted; echo "Submitted batch job $(wc -l < submitted)"'
+
+
+def whole_table(tmp_path: Path, environment: dict[str, str], *words: str) -> list[str]:
+    done = subprocess.run(
+        [ROOT / "scripts/slurm_table.sh", *words],
+        **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("methods", [("moe", "smoe-4-4"), soak(())])
+def test_a_dry_run_of_a_table_prints_two_jobs_for_each_of_its_rows(tmp_path, cluster, methods):
+    """Without methods, of all rows of the paper's."""
+    (tmp_path / "data/m4/bin").mkdir(parents=True)
+    given = {"DRY_RUN": "1", "NODES": "2"}
+    lines = whole_table(tmp_path, cluster | given, "m4", *methods)
+    methods = methods or list(tables()["m4"]["rows"])
+    assert [line.split()[-1] for line in lines[::2]] == list(methods)
+    first = f"sbatch --nodes=2 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m4 {methods[0]} "
+    assert lines[0] == first
+    assert all(line.startswith("sbatch --dependency=afterok:JOB_OF_") for line in lines[1::2])
+    assert not (tmp_path / "submitted").exists()
+
+
+def test_scores_of_a_table_wait_for_training(tmp_path, cluster):
+    (tmp_path / "bin/sbatch").write_text(f"#!/usr/bin/env bash\n{SBATCH}\n")
+    whole_table(tmp_path, cluster, "m15", "moe", "smoe-4-12")
+    train, score, other, _ = (tmp_path / "submitted").read_text().splitlines()
+    assert train == f"--nodes=1 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m15 moe"
+    assert other == train.removesuffix("moe") + "smoe-4-12"
+    assert "--dependency=afterok:1 " in score and "--kill-on-invalid-dep=yes" in score
+    assert score.endswith(f"--wrap NODES=1 GPUS=1 {ROOT}/scripts/evaluate.sh m15 moe ")
+
+
+def test_gpu_hours_are_three_forward_passes_for_each_token(monkeypatch, capsys):
+    monkeypatch.setenv("BATCH", "20000")
+    rows = gpu_hours_of("m4", capsys, tflops=50.0)
+    flops, hours = next(numbers for method, *numbers in rows if method == "moe")
+    # 100,000 updates of 20,000 tokens
+    assert float(hours) == pytest.approx(3 * float(flops) * 1e6 * 2e9 / 50e12 / 3600, rel=0.01)
+    total = sum(float(hours) for *_, hours in rows[:-1])
+    assert rows[-1][0] == "all" and float(rows[-1][2]) == pytest.approx(total, abs=0.5)
+    with pytest.raises(UsageError, match="--tflops 0: expected a number above 0"):
+        gpu_hours_of("m4", capsys, tflops=0.0)
+
+
+@pytest.mark.parametrize("column, dataset", enumerate(["m4", "m15", "opus100"]))
+def test_gpu_hours_of_the_documentation_are_those_of_the_command(column, dataset, capsys):
+    page = (ROOT / "docs/reproduce.md").read_text("utf-8")
+    for method, _, hours in gpu_hours_of(dataset, capsys):
+        cells = re.search(rf"^\| {method} \|(.*)\|$", page, re.M)[1].split("|")
+        assert cells[column].strip() == hours, method
+
+
+def gpu_hours_of(dataset: str, capsys, tflops: float = 94.0) -> list[list[str]]:
+    """The rows that are printed: method, FLOPs and hours."""
+    gpu_hours.print_gpu_hours(load_dataset(dataset), tflops, names=False)
+    rows = [line for line in capsys.readouterr().out.splitlines()[2:] if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]

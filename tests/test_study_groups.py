@@ -1,6 +1,6 @@
 """Which systems of a study are drawn beside one another."""
 
-from smoe_fairseq.recipes.processes import method_of
+from smoe_fairseq.recipes.folders import method_of
 from smoe_fairseq.recipes.study_results import Result, groups
 
 

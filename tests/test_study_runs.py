@@ -8,7 +8,7 @@ import pytest
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import study, study_results
 from smoe_fairseq.recipes.config import load_dataset
-from smoe_fairseq.recipes.processes import Launch
+from smoe_fairseq.recipes.launcher import Launch
 
 TWO = {"GPUS": "0", "OMP_NUM_THREADS": "2"}
 

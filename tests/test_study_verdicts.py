@@ -8,7 +8,7 @@ import pytest
 
 from smoe_fairseq.recipes import study_results
 from smoe_fairseq.recipes.config import load_dataset
-from smoe_fairseq.recipes.statistics import interval, paired, quantile, spearman
+from smoe_fairseq.recipes.statistics import chance, interval, paired, quantile, spearman
 from smoe_fairseq.recipes.study_claims import (
     CONFIRMED,
     OPEN,
@@ -16,7 +16,6 @@ from smoe_fairseq.recipes.study_claims import (
     about_capacity,
     about_cost,
     about_scores,
-    chance,
 )
 
 ROOT = Path(__file__).parents[1]

@@ -1,13 +1,11 @@
 """``smoe analyze``."""
 
-import importlib.util
 import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TextIO
 
-from fairseq.utils import move_to_cuda
 from torch import nn
 
 import smoe_fairseq
@@ -146,10 +144,7 @@ def _example(model: nn.Module, task, direction: str, args: Namespace) -> list:
     sample = dataset.collater([dataset[far.index(min(far))]])["net_input"]
     if inputs.is_language_model(task):
         sample["src_tokens"] = sample["src_tokens"][:, :EXAMPLE_TOKENS]
-    device = next(model.parameters()).device
-    return sentence.run_pair(
-        model, task, sample if device.type == "cpu" else move_to_cuda(sample, device)
-    )
+    return sentence.run_pair(model, task, inputs.on_device(model, sample))
 
 
 # ``smoe analyze``: where the capacity goes, as numbers, pictures and a report.
@@ -212,11 +207,7 @@ def run_analyze(args: Namespace) -> None:
         )
     if args.output is not None:
         refuse_existing(args.output, f"--output {args.output}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("smoe analyze draws with matplotlib: pip install matplotlib")
     with quietly():
-        from smoe_fairseq.analysis import inputs
-
         model, task, directions = inputs.load_sparse_model(
             args.path, args.data, args.lang_pairs, args.cpu
         )

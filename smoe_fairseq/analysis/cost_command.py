@@ -1,28 +1,39 @@
-"""``smoe cost``."""
+"""``smoe cost``: parameters, forward FLOPs per token and requested capacity."""
 
 import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from smoe_fairseq.analysis.cost import (
     ARCHITECTURES,
     CONTEXT,
+    READING,
     Cost,
+    add_model_arguments,
+    add_run_arguments,
     build_meta_model,
     count,
     is_language_model,
     parse_model,
 )
 from smoe_fairseq.analysis.inputs import load
+from smoe_fairseq.analysis.memory import LENGTH, Run
+from smoe_fairseq.analysis.processes import aligned, print_process_costs, process_costs
 from smoe_fairseq.analysis.record import requested_capacity
 from smoe_fairseq.checkpoints.io import open_checkpoint
-from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.checkpoints.model import saved_options
+from smoe_fairseq.errors import UsageError, blaming, quietly
 from smoe_fairseq.recipes.config import Dataset, arguments, load_dataset, method_flags, tables
 
 WITH_COSTS = ("m4", "m15")
 BASELINE = "moe"  # the row that differences between rows are taken from
+LIMIT_PERCENT = 0.5  # of the paper's parameters
+VOCABULARY = 32_000
 
 
 def system_cost(
@@ -32,106 +43,70 @@ def system_cost(
     requested_capacity: Mapping[str, float] | None = None,
     experts_per_token: float | None = None,
 ) -> Cost:
-    """Of the model that a method's flags make of a data set's; an unknown method is a `UsageError`."""
+    """The cost of a method's model for a data set; raises UsageError for an unknown method."""
     args = parse_model(arguments(dataset.train | method_flags(method, dataset)))
     model = build_meta_model(args, int(dataset.subwords["vocab-size"]))
     return count(model, context, requested_capacity, experts_per_token)
 
 
-def costs(table: str, context: int = CONTEXT) -> dict[str, Cost]:
-    """Our counts for each row of table "m4" or "m15"."""
-    dataset = load_dataset(table)
-    return {method: system_cost(dataset, method, context) for method in tables()[table]["rows"]}
-
-
 def compare(table: str, context: int = CONTEXT) -> list[dict[str, Any]]:
-    """One entry per row, in millions: ours, the paper's, and the differences.
+    """One entry per row of table "m4" or "m15", in millions: ours, the paper's, and the differences.
 
     ``flops_over_moe`` are a row's FLOPs less those of the vanilla MoE's row; a printed difference of
     two whole numbers may be off by less than 1.
     """
-    counted = costs(table, context)
-    rows = tables()[table]["rows"]
+    dataset, rows = load_dataset(table), tables()[table]["rows"]
+    counted = {method: system_cost(dataset, method, context) for method in rows}
     base, paper_base = counted[BASELINE].flops_per_token / 1e6, rows[BASELINE]["flops_per_token"]
     entries = []
     for method, cost in counted.items():
         parameters, flops = cost.parameters / 1e6, cost.flops_per_token / 1e6
-        paper_parameters = rows[method]["parameters"]
-        paper_flops = rows[method]["flops_per_token"]
+        printed = rows[method]
         entries.append(
             {
                 "method": method,
                 "parameters": parameters,
-                "paper_parameters": paper_parameters,
-                "parameters_percent": 100 * (parameters / paper_parameters - 1),
+                "paper_parameters": printed["parameters"],
+                "parameters_percent": 100 * (parameters / printed["parameters"] - 1),
                 "flops": flops,
-                "paper_flops": paper_flops,
-                "flops_difference": flops - paper_flops,
+                "paper_flops": printed["flops_per_token"],
+                "flops_difference": flops - printed["flops_per_token"],
                 "flops_over_moe": flops - base,
-                "paper_flops_over_moe": paper_flops - paper_base,
+                "paper_flops_over_moe": printed["flops_per_token"] - paper_base,
             }
         )
     return entries
 
 
-# The cost of a checkpoint's model, at the requested capacity expected or measured.
-
-
 def expected_cost(checkpoint: Path, context: int) -> Cost:
-    """Under uniform routing; of the checkpoint only the options and one shape are used.
+    """The cost of a checkpoint's model under uniform routing, by its options and vocabulary.
 
     Raises:
         UsageError: the checkpoint cannot be read, or holds another model.
     """
     state = open_checkpoint(checkpoint)
-    # Before fairseq had a config, checkpoints held the flat command line.
-    config = state["cfg"]["model"] if state.get("cfg") else state.get("args")
-    values = vars(config) if isinstance(config, Namespace) else config or {}
+    values = saved_options(checkpoint, state)
     arch = values.get("arch") or values.get("_name")
     if arch not in ARCHITECTURES:
         raise UsageError(
             f"{checkpoint} holds a model of architecture {arch}: expected one of "
             f"{', '.join(ARCHITECTURES)}"
         )
-    args = Namespace(**values | {"arch": arch})
-    weights = state["model"]
-    vocabulary = len(weights["decoder.embed_tokens.weight"])
-    outputs = len(weights["decoder.output_projection.weight"]) if is_language_model(args) else None
-    model = build_meta_model(args, vocabulary, None if outputs == vocabulary else outputs)
-    model.upgrade_state_dict(weights)  # one of before may have fewer layer norms
-    return count(model, context)
+    args, weights = Namespace(**values | {"arch": arch}), state["model"]
+    with blaming(checkpoint):
+        vocabulary = len(weights["decoder.embed_tokens.weight"])
+        outputs = vocabulary
+        if is_language_model(args):
+            outputs = len(weights["decoder.output_projection.weight"])
+        model = build_meta_model(args, vocabulary, None if outputs == vocabulary else outputs)
+        model.upgrade_state_dict(weights)  # older ones may have fewer layer norms
+        return count(model, context)
 
 
 def measured_cost(checkpoint: Path, data: Path, subset: str, context: int) -> Cost:
-    """At the requested capacity of a subset's tokens, by teacher forcing."""
+    """The cost at the requested capacity of a subset's tokens, by teacher forcing."""
     model, task = load(checkpoint, data)
     return count(model, context, requested_capacity(model, task, subset))
-
-
-# ``smoe cost``: parameters, forward FLOPs per token and requested capacity.
-
-with quietly():
-    import fairseq  # noqa: F401  (the plugin's model registers itself as soon as fairseq is there)
-
-    from smoe_fairseq.analysis.cost import (
-        CONTEXT,
-        READING,
-        Cost,
-        add_model_arguments,
-        add_run_arguments,
-        build_meta_model,
-        count,
-    )
-    from smoe_fairseq.analysis.memory import (
-        LENGTH,
-        Run,
-        aligned,
-        print_process_costs,
-        process_costs,
-    )
-
-LIMIT_PERCENT = 0.5  # of the paper's parameters
-VOCABULARY = 32_000
 
 
 def add_cost_arguments(parser: ArgumentParser) -> None:
@@ -223,8 +198,8 @@ def run_cost(args: Namespace) -> None:
     print(f"\n{READING}")
 
 
-def _processes(model, args: Namespace) -> dict:
-    """Of `process_costs`; experts are sharded with the only back end that can."""
+def _processes(model: nn.Module, args: Namespace) -> dict:
+    """`process_costs`, or nothing without ``--world-size``."""
     if args.world_size is None:
         return {}
     try:
@@ -238,13 +213,7 @@ def _run_of(args: Namespace) -> Run:
 
 
 def _plain(cost: Cost) -> dict:
-    return {
-        "parameters": cost.parameters,
-        "active_parameters": cost.active_parameters,
-        "requested_capacity": cost.requested_capacity,
-        "flops_per_token": cost.flops_per_token,
-        "flops": cost.flops,
-    }
+    return asdict(cost) | {"flops_per_token": cost.flops_per_token}
 
 
 def _print_cost(cost: Cost, routing: str) -> None:

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.nn.functional as F
-from fairseq import utils
 from fairseq.data.multilingual.sampled_multi_dataset import SampledMultiDataset
-from fairseq.utils import move_to_cuda
 from sacrebleu import corpus_bleu
 from torch import nn
 
@@ -83,10 +81,8 @@ def check_capacity(
         for name, stats in moe_stats.items():
             found.fifths[name] += by_position(stats).cpu().numpy()
     tokens = max(found.tokens, 1)
-    found.nll_loss, found.limited_nll_loss = (
-        found.nll_loss / tokens,
-        found.limited_nll_loss / tokens,
-    )
+    found.nll_loss /= tokens
+    found.limited_nll_loss /= tokens
     return found
 
 
@@ -111,10 +107,8 @@ def samples(
     number = None if sentences is None else sentences * len(directions)
     order = np.random.default_rng(inputs.SEED).permutation(len(together))
     batches, _ = inputs.batches(together, inputs.longest(model, task), number, max_tokens, order)
-    device = next(model.parameters()).device
     for batch in batches:
-        sample = together.collater([together[i] for i in batch])
-        yield sample if device.type == "cpu" else utils.move_to_cuda(sample, device)
+        yield inputs.on_device(model, together.collater([together[i] for i in batch]))
 
 
 def nll(model: nn.Module, sample: dict) -> tuple[float, dict[str, RoutingStats]]:
@@ -226,8 +220,8 @@ def curve(
 ) -> Curve:
     """Translates a subset with each bias, beam 5, by the task's own search.
 
-    Each batch is translated with all biases before the next is, beginning with another one each time, so that
-    what else the machine does falls on all of them.
+    Each batch is translated with all biases, in rotating order, so that other work on the machine slows
+    all of them alike.
 
     Args:
         sentences: of each direction; None: all.
@@ -240,8 +234,8 @@ def curve(
         generator = task.build_generator([model], Namespace(beam=BEAM))
         of_bias = [Point(direction, bias) for bias in biases]
         points += of_bias
-        for sample in _samples(model, task, direction, subset, sentences, max_tokens):
-            if turn == 0:  # what is made once is nobody's
+        for sample in inputs.Samples(model, task, direction, subset, sentences, max_tokens):
+            if turn == 0:  # warm-up: no bias pays for what is made once
                 task.inference_step(generator, [model], sample)
             for n in range(len(biases)):
                 _run(of_bias[(turn + n) % len(biases)], model, task, generator, sample)
@@ -274,18 +268,6 @@ def _text(task, tokens: torch.Tensor) -> str:
     if joint is None and any(piece.endswith("@@") for piece in pieces):
         joint = "@@ "
     return dictionary.string(tokens, joint, extra_symbols_to_ignore=left_out)
-
-
-def _samples(model, task, direction, subset, sentences, max_tokens) -> Iterator[dict]:
-    device = next(model.parameters()).device
-    seen = 0
-    for dataset in inputs.datasets(task, direction, subset):
-        left = None if sentences is None else sentences - seen
-        batches, too_long = inputs.batches(dataset, inputs.longest(model, task), left, max_tokens)
-        seen += too_long + sum(map(len, batches))
-        for batch in batches:
-            sample = dataset.collater([dataset[i] for i in batch])
-            yield sample if device.type == "cpu" else move_to_cuda(sample, device)
 
 
 def _seconds(sample: dict) -> float:

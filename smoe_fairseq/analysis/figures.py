@@ -4,17 +4,25 @@ import functools
 import io
 from pathlib import Path
 
-import matplotlib  # noqa: E402
 import numpy as np
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+
+from smoe_fairseq.errors import UsageError
+
+try:
+    import matplotlib
+except ImportError:
+    raise UsageError(
+        "matplotlib is missing, which draws the pictures: pip install 'smoe-fairseq[analysis]'"
+    ) from None
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from smoe_fairseq.analysis.exit_curve import CapacityCheck, Curve
 from smoe_fairseq.analysis.record import Block, Counts
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide
-from smoe_fairseq.files import whole_file  # noqa: E402
+from smoe_fairseq.files import whole_file
 from smoe_fairseq.modules.statistics import FIFTHS
 
 matplotlib.use("agg")
@@ -179,7 +187,7 @@ def draw_exit_bias(curve: Curve, stacked: bool = False) -> Figure:
     for ax, (title, (values, shown)) in zip(axes, shown_over.items()):
         ax.plot(curve.biases, values, color=DARK, marker="o", lw=2)
         for n, point in enumerate(zip(curve.biases, values)):
-            above = n % 2 == 0  # in turns, since biases may lie close together
+            above = n % 2 == 0  # alternating, since biases may lie close together
             ax.annotate(
                 shown.format(point[1]),
                 point,
@@ -197,17 +205,12 @@ def draw_exit_bias(curve: Curve, stacked: bool = False) -> Figure:
     return figure
 
 
-# The way of the tokens through the strata of a block, as an alluvial diagram.
+# The route of the tokens through the strata of a block, as an alluvial diagram.
 
 WIDTH = 0.09  # of a stratum's bar, in distances between strata
 GAP = 0.03  # between a stratum's bar and the tokens that pass it by
-FLOW_SHADES = (
-    "#1d3f72",
-    "#4f7db5",
-    "#9dbcdc",
-    "#cfdeec",
-    "#e6eef6",
-)  # past no stratum, one, two, ...
+# Of tokens that pass no stratum by, one, two, ...
+FLOW_SHADES = ("#1d3f72", "#4f7db5", "#9dbcdc", "#cfdeec", "#e6eef6")
 
 
 def shares(counts: Counts) -> dict[tuple[int, int], float]:
@@ -361,7 +364,7 @@ def violin(ax, x: float, values: np.ndarray, colour: str, hatch: str | None) -> 
 def loads(results: Results, block: Block) -> dict[str, np.ndarray]:
     """``(E,)`` load by language: source languages in the encoder, target languages in the decoder.
 
-    Of a language model one load, of its text.
+    A language model has a single load, that of its text.
     """
     end = 0 if block.side == "encoder" else -1
     languages = {name.split("-")[end]: [] for name in results.directions}
@@ -475,7 +478,7 @@ COLOURS = (MIDDLE, "#3f6ea8", LIGHT, "#a2641b", "black", "#9dbcdc")
 def draw_training(series: Series, stacked: bool = False) -> Figure:
     """Requested capacity, beside it the load; each block by itself where the log has it (JSON).
 
-    Of a log without blocks what was dropped stands in the place of the load, unless nothing was.
+    For a log without blocks, dropped copies take the place of the load, if there were any.
     """
     blocks = sorted({name.split("/")[0] for name in series if "/" in name}, key=_depth)
     dropped = [name for name in DROPPED if any(series.get(name, {}).values())]

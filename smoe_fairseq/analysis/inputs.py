@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import fairseq  # noqa: F401  (the plugin's model registers itself as soon as fairseq is there)
 import numpy as np
 import torch
-from fairseq import checkpoint_utils  # noqa: F401  (the plugin's model registers itself as soon as fairseq is there)
+from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, FairseqDataset
 from fairseq.data.multilingual.multilingual_utils import get_lang_tok
 from fairseq.models import FairseqMultiModel
 from fairseq.tasks.language_modeling import LanguageModelingTask
-from fairseq.utils import resolve_max_positions, split_paths
+from fairseq.utils import move_to_cuda, resolve_max_positions, split_paths
 from torch import nn
+from tqdm import tqdm
 
 from smoe_fairseq.checkpoints.io import open_checkpoint
 from smoe_fairseq.errors import UsageError
@@ -21,7 +21,7 @@ from smoe_fairseq.modules.statistics import capacities_of
 
 TOKENS_PER_BATCH = 4096
 SEED = 1
-TEXT = "text"  # what stands for a direction, where there is none
+TEXT = "text"  # takes the place of a direction for language models
 
 
 def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
@@ -40,9 +40,8 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
     models, _, task = checkpoint_utils.load_model_ensemble_and_task(
         [str(checkpoint)], arg_overrides={"data": str(data)}
     )
-    for capacity in capacities_of(
-        models[0]
-    ):  # not where experts choose, whose number of tokens is no limit
+    # Not where experts choose, whose number of tokens is no limit.
+    for capacity in capacities_of(models[0]):
         capacity.eval_factor = 0.0
     if isinstance(models[0], FairseqMultiModel):
         raise UsageError(
@@ -75,13 +74,13 @@ def is_language_model(task) -> bool:
 
 
 def dictionary_of(task, side: str) -> Dictionary:
-    """Of the tokens that a side is given."""
+    """The dictionary of the tokens that a side is given."""
     of_source = side == "encoder" or is_language_model(task)
     return task.source_dictionary if of_source else task.target_dictionary
 
 
 def sides(task) -> list[str]:
-    """Of which a task's models are made."""
+    """The sides of a task's models."""
     return ["decoder"] if is_language_model(task) else ["encoder", "decoder"]
 
 
@@ -145,7 +144,7 @@ def special(dictionary, task) -> np.ndarray:
 def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
     """The sentence pairs of one direction; several parts where training data is in several folders.
 
-    Of a language model the samples of its text, divided as in training.
+    For a language model, the samples of its text, divided as in training.
     """
     parts = folders(task) if subset == "train" else folders(task)[:1]
     try:
@@ -198,3 +197,54 @@ def batches(
     index = index[np.argsort(lengths, kind="stable")]
     index, too_long = dataset.filter_indices_by_size(index, max_positions)
     return list(dataset.batch_by_size(index, max_tokens=max_tokens)), len(too_long)
+
+
+class Samples:
+    """Batches of one direction's sentences, as fairseq's samples on the model's device.
+
+    Args:
+        sentences: how many to draw, the same ones every time; None: all.
+        max_tokens: of a batch, padding included.
+        progress: show a bar on standard error, where that is a terminal.
+
+    Attributes:
+        seen, too_long: sentences so far, and those left out so far as too long for the model.
+
+    Raises:
+        UsageError: when iterated over: the subset is missing, or has no sentence that fits.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task,
+        direction: str,
+        subset: str = "valid",
+        sentences: int | None = None,
+        max_tokens: int = TOKENS_PER_BATCH,
+        progress: bool = True,
+    ):
+        self.model, self.task, self.direction, self.subset = model, task, direction, subset
+        self.sentences, self.max_tokens, self.progress = sentences, max_tokens, progress
+        self.seen = self.too_long = 0
+
+    def __iter__(self) -> Iterator[dict]:
+        limit = longest(self.model, self.task)
+        hidden = None if self.progress else True
+        for dataset in datasets(self.task, self.direction, self.subset):
+            left = self.sentences and self.sentences - self.seen - self.too_long
+            numbers, dropped = batches(dataset, limit, left, self.max_tokens)
+            self.too_long += dropped
+            for batch in tqdm(numbers, self.direction, unit="batch", disable=hidden, leave=False):
+                yield on_device(self.model, dataset.collater([dataset[i] for i in batch]))
+                self.seen += len(batch)
+        if not self.seen:
+            raise UsageError(
+                f"--gen-subset {self.subset}: {self.direction} has no sentence to run on"
+            )
+
+
+def on_device(model: nn.Module, sample: dict) -> dict:
+    """A sample, or its inputs, where the model is."""
+    device = next(model.parameters()).device
+    return sample if device.type == "cpu" else move_to_cuda(sample, device)

@@ -1,4 +1,4 @@
-"""What training takes of memory and of the network, by a formula.
+"""What training takes of memory, by a formula.
 
 What each sublayer keeps for the backward pass and takes during it is a sum of its shapes; the peak
 is the highest point of the way back through them. docs/cost.md compares it with measurements.
@@ -7,24 +7,18 @@ Shapes: T tokens, S positions of a sentence, D embedding, H heads, F feed-forwar
 """
 
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
-from tabulate import tabulate
 from torch import nn
 
-from smoe_fairseq.analysis.cost import (
-    build_meta_model,
-    config_of,
-    copies_per_stop,
-    is_language_model,
-)
+from smoe_fairseq.analysis.cost import build_meta_model, config_of, is_language_model
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.modules.experts import MANY_ROWS, Placement
+from smoe_fairseq.modules.experts import MANY_ROWS
 from smoe_fairseq.modules.grouped import can_group, one_kernel
 from smoe_fairseq.modules.layer import StratifiedMoE
+from smoe_fairseq.modules.parallel import Placement
 
 LENGTH = 32  # tokens of a sentence, where nothing is known of the data
 BUFFER = 2**28  # numbers that legacy_ddp sends at a time
@@ -40,12 +34,11 @@ OPTIMIZERS = {
     "nag": (1, 0),
     "sgd": (0, 0),
 }
-MEMORY_EFFICIENT = ("adafactor", "adam", "adamax", "nag")  # that --memory-efficient-fp16 takes
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained: flags of fairseq-train as `parse_run` gives them, and what they do not say.
+    """A training run: its flags of fairseq-train, as `parse_run` gives them, and what they leave open.
 
     Attributes:
         vocabulary: entries of the dictionary, special ones included.
@@ -62,7 +55,7 @@ class Run:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The type that is computed in, where that is not float32."""
+        """The type to compute in; None: float32."""
         flags = self.flags
         if flags.bf16 or flags.memory_efficient_bf16:
             return torch.bfloat16
@@ -70,7 +63,7 @@ class Run:
 
     @property
     def bytes(self) -> int:
-        """Of a weight, a gradient or an activation."""
+        """Bytes of a weight, a gradient or an activation."""
         return 4 if self.half is None else 2
 
     @property
@@ -80,18 +73,18 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of a batch, on each side."""
+        """Tokens of a batch on each side."""
         most = max(1, self.flags.max_tokens // self.length)
         return min(most, self.flags.batch_size or most) * self.length
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes of one process; with sharded experts or optimizer state of the one that has most.
+    """Bytes of one process: of the one that has most, if experts or optimizer state are sharded.
 
-    The peak is below the sum of the others where gradients come as activations go, and above it
-    where a sublayer or the optimizer takes something for a moment. Not in it: what the device,
-    torch and its allocator need for themselves.
+    The peak is below the sum of the others where gradients appear while activations are freed, and
+    above it where a sublayer or the optimizer needs temporary memory. What the device, torch and its
+    allocator need for themselves is not counted.
     """
 
     weights: int
@@ -110,7 +103,7 @@ class Forecast:
 def forecast(run: Run, model: nn.Module | None = None) -> Forecast:
     """The memory of an update.
 
-    Every gate is taken to choose evenly, every sentence to be of the same length.
+    It assumes that every gate chooses evenly and that all sentences have the same length.
 
     Args:
         model: the run's, on the meta device or another, with all experts; built if it is missing.
@@ -164,7 +157,7 @@ def _parameters(run: Run, model: nn.Module) -> tuple[list[int], list[int]]:
 
 
 def _placement(run: Run, block: StratifiedMoE) -> Placement:
-    """That of the last process, whose experts every gate sees."""
+    """The placement of the last process, whose experts every gate sees."""
     processes = run.processes if run.flags.expert_parallel else 1
     return Placement(block.strata.num_experts, processes, processes - 1)
 
@@ -237,10 +230,8 @@ class _Sublayers:
         others = sum(map(sum, _parameters(self.run, self.model))) * self.bytes - in_layers
         results = sum(1 if side.layer_norm is not None else 2 for side in sides)
         moment = logits * (4 if self.run.half is None else 4 + self.bytes)
-        embeddings = Part(
-            (results + len(sides) - 1) * rows + len(sides) * self.dropped(rows),
-            *(matrix, max(others - matrix, 0)),
-        )
+        kept = (results + len(sides) - 1) * rows + len(sides) * self.dropped(rows)
+        embeddings = Part(kept, matrix, max(others - matrix, 0))
         return embeddings, Part(4 * logits + rows, moment, matrix)
 
     def _layer(self, layer: nn.Module) -> list[Part]:
@@ -287,38 +278,43 @@ class _Sublayers:
         )
 
     def _experts(self, block: StratifiedMoE) -> Part:
-        """Of each stratum its tokens twice, about the layer norm, and between experts' matrices.
-
-        With few rows per expert also what the experts get and return; copies that travel, once more.
-        """
+        """A block: per stratum, its tokens about the layer norm and the experts' hidden rows."""
         _, width, dim = block.experts.w1.shape
         place, strata = _placement(self.run, block), block.strata
-        grouped, kept, most = _is_grouped(self.run, block), 0.0, 0.0
+        grouped, kept, moment = _is_grouped(self.run, block), 0.0, 0.0
         for i, (gate, share) in enumerate(zip(block.gates, strata.expected_visits(), strict=True)):
-            tokens = self.tokens * (1 if grouped else share)
+            tokens = self.tokens * (1 if grouped else share)  # at this stratum
             factor = getattr(getattr(gate, "capacity", None), "factor_in_force", 0)
             choices = gate.expected_choices
             copies = tokens * (choices if grouped or not factor else min(choices, factor))
             first, visible = strata.first_experts[i], strata.visible[i]
             own = len(set(place.local) & set(range(first, first + visible)))
-            received = copies * own / visible * place.group_size
-            few = grouped or place.is_sharded or copies < MANY_ROWS * visible
-            rows = tokens * dim * self.bytes
-            kept += (1 if strata.stacked else 2) * rows + self.dropped(rows)
-            kept += self._network(received, width) + 2 * few * received * dim * self.bytes
-            kept += place.is_sharded * copies * dim * self.bytes + grouped * rows
+            received = copies * own / visible * place.group_size  # by this process's experts
+            rows, row = self.rows(dim) * tokens / self.tokens, dim * self.bytes
+            kept += (1 if strata.stacked else 2) * rows + self.dropped(
+                rows
+            )  # in and out of the norm
+            kept += self._network(received, width)
+            if grouped or place.is_sharded or copies < MANY_ROWS * visible:
+                kept += 2 * received * row  # what the experts get and return
+            kept += place.is_sharded * copies * row  # copies that travel
+            kept += grouped * rows
             at_once = received if grouped else received / len(place.local)
-            most = max(most, 2 * at_once * width * self.bytes + 2 * rows)
-        for network in (block.cmr, block.residual, block.shared):
+            moment = max(moment, 2 * at_once * width * self.bytes + 2 * rows)
+        for network in (
+            block.cmr,
+            block.residual,
+            block.shared,
+        ):  # dense networks beside the experts
             if network is not None:
-                kept += self._network(self.tokens, network.fc1.out_features)
+                hidden = network.fc1.out_features
+                kept += self._network(self.tokens, hidden)
                 kept += 0 if network is block.shared else 2 * self.rows(dim)
-                most += 2 * self.rows(network.fc1.out_features)
+                moment += 2 * self.rows(hidden)
         kept += self.rows(dim) * block.layer_norms.has_output_norm
-        weights = sum(p.numel() for p in block.parameters())
         experts = sum(p.numel() for p in block.experts.parameters())
-        weights += experts // place.group_size - experts
-        return Part(kept, most, weights * self.bytes)
+        others = sum(p.numel() for p in block.parameters()) - experts
+        return Part(kept, moment, (others + experts // place.group_size) * self.bytes)
 
 
 def _is_grouped(run: Run, block: StratifiedMoE) -> bool:
@@ -327,219 +323,3 @@ def _is_grouped(run: Run, block: StratifiedMoE) -> bool:
         return False
     weight = block.experts.w1.to(run.half or torch.float32)
     return can_group(weight) and one_kernel(torch.device("cuda", 0), weight.dtype)
-
-
-# What each process of a run holds and sends: replicated experts beside sharded ones
-# (docs/distributed.md).
-#
-# An all-reduce over n processes is counted as a ring: each sends 2 (n - 1) / n of what is reduced.
-# What each of them sends to all others (``--zero-sharding os``) is half of that.
-
-
-@dataclass(frozen=True)
-class ProcessCost:
-    """Bytes of one process: held, and sent per update."""
-
-    held: Forecast
-    gradients: float  # sent
-    tokens: float  # sent, forward and backward, under uniform routing
-    parameters: float  # sent, where each process has the optimizer's state of some
-
-    @property
-    def sent(self) -> float:
-        return self.gradients + self.tokens + self.parameters
-
-    def as_dict(self) -> dict:
-        return {**asdict(self), "memory": self.held.memory, "sent": self.sent}
-
-
-def process_costs(run: Run, model: nn.Module) -> dict[str, ProcessCost]:
-    """Keys "replicated" and "sharded"; a dense model has only the first.
-
-    Args:
-        run: whatever it says of ``--expert-parallel``.
-        model: the run's, on the meta device or another, with all experts.
-
-    Raises:
-        ValueError: the experts cannot be spread over so many processes.
-    """
-    sharded = {"replicated": False} | ({"sharded": True} if moe_blocks(model) else {})
-    return {
-        name: process_cost(run.with_flags(expert_parallel=how), model)
-        for name, how in sharded.items()
-    }
-
-
-def process_cost(run: Run, model: nn.Module) -> ProcessCost:
-    """As `process_costs`, of the run as its flags say."""
-    flags = run.flags
-    blocks = moe_blocks(model).values()
-    of_block = [sum(p.numel() for p in block.experts.parameters()) for block in blocks]
-    experts = sum(of_block)
-    shared = sum(p.numel() for p in model.parameters()) - experts
-    number = 4 if run.half is None else 2  # bytes of a gradient or an activation on its way
-    gradients, tokens = (shared + experts) * _ring(run.processes), 0.0
-    if flags.expert_parallel and blocks:
-        gradients, rows = shared * _ring(run.processes), 0.0
-        for block, weights in zip(blocks, of_block, strict=True):
-            place = Placement(block.strata.num_experts, run.processes)
-            gradients += weights / place.group_size * _ring(place.num_replicas)
-            away = (place.group_size - 1) / place.group_size  # share of the copies that travel
-            copies = copies_per_stop(block) * block.strata.expected_requested_capacity()
-            rows += (
-                away * 4 * copies * _width(block)
-            )  # there and back, and their gradients the same
-        tokens = rows * flags.max_tokens * flags.update_freq * number
-    parameters = 0.0
-    if (
-        flags.zero_sharding == "os"
-    ):  # what the optimizer updates: float32 but for memory-efficient ones
-        spread = shared if flags.expert_parallel else shared + experts
-        parameters = spread * _ring(run.processes) / 2 * (number if run.memory_efficient else 4)
-    return ProcessCost(forecast(run, model), gradients * number, tokens, parameters)
-
-
-def _ring(processes: int) -> float:
-    return 2 * (processes - 1) / processes
-
-
-def _width(block) -> int:
-    return block.experts.w1.shape[2]
-
-
-def print_process_costs(costs: dict[str, ProcessCost], run: Run) -> None:
-    """A table; of what is sent, tokens and parameters have columns where there are any."""
-    print(
-        f"\neach of {run.processes} processes, {run.flags.max_tokens} tokens per batch in sentences of "
-        f"{run.length}, uniform routing"
-    )
-    header = ["experts", "weights, gradients,\noptimizer", "activations", "at the\npeak"]
-    header += ["sent per update", "of it\ngradients", "of it\ntokens"]
-    columns = ["memory", "activations", "peak", "sent", "gradients", "tokens"]
-    if any(cost.parameters for cost in costs.values()):
-        header, columns = [*header, "of it\nparameters"], [*columns, "parameters"]
-    rows = []
-    for name, cost in costs.items():
-        numbers = cost.as_dict()
-        numbers |= {key: numbers["held"][key] for key in ("activations", "peak")}
-        rows.append([name, *(mebibytes(numbers[column]) for column in columns)])
-    print(aligned(header, rows))
-
-
-def aligned(header: list[str], rows: list[list[str]]) -> str:
-    """A name and numbers in each row, for a terminal; a header may have several lines."""
-    alignment = ["left", *["right"] * (len(header) - 1)]
-    return tabulate(rows, header, tablefmt="plain", colalign=alignment, disable_numparse=True)
-
-
-def mebibytes(number: float) -> str:
-    return f"{number / 2**20:,.0f} MiB"
-
-
-# What would make a run fit into memory: changes of its flags that the forecast says are enough.
-
-
-def first_that_fits(run: Run, room: float) -> tuple[str, int] | None:
-    """The first change with a peak of at most ``room`` bytes, as words to add, and that peak; or None.
-
-    Those that leave the result as it is come first: batches in more parts, then what is spread over
-    processes, then fewer copies in float32, recomputing, and all of these together; last, more GPUs.
-    """
-    model = build_meta_model(run.flags, run.vocabulary)
-    for changed in filter(None, _candidates(run)):
-        if (peak := forecast(changed, model).peak) <= room:
-            return _words(run, changed), peak
-    return None
-
-
-def _candidates(run: Run) -> Iterator[Run | None]:
-    yield from _smaller_batches(run)
-    sharded = _sharded(run)
-    yield sharded
-    yield _zero(run)
-    yield sharded and _zero(sharded)
-    yield _memory_efficient(run)
-    yield _checkpointed(run)
-    for change in (_sharded, _zero, _memory_efficient, _checkpointed):
-        run = change(run) or run
-    yield run
-    yield from _smaller_batches(run)
-    if not run.flags.cpu:  # where more processes share one memory
-        yield from _more_processes(run)
-
-
-def _smaller_batches(run: Run) -> Iterator[Run]:
-    """By half and half again, in more parts of the same update, until a sentence fills one."""
-    flags = run.flags
-    tokens, parts = flags.max_tokens // 2, 2
-    while tokens >= max(run.length, 1) and flags.batch_size is None:
-        yield run.with_flags(max_tokens=tokens, update_freq=flags.update_freq * parts)
-        tokens, parts = tokens // 2, parts * 2
-
-
-def _more_processes(run: Run) -> Iterator[Run | None]:
-    """Twice as many and so on, each with fewer of the experts, for the same update."""
-    parts = run.flags.update_freq
-    while run.processes < max(_experts(run), default=0):
-        parts = max(1, parts // 2)
-        run = replace(run, processes=2 * run.processes).with_flags(update_freq=parts)
-        wider = _sharded(run.with_flags(expert_parallel=False))
-        yield wider
-        yield from _smaller_batches(wider) if wider else ()
-
-
-def _sharded(run: Run) -> Run | None:
-    if run.processes == 1 or run.flags.expert_parallel or not (experts := _experts(run)):
-        return None
-    try:
-        for number in experts:
-            Placement(number, run.processes)
-    except ValueError:
-        return None
-    return _unflattened(run.with_flags(expert_parallel=True, ddp_backend="legacy_ddp"))
-
-
-def _experts(run: Run) -> list[int]:
-    """Of each MoE layer; a dense model has none."""
-    config = config_of(run.flags)
-    return [strata.num_experts for side in config.SIDES for strata in config.strata_of(side)]
-
-
-def _zero(run: Run) -> Run | None:
-    if run.processes == 1 or run.flags.zero_sharding == "os":
-        return None
-    return _unflattened(run.with_flags(zero_sharding="os"))
-
-
-def _unflattened(run: Run) -> Run:
-    flags = run.flags
-    return (
-        run.with_flags(fp16_no_flatten_grads=True)
-        if flags.fp16 and not run.memory_efficient
-        else run
-    )
-
-
-def _memory_efficient(run: Run) -> Run | None:
-    flags = run.flags
-    if run.memory_efficient or run.half is None or flags.optimizer not in MEMORY_EFFICIENT:
-        return None
-    name = "memory_efficient_bf16" if flags.bf16 else "memory_efficient_fp16"
-    return run.with_flags(**{name: True, "fp16_no_flatten_grads": False})
-
-
-def _checkpointed(run: Run) -> Run | None:
-    if getattr(run.flags, "checkpoint_activations", False):
-        return None
-    return run.with_flags(checkpoint_activations=True)
-
-
-def _words(before: Run, after: Run) -> str:
-    """The flags that are new; more processes come first."""
-    old, words = vars(before.flags), []
-    if after.processes > before.processes:
-        words.append(f"{after.processes} GPUs with")
-    for name, value in vars(after.flags).items():
-        if value != old.get(name, False) and name != "ddp_backend" and value is not False:
-            words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
-    return " ".join(words)

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from fairseq import utils
 from numpy import ndarray
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.inputs import dictionary_of
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.modules.routing import Routing
@@ -312,45 +309,10 @@ def collect(
     with recorder.recording():
         for name in directions:
             recorder.reset()
-            of_direction = task, name, subset, sentences, max_tokens
-            seen, too_long = run_direction(recorder.run, model, *of_direction, progress)
-            yield Direction(name, seen, too_long, _results(recorder, task))
-
-
-def run_direction(
-    run: Callable[[dict], None],
-    model: nn.Module,
-    task,
-    name: str,
-    subset: str = "valid",
-    sentences: int | None = None,
-    max_tokens: int = inputs.TOKENS_PER_BATCH,
-    progress: bool = True,
-) -> tuple[int, int]:
-    """Calls ``run`` with the model's inputs of each batch; the sentences it got, and those too long for it.
-
-    The rest is as of `collect`.
-    """
-    seen = too_long = 0
-    device = next(model.parameters()).device
-    longest = inputs.longest(model, task)
-    for dataset in inputs.datasets(task, name, subset):
-        left = None if sentences is None else sentences - seen - too_long
-        numbers, dropped = inputs.batches(dataset, longest, left, max_tokens)
-        too_long += dropped
-        for batch in tqdm(
-            numbers, name, unit="batch", disable=None if progress else True, leave=False
-        ):
-            sample = dataset.collater([dataset[i] for i in batch])
-            run(_on(device, sample["net_input"]))
-            seen += len(batch)
-    if not seen:
-        raise UsageError(f"--gen-subset {subset}: {name} has no sentence to run on")
-    return seen, too_long
-
-
-def _on(device: torch.device, net_input: dict) -> dict:
-    return net_input if device.type == "cpu" else utils.move_to_cuda(net_input, device)
+            samples = inputs.Samples(model, task, name, subset, sentences, max_tokens, progress)
+            for sample in samples:
+                recorder.run(sample["net_input"])
+            yield Direction(name, samples.seen, samples.too_long, _results(recorder, task))
 
 
 def _results(recorder: Recorder, task) -> tuple[TypeCounts, ...]:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,8 @@ from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide
 
 SCORES = "scores.json"  # as the recipes call it
+WORD_BEGINS = "\u2581"  # as sentencepiece marks it
+_NO_TEXT = re.compile(rf"<\w+>|</s>|__\w+__|{WORD_BEGINS}")  # tokens that are no part of a sentence
 
 
 def summary(results: Results, checkpoint: Path) -> str:
@@ -24,7 +27,7 @@ def summary(results: Results, checkpoint: Path) -> str:
     for side in results.sides():
         counts = [results.over(results.directions, b) for b in results.blocks if b.side == side]
         mean = sum(c.stops for c in counts) / max(sum(c.tokens for c in counts), 1)
-        means.append(f"{mean:.2f} in the {side}")
+        means.append(f"{mean:.2f} strata of a block in the {side}")
     over = f"{sum(run['sentences'].values()):,} samples"
     if results.has_languages:
         number = len(results.directions)
@@ -32,13 +35,13 @@ def summary(results: Results, checkpoint: Path) -> str:
         over += "s" * (number > 1)
     text = (
         f"After {run['updates']:,} updates, over {over} of {run['subset']}, a token stops on average at "
-        f"{' and '.join(means)} of the strata of a block."
+        f"{' and at '.join(means)}."
     )
     return f"{text} {bleu}" if (bleu := _bleu(results, checkpoint)) else text
 
 
 def _bleu(results: Results, checkpoint: Path) -> str | None:
-    """Of the test set as ``evaluate.sh`` has left it beside the checkpoint, or of ``--exit-bias 0``."""
+    """A sentence on the BLEU that ``evaluate.sh`` found, or that of ``--exit-bias 0``; None if unknown."""
     try:
         found = json.loads((checkpoint.parent / SCORES).read_text("utf-8"))
         if found["checkpoint"] == checkpoint.name:
@@ -159,14 +162,18 @@ def exit_bias(curve: Curve) -> str:
 
 
 def sentence(sides: list[SentenceSide]) -> str:
-    """The tokens that ask for most and for least on each side."""
+    """The words or parts of words that ask for most and for least on each side."""
     parts = []
     for side in sides:
         means = np.mean(side.requested, axis=0)
-        tokens = [side.tokens[int(means.argmax())], side.tokens[int(means.argmin())]]
+        shown = [i for i, token in enumerate(side.tokens) if not _NO_TEXT.fullmatch(token)]
+        order = sorted(shown or range(len(means)), key=lambda i: -means[i])
+        said = [f'"{side.tokens[i].strip(WORD_BEGINS)}"' for i in (order[0], order[-1])]
+        most, least = (f"{round(float(means[i]), 2):g}" for i in (order[0], order[-1]))
         parts.append(
-            f"in the {side.side} {tokens[0]} asks for {means.max():.2f} strata and {tokens[1]} for "
-            f"{means.min():.2f}"
+            f"in the {side.side} all tokens ask for {most}"
+            if most == least
+            else f"in the {side.side} {said[0]} asks for {most} strata and {said[1]} for {least}"
         )
     return "In this sentence, " + "; ".join(parts) + "."
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import check_plain
 
 UPDATES = "num_updates"
 NUMBER = re.compile(r"([\w./]+)[ =]([-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)(?=,| \||$)", re.ASCII)
@@ -29,6 +30,7 @@ def read_lines(path: Path) -> Iterator[dict[str, float]]:
 
     Takes what ``--log-file`` or a redirected console holds, in fairseq's simple or JSON format.
     """
+    check_plain(path)
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -61,7 +63,7 @@ def _values(line: str) -> dict[str, float]:
 
 
 def _finite(values: Iterable[tuple[str, object]]) -> dict[str, float]:
-    """Those that are numbers. A log may be cut off, or written by two runs at once."""
+    """The finite numbers. A log may be cut off, or written by two runs at once."""
     found = {}
     for name, value in values:
         try:

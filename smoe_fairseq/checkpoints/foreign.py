@@ -1,4 +1,4 @@
-"""``smoe import``: checkpoints of fairseq's MoE branch and of the SMoE paper's code."""
+"""``smoe import``: models of fairseq's MoE branch, of the SMoE paper's code and of transformers."""
 
 import re
 from argparse import ArgumentParser, Namespace
@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.average import OPTIMIZER, check_plain
 from smoe_fairseq.checkpoints.io import (
     open_checkpoint,
     rank_file,
@@ -25,8 +24,9 @@ from smoe_fairseq.checkpoints.model import (
     saved_options,
     target_model,
 )
-from smoe_fairseq.checkpoints.sets import with_model_options
+from smoe_fairseq.checkpoints.sets import OPTIMIZER, check_plain, with_model_options
 from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.files import write_whole
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
 from smoe_fairseq.models.transformer import STOCK_LAYER_COPIES
 from smoe_fairseq.modules.strata import Strata
@@ -227,7 +227,7 @@ def _numbered(file: Path, own: dict[str, Tensor], shared: dict) -> dict[str, Ten
 
 _CRITERION = "smoe_label_smoothed_cross_entropy"
 # What fairseq reads in any checkpoint, and files for others to use may have left out.
-_EXPECTED = {
+EXPECTED = {
     "optimizer_history": [{"num_updates": 0, "lr_scheduler_state": {}}],
     "extra_state": {"train_iterator": {"epoch": 1}},
 }
@@ -249,9 +249,9 @@ def import_moe(path: Path) -> dict:
     weights = renamed(path, state["model"])
     check_pre_norm(path, SMoETransformerConfig(**options))
     target = target_model(path, options, weights).state_dict()
-    state["model"] = _fitted(path, weights, target)
+    state["model"] = fitted(path, weights, target)
     state.pop(OPTIMIZER, None)
-    for part, value in _EXPECTED.items():
+    for part, value in EXPECTED.items():
         state[part] = state.get(part) or value
     state = with_model_options(state, plain_config(options))
     if isinstance(criterion := (state.get("cfg") or {}).get("criterion"), Mapping):
@@ -260,7 +260,7 @@ def import_moe(path: Path) -> dict:
     return state
 
 
-def _fitted(
+def fitted(
     path: Path, weights: dict[str, Tensor], target: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The weights under exactly the names of ``target``."""
@@ -288,6 +288,7 @@ def _fitted(
 # ``smoe import``: an MoE checkpoint of another code as one of ours.
 
 with quietly():
+    from smoe_fairseq.checkpoints.huggingface_import import read_folder
     from smoe_fairseq.checkpoints.sets import check_output, write_converted
 
 
@@ -297,7 +298,8 @@ def add_import_arguments(parser: ArgumentParser) -> None:
         type=Path,
         metavar="CHECKPOINT",
         help="of fairseq's MoE branch (NLLB-200) or of the SMoE paper's code: a single file, or a set by its "
-        "name without -shared and -rank-N",
+        "name without -shared and -rank-N; or a folder of transformers, of smoe export --to huggingface or "
+        "of NllbMoeForConditionalGeneration",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="what to write")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
@@ -305,10 +307,30 @@ def add_import_arguments(parser: ArgumentParser) -> None:
 
 def run_import(args: Namespace) -> None:
     """Writes FILE, and says what it holds."""
-    read = files_of(args.path)
-    check_output(read, [args.output], args.force)
-    with quietly():
-        state = import_moe(args.path)
+    if args.path.is_dir():
+        read = [file for file in args.path.iterdir() if file.is_file()]
+        check_output(read, [args.output], args.force)
+        with quietly():
+            state, text = read_folder(args.path)
+        _write_text(text, args.output.absolute().parent)
+    else:
+        read = files_of(args.path)
+        check_output(read, [args.output], args.force)
+        with quietly():
+            state = import_moe(args.path)
     write_converted(state, args.output)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
-    print(f"{args.output}: {layers} MoE layers, of {len(read)} file{'s' * (len(read) > 1)}")
+    print(f"{args.output}: {layers} MoE layers, of {len(read)} file{'s' * (len(read) != 1)}")
+
+
+def _write_text(text: Mapping[str, bytes], folder: Path) -> None:
+    """Dictionaries and subwords beside FILE, where commands look for them; others are not replaced."""
+    for name, content in text.items():
+        file = folder / name
+        if file.exists() and file.read_bytes() != content:
+            raise UsageError(
+                f"--output: {file} is there already and differs; choose another folder"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in text.items():
+        write_whole(folder / name, content, called=f"--output {folder / name}")

@@ -4,14 +4,14 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from smoe_fairseq.compat.safe_load import (
     CutOffCheckpoint,
@@ -20,9 +20,9 @@ from smoe_fairseq.compat.safe_load import (
     is_archive,
     reading,
 )
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, blaming
 from smoe_fairseq.files import check_plain, rank_files
-from smoe_fairseq.modules.experts import Placement
+from smoe_fairseq.modules.parallel import Placement
 
 
 def open_checkpoint(path: Path | str) -> dict:
@@ -125,20 +125,35 @@ class Record:
         return {**asdict(self), "parameters": list(self.parameters)}
 
     @classmethod
-    def of(cls, state: Mapping) -> "Record | None":
-        """The record of a checkpoint; None if it has no experts or is older than these records."""
+    def of(cls, state: Mapping, path: Path | str = "a checkpoint") -> "Record | None":
+        """The record of a checkpoint; None if it has no experts or is older than these records.
+
+        Raises:
+            UsageError: it is damaged, or of a later version; the sentence names ``path``.
+        """
         content = state.get(RECORD)
         if content is None:
             return None
         try:
             parameters = tuple(content["parameters"])
             other_layers = dict(content.get("other_layers", {}))  # older ones have none
-            return cls(**{**content, "parameters": parameters, "other_layers": other_layers})
+            record = cls(**{**content, "parameters": parameters, "other_layers": other_layers})
         except (TypeError, LookupError, ValueError):
+            record = None
+        if record is None or not record._is_sound():
             raise UsageError(
-                f"what a checkpoint says of its experts ({RECORD}) is of another kind: it is damaged, or of "
+                f"{path}: what it says of its experts ({RECORD}) is of another kind: it is damaged, or of "
                 "a later version"
-            ) from None
+            )
+        return record
+
+    def _is_sound(self) -> bool:
+        """Whether all is of its type, and the numbers are some that a run may have."""
+        numbers = (self.num_experts, self.world_size, *self.other_layers.values())
+        if not all(type(n) is int and 0 < n for n in numbers) or type(self.rank) is not int:
+            return False
+        names = (self.save, *self.parameters, *self.other_layers)
+        return 0 <= self.rank < self.world_size and all(isinstance(n, str) for n in names)
 
 
 def record_of(path: Path | str) -> Record | None:
@@ -149,7 +164,7 @@ def record_of(path: Path | str) -> Record | None:
             one and removed.
     """
     try:
-        return Record.of(open_checkpoint(path))
+        return Record.of(open_checkpoint(path), path)
     except InaccessibleCheckpoint:
         raise
     except UsageError:
@@ -265,37 +280,38 @@ def remember_file(dictionary: ModuleType) -> None:
 
 
 def compare_when_loaded(checkpoint_utils: ModuleType) -> None:
-    """Compare dictionaries in the function by which all commands but ``fairseq-train`` load models.
+    """Check what all commands but ``fairseq-train`` load models with.
 
     Raises:
-        UsageError: on loading, if they differ, or if a weight is NaN or infinite.
+        UsageError: on loading, if the settings of a checkpoint make no task or model, if its
+            dictionaries differ from the task's, or if a weight is NaN or infinite.
     """
     original = checkpoint_utils.load_model_ensemble_and_task
     parameters = inspect.signature(original)
 
     @functools.wraps(original)
     def load_model_ensemble_and_task(*arguments, **options):
-        models, config, task = original(*arguments, **options)
         given = parameters.bind(*arguments, **options)
         given.apply_defaults()
         given = given.arguments
-        for name in given["filenames"]:
+        with blaming(", ".join(map(str, given["filenames"]))):
+            models, config, task = original(*arguments, **options)
+        for name, model in zip(given["filenames"], models, strict=False):
             path = checkpoint_utils.get_maybe_sharded_checkpoint_filename(
                 name, given["suffix"], 0, given["num_shards"]
             )
             if sentence := difference(path, given["state"] or content_of(path), task):
                 raise UsageError(sentence)
-        for path, model in zip(given["filenames"], models, strict=False):
-            check_finite(path, model)
+            check_finite(name, model.named_parameters())
         return models, config, task
 
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
 
 
-def check_finite(path: Path | str, model: nn.Module) -> None:
-    """Raise UsageError if a weight is NaN or infinite, which a search or an analysis would go on with."""
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
+def check_finite(path: Path | str, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise UsageError if a weight is NaN or infinite, which no reader would notice."""
+    for name, weight in weights:
+        if not weight.isfinite().all():
             raise UsageError(
                 f"{path}: {name} has values that are not numbers (NaN or infinity): its training has "
                 "diverged; take an earlier checkpoint"

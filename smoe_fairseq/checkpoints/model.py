@@ -9,7 +9,7 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, blaming
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
 from smoe_fairseq.models.transformer import SMoETransformerModel
 
@@ -66,7 +66,8 @@ def known_options(path: Path, state: Mapping) -> dict:
     Raises:
         UsageError: it has options that our model does not have, or is another model.
     """
-    model, values = model_values(path, state)
+    with blaming(path):
+        model, values = model_values(path, state)
     for name in _WITHOUT_PLACE if model == STOCK else ():
         if values.get(name):
             raise UsageError(
@@ -74,7 +75,26 @@ def known_options(path: Path, state: Mapping) -> dict:
                 "expected a model without it"
             )
     known = SMoETransformerConfig.among(values)
+    _check_against_weights(path, known, state["model"])
     return known if model == OURS else {**known, "moe_freq": 0}
+
+
+def _check_against_weights(path: Path, options: Mapping, weights: Mapping) -> None:
+    """Raise UsageError where a number of the options is none, or sizes are not those of the weights."""
+    expected = {}
+    for side in SIDES:
+        layers = {name.split(".")[2] for name in weights if name.startswith(f"{side}.layers.")}
+        expected[f"{side}_layers"] = len(layers)
+        if (embeddings := weights.get(f"{side}.embed_tokens.weight")) is not None:
+            expected[f"{side}_embed_dim"] = embeddings.shape[-1]
+    for option in fields(SMoETransformerConfig):
+        value = options.get(option.name, option.default)
+        is_number = isinstance(value, int | float) or not isinstance(option.default, int | float)
+        if not is_number or option.name in options and expected.get(option.name, value) != value:
+            wanted = f"; its weights have {expected[option.name]}" if is_number else ""
+            raise UsageError(
+                f"{path}: its settings cannot be used ({option.name} is {value!r:.60}{wanted})"
+            )
 
 
 def transformer_options(path: Path, state: Mapping) -> dict:
@@ -128,7 +148,7 @@ def target_model(path: Path, options: dict, weights: dict) -> SMoETransformerMod
         source_dictionary = _vocabulary(path, weights, "encoder")
         target_dictionary = _vocabulary(path, weights, "decoder")
 
-    with torch.device("meta"):
+    with blaming(path), torch.device("meta"):
         return SMoETransformerModel.build_model(Namespace(**options), Task)
 
 

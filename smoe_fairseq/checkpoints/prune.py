@@ -1,9 +1,12 @@
-"""``smoe prune``: a checkpoint without the experts that are used little."""
+"""``smoe prune``: a checkpoint without the experts that some directions use little.
+
+Shapes: E experts of an MoE layer, T tokens.
+"""
 
 import math
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,136 +14,47 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy import ndarray
+from tabulate import tabulate
 from torch import Tensor, nn
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.record import hooked, run_direction
-from smoe_fairseq.checkpoints.average import weights_of
+from smoe_fairseq.analysis.record import hooked
 from smoe_fairseq.checkpoints.io import PENDING, RECORD, Record, rank_files, rank_of, set_name
+from smoe_fairseq.checkpoints.sets import (
+    add_output_arguments,
+    check_output,
+    weights_of,
+    write_converted,
+)
 from smoe_fairseq.errors import UsageError, positive, quietly
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.gates.base import BaseGate
+from smoe_fairseq.modules.gates.depths import DepthsGate
+from smoe_fairseq.modules.gates.hashed import HashGate
 from smoe_fairseq.modules.gates.relu import ReLUGate
+from smoe_fairseq.modules.gates.threshold import ThresholdGate
 from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.layer import StratifiedMoE
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.strata import Strata
 
-_ROUNDING = 1e-9  # 0.1 of 10 experts is one, whatever floats make of it
+SOFTMAX = (
+    "note: these gates' decisions go by probabilities over all experts that they see, so that translations "
+    "differ, if little, even without experts that were never chosen"
+)
 
-
-@dataclass(frozen=True)
-class Layer:
-    """What has to be known of a MoE layer: its strata, `fewest_of` its gates, and `weighs_all` of them."""
-
-    strata: Strata
-    fewest: int
-    weighs_all: bool = False
-
-    @classmethod
-    def of(cls, block: StratifiedMoE) -> "Layer":
-        gate = block.gates[0]  # all are of one kind
-        return cls(block.strata, fewest_of(gate), weighs_all(gate))
-
-    def required(self, score_E: ndarray) -> set[int]:
-        """The experts that stay however little they are used: the best ones of the strata that need some."""
-        strata = self.strata
-        needy = range(len(strata.sizes)) if strata.stacked else [len(strata.sizes) - 1]
-        return {
-            expert
-            for stratum in needy
-            for expert in ranked(
-                score_E, [e for e, s in enumerate(strata.stratum_of_expert) if s == stratum]
-            )[: self.fewest]
-        }
-
-    def after(self, kept: set[int]) -> Strata:
-        """The strata of the experts that stay."""
-        strata = self.strata
-        of_kept = [strata.stratum_of_expert[expert] for expert in kept]
-        sizes = tuple(of_kept.count(stratum) for stratum in range(len(strata.sizes)))
-        return Strata(sizes, strata.stacked, strata.chain)
-
-
-def fewest_of(gate: nn.Module) -> int:
-    """Experts that a gate has to see: those that it chooses, null ones aside, and one at least."""
-    if isinstance(gate, ReLUGate):
-        return gate.goal
-    return max(1, gate.top_k - gate.free_experts) if isinstance(gate, TopKGate) else 1
-
-
-def weighs_all(gate: nn.Module) -> bool:
-    """Whether experts that a gate does not choose have a part in its decisions, by the softmax over all.
-
-    They have none where the weights of the chosen ones are divided by their sum, or where each expert
-    has its score by itself.
-    """
-    if isinstance(gate, TopKGate):
-        return gate.scores == "softmax" and (gate.normalization == "none" or gate.bias is not None)
-    return not isinstance(gate, BaseGate | ReLUGate)
-
-
-def ranked(score_E: ndarray, experts: list[int]) -> list[int]:
-    """These experts, the best first; of equals that of the lower number."""
-    return sorted(experts, key=lambda expert: (-score_E[expert], expert))
-
-
-def keep_share(
-    layers: Mapping[str, Layer], importance: Mapping[str, ndarray], share: float, over_all: bool
-) -> dict[str, set[int]]:
-    """The most important experts, ``ceil(share E)`` of them and at least those that gates need.
-
-    Args:
-        importance: ``(E,)`` of each layer.
-        over_all: E is that of all layers together, and so is the ranking; else of each layer by itself.
-    """
-    if not over_all:
-        return {
-            name: keep_share({name: layer}, {name: importance[name]}, share, True)[name]
-            for name, layer in layers.items()
-        }
-    kept = {name: layer.required(importance[name]) for name, layer in layers.items()}
-    others = [
-        (-importance[name][expert], place, expert, name)
-        for place, (name, layer) in enumerate(layers.items())
-        for expert in range(layer.strata.num_experts)
-        if expert not in kept[name]
-    ]
-    total = sum(layer.strata.num_experts for layer in layers.values())
-    room = math.ceil(share * total - _ROUNDING) - sum(map(len, kept.values()))
-    for *_, expert, name in sorted(others)[: max(room, 0)]:
-        kept[name].add(expert)
-    return kept
-
-
-def keep_loaded(
-    layers: Mapping[str, Layer], loads: Mapping[str, ndarray], min_load: float
-) -> dict[str, set[int]]:
-    """Experts with a load above ``min_load``, and those that gates need.
-
-    Args:
-        loads: ``(E,)`` of each layer, see `Use.load`.
-    """
-    return {
-        name: layer.required(loads[name])
-        | {expert for expert, load in enumerate(loads[name].tolist()) if load > min_load}
-        for name, layer in layers.items()
-    }
-
-
-# What directions use the experts for: choices of the gates and their confidence, by teacher
-# forcing.
-#
-# Shapes: E experts, K choices per token.
+# Counting what the experts are used for, by teacher forcing.
 
 
 @dataclass(frozen=True)
 class Use:
-    """What one direction, or several, use the experts of one MoE layer for; all its gates taken together.
+    """What a direction uses the experts of one MoE layer for; all its gates together.
 
     Args:
-        choices: ``(E,)``, how often an expert was chosen, as first or as further expert.
-        importance: ``(E,)``, see `LayerRecorder.importance`.
+        choices: ``(E,)``, how often each was chosen, as first or as further expert.
+        importance: ``(E,)``, rate of first choices x exp(mean confidence of these), where the rate is
+            per token of the layer, and confidence a gate's probability of its first choice
+            (Koishekenov et al. 2023).
     """
 
     choices: ndarray
@@ -153,103 +67,147 @@ class Use:
 
 
 class LayerRecorder:
-    """Sums over what the gates of one MoE layer decide, ``(E,)``, while a model runs."""
+    """Sums over what the gates of one MoE layer decide while a model runs, each ``(E,)``."""
 
-    def __init__(self, num_experts: int, device: torch.device):
+    def __init__(self, block: StratifiedMoE, device: torch.device):
+        self.first_experts = block.strata.first_experts
         self.tokens = 0
-        self.firsts, self.confidence, self.choices = (
-            torch.zeros(num_experts, dtype=torch.float64, device=device) for _ in range(3)
+        self.firsts, self.confidence, self.choices = torch.zeros(
+            3, block.strata.num_experts, dtype=torch.float64, device=device
         )
 
-    def record(self, first_expert: int, is_first: bool, routing: Routing) -> None:
-        """One gate has decided, which sees the experts from ``first_expert`` on; padding counts nowhere."""
-        seen = slice(first_expert, first_expert + routing.num_experts)
-        active_T = routing.active_T
-        choice_T = routing.first_choice_T[active_T]
-        confidence_T = routing.probs_TE[active_T].gather(1, choice_T.unsqueeze(1)).squeeze(1)
-        firsts_E = routing.first_choices_E.double()
-        self.tokens += int(active_T.sum()) if is_first else 0
-        self.firsts[seen] += firsts_E
-        self.confidence[seen].index_add_(0, choice_T, confidence_T.double())
-        # The first choice decides where a token goes on even if null experts are all that it gets.
-        self.choices[seen] += torch.maximum(routing.kept_E.double(), firsts_E)
+    def hook(self, stratum: int):
+        """The forward hook of the gate of this stratum; padding counts nowhere."""
+
+        def listen(gate, inputs, routing: Routing) -> None:
+            first = self.first_experts[stratum]
+            seen = slice(first, first + routing.num_experts)
+            active_T = routing.active_T
+            choice_T = routing.first_choice_T[active_T]
+            confidence_T = routing.probs_TE[active_T].gather(1, choice_T.unsqueeze(1)).squeeze(1)
+            firsts_E = routing.first_choices_E.double()
+            self.tokens += int(active_T.sum()) if stratum == 0 else 0
+            self.firsts[seen] += firsts_E
+            self.confidence[seen].index_add_(0, choice_T, confidence_T.double())
+            # A first choice decides where a token goes on, even if the token gets null experts alone.
+            self.choices[seen] += torch.maximum(routing.kept_E.double(), firsts_E)
+
+        return listen
 
     def use(self) -> Use:
-        return Use(self.choices.cpu().numpy(), self.importance().cpu().numpy())
-
-    def importance(self) -> torch.Tensor:
-        """Rate of first choices x exp(mean confidence of these), ``(E,)`` (Koishekenov et al. 2023).
-
-        The rate is per token of the layer, the confidence a gate's probability of its first choice.
-        """
-        mean = self.confidence / self.firsts.clamp(min=1)
-        return self.firsts / max(self.tokens, 1) * mean.exp()
+        rate = self.firsts / max(self.tokens, 1)
+        importance = rate * (self.confidence / self.firsts.clamp(min=1)).exp()
+        return Use(self.choices.cpu().numpy(), importance.cpu().numpy())
 
 
 def use_of(
-    model: nn.Module,
-    task,
-    directions: Iterable[str],
-    subset: str = "valid",
-    sentences: int | None = None,
-    max_tokens: int = inputs.TOKENS_PER_BATCH,
-) -> Iterator[dict[str, Use]]:
-    """Of one direction after the other, by MoE layer (see `moe_blocks`), over all tokens, special ones too.
-
-    Arguments and errors are those of `collect`.
-    """
-    device = next(model.parameters()).device
-
-    @torch.no_grad()
-    def run(net_input: dict) -> None:
-        model(**net_input)
-
-    for name in directions:
-        with _recording(model, device) as recorders:
-            run_direction(run, model, task, name, subset, sentences, max_tokens)
-        yield {layer: recorder.use() for layer, recorder in recorders.items()}
-
-
-def together(uses: Sequence[dict[str, Use]]) -> dict[str, Use]:
-    """Of several directions: all choices, and the mean importance, to which each adds the same."""
-    return {
-        layer: Use(
-            np.sum([use[layer].choices for use in uses], axis=0),
-            np.mean([use[layer].importance for use in uses], axis=0),
-        )
-        for layer in uses[0]
-    }
-
-
-def highest_load(uses: Sequence[dict[str, Use]]) -> dict[str, ndarray]:
-    """``(E,)`` of each layer: the load in the direction where it is highest."""
-    return {layer: np.max([use[layer].load for use in uses], axis=0) for layer in uses[0]}
+    model: nn.Module, task, direction: str, subset: str, sentences: int | None, max_tokens: int
+) -> dict[str, Use]:
+    """The use of each MoE layer (see `moe_blocks`) in a direction; arguments and errors as of `collect`."""
+    with _recording(model) as recorders, torch.no_grad():
+        for sample in inputs.Samples(model, task, direction, subset, sentences, max_tokens):
+            model(**sample["net_input"])
+    return {layer: recorder.use() for layer, recorder in recorders.items()}
 
 
 @contextmanager
-def _recording(model: nn.Module, device: torch.device) -> Iterator[dict[str, LayerRecorder]]:
-    recorders, hooks = {}, []
-    for layer, block in moe_blocks(model).items():
-        recorders[layer] = LayerRecorder(block.strata.num_experts, device)
-        for i, gate in enumerate(block.gates):
-            first = block.strata.first_experts[i]
-            hooks.append((gate, _listener(recorders[layer], first, i == 0)))
-    with hooked(hooks):
+def _recording(model: nn.Module) -> Iterator[dict[str, LayerRecorder]]:
+    device, blocks = next(model.parameters()).device, moe_blocks(model)
+    recorders = {layer: LayerRecorder(block, device) for layer, block in blocks.items()}
+    with hooked(
+        (gate, recorders[layer].hook(stratum))
+        for layer, block in blocks.items()
+        for stratum, gate in enumerate(block.gates)
+    ):
         yield recorders
 
 
-def _listener(recorder: LayerRecorder, first_expert: int, is_first: bool):
-    def listen(gate, inputs, routing):
-        recorder.record(first_expert, is_first, routing)
-
-    return listen
+# Choosing the experts that stay.
 
 
-# Takes experts out of a checkpoint: their weights, the gates' rows for them, and what its settings
-# say.
+@dataclass(frozen=True)
+class Layer:
+    """An MoE layer: its strata, and what its gates (all of one kind) need.
+
+    Args:
+        fewest: experts that a gate has to see: as many as it chooses, null ones aside, and at least one.
+        weighs_all: whether experts that a gate does not choose have a part in its decisions, by a softmax
+            over all. They have none where the weights of the chosen ones are divided by their sum.
+    """
+
+    strata: Strata
+    fewest: int
+    weighs_all: bool = False
+
+    @classmethod
+    def of(cls, block: StratifiedMoE) -> "Layer":
+        gate, fewest, weighs_all = block.gates[0], 1, True
+        if isinstance(gate, TopKGate):
+            fewest = max(1, gate.top_k - gate.free_experts)
+            by_softmax = gate.normalization == "none" or gate.bias is not None
+            weighs_all = gate.scores == "softmax" and by_softmax
+        elif isinstance(gate, BaseGate | DepthsGate | ReLUGate | ThresholdGate):
+            fewest = getattr(gate, "goal", 1)
+            weighs_all = False
+        return cls(block.strata, fewest, weighs_all)
+
+    def required(self, score_E: ndarray) -> set[int]:
+        """The best experts of the last stratum, or of each stratum of a stack: these never go."""
+        strata = self.strata
+        last = len(strata.sizes) - 1
+        required = set()
+        for stratum in range(0 if strata.stacked else last, last + 1):
+            experts = [e for e, s in enumerate(strata.stratum_of_expert) if s == stratum]
+            required.update(sorted(experts, key=lambda e: (-score_E[e], e))[: self.fewest])
+        return required
+
+    def after(self, kept: set[int]) -> Strata:
+        """The strata of the experts that stay."""
+        of_kept = [self.strata.stratum_of_expert[expert] for expert in kept]
+        sizes = tuple(of_kept.count(stratum) for stratum in range(len(self.strata.sizes)))
+        return Strata(sizes, self.strata.stacked, self.strata.chain)
+
+
+def keep_share(
+    layers: Mapping[str, Layer], importance: Mapping[str, ndarray], share: float, over_all: bool
+) -> dict[str, set[int]]:
+    """The most important experts, ``ceil(share E)`` of them and at least those that gates need.
+
+    Args:
+        importance: ``(E,)`` of each layer.
+        over_all: rank the experts of all layers together; else those of each layer by themselves.
+    """
+    kept = {name: layer.required(importance[name]) for name, layer in layers.items()}
+    for group in [list(layers)] if over_all else [[name] for name in layers]:
+        others = sorted(
+            (-importance[name][expert], place, expert, name)
+            for place, name in enumerate(group)
+            for expert in range(layers[name].strata.num_experts)
+            if expert not in kept[name]
+        )
+        total = sum(layers[name].strata.num_experts for name in group)
+        rounding = 1e-9  # 0.1 of 10 experts is one, whatever floats make of it
+        room = math.ceil(share * total - rounding) - sum(len(kept[name]) for name in group)
+        for *_, expert, name in others[: max(room, 0)]:
+            kept[name].add(expert)
+    return kept
+
+
+def keep_loaded(
+    layers: Mapping[str, Layer], loads: Mapping[str, ndarray], min_load: float
+) -> dict[str, set[int]]:
+    """Experts with a load above ``min_load``, and those that gates need; ``loads``: ``(E,)`` by layer."""
+    return {
+        name: layer.required(loads[name]) | set(np.flatnonzero(loads[name] > min_load).tolist())
+        for name, layer in layers.items()
+    }
+
+
+# Taking experts out of a checkpoint: their weights, the gates' rows for them, and its settings.
 
 _EXPERTS = re.compile(r"experts\.(w1|b1|w2|b2)")
-_GATE = re.compile(r"gates\.(\d+)\.(weight|bias\.steps)")  # null experts have weights of their own
+# Null experts have weights of their own.
+_GATE = re.compile(r"gates\.(\d+)\.(weight|bias\.steps|threshold\.steps)")
 
 
 @dataclass(frozen=True)
@@ -268,79 +226,55 @@ class PrunedLayer:
     def removed(self) -> list[int]:
         return sorted(set(range(self.before.num_experts)) - set(self.experts))
 
-    def rows(self, name: str) -> list[int] | None:
-        """What stays of a tensor's first dimension, by its name in the block; None: all of it."""
+    def pruned(self, name: str, tensor: Tensor) -> Tensor:
+        """What stays of a tensor of the block, by its name in the block."""
+        rows = None
         if _EXPERTS.fullmatch(name):
-            return self.experts
-        if gate := _GATE.fullmatch(name):
+            rows = self.experts
+        elif gate := _GATE.fullmatch(name):
             first = self.before.first_experts[int(gate[1])]
-            last = first + self.before.visible[int(gate[1])]
-            return [expert - first for expert in self.experts if first <= expert < last]
-        return None
-
-
-def check_is_one_file(path: Path) -> None:
-    """Raise UsageError where experts are in the files of several processes."""
-    name = set_name(path)
-    if rank_of(path) is None and (
-        path.exists() or not rank_files(name) | rank_files(name, PENDING)
-    ):
-        return
-    raise UsageError(
-        f"{path} is of a set with --expert-parallel: make one checkpoint of it first, by smoe consolidate "
-        f"{name} --output FILE"
-    )
+            seen = range(first, first + self.before.visible[int(gate[1])])
+            rows = [expert - first for expert in self.experts if expert in seen]
+        return tensor if rows is None else tensor[torch.tensor(rows)]
 
 
 def prune(path: Path, layers: Mapping[str, PrunedLayer]) -> dict:
-    """The content of a checkpoint with fewer experts, without the optimizer's state and averages (EMA).
+    """The content of a checkpoint with fewer experts, without optimizer state and EMA.
 
     Args:
-        path: of one file, see `check_is_one_file`.
+        path: of one file, not a set.
         layers: each MoE layer by its name, ``encoder.layer.1``.
 
     Raises:
         UsageError: it is missing or damaged.
     """
     state = weights_of(path)
-    by_prefix = {f"{state_name(name)}.": layer for name, layer in layers.items()}
-    state["model"] = {
-        name: _pruned(name, tensor, by_prefix) for name, tensor in state["model"].items()
-    }
-    strata = {}  # of the sides that have MoE layers; a language model has one
+    # ``encoder.layer.1`` is ``encoder.layers.1.moe`` in the state dict.
+    by_state = {f"{n.replace('.layer.', '.layers.')}.moe": layer for n, layer in layers.items()}
+    for name, tensor in state["model"].items():
+        block, found, parameter = name.partition(".moe.")
+        if found and f"{block}.moe" in by_state:
+            state["model"][name] = by_state[f"{block}.moe"].pruned(parameter, tensor)
+    strata = {}  # by side; a language model has one
     for name, layer in layers.items():
         strata.setdefault(f"{name.partition('.')[0]}_smoe_strata", []).append(str(layer.after))
     strata = {option: ",".join(of_side) for option, of_side in strata.items()}
-    if state.get("cfg"):
+    if state.get("cfg"):  # fairseq repeats the model's settings for tasks of older kinds
         state["cfg"] = {
             part: _with_strata(values, strata) if part == "model" or _has_strata(values) else values
             for part, values in state["cfg"].items()
         }
     else:  # before fairseq had a config, checkpoints held the flat command line
         state["args"] = _with_strata(state["args"], strata)
-    if (record := Record.of(state)) is not None:
-        experts = {state_name(name): len(layer.experts) for name, layer in layers.items()}
+    if (record := Record.of(state, path)) is not None:
+        experts = {name: len(layer.experts) for name, layer in by_state.items()}
         first = next(iter(experts.values()))
         others = {name: number for name, number in experts.items() if number != first}
         state[RECORD] = replace(record, num_experts=first, other_layers=others).as_dict()
     return state
 
 
-def state_name(layer: str) -> str:
-    """``encoder.layer.1`` as the state dict has it: ``encoder.layers.1.moe``."""
-    return f"{layer.replace('.layer.', '.layers.')}.moe"
-
-
-def _pruned(name: str, tensor: Tensor, by_prefix: Mapping[str, PrunedLayer]) -> Tensor:
-    for prefix, layer in by_prefix.items():
-        if name.startswith(prefix):
-            rows = layer.rows(name.removeprefix(prefix))
-            return tensor if rows is None else tensor[torch.tensor(rows)]
-    return tensor
-
-
 def _has_strata(values) -> bool:
-    """Whether a part of the settings repeats the model's, as fairseq has it for tasks of older kinds."""
     values = vars(values) if isinstance(values, Namespace) else values
     return isinstance(values, Mapping) and "smoe_strata" in values
 
@@ -351,19 +285,7 @@ def _with_strata(values: Namespace | Mapping, strata: Mapping[str, str]) -> Name
     return {**values, **strata}
 
 
-# ``smoe prune``: a checkpoint without the experts that some directions use little.
-
-with quietly():
-    from smoe_fairseq.analysis import inputs
-    from smoe_fairseq.checkpoints.sets import check_output, write_converted
-    from smoe_fairseq.models.transformer import moe_blocks
-    from smoe_fairseq.modules.gates.hashed import HashGate
-
-OVER = ("layer", "all")
-SOFTMAX = (
-    "note: these gates' decisions go by probabilities over all experts that they see, so that translations "
-    "differ, if little, even without experts that were never chosen"
-)
+# The command.
 
 
 def add_prune_arguments(parser: ArgumentParser) -> None:
@@ -383,7 +305,7 @@ def add_prune_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--over",
-        choices=OVER,
+        choices=("layer", "all"),
         help="what --keep is a share of: the experts of each MoE layer, or of all; default: layer",
     )
     parser.add_argument(
@@ -403,14 +325,12 @@ def add_prune_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--max-tokens", type=positive, default=4096, help="of a batch")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="what to write")
-    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    add_output_arguments(parser)
 
 
 def run_prune(args: Namespace) -> None:
-    """Counts, chooses, writes, and says what is left."""
-    check_request(args)
-    check_is_one_file(args.path)
+    """Count, choose, write, and say what is left."""
+    _check(args)
     check_output([args.path], [args.output], args.force)
     with quietly():
         model, task, directions = inputs.load_sparse_model(
@@ -423,29 +343,35 @@ def run_prune(args: Namespace) -> None:
                 "dictionary, so that each is needed; expected a gate that scores them"
             )
         of_subset = args.gen_subset, args.sentences, args.max_tokens
-        uses = list(use_of(model, task, directions, *of_subset))
+        uses = [use_of(model, task, direction, *of_subset) for direction in directions]
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     layers = {name: Layer.of(block) for name, block in blocks.items()}
     del model, blocks
-    use = together(uses)
-    if args.keep is not None:
-        importance = {name: layer.importance for name, layer in use.items()}
+    if args.keep is not None:  # to the mean importance each direction adds the same
+        importance = {n: np.mean([use[n].importance for use in uses], axis=0) for n in layers}
         kept = keep_share(layers, importance, args.keep, args.over == "all")
-    else:
-        kept = keep_loaded(layers, highest_load(uses), args.min_load)
+    else:  # the load in the direction where it is highest
+        loads = {n: np.max([use[n].load for use in uses], axis=0) for n in layers}
+        kept = keep_loaded(layers, loads, args.min_load)
     pruned = {name: PrunedLayer.of(layers[name], kept[name]) for name in layers}
     state = prune(args.path, pruned)
     write_converted(state, args.output)
     print(f"choices counted over {args.gen_subset} of {', '.join(directions)}")
-    print(table(pruned, use))
-    left = sum(state["model"][name].numel() for name in parameters)
+    print(_table(pruned, {n: np.sum([use[n].choices for use in uses], axis=0) for n in layers}))
     if any(layer.weighs_all and pruned[name].removed for name, layer in layers.items()):
         print(SOFTMAX)
-    print(summary(args, pruned, sum(parameters.values()), left))
+    before, after = sum(parameters.values()), sum(state["model"][n].numel() for n in parameters)
+    experts = sum(len(layer.experts) for layer in pruned.values())
+    of_all = sum(layer.before.num_experts for layer in pruned.values())
+    sizes = [f"{path.stat().st_size / 1e6:.1f} MB" for path in (args.output, args.path)]
+    print(
+        f"{experts} of {of_all} experts, {after:,} of {before:,} parameters ({after / before:.1%})\n"
+        f"{args.output}: {sizes[0]}; {args.path} has {sizes[1]}, with what training keeps beside the weights"
+    )
 
 
-def check_request(args: Namespace) -> None:
-    """Raise UsageError unless it is clear how much is to stay."""
+def _check(args: Namespace) -> None:
+    """Raise UsageError unless it is clear how much is to stay, and of which file."""
     if (args.keep is None) == (args.min_load is None):
         raise UsageError(
             f"{'neither --keep nor' if args.keep is None else '--keep with'} --min-load: expected one of "
@@ -457,38 +383,20 @@ def check_request(args: Namespace) -> None:
         raise UsageError(f"--min-load {args.min_load:g}: expected a number of at least 0")
     if args.min_load is not None and args.over is not None:
         raise UsageError(f"--over {args.over} with --min-load: expected it with --keep")
-
-
-def table(pruned: Mapping[str, PrunedLayer], use: Mapping[str, Use]) -> str:
-    """A row for each layer: strata, experts, and what share of the choices were of those removed."""
-    rows = [("layer", "strata", "", "kept", "removed", "their choices")]
-    for name, layer in pruned.items():
-        choices = use[name].choices
-        lost = choices[layer.removed].sum() / max(choices.sum(), 1)
-        rows.append(
-            (
-                name.replace(".", " "),
-                str(layer.before),
-                str(layer.after),
-                _numbers(layer.experts),
-                _numbers(layer.removed),
-                f"{lost:.1%}",
-            )
+    name = set_name(args.path)
+    of_set = rank_files(name) | rank_files(name, PENDING)
+    if rank_of(args.path) is not None or (of_set and not args.path.exists()):
+        raise UsageError(
+            f"{args.path} is of a set with --expert-parallel: make one checkpoint of it first, by smoe "
+            f"consolidate {name} --output FILE"
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
 
 
-def _numbers(experts: list[int]) -> str:
-    return " ".join(map(str, experts)) or "-"
-
-
-def summary(args: Namespace, pruned: Mapping[str, PrunedLayer], before: int, after: int) -> str:
-    experts = sum(len(layer.experts) for layer in pruned.values())
-    of_all = sum(layer.before.num_experts for layer in pruned.values())
-    sizes = [f"{path.stat().st_size / 1e6:.1f} MB" for path in (args.output, args.path)]
-    return (
-        f"{experts} of {of_all} experts, {after:,} of {before:,} parameters ({after / before:.1%})\n"
-        f"{args.output}: {sizes[0]}; {args.path} has {sizes[1]}, with what training keeps beside the weights"
-    )
+def _table(pruned: Mapping[str, PrunedLayer], choices: Mapping[str, ndarray]) -> str:
+    """A row per layer: strata, experts, and what share of the choices were of those removed."""
+    rows = [["layer", "strata", "", "kept", "removed", "their choices"]]
+    for name, layer in pruned.items():
+        lost = choices[name][layer.removed].sum() / max(choices[name].sum(), 1)
+        numbers = (" ".join(map(str, e)) or "-" for e in (layer.experts, layer.removed))
+        rows.append([name.replace(".", " "), layer.before, layer.after, *numbers, f"{lost:.1%}"])
+    return tabulate(rows, tablefmt="plain", disable_numparse=True)

@@ -3,7 +3,7 @@
 import functools
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from smoe_fairseq.checkpoints.io import (
     PENDING,
     RECORD,
     Record,
+    check_finite,
     check_set,
     newest_whole,
     open_checkpoint,
@@ -26,24 +27,24 @@ from smoe_fairseq.checkpoints.io import (
 )
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_file, whole_files
-from smoe_fairseq.modules.experts import Placement
+from smoe_fairseq.modules.parallel import Placement
 
 MOST_PROCESSES = 10_000
 OPTIMIZER = "last_optimizer_state"
-_EXPERTS = ".moe.experts."
 EMA = ("ema", "ema_fp32_params")  # in the extra state
+UNSET = "._float_tensor"  # suffix of a buffer that fairseq saves without ever setting it
+_EXPERTS = ".moe.experts."
 
 
 class Shards:
-    """Checkpoint files that hold all experts between them: one file per process, or one of one process.
+    """The checkpoint files that hold all experts of a model: one file per rank, or one file.
 
     Args:
         files: in the order of ranks.
-        optimizer_state: whether it is of interest; where it is not, it is as if it were not there.
+        optimizer_state: whether to keep the optimizer's state.
 
     Raises:
-        UsageError: a file is missing, cut off, of another set or differs from the others where they
-            have to agree; the sentence names it.
+        UsageError: a file is missing, cut off, of another set, or lacks what its record names.
     """
 
     def __init__(self, files: list[Path], optimizer_state: bool = True):
@@ -52,7 +53,8 @@ class Shards:
         if not optimizer_state:
             for state in self.states:
                 state.pop(OPTIMIZER, None)
-        records = {file: Record.of(state) for file, state in zip(files, self.states, strict=True)}
+        pairs = zip(files, self.states, strict=True)
+        records = {file: Record.of(state, file) for file, state in pairs}
         if len(files) > 1 or rank_of(files[0]) is not None:
             check_set(records)
         self.record = records[files[0]]
@@ -69,7 +71,10 @@ class Shards:
 
     @classmethod
     def open(cls, path: Path, optimizer_state: bool = True) -> "Shards":
-        """``DIR/checkpoint_last.pt`` stands for its ``-rank-N`` files, or is a file of one process."""
+        """Open a set by its name (``DIR/checkpoint_last.pt``) or a file of its, or a single file.
+
+        Of a run that was killed while it saved, the newest files that belong together are taken.
+        """
         name = set_name(path)
         files, waiting = rank_files(name), rank_files(name, PENDING)
         if not files and not waiting:
@@ -79,33 +84,28 @@ class Shards:
                 f"{path} and {rank_file(name, 0)} are both there: move the one away that is not meant"
             )
         there = files.keys() | waiting.keys()
-        count = max(there) + 1
-        if count > len(there):
-            gap = next(rank for rank in range(count) if rank not in there)
-            raise UsageError(f"{rank_file(name, gap)} is missing")
-        chosen = [files.get(rank, rank_file(name, rank)) for rank in range(count)]
-        if waiting:
-            chosen = _newest_set(chosen)
-        return cls(chosen, optimizer_state)
+        for rank in range(len(there)):
+            if rank not in there:
+                raise UsageError(f"{rank_file(name, rank)} is missing")
+        chosen = [files.get(rank, rank_file(name, rank)) for rank in range(len(there))]
+        return cls(_newest_set(chosen) if waiting else chosen, optimizer_state)
 
     def _check_parts(self, file: Path, state: dict) -> None:
-        """Raise UsageError unless all is there that the file's record speaks of."""
+        """Raise UsageError unless the file has all parameters that its record names."""
         if not isinstance(state.get("extra_state"), dict):
             raise UsageError(f"{file} is not a checkpoint of fairseq: extra_state is missing in it")
         for name in self.record.parameters:
             tensor = state["model"].get(name)
             if not torch.is_tensor(tensor):
                 raise UsageError(f"{file}: {name} is missing in its model")
-            if _EXPERTS not in name:
-                continue
-            local = self.place_of(name).num_local
-            if tensor.shape[:1] != (local,):
+            local = self.place_of(name).num_local if _EXPERTS in name else None
+            if local and tensor.shape[:1] != (local,):
                 raise UsageError(
                     f"{file}: {name} is {tuple(tensor.shape)} in its model; expected {local} experts"
                 )
 
     def place_of(self, name: str) -> Placement:
-        """Of the experts that a tensor is of, in the first file."""
+        """The placement of a tensor's experts in the first file."""
         return self.record.placement(name, len(self.files))
 
     def tensors(self, state: dict) -> Iterator[tuple[str, Tensor, bool]]:
@@ -117,12 +117,12 @@ class Shards:
         for index, name in enumerate(self._optimized(state)):
             for key, value in state[OPTIMIZER]["state"].get(index, {}).items():
                 if torch.is_tensor(value):
-                    # What is not of the parameter's shape says something of all its experts together.
+                    # A state of another shape is one of all experts of the parameter together.
                     stacked = _EXPERTS in name and value.shape == state["model"][name].shape
                     yield f"{name} {key}", value, stacked
 
     def _parts(self, state: dict) -> dict[str, dict]:
-        """All that has an entry for each parameter of the model."""
+        """The model and its averages (EMA): all that has an entry per parameter."""
         extra = state["extra_state"]
         parts = {"model": state["model"], **{key: extra.get(key) for key in EMA}}
         return {part: content for part, content in parts.items() if content}
@@ -132,8 +132,8 @@ class Shards:
         optimizer = state.get(OPTIMIZER)
         if not optimizer:
             return ()
-        groups, names = optimizer.get("param_groups", []), self.record.parameters
-        numbers = [list(group["params"]) for group in groups]
+        names = self.record.parameters
+        numbers = [list(group["params"]) for group in optimizer.get("param_groups", [])]
         if numbers == [[0]] and len(names) > 1:
             raise UsageError(
                 f"{self.files[0]}: the optimizer's state is of all parameters in one row, as --fp16 keeps "
@@ -148,22 +148,20 @@ class Shards:
         return names
 
     def check_agreement(self) -> None:
-        """What all processes share is the same in all files, as are the replicas of an expert."""
+        """Raise UsageError unless shared tensors, and the replicas of an expert, agree in all files.
+
+        Buffers are not compared: fairseq has some that are never set.
+        """
         parameters = {
             f"{part} {name}" for part in ("model", *EMA) for name in self.record.parameters
         }
-        buffers = {
-            f"{part} {name}"
-            for part, content in self._parts(self.states[0]).items()
-            for name in content
-        } - parameters  # fairseq has some that are never set
+        parts = self._parts(self.states[0]).items()
+        buffers = {f"{part} {name}" for part, content in parts for name in content} - parameters
         for rank in range(1, len(self.states)):
             for name, tensor, stacked in self.tensors(self.states[rank]):
-                if name in buffers:
-                    continue
-                alike = rank % self.place_of(name).group_size if stacked else 0
-                other = self.by_rank[alike].get(name)
-                if other is not None and same_bits(tensor, other):
+                replica = rank % self.place_of(name).group_size if stacked else 0
+                other = self.by_rank[replica].get(name)
+                if name in buffers or other is not None and same_bits(tensor, other):
                     continue
                 if _EXPERTS in name and not stacked:
                     raise self._undivided(rank, name)
@@ -172,11 +170,11 @@ class Shards:
                 )
 
     def check_division(self, world_size: int) -> None:
-        """All of each expert can be told from the others', where so many processes are other ones."""
+        """Raise UsageError where a state of all experts together would have to be divided."""
         if world_size == len(self.files):
             return
         for name, tensor, stacked in self.tensors(self.states[0]):
-            if _EXPERTS in name and not stacked and tensor.dim():  # a number alone is a step
+            if _EXPERTS in name and not stacked and tensor.dim():  # a single number is a step
                 raise self._undivided(0, name)
 
     def _undivided(self, rank: int, name: str) -> UsageError:
@@ -190,32 +188,29 @@ class Shards:
         """The tensors of each file, by name."""
         return [{name: tensor for name, tensor, _ in self.tensors(state)} for state in self.states]
 
-    def expert(self, name: str, expert: int) -> Tensor:
-        """One expert's part of a stacked tensor, in the file that holds it."""
-        rank, offset = divmod(expert, self.place_of(name).num_local)
-        return self.by_rank[rank][name][offset]
-
     def experts(self, name: str, wanted: range) -> Tensor:
-        """Experts ``wanted`` of one stacked tensor, copied from the files that hold them."""
+        """Experts ``wanted`` of a stacked tensor, copied from the files that hold them."""
+        local = self.place_of(name).num_local
         first = self.by_rank[0][name]
         result = first.new_empty(len(wanted), *first.shape[1:])
-        for expert in wanted:
-            result[expert - wanted.start] = self.expert(name, expert)
+        for row, expert in enumerate(wanted):
+            rank, offset = divmod(expert, local)
+            result[row] = self.by_rank[rank][name][offset]
         return result
 
-    def state_for(self, place: Placement, progress=lambda: None) -> dict:
-        """The checkpoint of one process under another placement.
+    def state_for(self, place: Placement) -> dict:
+        """The checkpoint of one rank under another placement.
 
         Args:
-            place: which process of how many; the number of experts is each layer's own.
-            progress: called after each tensor.
+            place: rank and world size; each layer has its own number of experts.
         """
-        taken = {}
-        for name, _, experts in self.tensors(self.states[0]):
-            if experts:
-                own = self.record.placement(name, place.world_size, place.rank)
-                taken[name] = self.experts(name, own.local)
-            progress()
+        taken = {
+            name: self.experts(
+                name, self.record.placement(name, place.world_size, place.rank).local
+            )
+            for name, _, stacked in self.tensors(self.states[0])
+            if stacked
+        }
 
         def placed(part: str, content: dict) -> dict:
             return {key: taken.get(f"{part} {key}", value) for key, value in content.items()}
@@ -230,19 +225,15 @@ class Shards:
                 **state[OPTIMIZER],
                 "state": {i: placed(names[i], values) for i, values in moments.items()},
             }
-        if "train_iterator" in extra:  # not in a crash.pt
-            extra["train_iterator"] = self._position(extra["train_iterator"], place.world_size)
+        if iterator := extra.get("train_iterator"):  # not in a crash.pt; in batches of each rank
+            batches = iterator["iterations_in_epoch"] * len(self.files) // place.world_size
+            extra["train_iterator"] = {**iterator, "iterations_in_epoch": batches}
         state[RECORD] = {**state[RECORD], "world_size": place.world_size, "rank": place.rank}
         return state
 
-    def _position(self, iterator: dict, world_size: int) -> dict:
-        """How far the epoch is, counted in batches of each process."""
-        batches = iterator["iterations_in_epoch"] * len(self.files)
-        return {**iterator, "iterations_in_epoch": batches // world_size}
-
 
 def _newest_set(files: list[Path]) -> list[Path]:
-    """Of a run that was killed while it saved, the newest files that belong together."""
+    """The newest files of one save, some of which may still be pending."""
     choices = [
         {record.save: path for path in (file, pending(file)) if (record := record_of(path))}
         for file in files
@@ -252,73 +243,84 @@ def _newest_set(files: list[Path]) -> list[Path]:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bits; NaNs compare equal."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    as_bytes = (t.detach().reshape(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(*as_bytes)
+    return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
-# Writes checkpoints that only appear under their names when they are complete and verified.
+# What all conversions share: read the weights, check them, write one file.
 
 
-def output_files(output: Path, world_size: int) -> list[Path]:
-    if world_size == 1:
-        return [output]
-    return [rank_file(output, rank) for rank in range(world_size)]
+def weights_of(path: Path) -> dict:
+    """The content of a checkpoint without optimizer state and EMA, its tensors checked.
 
-
-def write(shards: Shards, output: Path, world_size: int, force: bool) -> list[Path]:
-    """The checkpoint, or set, for ``world_size`` processes; returns its files.
+    Args:
+        path: a file, or the name of a set of ``--expert-parallel``, whose experts are put together.
 
     Raises:
-        UsageError: a file is there already and not to be overwritten, or what was read back differs, or
-            the system refuses a file.
+        UsageError: it is missing, damaged, or no whole set; or `check_plain` refuses its model.
     """
-    try:
-        for num_experts in shards.record.numbers_of_experts:  # can each layer's be spread?
-            places = [Placement(num_experts, world_size, rank) for rank in range(world_size)]
-    except ValueError as error:
-        raise UsageError(f"--world-size {world_size}: {error}") from None
-    files = output_files(output, world_size)
-    found = [*rank_files(output).values(), *rank_files(output, PENDING).values()]
-    read = {file.resolve() for file in shards.files}
-    if world_size == 1 and any(file.resolve() in read for file in found):
-        raise UsageError(f"--output: {output} is the name of the set that is read; choose another")
-    left_over = []  # of another set of this name
-    if world_size > 1:
-        left_over = [file for file in found if file not in files]
-    check_output(shards.files, [*files, *left_over], force)
-    shards.check_agreement()
-    shards.check_division(world_size)
-
-    per_file = sum(1 for _ in shards.tensors(shards.states[0]))
-    with whole_files(files, called=f"--output {output}", parents=True) as partials:
-        with tqdm(total=2 * per_file * world_size, unit=" tensors", desc=output.name) as bar:
-            for place, file in zip(places, partials, strict=True):
-                state = shards.state_for(place, bar.update)
-                with open(file, "wb") as opened:
-                    torch.save(state, opened)
-                del state
-                _verify(shards, place, Path(file), bar.update)
-    for file in left_over:
-        _remove(file)
-    return files
+    name = set_name(path)
+    is_set = rank_of(path) is not None or rank_files(name) or rank_files(name, PENDING)
+    if is_set or Record.of(open_checkpoint(path), path) is not None:
+        shards = Shards.open(path, optimizer_state=False)
+        for state in shards.states:
+            state["extra_state"] = _without(state["extra_state"], EMA)
+            check_plain(path, state["model"])
+        shards.check_agreement()
+        return shards.state_for(Placement(shards.record.num_experts))
+    state = _without(open_checkpoint(path), (OPTIMIZER,))
+    check_plain(path, state["model"])
+    return {**state, "extra_state": _without(state.get("extra_state", {}), EMA)}
 
 
-def _remove(file: Path) -> None:
-    try:
-        file.unlink()
-    except OSError as error:
-        raise UsageError(
-            f"{file} is of another set and cannot be removed: {error.strerror}; the new files are complete"
-        ) from None
+def _without(content: Mapping, keys: Iterable[str]) -> dict:
+    return {key: value for key, value in content.items() if key not in keys}
+
+
+def check_plain(path: Path, model: Mapping) -> None:
+    """Raise UsageError unless all of a model are tensors of finite real numbers in memory."""
+    for name, tensor in model.items():
+        if not (isinstance(name, str) and torch.is_tensor(tensor) and _is_plain(tensor)):
+            raise UsageError(
+                f"{path} is not a checkpoint of fairseq: {name} in its model is no tensor of real numbers"
+            )
+    check_finite(path, ((name, t) for name, t in model.items() if not name.endswith(UNSET)))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        return False
+    # An expanded tensor could stand for more numbers than any memory holds.
+    size = tensor.numel() * tensor.element_size()
+    of_numbers = not tensor.is_complex() and tensor.dtype is not torch.bool
+    return of_numbers and size <= tensor.untyped_storage().nbytes()
+
+
+def place_of(tensor: Tensor) -> tuple:
+    """Where a tensor is in memory: equal for tied tensors."""
+    start = tensor.data_ptr()
+    return (start, tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (id(tensor),)
+
+
+def with_model_options(state: Mapping, options: Mapping) -> dict:
+    """The content of a checkpoint with other model options (``_name`` among them)."""
+    if state.get("cfg"):
+        return {**state, "cfg": {**state["cfg"], "model": dict(options)}}
+    # Before fairseq had a config, checkpoints held the flat command line.
+    args = vars(state["args"]) | dict(options) | {"arch": options["_name"]}
+    return {**state, "args": Namespace(**args)}
+
+
+def add_output_arguments(parser: ArgumentParser, text: str = "what to write") -> None:
+    """``--output FILE`` and ``--force``."""
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=text)
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
 
 
 def check_output(read: Iterable[Path], files: Iterable[Path], force: bool) -> None:
-    """Raise UsageError where a file to be written is one that is read, a folder, or there already.
-
-    Or where it cannot be written: that is known before the work of which it is the result.
-    """
+    """Raise UsageError before any work if one of ``files`` is read, exists, or cannot be written."""
     read = {file.resolve() for file in read}
     for file in files:
         if file.resolve() in read:
@@ -336,63 +338,42 @@ def check_output(read: Iterable[Path], files: Iterable[Path], force: bool) -> No
             )
 
 
-def write_content(state: dict, output: Path, progress: Callable) -> None:
-    """One checkpoint of this content; ``progress`` is called for each tensor that was read back.
-
-    Raises:
-        UsageError: what was read back differs, or the system refuses the file.
-    """
+def write_converted(state: Mapping, output: Path) -> None:
+    """Write a checkpoint, whole or not at all; UsageError if the system refuses it."""
     with whole_file(output, called=f"--output {output}", parents=True) as partial:
         with open(partial, "wb") as opened:
             torch.save(state, opened)
-        written = open_checkpoint(partial)["model"]
-        for name, source in state["model"].items():
-            _check_written(partial, name, [(written[name], source)])
-            progress()
 
 
-def _verify(shards: Shards, place: Placement, file: Path, progress: Callable) -> None:
-    """Every tensor in ``file`` has the bits of the one it was made of."""
-    written = {name: tensor for name, tensor, _ in shards.tensors(open_checkpoint(file))}
-    for name, source, is_expert in shards.tensors(shards.states[0]):
-        progress()
-        if name not in written:
-            raise UsageError(f"{file}: {name} has not been written; is the disk sound?")
-        copies = [(written[name], source)]
-        if is_expert:
-            local = shards.record.placement(name, place.world_size, place.rank).local
-            copies = [
-                (written[name][expert - local.start], shards.expert(name, expert))
-                for expert in local
-            ]
-        _check_written(file, name, copies)
-
-
-def _check_written(file: Path | str, name: str, copies: list[tuple[Tensor, Tensor]]) -> None:
-    if not all(same_bits(copy, original) for copy, original in copies):
-        raise UsageError(f"{file}: {name} was not written as it was read; is the disk sound?")
-
-
-# What conversions share: what a checkpoint says of its model, how it is written.
-
-
-def with_model_options(state: Mapping, options: Mapping) -> dict:
-    """The content of a checkpoint that says that its model is of these options (with ``_name``)."""
-    if state.get("cfg"):
-        return {**state, "cfg": {**state["cfg"], "model": dict(options)}}
-    # The flat command line of before fairseq had a config.
-    args = vars(state["args"]) | dict(options) | {"arch": options["_name"]}
-    return {**state, "args": Namespace(**args)}
-
-
-def write_converted(state: Mapping, output: Path) -> None:
-    """Writes a checkpoint whole and reads it back, with progress.
+def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> list[Path]:
+    """Write the checkpoint, or set, for ``world_size`` ranks, all files or none; returns the files.
 
     Raises:
-        UsageError: the system refuses ``output``, or what was read back differs.
+        UsageError: the experts cannot be spread so, a file exists and is not to be overwritten, or the
+            system refuses a file.
     """
-    with tqdm(total=len(state["model"]), unit=" tensors", desc=output.name) as bar:
-        write_content(state, output, bar.update)
+    try:
+        for num_experts in shards.record.numbers_of_experts:
+            places = [Placement(num_experts, world_size, rank) for rank in range(world_size)]
+    except ValueError as error:
+        raise UsageError(f"--world-size {world_size}: {error}") from None
+    files = [output] if world_size == 1 else [rank_file(output, rank) for rank in range(world_size)]
+    found = [*rank_files(output).values(), *rank_files(output, PENDING).values()]
+    read = {file.resolve() for file in shards.files}
+    if world_size == 1 and any(file.resolve() in read for file in found):
+        raise UsageError(f"--output: {output} is the name of the set that is read; choose another")
+    left_over = [file for file in found if world_size > 1 and file not in files]  # of another set
+    check_output(shards.files, [*files, *left_over], force)
+    shards.check_agreement()
+    shards.check_division(world_size)
+    with whole_files(files, called=f"--output {output}", parents=True) as partials:
+        pairs = zip(places, partials, strict=True)
+        for place, partial in tqdm(pairs, output.name, world_size, unit=" files"):
+            with open(partial, "wb") as opened:
+                torch.save(shards.state_for(place), opened)
+    for file in left_over:
+        file.unlink()
+    return files
 
 
 # ``smoe consolidate``: one ordinary checkpoint of a run with sharded experts.
@@ -405,28 +386,26 @@ def add_consolidate_arguments(parser: ArgumentParser) -> None:
         metavar="DIR/checkpoint_last.pt",
         help="the set of files: its name without -rank-N",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="what to write")
     parser.add_argument(
         "--optimizer-state",
         action="store_true",
         help="keep the optimizer's state, for training on in one process",
     )
-    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    add_output_arguments(parser)
 
 
 def run_consolidate(args: Namespace) -> None:
-    """Reads the set, writes FILE, and says what it holds."""
+    """Read the set, write FILE, and say what it holds."""
     name = set_name(args.path)
     if not rank_files(name) and not rank_files(name, PENDING):
         raise UsageError(f"{rank_file(name, 0)} is missing: {name} stands for no set")
-    # By rank 0's file, since a checkpoint of the plain name may lie beside it, from an earlier time perhaps.
+    # By the file of rank 0, since an older checkpoint of the plain name may lie beside it.
     shards = Shards.open(rank_file(name, 0), args.optimizer_state)
-    write(shards, args.output, 1, args.force)
-    record = shards.record
-    numbers = " or ".join(map(str, record.numbers_of_experts))
+    write_set(shards, args.output, 1, args.force)
+    numbers = " or ".join(map(str, shards.record.numbers_of_experts))
     print(
         f"{args.output}: {numbers} experts per MoE layer, of {len(shards.files)} "
-        f"processes, update {record.num_updates}"
+        f"processes, update {shards.record.num_updates}"
     )
 
 
@@ -443,32 +422,26 @@ def add_reshard_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=int, required=True, metavar="M", help="processes to write it for"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="what to write: its name without -rank-N; train on with its folder as --save-dir",
+    add_output_arguments(
+        parser, "what to write: its name without -rank-N; train on with its folder as --save-dir"
     )
-    parser.add_argument("--force", action="store_true", help="overwrite what is there")
 
 
 def run_reshard(args: Namespace) -> None:
-    """Reads the set, writes that for M processes, and says what changes for training."""
-    if args.world_size < 1:
-        raise UsageError(
-            f"--world-size {args.world_size}: expected a number of processes, 1 or more"
-        )
-    if args.world_size > MOST_PROCESSES:
+    """Read the set, write that for M processes, and say what changes for training."""
+    if not 1 <= args.world_size <= MOST_PROCESSES:
         raise UsageError(
             f"--world-size {args.world_size}: expected at most {MOST_PROCESSES:,} processes"
+            if args.world_size > 1
+            else f"--world-size {args.world_size}: expected a number of processes, 1 or more"
         )
     shards = Shards.open(args.path)
-    files = write(shards, args.output, args.world_size, args.force)
+    files = write_set(shards, args.output, args.world_size, args.force)
     before = len(shards.files)
+    ranks = "1 process" if args.world_size == 1 else f"{args.world_size} processes"
     print(
         f"{files[0]}{f' to {files[-1].name}' if len(files) > 1 else ''}: update "
-        f"{shards.record.num_updates}, for {args.world_size} processes instead of {before}"
+        f"{shards.record.num_updates}, for {ranks} instead of {before}"
     )
     if args.world_size != before:
         print(

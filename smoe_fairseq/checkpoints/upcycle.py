@@ -3,23 +3,33 @@
 import math
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 
 import torch
+from fairseq.dataclass import FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.average import COUNTS, check_plain, weights_of
+from smoe_fairseq.checkpoints.average import COUNTS
+from smoe_fairseq.checkpoints.io import files_read
 from smoe_fairseq.checkpoints.model import (
     NORM_OPTION,
     SIDES,
     check_pre_norm,
+    of_experts,
     plain_config,
     target_model,
     transformer_options,
 )
-from smoe_fairseq.checkpoints.sets import with_model_options
+from smoe_fairseq.checkpoints.sets import (
+    add_output_arguments,
+    check_output,
+    weights_of,
+    with_model_options,
+    write_converted,
+)
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
@@ -29,43 +39,6 @@ from smoe_fairseq.modules.gates.linear import draw_as_linear
 LATER = 0.1  # layer norms of later strata, over that of the dense model
 _BLOCK = re.compile(r"(.+\.layers\.\d+)\.moe\.(.+)")
 _EXPERTS = {"w1": "fc1.weight", "b1": "fc1.bias", "w2": "fc2.weight", "b2": "fc2.bias"}
-_SUM = "a token's experts have to weigh one in all, so that copies of the FFN answer as it does"
-# Values of options with which copies do not answer as the FFN did, and why.
-_REFUSED = {
-    "moe_gate": (lambda config: config.moe_gate != "topk", _SUM, "topk"),
-    "moe_top_k": (lambda config: config.moe_top_k < 2, _SUM, "2 or more"),
-    "moe_gate_normalization": (
-        lambda config: config.moe_gate_normalization == "none",
-        _SUM,
-        "after-drop or before-drop",
-    ),
-    **{
-        name: (lambda config, name=name: getattr(config, name), _SUM, "0")
-        for name in ("moe_null_experts", "moe_copy_experts", "moe_constant_experts")
-    },
-    **{
-        name: (lambda config, name=name: getattr(config, name), "the FFN would count twice", "none")
-        for name in ("moe_shared_experts", "moe_residual", "moe_cmr", "moe_stacked")
-    },
-    "moe_output_init_scale": (
-        lambda config: config.moe_output_init_scale != SMoETransformerConfig.moe_output_init_scale,
-        "experts are copies of the FFN",
-        "1.0",
-    ),
-    "moe_expert_ffn_dim": (
-        lambda config: any(
-            config.moe_expert_ffn_dim not in (0, getattr(config, f"{side}_ffn_embed_dim"))
-            for side in SIDES
-        ),
-        "experts are copies of the FFN",
-        "0",
-    ),
-    NORM_OPTION: (
-        lambda config: getattr(config, NORM_OPTION) != getattr(SMoETransformerConfig, NORM_OPTION),
-        "it normalises what the dense model left as it was",
-        getattr(SMoETransformerConfig, NORM_OPTION),
-    ),
-}
 
 
 def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
@@ -82,7 +55,6 @@ def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
         UsageError: the checkpoint or the options do not go with it.
     """
     state = weights_of(path)
-    check_plain(path, state["model"])
     options = transformer_options(path, state) | dict(moe_options)
     _check(path, SMoETransformerConfig(**options))
     target = target_model(path, options, state["model"]).state_dict()
@@ -100,15 +72,35 @@ def _check(path: Path, config: SMoETransformerConfig) -> None:
     if not any(map(config.moe_freq_of, SIDES)):
         raise UsageError("--moe-freq 0: no layer would have experts; expected 1 or more")
     check_pre_norm(path, config)
-    for name, (refused, why, expected) in _REFUSED.items():
-        if refused(config):
-            value = getattr(config, name)
-            shown = flag(name) if value is True else f"{flag(name)} {value}"
+    for name, refused, why, expected in _rules(config):
+        if refused:
+            shown = _shown(name, getattr(config, name))
             raise UsageError(f"{shown}: {why}; expected {expected}")
 
 
+def _rules(config: SMoETransformerConfig) -> Iterator[tuple[str, bool, str, str]]:
+    """(option, whether copies of the FFN would not answer as it did, why, what is expected)."""
+    why = "a token's experts have to weigh one in all, so that copies of the FFN answer as it does"
+    yield "moe_gate", config.moe_gate != "topk", why, "topk"
+    yield "moe_top_k", config.moe_top_k < 2, why, "2 or more"
+    unscaled = config.moe_gate_normalization == "none"
+    yield "moe_gate_normalization", unscaled, why, "after-drop or before-drop"
+    for name in ("moe_null_experts", "moe_copy_experts", "moe_constant_experts"):
+        yield name, bool(getattr(config, name)), why, "0"
+    for name in ("moe_shared_experts", "moe_residual", "moe_cmr", "moe_stacked"):
+        yield name, bool(getattr(config, name)), "the FFN would count twice", "none"
+    why = "experts are copies of the FFN"
+    yield "moe_output_init_scale", config.moe_output_init_scale != 1, why, "1.0"
+    widths = (getattr(config, f"{side}_ffn_embed_dim") for side in SIDES)
+    other_width = any(config.moe_expert_ffn_dim not in (0, width) for width in widths)
+    yield "moe_expert_ffn_dim", other_width, why, "0"
+    default = getattr(SMoETransformerConfig, NORM_OPTION)
+    other_norm = getattr(config, NORM_OPTION) != default
+    yield NORM_OPTION, other_norm, "it normalises what the dense model left as it was", default
+
+
 def _weights(path: Path, dense: dict, target: dict, scale: float, noise: float) -> dict:
-    """Of the names of ``target``, each made of the dense model's."""
+    """Weights for all names of ``target``, each made of the dense model's."""
     used, made = set(), {}
     for name, like in target.items():
         block = _BLOCK.fullmatch(name)
@@ -168,24 +160,10 @@ def _is_copy(name: str) -> bool:
     )
 
 
-# ``smoe upcycle``: an MoE model to train on, made of a dense one.
-
-with quietly():
-    import torch
-    from fairseq.dataclass import FairseqDataclass
-    from fairseq.dataclass.utils import gen_parser_from_dataclass
-
-    from smoe_fairseq.checkpoints.io import files_read
-    from smoe_fairseq.checkpoints.model import of_experts
-    from smoe_fairseq.checkpoints.sets import check_output, write_converted
-    from smoe_fairseq.models.options import SMoETransformerConfig, flag
-
-
 def add_upcycle_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "path", type=Path, metavar="DENSE.pt", help="dense, pre-norm; ours or fairseq's"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="what to write")
     parser.add_argument(
         "--noise",
         type=float,
@@ -193,7 +171,7 @@ def add_upcycle_arguments(parser: ArgumentParser) -> None:
         help="added to the experts' weights: its standard deviation over theirs; default: 0, all are alike",
     )
     parser.add_argument("--seed", type=int, default=1, help="of gates and noise; default: 1")
-    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    add_output_arguments(parser)
     experts = make_dataclass(
         "Experts",
         [

@@ -18,8 +18,8 @@ from smoe_fairseq.criterions.metrics import has_routing, log_fifths, log_routing
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import SparseModel, moe_blocks
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
-from smoe_fairseq.modules.balance import balance_loss
 from smoe_fairseq.modules.statistics import (
+    balance_loss,
     by_position,
     is_limited_in_training,
     on_host,
@@ -151,7 +151,7 @@ def _asked(block: StratifiedMoE, stats: RoutingStats | None) -> Tensor:
     return stats.first_choices if stats.asked is None else stats.asked
 
 
-# Label-smoothed cross entropy plus the balance loss of the gates (paper, equation 3).
+# Label-smoothed cross entropy plus the losses of the gates.
 
 GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "moe_entropy_loss", "cmr_gate_loss")
 GATE_LOSSES += ("smoe_budget_loss", "moe_l1_loss")
@@ -187,7 +187,7 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     "smoe_label_smoothed_cross_entropy", dataclass=SMoELabelSmoothedCrossEntropyCriterionConfig
 )
 class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
-    """``L = label-smoothed cross entropy + alpha * balance loss`` (paper, equation 3).
+    """``L = label-smoothed cross entropy + alpha * balance loss`` (paper, eq. 8 to 11).
 
     Flags add the z-loss of the gates, the entropy loss of top-p gates, the budget loss of CMR
     (``--moe-cmr``) and that of the strata (``--smoe-capacity-budget``). A dense model has the cross

@@ -19,6 +19,8 @@ from transformers.modeling_outputs import ModelOutput, Seq2SeqMoEOutput
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
 
 SIDES = ("encoder", "decoder")
+# The name of the cache in outputs and in `generate`, by the version of transformers.
+CACHE = "cache" if hasattr(Seq2SeqMoEOutput, "cache") else "past_key_values"
 ACTIVATIONS: dict[
     str, Callable[[Tensor], Tensor]
 ] = {  # by fairseq's names, as fairseq computes them
@@ -540,10 +542,12 @@ class SMoEForConditionalGeneration(SMoEPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
         return_dict: bool | None = None,
+        cache: EncoderDecoderCache | None = None,
         **unused,
     ) -> Seq2SeqMoEOutput | tuple:
         """Logits ``(B, T, V)``, and the loss with ``labels (B, T)``, which are -100 where they do not count.
 
+        ``cache`` is what transformers 5.24 and later call ``past_key_values``; both names are taken.
         Embeddings that are given are scaled already. Router logits are, for each MoE layer, a tensor
         ``(tokens, experts seen)`` for each stratum, of the tokens that its gate was given.
 
@@ -565,6 +569,7 @@ class SMoEForConditionalGeneration(SMoEPreTrainedModel, GenerationMixin):
         source = encoder_outputs.last_hidden_state
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        past_key_values = cache if past_key_values is None else past_key_values
         use_cache = labels is None and _or(use_cache, config.use_cache)
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
@@ -598,7 +603,7 @@ class SMoEForConditionalGeneration(SMoEPreTrainedModel, GenerationMixin):
             logits=logits,
             encoder_aux_loss=of_encoder,
             decoder_aux_loss=of_decoder,
-            past_key_values=past_key_values if use_cache else None,
+            **{CACHE: past_key_values if use_cache else None},
             decoder_hidden_states=found["hidden"] if hidden else None,
             decoder_attentions=found["own"] if attentions else None,
             cross_attentions=found["cross"] if attentions else None,

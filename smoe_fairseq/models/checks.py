@@ -18,6 +18,7 @@ from smoe_fairseq.models.options import (
     flag,
 )
 from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
+from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.gates import GATES
 
 BYTES = 4  # of a weight
@@ -136,26 +137,17 @@ def _readable(size: int) -> str:
 
 # Checks before any work starts: do the options, the data and the checkpoint fit together?
 
-# What makes a model another one than a user of a dense model can have meant.
-OF_EXPERTS = (
-    "moe_cmr",
-    "moe_gate",
-    "moe_scores",
-    "moe_null_experts",
-    "moe_copy_experts",
-    "moe_constant_experts",
-    "moe_shared_experts",
-    "moe_residual",
-)
-OF_EXPERTS += ("smoe_chain", "moe_expert_ffn_dim", "moe_balance", "moe_balance_over")
-OF_EXPERTS += ("smoe_capacity_budget", "smoe_exit_bias")
-# So do these, and options of one value of another; but there are checkpoints that have them without effect.
-ALSO_OF_EXPERTS = ("moe_eom", "moe_fom", "moe_gating_dropout", "moe_stacked")
-OF_ONE_CHOICE = {
-    "moe_top_p": ("moe_gate", "top-p"),
+# Options of the block that a dense model may have: they say how experts are computed, were there any.
+WITH_DENSE = {"strata", "top_k", "top_p", "threshold_step", "bias_step"}
+WITH_DENSE |= {"capacity_factor", "eval_capacity_factor"}
+WITH_DENSE |= {"second_expert_policy", "gate_normalization", "drop_order", "norms", "dropout_per"}
+WITH_DENSE |= {"gate_init_scale", "output_init_scale", "cmr_gate_drop", "expert_parallel"}
+OF_EXPERTS = [flag for name, flag in MoEConfig.flags().items() if name not in WITH_DENSE]
+# There are checkpoints that have these, and options of one value of another, without effect.
+ONCE_WITH_DENSE = {"moe_eom", "moe_fom", "moe_gating_dropout", "moe_stacked"}
+OF_ONE_CHOICE = MoEConfig.of_one_choice() | {
     "moe_hash_table": ("moe_gate", "hash"),
     "moe_hash_seed": ("moe_gate", "hash"),
-    "moe_bias_step": ("moe_balance", "bias"),
 }
 
 _loading = ContextVar("whether the options are a checkpoint's own", default=False)
@@ -255,6 +247,8 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
         ("moe_balance", "bias"),
         ("moe_balance_over", "update"),
         ("moe_gate", "relu"),
+        ("moe_gate", "threshold"),
+        ("moe_gate", "depths"),
     ):
         if getattr(config, name) == value:
             raise ValueError(
@@ -338,7 +332,9 @@ def _check_gate(config: MoEOptions, sides: list[str]) -> None:
 
 def _check_effect(config: MoEOptions, has_experts: bool) -> None:
     """A flag without effect hides that another model is trained than was meant."""
-    for name in OF_EXPERTS if _loading.get() else OF_EXPERTS + ALSO_OF_EXPERTS:
+    for name in OF_EXPERTS:
+        if _loading.get() and name in ONCE_WITH_DENSE:
+            continue
         value, default = getattr(config, name), getattr(MoEOptions, name)
         if (
             not has_experts and value != default and str(value) != str(default)
@@ -360,11 +356,11 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
             f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr, without which there "
             "is no CMR gate"
         )
-    for name, (other, value) in () if _loading.get() else OF_ONE_CHOICE.items():
+    for name, (other, *values) in () if _loading.get() else OF_ONE_CHOICE.items():
         given = getattr(config, name)
-        if given != getattr(MoEOptions, name) and getattr(config, other) != value:
+        if given != getattr(MoEOptions, name) and getattr(config, other) not in values:
             raise ValueError(
-                f"{flag(name)} {given}: it is an option of {flag(other)} {value}, not of "
+                f"{flag(name)} {given}: it is an option of {flag(other)} {' or '.join(values)}, not of "
                 f"{getattr(config, other)}"
             )
 
@@ -372,8 +368,8 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
 def check_model(config, task) -> None:
     """Raise UsageError where sharded experts do not go with an option of the model or the task.
 
-    These would take the processes out of step, so that each waits for another (the trainer's options:
-    distributed/options.py).
+    These would take the processes out of step, so that each waits for another. training/launch.py checks
+    the trainer's options.
     """
     for side in config.SIDES:
         if getattr(config, f"{side}_layerdrop"):

@@ -12,7 +12,7 @@ from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.utils import split_paths
 from omegaconf import OmegaConf
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, blaming
 
 SUBWORDS = ("spm.model", "sentencepiece.bpe.model")  # names of our recipes and of fairseq
 _NAMES = ("checkpoint_best.pt", "checkpoint_last.pt")
@@ -117,11 +117,12 @@ class TrainedModel(GeneratorHubInterface):
             raise UsageError(
                 f"{checkpoint} does not say what its task is: cfg.task is missing in it"
             )
-        data = data_of(checkpoint, str(getattr(saved.task, "data", None) or ""), data)
-        if prepare is not None:
-            prepare(saved, overrides)
-        _check_names(saved, overrides)
-        overwrite_args_by_name(saved, {**overrides, "data": data})
+        with blaming(checkpoint):
+            data = data_of(checkpoint, str(getattr(saved.task, "data", None) or ""), data)
+            if prepare is not None:
+                prepare(saved, overrides)
+            _check_names(saved, overrides)
+            overwrite_args_by_name(saved, {**overrides, "data": data})
         try:
             models, cfg, task = checkpoint_utils.load_model_ensemble_and_task(
                 [str(checkpoint)], state=state

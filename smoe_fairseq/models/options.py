@@ -12,8 +12,7 @@ from fairseq.models.transformer import TransformerConfig
 from omegaconf import II, OmegaConf
 
 from smoe_fairseq.modules.config import MoEConfig
-from smoe_fairseq.modules.option_error import OptionError
-from smoe_fairseq.modules.strata import Strata
+from smoe_fairseq.modules.strata import OptionError, Strata
 
 HASH_TABLES = ("random", "balanced")
 

@@ -31,8 +31,9 @@ from smoe_fairseq.models.checks import (
 from smoe_fairseq.models.hub import Translator
 from smoe_fairseq.models.options import DecoderOptions, MoEOptions, SMoETransformerConfig
 from smoe_fairseq.modules import RoutingStats
-from smoe_fairseq.modules.experts import Experts, Placement
+from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.layer import StratifiedMoE
+from smoe_fairseq.modules.parallel import Placement
 
 
 def moe_blocks(model: nn.Module) -> dict[str, StratifiedMoE]:

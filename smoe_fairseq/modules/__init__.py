@@ -5,7 +5,6 @@ PyTorch model.
 """
 
 from smoe_fairseq.modules.layer import RoutingStats, StratifiedMoE
-from smoe_fairseq.modules.option_error import OptionError
-from smoe_fairseq.modules.strata import Strata
+from smoe_fairseq.modules.strata import OptionError, Strata
 
 __all__ = ["OptionError", "RoutingStats", "Strata", "StratifiedMoE"]

@@ -4,7 +4,6 @@ Shapes: T tokens, D embedding, F feed-forward.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smoe_fairseq.modules.experts import Activation, activation
+from smoe_fairseq.modules.routing import Routing
 
 
 class FeedForward(nn.Module):
@@ -35,16 +35,20 @@ class FeedForward(nn.Module):
         return self.fc2(F.dropout(h_TF, self.activation_dropout, self.training))
 
 
+# A branch is a network beside the experts. ``beside(x, routing)`` computes what does not depend on their
+# outputs, which may be on their way from other ranks, and ``combine`` puts the two together.
+
+
 class SharedExperts(FeedForward):
     """``MoE(x) + sum_n FFN_n(x)``: experts that all tokens use (DeepSeekMoE, Dai et al. 2024).
 
     N of width F are computed as one of width N F.
     """
 
-    def forward(self, x_TD: Tensor, moe: Callable[[], Tensor]) -> Tensor:
-        """Adds to the experts' output, which ``moe`` returns: it may be on its way while these compute."""
-        own_TD = self.network(x_TD)
-        moe_TD = moe()
+    def beside(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        return self.network(x_TD)
+
+    def combine(self, moe_TD: Tensor, own_TD: Tensor) -> Tensor:
         return moe_TD + own_TD.to(moe_TD.dtype)
 
 
@@ -55,13 +59,14 @@ class ResidualNetwork(FeedForward):
         super().__init__(embed_dim, *others, **options)
         self.mix = nn.Linear(embed_dim, 2)
 
-    def forward(self, x_TD: Tensor, moe: Callable[[], Tensor]) -> Tensor:
-        """Mixes the experts' output, which ``moe`` returns, with the network's."""
+    def beside(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         logits_T2 = self.mix(x_TD)
         logits_T2 = logits_T2.to(torch.promote_types(logits_T2.dtype, torch.float32))
-        own_TD = self.network(x_TD)
-        moe_TD = moe()
-        moe_T1, own_T1 = logits_T2.softmax(dim=-1).to(moe_TD.dtype).split(1, dim=1)
+        return logits_T2.softmax(dim=-1), self.network(x_TD)
+
+    def combine(self, moe_TD: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
+        share_T2, own_TD = own
+        moe_T1, own_T1 = share_T2.to(moe_TD.dtype).split(1, dim=1)
         return moe_T1 * moe_TD + own_T1 * own_TD.to(moe_TD.dtype)
 
 
@@ -81,12 +86,8 @@ class SimpleExperts(nn.Module):
             for parameter in (self.mix, self.constant):
                 nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))  # as nn.Linear
 
-    def forward(self, x_TD: Tensor, weight_TS: Tensor, moe: Callable[[], Tensor]) -> Tensor:
-        """Adds to the experts' output, which ``moe`` returns.
-
-        Args:
-            weight_TS: of the constant experts, then of the copies.
-        """
+    def beside(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        weight_TS = routing.simple_TS  # of the constant experts, then of the copies
         constants = 0 if self.constant is None else len(self.constant)
         constant_TV, copy_TC = weight_TS.tensor_split([constants], dim=1)
         own_TD = copy_TC.sum(1, keepdim=True).to(x_TD.dtype) * x_TD
@@ -96,19 +97,18 @@ class SimpleExperts(nn.Module):
             x_T1 = (constant_TV * x_TV).sum(1, keepdim=True)
             own_TD = own_TD + x_T1.to(x_TD.dtype) * x_TD
             own_TD = own_TD + (constant_TV * v_TV).to(self.constant.dtype) @ self.constant
-        moe_TD = moe()
+        return own_TD
+
+    def combine(self, moe_TD: Tensor, own_TD: Tensor) -> Tensor:
         return moe_TD + own_TD.to(moe_TD.dtype)
 
 
-# Conditional MoE routing: a gate between a shared feed-forward network and the experts.
-#
-# Shapes: T tokens, D embedding, F feed-forward.
+class CMROutput(NamedTuple):
+    """What CMR computes beside the experts; the budget loss needs the last two, of real tokens only."""
 
-
-class CMRStats(NamedTuple):
-    """What the budget loss needs, real tokens only."""
-
-    gate_sum: Tensor  # scalar, with gradient: sum of the tokens' gates
+    gate_T1: Tensor
+    shared_TD: Tensor
+    gate_sum: Tensor  # scalar, with gradient: sum of the tokens' gates, before any is dropped
     tokens: Tensor  # scalar: how many
 
 
@@ -129,32 +129,26 @@ class ConditionalRouting(nn.Module):
         gate_drop: float = 0.0,
     ):
         super().__init__()
-        self.gate = nn.Linear(embed_dim, 1, bias=False)
+        self.gate = nn.Linear(embed_dim, 1, bias=False)  # first: optimizers number parameters
         self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
         self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
         self.activation_fn = activation(activation_fn)
         self.activation_dropout = activation_dropout
         self.gate_drop = gate_drop
 
-    def forward(
-        self, x_TD: Tensor, moe: Callable[[], Tensor], active_T: Tensor | None = None
-    ) -> tuple[Tensor, CMRStats]:
-        """Mix the experts' output ``(T, D)`` with that of the shared network.
+    network = FeedForward.network
 
-        Args:
-            moe: returns the experts' output, which may be on its way while the shared network is computed.
-        """
+    def beside(self, x_TD: Tensor, routing: Routing) -> CMROutput:
         gate_T1 = self.gate(x_TD).float().sigmoid()
-        active_T1 = torch.ones_like(gate_T1) if active_T is None else active_T.unsqueeze(1)
-        # The budget is about what the gate asks for, so it is counted before any of it is dropped.
-        stats = CMRStats((gate_T1 * active_T1).sum(), active_T1.sum())
+        active_T1 = routing.active_T.unsqueeze(1).to(gate_T1.dtype)
+        gate_sum, tokens = (gate_T1 * active_T1).sum(), active_T1.sum()
         if self.training and self.gate_drop > 0:
             gate_T1 = gate_T1 * (torch.rand_like(gate_T1) >= self.gate_drop)
-        h = F.dropout(self.activation_fn(self.fc1(x_TD)), self.activation_dropout, self.training)
-        shared_TD = self.fc2(h)
-        moe_TD = moe()
-        gate_T1 = gate_T1.to(moe_TD.dtype)
-        return (1 - gate_T1) * shared_TD.to(moe_TD.dtype) + gate_T1 * moe_TD, stats
+        return CMROutput(gate_T1, self.network(x_TD), gate_sum, tokens)
+
+    def combine(self, moe_TD: Tensor, own: CMROutput) -> Tensor:
+        gate_T1, shared_TD = own.gate_T1.to(moe_TD.dtype), own.shared_TD.to(moe_TD.dtype)
+        return (1 - gate_T1) * shared_TD + gate_T1 * moe_TD
 
 
 # Regularisers that leave expert outputs out in training (NLLB team 2022, section 6.2).
@@ -163,14 +157,28 @@ class ConditionalRouting(nn.Module):
 def mask_outputs(x: Tensor, p: float, training: bool) -> Tensor:
     """Each element of ``x`` becomes 0 with probability ``p`` in training; evaluation scales by ``1 - p``.
 
-    On the weights of copies ``(T, K)`` it is expert output masking (EOM), on a column ``(T, 1)`` of
-    ones that multiplies the mixed outputs final output masking (FOM).
+    On the weights of copies ``(T, K)`` it is expert output masking (EOM).
     """
     if p == 0:
         return x
     if training:
         return x * (torch.rand_like(x) >= p)
     return x * (1 - p)
+
+
+class OutputMasking(nn.Module):
+    """Final output masking (FOM): `mask_outputs` of all that the experts return for a token."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def beside(self, x_TD: Tensor, routing: Routing) -> None:
+        return None
+
+    def combine(self, moe_TD: Tensor, own: None) -> Tensor:
+        one_T1 = moe_TD.new_ones(len(moe_TD), 1)
+        return moe_TD * mask_outputs(one_T1, self.p, self.training)
 
 
 def drop_gating(padding_mask: Tensor, p: float, training: bool) -> Tensor:

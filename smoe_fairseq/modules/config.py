@@ -12,9 +12,8 @@ from torch import Tensor
 from smoe_fairseq.modules.experts import EXECUTIONS, Activation
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.gates.top_k import GATE_NORMALIZATIONS, SCORES, SECOND_EXPERT_POLICIES
-from smoe_fairseq.modules.option_error import OptionError
 from smoe_fairseq.modules.routing import DROP_ORDERS
-from smoe_fairseq.modules.strata import Strata
+from smoe_fairseq.modules.strata import OptionError, Strata
 
 BALANCES = ("loss", "bias")
 BALANCED_OVER = ("batch", "update")
@@ -30,6 +29,7 @@ def option(
     choices: tuple[str, ...] = (),
     check: Callable | None = None,
     alias: str = "",
+    of: tuple[str, ...] = (),
 ):
     """A field of `MoEConfig`.
 
@@ -38,9 +38,10 @@ def option(
         choices: the values it may have.
         check: called with name and value, raises OptionError.
         alias: another flag for the same.
+        of: another option, and the values without which this one has no effect.
     """
     metadata = {"help": help, "flag": flag, "choices": choices, "check": check, "alias": alias}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={**metadata, "of": of})
 
 
 def _refuse(name: str, value, expected: str) -> None:
@@ -60,6 +61,11 @@ def factor(name: str, value: float) -> None:
 def probability(name: str, value: float) -> None:
     if not 0 <= value < 1:
         _refuse(name, value, "expected a probability from 0 to below 1")
+
+
+def share(name: str, value: float) -> None:
+    if not 0 < value <= 1:
+        _refuse(name, value, "expected a number above 0, up to 1")
 
 
 def scale(name: str, value: float) -> None:
@@ -91,19 +97,29 @@ class MoEConfig:
         "topk",
         "who chooses: the gate its best experts (topk), as many as it is unsure of (top-p), a table by "
         "token (hash), a balanced assignment (base), in the encoder the experts (expert-choice), or each "
-        "expert by the sign of its logit (relu)",
+        "expert by the sign of its logit (relu) or by a threshold of its own (threshold); or "
+        "each expert some tokens of a sentence, with one expert as Mixture-of-Depths has it (depths)",
         "moe_gate",
         choices=tuple(GATES),
     )
     top_k: int = option(
         2,
-        "experts per token and stratum, with null ones; --moe-gate relu: their mean, which a loss holds",
+        "experts per token and stratum, with null ones; --moe-gate relu or threshold: their mean",
         "moe_top_k",
     )
     top_p: float = option(
         0.4,
         "--moe-gate top-p: probability that the experts of a token have between them, at least",
         "moe_top_p",
+        of=("gate", "top-p"),
+    )
+    threshold_step: float = option(
+        0.05,
+        "--moe-gate threshold or depths: share of an update's scores in the running mean that an expert's "
+        "threshold is",
+        "moe_threshold_step",
+        check=share,
+        of=("gate", "threshold", "depths"),
     )
     scores: str = option(
         "softmax",
@@ -153,7 +169,11 @@ class MoEConfig:
         choices=BALANCES,
     )
     bias_step: float = option(
-        1e-3, "--moe-balance bias: how far it goes in an update", "moe_bias_step", check=scale
+        1e-3,
+        "--moe-balance bias: how far it goes in an update",
+        "moe_bias_step",
+        check=scale,
+        of=("balance", "bias"),
     )
     balance_over: str = option(
         "batch",
@@ -317,6 +337,13 @@ class MoEConfig:
         """The models' options that set the block's, by the block's names."""
         return {f.name: f.metadata["flag"] for f in fields(cls) if f.metadata["flag"]}
 
+    @classmethod
+    def of_one_choice(cls) -> dict[str, tuple[str, ...]]:
+        """The models' options that need a value of another option: that one, and the values."""
+        flags = cls.flags()
+        found = {f.metadata["flag"]: f.metadata["of"] for f in fields(cls)}
+        return {name: (flags[of[0]], *of[1:]) for name, of in found.items() if of}
+
 
 # Rules across options, each with the sentence that the user reads.
 
@@ -325,7 +352,7 @@ def _check_gate(config: MoEConfig, strata: Strata) -> None:
     gate = config.gate
     if GATES[gate].of_one_stratum:
         _check_one_stratum(f"{{gate}} {gate}", strata)
-    if gate in ("topk", "relu"):
+    if gate in ("topk", "relu", "threshold"):
         _check_top_k(config, strata)
     free = next((name for name in FREE_EXPERTS if getattr(config, name)), None)
     if gate != "topk" and (free or config.balance == "bias"):
@@ -342,10 +369,8 @@ def _check_gate(config: MoEConfig, strata: Strata) -> None:
         )
     if gate == "top-p" and not 0 < config.top_p <= 1:
         _refuse("top_p", config.top_p, "expected a probability above 0, up to 1")
-    if gate == "expert-choice" and not config.capacity_factor:
-        expected = (
-            "{gate} expert-choice takes so many experts per token; expected a positive number"
-        )
+    if gate in ("expert-choice", "depths") and not config.capacity_factor:
+        expected = f"{{gate}} {gate} takes so many experts per token; expected a positive number"
         raise OptionError("{capacity_factor} {given}: " + expected, given=config.capacity_factor)
     if gate == "hash":
         _check_hash_table(config.hash_table, strata.num_experts)

@@ -1,13 +1,14 @@
 """Linear maps of single experts, whose weights are stacked with those of all others.
 
-Plain autograd would make a gradient of each expert's weights, copy them into a stack, and add up such a
-stack for every stratum that uses them: with few tokens per expert, half the time of the products. Here
-each product adds to its place in one stack.
+Plain autograd would make a gradient for each expert's weights, copy these into a stack, and add up one such
+stack per stratum: with few tokens per expert, half the time of the products. Here each product adds to its
+place in one stack.
 
 Shapes: N rows of one expert, I inputs, O outputs, E experts.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +29,9 @@ class SharedGradient:
         self.backward_pass: int | None = None
 
     def add(self, expert: int, y_grad_NO: Tensor, x_NI: Tensor, weight: Tensor) -> None:
-        """Adds what the rows of one expert say."""
-        if self.backward_pass != _backward_pass():
-            self.backward_pass = _backward_pass()
+        """Adds the gradient from the rows of one expert."""
+        if self.backward_pass != backward_pass():
+            self.backward_pass = backward_pass()
             self.weight = torch.empty_like(weight)
             self.bias = weight.new_empty(weight.shape[:2])
             self.written: set[int] = set()
@@ -43,9 +44,9 @@ class SharedGradient:
             self.written.add(expert)
 
     def add_all(self, weight_grad: Tensor, bias_grad: Tensor) -> None:
-        """Adds what the rows of all experts say, in tensors that are this one's from now on."""
-        if self.backward_pass != _backward_pass():
-            self.backward_pass = _backward_pass()
+        """Adds the gradient from the rows of all experts; takes over both tensors."""
+        if self.backward_pass != backward_pass():
+            self.backward_pass = backward_pass()
             self.weight, self.bias = weight_grad, bias_grad
             self.written = set(range(len(weight_grad)))
         else:
@@ -54,7 +55,7 @@ class SharedGradient:
 
     def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of this backward pass, 0 for experts without rows."""
-        if self.backward_pass != _backward_pass():
+        if self.backward_pass != backward_pass():
             return torch.zeros_like(weight), weight.new_zeros(weight.shape[:2])
         for expert in set(range(len(weight))) - self.written:
             self.weight[expert].zero_()
@@ -64,8 +65,12 @@ class SharedGradient:
         return gradients
 
 
-def _backward_pass() -> int:
-    """Number of the backward pass that is under way; torch's own activation checkpointing asks for it."""
+def backward_pass() -> int:
+    """Number of the backward pass that is under way.
+
+    Private to torch, whose activation checkpointing asks for it too; tests/test_torch_features.py says what
+    is expected of it.
+    """
     return torch._C._current_graph_task_id()
 
 
@@ -81,7 +86,7 @@ class ShareGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        # Not `once_differentiable`, which looks at what comes in: here that is nothing.
+        # `once_differentiable` would look at the incoming gradients, and there are none.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the experts' weights have no second derivative: expected create_graph=False"
@@ -89,24 +94,37 @@ class ShareGradient(torch.autograd.Function):
         return *ctx.gradient.take(*ctx.saved_tensors), None
 
 
+class StackedLinear(NamedTuple):
+    """The weights ``(E, O, I)`` and biases ``(E, O)`` of one linear map of each expert."""
+
+    weight: Tensor
+    bias: Tensor
+    gradient: SharedGradient | None = None  # sums the gradient; None: autograd does
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor) -> "StackedLinear":
+        """For the strata of one pass, which sum their gradients in one place."""
+        if not torch.is_grad_enabled():
+            return cls(weight, bias)
+        gradient = SharedGradient()
+        return cls(*ShareGradient.apply(weight, bias, gradient), gradient)
+
+
 def expert_linear(
     x_NI: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    linear: StackedLinear,
     expert: int,
-    gradient: SharedGradient,
     scale_N: Tensor | None = None,
     origin: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``y = scale (W_e x + b_e)`` of one expert ``(N, O)``.
 
     Args:
-        weight, bias: those of all experts, as `ShareGradient` returns them; the gradient of this one goes
-            to ``gradient``.
-        scale_N: 1 where there is none. Its gradient is found without keeping what was scaled.
-        origin: ``(z, index)`` with ``x = z[index]``, where that is kept anyway: ``x`` is then taken again for
-            the gradient and not kept.
+        scale_N: None is 1. Its gradient needs no copy of the unscaled output.
+        origin: ``(z, index)`` with ``x = z[index]``, if z is kept anyway: the backward pass gathers ``x``
+            again instead of keeping it.
     """
+    weight, bias, gradient = linear
     if torch.is_grad_enabled():
         kept = (x_NI, None) if origin is None else (origin[0].detach(), origin[1])
         return _ExpertLinear.apply(x_NI, weight, bias, scale_N, *kept, expert, gradient)
@@ -170,7 +188,7 @@ _CAPABILITIES = (9, 10)  # major ones, for which torch has the kernel
 
 
 def can_group(weight: Tensor) -> bool:
-    """Whether torch has a grouped product for such weights: rows of a multiple of 16 bytes."""
+    """Whether torch has a grouped product for such weights: their rows are multiples of 16 bytes."""
     per_16_bytes = 16 // weight.element_size()
     sizes_fit = all(size % per_16_bytes == 0 for size in weight.shape[1:])
     return sizes_fit and torch_features.has_grouped_mm(weight)
@@ -184,20 +202,14 @@ def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def grouped_linear(
-    x_NI: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    ends_E: Tensor,
-    expert_NE: Tensor,
-    gradient: SharedGradient | None,
+    x_NI: Tensor, linear: StackedLinear, ends_E: Tensor, expert_NE: Tensor
 ) -> Tensor:
     """``y = W_e x + b_e`` for the rows of each expert ``(N, O)``; rows past the last end are undefined.
 
     Args:
-        weight, bias: ``(E, O, I)`` and ``(E, O)``; with ``gradient`` as `ShareGradient` returns them.
         expert_NE: which rows are of which expert.
-        gradient: where their gradient goes; None leaves it to autograd.
     """
+    weight, bias, gradient = linear
     if gradient is None:
         return _linear(x_NI, weight, bias, ends_E, expert_NE)
     return _GroupedLinear.apply(x_NI, weight, bias, ends_E, expert_NE, gradient)

@@ -1,16 +1,21 @@
-"""The stratified mixture-of-experts block: strata, gates, dispatcher and experts composed.
+"""The stratified mixture-of-experts block (paper, section 3): gates, experts, norms and residuals composed.
 
-Shapes: T tokens, D embedding, F feed-forward, E experts, M null experts, K choices per token, L strata.
+Equations are numbered as in arXiv 2305.02176v2. Here are 4 to 7 (layer norm, gate, experts, residual: see
+`StratifiedMoE.forward`); 1 (FFN_e) is in experts.py, 2 (the gate of a vanilla MoE) in gates/top_k.py, 3 (the
+weighted sum) in rows.py, 8 to 11 (the balance loss) in routing.py and statistics.py.
+
+Shapes: T tokens, D embedding, F feed-forward, E experts, K choices per token, L strata.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smoe_fairseq.modules.branches import (
     ConditionalRouting,
+    OutputMasking,
     ResidualNetwork,
     SharedExperts,
     SimpleExperts,
@@ -18,21 +23,13 @@ from smoe_fairseq.modules.branches import (
     mask_outputs,
 )
 from smoe_fairseq.modules.config import MoEConfig
-from smoe_fairseq.modules.experts import (
-    Experts,
-    Grouped,
-    PerExpert,
-    Placement,
-    start_pass,
-)
+from smoe_fairseq.modules.experts import Experts, start_pass
 from smoe_fairseq.modules.gates import GATES
-from smoe_fairseq.modules.norms import PaperNorms, ReleasedNorms, StackedNorms
-from smoe_fairseq.modules.option_error import OptionError
-from smoe_fairseq.modules.parallel import LocalDispatcher, ShardedDispatcher
+from smoe_fairseq.modules.parallel import LocalDispatcher, Placement, ShardedDispatcher
 from smoe_fairseq.modules.routing import Routing
-from smoe_fairseq.modules.statistics import Counting, RoutingStats, on_all_experts
-
-NORMS = {"paper": PaperNorms, "released": ReleasedNorms}
+from smoe_fairseq.modules.rows import Copies
+from smoe_fairseq.modules.statistics import Counting, RoutingStats, Visit, on_all_experts
+from smoe_fairseq.modules.strata import OptionError
 
 
 class StratifiedMoE(nn.Module):
@@ -51,7 +48,7 @@ class StratifiedMoE(nn.Module):
 
     Raises:
         OptionError: a ValueError, for a value that the block cannot take; it names the option.
-        TypeError: an option that there is not.
+        TypeError: there is no option of that name.
     """
 
     def __init__(
@@ -64,33 +61,20 @@ class StratifiedMoE(nn.Module):
         self.learns_balance = config.learns_balance
         self.balance, self.balance_over = config.balance, config.balance_over
         self.capacity_budget = config.capacity_budget
-        self.eom, self.fom, self.gating_dropout = config.eom, config.fom, config.gating_dropout
+        self.eom, self.gating_dropout = config.eom, config.gating_dropout
         norms = StackedNorms if config.stacked else NORMS[config.norms]
         self.layer_norms = norms(embed_dim, len(self.strata), config.dropout, config.dropout_per)
         self.gates = nn.ModuleList(
             GATES[config.gate].of_config(config, embed_dim, num_visible, own)
             for num_visible, own in zip(self.strata.visible, self.strata.own, strict=True)
         )
-        self.choices = max(gate.top_k for gate in self.gates)  # K
-        self.counting = Counting(
-            self.strata,
-            self.choices,
-            config.null_experts,
-            config.copy_experts,
-            config.constant_experts,
-            observed=max(gate.observes for gate in self.gates),
-            entropy=config.gate == "top-p",
-            mean_probs=config.balance_over == "update",
-            stops=config.capacity_budget > 0,
-            l1=config.gate == "relu",
-        )
+        self.counting = Counting(config, self.gates)
+        self.choices = self.counting.choices  # K
         place = self._placement(config.expert_parallel)
         expert_dim = config.expert_ffn_dim or ffn_embed_dim
         activation = config.activation_fn, config.activation_dropout
         self.experts = Experts(place, embed_dim, expert_dim, *activation, config.output_init_scale)
-        self.dispatcher = (
-            ShardedDispatcher(place) if place.is_sharded else LocalDispatcher(place.num_experts)
-        )
+        self.dispatcher = ShardedDispatcher(place) if place.is_sharded else LocalDispatcher()
         self.cmr = self.shared = self.residual = self.simple = None
         if config.copy_experts + config.constant_experts:
             self.simple = SimpleExperts(embed_dim, config.constant_experts)
@@ -103,6 +87,9 @@ class StratifiedMoE(nn.Module):
             self.shared = SharedExperts(embed_dim, width, *activation)
         if config.residual:
             self.residual = ResidualNetwork(embed_dim, ffn_embed_dim, *activation)
+        self.masking = OutputMasking(config.fom) if config.fom else None
+        branches = self.simple, self.masking, self.shared, self.residual, self.cmr
+        self.branches = tuple(branch for branch in branches if branch is not None)
         self.register_buffer(
             "stratum_of_expert", torch.tensor(self.strata.stratum_of_expert), persistent=False
         )
@@ -132,7 +119,7 @@ class StratifiedMoE(nn.Module):
         """``x`` of shape ``(..., D)``, ``padding_mask`` of ``x.shape[:-1]`` (True: padding).
 
         All of ``x`` is finite, where it is padding too. ``ids``, also of ``x.shape[:-1]``, are the tokens'
-        ids, which only a hash gate asks for.
+        ids, which only a hash gate needs.
 
         Sentences go along the first dimension and positions along the second, ``(B, S, D)``: capacity
         is given row by row, and where it follows the position the ends of the sentences lose theirs.
@@ -158,65 +145,55 @@ class StratifiedMoE(nn.Module):
         padding_T = padding_mask.reshape(-1) if padding_mask is not None else position_T > 0
         left_out_T = drop_gating(padding_T, self.gating_dropout, self.training)
         position_T = position_T.masked_fill(left_out_T, len(self.strata))
-        requested_T = torch.zeros_like(position_T)
-        dropped_TK = requested_T.unsqueeze(1).repeat(1, self.choices)
         label_T = self._labels(x, ids)
+        visits = []
         y_TD = self.layer_norms.start(x_TD)
-        routings, cmr_stats = [], None
+        next_T, number = position_T == 0, None  # who is at the next stratum, and how many they are
 
         for i, gate in enumerate(self.gates):
-            here_T = position_T == i
-            tokens = run.tokens(here_T)
+            here_T, tokens = next_T, run.tokens(next_T, number)
+            # x' = LN_i(x) (paper, eq. 4)
             h_TD, y_TD = self.layer_norms.enter(i, y_TD, tokens)
+            # G = softmax(W_i x'), and the top k of it (eq. 5)
             labels = () if label_T is None else (tokens.take(label_T),)
             routing = gate(h_TD, tokens.active_T, *labels)
+            # The stratum j of the first choice: the token goes on to gate j + 1.
             position_T = tokens.replace(position_T, self._next_stratum(i, routing))
-            if i + 1 < len(self.gates):
-                run.announce(position_T == i + 1)
-            mixed = self._mix_experts(i, h_TD, routing, run)
-            if self.cmr is None:
-                out_TD = mixed()
-            else:
-                out_TD, cmr_stats = self.cmr(h_TD, mixed, tokens.active_T)
+            next_T = position_T == i + 1 if i + 1 < len(self.gates) else None
+            # y = sum_e G_e FFN_e(x') (eq. 6), and the networks beside the experts
+            copies, beside = self._copies(i, routing), partial(self._beside, h_TD, routing)
+            out_TD, number, own = self.dispatcher.mix(h_TD, copies, run, next_T, beside)
+            for branch, own_of_branch in zip(self.branches, own, strict=True):
+                out_TD = branch.combine(out_TD, own_of_branch)
+            # x <- y + x (eq. 7)
             y_TD = self.layer_norms.leave(y_TD, out_TD, tokens)
             if with_stats:
-                requested_T = requested_T + here_T
-                dropped_TK = tokens.add(
-                    dropped_TK, self.counting.on_all_choices(routing.dropped_TK)
-                )
-                routings.append(routing)
+                visits.append(Visit(here_T, tokens, routing))
 
-        y_TD = self.layer_norms.finish(x_TD, y_TD, tokens, lambda: run.tokens(~padding_T))
+        y_TD = self.layer_norms.finish(x_TD, y_TD, tokens, padding_T)
         if not with_stats:
             return y_TD.view_as(x), None
-        stats = self.counting.stats(routings, requested_T, dropped_TK, x.shape[:-1], cmr_stats)
-        return y_TD.view_as(x), stats
+        cmr = own[-1] if self.cmr is not None else None  # which goes with a single stratum
+        return y_TD.view_as(x), self.counting.stats(visits, x.shape[:-1], cmr)
 
-    def _mix_experts(
-        self, i: int, h_TD: Tensor, routing: Routing, run: PerExpert | Grouped
-    ) -> Callable[[], Tensor]:
-        """``sum_e G_e FFN_e(h)`` over the kept experts of stratum ``i``'s gate, once it is called for."""
+    def _copies(self, i: int, routing: Routing) -> Copies:
+        """What gate ``i`` decided, by the block's numbers of experts."""
         no_expert_TK = routing.expert_TK == self.gates[i].num_experts
         expert_TK = routing.expert_TK + self.strata.first_experts[i]
         expert_TK = expert_TK.masked_fill(no_expert_TK, self.strata.num_experts)
-        kept_E = on_all_experts(self.strata, i, routing.kept_E)
         # NaN * 0 is NaN, and copies without an expert share the padding row with those of other
         # tokens: their weights are zeroed explicitly.
         weight_TK = routing.weight_TK.masked_fill(no_expert_TK, 0)
         weight_TK = mask_outputs(weight_TK, self.eom, self.training)
-        mixed = self.dispatcher.mix(h_TD, expert_TK, weight_TK, routing.rank_TK, kept_E, run)
-        if self.simple is not None:
-            mixed = partial(self.simple, h_TD, routing.simple_TS, mixed)
-        if self.fom > 0:
-            all_T1 = torch.ones(len(h_TD), 1, dtype=run.w1.dtype, device=h_TD.device)
-            mixed = partial(_masked, mixed, mask_outputs(all_T1, self.fom, self.training))
-        for network in (self.shared, self.residual):
-            if network is not None:
-                mixed = partial(network, h_TD, mixed)
-        return mixed
+        kept_E = on_all_experts(self.strata, i, routing.kept_E)
+        return Copies(expert_TK, weight_TK, routing.rank_TK, kept_E)
+
+    def _beside(self, h_TD: Tensor, routing: Routing) -> list:
+        """What each branch computes while the experts' outputs may be on their way."""
+        return [branch.beside(h_TD, routing) for branch in self.branches]
 
     def _labels(self, x: Tensor, ids: Tensor | None) -> Tensor | None:
-        """What the gates ask for of each token beside what stands for it, ``(T,)``."""
+        """What the gates ask for of each token beside its vector, ``(T,)``."""
         asked = self.gates[0].asks_for
         if asked == "id":
             if ids is None or ids.shape != x.shape[:-1]:
@@ -247,5 +224,92 @@ class StratifiedMoE(nn.Module):
             gate.update(observed_N[: gate.observes])
 
 
-def _masked(mixed: Callable[[], Tensor], mask_T1: Tensor) -> Tensor:
-    return mixed() * mask_T1
+class PaperNorms(nn.ModuleList):
+    """Layer norms and residuals of a block: one layer norm for each stratum (paper, eq. 4 and 7).
+
+    The subclasses override the steps in which other models differ.
+
+    Args:
+        embed_dim: D.
+        strata: how many.
+        dropout: of each stratum's output before its residual, or of all that the block adds.
+        dropout_per: "stratum" or "layer".
+    """
+
+    has_output_norm = False
+
+    def __init__(self, embed_dim: int, strata: int, dropout: float, dropout_per: str):
+        super().__init__(nn.LayerNorm(embed_dim) for _ in range(strata))
+        self.dropout, self.dropout_per = dropout, dropout_per
+
+    def start(self, x_TD: Tensor) -> Tensor:
+        """The residual stream ``y`` before the first stratum."""
+        return x_TD
+
+    def enter(self, i: int, y_TD: Tensor, tokens) -> tuple[Tensor, Tensor]:
+        """What the gate and the experts of stratum ``i`` get of its ``tokens``, and ``y``."""
+        return self[i](tokens.take(y_TD)), y_TD
+
+    def leave(self, y_TD: Tensor, out_TD: Tensor, tokens) -> Tensor:
+        """``y`` with the output of the experts for the ``tokens`` of a stratum."""
+        dropout = self.dropout if self.dropout_per == "stratum" else 0.0
+        return tokens.add(y_TD, F.dropout(out_TD, dropout, self.training))
+
+    def finish(self, x_TD: Tensor, y_TD: Tensor, last, padding_T: Tensor) -> Tensor:
+        """The block's output.
+
+        Args:
+            last: the tokens of the last stratum.
+        """
+        if self.dropout_per == "layer" and self.training and self.dropout > 0:
+            return x_TD + F.dropout(y_TD - x_TD, self.dropout, self.training)
+        return y_TD
+
+
+class ReleasedNorms(PaperNorms):
+    """As the paper's released code: later strata replace the residual by its norm.
+
+    The block's output is normalised once more, with one stratum as well.
+    """
+
+    has_output_norm = True
+
+    def __init__(self, embed_dim: int, strata: int, *options):
+        super().__init__(embed_dim, strata + 1, *options)
+
+    def drop_output_norm(self) -> None:
+        """Leaves out the norm of the output, which checkpoints of one stratum once did not have."""
+        self.has_output_norm = False
+        del self[-1]
+
+    def enter(self, i: int, y_TD: Tensor, tokens) -> tuple[Tensor, Tensor]:
+        h_TD, y_TD = super().enter(i, y_TD, tokens)
+        return h_TD, y_TD if i == 0 else tokens.replace(y_TD, h_TD)
+
+    def finish(self, x_TD: Tensor, y_TD: Tensor, last, padding_T: Tensor) -> Tensor:
+        if not self.has_output_norm:
+            return y_TD
+        return torch.where(padding_T.unsqueeze(1), y_TD, self[-1](y_TD).to(y_TD.dtype))
+
+
+class StackedNorms(PaperNorms):
+    """Naive stacking: one norm before the first stratum and one residual around all."""
+
+    def __init__(self, embed_dim: int, strata: int, *options):
+        super().__init__(embed_dim, 1, *options)
+
+    def start(self, x_TD: Tensor) -> Tensor:
+        return self[0](x_TD)
+
+    def enter(self, i: int, y_TD: Tensor, tokens) -> tuple[Tensor, Tensor]:
+        return tokens.take(y_TD), y_TD
+
+    def leave(self, y_TD: Tensor, out_TD: Tensor, tokens) -> Tensor:
+        return tokens.replace(y_TD, out_TD)
+
+    def finish(self, x_TD: Tensor, y_TD: Tensor, last, padding_T: Tensor) -> Tensor:
+        # Every real token was in the last stratum.
+        return last.add(x_TD, F.dropout(last.take(y_TD), self.dropout, self.training))
+
+
+NORMS = {"paper": PaperNorms, "released": ReleasedNorms}

@@ -1,122 +1,170 @@
-"""Bring the copies of tokens to their experts, in this process or in others, and the outputs back.
+"""Experts over ranks: which rank holds which, and how copies of tokens get to them and outputs back.
 
-Shapes: T tokens, K choices per token, N rows of copies and the padding row, D embedding, E experts.
+Shapes: T tokens, K choices per token, N rows of copies and the padding row, D embedding, P ranks of a group,
+E experts.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smoe_fairseq.modules.experts import Ends, Grouped, PerExpert, Placement
-from smoe_fairseq.modules.rows import DispatchPlan
+from smoe_fairseq.modules.rows import Copies, DispatchPlan, read_on_host
+
+
+@dataclass(frozen=True)
+class Placement:
+    """E experts over N processes; each holds the same number of consecutive ones.
+
+    Where there are more processes than experts, every E consecutive ones are a group with one expert
+    each, and the groups are replicas of one another: tokens stay in their group, gradients are summed
+    over the replicas of an expert.
+
+    Raises:
+        ValueError: neither of E and N is a multiple of the other.
+    """
+
+    num_experts: int
+    world_size: int = 1
+    rank: int = 0
+
+    def __post_init__(self):
+        if self.num_experts % self.world_size and self.world_size % self.num_experts:
+            fits = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+            raise ValueError(
+                f"{self.num_experts} experts cannot be spread evenly over {self.world_size} processes; "
+                f"accepted are {', '.join(map(str, fits))} processes or a multiple of {self.num_experts}"
+            )
+
+    @classmethod
+    def over_processes(cls, num_experts: int) -> "Placement":
+        """Over the processes of the run that this one is part of; all of them here if it is alone."""
+        if dist.is_available() and dist.is_initialized():
+            return cls(num_experts, dist.get_world_size(), dist.get_rank())
+        return cls(num_experts)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.world_size > 1
+
+    @property
+    def group_size(self) -> int:
+        """Processes that hold all experts together, and exchange tokens."""
+        return min(self.num_experts, self.world_size)
+
+    @property
+    def num_replicas(self) -> int:
+        """Processes that hold the same expert."""
+        return self.world_size // self.group_size
+
+    def process_group(self) -> dist.ProcessGroup:
+        """The processes that this one exchanges tokens with, itself among them.
+
+        At the first call every process of the run has to call it.
+        """
+        if self.num_replicas == 1:
+            return dist.group.WORLD
+        groups = _groups(dist.group.WORLD, self.world_size, self.group_size)
+        return groups[self.rank // self.group_size]
+
+    @property
+    def num_local(self) -> int:
+        return self.num_experts // self.group_size
+
+    @property
+    def local(self) -> range:
+        """The experts of this process."""
+        first = self.rank % self.group_size * self.num_local
+        return range(first, first + self.num_local)
+
+
+@functools.cache
+def _groups(world: dist.ProcessGroup, world_size: int, size: int) -> list[dist.ProcessGroup]:
+    """One group for every ``size`` consecutive processes of ``world``."""
+    return [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]
+
+
+class Mixed(NamedTuple):
+    """What the experts of one stratum return."""
+
+    y_TD: Tensor  # sum_k weight[t, k] FFN_expert[t, k](x[t]); 0 for a token without any expert
+    number: int | None  # tokens at the next stratum; None: not known on the host
+    beside: Any  # what was computed beside the experts
 
 
 class LocalDispatcher:
-    """All experts are in this process.
-
-    Args:
-        num_experts: E; a copy for expert E is not dispatched.
-    """
-
-    def __init__(self, num_experts: int):
-        self.num_experts = num_experts
+    """All experts are on this rank."""
 
     def mix(
         self,
         x_TD: Tensor,
-        expert_TK: Tensor,
-        weight_TK: Tensor,
-        rank_TK: Tensor,
-        kept_E: Tensor,
-        run: PerExpert | Grouped,
-    ) -> Callable[[], Tensor]:
-        """``sum_k weight[t, k] FFN_expert[t, k](x[t])``, ``(T, D)``; 0 for a token without any expert.
-
-        The experts are computed; who calls what is returned, once, has their sum. In between it may
-        compute what does not depend on it.
+        copies: Copies,
+        run,
+        next_T: Tensor | None,
+        beside: Callable[[], Any],
+    ) -> Mixed:
+        """The weighted sum of each token's experts (paper, eq. 6).
 
         Args:
-            rank_TK, kept_E: as of `Routing`, of all experts.
-            run: how the experts are computed.
+            run: computes the experts: a `PerExpert` or a `Grouped`.
+            next_T: marks the tokens at the next stratum; None: there is none.
+            beside: called once, computes what does not depend on the experts' outputs.
         """
-        ends = run.ends(kept_E)
-        plan = DispatchPlan.of(expert_TK, rank_TK, kept_E, run.rows(ends, expert_TK.numel()))
-        out_TD = run.mix(x_TD, weight_TK, plan, ends)
-        return lambda: out_TD
+        ends, number = run.count(copies.kept_E, next_T)
+        plan = DispatchPlan.of(copies, run.num_rows(ends, copies.expert_TK.numel()))
+        y_TD = run.mix(x_TD, copies.weight_TK, plan, ends)
+        return Mixed(y_TD, number, beside())
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """One exchange of rows between processes: how many go where, and how they lie on arrival.
+class ShardedDispatcher:
+    """The experts are spread over ranks: copies travel to theirs by all-to-all, outputs back.
 
-    The padding row stays where it is.
-    """
-
-    group: dist.ProcessGroup
-    sent: list[int]  # rows to each process of the group
-    received: list[int]  # rows from each
-    by_expert_N: Tensor  # the rows received, from their order by sender to that by expert
-
-    def to_experts(self, x_ND: Tensor) -> Tensor:
-        arrived = start_exchange(x_ND, self.sent, self.received, self.group)
-        return arrived().index_select(0, self.by_expert_N)
-
-    def back(self, y_ND: Tensor) -> Callable[[], Tensor]:
-        """Who calls what is returned waits for the rows."""
-        by_sender_ND = torch.empty_like(y_ND).index_copy(0, self.by_expert_N, y_ND)
-        return start_exchange(by_sender_ND, self.received, self.sent, self.group)
-
-
-class ShardedDispatcher(LocalDispatcher):
-    """The experts are spread over processes: copies travel to theirs by all-to-all, outputs back.
-
-    Every pass makes the same three collective calls on every process that holds the same set of experts,
+    Every pass makes the same three collective calls on every rank that holds the same set of experts,
     with tokens or without: one exchange of counts and two of rows; nothing is padded. How many rows go
-    where has to be known on the host, so each pass waits for the device once.
+    where has to be known on the host, so each stratum waits for the device once.
     """
 
     def __init__(self, placement: Placement):
-        super().__init__(placement.num_experts)
         self.placement = placement
 
     def mix(
         self,
         x_TD: Tensor,
-        expert_TK: Tensor,
-        weight_TK: Tensor,
-        rank_TK: Tensor,
-        kept_E: Tensor,
-        run: PerExpert | Grouped,
-    ) -> Callable[[], Tensor]:
-        """As of `LocalDispatcher`; in between the outputs travel.
-
-        Which copies do is known on the host, whatever the execution.
-        """
-        exchange, ends = self._plan_exchange(kept_E, run)
-        plan = DispatchPlan.of(expert_TK, rank_TK, kept_E, sum(exchange.sent) + 1)
-        arrived = exchange.back(run.compute(exchange.to_experts(plan.take(x_TD)), ends))
-        return lambda: plan.weighted_sum(arrived(), weight_TK)
-
-    def _plan_exchange(self, kept_E: Tensor, run: PerExpert | Grouped) -> tuple[Exchange, Ends]:
-        """The exchange, and where the rows of each of this process's experts end after it."""
-        place = self.placement
-        group = place.process_group()
-        to_send_PE = kept_E.view(place.group_size, place.num_local)
+        copies: Copies,
+        run,
+        next_T: Tensor | None,
+        beside: Callable[[], Any],
+    ) -> Mixed:
+        """As `LocalDispatcher.mix`; ``beside`` runs while the outputs travel back."""
+        place, group = self.placement, self.placement.process_group()
+        to_send_PE = copies.kept_E.view(place.group_size, place.num_local)
         received_PE = torch.empty_like(to_send_PE)
         dist.all_to_all_single(received_PE, to_send_PE, group=group)
         of_expert_E = received_PE.sum(0)
-        sent, received, sizes = run.read(to_send_PE.sum(1), received_PE.sum(1), of_expert_E)
-        rows = by_expert(received_PE, sum(received))
-        return Exchange(group, sent, received, rows), run.ends(of_expert_E, sizes)
+        counts = [to_send_PE.sum(1), received_PE.sum(1), of_expert_E]
+        if next_T is not None:
+            counts.append(next_T.sum().unsqueeze(0))
+        sent, received, sizes, *next_number = read_on_host(*counts)
+
+        plan = DispatchPlan.of(copies, sum(sent) + 1)
+        arrived_ND, _ = exchange(plan.take(x_TD), sent, received, group)
+        # The rows lie by sender, and are computed in the order of experts.
+        by_expert_N = by_expert(received_PE, sum(received))
+        y_ND = run.compute(arrived_ND.index_select(0, by_expert_N), run.ends(of_expert_E, sizes))
+        y_ND = torch.empty_like(y_ND).index_copy(0, by_expert_N, y_ND)
+        y_ND, own = exchange(y_ND, received, sent, group, beside)
+        number = next_number[0][0] if next_number else None
+        return Mixed(plan.weighted_sum(y_ND, copies.weight_TK), number, own)
 
 
 def by_expert(received_PE: Tensor, number: int) -> Tensor:
-    """Rows that lie by sender and, of each, by expert: where they are in the order of experts ``(N,)``.
+    """Where rows that lie by sender, and by expert within a sender, are in the order of experts ``(N,)``.
 
-    The padding row comes after the ``number`` of these.
+    Behind these ``number`` rows is the padding row.
     """
     counts_EP = received_PE.t()
     starts_EP = (received_PE.flatten().cumsum(0).view_as(received_PE) - received_PE).t()
@@ -129,18 +177,27 @@ def by_expert(received_PE: Tensor, number: int) -> Tensor:
     return lie_N
 
 
-def start_exchange(
-    x_ND: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Callable[[], Tensor]:
-    """``sent`` and ``received`` rows to and from each process; their gradients travel the other way.
+def exchange(
+    x_ND: Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    meanwhile: Callable[[], Any] = lambda: None,
+) -> tuple[Tensor, Any]:
+    """``sent`` and ``received`` rows to and from each rank; their gradients travel the other way.
 
-    The padding row, 0 on arrival, is behind them. Returns a function that waits for the exchange and
-    returns the rows. What is computed between the two calls overlaps with the exchange, forward and
-    backward. torch's own differentiable exchange is deprecated, and its successor is not public.
+    torch's own differentiable exchange is deprecated, and its successor is not public.
+
+    Args:
+        meanwhile: what it computes overlaps with the exchange, forward and backward.
+
+    Returns:
+        The rows, behind them the padding row, 0 on arrival; and what ``meanwhile`` returned.
     """
     transit = Transit(group)
     y_ND = Depart.apply(x_ND, sent, received, transit)
-    return lambda: Arrive.apply(y_ND, sent, received, transit)
+    result = meanwhile()
+    return Arrive.apply(y_ND, sent, received, transit), result
 
 
 class Transit:
@@ -150,7 +207,7 @@ class Transit:
         self.group = group
 
     def start(self, x_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """What they are going to be on arrival."""
+        """Starts the exchange; returns the tensor that will hold the rows that arrive."""
         x_ND = x_ND.contiguous()
         y_ND = x_ND.new_empty(sum(received) + 1, *x_ND.shape[1:])
         y_ND[-1] = 0
@@ -161,7 +218,7 @@ class Transit:
         return y_ND
 
     def wait(self) -> Tensor:
-        """What has arrived."""
+        """Waits for the exchange; returns the rows."""
         self.work.wait()
         _, y_ND = self.rows
         del self.work, self.rows
@@ -186,8 +243,8 @@ class Depart(torch.autograd.Function):
 class Arrive(torch.autograd.Function):
     """Forward, rows arrive. Backward, their gradients depart.
 
-    A backward pass goes from the last to the first of what was computed: so what came between departure and
-    arrival comes between these two there as well.
+    A backward pass runs in reverse order, so what was computed between departure and arrival is between the
+    two there as well.
     """
 
     @staticmethod

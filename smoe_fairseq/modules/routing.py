@@ -1,6 +1,6 @@
 """What a gate decides: the copies that each expert's capacity admits, and the routing itself.
 
-Shapes: T tokens, K choices per token, E experts that the gate sees.
+Shapes: T tokens, K choices per token, E experts that the gate sees, M free experts behind them.
 """
 
 from typing import NamedTuple
@@ -103,11 +103,6 @@ def rank_within_expert(
     return rank_KT.t(), start_E1.diff()
 
 
-# What a gate decides, whatever its kind, with the counts and losses that follow from it.
-#
-# Shapes: T tokens, E experts that the gate sees, M null experts behind them, K choices per token.
-
-
 class Routing(NamedTuple):
     """What a gate decided for T tokens: all that a block needs of it.
 
@@ -163,7 +158,7 @@ class Routing(NamedTuple):
     @property
     def mean_probs_E(self) -> Tensor:
         """``(E + M,)``, over the active tokens."""
-        return self._sum_probs_E() / self.num_tokens
+        return (self.probs_TE * self.active_T.unsqueeze(1)).sum(0) / self.num_tokens
 
     @property
     def mean_true_probs_E(self) -> Tensor:
@@ -173,11 +168,8 @@ class Routing(NamedTuple):
             probs_TE = self.logits_TE[:, : self.num_experts].softmax(dim=-1)
         return (probs_TE * self.active_T.unsqueeze(1)).sum(0) / self.num_tokens
 
-    def _sum_probs_E(self) -> Tensor:
-        return (self.probs_TE * self.active_T.unsqueeze(1)).sum(0)
-
     def balance_loss(self, asked_E: Tensor) -> Tensor:
-        """``E * sum_e f_e p_e``: 1 when balanced, up to E when not, 0 without tokens (paper, equation 3).
+        """``E * sum_e f_e p_e``: 1 when balanced, up to E when not, 0 without tokens (paper, eq. 8).
 
         Args:
             asked_E: what f are the fractions of: first choices ``(E,)`` or all choices ``(E + M,)``.
@@ -185,9 +177,9 @@ class Routing(NamedTuple):
         num_tokens = self.num_tokens
         each_once = len(asked_E) == self.num_experts
         asked_E = asked_E.to(self.probs_TE.dtype)
+        # f (eq. 9) and p (eq. 10)
         fraction_E = asked_E / (num_tokens if each_once else asked_E.sum().clamp(min=1))
-        mean_probs_E = self._sum_probs_E() / num_tokens
-        return self.probs_TE.shape[1] * (fraction_E * mean_probs_E).sum()
+        return self.probs_TE.shape[1] * (fraction_E * self.mean_probs_E).sum()
 
     def entropy(self) -> Tensor:
         """Mean of ``-sum_e p_e log p_e`` over tokens: small where few experts share a token."""

@@ -4,10 +4,23 @@ Shapes: T tokens, K choices per token, N rows of copies and one padding row, D e
 """
 
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Ends = list[int] | Tensor  # where each expert's rows end: on the host, or (E,) on the device
+
+
+class Copies(NamedTuple):
+    """The copies of T tokens for the experts of a block, numbered from the first stratum on."""
+
+    expert_TK: Tensor  # of each copy; E for a copy without an expert
+    weight_TK: Tensor  # 0 for a copy without an expert
+    rank_TK: Tensor  # how many copies of the same expert come before
+    kept_E: Tensor  # copies of each expert
 
 
 class AddRows(torch.autograd.Function):
@@ -72,7 +85,7 @@ class SumRows(torch.autograd.Function):
 
 
 class TakeCopies(torch.autograd.Function):
-    """Number n of the result ``(N,)`` is that of copy ``copy[n]`` in ``x (T, K)``; ``row`` as above."""
+    """Element n of the result ``(N,)`` is copy ``copy[n]`` of ``x (T, K)``; ``row`` as above."""
 
     @staticmethod
     def forward(ctx, x_TK: Tensor, copy_N: Tensor, row_TK: Tensor) -> Tensor:
@@ -90,33 +103,27 @@ def select(x_T: Tensor, index_N: Tensor) -> Tensor:
     return x_T.index_select(0, index_N) if len(x_T) else x_T.new_zeros(len(index_N), *x_T.shape[1:])
 
 
-# Where the copies of tokens lie for their experts.
-#
-# Copies lie by expert, and behind them is one padding row: a copy without an expert reads 0 there.
-#
-# Shapes: T tokens, K choices per token, N rows of copies and the padding row, D embedding, E experts.
-
-
 @dataclass(frozen=True)
 class DispatchPlan:
-    """Which copy stands in which row."""
+    """Which copy is in which row.
+
+    Copies lie by expert, and behind them is the padding row: a copy without an expert reads 0 there.
+    """
 
     row_TK: Tensor  # of each copy
     copy_N: Tensor  # row n holds copy t * K + k
+    token_N: Tensor  # the token of each row; of the padding row, any
 
     @classmethod
-    def of(cls, expert_TK: Tensor, rank_TK: Tensor, kept_E: Tensor, rows: int) -> "DispatchPlan":
+    def of(cls, copies: Copies, rows: int) -> "DispatchPlan":
         """Each copy behind those before it for the same expert, and these behind all earlier experts'."""
+        expert_TK, _, rank_TK, kept_E = copies
         start_E1 = torch.cat([kept_E.new_zeros(1), kept_E.cumsum(0)])
         row_TK = start_E1[expert_TK] + rank_TK
         row_TK = row_TK.masked_fill_(expert_TK == len(kept_E), rows - 1)
         copy_N = torch.arange(row_TK.numel(), device=row_TK.device)
-        return cls(row_TK, row_TK.new_zeros(rows).scatter_(0, row_TK.flatten(), copy_N))
-
-    @property
-    def token_N(self) -> Tensor:
-        """The token of each row; of the padding row, any."""
-        return self.copy_N // self.row_TK.shape[1]
+        copy_N = row_TK.new_zeros(rows).scatter_(0, row_TK.flatten(), copy_N)
+        return cls(row_TK, copy_N, copy_N // row_TK.shape[1])
 
     def take(self, x_TD: Tensor) -> Tensor:
         """``(N, D)``: what each row's token has."""
@@ -127,23 +134,15 @@ class DispatchPlan:
         return TakeCopies.apply(x_TK, self.copy_N, self.row_TK)
 
     def weighted_sum(self, y_ND: Tensor, weight_TK: Tensor) -> Tensor:
-        """``(T, D)``: over the rows of each token."""
+        """``sum_k weight[t, k] y[row[t, k]]`` of each token, ``(T, D)`` (paper, eq. 3)."""
         weight_N = self.take_copies(weight_TK).to(y_ND.dtype)
         return SumRows.apply(y_ND * weight_N.unsqueeze(1), self.row_TK, self.token_N)
 
 
-# The tokens of one stratum, out of all T tokens of a block.
-
-
 class IndexedTokens:
-    """Just those tokens, gathered: least work, but their number has to be known on the host.
+    """The ``number`` tokens that ``here_T`` marks, gathered: least work, and needs their number."""
 
-    Args:
-        here_T: which they are.
-        number: of them.
-    """
-
-    active_T = None  # all that `take` returns
+    active_T = None  # every token that `take` returns counts
 
     def __init__(self, here_T: Tensor, number: int):
         self.all = number == len(here_T)
@@ -182,7 +181,13 @@ class MaskedTokens:
 
 
 def positions(mask_T: Tensor, number: int) -> Tensor:
-    """``mask.nonzero()`` of a mask that holds ``number`` times, which is not asked of the device."""
+    """``mask.nonzero()`` of a mask with ``number`` true elements, without waiting for the device."""
     place_T = mask_T.cumsum(0).sub_(1).masked_fill_(~mask_T, number)
     index = place_T.new_empty(number + 1)
     return index.scatter_(0, place_T, torch.arange(len(mask_T), device=mask_T.device))[:number]
+
+
+def read_on_host(*values: Tensor) -> list[list[int]]:
+    """Vectors of integers in one transfer."""
+    flat = iter(torch.cat(values).tolist())
+    return [list(islice(flat, len(value))) for value in values]

@@ -1,9 +1,8 @@
-"""How the experts of one block are arranged: "4-12" is 4 experts in the first stratum, 12 in the second."""
+"""How the experts of a block are arranged ("4-12": 4 in the first stratum, 12 in the second); bad options."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-
-from smoe_fairseq.modules.option_error import OptionError
 
 MOST_STRATA, MOST_EXPERTS = 1_000, 9_999_999  # of one block: more are a slip of the pen
 
@@ -16,8 +15,8 @@ class Strata:
     stratum ``i`` and of all later strata; under naive stacking (``stacked``) only those of stratum ``i``.
     A stratum of size 0 has a gate all the same, which sees later experts alone.
 
-    In a ``chain`` (Wang et al. 2025) every token passes so many gates, each of which sees all experts of the
-    one stratum: what is said of strata holds of the passes.
+    In a ``chain`` (Wang et al. 2025) every token makes that many passes over the experts of one stratum, with
+    a gate for each: each pass counts as one stratum.
     """
 
     sizes: tuple[int, ...]
@@ -109,8 +108,8 @@ class Strata:
     def expected_visits(self) -> list[float]:
         """How many tokens of each one stop at each stratum when every gate chooses uniformly.
 
-        Sums up to the recursion ``N_L = 1``, ``N_i = 1 + sum_{j=i..L-1} size_j / E_i * N_{j+1}`` (paper,
-        section 3.3), which begins at the other end.
+        They sum to the recursion ``N_L = 1``, ``N_i = 1 + sum_{j=i..L-1} size_j / E_i * N_{j+1}``, which
+        begins at the other end.
         """
         if self.fixed_depth:
             return [1.0] * len(self)
@@ -123,3 +122,26 @@ class Strata:
     def expected_requested_capacity(self) -> float:
         """Mean number of strata that a token stops at when every gate chooses uniformly."""
         return sum(self.expected_visits())
+
+
+class OptionError(ValueError):
+    """A value that the block cannot take: one sentence that names the parameter and what would be accepted.
+
+    Args:
+        sentence: in it ``{top_k}`` stands for the parameter of that name.
+        values: what else stands in braces.
+    """
+
+    def __init__(self, sentence: str, **values):
+        self.sentence = sentence
+        self.values = values
+        super().__init__(self.named({}))
+
+    def named(self, names: Mapping[str, str]) -> str:
+        """The sentence with other names for the parameters, such as the flags that set them."""
+        return self.sentence.format_map(_Names({**names, **self.values}))
+
+
+class _Names(dict):
+    def __missing__(self, name: str) -> str:
+        return name

@@ -1,205 +1,40 @@
-"""Subwords learnt and applied, and text as numbers."""
+"""Binarised text: what ``fairseq-preprocess`` writes, byte for byte, without importing fairseq.
 
-import io
+The format is fairseq 0.12.2's ``MMapIndexedDataset``: a ``.bin`` file of all token numbers, and an ``.idx``
+file with the sentences' lengths and where they begin.
+"""
+
+import struct
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import sentencepiece
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import whole_files, whole_folder
-from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.files import whole_files
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.processes import report, shard_folders, shard_names
+from smoe_fairseq.recipes.folders import shard_folders
 from smoe_fairseq.recipes.raw import SPLITS
-from smoe_fairseq.recipes.text_files import (
-    EOS,
-    UNKNOWN,
-    Chunk,
-    Vocabulary,
-    chunks,
-    count_lines,
-    index_bytes,
-    number_type,
-    progress,
-    read_dictionary,
-    shared,
-)
+from smoe_fairseq.recipes.text_files import Chunk, chunks, progress, shared
 
-_SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq's dictionary adds by itself
-
-# Of memory, for each byte of the text that is learnt from; measured, docs/reproduce.md.
-_BYTES_PER_BYTE = {"unigram": 21, "bpe": 6}
-
-
-def learn(raw: Path, output: Path, options: dict[str, Any]) -> None:
-    """As `learn_from`, of ``train.*`` of ``raw``."""
-    files = sorted(raw.glob("train.*"))
-    if not files:
-        raise UsageError(f"{raw} has no training text (train.eng-xxx.eng and so on)")
-    learn_from(files, output, options)
-
-
-def learn_from(files: list[Path], output: Path, options: dict[str, Any]) -> None:
-    """Trains on ``files`` of text; writes ``output/spm.model`` and ``output/dict.txt``.
-
-    ``options`` are sentencepiece's own training options. A text too small for the vocabulary size
-    asked for gives a smaller one.
-
-    Raises:
-        UsageError: there is no text, sentencepiece cannot learn from it, or that takes too much memory.
-    """
-    raw = files[0] if len(files) == 1 else files[0].parent
-    _check_memory(raw, files, options)
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            input=[str(file) for file in files],
-            model_writer=model,
-            hard_vocab_limit=False,
-            minloglevel=1,
-            **options,
-        )
-    except RuntimeError as error:
-        raise UsageError(f"sentencepiece cannot learn from {raw}: {error}") from None
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
-    # fairseq's format is a piece and its count on each line; the counts matter only for sorting.
-    dictionary = "".join(f"{piece} 1\n" for piece in pieces[_SPECIAL_PIECES:])
-    written = [output / "dict.txt", output / "spm.model"]
-    with whole_files(written, parents=True) as (words, pieces_file):
-        Path(words).write_text(dictionary, "utf-8")
-        Path(pieces_file).write_bytes(model.getvalue())
-    if len(pieces) < options.get("vocab_size", 0):
-        asked = f"{options['vocab_size']:,} that were asked for"
-        report(f"{len(pieces):,} pieces in place of the {asked}: the text has no more")
-    print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
-
-
-def _check_memory(raw: Path, files: list[Path], options: dict[str, Any]) -> None:
-    """Refuses what would fill the machine, which would end another program, or this one after an hour."""
-    memory = machine_memory()
-    size = sum(file.stat().st_size for file in files)
-    needed = _BYTES_PER_BYTE[options.get("model_type", "unigram")]
-    if memory is None or needed * size <= memory:
-        return
-    lines = sum(count_lines(file) for file in files)
-    drawn = min(lines, options.get("input_sentence_size") or lines)
-    if (whole := needed * size * drawn // max(1, lines)) > memory:
-        fitting = 0.8 * drawn * memory / whole
-        digits = 10 ** max(0, len(str(int(fitting))) - 2)
-        raise UsageError(
-            f"learning subwords from {drawn:,} lines of {raw} takes about {whole / 1e9:.1f} GB of memory, "
-            f"and there are {memory / 1e9:.1f} GB: draw fewer with --input-sentence-size "
-            f"{int(fitting) // digits * digits}"
-        )
-
-
-# Text to subword pieces, separated by spaces, and dealt out to shards.
-
-
-def encode(
-    model: Path, raw: Path, output: Path, shards: int = 1, longest: int = 0, workers: int = 1
-) -> None:
-    """Writes every file of ``raw`` to ``output`` as pieces, the same for any number of ``workers``.
-
-    With several ``shards``, line ``n`` of a training file goes to ``output/shardI``, ``I`` being
-    ``n`` modulo ``shards``, and other splits go to the first. A line of the other splits is cut off
-    after ``longest`` pieces (0: never), and how many were is reported.
-    """
-    encoder = Encoder(load_model(model), shards, longest)
-    files = sorted(raw.glob("*.*-*.*"))
-    with whole_folder(output, replace=True) as partial:
-        folders = [partial / name for name in shard_names(shards)]
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-        lines = encode_files(encoder, files, folders, workers)
-    print(f"{output}: {len(files)} files, {lines:,} lines", flush=True)
-
-
-def load_model(path: Path) -> sentencepiece.SentencePieceProcessor:
-    """A sentencepiece model; a `UsageError` where the file is none."""
-    try:
-        return sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (OSError, RuntimeError) as error:
-        raise UsageError(
-            f"{path} is not a model that the step learn has written: {error}"
-        ) from None
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Called with a part of a file; gives the encoded lines of each shard, and how many were cut off.
-
-    They are dealt as if the part began its file; how many lines it has comes last.
-    """
-
-    model: sentencepiece.SentencePieceProcessor
-    shards: int
-    longest: int
-
-    def shards_of(self, file: Path) -> int:
-        return self.shards if _is_training(file) else 1
-
-    def __call__(self, chunk: Chunk) -> tuple[list[bytes], int, int]:
-        longest = 0 if _is_training(chunk.file) else self.longest
-        encoded = self.model.encode(chunk.lines(), out_type=str, num_threads=1)
-        cut = sum(1 for pieces in encoded if len(pieces) > longest) if longest else 0
-        lines = [" ".join(pieces[: longest or None]) + "\n" for pieces in encoded]
-        step = self.shards_of(chunk.file)
-        return ["".join(lines[i::step]).encode() for i in range(step)], cut, len(lines)
-
-
-def encode_files(encoder: Encoder, files: list[Path], folders: list[Path], workers: int) -> int:
-    """Writes files of the same names to ``folders``, one for each shard, and counts the lines."""
-    parts = {file: list(chunks(file)) for file in files}
-    size = sum(file.stat().st_size for file in files)
-    total = 0
-    with ExitStack() as stack:
-        advance = stack.enter_context(progress("encode", size))
-        each = stack.enter_context(shared(encoder, workers, size))
-        results = each(chunk for file in files for chunk in parts[file])
-        for file in files:
-            line = cuts = 0
-            with ExitStack() as opened:
-                outputs = [
-                    opened.enter_context(open(folder / file.name, "wb"))
-                    for folder in folders[: encoder.shards_of(file)]
-                ]
-                for chunk in parts[file]:
-                    dealt, cut, lines = next(results)
-                    for i, text in enumerate(dealt):
-                        outputs[(line + i) % len(outputs)].write(text)
-                    line, cuts = line + lines, cuts + cut
-                    advance(chunk.size)
-            if cuts:
-                report(
-                    f"{cuts} lines of {file} have more than {encoder.longest} pieces and are cut off"
-                )
-            total += line
-    return total
-
-
-def _is_training(file: Path) -> bool:
-    return file.name.startswith("train.")
-
-
-# Pieces to numbers: what ``fairseq-preprocess`` writes, byte for byte, by processes started once.
+SUFFIXES = ("bin", "idx")
+SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # the first entries of every dictionary of fairseq
+EOS, UNKNOWN = SPECIAL.index("</s>"), SPECIAL.index("<unk>")
+_HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the numbers' type, sentences
+_MAGIC = b"MMIDIDX\0\0"
+_CODES = {np.dtype(np.uint16): 8, np.dtype(np.uint32): 9}
 
 
 def binarise(
     dataset: Dataset, text: Path, dictionary: Path, output: Path, workers: int = 1
 ) -> None:
-    """Writes every pair's splits in ``text`` (and its shards) to ``output`` as fairseq reads them.
+    """Write every pair's splits in ``text`` (and its shards) to ``output`` as fairseq reads them.
 
-    ``{split}.{pair}.{language}.bin`` and ``.idx``, and in each shard the dictionary once for each language.
-    One set of files serves both directions of a pair. They are the same for any number of ``workers``, and
-    appear when all are complete.
+    Each shard gets ``{split}.{pair}.{language}.bin`` and ``.idx``, which serve both directions of a pair,
+    and the dictionary once for each language. The files are the same for any number of ``workers``.
 
     Raises:
         UsageError: a pair has no text to train or validate; or see `read_dictionary`.
@@ -212,8 +47,8 @@ def binarise(
     }
     shards = sorted({target.parent for target in files})
     copies = [shard / f"dict.{lang}.txt" for shard in shards for lang in dataset.languages]
-    binariser = Binariser(read_dictionary(dictionary))
-    targets = [f"{target}.{suffix}" for target in files for suffix in ("bin", "idx")]
+    vocabulary = read_dictionary(dictionary)
+    targets = [f"{target}.{suffix}" for target in files for suffix in SUFFIXES]
     for shard in shards:
         shard.mkdir(parents=True, exist_ok=True)
     with whole_files([*copies, *targets], called=str(output)) as partials:
@@ -221,12 +56,12 @@ def binarise(
             Path(copy).write_bytes(dictionary.read_bytes())
         pairs = zip(partials[len(copies) :: 2], partials[len(copies) + 1 :: 2], strict=True)
         written = dict(zip(files.values(), pairs, strict=True))
-        told = binarise_files(binariser, written, workers)
+        told = binarise_files(vocabulary, written, workers)
     print(f"{output}: {len(files)} files, {told}", flush=True)
 
 
 def _files(folder: Path, pair: str, training_only: bool) -> Iterator[Path]:
-    """Those of the splits that there are; fairseq looks for validation and test in the first shard only."""
+    """The pair's files; fairseq looks for validation and test in the first shard only."""
     for split in SPLITS[:1] if training_only else SPLITS:
         files = [folder / f"{split}.{pair}.{language}" for language in pair.split("-")]
         missing = [file for file in files if not file.is_file()]
@@ -236,23 +71,49 @@ def _files(folder: Path, pair: str, training_only: bool) -> Iterator[Path]:
             raise UsageError(f"{missing[0]} is missing: {pair} needs it to {split}")
 
 
+class Vocabulary(dict[str, int]):
+    """The number of each word of a dictionary; for any other word that of ``<unk>``."""
+
+    def __missing__(self, _word: str) -> int:
+        return UNKNOWN
+
+
+def read_dictionary(file: Path) -> Vocabulary:
+    """Read fairseq's format: a word and its count on each line, numbered after the special words.
+
+    Raises:
+        UsageError: it is not in this format, or has a word twice.
+    """
+    words = Vocabulary({word: number for number, word in enumerate(SPECIAL)})
+    try:
+        with open(file, encoding="utf-8") as lines:
+            for line in lines:
+                word, separator, count = line.rstrip().rpartition(" ")
+                if not separator or not count.lstrip("-").isdecimal() or word in words:
+                    raise UsageError(
+                        f"{file} is not a dictionary: expected a word that no other line has, a space and a "
+                        f"count, not {line.rstrip()!r}"
+                    )
+                words[word] = len(words)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 text: {error.reason}") from None
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
+    return words
+
+
 @dataclass(frozen=True)
-class Binariser:
-    """Called with a part of a file; gives its numbers' bytes, its sentences' lengths, and unknown words."""
+class _Binariser:
+    """For a chunk: the bytes of its numbers, the lengths of its sentences, the number of unknown words."""
 
     vocabulary: Vocabulary
-
-    @property
-    def kind(self) -> np.dtype:
-        return number_type(len(self.vocabulary))
+    kind: np.dtype
 
     def __call__(self, chunk: Chunk) -> tuple[bytes, np.ndarray, int]:
-        numbers = array("i")
-        lengths = array("i")
-        number_of = self.vocabulary.__getitem__
+        numbers, lengths = array("i"), array("i")
         for line in chunk.lines():
             words = line.split()
-            numbers.extend(map(number_of, words))
+            numbers.extend(map(self.vocabulary.__getitem__, words))
             numbers.append(EOS)
             lengths.append(len(words) + 1)
         content = np.frombuffer(numbers, dtype=np.int32)
@@ -260,14 +121,17 @@ class Binariser:
         return content.astype(self.kind).tobytes(), np.array(lengths, dtype=np.int32), unknown
 
 
-def binarise_files(binariser: Binariser, files: dict[Path, tuple[str, str]], workers: int) -> str:
-    """Writes the ``.bin`` and the ``.idx`` named for each file, and tells how much that was."""
+def binarise_files(
+    vocabulary: Vocabulary, files: dict[Path, tuple[str, str]], workers: int = 1
+) -> str:
+    """Write the ``.bin`` and the ``.idx`` named for each file; returns the counts in words."""
+    kind = np.dtype(np.uint16 if len(vocabulary) < 65500 else np.uint32)  # as fairseq chooses
     parts = {file: list(chunks(file)) for file in files}
     size = sum(file.stat().st_size for file in files)
     sentences = tokens = unknown = 0
     with ExitStack() as stack:
         advance = stack.enter_context(progress("binarise", size))
-        each = stack.enter_context(shared(binariser, workers, size))
+        each = stack.enter_context(shared(_Binariser(vocabulary, kind), workers, size))
         results = each(chunk for file in files for chunk in parts[file])
         for file, (data, index) in files.items():
             lengths = [np.zeros(0, dtype=np.int32)]
@@ -279,7 +143,26 @@ def binarise_files(binariser: Binariser, files: dict[Path, tuple[str, str]], wor
                     unknown += odd
                     advance(chunk.size)
             whole = np.concatenate(lengths)
-            Path(index).write_bytes(index_bytes(whole, binariser.kind))
+            Path(index).write_bytes(_index(whole, kind))
             sentences += len(whole)
             tokens += int(whole.sum(dtype=np.int64))
     return f"{sentences:,} sentences, {tokens:,} tokens, {unknown:,} of them unknown"
+
+
+def _index(lengths: np.ndarray, kind: np.dtype) -> bytes:
+    """The content of an ``.idx`` file for sentences of these ``lengths`` (int32) of numbers of a ``kind``."""
+    starts = np.zeros(len(lengths), dtype=np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=starts[1:])
+    header = _HEADER.pack(_MAGIC, 1, _CODES[kind], len(lengths))
+    return header + lengths.tobytes() + (starts * kind.itemsize).tobytes()
+
+
+def count_sentences(index: Path) -> int:
+    """The sentences of an ``.idx`` file; raises UsageError if it is no such file, or cut off."""
+    with open(index, "rb") as file:
+        header = file.read(_HEADER.size)
+    if len(header) == _HEADER.size and header.startswith(_MAGIC):
+        sentences = _HEADER.unpack(header)[-1]
+        if index.stat().st_size == _HEADER.size + 12 * sentences:  # an int32 and an int64 of each
+            return sentences
+    raise UsageError(f"{index} is cut off, or not an index of fairseq-preprocess")

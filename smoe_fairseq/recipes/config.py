@@ -1,9 +1,9 @@
-"""The recipes' settings: data sets and methods of ``configs/``, as flags, and the paper's tables."""
+"""The recipes' settings: flags, data sets and methods of ``configs/``, and the paper's tables."""
 
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -18,6 +18,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 
 Flags = dict[str, Any]
+MOST_ALIASES = 20  # of a YAML file: each may repeat what all before it make
 
 
 def arguments(flags: Flags) -> list[str]:
@@ -35,20 +36,48 @@ def arguments(flags: Flags) -> list[str]:
     return words
 
 
-# The YAML files of data sets and methods: where they are, and how one is read.
+_OTHER_NAMES = {
+    **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
+    **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},
+    "--relu-dropout": "--activation-dropout",
+}
 
-# Those that hold keys and values of their own.
-MOST_ALIASES = 20  # of a YAML file: each may repeat what all before it make
+
+def given_flags(words: Sequence[str]) -> dict[str, str]:
+    """The flags among command-line words, each with what follows its last occurrence."""
+    given: dict[str, list[str]] = {}
+    values: list[str] = []  # before the first flag: the folder of the data, which may be moved
+    for word in words:
+        if word[:1] == "-" and not is_number(word):
+            name, equals, value = word.partition("=")
+            name = _OTHER_NAMES.get(name, name)
+            given.pop(name, None)
+            values = given[name] = [value] if equals else []
+        else:
+            values.append(word)
+    return {name: " ".join(values) for name, values in given.items()}
+
+
+def is_number(word: str) -> bool:
+    """Whether it is a value and no flag, though it may begin with a minus."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+# Keys of the YAML files that hold keys and values of their own.
 _SECTIONS = ("batch", "raw", "subwords", "task", "train", "generate", "sacrebleu")
 _SECTIONS += ("claims", "classes")
 
 
 def config_folder() -> Path:
-    """``CONFIG_DIR``, or else ``configs`` as it was installed with the package, or as the checkout has it."""
+    """``CONFIG_DIR``; by default ``configs`` of the installed package, or of the checkout."""
     if given := os.environ.get("CONFIG_DIR"):
         folder = Path(given)
     else:
-        # Installed first: beside an installed package, a folder of that name is somebody else's.
+        # Beside an installed package, a folder of that name belongs to something else.
         installed = Path(__file__).parent / "configs"
         checkout = Path(__file__).parents[2] / "configs"
         folder = installed if installed.is_dir() else checkout
@@ -60,10 +89,10 @@ def config_folder() -> Path:
 
 
 def read(path: Path, keys: Collection[str]) -> DictConfig:
-    """A file's content; a key without a value is as if it were not there.
+    """The content of a YAML file; keys without a value are left out.
 
     Raises:
-        UsageError: it is missing, not YAML, or has something else than ``keys``.
+        UsageError: the file is missing, not YAML, or has other keys than ``keys``.
     """
     check_plain(path)
     try:
@@ -93,15 +122,13 @@ def read(path: Path, keys: Collection[str]) -> DictConfig:
     return content
 
 
-# Data sets: what is trained and scored on, as YAML files that stand on one another.
-
 _KEYS = {
     *("base", "pairs", "experts", "shards", "batch", "raw", "subwords"),
     *("task", "train", "generate", "checkpoint", "sacrebleu", "study", "claims", "classes"),
 }
 
 
-# Below `raw`; None: a value, or names that the data set chooses.
+# Keys below `raw`; None: a value, or keys that the data set chooses.
 _RAW_KEYS = {
     **dict.fromkeys(("generator", "url", "sha256", "files", "splits", "codes")),
     "archives": dict.fromkeys(("url", "file", "size", "sha256")),
@@ -128,13 +155,13 @@ def _check_raw(path: Path, content: Any, keys: dict[str, Any], above: str = "raw
 
 @dataclass(frozen=True)
 class Dataset:
-    """One file of ``configs/datasets`` over ``configs/common.yaml``; its keys are explained there.
+    """One file of ``configs/datasets`` over ``configs/common.yaml``, which explains the keys.
 
     ``pairs`` are language pairs as their files are named (``eng-nso``); each is two directions.
-    ``experts`` are those of a layer of methods that do not say their own; None: there are no such methods.
-    ``batch`` holds tokens per update by name and is empty where ``train`` fixes the batch instead.
-    ``study`` are the methods that ``scripts/study.sh`` compares, ``claims`` pairs of them by name, the first
-    of which is said to be ahead of the second. ``classes`` are languages by the size of their text.
+    ``experts`` is the number in a layer for methods that do not set it. ``batch`` holds tokens per update by
+    name; it is empty if ``train`` sets the batch. ``study`` are the methods that ``scripts/study.sh``
+    compares, ``claims`` pairs of them by name, of which the first should be ahead of the second. ``classes``
+    are languages by the size of their text.
     """
 
     name: str
@@ -170,12 +197,12 @@ class Dataset:
 
 
 def dataset_file(name: str) -> Path:
-    """Where a data set of this name is."""
+    """The file of a data set."""
     return config_folder() / "datasets" / f"{name}.yaml"
 
 
 def load_dataset(name: str) -> Dataset:
-    """Reads ``configs/datasets/NAME.yaml``; an unknown name or key is a `UsageError`."""
+    """Read ``configs/datasets/NAME.yaml``; raises UsageError for an unknown name or key."""
     path = dataset_file(name)
     known = sorted(file.stem for file in path.parent.glob("*.yaml"))
     if name not in known:
@@ -201,7 +228,7 @@ def _is_pair(name) -> bool:
 
 
 def _layers(folder: Path, path: Path) -> list[DictConfig]:
-    """``common``, what stands on it and so on, up to the file itself: what each has as its ``base``."""
+    """The contents of ``common``, of the files based on it, and last of the file itself, by ``base``."""
     layers, names = [], []
     while True:
         names.append(path.stem)
@@ -215,19 +242,20 @@ def _layers(folder: Path, path: Path) -> list[DictConfig]:
         path = folder / f"{base}.yaml"
 
 
-# Methods: what is trained on a data set, as the training flags that make it.
-
-MOE_FREQ = 2  # every so many layers are MoE layers, where the data set says nothing else
+MOE_FREQ = 2  # every second layer is an MoE layer, unless the data set says otherwise
 _METHOD_KEYS = {"train"}
 _FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>((0|[1-9]\d*)-)*[1-9]\d*)")
 
 
 def method_flags(name: str, dataset: Dataset) -> Flags:
-    """The training flags of a method: ``NAME.yaml``, or for ``FAMILY-4-12`` the family's file.
+    """The training flags of a method: of ``NAME.yaml``, or for ``FAMILY-4-12`` of the family's file.
 
-    In a method file ``{experts}`` stands for the data set's number of experts, ``{moe-freq}`` for its
-    ``moe-freq`` (2) and, in a family's, ``{strata}`` for what follows the family's name, or ``{layers}`` for
-    the same with commas. An unknown name is a `UsageError`.
+    In a method file ``{experts}`` stands for the data set's number of experts and ``{moe-freq}`` for its
+    ``moe-freq`` (2). In a family's file ``{strata}`` stands for what follows the family's name, and
+    ``{layers}`` for the same with commas.
+
+    Raises:
+        UsageError: there is no such method, or it needs ``experts`` and the data set has none.
     """
     folder = config_folder() / "methods"
     files = {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
@@ -262,17 +290,13 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
 
 
 def has_strata(flags: Flags) -> bool:
-    """Whether the flags of a method make several strata, at some of which tokens may stop."""
+    """Whether the flags of a method make several strata at which tokens may stop."""
     return "-" in str(flags.get("smoe-strata", "")) and not flags.get("moe-stacked")
-
-
-# The paper's tables (arXiv 2305.02176): its numbers, and the classes of languages that they
-# average over.
 
 
 @cache
 def tables() -> dict[str, Any]:
-    """All of ``paper_tables.yaml`` by table; parameters and FLOPs are in millions."""
+    """The paper's tables (arXiv 2305.02176) by name; parameters and FLOPs are in millions."""
     with resources.as_file(resources.files(__package__).joinpath("paper_tables.yaml")) as file:
         return OmegaConf.to_container(OmegaConf.load(file))
 
@@ -280,13 +304,13 @@ def tables() -> dict[str, Any]:
 def resource_classes(
     table: str, counted: Mapping[str, int] | None = None
 ) -> dict[str, list[str] | None]:
-    """Languages by the size of their training text; empty where a table has no classes.
+    """The languages of each of a table's classes, which are bounds of training sentence pairs.
 
     Args:
-        counted: sentence pairs of each language, for a table that prints no sizes.
+        counted: sentence pairs by language, for a table that prints none.
 
     Returns:
-        Classes in the paper's order, with None for their languages where no sizes are known.
+        Classes in the paper's order, with None if no sizes are known; empty if the table has no classes.
     """
     content = tables().get(table, {})
     sizes = content.get("sizes", counted)

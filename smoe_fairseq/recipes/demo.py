@@ -1,21 +1,23 @@
-"""``scripts/demo.sh``: prepare, train and evaluate in one, and what has been learnt in the end."""
+"""``scripts/demo.sh``: prepare, train and evaluate, and show what the model does."""
 
 import os
 import sysconfig
 from pathlib import Path
 
 from smoe_fairseq.errors import quietly
-from smoe_fairseq.recipes import scores, table
+from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluate import evaluate
+from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
+from smoe_fairseq.recipes.grid import markdown
 from smoe_fairseq.recipes.prepare import prepare
-from smoe_fairseq.recipes.processes import Folders, command, dry_run, run, run_name, tested_text
-from smoe_fairseq.recipes.table import markdown
+from smoe_fairseq.recipes.processes import command, dry_run, run
+from smoe_fairseq.recipes.table import side_by_side
 from smoe_fairseq.recipes.train import train
 
 
 def demo(dataset: Dataset, method: str) -> None:
-    """All steps in one process, so that a signal to it reaches whatever command is running."""
+    """All steps in one process, so that a signal to it reaches the command that is running."""
     prepare(dataset)
     train(dataset, method, [])
     os.environ["LOGLEVEL"] = "WARNING"  # for what is imported below
@@ -25,8 +27,8 @@ def demo(dataset: Dataset, method: str) -> None:
 
 
 def _show(dataset: Dataset, method: str) -> None:
-    """Scores, sample translations and requested capacity of a method that was trained and evaluated."""
-    # Not before: fairseq and torch would take up memory during training.
+    """Print sample translations, requested capacity and scores."""
+    # Imported now, since fairseq and torch would take memory during training.
     with quietly():  # fairseq's remarks at import
         from smoe_fairseq.analysis.inputs import load
         from smoe_fairseq.analysis.record import requested_capacity
@@ -47,7 +49,7 @@ def _show(dataset: Dataset, method: str) -> None:
     blocks = moe_blocks(model)
     for layer, capacity in requested.items():
         print(f"  {layer:20}{capacity:.2f} of {len(blocks[layer].strata)} strata")
-    print(f"\nsacreBLEU of the test set:\n\n{markdown(table.side_by_side(dataset))}")
+    print(f"\nsacreBLEU of the test set:\n\n{markdown(side_by_side(dataset))}")
     if blocks:
         print("\nWhere the capacity goes, by language, token and depth:", flush=True)
         report = folder / "report"

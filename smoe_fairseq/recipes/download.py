@@ -1,158 +1,20 @@
-"""Downloads and archives."""
+"""A data set's files from the network: downloads that resume, are checked, and appear when complete."""
 
-import gzip
 import hashlib
 import http.client
-import os
-import shutil
-import stat
-import struct
 import sys
-import tarfile
 import urllib.error
 import urllib.request
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from lzma import LZMAError
-from pathlib import Path, PurePosixPath
-from typing import IO
+from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import check_plain, put_in_place, whole_folder
+from smoe_fairseq.files import put_in_place, whole_folder
+from smoe_fairseq.recipes.archives import extract
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.raw import all_publisher_names
-
-_DAMAGE = (
-    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, gzip.BadGzipFile),
-    *(struct.error, ValueError),  # headers of nonsense
-)
-
-
-@dataclass(frozen=True)
-class Member:
-    """A member of an archive; ``open`` gives its content and is for regular files only."""
-
-    name: str
-    regular: bool
-    size: int
-    open: Callable[[], IO[bytes]]
-
-
-def read_members(
-    archive: Path, wanted: Callable[[PurePosixPath], bool]
-) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Name and content of the wanted regular files of an archive, in its order; nothing is written.
-
-    Raises:
-        UsageError: the archive is missing, damaged, or has a password.
-    """
-    try:
-        for member in _members(archive):
-            path = PurePosixPath(member.name)
-            if member.regular and wanted(path):
-                with member.open() as content:
-                    yield path, content.read()
-    except (*_DAMAGE, RuntimeError) as error:
-        raise _damaged(archive, error) from None
-    except OSError as error:
-        if error.errno is None:
-            raise _damaged(archive, error) from None
-        raise UsageError(f"{archive} cannot be read: {error.strerror}") from None
-
-
-def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
-    """Writes the members of a zip or tar archive of any compression that are wanted, and counts them.
-
-    Args:
-        wanted: the file to write for each name; a member is that whose name, or the end of it from some
-            folder on, this is.
-
-    Raises:
-        UsageError: the archive is missing, damaged, or has a password or a name that leads out of a folder;
-            or a link or a device is in the place of a member that is wanted.
-    """
-    found = {}
-    try:
-        for member in _members(archive):
-            path = PurePosixPath(member.name.replace("\\", "/"))
-            if path.is_absolute() or ".." in path.parts:
-                raise UsageError(f"{archive} holds {member.name!r}, outside of it: do not trust it")
-            name = next((n for n in _endings(path) if n in wanted), None)
-            if name is None:
-                continue
-            if not member.regular:
-                raise UsageError(f"{archive} holds {member.name!r}, which is not a plain file")
-            if name in found:
-                raise UsageError(
-                    f"{archive} holds {found[name]!r} and {member.name!r} for one file"
-                )
-            found[name] = member.name
-            output = wanted[name]
-            output.parent.mkdir(parents=True, exist_ok=True)
-            if member.size > shutil.disk_usage(output.parent).free:
-                raise UsageError(
-                    f"{archive} holds {member.name!r} of {member.size:,} bytes, for which "
-                    f"{output.parent} has no room"
-                )
-            with member.open() as content, open(output, "wb") as copy:
-                shutil.copyfileobj(content, copy)
-    except _DAMAGE as error:
-        raise _damaged(archive, error) from None
-    except RuntimeError as error:
-        # zipfile's, for a password, and for a method that it does not know
-        raise UsageError(
-            f"{archive} cannot be unpacked ({error}): expected an archive without a password, zip or tar, "
-            "compressed by deflate, gzip, bzip2 or xz"
-        ) from None
-    except OSError as error:
-        if error.errno is None:  # bzip2's word for damage
-            raise _damaged(archive, error) from None
-        folder = os.path.commonpath(wanted.values())
-        raise UsageError(f"{archive} cannot be unpacked to {folder}: {error.strerror}") from None
-    return len(found)
-
-
-def _damaged(archive: Path, error: Exception) -> UsageError:
-    reason = " ".join(str(error).split())  # tarfile's has a line for each compression
-    return UsageError(f"{archive} cannot be unpacked ({reason}): delete it and get it again")
-
-
-def _endings(path: PurePosixPath) -> Iterator[str]:
-    """``a/b/c``, ``b/c`` and ``c``: an archive may hold its files in a folder above."""
-    for i in range(len(path.parts)):
-        yield "/".join(path.parts[i:])
-
-
-def _members(archive: Path) -> Iterator[Member]:
-    """All members but folders, in the archive's order, each to be read before the next one."""
-    check_plain(archive)
-    if zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as content:
-            for info in content.infolist():
-                kind = stat.S_IFMT(info.external_attr >> 16)  # 0 where it was not packed on Unix
-                regular = kind in (0, stat.S_IFREG)
-                if not info.is_dir():
-                    yield Member(
-                        info.filename, regular, info.file_size, lambda info=info: content.open(info)
-                    )
-    else:
-        with tarfile.open(archive) as content:
-            for info in content:
-                if not info.isdir():
-                    yield Member(
-                        info.name,
-                        info.isreg(),
-                        info.size,
-                        lambda info=info: content.extractfile(info),
-                    )
-            while content.fileobj.read(2**20):  # To the end, where the compression's checksum is.
-                pass
-
-
-# Downloads that resume, are checked, and appear under their final name only when complete.
 
 ATTEMPTS = 3
 TIMEOUT_SECONDS = 60
@@ -161,7 +23,7 @@ _BLOCK = 1 << 20  # bytes
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to download; ``size`` in bytes and ``sha256`` where they are known."""
+    """A file to download; ``size`` in bytes and ``sha256`` if they are known."""
 
     url: str
     name: str
@@ -170,7 +32,7 @@ class Remote:
 
 
 def remote_files(dataset: Dataset) -> list[Remote]:
-    """What a data set is made of: single files (``raw.url``) or ``raw.archives``."""
+    """The files that a data set is made of: single ones (``raw.url``) or ``raw.archives``."""
     if url := dataset.raw.get("url"):
         checksums = dataset.raw.get("sha256", {})
         urls = (url.format(file=names[0]) for names in all_publisher_names(dataset))
@@ -188,7 +50,7 @@ def remote_files(dataset: Dataset) -> list[Remote]:
 
 
 def fetch(dataset: Dataset, folder: Path) -> None:
-    """Downloads the data set's files that ``folder`` lacks and checks those it has."""
+    """Download the data set's files that ``folder`` lacks, and check those it has."""
     for remote in remote_files(dataset):
         target = folder / remote.name
         if target.exists():
@@ -204,11 +66,36 @@ def fetch(dataset: Dataset, folder: Path) -> None:
             ) from None
 
 
-def download(remote: Remote, target: Path) -> None:
-    """Downloads to ``target.part`` and renames; resumes what an earlier attempt left there.
+def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
+    """Write the files of the data set's archives that ``raw.files`` asks for to ``target``.
 
-    Raises ``OSError`` when the server stays out of reach or keeps cutting off, `UsageError` when
-    the content is not what was expected or the disk is full; in no case does ``target`` exist afterwards.
+    Raises:
+        UsageError: an archive is missing, or see `extract`.
+    """
+    if target.exists():
+        print(f"{target} is unpacked already: delete it to unpack it again", flush=True)
+        return
+    names = {name for names in all_publisher_names(dataset) for name in names}
+    names |= {f"{name}.gz" for name in names}
+    archives = [downloads / remote.name for remote in remote_files(dataset)]
+    for archive in archives:
+        if not archive.is_file():
+            raise UsageError(
+                f"{archive} is missing: run scripts/prepare.sh {dataset.name} to fetch it"
+            )
+    with whole_folder(target) as partial:
+        wanted = {name: partial / name for name in names}
+        counts = {archive: extract(archive, wanted) for archive in archives}
+    for archive, count in counts.items():
+        print(f"{archive}: {count} files unpacked", flush=True)
+
+
+def download(remote: Remote, target: Path) -> None:
+    """Download to ``target.part`` and rename; resume what an earlier attempt left there.
+
+    Raises:
+        OSError: the server stays out of reach or keeps cutting off.
+        UsageError: the content is not what was expected, or the disk is full.
     """
     part = target.with_name(f"{target.name}.part")
     with _writing(part):
@@ -232,7 +119,7 @@ def download(remote: Remote, target: Path) -> None:
 
 
 def _append_rest(url: str, part: Path) -> None:
-    """Requests what ``part`` still lacks; a connection cut short raises ``ConnectionError``."""
+    """Request what ``part`` still lacks; raises ConnectionError if the connection is cut short."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
@@ -241,8 +128,8 @@ def _append_rest(url: str, part: Path) -> None:
         if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise
         if error.headers.get("Content-Range") == f"bytes */{have}":
-            return  # Complete: an earlier attempt ended just before it was renamed.
-        part.unlink()  # The server has nothing beyond it: it may be of another file. Start anew.
+            return  # complete: an earlier attempt ended just before it was renamed
+        part.unlink()  # perhaps of another file, since the server has nothing beyond it
         return _append_rest(url, part)
     with response:
         resumed = response.status == http.client.PARTIAL_CONTENT
@@ -265,7 +152,7 @@ def _append_rest(url: str, part: Path) -> None:
 
 @contextmanager
 def _writing(part: Path) -> Iterator[None]:
-    """A disk that refuses is not a network that does, and is not asked again."""
+    """Raise UsageError for an error of the disk, so that the network is not tried again."""
     try:
         yield
     except OSError as error:
@@ -275,7 +162,7 @@ def _writing(part: Path) -> Iterator[None]:
 
 
 def _fault(remote: Remote, path: Path) -> str | None:
-    """What is wrong with a file, by size and checksum as far as they are known."""
+    """What is wrong with a file, by its size and checksum if they are known."""
     if remote.size and (size := path.stat().st_size) != remote.size:
         return f"{size} bytes, not {remote.size} as expected"
     if remote.sha256:
@@ -286,42 +173,13 @@ def _fault(remote: Remote, path: Path) -> str | None:
     return None
 
 
-# A data set's archives: of each only the files that ``raw.files`` asks for, under these names.
-
-
-def unpack(dataset: Dataset, archives: list[Path], target: Path) -> None:
-    """Writes the data set's files, out of zip or tar archives of any compression, to ``target``.
-
-    ``target`` appears when all archives are done. One that is missing is a `UsageError`, as is what `extract`
-    refuses.
-    """
-    if target.exists():
-        print(f"{target} is unpacked already: delete it to unpack it again", flush=True)
-        return
-    names = {name for names in all_publisher_names(dataset) for name in names}
-    names |= {f"{name}.gz" for name in names}
-    for archive in archives:
-        if not archive.is_file():
-            raise UsageError(
-                f"{archive} is missing: run scripts/prepare.sh {dataset.name} to fetch it"
-            )
-    with whole_folder(target) as partial:
-        wanted = {name: partial / name for name in names}
-        counts = {archive: extract(archive, wanted) for archive in archives}
-    for archive, count in counts.items():
-        print(f"{archive}: {count} files unpacked", flush=True)
-
-
-# The sentencepiece models that sacreBLEU's flores tokenizers need and fetch at first use.
-
-
 def fetch_tokenizer(name: str) -> None:
-    """Puts the model of a sacreBLEU tokenizer (``flores200``) where sacreBLEU looks for it.
+    """Put the model of a sacreBLEU tokenizer (``flores200``) where sacreBLEU looks for it.
 
-    sacreBLEU would fetch it too, but only after everything is translated, and a download that fails
-    leaves an empty file, which it later takes for the model.
+    sacreBLEU fetches it too, but only after everything is translated, and a download that fails leaves an
+    empty file that it later takes for the model.
     """
-    url, target = _place(name)
+    url, target = _tokenizer(name)
     if tokenizer_file(name):
         return
     try:
@@ -334,13 +192,13 @@ def fetch_tokenizer(name: str) -> None:
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """The model, where it is there."""
-    file = _place(name)[1]
+    """The model's file if it is there."""
+    file = _tokenizer(name)[1]
     return file if file.exists() and file.stat().st_size else None
 
 
-def _place(name: str) -> tuple[str, Path]:
-    """Its address, and where sacreBLEU looks for it."""
+def _tokenizer(name: str) -> tuple[str, Path]:
+    """The model's address, and where sacreBLEU looks for it."""
     from sacrebleu.tokenizers.tokenizer_spm import SPM_MODELS
     from sacrebleu.utils import SACREBLEU_DIR
 

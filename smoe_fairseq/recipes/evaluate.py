@@ -1,13 +1,15 @@
-"""``scripts/evaluate.sh``."""
+"""``scripts/evaluate.sh``: translate the test sets and score them with sacreBLEU."""
 
 import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,32 +17,23 @@ from pathlib import Path
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import rank_files, write_whole
-from smoe_fairseq.recipes import generate, processes, scores
+from smoe_fairseq.recipes import comet, generate, scores
 from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
 from smoe_fairseq.recipes.download import tokenizer_file
-from smoe_fairseq.recipes.processes import (
-    Folders,
-    command,
-    dry_run,
-    environment,
-    pipe,
-    quietly_run,
-    report,
-    run,
-    tested_text,
-)
+from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
+from smoe_fairseq.recipes.processes import command, dry_run, environment, report, run, step
 from smoe_fairseq.recipes.raw import check
 from smoe_fairseq.recipes.train import data_arguments
 from smoe_fairseq.training.screen import duration
 
 FILE = "evaluation.json"
-NEWS_SECONDS = 30  # between two lines on how far it is, where there is no terminal
+NEWS_SECONDS = 30  # between two lines on progress, unless there is a terminal
 SPBLEU_TOKENIZER = "flores200"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of ``checkpoint`` by ``directions``, for the run in ``folder``; ``extra`` flags go to the search."""
+    """Of a checkpoint on ``directions``, for the run in ``folder``; ``extra`` flags go to the search."""
 
     dataset: Dataset
     folder: Path
@@ -50,12 +43,12 @@ class Evaluation:
 
     @property
     def partial(self) -> Path:
-        """What is there already."""
+        """The folder with the directions that are done."""
         return self.folder / scores.UNFINISHED
 
     @property
     def complete(self) -> Path:
-        """What all of it becomes."""
+        """What ``partial`` is renamed to when all are done."""
         return self.folder / "test"
 
     def source(self, direction: str) -> Path:
@@ -63,33 +56,31 @@ class Evaluation:
         return tested_text(self.dataset, direction, direction.split("-")[0])
 
     def reference(self, direction: str) -> Path:
-        """The raw text that a direction is scored against, not what binarisation left of it."""
+        """The raw text that a direction is scored against, not what is left of it when binarised."""
         return tested_text(self.dataset, direction, direction.split("-")[1])
 
-    def generation(self, direction: str) -> tuple[str, ...]:
+    def generation(self, direction: str) -> list[str]:
         """The arguments of ``fairseq-generate``."""
         source, target = direction.split("-")
         words = [*data_arguments(self.dataset), "--source-lang", source, "--target-lang", target]
         words += ["--gen-subset", "test", "--path", str(self.checkpoint)]
-        words += [
-            *arguments(self.dataset.generate),
-            "--results-path",
-            str(self.partial / direction),
-        ]
-        return (*words, *self.extra)
+        words += arguments(self.dataset.generate)
+        return [*words, "--results-path", str(self.partial / direction), *self.extra]
 
     def generated(self, direction: str) -> Path:
-        """What ``fairseq-generate`` writes."""
+        """The file that ``fairseq-generate`` writes."""
         return self.partial / direction / "generate-test.txt"
 
     def scoring(self, direction: str) -> list[str]:
-        """The commands that follow on it."""
+        """The commands after ``fairseq-generate``."""
         translation = self.partial / f"{direction}.txt"
         lines = [
-            pipe(
-                command("grep", "-a", "^D-", self.generated(direction)),
-                command("sort", "-t-", "-k2,2n"),
-                command("cut", "-f3-", output=translation),
+            " | ".join(
+                [
+                    command("grep", "-a", "^D-", self.generated(direction)),
+                    command("sort", "-t-", "-k2,2n"),
+                    command("cut", "-f3-", output=translation),
+                ]
             )
         ]
         sacrebleu = ["sacrebleu", self.reference(direction), "-i", translation]
@@ -110,30 +101,32 @@ class Evaluation:
         return not own.startswith("flores") and tokenizer_file(SPBLEU_TOKENIZER) is not None
 
     def resume(self) -> dict[str, scores.Score]:
-        """Makes the folder, or takes what is there of the same evaluation; returns the scores so far.
-
-        Anything else in it, of an older checkpoint or of other flags, is deleted.
-        """
+        """The scores that the same evaluation has so far; anything else in its folder is deleted."""
         if self._is_of_this(self.complete) and not self.partial.exists():
-            return self._scored(self.complete)
+            if len(scored := self.scored(self.complete)) == len(self.directions):
+                return scored
         if not self._is_of_this(self.partial):
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
             write_whole(self.partial / FILE, json.dumps(self._key, indent=2) + "\n")
-        return self._scored(self.partial)
+        return self.scored(self.partial)
 
-    def _scored(self, folder: Path) -> dict[str, scores.Score]:
-        there = (d for d in self.directions if (folder / f"{d}.json").exists())
-        return {direction: scores.read_score(folder, direction) for direction in there}
+    def scored(self, folder: Path) -> dict[str, scores.Score]:
+        """The scores by direction that a folder has."""
+        found = {}
+        for direction in self.directions:
+            with suppress(OSError, ValueError, LookupError, TypeError):  # missing or cut: not done
+                found[direction] = scores.read_score(folder, direction)
+        return found
 
     def save(self, scored: dict[str, scores.Score], folder: Path) -> None:
-        """Writes ``scores.json``, in the data set's order."""
+        """Write ``scores.json``, in the data set's order."""
         ordered = {d: scored[d] for d in self.directions if d in scored}
         settings = [*arguments(self.dataset.generate), *self.extra]
         scores.write(folder, ordered, self.checkpoint.name, settings)
 
     def finish(self, scored: dict[str, scores.Score]) -> None:
-        """Gives all of it its place; on a full disk the old translations stay, with their scores."""
+        """Replace the translations and scores of an earlier evaluation; on a full disk they stay."""
         self.save(scored, self.folder)
         for log in self.partial.glob("process-*.log"):
             log.unlink()
@@ -165,37 +158,42 @@ def _trace(file: Path) -> str:
     return f"{file.name} {found.st_size} {found.st_mtime_ns}"
 
 
-# ``scripts/evaluate.sh``: translate the test sets and score them with sacreBLEU.
+def evaluate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
+    """Score every direction that has test data, and write ``scores.json`` when all are done.
 
-
-def evaluate(dataset: Dataset, method: str, extra: Sequence[str]) -> None:
-    """Scores every direction that has test data and writes ``scores.json`` when all are done.
-
-    ``extra`` flags go to ``fairseq-generate``. A dry run prints a command for each direction; what is run
-    does the same in fewer processes (translate.py).
+    ``flags`` go to ``fairseq-generate``. A dry run prints a command for each direction; the step
+    ``translate`` does the same in fewer processes.
     """
-    evaluation = plan(dataset, method, extra)
+    evaluation = plan(dataset, method, flags)
+    scorer = comet.scorer()
     for direction in sorted(set(dataset.directions) - set(evaluation.directions)):
         report(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
     run(_consolidated(evaluation))
-    run(_tokenizer(dataset))
-    if dry_run():
-        for direction in evaluation.directions:
-            run(_commands(evaluation, direction))
+    tokenizer = dataset.sacrebleu.get("tokenize", "")
+    if tokenizer.startswith("flores"):
+        comment = f"# the model of sacreBLEU's {tokenizer} tokenizer, which is fetched once"
+        run([comment, step("tokenizer", tokenizer)])
+    if not dry_run():
+        comment = f"# {dataset.name} {method}: translate and score"
+        run([comment, step("translate", dataset.name, method, *flags)])
     else:
-        words = ("python", "-m", "smoe_fairseq.recipes", "translate", dataset.name, method, *extra)
-        run([f"# {dataset.name} {method}: translate and score", command(*words)])
+        for direction in evaluation.directions:
+            generation = command("fairseq-generate", *evaluation.generation(direction))
+            comment = f"# {dataset.name} {direction}: translate and score"
+            run([comment, generation, *evaluation.scoring(direction)])
+    if scorer is not None:
+        _score_by_comet(evaluation, scorer)
 
 
-def plan(dataset: Dataset, method: str, extra: Sequence[str]) -> Evaluation:
-    """What is to be evaluated, of the run that ``SEED`` chooses.
+def plan(dataset: Dataset, method: str, flags: Sequence[str]) -> Evaluation:
+    """The evaluation of the run that ``SEED`` chooses.
 
     Raises:
         UsageError: there is no such method, no checkpoint of it, or no text to translate.
     """
-    method_flags(method, dataset)  # An unknown method is named as such.
+    method_flags(method, dataset)  # raises for an unknown method
     folders = Folders(dataset.name)
-    folder = folders.run(processes.run_name(dataset, method))
+    folder = folders.run(run_name(dataset, method))
     checkpoint = folder / f"checkpoint_{dataset.checkpoint}.pt"
     sharded = list(rank_files(checkpoint).values())
     if not dry_run() and not checkpoint.exists() and not sharded:
@@ -204,7 +202,7 @@ def plan(dataset: Dataset, method: str, extra: Sequence[str]) -> Evaluation:
         )
     if sharded and (not checkpoint.exists() or _newer(sharded[0], checkpoint)):
         checkpoint = folder / "consolidated" / checkpoint.name
-    return Evaluation(dataset, folder, checkpoint, _directions(dataset, folders.raw), tuple(extra))
+    return Evaluation(dataset, folder, checkpoint, _directions(dataset, folders.raw), tuple(flags))
 
 
 def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
@@ -220,7 +218,7 @@ def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
 
 
 def _consolidated(evaluation: Evaluation) -> Iterator[str]:
-    """Where the experts are in several files: once, one file with all of them."""
+    """Make one checkpoint of experts in several files, unless there is an up-to-date one."""
     whole = evaluation.checkpoint
     parts = whole.parents[1] / whole.name
     if whole.parent.name != "consolidated":
@@ -235,32 +233,31 @@ def _newer(one: Path, other: Path) -> bool:
     return one.stat().st_mtime > other.stat().st_mtime
 
 
-def _tokenizer(dataset: Dataset) -> Iterator[str]:
-    name = dataset.sacrebleu.get("tokenize", "")
-    if name.startswith("flores"):
-        yield f"# the model of sacreBLEU's {name} tokenizer, which is fetched once"
-        yield command("python", "-m", "smoe_fairseq.recipes", "tokenizer", name)
+def _score_by_comet(evaluation: Evaluation, scorer: comet.Scorer) -> None:
+    done = evaluation.complete
+    texts = {
+        d: comet.Texts(evaluation.source(d), done / f"{d}.txt", evaluation.reference(d))
+        for d in evaluation.directions
+    }
+    if dry_run():
+        run(scorer.command(each, done / f"{d}.comet.json") for d, each in texts.items())
+        return
+    scorer.score(texts, done)
+    scored = evaluation.scored(done)
+    evaluation.save(scored, evaluation.folder)
+    for direction, score in scored.items():
+        print(f"# {direction}: {scores.COMET} {score.others[scores.COMET][0]:.2f}", flush=True)
 
 
-def _commands(evaluation: Evaluation, direction: str) -> Iterator[str]:
-    yield f"# {evaluation.dataset.name} {direction}: translate and score"
-    yield command("fairseq-generate", *evaluation.generation(direction))
-    yield from evaluation.scoring(direction)
+def translate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
+    """The step of ``scripts/evaluate.sh`` that translates and scores the directions that are left.
 
-
-# Step of ``scripts/evaluate.sh``: translates and scores all directions, those that are done but
-# once.
-
-
-def translate(evaluation: Evaluation) -> None:
-    """Every process loads the model once and takes the longest of the directions that are left.
-
-    A direction is scored when it is done, beside the translation of others. After an interruption what is
-    done is not done again.
+    The longest comes first. A direction is scored while others are translated.
 
     Raises:
         UsageError: a translation or its scoring failed, or another process evaluates this run.
     """
+    evaluation = plan(dataset, method, flags)
     files.take(evaluation.folder, files.EVALUATION)
     scored = evaluation.resume()
     for direction, score in scored.items():
@@ -268,18 +265,10 @@ def translate(evaluation: Evaluation) -> None:
     left = [direction for direction in evaluation.directions if direction not in scored]
     if left:
         left.sort(key=lambda d: -evaluation.source(d).stat().st_size)
-        where = generate.place(
-            evaluation.checkpoint, len(evaluation.directions), len(left), evaluation.extra
-        )
-        print(
-            f"# {where}: {len(left)} of {len(evaluation.directions)} directions, the longest first",
-            flush=True,
-        )
-        with (
-            generate.Pool(where, evaluation.partial) as processes,
-            ThreadPoolExecutor(max_workers=2) as scoring,
-        ):
-            _translate(evaluation, left, processes, scoring, scored)
+        count = len(evaluation.directions)
+        where = generate.place(evaluation.checkpoint, count, len(left), evaluation.extra)
+        print(f"# {where}: {len(left)} of {count} directions, the longest first", flush=True)
+        _translate(evaluation, left, where, scored)
     if evaluation.partial.exists():
         evaluation.finish(scored)
 
@@ -287,13 +276,12 @@ def translate(evaluation: Evaluation) -> None:
 def _translate(
     evaluation: Evaluation,
     left: list[str],
-    processes: generate.Pool,
-    scoring: ThreadPoolExecutor,
+    where: generate.Place,
     scored: dict[str, scores.Score],
 ) -> None:
     from tqdm import tqdm
 
-    jobs = [generate.Job(direction, evaluation.generation(direction)) for direction in left]
+    jobs = {direction: evaluation.generation(direction) for direction in left}
     progress = _Progress(evaluation, left)
     futures: dict[Future, str] = {}
 
@@ -308,32 +296,46 @@ def _translate(
 
     terminal, start = sys.stderr.isatty(), time.monotonic()
     shown = start
-    with tqdm(total=progress.sentences, unit=" sentences", disable=not terminal) as bar:
-        for job in processes.finished(jobs):
-            if job is not None:
-                futures[scoring.submit(_score, evaluation, job.direction)] = job.direction
-                progress.done.append(job.direction)
+    with (
+        ThreadPoolExecutor(max_workers=2) as scoring,
+        closing(generate.translated(where, evaluation.partial, jobs)) as translated,
+        tqdm(total=progress.sentences, unit=" sentences", disable=not terminal) as bar,
+    ):
+        for direction in translated:
+            if direction is not None:
+                futures[scoring.submit(_score, evaluation, direction)] = direction
+                progress.done.append(direction)
             if terminal:
                 bar.update(progress.count() - bar.n)
             elif (now := time.monotonic()) - shown >= NEWS_SECONDS:
                 shown, count = now, progress.count()
-                if count > progress.sentences / 20:  # before, it is mostly the time of loading
-                    left = duration((now - start) * (progress.sentences - count) / count)
+                if count > progress.sentences / 20:  # before, most of the time went into loading
+                    rest = duration((now - start) * (progress.sentences - count) / count)
                     print(
-                        f"  {count:,} of {progress.sentences:,} sentences | {left} left", flush=True
+                        f"  {count:,} of {progress.sentences:,} sentences | {rest} left", flush=True
                     )
             take_scores()
         take_scores(every=True)
 
 
 def _score(evaluation: Evaluation, direction: str) -> scores.Score:
+    """Run the commands of `Evaluation.scoring`; raises UsageError with the last words of one that fails."""
     for line in evaluation.scoring(direction):
-        quietly_run(line, environment())
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line],
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if done.returncode:
+            said = (done.stderr.splitlines() or ["it does not say why"])[-1]
+            raise UsageError(f"{line.split()[0]} failed with exit status {done.returncode}: {said}")
     return scores.read_score(evaluation.partial, direction)
 
 
 class _Progress:
-    """How many sentences are translated: all of the directions in ``done``, and of others what is written."""
+    """Counts translated sentences: of directions in ``done`` all, of others what is written."""
 
     def __init__(self, evaluation: Evaluation, directions: list[str]):
         self.evaluation = evaluation
@@ -342,17 +344,15 @@ class _Progress:
         self.done: list[str] = []
 
     def count(self) -> int:
-        done = sum(self.total[direction] for direction in self.done)
-        return done + sum(self._written())
-
-    def _written(self) -> Iterator[int]:
+        found = sum(self.total[direction] for direction in self.done)
         for direction in self.total.keys() - self.done:
             file = self.evaluation.generated(direction)
             if file.exists():
-                yield min(self.total[direction], _count(file, b"\nS-") + 1)
+                found += min(self.total[direction], _count(file, b"\nS-") + 1)
+        return found
 
 
-def _count(file, words: bytes) -> int:
+def _count(file: Path, words: bytes) -> int:
     return file.read_bytes().count(words)
 
 

@@ -1,117 +1,34 @@
-"""What a run is: its batch, and the flags that another start has to agree with."""
+"""What a run is: its method, dictionary and flags. Another start agrees with them, or is refused."""
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.batch import TOLERANCE
+from smoe_fairseq.recipes.config import given_flags, is_number
+from smoe_fairseq.recipes.folders import read_json
 from smoe_fairseq.recipes.processes import report
 
-TOLERANCE = 0.02  # of what was asked for
-
-
-@dataclass(frozen=True)
-class Batch:
-    """``processes`` times ``max_tokens`` times ``update_freq`` tokens per update, for ``wanted``.
-
-    ``max_tokens`` is fairseq's: of one forward pass on one GPU, counted on the longer side.
-    """
-
-    name: str
-    wanted: int
-    processes: int
-    max_tokens: int
-    update_freq: int
-
-    @property
-    def tokens(self) -> int:
-        """Per update over all processes."""
-        return self.processes * self.max_tokens * self.update_freq
-
-    @property
-    def kept(self) -> bool:
-        """Whether ``tokens`` are as many as wanted."""
-        return abs(self.tokens - self.wanted) <= TOLERANCE * self.wanted
-
-    def __str__(self) -> str:
-        plural = "es" if self.processes > 1 else ""
-        return (
-            f"{self.tokens:,} tokens per update = {self.processes} process{plural} x "
-            f"{self.max_tokens:,} (--max-tokens) x {self.update_freq} (--update-freq); asked for "
-            f"(BATCH={self.name}): {self.wanted:,}"
-        )
-
-
-def choices(dataset: Dataset) -> str:
-    """What ``BATCH`` may be, for people."""
-    return (
-        ", ".join(f"{name} ({size:,})" for name, size in _sizes(dataset).items()) + " or a number"
-    )
-
-
-def plan(dataset: Dataset, processes: int, extra: Sequence[str]) -> Batch:
-    """The batch that ``BATCH`` asks for: one of the data set's by name (paper), or a number of tokens.
-
-    ``--max-tokens`` and ``--update-freq`` among the ``extra`` flags are kept. A single forward pass is
-    never made so small that the longest sentence does not fit in.
-    """
-    sizes = _sizes(dataset)
-    name = os.environ.get("BATCH") or "paper"
-    if name not in sizes and not (name.isdecimal() and int(name)):
-        raise UsageError(f"BATCH={name}: {dataset.name} has {choices(dataset)} of tokens")
-    wanted = sizes.get(name) or int(name)
-    per_update = wanted / processes
-    frequency = _given(extra, "--update-freq")
-    if tokens := _given(extra, "--max-tokens"):
-        frequency = frequency or max(1, round(per_update / tokens))
-    else:
-        longest = dataset.train.get("max-source-positions", 1)
-        most = max(longest, dataset.batch["max-tokens"])
-        frequency = frequency or -int(-per_update // most)
-        tokens = min(most, max(longest, int(per_update / frequency)))
-    return Batch(name, wanted, processes, tokens, frequency)
-
-
-def _sizes(dataset: Dataset) -> dict[str, int]:
-    return {name: size for name, size in dataset.batch.items() if name != "max-tokens"}
-
-
-def _given(words: Sequence[str], flag: str) -> int | None:
-    """The number after a flag's last occurrence, ``--flag 8`` or ``--flag=8``."""
-    value = None
-    for i, word in enumerate(words):
-        name, equals, rest = word.partition("=")
-        if name == flag:
-            value = rest if equals else (words[i + 1] if i + 1 < len(words) else "")
-    if value is None:
-        return None
-    if not value.isdecimal() or not int(value):
-        raise UsageError(f"{flag} {value}: expected a whole number of at least 1")
-    return int(value)
-
-
-# What a run is: kept in its folder, so that it goes on as what it began as, or not at all.
-
-FILE = "identity.json"
-# Seconds in which the others see what run the first of several machines has noted: NFS takes its time.
-PATIENCE = 60
+FILE = "identity.json"  # in the run's folder
+PATIENCE = (
+    60  # seconds in which other machines see what the first one has noted; NFS takes its time
+)
 _joined: set[Path] = set()  # folders of runs that another machine has begun
-_TRAINED = "trained"  # in it, once that is so: how far
+_TRAINED = "trained"  # in the file, once training has ended: the values of `_LIMITS`
+_KEYS = {"method": str, "dictionary": str, "flags": dict}
 _SIZES = ("--max-tokens", "--batch-size")
-BATCH = (*_SIZES, "--update-freq")  # kept as what they make together
+BATCH = (*_SIZES, "--update-freq")  # compared by their product with the number of processes
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
-# Flags that may differ when a run is resumed. All others are part of what is trained. So is the precision
-# (--fp16, --bf16, --amp and their variants): rounding is part of the result, and the optimizer's state of
-# one does not load into another. How loss scaling behaves may change: that is the remedy where it fails.
+# Flags that may differ when a run is resumed; all others are part of what is trained. The precision
+# (--fp16, --bf16, --amp and their variants) may not, since the optimizer's state of one does not load
+# into another, but the settings of loss scaling may.
 _FREE = {
     # how long, and what is told of it
     *("--max-update", "--max-epoch", "--stop-time-hours", "--patience"),
@@ -138,11 +55,6 @@ _FREE = {
     "--threshold-loss-scale",
 }
 _FREE_PREFIXES = ("--keep-", "--validate-", "--distributed-", "--eval-bleu")
-_OTHER_NAMES = {
-    **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
-    **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},
-    "--relu-dropout": "--activation-dropout",
-}
 
 
 def claim(
@@ -153,37 +65,31 @@ def claim(
     force: bool = False,
     machines: int = 1,
 ) -> bool:
-    """Takes ``--save-dir`` for this process and, where it holds a run, makes sure that it is this one.
+    """Lock ``--save-dir`` for this process; if it holds a run, check that it is this one.
 
     Args:
         data: the folder of the dictionaries.
-        words: the arguments of ``fairseq-train``; of a flag that is repeated the last one counts.
-        force: whether the run goes on with other flags than before, which are said.
-        machines: how many call this for one run. The first that comes takes the folder, the others join it.
+        words: the arguments of ``fairseq-train``.
+        force: go on with other flags than before, which are printed.
+        machines: how many call this for one run. The first takes the folder, the others join it.
 
     Returns:
-        Whether there is anything to train: not where it has been trained as far as it is to be.
+        False if the run has been trained as far as it is to be.
 
     Raises:
-        UsageError: another run is being trained there, or what is there was started as another.
+        UsageError: another run is being trained there, or the run there differs from this one.
     """
     given = given_flags(words)
     if "--no-save" in given:
         return True
     folder = Path(given["--save-dir"])
-    flags = what_is_trained(given)
-    own = {
-        "method": method,
-        "dictionary": _dictionary(data),
-        "flags": _with_whole_batch(flags, processes),
-    }
+    file = folder / FILE
+    flags = _with_whole_batch(what_is_trained(given), processes)
+    own = {"method": method, "dictionary": _dictionary(data), "flags": flags}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder} cannot be made: {error.strerror}") from None
-    file = folder / FILE
-    # Two locks: training takes its own only when it has read data and built a model, and one that was
-    # started by hand, or has outlived its recipe, has only that.
     try:
         files.take(folder, files.RECIPE)
     except files.InUse:
@@ -191,29 +97,28 @@ def claim(
             raise
         _join(folder, own, data)
         return not _is_saved(folder) or _is_unfinished(_read(file), given)
+    # fairseq-train has a lock of its own, which it takes once it has read its data.
     files.check_free(folder)
-    if not (_is_saved(folder) and file.exists()):
-        write_whole(file, json.dumps(own, indent=2) + "\n")
-        return True
-    was = _read(file)
-    difference = _difference(was, own, data)
-    if not difference:  # what it was started with stays
-        return _is_unfinished(was, given)
-    if not (force and _difference(was, own | {"flags": was["flags"]}, data) is None):
+    if _is_saved(folder) and file.exists():
+        was = _read(file)
+        difference = _difference(was, own, data)
+        if not difference:
+            return _is_unfinished(was, given)
         otherwise = "set RUN_DIR to another folder for a new run"
-        if force:
+        if not force:
+            raise UsageError(
+                f"{folder} {difference}: repeat what it was started with, {otherwise}, or add "
+                "--force-resume to go on with this one"
+            )
+        if _difference(was, own | {"flags": was["flags"]}, data):
             raise UsageError(f"{folder} {difference}, which --force-resume is not for: {otherwise}")
-        raise UsageError(
-            f"{folder} {difference}: repeat what it was started with, {otherwise}, or add --force-resume "
-            "to go on with this one"
-        )
-    report(f"{folder} {difference}, and goes on so, as --force-resume asks for")
-    write_whole(file, json.dumps(own, indent=2) + "\n")
+        report(f"{folder} {difference}, and goes on so, as --force-resume asks for")
+    _write(file, own)
     return True
 
 
 def _join(folder: Path, own: dict, data: Path) -> None:
-    """Waits until the machine that has the folder has noted that it is this run; raises if it does not."""
+    """Wait until the machine that has the folder has noted this run; raise UsageError if it does not."""
     difference = "does not say of which run it is"
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
@@ -227,6 +132,16 @@ def _join(folder: Path, own: dict, data: Path) -> None:
     raise UsageError(f"{folder} is in use by another machine, and {difference}")
 
 
+def finish(words: Sequence[str]) -> None:
+    """Note that the run has been trained as far as it was to be; another start then has nothing to do."""
+    given = given_flags(words)
+    folder = Path(given["--save-dir"])
+    if folder in _joined or "--no-save" in given or "--stop-time-hours" in given:
+        return  # in a folder that was joined, the machine that has it notes so
+    if (folder / FILE).exists():
+        _write(folder / FILE, _read(folder / FILE) | {_TRAINED: limits(given)})
+
+
 def _is_saved(folder: Path) -> bool:
     return any(folder.glob("checkpoint*.pt"))
 
@@ -235,45 +150,18 @@ def _is_unfinished(was: dict, given: dict[str, str]) -> bool:
     return was.get(_TRAINED) is None or was[_TRAINED] != limits(given)
 
 
-def finish(words: Sequence[str]) -> None:
-    """Notes that the run has been trained as far as it was to be, so that it is not started for nothing."""
-    given = given_flags(words)
-    folder = Path(given["--save-dir"])
-    file = folder / FILE
-    if folder in _joined:
-        return  # the machine that has the folder will say so
-    if "--no-save" not in given and file.exists() and "--stop-time-hours" not in given:
-        content = _read(file) | {_TRAINED: limits(given)}
-        write_whole(file, json.dumps(content, indent=2) + "\n")
-
-
 def limits(given: dict[str, str]) -> dict[str, str]:
-    """Of these flags those that say how long is trained."""
+    """Those of the flags that say how long is trained."""
     return {name: given[name] for name in _LIMITS if name in given}
 
 
 def what_is_trained(flags: dict[str, str]) -> dict[str, str]:
-    """Without those that may differ when a run is resumed."""
+    """The flags without those that may differ when a run is resumed."""
     return {n: v for n, v in flags.items() if n not in _FREE and not n.startswith(_FREE_PREFIXES)}
 
 
-def given_flags(words: Sequence[str]) -> dict[str, str]:
-    """All flags, with what follows the last occurrence of each."""
-    given: dict[str, list[str]] = {}
-    values: list[str] = []  # in front of the first flag: the data's folder, which may be moved
-    for word in words:
-        if word[:1] == "-" and not _is_number(word):
-            name, equals, value = word.partition("=")
-            name = _OTHER_NAMES.get(name, name)
-            given.pop(name, None)
-            values = given[name] = [value] if equals else []
-        else:
-            values.append(word)
-    return {name: " ".join(values) for name, values in given.items()}
-
-
 def _with_whole_batch(flags: dict[str, str], processes: int) -> dict[str, str]:
-    """One number for a batch that is divided over processes and passes in one way or another."""
+    """The flags with the size of the batch in one number, however it is divided."""
     frequency = flags.get("--update-freq", "1")
     if not frequency.isdecimal():
         return {**flags, "processes": str(processes)}
@@ -286,7 +174,7 @@ def _with_whole_batch(flags: dict[str, str], processes: int) -> dict[str, str]:
 
 
 def _dictionary(data: Path) -> str:
-    """A checksum of all dictionaries: the order of a dictionary's words is what its numbers mean."""
+    """A checksum of all dictionaries, since token numbers mean what their order says."""
     digest = hashlib.sha256()
     for file in sorted(data.glob("**/dict*.txt")):
         digest.update(f"{file.relative_to(data)}\n".encode())
@@ -294,54 +182,50 @@ def _dictionary(data: Path) -> str:
     return digest.hexdigest()
 
 
+def _write(file: Path, content: dict) -> None:
+    write_whole(file, json.dumps(content, indent=2) + "\n")
+
+
 def _read(file: Path) -> dict:
-    try:
-        found = json.loads(file.read_text("utf-8"))
-        if {name: type(found[name]) for name in ("method", "dictionary", "flags")} == {
-            **{"method": str, "dictionary": str, "flags": dict}
-        }:
-            return found
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise UsageError(
-        f"{file} does not say what run this is: delete it if the flags given now are those that the "
-        "run was started with, or set RUN_DIR to another folder"
+    def parse(content: dict) -> dict:
+        if not all(isinstance(content[name], kind) for name, kind in _KEYS.items()):
+            raise TypeError
+        return content
+
+    otherwise = (
+        "does not say what run this is: delete it if the flags given now are those that the run was "
+        "started with, or set RUN_DIR to another folder"
     )
+    return read_json(file, parse, otherwise)
 
 
 def _difference(was: dict, now: dict, data: Path) -> str | None:
-    """The first one, as the end of a sentence about the folder."""
+    """All differences, as the end of a sentence about the folder; None if there are none."""
+    found = []
     if was["method"] != now["method"]:
-        return f"was started as {was['method']}, not as {now['method']}"
-    if was["dictionary"] != now["dictionary"]:
-        return f"was started with other dictionaries than those that are in {data} now"
-    for name in {**now["flags"], **was["flags"]}:
-        before, after = (flags["flags"].get(name) for flags in (was, now))
-        if not _same(name, before, after):
-            shown = [f"{name} {value}".strip() for value in (before, after)]
+        found.append(f"as {was['method']}, not as {now['method']}")
+    elif was["dictionary"] != now["dictionary"]:
+        found.append(f"with other dictionaries than those that are in {data} now")
+    else:
+        for name in {**now["flags"], **was["flags"]}:
+            before, after = (flags["flags"].get(name) for flags in (was, now))
+            if _same(name, before, after):
+                continue
+            old, new = (f"{name} {value}".strip() for value in (before, after))
             if before is None:
-                return f"was started without {shown[1]}, which is given now"
-            if after is None:
-                return f"was started with {shown[0]}, which is not given now"
-            return f"was started with {shown[0]}, not with {shown[1]}"
-    return None
+                found.append(f"without {new}, which is given now")
+            elif after is None:
+                found.append(f"with {old}, which is not given now")
+            else:
+                found.append(f"with {old}, not with {new}")
+    return f"was started {'; and '.join(found)}" if found else None
 
 
 def _same(name: str, before: str | None, after: str | None) -> bool:
     if before == after or before is None or after is None:
         return before == after
-    if not (_is_number(before) and _is_number(after)):
+    if not (is_number(before) and is_number(after)):
         return False
-    # Another number of processes does not always divide a batch into the same whole.
+    # A batch does not always divide into the same whole on another number of processes.
     tolerance = TOLERANCE if name.endswith("=") else 0
     return abs(float(before) - float(after)) <= tolerance * float(before)
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

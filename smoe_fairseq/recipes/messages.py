@@ -1,12 +1,11 @@
 """Pairs of sentences from the messages of a program: gettext files (.po) in an archive.
 
-Every message has an English string and its translation. Which texts are held out is decided by the English
-string, for all languages at once: else a sentence could be trained in one language and tested in another.
+Every message has an English string and its translation. The English string decides which split a pair is
+in, so that no sentence is trained in one language and tested in another.
 """
 
 import hashlib
 import html
-import json
 import re
 from collections import Counter
 from pathlib import Path, PurePosixPath
@@ -14,11 +13,11 @@ from pathlib import Path, PurePosixPath
 import polib
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import whole_folder, write_whole
+from smoe_fairseq.files import whole_folder
+from smoe_fairseq.recipes.archives import read_members
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.download import read_members
 from smoe_fairseq.recipes.processes import report
-from smoe_fairseq.recipes.raw import SIZES
+from smoe_fairseq.recipes.raw import write_sizes
 
 ENGLISH = "en"
 ARCHIVES = ("*.tar.xz", "*.tar.gz", "*.tar.bz2", "*.tar", "*.zip")
@@ -34,15 +33,15 @@ Pairs = dict[str, str]  # English text to translation
 
 
 def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
-    """Writes the pairs of all languages of ``dataset`` to ``target`` in the shared layout.
+    """Write the pairs of all languages of ``dataset`` to ``target`` in the shared layout.
 
-    ``raw.messages`` of the data set has the archive's ``layout``, such as translations/source/{language}, and
-    the least number of English ``words`` of a text; of ``valid`` and ``test`` the ``share`` of all texts, and
-    how many pairs a language has at ``most``. ``raw.codes`` are the archive's names of languages, where the
-    data set has others. The numbers of training pairs go to ``sizes.json`` beside ``target``.
+    ``raw.messages`` of the data set has the archive's ``layout``, such as translations/source/{language}, the
+    least number of English ``words`` in a text, and for ``valid`` and ``test`` their ``share`` of all texts
+    and how many pairs a language has at ``most``. ``raw.codes`` are the archive's names of languages if they
+    differ from the data set's. The numbers of training pairs go to ``sizes.json`` beside ``target``.
 
     Args:
-        source: the archive, or a folder in which there is one.
+        source: the archive, or a folder with one archive.
 
     Raises:
         UsageError: the archive is missing, damaged, or of another layout; a language is not in it, or has no
@@ -75,14 +74,14 @@ def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
             sizes[language] = len(parts["train"])
             counts = ", ".join(f"{len(part):,} {name}" for name, part in parts.items())
             print(f"{target}: {ENGLISH}-{language}: {counts}", flush=True)
-        write_whole(target.with_name(SIZES), json.dumps(sizes, indent=2) + "\n")
+        write_sizes(target, sizes)
     print(f"{target}: {_told(found)}", flush=True)
 
 
 def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
-    """The pairs of each language, in the order of its files' names, whatever the archive's order.
+    """The pairs of each language, in the order of its files' names.
 
-    Of an English text that is translated several times the first translation counts.
+    Of several translations of an English text the first counts.
 
     Raises:
         UsageError: see `gather_messages`.
@@ -134,10 +133,9 @@ def _without_mark(word: str) -> str:
 
 
 def split(pairs: Pairs, settings: dict) -> dict[str, list[tuple[str, str]]]:
-    """Pairs to train, validate and test, by a hash of the English text alone.
+    """Pairs to train, validate and test, by a hash of the English text.
 
-    A language has the texts of the lowest hashes; those that are held out beyond ``most`` are left out of all
-    three.
+    The lowest hashes are held out. Held-out pairs beyond ``most`` are in none of the splits.
     """
     found = {"train": [], "valid": [], "test": []}
     test = settings["test"]["share"]
@@ -154,7 +152,7 @@ def split(pairs: Pairs, settings: dict) -> dict[str, list[tuple[str, str]]]:
 
 
 def place(english: str) -> float:
-    """A number from 0 to below 1, the same for texts with the same letters and digits."""
+    """A hash in [0, 1), the same for texts with the same letters and digits."""
     words = " ".join(re.findall(r"\w+", english.casefold()))
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8]) / 2**64
 
@@ -172,7 +170,7 @@ def _archive(source: Path) -> Path:
 
 
 def _messages(archive: Path, path: PurePosixPath, content: bytes) -> list[tuple[str, str]]:
-    """English and translation of the messages that have one; neither fuzzy, obsolete nor plural ones."""
+    """English and translation of all translated messages but fuzzy, obsolete and plural ones."""
     try:
         entries = polib.pofile(_LINE_ENDS.sub(" ", content.decode("utf-8")))
     except (UnicodeDecodeError, OSError, ValueError) as error:
@@ -201,7 +199,7 @@ def _write(folder: Path, name: str, language: str, pairs: list[tuple[str, str]])
 
 
 def _told(found: dict[str, Pairs]) -> str:
-    """How much of it is in several languages."""
+    """Counts of pairs and of texts that are in several languages, in words."""
     languages = Counter(english for pairs in found.values() for english in pairs)
     several, everywhere = (
         sum(count >= least for count in languages.values()) for least in (2, len(found))

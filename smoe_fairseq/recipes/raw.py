@@ -1,4 +1,8 @@
-"""Raw text: from a publisher's layout to the one that all data sets share."""
+"""Raw text: from a publisher's layout to the one that all data sets share.
+
+That is one folder with ``{split}.{pair}.{language}`` for the splits train, valid and test, in UTF-8; line
+``n`` of both sides of a pair is the same sentence.
+"""
 
 import functools
 import gzip
@@ -13,27 +17,121 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.folders import SIZES
 from smoe_fairseq.recipes.processes import report
 from smoe_fairseq.recipes.text_files import count_lines, progress, shared
 
 SPLITS = ("train", "valid", "test")
-SHARED = "{split}.{pair}.{language}"  # how all data sets are kept once they are prepared
+SHARED = "{split}.{pair}.{language}"
 
 
 @dataclass(frozen=True)
 class Section:
-    """Lines ``start`` to ``stop`` (or the end) of the files of a pair's two languages."""
+    """Lines ``start`` to ``stop`` (None: the end) of a file for each of a pair's languages."""
 
     files: dict[str, Path]
     start: int = 0
     stop: int | None = None
 
+    @property
+    def size(self) -> int:
+        """Bytes, as a measure of the work; compressed ones count three times."""
+        files = self.files.values()
+        return sum(file.stat().st_size * (3 if file.suffix == ".gz" else 1) for file in files)
+
+
+def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:
+    """Bring the text of a folder (see `find`), or of an archive of messages, into the shared layout.
+
+    Runs of white space become single spaces, and with them the line separators at which other programs
+    would break a sentence. Training pairs with an empty side are left out. A pair without test files is
+    reported. The numbers of training pairs go to ``sizes.json`` beside ``target``.
+
+    Raises:
+        UsageError: a file is missing or damaged, or sides differ in length. An existing ``target`` is as
+            it was.
+    """
+    if dataset.raw.get("messages") and not any(source.glob("train.*")):
+        from smoe_fairseq.recipes.messages import gather_messages
+
+        gather_messages(dataset, source, target)
+        return
+    if not source.is_dir():
+        raise UsageError(
+            f"{source} is not a folder: RAW has to name one with {dataset.name}'s text"
+        )
+    parts = [
+        (split, pair, section)
+        for split in SPLITS
+        for pair in dataset.pairs
+        if (section := _section(dataset, source, split, pair))
+    ]
+    parts.sort(key=lambda part: -part[2].size)  # the longest first, so that no process ends late
+    size = sum(section.size for *_, section in parts)
+    counts = {}
+    with whole_folder(target, replace=True) as partial:
+        copy = functools.partial(_copy, partial)
+        with progress("gather", size) as advance, shared(copy, workers, size) as each:
+            for (split, pair, section), count in zip(parts, each(parts), strict=True):
+                counts[split, pair] = count
+                advance(section.size)
+        sizes = {pair.split("-")[1]: counts["train", pair] for pair in dataset.pairs}
+        write_sizes(target, sizes)
+    print(f"{target}: {2 * len(parts)} files, {sum(counts.values()):,} pairs of lines", flush=True)
+
+
+def write_sizes(raw: Path, sizes: dict[str, int]) -> None:
+    """Write the numbers of training pairs by language to ``sizes.json`` beside the raw text."""
+    write_whole(raw.with_name(SIZES), json.dumps(sizes, indent=2) + "\n")
+
+
+def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
+    """The text of a pair; None, which is reported, if there is no test text.
+
+    Raises:
+        UsageError: other text is missing.
+    """
+    section = find(dataset, source, split, pair)
+    if isinstance(section, Section):
+        return section
+    if split == "test":
+        report(f"{section} is missing: {pair} has no test data and will not be scored")
+        return None
+    texts = [f"{language}.txt" for language in dataset.languages]
+    absent = [name for name in texts if not (source / name).is_file()]
+    if absent and len(absent) < len(texts):
+        raise UsageError(f"{source} has no {absent[0]}: expected {', '.join(texts)}")
+    shared_name = SHARED.format(split=split, pair=pair, language=pair.split("-")[0])
+    others = texts[0] if section.name == shared_name else f"{shared_name} or {texts[0]}"
+    raise UsageError(
+        f"{section} (or .gz) is missing (nor has {source} such as {others}): {pair} needs it to {split}"
+    )
+
+
+def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Path:
+    """The text of a pair in ``source``, or the path of a file that is missing there.
+
+    A file, plain or ``.gz``, may be where its publisher has it, directly in ``source`` under the same name,
+    or there under the shared layout's name. A folder with one ``{language}.txt`` for each language is split
+    as ``raw.parallel`` says.
+    """
+    files = {}
+    for language in pair.split("-"):
+        names = publisher_names(dataset, split, pair, language)
+        names += tuple(Path(name).name for name in names)
+        names += (SHARED.format(split=split, pair=pair, language=language),)
+        paths = [source / f"{name}{ending}" for name in names for ending in ("", ".gz")]
+        files[language] = next(filter(Path.is_file, paths), None)
+        if files[language] is None:
+            return _parallel(dataset, source, split, pair) or paths[0]
+    return Section(files)
+
 
 def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> tuple[str, ...]:
-    """What a publisher may call a file, by the data set's ``raw.files``, with either order of the pair.
+    """The names that a publisher may give a file, by ``raw.files``, with either order of the pair.
 
-    In the pattern ``{code}`` is the publisher's own code for the language (``raw.codes``),
-    ``{sorted}`` the pair in alphabetical order and ``{split}`` as ``raw.splits`` has it.
+    In the pattern ``{code}`` is the publisher's code for the language (``raw.codes``), ``{sorted}`` the pair
+    in alphabetical order, and ``{split}`` as ``raw.splits`` has it.
     """
     patterns = dataset.raw.get("files", SHARED)
     pattern = patterns if isinstance(patterns, str) else patterns[split]
@@ -52,7 +150,7 @@ def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> t
 
 
 def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
-    """For each of a publisher's files, once, the names that it may have."""
+    """For each of a publisher's files the names that it may have."""
     files = (
         publisher_names(dataset, split, pair, language)
         for split in SPLITS
@@ -62,59 +160,15 @@ def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
     return tuple(dict.fromkeys(files))
 
 
-def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Path:
-    """The text of a pair in ``source``, or the path of a file that is missing there.
-
-    A file, plain or ``.gz``, may be where its publisher has it, lie directly in ``source`` under the
-    same name, or under the shared layout's name (``train.eng-nso.nso``). A folder of one
-    ``{language}.txt`` for each language is split as ``raw.parallel`` says.
-    """
-    files = {}
-    for language in pair.split("-"):
-        candidates = list(_candidates(dataset, source, split, pair, language))
-        files[language] = next((f for f in map(stored, candidates) if f), None)
-        if files[language] is None:
-            return _parallel(dataset, source, split, pair) or candidates[0]
-    return Section(files)
-
-
-def binarised_folder(dataset: Dataset, folder: Path) -> Path | None:
-    """Where ``raw.binarised`` lies in a folder that its archive was unpacked to; None: not there.
-
-    That may be the folder itself, one in it, or the one above, where it is the archive's own.
-    """
-    if not (layout := dataset.raw.get("binarised")) or not folder.is_dir():
-        return None
-    places = [folder, *sorted(folder.iterdir())]
-    if folder.resolve().name == Path(layout["text"]).parts[0]:
-        places.append(folder.resolve().parent)
-    return next((place for place in places if (place / layout["text"]).is_dir()), None)
-
-
-def stored(path: Path) -> Path | None:
-    """The file, or else its compressed form."""
-    return next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.is_file()), None)
-
-
-def _candidates(dataset, source, split, pair, language) -> Iterator[Path]:
-    names = publisher_names(dataset, split, pair, language)
-    for name in names:
-        yield source / name
-    for name in names:
-        yield source / Path(name).name
-    yield source / SHARED.format(split=split, pair=pair, language=language)
-
-
 def _parallel(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
-    """The pair's part of ``{language}.txt``; None where ``source`` is not such a folder."""
+    """The pair's part of ``{language}.txt``; None if ``source`` is not such a folder."""
     files = {language: source / f"{language}.txt" for language in dataset.languages}
     if not all(file.is_file() for file in files.values()):
         return None
-    lengths = {file: _count_lines(file) for file in files.values()}
-    total = next(iter(lengths.values()))
+    lengths = {file: _count_once(file, file.stat().st_mtime_ns) for file in files.values()}
+    (first, total), *_ = lengths.items()
     odd = next((file for file, length in lengths.items() if length != total), None)
     if odd:
-        first = next(iter(files.values()))
         raise UsageError(
             f"{first} has {total} lines and {odd} {lengths[odd]}: line n of all languages has to be "
             "the same sentence"
@@ -130,138 +184,27 @@ def _parallel(dataset: Dataset, source: Path, split: str, pair: str) -> Section 
     return Section({language: files[language] for language in pair.split("-")}, start, stop)
 
 
-def _count_lines(path: Path) -> int:
-    stat = path.stat()
-    return _count_lines_once(path, stat.st_size, stat.st_mtime_ns)
+@functools.cache  # each pair asks for all languages
+def _count_once(file: Path, _changed: int) -> int:
+    return count_lines(file)
 
 
-@functools.cache  # each pair asks for each language's
-def _count_lines_once(path: Path, _size: int, _changed: int) -> int:
-    return count_lines(path)
-
-
-# Raw text: from a publisher's layout to the one all data sets share.
-#
-# That layout is one folder with ``{split}.{pair}.{language}`` for the splits train, valid and
-# test, UTF-8, line ``n`` of both sides of a pair being the same sentence.
-
-SIZES = "sizes.json"
-
-
-def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:
-    """Brings the text of a folder (see `layout.find`) into the shared layout.
-
-    Runs of white space become single spaces, which also removes the line separators that other
-    programs would break a sentence at. Training pairs with an empty side are left out. A pair
-    without test files is reported. A missing or damaged file, or sides of different length, is a
-    `UsageError` and leaves an existing ``target`` as it was. The numbers of training pairs go to
-    ``sizes.json`` beside ``target``, as ``{language: pairs}``.
-    """
-    if not source.is_dir():
+def _copy(folder: Path, part: tuple[str, str, Section]) -> int:
+    """Write a part to ``folder`` in the shared layout; returns the number of lines."""
+    split, pair, section = part
+    count = copy_pair(section, folder / f"{split}.{pair}", keep_empty=split != "train")
+    if not count:
+        for file in section.files.values():
+            _refuse_empty(file, split, pair)
+        first, second = section.files.values()
         raise UsageError(
-            f"{source} is not a folder: RAW has to name one with {dataset.name}'s text"
+            f"{first} and {second} have no line with text on both sides: {pair} needs one to {split}"
         )
-    parts = [
-        Part(split, pair, section)
-        for split in SPLITS
-        for pair in dataset.pairs
-        if (section := _section(dataset, source, split, pair))
-    ]
-    # Longest first: a process that takes the longest one last would keep the others waiting.
-    parts.sort(key=lambda part: -part.size)
-    size = sum(part.size for part in parts)
-    counts = {}
-    with whole_folder(target, replace=True) as partial:
-        with progress("gather", size) as advance, shared(Copier(partial), workers, size) as each:
-            for part, count in zip(parts, each(parts), strict=True):
-                counts[part.split, part.pair] = count
-                advance(part.size)
-        sizes = {pair.split("-")[1]: counts["train", pair] for pair in dataset.pairs}
-        write_whole(target.with_name(SIZES), json.dumps(sizes, indent=2) + "\n")
-    print(f"{target}: {2 * len(parts)} files, {sum(counts.values()):,} pairs of lines", flush=True)
-
-
-@dataclass(frozen=True)
-class Part:
-    """The text of a pair for one split."""
-
-    split: str
-    pair: str
-    section: Section
-
-    @property
-    def size(self) -> int:
-        """Bytes of its files, as a measure of the work; a compressed one has three times as many or more."""
-        files = self.section.files.values()
-        return sum(file.stat().st_size * (3 if file.suffix == ".gz" else 1) for file in files)
-
-
-@dataclass(frozen=True)
-class Copier:
-    """Called with a part, writes it to ``folder`` in the shared layout and gives the number of lines."""
-
-    folder: Path
-
-    def __call__(self, part: Part) -> int:
-        split, pair, files = part.split, part.pair, part.section.files
-        prefix = self.folder / f"{split}.{pair}"
-        count = copy_pair(part.section, prefix, keep_empty=split != "train")
-        if not count:
-            for file in files.values():
-                _refuse_empty(file, split, pair)
-            first, second = files.values()
-            raise UsageError(
-                f"{first} and {second} have no line with text on both sides: {pair} needs one to {split}"
-            )
-        return count
-
-
-def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
-    """None where there is no test data, which is reported."""
-    section = find(dataset, source, split, pair)
-    if isinstance(section, Section):
-        return section
-    if split == "test":
-        report(f"{section} is missing: {pair} has no test data and will not be scored")
-        return None
-    texts = [f"{language}.txt" for language in dataset.languages]
-    absent = [name for name in texts if not (source / name).is_file()]
-    if absent and len(absent) < len(texts):
-        raise UsageError(f"{source} has no {absent[0]}: expected {', '.join(texts)}")
-    shared_name = SHARED.format(split=split, pair=pair, language=pair.split("-")[0])
-    others = texts[0] if section.name == shared_name else f"{shared_name} or {texts[0]}"
-    raise UsageError(
-        f"{section} (or .gz) is missing (nor has {source} such as {others}): {pair} needs it to {split}"
-    )
-
-
-def check(
-    dataset: Dataset, raw: Path, needed: tuple[str, ...] = ("train", "valid")
-) -> tuple[str, ...]:
-    """The pairs that have test data; what is ``needed`` and missing, or is empty, is a `UsageError`."""
-    tested = []
-    for pair in dataset.pairs:
-        for split in (*needed, "test"):
-            files = [raw / f"{split}.{pair}.{language}" for language in pair.split("-")]
-            missing = [file for file in files if not file.exists()]
-            if split == "test" and not missing:
-                tested.append(pair)
-            elif split != "test" and missing:
-                raise UsageError(f"{missing[0]} is missing: {pair} needs it to {split}")
-            for file in files:
-                if file not in missing:
-                    _refuse_empty(file, split, pair)
-    return tuple(tested)
-
-
-def _refuse_empty(file: Path, split: str, pair: str) -> None:
-    if not file.stat().st_size:
-        leave_out = f", or remove the files to leave {pair} out of it" if split == "test" else ""
-        raise UsageError(f"{file} is empty: {pair} needs at least one line to {split}{leave_out}")
+    return count
 
 
 def copy_pair(section: Section, prefix: Path, keep_empty: bool) -> int:
-    """Writes ``PREFIX.{language}`` and returns the number of lines."""
+    """Write ``PREFIX.{language}``; returns the number of lines."""
     count = 0
     with ExitStack() as stack:
         outputs = [
@@ -296,3 +239,28 @@ def _lines(path: Path) -> Iterator[str]:
         raise UsageError(f"{path} is damaged: delete it and get it again") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def check(
+    dataset: Dataset, raw: Path, needed: tuple[str, ...] = ("train", "valid")
+) -> tuple[str, ...]:
+    """The pairs that have test text; raises UsageError if a ``needed`` file is missing, or one is empty."""
+    tested = []
+    for pair in dataset.pairs:
+        for split in (*needed, "test"):
+            files = [raw / f"{split}.{pair}.{language}" for language in pair.split("-")]
+            missing = [file for file in files if not file.exists()]
+            if split == "test" and not missing:
+                tested.append(pair)
+            elif split != "test" and missing:
+                raise UsageError(f"{missing[0]} is missing: {pair} needs it to {split}")
+            for file in files:
+                if file not in missing:
+                    _refuse_empty(file, split, pair)
+    return tuple(tested)
+
+
+def _refuse_empty(file: Path, split: str, pair: str) -> None:
+    if not file.stat().st_size:
+        leave_out = f", or remove the files to leave {pair} out of it" if split == "test" else ""
+        raise UsageError(f"{file} is empty: {pair} needs at least one line to {split}{leave_out}")

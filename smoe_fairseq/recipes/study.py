@@ -1,101 +1,54 @@
-"""``scripts/study.sh``: the runs of a study."""
+"""``scripts/study.sh``: train and score every method and seed that is not done, several at a time."""
 
 import os
 import re
 import subprocess
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.recipes import processes, scores, study_results
-from smoe_fairseq.recipes.config import Dataset, has_strata, method_flags, tables
-from smoe_fairseq.recipes.identity import given_flags
+from smoe_fairseq.recipes import scores, study_results
+from smoe_fairseq.recipes.config import Dataset, given_flags, has_strata, method_flags, tables
+from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
+from smoe_fairseq.recipes.launcher import cores, launch, visible_gpus
 from smoe_fairseq.recipes.processes import (
-    Folders,
     Groups,
-    command,
-    cores,
     dry_run,
     environment,
-    launch,
-    method_of,
     report,
-    visible_gpus,
+    step,
     whole_number,
 )
-from smoe_fairseq.recipes.study_results import Result
-
-UPDATES = "updates"
-
-
-def unlike(dataset: Dataset, results: Sequence[Result]) -> list[str]:
-    """A sentence for each run that has another value of something than most.
-
-    That is a flag which is none of a method's, or how many updates were made.
-    """
-    of_methods = {flag for result in results for flag in _own(dataset, result)} | {"--seed"}
-    runs = {result.name: _settings(result) for result in results if "flags" in result.about}
-    flags = dict.fromkeys(flag for settings in runs.values() for flag in settings)
-    usual = {
-        flag: Counter(settings.get(flag) for settings in runs.values()).most_common(1)[0][0]
-        for flag in flags
-        if flag not in of_methods
-    }
-    return [
-        f"Not trained as most were: {name}, {_said(flag, settings.get(flag))}, not {_said(flag, most)}."
-        for name, settings in runs.items()
-        for flag, most in usual.items()
-        if settings.get(flag) != most
-    ]
-
-
-def _own(dataset: Dataset, result: Result) -> set[str]:
-    try:
-        return {f"--{flag}" for flag in method_flags(method_of(result.name), dataset)}
-    except UsageError:  # a folder that is no method's, such as a copy
-        return set()
-
-
-def _settings(result: Result) -> Mapping[str, str]:
-    return {**result.about["flags"], UPDATES: f"{result.about['updates']:,}"}
-
-
-def _said(flag: str, value: str | None) -> str:
-    if flag == UPDATES:
-        return f"{value} updates"
-    return f"without {flag}" if value is None else f"with {flag} {value}".strip()
-
-
-# Trains and scores every method and seed that is not done, several at a time.
+from smoe_fairseq.recipes.study_report import write_report
 
 POLL_SECONDS = 1
-NEWS_SECONDS = 600  # between two lines about what is running, where there is no terminal
+NEWS_SECONDS = 600  # between two lines on what is running, unless there is a terminal
 LOG = "study.log"
-_MEMORY = 3 << 30  # bytes that a run on a CPU may take, in round numbers
+_MEMORY = 3 << 30  # bytes that a run on a CPU may take
 _UPDATES = re.compile(rb"num_updates[=: ]+(\d+)")
 
 
 @dataclass
 class Run:
-    """A method and a seed, as it is started: ``updates`` is how many it is to make."""
+    """A method and a seed; ``updates`` is how many it will make."""
 
     dataset: Dataset
     method: str
     seed: int
     flags: tuple[str, ...]
     updates: int
-    strata: bool  # several, at some of which tokens may stop
+    strata: bool  # whether there are several, at which tokens may stop
     process: subprocess.Popen | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
-        return processes.name_of(self.dataset, self.method, self.seed)
+        return run_name(self.dataset, self.method, self.seed)
 
     @property
     def folder(self) -> Path:
@@ -103,18 +56,17 @@ class Run:
 
     @property
     def line(self) -> str:
-        """What it takes; training and evaluation do nothing where they are done."""
-        words = ("python", "-m", "smoe_fairseq.recipes")
+        """The commands; training and evaluation do nothing if they are done."""
         steps = [
-            command(*words, "train", self.dataset.name, self.method, *self.flags),
-            command(*words, "evaluate", self.dataset.name, self.method),
+            step("train", self.dataset.name, self.method, *self.flags),
+            step("evaluate", self.dataset.name, self.method),
         ]
         if self.strata:
             steps += study_results.commands(self.dataset, self.folder)
         return " && ".join(steps)
 
     def done(self) -> int:
-        """Updates that its log speaks of."""
+        """Updates so far, by its log."""
         try:
             with open(self.folder / "train.log", "rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - 50_000))
@@ -124,17 +76,17 @@ class Run:
         return min(self.updates, int(found[-1])) if found else 0
 
 
-def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], object]) -> None:
-    """``words``: methods (by default the data set's), then flags of fairseq-train for all of them.
+def study(dataset: Dataset, flags: Sequence[str]) -> None:
+    """Train and score the runs that are not done; ``flags`` are methods, then flags of fairseq-train.
 
-    The results of a run are written when it ends, and the report anew, as at the end. One that fails does
-    not end the others.
+    When a run ends its results are kept and the report is written anew. A run that fails does not end the
+    others.
 
     Raises:
         UsageError: a method or a seed is unknown, nothing can be kept, or a run failed.
-        SystemExit: a signal; all runs have been stopped by it, and go on at the next start.
+        SystemExit: a signal was received, and has stopped all runs; the next start resumes them.
     """
-    runs = _runs(dataset, words)
+    runs = _runs(dataset, flags)
     left = []
     for run in runs:
         if study_results.there(dataset, run.name):
@@ -150,20 +102,19 @@ def study(dataset: Dataset, words: Sequence[str], write_report: Callable[[], obj
         raise UsageError(
             f"{Folders(dataset.name).binary} is missing: run scripts/prepare.sh {dataset.name} first"
         )
-    # Before hours of work: what would end it, or leave it without a place.
-    for run in left:
+    for run in left:  # raises before hours of work, not after
         study_results.summary_of_starts(run.folder)
     study_results.make_folder(dataset.name)
-    failed = _work(dataset, left, write_report) if left else []
+    failed = _work(dataset, left) if left else []
     if failed:
-        with suppress(UsageError):  # the first run may have failed already
-            write_report()
+        with suppress(UsageError):  # no run may be kept
+            write_report(dataset)
         names = ", ".join(run.name for run in failed)
         raise UsageError(
             f"{len(failed)} of {len(left)} runs failed ({names}): {failed[0].folder / LOG} and so on say "
             "why; the same command tries them again"
         )
-    write_report()
+    write_report(dataset)
 
 
 def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
@@ -173,21 +124,17 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
     if not methods:
         raise UsageError(f"{dataset.name} has no methods to study: name them behind it")
     runs = []
-    for seed in processes.several(dataset):  # of one seed all methods first: a table from early on
+    for seed in seeds_of(dataset):  # all methods with the first seed come first
         for method in methods:
             given = dataset.train | method_flags(method, dataset)
-            updates = _updates(given, flags)
+            asked = given_flags(flags).get("--max-update", "")
+            updates = int(asked if asked.isdecimal() else given.get("max-update", 0))
             runs.append(Run(dataset, method, seed, flags, updates, has_strata(given)))
     return runs
 
 
-def _updates(given: dict, flags: Sequence[str]) -> int:
-    asked = given_flags(flags).get("--max-update", "")
-    return int(asked if asked.isdecimal() else given.get("max-update", 0))
-
-
-def _work(dataset: Dataset, left: list[Run], write_report: Callable[[], object]) -> list[Run]:
-    """Those that failed."""
+def _work(dataset: Dataset, left: list[Run]) -> list[Run]:
+    """Make the runs; returns those that failed."""
     from tqdm import tqdm
 
     slots, failed, running, new = _slots(), [], {}, False
@@ -206,10 +153,10 @@ def _work(dataset: Dataset, left: list[Run], write_report: Callable[[], object])
                 if waiting:
                     run = running[slot] = waiting.popleft()
                     _start(groups, run, slots[slot])
-            if new and running:  # beside them; what is wrong with it is said with the last one
+            if new and running:  # after the last run the report is written anyway
                 try:
-                    write_report()
-                except Exception as error:  # it can be made again, and hours of training cannot
+                    write_report(dataset)
+                except Exception as error:  # the report can be made again, hours of training cannot
                     report(f"the report is to be made anew: {error}")
                 new = False
             time.sleep(POLL_SECONDS)
@@ -233,7 +180,7 @@ def _work(dataset: Dataset, left: list[Run], write_report: Callable[[], object])
 
 
 def _keep(run: Run) -> bool:
-    """Whether its results could be kept; that they could not does not end the others."""
+    """Keep the results; returns False, with a warning, if that fails."""
     try:
         study_results.keep(run.dataset, run.name, f"SEED={run.seed} {run.line}")
     except (UsageError, OSError, ValueError) as error:
@@ -243,12 +190,12 @@ def _keep(run: Run) -> bool:
 
 
 def _slots() -> dict[int, dict[str, str]]:
-    """Where runs are trained at the same time: for each place the variables that say so.
+    """The variables of each place in which a run is trained at a time.
 
-    Without a GPU there are ``JOBS`` places, by default as many as the machine has cores and memory for, of
-    one thread each. With GPUs there is one with all of them, or ``JOBS`` places that share them out.
+    Without a GPU there are ``JOBS`` places, by default as many as the machine has cores and memory for. With
+    GPUs there is one place with all of them, or ``JOBS`` places that share them.
     """
-    asked = whole_number("JOBS", least=1, default=None)
+    asked = whole_number("JOBS", least=1)
     where = launch(())
     if where.cpu:
         fit = max(1, (machine_memory() or 1 << 62) // _MEMORY)
@@ -286,9 +233,7 @@ def _tell(run: Run, count: int, total: int) -> None:
 
 def _tell_news(running: dict[int, Run], updates: int, made: int, total: int, seconds: float):
     where = ", ".join(f"{run.name} {run.done()} of {run.updates}" for run in running.values())
-    hours = (
-        f", about {(total - updates) * seconds / made / 3600:.1f} h left"
-        if total > made > 0
-        else ""
-    )
+    hours = ""
+    if total > made > 0:
+        hours = f", about {(total - updates) * seconds / made / 3600:.1f} h left"
     print(f"# {updates:,} of {total:,} updates{hours}; {where}", flush=True)

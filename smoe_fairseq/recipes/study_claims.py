@@ -1,94 +1,69 @@
-"""The paper's claims and their verdicts."""
+"""The claims that a study tests: the paper's, and those that a data set lists before its runs."""
 
 import itertools
 import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from smoe_fairseq.analysis.results import pivot
-from smoe_fairseq.recipes import study_sentences
+from smoe_fairseq.recipes import scores, study_sentences
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.processes import method_of
-from smoe_fairseq.recipes.statistics import Difference, interval, paired, quantile
-from smoe_fairseq.recipes.study_results import Result, by_seed
-from smoe_fairseq.recipes.table import MISSING, Grid
-
-BySeed = Mapping[int | None, float]
-
-
-@dataclass(frozen=True)
-class Chance:
-    """Its standard deviation in one run, and the degrees of freedom that this is known from.
-
-    ``shares``: by system, of the squares that it is made of; where one has most, it is not as wide for all.
-    """
-
-    deviation: float
-    freedom: int
-    shares: Mapping[str, float] = field(default_factory=dict)
-
-    def between(self, first: BySeed, second: BySeed) -> Difference | None:
-        """``second`` less ``first`` over the seeds of both; None where these are none."""
-        apart = [second[seed] - first[seed] for seed in first if seed in second]
-        return self.around(apart) if apart else None
-
-    def around(self, apart: Sequence[float]) -> Difference:
-        """The mean of what lies between two systems in some seeds, with its 95 percent interval.
-
-        Where there are no other systems, it is that of the paired t-test.
-        """
-        mean, count = statistics.fmean(apart), len(apart)
-        if not self.freedom:
-            return Difference(mean, None, None, count)
-        width = quantile(0.975, self.freedom) * self.deviation * math.sqrt(2 / count)
-        return Difference(mean, mean - width, mean + width, count)
-
-
-def chance(points: Mapping[str, BySeed]) -> Chance:
-    """Of ``points`` by system and seed: what is left by least squares of a sum of both.
-
-    Those that are no number, of a run that diverged, say nothing of it.
-    """
-    cells = [(s, seed) for s in points for seed, x in points[s].items() if math.isfinite(x)]
-    if not cells:
-        return Chance(0.0, 0)
-    values = np.array([points[system][seed] for system, seed in cells])
-    systems, seeds = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-    sums = np.zeros((len(cells), len(systems) + len(seeds)))
-    for row, (system, seed) in enumerate(cells):
-        sums[row, systems.index(system)] = sums[row, len(systems) + seeds.index(seed)] = 1
-    found, _, rank, _ = np.linalg.lstsq(sums, values, rcond=None)
-    freedom = len(cells) - int(rank)
-    squares: dict[str, float] = {}
-    for (system, _), left in zip(cells, values - sums @ found, strict=True):
-        squares[system] = squares.get(system, 0.0) + float(left) ** 2
-    total = math.fsum(squares.values())
-    if not freedom or not total:
-        return Chance(0.0, freedom)
-    shares = {system: each / total for system, each in squares.items()}
-    return Chance(math.sqrt(total / freedom), freedom, shares)
-
-
-# The paper's claims, each with what this study says of it: (a) to (d) about scores, (e) about
-# cost.
+from smoe_fairseq.recipes.grid import MISSING, Grid
+from smoe_fairseq.recipes.statistics import BySeed, Chance, Difference, chance, interval, paired
+from smoe_fairseq.recipes.study_results import Result, Systems, by_seed
 
 CONFIRMED, OPEN, REFUTED = "confirmed here", "not confirmed here", "refuted here"
-MARGIN = 0.3  # BLEU by which a model may be behind one that it is said to reach
+MARGIN = 0.3  # BLEU by which a model that reaches another one may be behind it
 NEAR = 0.1  # share by which the time of a token may differ from what its FLOPs say
-_SMOE = re.compile(r"smoe((?:-\d+){2,})")  # the paper's: others' names go on otherwise
+SHARE = 0.2  # range of requested capacity of one target language, over that of the others
+HEADER = ["claim", "seeds", "found", "of these alone", "loss", "directions", "verdict"]
+_SMOE = re.compile(r"smoe((?:-\d+){2,})")  # the paper's; names of others are longer
+Routing = dict  # as `study_results.summary` returns it
+
+
+MEASURES: dict[str, Callable[[Result], float]] = {
+    "loss": lambda result: result.validation,
+    "chrF++": lambda result: scores.mean_of(result.scores, scores.chrf),
+    "BLEU": lambda result: result.bleu,
+    "BLEU without penalty": lambda result: scores.mean_of(
+        result.scores, lambda score: score.unpenalized
+    ),
+}
+
+
+class Measure:
+    """One of `MEASURES` of all runs, and what systems differ by in it."""
+
+    def __init__(self, systems: Systems, name: str):
+        self.of = MEASURES[name]
+        self.points = by_seed(systems, self.of)
+        self.chance = chance(self.points)
+        self.digits = 3 if name == "loss" else 2
+        self.spec = f"+.{self.digits}f"
+
+    def less(self, system: str, other: str, systems: Systems | None = None) -> Difference | None:
+        """``system`` less ``other`` over the seeds of both; None if they have none in common.
+
+        With ``systems``, only their runs count, but chance is that of all runs.
+        """
+        points = self.points if systems is None else by_seed(systems, self.of)
+        if system not in points or other not in points:
+            return None
+        return self.chance.between(points[other], points[system])
+
+    def cell(self, found: Difference | None) -> str:
+        return MISSING if found is None else format(found, self.spec)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``claim`` in words, the number it is about and what that says.
+    """A ``claim`` in words, the number that was ``found`` for it, and the verdict.
 
-    ``found`` is None where there is no seed to tell from, ``spec`` is how its numbers are written;
-    ``methods`` are two whose scores are compared, ``alone`` what is found of these two without the others,
-    ``directions`` in how many it is so.
+    ``found`` is None if no seed can be compared; ``spec`` is the format of its numbers. For two ``methods``
+    whose scores are compared, ``alone`` is what these two show without the others. ``directions`` tells in
+    how many it is so.
     """
 
     claim: str
@@ -101,10 +76,9 @@ class Verdict:
 
 
 def decide(claim: str, found: Difference | None, least=-math.inf, most=math.inf, **more) -> Verdict:
-    """The claim is that what was ``found`` lies above ``least`` and below ``most``.
+    """The verdict on a claim that ``found`` is above ``least`` and below ``most``.
 
-    "Confirmed" and "refuted" are said only where the interval excludes the opposite: one that holds either
-    end, and any single seed, leaves a claim open.
+    It is open for a single seed, and if the interval contains ``least`` or ``most``.
     """
     if found is None:
         verdict = f"{OPEN}: no seed that both have"
@@ -118,16 +92,16 @@ def decide(claim: str, found: Difference | None, least=-math.inf, most=math.inf,
 
 
 def strata(method: str) -> tuple[int, ...]:
-    """Experts of each stratum of an SMoE as the paper has it; of other methods none."""
+    """The experts of each stratum of one of the paper's SMoE systems; empty for other methods."""
     found = _SMOE.fullmatch(method)
     return tuple(int(size) for size in found[1][1:].split("-")) if found else ()
 
 
 def about_scores(points: Mapping[str, BySeed], experts: int) -> list[Verdict]:
-    """Of the claims whose systems are there; ``points`` has, by method, BLEU by seed.
+    """Claims (a) to (d), of systems that are there; ``points`` has BLEU by method and seed.
 
-    Each SMoE of ``experts`` experts, which are those of the data set's ``moe``, is compared: to choose the
-    best one, and test it on what it was chosen by, would favour it.
+    Each SMoE with as many ``experts`` as the data set's ``moe`` is compared. To compare only the best one, by
+    the scores it was chosen by, would favour it.
     """
     smoe = [method for method in points if sum(strata(method)) == experts]
     claims: list[tuple[str, str, str, float]] = []  # upper, lower, words, least
@@ -156,11 +130,11 @@ def about_scores(points: Mapping[str, BySeed], experts: int) -> list[Verdict]:
 def about_cost(
     times: Mapping[str, Mapping], flops: Mapping[str, float], baseline: str
 ) -> list[Verdict]:
-    """Whether a token of each SMoE takes about as much longer than one of ``baseline`` as it has more FLOPs.
+    """Claim (e): a token of an SMoE takes as much longer than one of ``baseline`` as it has more FLOPs.
 
     Args:
-        times: by method, seconds of training per token, by seed and machine: those of two are not compared.
-        flops: per token.
+        times: by method, seconds of training per token by (seed, machine).
+        flops: by method, per token.
     """
     found = []
     for method in times:
@@ -179,14 +153,8 @@ def about_cost(
     return found
 
 
-# The paper's claims about requested capacity, (f) to (h), each with what this study says of it.
-
-SHARE = 0.2  # of what other targets differ by, which those of one language may, where they "do not"
-Routing = dict  # as `capacity_summary.summary` gives it
-
-
 def about_capacity(runs: Mapping[str, Sequence[Routing]]) -> list[Verdict]:
-    """Of the claims that can be told from ``runs``: by method, of each seed; methods are not pooled."""
+    """Claims (f) to (h); ``runs`` has what is kept of each seed's analysis, by method."""
     claims = (_languages, _frequency, _first_block)
     return [v for claim in claims for method, seeds in runs.items() for v in claim(method, seeds)]
 
@@ -228,7 +196,6 @@ def _frequency(method: str, runs: Sequence[Routing]) -> list[Verdict]:
 
 
 def _first_block(method: str, runs: Sequence[Routing]) -> list[Verdict]:
-    """Of the runs that have several encoder blocks."""
     seeds = []
     for run in runs:
         differences = {}
@@ -248,7 +215,7 @@ def _first_block(method: str, runs: Sequence[Routing]) -> list[Verdict]:
 
 
 def _over_directions(claim: str, seeds: Sequence[Mapping[str, float]]) -> Verdict:
-    """The claim is that the mean over directions is above zero; it is said of how many directions."""
+    """The verdict on a claim that the mean over directions is above zero."""
     names = dict.fromkeys(name for by_direction in seeds for name in by_direction)
     means = [statistics.fmean(each[name] for each in seeds if name in each) for name in names]
     above = sum(mean > 0 for mean in means)
@@ -258,7 +225,7 @@ def _over_directions(claim: str, seeds: Sequence[Mapping[str, float]]) -> Verdic
 
 
 def _each(by_direction: Mapping[str, Mapping[str, float]], side: str) -> dict[str, float]:
-    """Of each direction the mean over the blocks of a side, where that is a number."""
+    """By direction, the mean over the blocks of a side, without NaN."""
     means = {name: _mean(layers, side) for name, layers in by_direction.items()}
     return {name: mean for name, mean in means.items() if mean is not None and mean == mean}
 
@@ -272,102 +239,19 @@ def _range(values: Sequence[float]) -> float:
     return max(values) - min(values)
 
 
-# What a system brings for what it costs: its loss beside the baseline's after as many FLOPs, or as
-# long.
-
-Costs = Callable[[Result], float | None]  # per target token
-
-
-def equal_cost_table(
-    systems: Mapping[str, Sequence[Result]], flops: Mapping[str, float], baseline: str
-) -> Grid:
-    """``flops``: by method, of a forward pass, per target token."""
-    of_flops = _beside(systems, baseline, lambda r: flops.get(method_of(r.name)))
-    of_time = _beside(systems, baseline, lambda r: r.time or None, same_machine=True)
-    rows = [
-        [method, *_cells(of_flops, method), *_cells(of_time, method)]
-        for method in systems
-        if method in of_flops | of_time
-    ]
-    header = ["method", "FLOPs/token", "loss at equal FLOPs", "time/token", "loss at equal time"]
-    notes = [
-        f"Beside {baseline}, over the seeds that both have: how much more a token costs, and what lies "
-        "between the lowest losses (bits per token; below zero is better), with its 95 percent interval, "
-        "when both had cost as much as the one that ends first. Between validations the loss is taken to "
-        "fall in line with the logarithm of the cost. Time is of seeds that one machine made."
-    ]
-    return Grid(header, rows, notes)
-
-
-def _beside(
-    systems: Mapping[str, Sequence[Result]], baseline: str, cost: Costs, same_machine: bool = False
-) -> dict[str, dict[int | None, tuple[float, float]]]:
-    """By method and seed: a token's cost as a multiple of the baseline's, and what lies between losses."""
-    of_baseline = {result.seed: result for result in systems.get(baseline, ()) if cost(result)}
-    found: dict[str, dict] = {}
-    for method, results in systems.items():
-        for r in results if method != baseline else ():
-            b = of_baseline.get(r.seed)
-            if not b or not cost(r) or not r.logged or not b.logged:
-                continue
-            if same_machine and r.machine != b.machine:
-                continue
-            apart = _apart(r, b, cost)
-            if apart is not None:
-                found.setdefault(method, {})[r.seed] = (cost(r) / cost(b), apart)
-    return found
-
-
-def _cells(found: Mapping[str, Mapping], method: str) -> list[str]:
-    """How much more a token costs, and what lies between the losses.
-
-    What the baseline's run owes to chance is in all differences of a seed, as what the seed does.
-    """
-    if method not in found:
-        return [MISSING, MISSING]
-    apart = {m: {seed: a for seed, (_, a) in seeds.items()} for m, seeds in found.items()}
-    more = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in found[method].values())) - 1
-    return [f"{more:+.0%}", f"{chance(apart).around(list(apart[method].values())):+.3f}"]
-
-
-def _apart(result: Result, other: Result, cost: Costs) -> float | None:
-    """None where the one that ends first does so before the other's first validation."""
-    curves = [
-        (cost(r) * each["words"], np.fmin.accumulate(each["loss"]))
-        for r, each in ((r, r.validated()) for r in (result, other))
-    ]
-    end = min(costs[-1] for costs, _ in curves)
-    if any(end < costs[0] for costs, _ in curves):
-        return None
-    here, there = (np.interp(math.log(end), np.log(costs), losses) for costs, losses in curves)
-    return float(here - there)
-
-
-# The paper's claims with their verdicts, as a table.
-
-HEADER = ["claim", "seeds", "found", "of these alone", "loss", "directions", "verdict"]
-
-
-def claims_table(dataset: Dataset, systems, flops, baseline: str) -> Grid:
-    """``systems``: by method, results in the order of their seeds; ``flops``: by method, per token."""
-    bleu = by_seed(systems, lambda result: result.bleu)
-    losses = by_seed(systems, lambda result: result.validation)
-    of_losses = chance(losses)
+def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Grid:
+    """The paper's claims with their verdicts; ``flops`` are per token."""
+    bleu, losses = Measure(systems, "BLEU"), Measure(systems, "loss")
     times = {m: {(r.seed, r.machine): r.time for r in systems[m] if r.time} for m in flops}
-    scored = about_scores(bleu, dataset.experts)
+    scored = about_scores(bleu.points, dataset.experts)
     by_sentence = study_sentences.compared(dataset, systems, [v.methods for v in scored if v.found])
-    rows = [
-        _row(
-            v,
-            loss=f"{of_losses.between(*(losses[m] for m in v.methods)):+.3f}"
-            if v.found
-            else MISSING,
-            directions=by_sentence[v.methods].in_words(v.found.count)
-            if v.methods in by_sentence
-            else "not computed",
-        )
-        for v in scored
-    ]
+    rows = []
+    for v in scored:
+        lower, upper = v.methods
+        directions = "not computed"
+        if v.methods in by_sentence:
+            directions = by_sentence[v.methods].in_words(v.found.count)
+        rows.append(_row(v, losses.cell(losses.less(upper, lower)), directions))
     rest = about_cost({m: of_runs for m, of_runs in times.items() if of_runs}, flops, baseline)
     rest += about_capacity(
         {
@@ -382,7 +266,7 @@ def claims_table(dataset: Dataset, systems, flops, baseline: str) -> Grid:
         "percent interval; of these alone: the interval of the paired t-test of these two systems, which "
         "knows nothing of the others (a verdict goes by the first, and is weak where this one does not "
         "bear it out); loss: the difference of the validation loss, in bits per token, where below zero is "
-        f"better. {_known(chance(bleu), of_losses)}Directions, of scores: those that differ by sentences "
+        f"better. {_known(bleu.chance, losses.chance)}Directions, of scores: those that differ by sentences "
         f"(sacreBLEU's paired bootstrap of both systems' seeds, p < {study_sentences.LEVEL}: of two equal "
         "systems one direction in ten, since that p-value knows one side); of the rest: the sign of the "
         "mean over seeds. (e): how much more time a token takes, from what training took on the same "
@@ -394,7 +278,7 @@ def claims_table(dataset: Dataset, systems, flops, baseline: str) -> Grid:
 
 
 def _known(of_bleu: Chance, of_losses: Chance) -> str:
-    """How wide chance is in a run, where there are seeds to tell it from."""
+    """How wide chance is in a run, in words, if there are seeds to tell it from."""
     if not of_bleu.shares or not of_losses.shares:
         return ""
     most = (
@@ -415,3 +299,42 @@ def _row(verdict: Verdict, loss: str, directions: str) -> list[str]:
     seeds = MISSING if found is None else str(found.count)
     alone = "" if verdict.alone is None else verdict.alone.interval(verdict.spec)
     return [verdict.claim, seeds, number, alone, loss, directions, verdict.verdict]
+
+
+# Claims that a data set lists before its runs (``claims``): one system is ahead of another, by a lower
+# validation loss after as many updates.
+
+
+def verdict(loss: Difference | None, chrf: Difference | None) -> str:
+    """On a claim about the system less the other one: by the loss, unless chrF++ says the opposite."""
+    if loss is None:
+        return "open: no seed that both have"
+    if loss.low is None or loss.count < 2:
+        return "open: a single seed"
+    found = "confirmed" if loss.high < 0 else "refuted" if loss.low > 0 else "open"
+    if chrf is None or chrf.low is None:
+        return found
+    against = {"confirmed": chrf.high < 0, "refuted": chrf.low > 0, "open": False}[found]
+    return "mixed" if against else found
+
+
+def planned_claims(dataset: Dataset, systems: Systems, flops: Mapping[str, float]) -> Grid:
+    """A row for each claim of the data set; ``flops`` are per token."""
+    measures = {name: Measure(systems, name) for name in MEASURES}
+    rows = []
+    for name, (first, second) in dataset.claims.items():
+        apart = {m: measure.less(first, second) for m, measure in measures.items()}
+        cost = MISSING
+        if first in flops and second in flops:
+            cost = f"{flops[first] / flops[second] - 1:+.0%}"
+        seeds = apart["loss"].count if apart["loss"] else 0
+        cells = [measure.cell(apart[m]) for m, measure in measures.items()]
+        said = verdict(apart["loss"], apart["chrF++"])
+        rows.append([name, f"{first} is ahead of {second}", str(seeds), cost, *cells, said])
+    header = ["", "claim", "seeds", "FLOPs", *MEASURES, "verdict"]
+    notes = [
+        "The first less the second, over the seeds of both, with 95 percent intervals. A verdict goes by "
+        "the validation loss, in bits per target token, where below zero is better; it is mixed where the "
+        "interval of chrF++ lies on the other side. FLOPs: how much more a token costs with the first."
+    ]
+    return Grid(header, rows, notes, texts=2)

@@ -1,4 +1,4 @@
-"""What a study keeps of each run."""
+"""What a study keeps of each run: small text files in ``results/DATASET/RUN``, written and read again."""
 
 import csv
 import io
@@ -24,29 +24,63 @@ import smoe_fairseq
 from smoe_fairseq.analysis.training_log import UPDATES, read_lines
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
-from smoe_fairseq.recipes import identity, processes, scores
-from smoe_fairseq.recipes.config import Dataset, arguments
-from smoe_fairseq.recipes.processes import Folders, command, visible_gpus
+from smoe_fairseq.recipes import identity, scores
+from smoe_fairseq.recipes.config import Dataset, arguments, given_flags
+from smoe_fairseq.recipes.folders import Folders, given_path, read_json, seed_in
+from smoe_fairseq.recipes.launcher import visible_gpus
+from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.scores import Score
-from smoe_fairseq.recipes.statistics import spearman
+from smoe_fairseq.recipes.statistics import BySeed, spearman
 
-STARTS_FILE = "starts.json"
+FILE = "run.json"
+CURVE = "curve.csv"
+ROUTING = "routing.json"
+SENTENCES = "sentences.csv"  # study_sentences.py
+STARTS_FILE = "starts.json"  # beside the checkpoints
+ANALYSIS = "routing"  # beside the checkpoints: the folder that `smoe analyze` writes
+EXPERTS = "experts_per_token"
+COLUMNS = ("update", "training_nll", "validation_nll", EXPERTS, "words", "seconds")
+MIN_COUNT = 10  # occurrences of a token whose mean requested capacity is used
+_ABOUT = {"command": str, "commit": str, "machine": str, "versions": dict, "updates": int}
+_VALID = re.compile(
+    r"valid on '[^']*' subset \|.*? \| nll_loss ([\d.]+|nan|inf) \|.*\| num_updates (\d+)"
+)
 
 
-def note(folder: Path, variables: Mapping[str, str]) -> None:
-    """Adds this commit and this machine, of a start with these ``variables`` of the environment.
+def folder_of(dataset: str) -> Path:
+    """``RESULTS_DIR`` (results/) of the data set."""
+    return given_path("RESULTS_DIR", "results") / dataset
 
-    Those of an earlier start stay: a run may be begun by one and finished by another.
+
+def make_folder(dataset: str) -> None:
+    """Make `folder_of` the data set; raises UsageError if it cannot be made."""
+    folder = folder_of(dataset)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{folder} cannot be made: {error.strerror}; RESULTS_DIR is where results are kept"
+        ) from None
+
+
+# With which code and on which machine a run was trained.
+
+
+def note(run: Path, variables: Mapping[str, str]) -> None:
+    """Add this commit and machine to the starts of a run, which may be several.
+
+    Args:
+        variables: of the environment that the run is started with.
     """
     now = {"commit": _commit(), "machine": _machine(variables)}
-    before = _read_start(folder)
+    before = _starts(run)
     if now not in before:
-        write_whole(folder / STARTS_FILE, json.dumps([*before, now], indent=1) + "\n")
+        write_whole(run / STARTS_FILE, json.dumps([*before, now], indent=1) + "\n")
 
 
-def summary_of_starts(folder: Path) -> dict[str, str]:
-    """``commit`` and ``machine`` of all starts, and ``untimed`` where its times are of two machines."""
-    starts = _read_start(folder)
+def summary_of_starts(run: Path) -> dict[str, str]:
+    """``commit`` and ``machine`` of all starts, and ``untimed`` if its times are of two machines."""
+    starts = _starts(run)
     commits, machines = (
         list(dict.fromkeys(s[key] for s in starts)) for key in ("commit", "machine")
     )
@@ -54,32 +88,28 @@ def summary_of_starts(folder: Path) -> dict[str, str]:
     return found | ({"untimed": "of two machines"} if len(machines) > 1 else {})
 
 
-def _read_start(folder: Path) -> list[dict[str, str]]:
-    file = folder / STARTS_FILE
-    if not file.exists():
-        return []
-    try:
-        starts = json.loads(file.read_text("utf-8"))
+def _starts(run: Path) -> list[dict[str, str]]:
+    def parse(starts: list) -> list:
         return [{key: str(start[key]) for key in ("commit", "machine")} for start in starts]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(
-            f"{file} does not say with what the run was started: delete it, and the run is said to be of "
-            "its next start alone"
-        ) from None
+
+    file = run / STARTS_FILE
+    otherwise = (
+        "does not say with what the run was started: delete it, and the run is said to be of its next "
+        "start alone"
+    )
+    return read_json(file, parse, otherwise) if file.exists() else []
 
 
 def _commit() -> str:
-    """With "-dirty" behind it where the code is not that of the commit."""
-    folder = Path(smoe_fairseq.__file__).parent
+    """The commit of the code, with "-dirty" if the code has changed since."""
+    git = ["git", "-C", Path(smoe_fairseq.__file__).parent]
+    changed = ("status", "--porcelain", "--untracked-files=no", ".")
     try:
         commit, changes = (
             subprocess.run(
-                ["git", "-C", folder, *words], capture_output=True, text=True, check=True
+                [*git, *words], capture_output=True, text=True, check=True
             ).stdout.strip()
-            for words in (
-                ("rev-parse", "--short", "HEAD"),
-                ("status", "--porcelain", "--untracked-files=no", "."),
-            )
+            for words in (("rev-parse", "--short", "HEAD"), changed)
         )
     except (OSError, subprocess.CalledProcessError):
         return f"version {version('smoe_fairseq')}"
@@ -87,7 +117,7 @@ def _commit() -> str:
 
 
 def _machine(variables: Mapping[str, str]) -> str:
-    """Runs that differ in it are not compared in time."""
+    """The hardware, in words; times of runs with different words are not compared."""
     import torch
 
     gpus = variables.get("GPUS")
@@ -102,104 +132,7 @@ def _machine(variables: Mapping[str, str]) -> str:
     return machine if threads == "1" else f"{machine}, {threads} threads"
 
 
-# Where the capacity of a run goes, in the numbers that claims are about, as ``smoe analyze`` finds
-# them.
-
-FOLDER = "routing"  # beside the checkpoints
-MIN_COUNT = 10  # occurrences of a token whose mean is looked at
-
-
-def commands(dataset: Dataset, run: Path) -> list[str]:
-    """What makes the analysis of the test set, anew."""
-    checkpoint = run / f"checkpoint_{dataset.checkpoint}.pt"
-    data = Folders(dataset.name).binary_path(dataset.shards)
-    analyze = ("smoe", "analyze", data, "--path", checkpoint, "--gen-subset", "test")
-    return [
-        command("rm", "-rf", run / FOLDER),
-        command(*analyze, "--output", run / FOLDER),
-    ]
-
-
-def summary(run: Path) -> dict | None:
-    """What is kept of it, with layers as "encoder.1"; None where there is none.
-
-    Returns:
-        By direction and layer: "requested_capacity", the mean over tokens that are text, and
-        "rank_correlation", Spearman's, over types, of a type's rank by frequency in training (1 is the most
-        frequent) and its mean requested capacity. Within a direction, since languages differ in both.
-    """
-    folder = run / FOLDER
-    if not folder.exists():
-        return None
-    requested: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in _rows(folder / "blocks.csv"):
-        requested[row["direction"]][_layer(row)] = float(row["requested_capacity"])
-    types: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)  # rank, capacity
-    for row in _rows(folder / "tokens.csv"):
-        if row["frequency_rank"] and int(row["occurrences"]) >= MIN_COUNT:
-            numbers = float(row["frequency_rank"]), float(row["requested_capacity"])
-            types[row["direction"], _layer(row)].append(numbers)
-    correlation: dict[str, dict[str, float]] = defaultdict(dict)
-    for (direction, layer), numbers in types.items():
-        if len(numbers) > 2:
-            found = spearman(*np.array(numbers).T)
-            if found == found:  # where all ask for the same there is none
-                correlation[direction][layer] = round(found, 4)
-    return {"requested_capacity": dict(requested), "rank_correlation": dict(correlation)}
-
-
-def mean(runs: Iterable[dict | None]) -> dict[str, float] | None:
-    """Requested capacity by MoE layer, as `moe_blocks` names them, over directions and ``runs``."""
-    found = defaultdict(list)
-    for run in runs:
-        for layers in run["requested_capacity"].values() if run else ():
-            for layer, value in layers.items():
-                found[layer.replace(".", ".layer.")].append(value)
-    return {layer: statistics.fmean(values) for layer, values in found.items()} or None
-
-
-def _rows(file: Path) -> Iterator[dict]:
-    """Those of text."""
-    with open(file, encoding="utf-8", newline="") as lines:
-        yield from (row for row in csv.DictReader(lines) if row["kind"] == "text")
-
-
-def _layer(row: dict) -> str:
-    return f"{row['side']}.{row['layer']}"
-
-
-# What is kept of a run: small text files in ``results/DATASET/RUN``, from which all else is made.
-
-FILE = "run.json"
-CURVE = "curve.csv"
-ROUTING = "routing.json"
-SENTENCES = "sentences.csv"  # see `sentence_counts`
-EXPERTS = "experts_per_token"
-COLUMNS = ("update", "training_nll", "validation_nll", EXPERTS, "words", "seconds")
-_ABOUT = {"command": str, "commit": str, "machine": str, "versions": dict, "updates": int}
-_VALID = re.compile(
-    r"valid on '[^']*' subset \|.*? \| nll_loss ([\d.]+|nan|inf) \|.*\| num_updates (\d+)"
-)
-
-
-def folder_of(dataset: str) -> Path:
-    """``RESULTS_DIR`` (results/) of the data set."""
-    return Path(os.environ.get("RESULTS_DIR") or "results") / dataset
-
-
-def make_folder(dataset: str) -> None:
-    """Where results are to be kept.
-
-    Raises:
-        UsageError: they cannot.
-    """
-    folder = folder_of(dataset)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"{folder} cannot be made: {error.strerror}; RESULTS_DIR is where results are kept"
-        ) from None
+# Writing: what is kept of a run that is trained and scored.
 
 
 def there(dataset: Dataset, name: str) -> bool:
@@ -208,12 +141,12 @@ def there(dataset: Dataset, name: str) -> bool:
 
 
 def check_flags(dataset: Dataset, name: str, words: Sequence[str]) -> None:
-    """Raise UsageError where a run is kept that was trained with another value of a flag in ``words``."""
+    """Raise UsageError if a run is kept that was trained with another value of a flag in ``words``."""
     folder = folder_of(dataset.name) / name
     about = _about(folder)
-    given = identity.given_flags(words)
+    given = given_flags(words)
     made_with = [*arguments(dataset.train), *shlex.split(about["command"].split(" && ")[0])]
-    flags = about.get("flags", {}) | identity.limits(identity.given_flags(made_with))
+    flags = about.get("flags", {}) | identity.limits(given_flags(made_with))
     for flag, value in (identity.what_is_trained(given) | identity.limits(given)).items():
         if flag not in identity.BATCH and flags.get(flag) != value:
             was = f"with {flag} {flags[flag]}" if flag in flags else "without it"
@@ -224,13 +157,18 @@ def check_flags(dataset: Dataset, name: str, words: Sequence[str]) -> None:
 
 
 def keep(dataset: Dataset, name: str, line: str) -> None:
-    """Gathers the results of a run that is trained and scored; ``line`` is the command that made them."""
-    run = Folders(dataset.name).run(name)
+    """Write the results of a run; ``line`` is the command that made it."""
+    folders = Folders(dataset.name)
+    run = folders.run(name)
+    for folder, default in ((folders.data, "data"), (folders.runs, "runs")):
+        line = line.replace(f"{folder}/", f"{default}/{dataset.name}/")  # the same on any machine
     log = run / "train.log"
-    logged = _logged(log)
+    lines = read_lines(log)
+    # Of an update that was made twice, before and after an interruption, the later line counts.
+    logged = {int(x[UPDATES]): x for x in lines if "nll_loss" in x and "wpb" in x}
     curve = _curve(log, logged)
     content = {
-        "command": _as_anywhere(Folders(dataset.name), line),
+        "command": line,
         "flags": json.loads((run / "identity.json").read_text("utf-8"))["flags"],
         **summary_of_starts(run),
         "versions": {p: version(p) for p in ("torch", "fairseq", "sacrebleu")},
@@ -251,56 +189,80 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
         (folder / FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
-def _as_anywhere(folders: Folders, line: str) -> str:
-    """The command with paths as they are without ``DATA_DIR`` and ``RUN_DIR``, which are one machine's."""
-    for folder, name in ((folders.data, "data"), (folders.runs, "runs")):
-        line = line.replace(f"{folder}/", f"{name}/{folders.dataset}/")
-    return line
-
-
-def _logged(log: Path) -> dict[int, dict[str, float]]:
-    """By update the line of training that ends there.
-
-    Of an update that was made twice, before and after an interruption, the later one counts.
-    """
-    lines = read_lines(log)
-    return {int(line[UPDATES]): line for line in lines if "nll_loss" in line and "wpb" in line}
-
-
 def _curve(log: Path, logged: Mapping[int, Mapping[str, float]]) -> list[dict]:
-    """By update: training loss since the last line, validation loss, and so on.
+    """A row of `COLUMNS` for each update that was logged or validated at.
 
-    Losses are bits per target token. Experts per token are those since the last line; target words and
-    seconds those of all training until then, the seconds of the updates in the curve, from the words per
-    second of each.
+    Losses are bits per target token. Training loss and experts per token are those since the last line.
+    Target words and seconds are sums over the training so far; seconds come from words per second.
     """
-    rows: dict[int, dict] = {}
+    rows: dict[int, dict] = defaultdict(lambda: dict.fromkeys(COLUMNS))
     for update, line in logged.items():
-        row = rows.setdefault(update, dict.fromkeys(COLUMNS) | {"update": update})
-        row |= {"training_nll": line["nll_loss"], EXPERTS: line.get(EXPERTS)}
-        row |= {"wpb": line["wpb"], "wps": line["wps"]}
+        rows[update] |= {"training_nll": line["nll_loss"], EXPERTS: line.get(EXPERTS)}
     for line in log.read_text("utf-8", "replace").splitlines():
         if found := _VALID.search(line):
-            update = int(found[2])
-            row = rows.setdefault(update, dict.fromkeys(COLUMNS) | {"update": update})
-            row["validation_nll"] = float(found[1])
-    curve, words, seconds, last = [], 0.0, 0.0, 0
+            rows[int(found[2])]["validation_nll"] = float(found[1])
+    words, seconds, last = 0.0, 0.0, 0
     for update in sorted(rows):
-        row = rows[update]
-        if "wpb" in row:
-            new = row.pop("wpb") * (update - last)
+        if line := logged.get(update):
+            new = line["wpb"] * (update - last)
             words, last = words + new, update
-            rate = row.pop("wps")
-            seconds += new / rate if rate else 0.0
-        curve.append(row | {"words": round(words), "seconds": round(seconds, 2)})
-    return curve
+            seconds += new / line["wps"] if line["wps"] else 0.0
+        rows[update] |= {"update": update, "words": round(words), "seconds": round(seconds, 2)}
+    return [rows[update] for update in sorted(rows)]
 
 
 def _experts_per_token(logged: Mapping[int, Mapping[str, float]]) -> float | None:
-    """Of all of training; None where there are no experts."""
+    """The mean over all of training; None without experts."""
     lines = [line for line in logged.values() if EXPERTS in line]
     words = sum(line["wpb"] for line in lines)
     return round(sum(line[EXPERTS] * line["wpb"] for line in lines) / words, 3) if words else None
+
+
+def commands(dataset: Dataset, run: Path) -> list[str]:
+    """The commands that analyse the requested capacity on the test set, for `summary`."""
+    checkpoint = run / f"checkpoint_{dataset.checkpoint}.pt"
+    data = Folders(dataset.name).binary_path(dataset.shards)
+    analyze = ("smoe", "analyze", data, "--path", checkpoint, "--gen-subset", "test")
+    return [
+        command("rm", "-rf", run / ANALYSIS),
+        command(*analyze, "--output", run / ANALYSIS),
+    ]
+
+
+def summary(run: Path) -> dict | None:
+    """What is kept of the analysis, with layers as "encoder.1"; None if there is none.
+
+    Returns:
+        By direction and layer: "requested_capacity", the mean over text tokens, and "rank_correlation",
+        Spearman's, over types, of a type's rank by frequency in training (1: the most frequent) and its mean
+        requested capacity.
+    """
+    folder = run / ANALYSIS
+    if not folder.exists():
+        return None
+    requested: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in _text_rows(folder / "blocks.csv"):
+        layer = f"{row['side']}.{row['layer']}"
+        requested[row["direction"]][layer] = float(row["requested_capacity"])
+    types: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for row in _text_rows(folder / "tokens.csv"):
+        if row["frequency_rank"] and int(row["occurrences"]) >= MIN_COUNT:
+            numbers = float(row["frequency_rank"]), float(row["requested_capacity"])
+            types[row["direction"], f"{row['side']}.{row['layer']}"].append(numbers)
+    correlation: dict[str, dict[str, float]] = defaultdict(dict)
+    for (direction, layer), numbers in types.items():
+        found = spearman(*np.array(numbers).T) if len(numbers) > 2 else math.nan
+        if not math.isnan(found):  # as it is if all ask for the same
+            correlation[direction][layer] = round(found, 4)
+    return {"requested_capacity": dict(requested), "rank_correlation": dict(correlation)}
+
+
+def _text_rows(file: Path) -> Iterator[dict]:
+    with open(file, encoding="utf-8", newline="") as lines:
+        yield from (row for row in csv.DictReader(lines) if row["kind"] == "text")
+
+
+# Reading: the runs that are kept.
 
 
 @dataclass(frozen=True)
@@ -311,13 +273,13 @@ class Result:
     scores: dict[str, Score]
     curve: list[dict[str, float | None]]
     about: dict
-    routing: dict | None = None  # see `capacity_summary.summary`
-    folder: Path = Path()  # where it is kept
+    routing: dict | None = None  # what `summary` returned
+    folder: Path = Path()
 
     @property
     def seed(self) -> int | None:
         """None is the data set's own."""
-        return processes.seed_in(self.name)
+        return seed_in(self.name)
 
     @property
     def machine(self) -> str:
@@ -326,34 +288,29 @@ class Result:
 
     @property
     def untimed(self) -> str:
-        """Why its times are not to be compared; written into its file by hand, where something was odd."""
+        """Why its times cannot be compared; it may be written into its file by hand."""
         return self.about.get("untimed", "")
 
     @property
-    def experts_per_token(self) -> float | None:
-        """Copies that an expert took, per token and stratum that it stopped at, in training."""
-        return self.about.get(EXPERTS)
-
-    @property
     def bleu(self) -> float:
-        """Mean over the directions."""
+        """The mean over the directions."""
         return scores.mean_bleu(self.scores)
 
     @property
     def validation(self) -> float:
-        """The lowest loss, which is that of the checkpoint that was scored; NaN where none is a number."""
+        """The lowest loss, that of the checkpoint that was scored; NaN if none is finite."""
         losses = [row["validation_nll"] for row in self.curve if row["validation_nll"] is not None]
         return min((loss for loss in losses if math.isfinite(loss)), default=math.nan)
 
     @property
     def logged(self) -> list[dict[str, float | None]]:
-        """The rows of the log's lines; none of a run that is shorter than the interval between two."""
+        """The rows of the log's lines; a run shorter than the interval between two has none."""
         return [row for row in self.curve if row["training_nll"] is not None]
 
     def validated(self) -> dict[str, np.ndarray]:
-        """Where it was validated: update, loss, and target words and seconds of training until then.
+        """Update, loss, and target words and seconds of training at each validation.
 
-        Epochs end between two lines of the log, of which both are taken.
+        For validations between two lines of the log, words and seconds are interpolated.
         """
         rows = [row for row in self.curve if row["validation_nll"] is not None]
         updates = [row["update"] for row in rows]
@@ -367,8 +324,7 @@ class Result:
     def time(self) -> float:
         """Seconds of training per target token, the median of the log's lines.
 
-        Validation, and what else holds up a few updates, is in few lines. 0 where there are none, and where
-        ``untimed`` in its file says why its times are not to be compared.
+        The median leaves out validation and other delays. 0 if there are no lines, or `untimed` is set.
         """
         logged = [] if self.untimed else self.logged
         before = [{"words": 0, "seconds": 0}, *logged]
@@ -380,17 +336,7 @@ class Result:
         return statistics.median(times) if times else 0.0
 
 
-def by_seed(
-    systems: Mapping[str, Sequence[Result]], of: Callable[[Result], float]
-) -> dict[str, dict[int | None, float]]:
-    """A number of each run, by method and seed."""
-    return {method: {r.seed: of(r) for r in results} for method, results in systems.items()}
-
-
-def mean_experts_per_token(results: Sequence[Result]) -> float | None:
-    """Of the runs that it was kept of."""
-    there = [r.experts_per_token for r in results if r.experts_per_token is not None]
-    return statistics.fmean(there) if there else None
+Systems = Mapping[str, Sequence[Result]]  # by method, a result for each seed
 
 
 def read(dataset: str) -> list[Result]:
@@ -401,7 +347,7 @@ def read(dataset: str) -> list[Result]:
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """What goes wrong while a run's results are read is a sentence that names them."""
+    """Turn errors while a run's results are read into a UsageError that names the folder."""
     try:
         yield
     except (OSError, ValueError, TypeError) as error:
@@ -409,7 +355,6 @@ def _named(folder: Path) -> Iterator[None]:
 
 
 def _about(folder: Path) -> dict:
-    """What is kept of a run beside its numbers."""
     with _named(folder):
         about = json.loads((folder / FILE).read_text("utf-8"))
         for name, kind in _ABOUT.items():
@@ -436,19 +381,35 @@ def _read(folder: Path) -> Result:
     return found
 
 
-# Which systems of a study stand beside one another: those that can be compared over the same
-# seeds.
+def by_seed(systems: Systems, of: Callable[[Result], float]) -> dict[str, BySeed]:
+    """A number of each run, by method and seed."""
+    return {method: {r.seed: of(r) for r in results} for method, results in systems.items()}
 
-Systems = Mapping[str, Sequence[Result]]  # by method, a result for each seed
+
+def mean_capacity(results: Iterable[Result]) -> dict[str, float] | None:
+    """Requested capacity by MoE layer, as `moe_blocks` names them, over directions and runs."""
+    found = defaultdict(list)
+    for result in results:
+        for layers in result.routing["requested_capacity"].values() if result.routing else ():
+            for layer, value in layers.items():
+                found[layer.replace(".", ".layer.")].append(value)
+    return {layer: statistics.fmean(values) for layer, values in found.items()} or None
+
+
+def mean_experts_per_token(results: Iterable[Result]) -> float | None:
+    """Copies that an expert took per token and stratum in training, over the runs that have it."""
+    there = [r.about[EXPERTS] for r in results if r.about.get(EXPERTS) is not None]
+    return statistics.fmean(there) if there else None
 
 
 def groups(
     study: Collection[str], systems: Systems, baseline: str, largest: float = math.inf
 ) -> list[dict[str, list[Result]]]:
-    """The systems of the study with the seeds that half of them have, then all else by its seeds.
+    """Systems that can be compared over the same seeds.
 
-    Runs of two seeds say nothing of two systems, so a system in one seed stands beside the baseline's run of
-    that seed and not beside its mean. A group after the first has ``largest`` systems, beside the baseline.
+    The first group has the systems of the study, with the seeds that half of them have. All other runs follow
+    by their seeds, each group beside the baseline's runs of the same seeds and with at most ``largest``
+    systems.
     """
     count = Counter(r.seed for method in study for r in systems.get(method, ()))
     usual = {seed for seed, n in count.items() if 2 * n >= len(systems.keys() & study)}

@@ -1,4 +1,7 @@
-"""Systems of a study compared sentence by sentence."""
+"""Systems of a study compared sentence by sentence, by the counts that are kept of each run.
+
+The counts are in ``sentences.csv`` of a run, the comparisons in ``comparisons.json`` beside the runs.
+"""
 
 import csv
 import io
@@ -15,10 +18,12 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.processes import Folders
+from smoe_fairseq.recipes.folders import Folders, read_json
 from smoe_fairseq.recipes.statistics import SentenceCounter, p_value
-from smoe_fairseq.recipes.study_results import SENTENCES, Result, folder_of
+from smoe_fairseq.recipes.study_results import SENTENCES, Result, Systems, folder_of
 
+FILE = "comparisons.json"
+LEVEL = 0.05
 ORDERS = 4  # of n-grams
 COLUMNS = ("direction", "tokens", "reference", *(f"matches_{n + 1}" for n in range(ORDERS)))
 Counts = Mapping[
@@ -26,27 +31,24 @@ Counts = Mapping[
 ]  # by direction, a row for each sentence as sacreBLEU's BLEU has it
 
 
-def are_kept(result: Result) -> bool:
-    return (result.folder / SENTENCES).exists()
-
-
-def keep(dataset: Dataset, results: Sequence[Result]) -> None:
-    """Counts of those runs that have none yet, where their translations are there.
-
-    Folders of these names may also be of other runs; these have other scores.
-    """
+def keep(dataset: Dataset, results: Iterable[Result]) -> None:
+    """Write the counts of runs that have none, if the translations that were scored are there."""
     counters: dict[str, SentenceCounter] = {}
     for result in results:
-        if not are_kept(result):
-            try:
+        try:
+            if not _are_kept(result):
                 _keep(dataset, result, counters)
-            except UsageError:  # no translations, or no references
-                continue
+        except UsageError:  # no translations, or no references
+            continue
+
+
+def _are_kept(result: Result) -> bool:
+    return (result.folder / SENTENCES).exists()
 
 
 def _keep(dataset: Dataset, result: Result, counters: dict[str, SentenceCounter]) -> None:
     run = Folders(dataset.name).run(result.name)
-    if scores.read(run) != result.scores:
+    if scores.read(run) != result.scores:  # another run of the same name
         return
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -59,12 +61,8 @@ def _keep(dataset: Dataset, result: Result, counters: dict[str, SentenceCounter]
     write_whole(result.folder / SENTENCES, text.getvalue())
 
 
-def read(result: Result) -> Counts:
-    """Those of a run of which they are kept.
-
-    Raises:
-        UsageError: the file holds anything else.
-    """
+def _read_counts(result: Result) -> Counts:
+    """Raises UsageError if the file holds anything else."""
     file = result.folder / SENTENCES
     by_direction: dict[str, list[list[int]]] = {}
     try:
@@ -77,20 +75,11 @@ def read(result: Result) -> Counts:
             raise ValueError
     except (OSError, ValueError, csv.Error):
         raise UsageError(f"{file} does not hold counts of sentences: delete it") from None
-    return {direction: _with_totals(of_direction) for direction, of_direction in counts.items()}
-
-
-def _with_totals(counts: np.ndarray) -> np.ndarray:
-    """A sentence of ``t`` tokens has ``t - n + 1`` n-grams."""
-    return np.hstack([counts, np.maximum(0, counts[:, :1] - np.arange(ORDERS))])
-
-
-# The paired bootstrap of the systems that claims compare, by what is kept of each run's sentences.
-#
-# Kept beside the runs: ``comparisons.json``.
-
-FILE = "comparisons.json"
-LEVEL = 0.05
+    # A sentence of t tokens has t - n + 1 n-grams.
+    return {
+        direction: np.hstack([c, np.maximum(0, c[:, :1] - np.arange(ORDERS))])
+        for direction, c in counts.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -101,7 +90,7 @@ class Compared:
     seeds: int
 
     def in_words(self, seeds: int) -> str:
-        """How many directions are significantly above, and below; there are ``seeds`` of both."""
+        """How many directions are significantly above, and below; ``seeds`` is how many there are."""
         above = sum(d > 0 and p < LEVEL for d, p in self.directions.values())
         below = sum(d < 0 and p < LEVEL for d, p in self.directions.values())
         words = f"{above} above, {below} below, of {len(self.directions)}"
@@ -109,30 +98,27 @@ class Compared:
 
 
 def compared(
-    dataset: Dataset,
-    systems: Mapping[str, Sequence[Result]],
-    pairs: Iterable[tuple[str, str]],
+    dataset: Dataset, systems: Systems, pairs: Iterable[tuple[str, str]]
 ) -> dict[tuple[str, str], Compared]:
-    """By pair, of the seeds that both have and of whose sentences the counts are kept.
+    """By pair of systems, over the seeds that both have with counts.
 
-    One that was made before of more seeds stays; a pair of which there is none is left out.
+    An earlier comparison of more seeds stays. A pair without any is left out.
     """
     file = folder_of(dataset.name) / FILE
-    before = _read(file)
+    before = _read_comparisons(file)
     everything = {r.name: round(r.bleu, 6) for results in systems.values() for r in results}
     now = {k: v for k, v in before.items() if v["runs"].items() <= everything.items()}
     counted: dict[str, Counts] = {}
     found = {}
     for pair in dict.fromkeys(pairs):
         key = " ".join(pair)
-        first, second = ({r.seed: r for r in systems[m] if are_kept(r)} for m in pair)
-        both = [
-            result for seed in first if seed in second for result in (first[seed], second[seed])
-        ]
+        first, second = ({r.seed: r for r in systems[m] if _are_kept(r)} for m in pair)
+        common = [seed for seed in first if seed in second]
+        both = [result for seed in common for result in (first[seed], second[seed])]
         runs = {result.name: everything[result.name] for result in both}
         made = now.get(key, {}).get("runs", {})
         if len(runs) >= len(made) and runs != made:
-            counted |= {r.name: read(r) for r in both if r.name not in counted}
+            counted |= {r.name: _read_counts(r) for r in both if r.name not in counted}
             now[key] = {"runs": runs, "directions": _directions(both[::2], both[1::2], counted)}
         if key in now:
             directions = {d: tuple(values) for d, values in now[key]["directions"].items()}
@@ -142,33 +128,33 @@ def compared(
     return found
 
 
-def _read(file: Path) -> dict[str, dict]:
-    try:
-        before = json.loads(file.read_text("utf-8")) if file.exists() else {}
-        if all(
-            isinstance(pair[key], dict)
-            for pair in before.values()
-            for key in ("runs", "directions")
-        ):
-            return before
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise UsageError(
-        f"{file} does not hold comparisons of runs: delete it, and those are made anew of which the counts "
-        "of sentences are there"
+def _read_comparisons(file: Path) -> dict[str, dict]:
+    def parse(content: dict) -> dict:
+        parts = [pair[key] for pair in content.values() for key in ("runs", "directions")]
+        if not all(isinstance(part, dict) for part in parts):
+            raise TypeError
+        return content
+
+    otherwise = (
+        "does not hold comparisons of runs: delete it, and those are made anew of which the counts of "
+        "sentences are there"
     )
+    return read_json(file, parse, otherwise) if file.exists() else {}
 
 
 def _directions(
-    first: Sequence[Result],
-    second: Sequence[Result],
-    counted: Mapping[str, Counts],
+    first: Sequence[Result], second: Sequence[Result], counted: Mapping[str, Counts]
 ) -> dict[str, tuple[float, float]]:
     """A sentence is drawn with the translations of all seeds."""
     found = {}
     for direction in first[0].scores:
+        references = counted[first[0].name][direction][:, 1]
         for r in [*first, *second]:
-            _check_references(direction, first[0], r, counted)
+            if not np.array_equal(references, counted[r.name][direction][:, 1]):
+                raise UsageError(
+                    f"{first[0].folder} and {r.folder} were scored on different sentences of {direction}: "
+                    "evaluate and study again with the same test set"
+                )
         one, other = (
             statistics.fmean(r.scores[direction].bleu for r in rs) for rs in (first, second)
         )
@@ -176,14 +162,3 @@ def _directions(
         metric = BLEU(references=[[""]])  # it wants some; those that count are in the counts
         found[direction] = (other - one, p_value(metric, *sums))
     return found
-
-
-def _check_references(
-    direction: str, one: Result, other: Result, counted: Mapping[str, Counts]
-) -> None:
-    lengths = (counted[r.name][direction][:, 1] for r in (one, other))
-    if not np.array_equal(*lengths):
-        raise UsageError(
-            f"{one.folder} and {other.folder} were scored on different sentences of {direction}: evaluate "
-            "and study again with the same test set"
-        )

@@ -1,25 +1,38 @@
-"""``smoe subwords``: the recipes' subwords for those who call fairseq's own commands."""
+"""Subwords: a sentencepiece model learnt from text, and text as its pieces; also ``smoe subwords``."""
 
+import io
 from argparse import ArgumentParser, Namespace
 from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError, positive
-from smoe_fairseq.files import whole_folder
+import sentencepiece
 
-LEARN = (
+from smoe_fairseq.errors import UsageError, positive
+from smoe_fairseq.files import whole_files, whole_folder
+from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.recipes.commands import add_learning
+from smoe_fairseq.recipes.folders import shard_names
+from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.text_files import Chunk, chunks, count_lines, progress, shared
+
+_SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq's dictionary adds by itself
+# Bytes of memory for each byte of the text that is learnt from; measured, docs/reproduce.md.
+_BYTES_PER_BYTE = {"unigram": 21, "bpe": 6}
+_LEARN = (
     "learn a sentencepiece model; writes DIR/spm.model and DIR/dict.txt, which is for --srcdict and "
     "--tgtdict of fairseq-preprocess"
 )
-ENCODE = "text to subwords: writes a file of the same name to DIR for each"
+_ENCODE = "text to subwords: writes a file of the same name to DIR for each"
 
 
 def add_subwords_arguments(parser: ArgumentParser) -> None:
-    """``learn`` and ``encode``."""
+    """The actions ``learn`` and ``encode``."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    learn = actions.add_parser("learn", help=LEARN, description=LEARN)
+    learn = actions.add_parser("learn", help=_LEARN, description=_LEARN)
     add_learning(learn, vocab_size=8000)
-    encode = actions.add_parser("encode", help=ENCODE, description=ENCODE)
+    encode = actions.add_parser("encode", help=_ENCODE, description=_ENCODE)
     encode.add_argument("model", metavar="MODEL", type=Path, help="spm.model, as learn writes it")
     encode.add_argument("--workers", type=positive, default=1, metavar="N", help="processes (1)")
     for action in (learn, encode):
@@ -31,46 +44,172 @@ def add_subwords_arguments(parser: ArgumentParser) -> None:
         )
 
 
-def add_learning(parser: ArgumentParser, vocab_size: int | None = None) -> None:
-    """sentencepiece's options that the recipes know; without a default ``vocab_size`` it is required."""
-    size = {"default": vocab_size} if vocab_size else {"required": True}
-    for flag, options in {
-        "--vocab-size": {"type": int, "help": "subwords", **size},
-        "--character-coverage": {
-            **{"type": float, "default": 0.9995},
-            "help": "share of the text's characters that get a subword",
-        },
-        "--model-type": {"default": "unigram", "choices": ("unigram", "bpe"), "help": "algorithm"},
-        "--input-sentence-size": {
-            **{"type": int, "default": 0},
-            "help": "lines drawn at random to learn from; 0: all",
-        },
-    }.items():
-        if "default" in options:
-            options["help"] += " (default: %(default)s)"
-        parser.add_argument(flag, **options)
-
-
-def learning_options(args: Namespace) -> dict:
-    """Of `add_learning`, as sentencepiece calls them."""
-    names = ("vocab_size", "character_coverage", "model_type", "input_sentence_size")
-    return {name: getattr(args, name) for name in names}
-
-
 def run_subwords(args: Namespace) -> None:
-    """Raises UsageError: text or model cannot be read, or the folder is there."""
-    from smoe_fairseq.recipes.binarise import Encoder, encode_files, learn_from, load_model
-
+    """Raises UsageError if text or model cannot be read, or the folder exists."""
     for file in args.text:
         if not file.is_file():
             raise UsageError(f"{file} is not a file: expected text, a sentence per line")
     if args.action == "learn":
-        learn_from(args.text, args.output, learning_options(args))
+        names = ("vocab_size", "character_coverage", "model_type", "input_sentence_size")
+        learn_from(args.text, args.output, **{name: getattr(args, name) for name in names})
         return
     names = Counter(file.name for file in args.text)
     if twice := [name for name, count in names.items() if count > 1]:
         raise UsageError(f"two files are called {twice[0]}: encode them to folders of their own")
-    encoder = Encoder(load_model(args.model), shards=1, longest=0)
+    model = load_model(args.model)
     with whole_folder(args.output) as folder:
-        lines = encode_files(encoder, args.text, [folder], args.workers)
+        lines = encode_files(model, args.text, [folder], workers=args.workers)
     print(f"{args.output}: {len(args.text)} files, {lines:,} lines", flush=True)
+
+
+def learn(raw: Path, output: Path, **options) -> None:
+    """`learn_from` the files ``train.*`` of ``raw``."""
+    files = sorted(raw.glob("train.*"))
+    if not files:
+        raise UsageError(f"{raw} has no training text (train.eng-xxx.eng and so on)")
+    learn_from(files, output, **options)
+
+
+def learn_from(files: list[Path], output: Path, **options) -> None:
+    """Train a model on files of text; writes ``output/spm.model`` and ``output/dict.txt``.
+
+    ``options`` are sentencepiece's own. Text that is too small for the vocabulary size gives a smaller one.
+
+    Raises:
+        UsageError: there is no text, sentencepiece cannot learn from it, or it takes too much memory.
+    """
+    raw = files[0] if len(files) == 1 else files[0].parent
+    _check_memory(raw, files, options)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            input=[str(file) for file in files],
+            model_writer=model,
+            hard_vocab_limit=False,
+            minloglevel=1,
+            **options,
+        )
+    except RuntimeError as error:
+        raise UsageError(f"sentencepiece cannot learn from {raw}: {error}") from None
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+    # fairseq's format is a piece and its count on each line; the counts matter only for sorting.
+    dictionary = "".join(f"{piece} 1\n" for piece in pieces[_SPECIAL_PIECES:])
+    written = [output / "dict.txt", output / "spm.model"]
+    with whole_files(written, parents=True) as (words, pieces_file):
+        Path(words).write_text(dictionary, "utf-8")
+        Path(pieces_file).write_bytes(model.getvalue())
+    if len(pieces) < options.get("vocab_size", 0):
+        asked = f"{options['vocab_size']:,} that were asked for"
+        report(f"{len(pieces):,} pieces in place of the {asked}: the text has no more")
+    print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
+
+
+def _check_memory(raw: Path, files: list[Path], options: dict) -> None:
+    """Raise UsageError before learning would fill the machine's memory, perhaps after an hour."""
+    memory = machine_memory()
+    size = sum(file.stat().st_size for file in files)
+    needed = _BYTES_PER_BYTE[options.get("model_type", "unigram")]
+    if memory is None or needed * size <= memory:
+        return
+    lines = sum(count_lines(file) for file in files)
+    drawn = min(lines, options.get("input_sentence_size") or lines)
+    if (whole := needed * size * drawn // max(1, lines)) > memory:
+        fitting = 0.8 * drawn * memory / whole
+        digits = 10 ** max(0, len(str(int(fitting))) - 2)
+        raise UsageError(
+            f"learning subwords from {drawn:,} lines of {raw} takes about {whole / 1e9:.1f} GB of memory, "
+            f"and there are {memory / 1e9:.1f} GB: draw fewer with --input-sentence-size "
+            f"{int(fitting) // digits * digits}"
+        )
+
+
+def load_model(path: Path) -> sentencepiece.SentencePieceProcessor:
+    """A sentencepiece model; raises UsageError if the file is none."""
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise UsageError(
+            f"{path} is not a model that the step learn has written: {error}"
+        ) from None
+
+
+def encode(
+    model: Path, raw: Path, output: Path, shards: int = 1, longest: int = 0, workers: int = 1
+) -> None:
+    """Write every file of ``raw`` to ``output`` as pieces, the same for any number of ``workers``.
+
+    With several ``shards``, line ``n`` of a training file goes to ``output/shardI`` with ``I = n % shards``,
+    and other splits go to the first. Of the other splits, lines are cut off after ``longest`` pieces (0:
+    never), and how many were is reported.
+    """
+    loaded = load_model(model)
+    files = sorted(raw.glob("*.*-*.*"))
+    with whole_folder(output, replace=True) as partial:
+        folders = [partial / name for name in shard_names(shards)]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        lines = encode_files(loaded, files, folders, longest, workers)
+    print(f"{output}: {len(files)} files, {lines:,} lines", flush=True)
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """For a chunk: its encoded lines by shard, how many were cut off, and the number of lines.
+
+    Lines are dealt to shards as if the chunk began its file.
+    """
+
+    model: sentencepiece.SentencePieceProcessor
+    shards: int
+    longest: int
+
+    def shards_of(self, file: Path) -> int:
+        return self.shards if _is_training(file) else 1
+
+    def __call__(self, chunk: Chunk) -> tuple[list[bytes], int, int]:
+        longest = 0 if _is_training(chunk.file) else self.longest
+        encoded = self.model.encode(chunk.lines(), out_type=str, num_threads=1)
+        cut = sum(1 for pieces in encoded if len(pieces) > longest) if longest else 0
+        lines = [" ".join(pieces[: longest or None]) + "\n" for pieces in encoded]
+        step = self.shards_of(chunk.file)
+        return ["".join(lines[i::step]).encode() for i in range(step)], cut, len(lines)
+
+
+def _is_training(file: Path) -> bool:
+    return file.name.startswith("train.")
+
+
+def encode_files(
+    model: sentencepiece.SentencePieceProcessor,
+    files: list[Path],
+    folders: list[Path],
+    longest: int = 0,
+    workers: int = 1,
+) -> int:
+    """Write files of the same names to ``folders``, one for each shard; returns the number of lines."""
+    encoder = _Encoder(model, len(folders), longest)
+    parts = {file: list(chunks(file)) for file in files}
+    size = sum(file.stat().st_size for file in files)
+    total = 0
+    with ExitStack() as stack:
+        advance = stack.enter_context(progress("encode", size))
+        each = stack.enter_context(shared(encoder, workers, size))
+        results = each(chunk for file in files for chunk in parts[file])
+        for file in files:
+            line = cuts = 0
+            with ExitStack() as opened:
+                outputs = [
+                    opened.enter_context(open(folder / file.name, "wb"))
+                    for folder in folders[: encoder.shards_of(file)]
+                ]
+                for chunk in parts[file]:
+                    dealt, cut, lines = next(results)
+                    for i, text in enumerate(dealt):
+                        outputs[(line + i) % len(outputs)].write(text)
+                    line, cuts = line + lines, cuts + cut
+                    advance(chunk.size)
+            if cuts:
+                report(f"{cuts} lines of {file} have more than {longest} pieces and are cut off")
+            total += line
+    return total

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from smoe_fairseq.models.transformer import experts_of
-from smoe_fairseq.modules.experts import Placement
+from smoe_fairseq.modules.parallel import Placement
 
 
 def sum_over_replicas(ddp: ModuleType) -> None:

@@ -116,6 +116,8 @@ def _check_criterion(cfg) -> None:
     for flag, needs_it in (
         ("--moe-balance bias", getattr(cfg.model, "moe_balance", "") == "bias"),
         ("--moe-gate relu", getattr(cfg.model, "moe_gate", "") == "relu"),
+        ("--moe-gate threshold", getattr(cfg.model, "moe_gate", "") == "threshold"),
+        ("--moe-gate depths", getattr(cfg.model, "moe_gate", "") == "depths"),
         ("--moe-balance-over update", getattr(cfg.model, "moe_balance_over", "") == "update"),
         ("--smoe-capacity-budget", bool(getattr(cfg.model, "smoe_capacity_budget", 0))),
     ):

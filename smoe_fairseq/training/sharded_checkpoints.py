@@ -24,7 +24,7 @@ from smoe_fairseq.checkpoints.io import (
 )
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import first_block
-from smoe_fairseq.modules.experts import Placement
+from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.training.launch import from_all, from_first, several
 
 

@@ -11,21 +11,15 @@ Shapes: N rows, I inputs, O outputs, E experts.
 """
 
 import functools
-from functools import partial
 from math import inf
 
 import torch
-from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.modules.experts import Experts, PerExpert
-from smoe_fairseq.modules.rows import DispatchPlan
+from smoe_fairseq.translate.packed import pack
 
 INT8_HELP = "compute in 8-bit integers: faster on a CPU, nearly the same translations"
-# Of smaller matrices a product in float32 takes less time than the conversion of its rows (measured).
-MIN_WEIGHTS = 1 << 17
 # oneDNN compiles a kernel for each number of rows, 0.4 ms each: only multiples of this are asked for.
 STEP = 8
 _TINY = torch.finfo(torch.float32).tiny
@@ -98,6 +92,11 @@ class Int8Linear(nn.Module):
         y_NO = self.of_rows(*quantized_rows(x_NI), 0, len(x_NI))
         return y_NO.view(*x.shape[:-1], y_NO.shape[1])
 
+    @staticmethod
+    def prepared(x_NI: Tensor) -> tuple[Tensor, ...]:
+        """What `of_rows` takes of rows, for any of such maps."""
+        return quantized_rows(x_NI)
+
     def of_rows(self, q_NI: Tensor, scale_N1: Tensor, start: int, end: int) -> Tensor:
         """``(end - start, O)`` of some of the rows that `quantized_rows` returns."""
         if start == end:
@@ -107,60 +106,14 @@ class Int8Linear(nn.Module):
         return torch.addcmul(self.bias_O, y_NO[: end - start], scale_N1[start:end])
 
 
-class Int8Experts(PerExpert):
-    """An execution of experts: all rows become int8 at once, then there is a product for each expert."""
-
-    def __init__(self, maps: list[list[Int8Linear]], experts: Experts, *weights: Tensor):
-        super().__init__(experts, *weights)
-        self.maps = maps
-
-    def mix(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan, ends: list[int]) -> Tensor:
-        return plan.weighted_sum(self.compute(plan.take(x_TD), ends), weight_TK)
-
-    def compute(self, x_ND: Tensor, ends: list[int]) -> Tensor:
-        first, second = self.maps
-        h_NF = self.experts.hidden(self._by_expert(first, x_ND, ends))
-        y_ND = self._by_expert(second, h_NF, ends)
-        return torch.cat([y_ND, x_ND.new_zeros(len(x_ND) - len(y_ND), y_ND.shape[1])])
-
-    @staticmethod
-    def _by_expert(maps: list[Int8Linear], x_NI: Tensor, ends: list[int]) -> Tensor:
-        """Each row by the map of its expert; those behind the last end are left out."""
-        rows = quantized_rows(x_NI.float())
-        parts = zip(maps, [0, *ends], ends, strict=False)
-        return torch.cat([each.of_rows(*rows, start, end) for each, start, end in parts])
-
-
-@torch.no_grad()
 def quantize(model: nn.Module, min_weights: int | None = None) -> None:
     """Has a `SMoETransformerModel` compute in int8 from now on; it cannot be trained or saved any more.
 
     Args:
-        min_weights: matrices with fewer stay in float32; None: `MIN_WEIGHTS`.
+        min_weights: as of `pack`.
 
     Raises:
         UsageError: there are no int8 products for this CPU.
     """
     check_int8(next(model.parameters()).device)
-    min_weights = MIN_WEIGHTS if min_weights is None else min_weights
-    for attention in (each for each in model.modules() if isinstance(each, MultiheadAttention)):
-        # fairseq would hand the weights to torch's attention, in place of calling the projections.
-        attention.skip_embed_dim_check = True
-        projections = attention.q_proj, attention.k_proj, attention.v_proj
-        if attention.self_attention and 3 * attention.q_proj.weight.numel() >= min_weights:
-            weight, bias = (
-                torch.cat([getattr(p, n) for p in projections]) for n in ("weight", "bias")
-            )
-            attention.qkv = Int8Linear(weight, bias)  # for a step of the search
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear) and child.weight.numel() >= min_weights:
-                setattr(parent, name, Int8Linear(child.weight, child.bias))
-    for block in moe_blocks(model).values():
-        experts = block.experts
-        if experts.w1[0].numel() >= min_weights:
-            pairs = ((experts.w1, experts.b1), (experts.w2, experts.b2))
-            maps = [[Int8Linear(*each) for each in zip(*pair, strict=True)] for pair in pairs]
-            block.execution = partial(Int8Experts, maps)
-            for name, parameter in experts.named_parameters():
-                setattr(experts, name, nn.Parameter(parameter.new_empty(0), requires_grad=False))
+    pack(model, Int8Linear, min_weights)

@@ -5,9 +5,11 @@ A gate is called with tokens and a mask, and with a label per token where its `a
 """
 
 from smoe_fairseq.modules.gates.base import BaseGate
+from smoe_fairseq.modules.gates.depths import DepthsGate
 from smoe_fairseq.modules.gates.expert_choice import ExpertChoiceGate
 from smoe_fairseq.modules.gates.hashed import HashGate
 from smoe_fairseq.modules.gates.relu import ReLUGate
+from smoe_fairseq.modules.gates.threshold import ThresholdGate
 from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.gates.top_p import TopPGate
 
@@ -18,4 +20,6 @@ GATES = {
     "expert-choice": ExpertChoiceGate,
     "top-p": TopPGate,
     "relu": ReLUGate,
+    "threshold": ThresholdGate,
+    "depths": DepthsGate,
 }

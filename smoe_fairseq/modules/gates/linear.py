@@ -1,6 +1,6 @@
-"""What gates that score their experts share: a linear map without bias, in at least float32.
+"""What gates share: the linear map that scores the experts, and biases of the scores.
 
-Shapes: T tokens, D embedding, E experts that the gate sees.
+Shapes: T tokens, D embedding, E experts that the gate sees, M free experts behind them.
 """
 
 import math
@@ -11,12 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.routing import Routing, rank_within_expert
+from smoe_fairseq.modules.routing import Capacity, Routing, rank_within_expert
 from smoe_fairseq.modules.torch_features import without_autocast
 
 
 class LinearGate(nn.Module):
-    """Scores ``num_experts`` experts by ``W x`` (paper, equation 1).
+    """Scores ``num_experts`` experts by ``W x`` (the logits of the paper's eq. 2); the base of most gates.
+
+    A gate has the attributes below, the class method `of_config`, ``top_k`` (most experts of a token),
+    ``expected_choices`` (experts per token when all are equally likely), and
+    ``forward(x_TD, active_T=None)``, which routes the tokens that ``active_T`` marks (None: all) and returns
+    a `Routing`.
 
     Args:
         embed_dim: D.
@@ -24,14 +29,12 @@ class LinearGate(nn.Module):
         init_scale: of the initial weights, over those of ``nn.Linear``.
     """
 
-    asks_for: str | None = (
-        None  # beside tokens and mask, of each token: nothing, its "id" or "sentence"
-    )
-    learns_number: bool = False  # how many experts a token has, on average
-    of_one_stratum: bool = False  # whether it can only be the gate of a single stratum
+    asks_for: str | None = None  # a label per token that `forward` takes: its "id" or "sentence"
+    learns_number: bool = False  # whether the mean number of experts per token is learnt
+    of_one_stratum: bool = False  # whether it goes with a single stratum alone
     has_balance_loss: bool = False
-    observes: int = 0  # numbers of a `Routing` that `update` takes
-    observes_together = False  # whether all gates of a model take the sum of what they observe
+    observes: int = 0  # how many numbers of a `Routing` `update` takes; 0: it does nothing
+    observes_together: bool = False  # whether all gates of a model take the sum of these numbers
 
     def update(self, observed_N: Tensor) -> None:
         """Once per optimizer step, with the sum of its routings' ``observed_N``, where it `observes`."""
@@ -78,11 +81,6 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def all_active(x_TD: Tensor) -> Tensor:
     """The mask ``(T,)`` where none is given."""
     return x_TD.new_ones(x_TD.shape[0], dtype=torch.bool)
-
-
-# A knob for evaluation: fewer stops, or more, of a model as it is.
-#
-# Shapes: T tokens, E experts that the gate sees, M null experts behind them.
 
 
 _MOST = 1e4  # exp(-1e4) is 0; logits moved by it keep their order among themselves
@@ -141,9 +139,36 @@ def exit_bias(model: nn.Module, bias: float) -> Iterator[None]:
             each.bias = value
 
 
-# The routing of gates that give each token one expert and limit none.
+class ExpertBias(nn.Module):
+    """Added to the scores of a gate's experts when it selects, not when it weighs (Wang et al. 2024).
+
+    After each update the experts with less than the mean number of copies go up by ``step``, those with more
+    go down. What is kept is how many steps each has made, in whole numbers: they stay exact in a model of
+    half precision, and the same in all processes.
+    """
+
+    def __init__(self, num_experts: int, step: float = 1e-3):
+        super().__init__()
+        self.step = step
+        self.register_buffer("steps", torch.zeros(num_experts, dtype=torch.long))
+
+    def value(self) -> Tensor:
+        """``(E,)``, float32, with mean 0."""
+        steps_E = self.steps.float()
+        return self.step * (steps_E - steps_E.mean())
+
+    def forward(self, probs_TE: Tensor) -> Tensor:
+        return probs_TE + self.value()
+
+    def update(self, asked_E: Tensor) -> None:
+        """Once per update, with the copies ``(E,)`` that asked for each expert in all of its batches."""
+        asked_E = asked_E.to(self.steps)
+        self.steps += (asked_E.sum() - asked_E * len(asked_E)).sign()
+
+
+# The routing of gates that give each token one expert, and of those that give any number.
 #
-# Shapes: T tokens, E experts; K is 1.
+# Shapes: T tokens, E experts; K is 1, or E.
 
 
 def route_to_one(
@@ -153,7 +178,7 @@ def route_to_one(
     probs_TE: Tensor,
     logits_TE: Tensor | None = None,
 ) -> Routing:
-    """Each token that is active goes to its expert, with its weight."""
+    """The routing of a gate that gives each token one expert and limits none; K is 1."""
     num_experts = probs_TE.shape[1]
     active_T1 = active_T.unsqueeze(1)
     asked_T1 = expert_T.masked_fill(~active_T, num_experts).unsqueeze(1)
@@ -170,4 +195,39 @@ def route_to_one(
         asked_TK=asked_T1,
         chosen_TK=active_T1,
         kept_TK=active_T1,
+    )
+
+
+def route_to_several(
+    choice_TE: Tensor,
+    weight_TE: Tensor,
+    chosen_TE: Tensor,
+    active_T: Tensor,
+    logits_TE: Tensor,
+    capacity: Capacity,
+) -> Routing:
+    """The routing of a gate that gives each token any number of experts; K is E.
+
+    Args:
+        choice_TE: the experts of each token, the best first, with their ``weight_TE``.
+        chosen_TE: of these, those that the token goes to.
+        logits_TE: their softmax are the probabilities, and the highest one is the first choice.
+    """
+    num_experts = logits_TE.shape[1]
+    probs_TE = logits_TE.softmax(dim=-1)
+    asked_TE = choice_TE.masked_fill(~chosen_TE, num_experts)
+    places = capacity(asked_TE, probs_TE, active_T.sum())
+    kept_TE = chosen_TE & places.kept_TK
+    return Routing(
+        expert_TK=choice_TE.masked_fill(~kept_TE, num_experts),
+        weight_TK=weight_TE * kept_TE,
+        rank_TK=places.rank_TK,
+        kept_E=places.kept_E,
+        first_choice_T=logits_TE.argmax(1),
+        active_T=active_T,
+        logits_TE=logits_TE,
+        probs_TE=probs_TE,
+        asked_TK=asked_TE,
+        chosen_TK=chosen_TE,
+        kept_TK=kept_TE,
     )

@@ -6,7 +6,7 @@ Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
 import torch
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active
+from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active, route_to_several
 from smoe_fairseq.modules.routing import Capacity, Routing
 
 
@@ -30,7 +30,6 @@ class ReLUGate(LinearGate):
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        """As of `LinearGate`."""
         return cls(
             embed_dim,
             num_experts,
@@ -58,39 +57,23 @@ class ReLUGate(LinearGate):
 
     @property
     def expected_choices(self) -> float:
-        """As of `TopKGate`, once the loss has brought them to the goal; new gates take half of E."""
+        """Experts per token once the loss holds them at the goal; new gates take half of E."""
         return float(self.goal)
 
     def update(self, observed_N: Tensor) -> None:
-        """As of `LinearGate`, with copies and the tokens that they are of."""
+        """With the numbers of copies and of the tokens that chose them."""
         copies, tokens = observed_N.unbind()
         self.coefficient.update(copies - self.goal * tokens)
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
-        """As of `TopKGate`."""
         if active_T is None:
             active_T = all_active(x_TD)
         logits_TE = self.logits(x_TD)
         weight_TE, choice_TE = logits_TE.relu().sort(dim=1, descending=True, stable=True)
         chosen_TE = (weight_TE > 0) & active_T.unsqueeze(1)
         logits_TE = self.exit_bias(logits_TE)
-        probs_TE = logits_TE.softmax(dim=-1)
-
-        asked_TE = choice_TE.masked_fill(~chosen_TE, self.num_experts)
-        places = self.capacity(asked_TE, probs_TE, active_T.sum())
-        kept_TE = chosen_TE & places.kept_TK
-        routing = Routing(
-            expert_TK=choice_TE.masked_fill(~kept_TE, self.num_experts),
-            weight_TK=weight_TE * kept_TE,
-            rank_TK=places.rank_TK,
-            kept_E=places.kept_E,
-            first_choice_T=logits_TE.argmax(1),
-            active_T=active_T,
-            logits_TE=logits_TE,
-            probs_TE=probs_TE,
-            asked_TK=asked_TE,
-            chosen_TK=chosen_TE,
-            kept_TK=kept_TE,
+        routing = route_to_several(
+            choice_TE, weight_TE, chosen_TE, active_T, logits_TE, self.capacity
         )
         share_E = routing.asked_E / routing.num_tokens
         busy_TE = share_E[choice_TE] * weight_TE * chosen_TE

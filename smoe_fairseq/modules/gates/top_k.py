@@ -7,9 +7,9 @@ experts behind these, K choices per token.
 import torch
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.balance import ExpertBias
 from smoe_fairseq.modules.gates.linear import (
     ExitBias,
+    ExpertBias,
     LinearGate,
     all_active,
     draw_as_linear,
@@ -23,7 +23,7 @@ SCORES = ("softmax", "sigmoid")
 
 
 class TopKGate(LinearGate):
-    """Top-k gate over ``num_experts`` experts, without bias (paper, equations 1 and 2).
+    """Top-k gate over ``num_experts`` experts, without bias (paper, eq. 2 and 5).
 
     Args:
         embed_dim: D.
@@ -39,7 +39,7 @@ class TopKGate(LinearGate):
         init_scale: of the initial weights, over those of ``nn.Linear``.
         null_experts: M that answer 0 and take no capacity, chosen like the others (AdaMoE, Zeng et al.
             2024). They have no weight in a normalised sum and no stratum: the first choice is of the others.
-        simple_experts: S, the same but that their weights count: see `SimpleExperts` (branches.py).
+        simple_experts: S, the same but that their weights count: see `SimpleExperts` in branches.py.
         scores: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3, 2024). The probabilities of
             the routing, and so of the balance loss, sum to 1 either way.
         bias: added to the scores for the selection alone, see `ExpertBias`.
@@ -50,7 +50,6 @@ class TopKGate(LinearGate):
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        """As of `LinearGate`."""
         return cls(
             embed_dim,
             num_experts,
@@ -105,16 +104,14 @@ class TopKGate(LinearGate):
 
     @property
     def observes(self) -> int:
-        """As of `LinearGate`: choices of each expert, for the bias."""
+        """Choices of each expert, for the bias."""
         return self.num_experts if self.bias is not None else 0
 
     def update(self, observed_N: Tensor) -> None:
-        """As of `LinearGate`."""
         self.bias.update(observed_N)
 
     @property
     def learns_number(self) -> bool:
-        """As of `LinearGate`."""
         return self.free_experts > 0
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
@@ -123,7 +120,7 @@ class TopKGate(LinearGate):
             active_T = all_active(x_TD)
         num_experts = self.num_experts
         logits_TE = self.exit_bias(self.logits(x_TD))
-        score_TE = probs_TE = logits_TE.softmax(dim=-1)
+        score_TE = probs_TE = logits_TE.softmax(dim=-1)  # G (paper, eq. 2 and 5)
         if self.scores == "sigmoid":
             score_TE = logits_TE.sigmoid()
             least = torch.finfo(score_TE.dtype).tiny

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active
+from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active, route_to_several
 from smoe_fairseq.modules.routing import Capacity, Routing
 
 
@@ -28,7 +28,6 @@ class TopPGate(LinearGate):
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        """As of `LinearGate`."""
         return cls(
             embed_dim,
             num_experts,
@@ -55,11 +54,10 @@ class TopPGate(LinearGate):
 
     @property
     def expected_choices(self) -> float:
-        """As of `TopKGate`, where each probability is ``1 / E``."""
+        """Experts per token when each probability is ``1 / E``."""
         return min(self.num_experts, math.ceil(round(self.p * self.num_experts, 9)))
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
-        """As of `TopKGate`."""
         if active_T is None:
             active_T = all_active(x_TD)
         logits_TE = self.exit_bias(self.logits(x_TD))
@@ -68,20 +66,8 @@ class TopPGate(LinearGate):
         # What the better ones sum to; nothing before the first, which is always taken.
         before_TE = torch.cat([sorted_TE.new_zeros(len(x_TD), 1), sorted_TE.cumsum(1)[:, :-1]], 1)
         chosen_TE = (before_TE < self.p) & active_T.unsqueeze(1)
-
-        asked_TE = choice_TE.masked_fill(~chosen_TE, self.num_experts)
-        places = self.capacity(asked_TE, probs_TE, active_T.sum())
-        kept_TE = chosen_TE & places.kept_TK
-        return Routing(
-            expert_TK=choice_TE.masked_fill(~kept_TE, self.num_experts),
-            weight_TK=probs_TE.gather(1, choice_TE) * kept_TE,
-            rank_TK=places.rank_TK,
-            kept_E=places.kept_E,
-            first_choice_T=choice_TE[:, 0],
-            active_T=active_T,
-            logits_TE=logits_TE,
-            probs_TE=probs_TE,
-            asked_TK=asked_TE,
-            chosen_TK=chosen_TE,
-            kept_TK=kept_TE,
+        weight_TE = probs_TE.gather(1, choice_TE)
+        routing = route_to_several(
+            choice_TE, weight_TE, chosen_TE, active_T, logits_TE, self.capacity
         )
+        return routing._replace(first_choice_T=choice_TE[:, 0])

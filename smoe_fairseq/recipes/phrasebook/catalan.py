@@ -2,7 +2,6 @@
 
 import re
 
-from smoe_fairseq.recipes.phrasebook.joining import sentence, words
 from smoe_fairseq.recipes.phrasebook.lexicon import (
     ADJECTIVES,
     NAMES,
@@ -11,7 +10,15 @@ from smoe_fairseq.recipes.phrasebook.lexicon import (
     TIMES,
     VERBS,
 )
-from smoe_fairseq.recipes.phrasebook.meaning import PRONOUNS, Clause, Pair, Person, Thing
+from smoe_fairseq.recipes.phrasebook.meaning import (
+    PRONOUNS,
+    Clause,
+    Pair,
+    Person,
+    Thing,
+    sentence,
+    words,
+)
 
 # Forms by person: first, second and third singular, first and third plural.
 _PERSONS = {"I": 0, "you": 1, "we": 3, "they": 4}

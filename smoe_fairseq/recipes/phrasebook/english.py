@@ -1,8 +1,15 @@
 """English: auxiliaries, do-support in negation and questions, plural demonstratives."""
 
-from smoe_fairseq.recipes.phrasebook.joining import sentence, words
 from smoe_fairseq.recipes.phrasebook.lexicon import ADJECTIVES, NOUNS, PLACES, TIMES, VERBS
-from smoe_fairseq.recipes.phrasebook.meaning import PRONOUNS, Clause, Pair, Person, Thing
+from smoe_fairseq.recipes.phrasebook.meaning import (
+    PRONOUNS,
+    Clause,
+    Pair,
+    Person,
+    Thing,
+    sentence,
+    words,
+)
 
 _NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five"}
 _OWNERS = {"I": "my", "you": "your", "we": "our", "they": "their"}

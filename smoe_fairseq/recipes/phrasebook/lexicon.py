@@ -1,10 +1,302 @@
-"""Names, adjectives, places and times, one row each, and the door to the whole lexicon."""
+"""The lexicon: nouns, verbs, names, adjectives, places and times, one row each, in all languages.
 
-from smoe_fairseq.recipes.phrasebook.entries import Adjective, Name, Place, Time, read
-from smoe_fairseq.recipes.phrasebook.nouns import NOUNS
-from smoe_fairseq.recipes.phrasebook.verbs import VERBS
+A table is text with one concept per line and columns between white space, so that the languages
+can be compared at a glance. ``_`` stands for a space within a column, ``-`` for nothing.
+"""
 
-__all__ = ["ADJECTIVES", "NAMES", "NOUNS", "PLACES", "TIMES", "VERBS"]
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Noun:
+    english: str
+    english_plural: str | None
+    sotho: str
+    sotho_plural: str | None
+    sotho_class: str
+    sotho_plural_class: str | None
+    malay: str
+    classifier: str | None
+    tagalog: str
+    catalan: str
+    catalan_plural: str | None
+    gender: str
+    kinds: str
+
+    @property
+    def counted(self) -> bool:
+        return self.english_plural is not None
+
+
+@dataclass(frozen=True)
+class Verb:
+    english: str
+    english_past: str
+    english_ing: str
+    sotho: str
+    sotho_past: str
+    malay: str
+    subjects: str
+    objects: str | None
+    tagalog_past: str
+    tagalog_present: str
+    tagalog_future: str
+    tagalog_infinitive: str
+    catalan: str
+    catalan_present: str
+
+    @property
+    def transitive(self) -> bool:
+        return self.objects is not None
+
+
+@dataclass(frozen=True)
+class Adjective:
+    english: str
+    sotho: str
+    sotho_nasal: str | None
+    malay: str
+    tagalog: str
+    catalan: str
+    kinds: str
+
+
+@dataclass(frozen=True)
+class Name:
+    english: str
+    gender: str
+
+
+@dataclass(frozen=True)
+class Place:
+    key: str
+    english: str
+    sotho: str
+    malay: str
+    tagalog: str
+    preposition: str
+    catalan: str
+    gender: str
+
+
+@dataclass(frozen=True)
+class Time:
+    english: str
+    sotho: str
+    malay: str
+    tagalog: str
+    catalan: str
+    tense: str
+
+
+def read(table: str, row: type) -> dict:
+    """The rows of a table by their first column, in order; a malformed one is a `ValueError`."""
+    rows = {}
+    for line in filter(str.strip, table.splitlines()):
+        cells = [None if c == "-" else c.replace("_", " ") for c in line.split()]
+        if len(cells) != len(fields(row)) or cells[0] in rows:
+            raise ValueError(f"not one new {row.__name__} of {len(fields(row))} columns: {line}")
+        rows[cells[0]] = row(*cells)
+    return rows
+
+
+# Nouns, one row each.
+#
+# Columns: English singular and plural (``-``: not counted); Northern Sotho singular and plural with
+# their noun classes; Malay word and classifier; Tagalog; Catalan singular, plural and gender; kinds.
+
+_PEOPLE_AND_ANIMALS = """
+teacher teachers    morutiši barutiši 1 2   guru orang      guro       mestre mestres m     person
+child children      ngwana bana 1 2         budak orang     bata       nen nens m           person
+man men             monna banna 1 2         lelaki orang    lalaki     home homes m         person
+woman women         mosadi basadi 1 2       perempuan orang babae      dona dones f         person
+student students    moithuti baithuti 1 2   pelajar orang   estudyante alumne alumnes m     person
+friend friends      mogwera bagwera 1 2     kawan orang     kaibigan   amic amics m         person
+doctor doctors      ngaka dingaka 9 10      doktor orang    doktor     metge metges m       person
+farmer farmers      molemi balemi 1 2       petani orang    magsasaka  pagès pagesos m      person
+worker workers      mošomi bašomi 1 2       pekerja orang   manggagawa obrer obrers m       person
+guest guests        moeng baeng 1 2         tetamu orang    bisita     convidat convidats m person
+policeman policemen lephodisa maphodisa 5 6 polis orang     pulis      policia policies m   person
+king kings          kgoši dikgoši 9 10      raja orang      hari       rei reis m           person
+dog dogs            mpša dimpša 9 10        anjing ekor     aso        gos gossos m         animal
+cat cats            katse dikatse 9 10      kucing ekor     pusa       gat gats m           animal
+cow cows            kgomo dikgomo 9 10      lembu ekor      baka       vaca vaques f        animal
+goat goats          pudi dipudi 9 10        kambing ekor    kambing    cabra cabres f       animal
+horse horses        pere dipere 9 10        kuda ekor       kabayo     cavall cavalls m     animal
+chicken chickens    kgogo dikgogo 9 10      ayam ekor       manok      gallina gallines f   animal
+bird birds          nonyana dinonyana 9 10  burung ekor     ibon       ocell ocells m       animal
+pig pigs            kolobe dikolobe 9 10    babi ekor       baboy      porc porcs m         animal
+elephant elephants  tlou ditlou 9 10        gajah ekor      elepante   elefant elefants m   animal
+"""
+
+_FOOD = """
+bread -        borotho - 14 -       roti -      tinapay  pa - m           food
+meat -         nama - 9 -           daging -    karne    carn - f         food
+cheese -       tšhese - 9 -         keju -      keso     formatge - m     food
+fish -         hlapi - 9 -          ikan -      isda     peix - m         food
+egg eggs       lee mae 5 6          telur biji  itlog    ou ous m         food
+apple apples   apola diapola 9 10   epal biji   mansanas poma pomes f     food,fruit
+banana bananas panana dipanana 9 10 pisang biji saging   plàtan plàtans m food,fruit
+water -        meetse - 6 -         air -       tubig    aigua - f        drink
+milk -         maswi - 6 -          susu -      gatas    llet - f         drink
+tea -          teye - 9 -           teh -       tsaa     te - m           drink
+"""
+
+_THINGS = """
+book books       puku dipuku 9 10          buku buah     libro    llibre llibres m     thing,text
+letter letters   lengwalo mangwalo 5 6     surat pucuk   liham    carta cartes f       thing,text
+chair chairs     setulo ditulo 7 8         kerusi buah   silya    cadira cadires f     thing,solid
+table tables     tafola ditafola 9 10      meja buah     mesa     taula taules f       thing,solid
+car cars         koloi dikoloi 9 10        kereta buah   kotse    cotxe cotxes m       thing,solid
+house houses     ntlo dintlo 9 10          rumah buah    bahay    casa cases f         building
+door doors       lebati mabati 5 6         pintu buah    pinto    porta portes f       opening
+window windows   lefasetere mafasetere 5 6 tingkap buah  bintana  finestra finestres f opening
+box boxes        lepokisi mapokisi 5 6     kotak buah    kahon    caixa caixes f       thing,opening
+bag bags         mokotla mekotla 3 4       beg buah      bag      bossa bosses f       thing,opening
+hat hats         kefa dikefa 9 10          topi buah     sumbrero barret barrets m     thing
+shirt shirts     hempe dihempe 9 10        baju helai    kamisa   camisa camises f     thing
+cup cups         komiki dikomiki 9 10      cawan buah    tasa     tassa tasses f       thing,fragile
+spoon spoons     lehwana mahwana 5 6       sudu batang   kutsara  cullera culleres f   thing
+knife knives     thipa dithipa 9 10        pisau bilah   kutsilyo ganivet ganivets m   thing
+key keys         senotlelo dinotlelo 7 8   kunci batang  susi     clau claus f         thing
+picture pictures seswantšho diswantšho 7 8 gambar keping larawan  quadre quadres m     thing
+tree trees       mohlare mehlare 3 4       pokok batang  puno     arbre arbres m       plant
+flower flowers   letšoba matšoba 5 6       bunga kuntum  bulaklak flor flors f         plant
+"""
+
+NOUNS: dict[str, Noun] = read(_PEOPLE_AND_ANIMALS + _FOOD + _THINGS, Noun)
+
+# Verbs, one row each.
+#
+# Columns: English base, past and -ing form; Northern Sotho present and perfect; Malay; kinds of
+# subjects and of objects (``*``: all, ``-``: intransitive). On the second line: Tagalog completed,
+# incompleted and contemplated aspect and infinitive. On the third: Catalan infinitive and present
+# tense (first, second and third person singular, first and third person plural).
+#
+# Tagalog forms focus on the object where there is one, because a definite object has to be the topic
+# of its sentence, and on the actor otherwise.
+
+_WITH_OBJECT = """
+read read reading  bala badile  membaca  person text \
+    binasa binabasa babasahin basahin \
+    llegir llegeixo,llegeixes,llegeix,llegim,llegeixen
+write wrote writing  ngwala ngwadile  menulis  person text \
+    isinulat isinusulat isusulat isulat \
+    escriure escric,escrius,escriu,escrivim,escriuen
+buy bought buying  reka rekile  membeli  person thing,food,drink,animal \
+    binili binibili bibilhin bilhin \
+    comprar compro,compres,compra,comprem,compren
+sell sold selling  rekiša rekišitše  menjual  person thing,food,drink,animal \
+    ibinenta ibinebenta ibebenta ibenta \
+    vendre venc,vens,ven,venem,venen
+carry carried carrying  rwala rwele  membawa  person thing,food,drink \
+    binuhat binubuhat bubuhatin buhatin \
+    portar porto,portes,porta,portem,porten
+eat ate eating  ja jele  makan  person,animal food \
+    kinain kinakain kakainin kainin \
+    menjar menjo,menges,menja,mengem,mengen
+drink drank drinking  nwa nwele  minum  person,animal drink \
+    ininom iniinom iinumin inumin \
+    beure bec,beus,beu,bevem,beuen
+cook cooked cooking  apea apeile  memasak  person food \
+    niluto niluluto lulutuin lutuin \
+    cuinar cuino,cuines,cuina,cuinem,cuinen
+look_at looked_at looking_at  lebelela lebeletše  melihat  person,animal * \
+    tiningnan tinitingnan titingnan tingnan \
+    mirar miro,mires,mira,mirem,miren
+clean cleaned cleaning  hlwekiša hlwekišitše  membersihkan  person thing,opening,building \
+    nilinis nililinis lilinisin linisin \
+    netejar netejo,neteges,neteja,netegem,netegen
+open opened opening  bula butše  membuka  person opening \
+    binuksan binubuksan bubuksan buksan \
+    obrir obro,obres,obre,obrim,obren
+close closed closing  tswalela tswaletše  menutup  person opening \
+    isinara isinasara isasara isara \
+    tancar tanco,tanques,tanca,tanquem,tanquen
+hide hid hiding  fihla fihlile  menyembunyikan  person thing,food \
+    itinago itinatago itatago itago \
+    amagar amago,amagues,amaga,amaguem,amaguen
+break broke breaking  pšhatla pšhatlile  memecahkan  person fragile \
+    binasag binabasag babasagin basagin \
+    trencar trenco,trenques,trenca,trenquem,trenquen
+build built building  aga agile  membina  person building \
+    itinayo itinatayo itatayo itayo \
+    construir construeixo,construeixes,construeix,construïm,construeixen
+draw drew drawing  thala thadile  melukis  person person,animal,thing,building,plant \
+    iginuhit iginuguhit iguguhit iguhit \
+    dibuixar dibuixo,dibuixes,dibuixa,dibuixem,dibuixen
+paint painted painting  penta pentile  mengecat  person solid,opening,building \
+    pininturahan pinipinturahan pipinturahan pinturahan \
+    pintar pinto,pintes,pinta,pintem,pinten
+repair repaired repairing  lokiša lokišitše  membaiki  person solid,opening,building \
+    inayos inaayos aayusin ayusin \
+    reparar reparo,repares,repara,reparem,reparen
+call called calling  bitša biditše  memanggil  person person,animal \
+    tinawag tinatawag tatawagin tawagin \
+    cridar crido,crides,crida,cridem,criden
+help helped helping  thuša thušitše  membantu  person person,animal \
+    tinulungan tinutulungan tutulungan tulungan \
+    ajudar ajudo,ajudes,ajuda,ajudem,ajuden
+visit visited visiting  etela etetše  melawat  person person \
+    binisita binibisita bibisitahin bisitahin \
+    visitar visito,visites,visita,visitem,visiten
+wait_for waited_for waiting_for  emela emetše  menunggu  person,animal person \
+    hinintay hinihintay hihintayin hintayin \
+    esperar espero,esperes,espera,esperem,esperen
+greet greeted greeting  dumediša dumedišitše  menyapa  person person \
+    binati binabati babatiin batiin \
+    saludar saludo,saludes,saluda,saludem,saluden
+follow followed following  latela latetše  mengikuti  person,animal person,animal \
+    sinundan sinusundan susundan sundan \
+    seguir segueixo,segueixes,segueix,seguim,segueixen
+feed fed feeding  fepa fepile  memberi_makan  person animal \
+    pinakain pinapakain papakainin pakainin \
+    alimentar alimento,alimentes,alimenta,alimentem,alimenten
+"""
+
+_WITHOUT_OBJECT = """
+sleep slept sleeping  robala robetše  tidur  person,animal - \
+    natulog natutulog matutulog matulog \
+    dormir dormo,dorms,dorm,dormim,dormen
+work worked working  šoma šomile  bekerja  person - \
+    nagtrabaho nagtatrabaho magtatrabaho magtrabaho \
+    treballar treballo,treballes,treballa,treballem,treballen
+dance danced dancing  bina binne  menari  person - \
+    sumayaw sumasayaw sasayaw sumayaw \
+    ballar ballo,balles,balla,ballem,ballen
+sing sang singing  opela opetše  menyanyi  person - \
+    kumanta kumakanta kakanta kumanta \
+    cantar canto,cantes,canta,cantem,canten
+run ran running  kitima kitimile  berlari  person,animal - \
+    tumakbo tumatakbo tatakbo tumakbo \
+    córrer corro,corres,corre,correm,corren
+walk walked walking  sepela sepetše  berjalan  person,animal - \
+    naglakad naglalakad maglalakad maglakad \
+    caminar camino,camines,camina,caminem,caminen
+cry cried crying  lla llile  menangis  person - \
+    umiyak umiiyak iiyak umiyak \
+    plorar ploro,plores,plora,plorem,ploren
+laugh laughed laughing  sega segile  ketawa  person - \
+    tumawa tumatawa tatawa tumawa \
+    riure ric,rius,riu,riem,riuen
+play played playing  raloka ralokile  bermain  person,animal - \
+    naglaro naglalaro maglalaro maglaro \
+    jugar jugo,jugues,juga,juguem,juguen
+rest rested resting  khutša khuditše  berehat  person,animal - \
+    nagpahinga nagpapahinga magpapahinga magpahinga \
+    descansar descanso,descanses,descansa,descansem,descansen
+swim swam swimming  rutha ruthile  berenang  person - \
+    lumangoy lumalangoy lalangoy lumangoy \
+    nedar nedo,nedes,neda,nedem,neden
+speak spoke speaking  bolela boletše  bercakap  person - \
+    nagsalita nagsasalita magsasalita magsalita \
+    parlar parlo,parles,parla,parlem,parlen
+study studied studying  ithuta ithutile  belajar  person - \
+    nag-aral nag-aaral mag-aaral mag-aral \
+    estudiar estudio,estudies,estudia,estudiem,estudien
+"""
+
+VERBS: dict[str, Verb] = read(_WITH_OBJECT + _WITHOUT_OBJECT, Verb)
 
 NAMES: dict[str, Name] = read(  # English, grammatical gender
     """

@@ -1,8 +1,7 @@
 """Malay: no inflection, markers of tense before the verb, modifiers after the noun, classifiers."""
 
-from smoe_fairseq.recipes.phrasebook.joining import sentence, words
 from smoe_fairseq.recipes.phrasebook.lexicon import ADJECTIVES, NOUNS, PLACES, TIMES, VERBS
-from smoe_fairseq.recipes.phrasebook.meaning import Clause, Pair, Person, Thing
+from smoe_fairseq.recipes.phrasebook.meaning import Clause, Pair, Person, Thing, sentence, words
 
 _PRONOUNS = {"I": "saya", "you": "kamu", "we": "kami", "they": "mereka"}
 _NUMBERS = {2: "dua", 3: "tiga", 4: "empat", 5: "lima"}

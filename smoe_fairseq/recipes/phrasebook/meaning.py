@@ -1,5 +1,6 @@
 """What a sentence says, independent of any language; the renderers put it into words."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,3 +73,18 @@ class Pair:
     first: Clause
     second: Clause
     link: Literal["and", "because", "but"] = "and"
+
+
+def words(*parts: str | None) -> str:
+    """The given parts between single spaces, without the empty ones."""
+    return " ".join(part for part in parts if part)
+
+
+def sentence(meaning: Clause | Pair, clause: Callable[[Clause], str], links: dict[str, str]) -> str:
+    """A clause, or two joined by ``links[link]``, as a sentence."""
+    if isinstance(meaning, Pair):
+        text = clause(meaning.first) + links[meaning.link] + clause(meaning.second)
+    else:
+        text = clause(meaning)
+    question = isinstance(meaning, Clause) and meaning.question
+    return f"{text[0].upper()}{text[1:]}{'?' if question else '.'}"

@@ -1,8 +1,7 @@
 """Northern Sotho: noun classes, with which verbs, adjectives and demonstratives agree."""
 
-from smoe_fairseq.recipes.phrasebook.joining import sentence, words
 from smoe_fairseq.recipes.phrasebook.lexicon import ADJECTIVES, NOUNS, PLACES, TIMES, VERBS
-from smoe_fairseq.recipes.phrasebook.meaning import Clause, Pair, Person, Thing
+from smoe_fairseq.recipes.phrasebook.meaning import Clause, Pair, Person, Thing, sentence, words
 
 # Of each noun class or pronoun: subject concord; the one after "ga" in the negative present; the
 # one of the negative past.

@@ -1,8 +1,15 @@
 """Tagalog: verb first, marked noun phrases, linkers, and pronouns and "ba" in second position."""
 
-from smoe_fairseq.recipes.phrasebook.joining import sentence, words
 from smoe_fairseq.recipes.phrasebook.lexicon import ADJECTIVES, NOUNS, PLACES, TIMES, VERBS
-from smoe_fairseq.recipes.phrasebook.meaning import PRONOUNS, Clause, Pair, Person, Thing
+from smoe_fairseq.recipes.phrasebook.meaning import (
+    PRONOUNS,
+    Clause,
+    Pair,
+    Person,
+    Thing,
+    sentence,
+    words,
+)
 
 _TOPICS = {"I": "ako", "you": "ka", "we": "kami", "they": "sila"}
 _ACTORS = {"I": "ko", "you": "mo", "we": "namin", "they": "nila"}

@@ -7,9 +7,9 @@ const part = (id) => document.getElementById(id);
 const ALL = "all";
 const LONG_CODES = { eng: "en", deu: "de", ger: "de", fra: "fr", fre: "fr" };
 const EXAMPLES = {
-  en: ["Your strong friend will walk under the tree.", "A man in a blue shirt is standing on a ladder."],
-  de: ["Zwei Kinder spielen im Garten.", "Ein Mann in einem blauen Hemd steht auf einer Leiter."],
-  fr: ["Deux enfants jouent dans le jardin.", "Un homme en chemise bleue est debout sur une échelle."],
+  en: ["Your strong friend will walk under the tree.", "Her two old dogs sleep beside the warm stove."],
+  de: ["Zwei Kinder spielen im Garten.", "Ihre zwei alten Hunde schlafen neben dem warmen Ofen."],
+  fr: ["Deux enfants jouent dans le jardin.", "Ses deux vieux chiens dorment près du poêle."],
 };
 let model; // what GET /languages says
 let result = null; // the last answer

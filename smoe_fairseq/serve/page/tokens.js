@@ -3,6 +3,7 @@
 const LEVELS = 5;
 const WORD_BEGINS = "\u2581"; // as sentencepiece marks it
 const THIN_SPACE = "\u2009"; // as it is shown
+const OPEN_BOX = "\u2423"; // where a token is nothing else
 
 export function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
@@ -34,11 +35,11 @@ export function shortNumber(value) {
 }
 
 export function piece(token) {
-  return token.replaceAll(WORD_BEGINS, THIN_SPACE).trim() || THIN_SPACE;
+  return token.replaceAll(WORD_BEGINS, THIN_SPACE).trim() || OPEN_BOX;
 }
 
 function spoken(token) {
-  return piece(token).trim() || "space";
+  return piece(token) === OPEN_BOX ? "space" : piece(token);
 }
 
 // A row of one side's tokens: one stop of the tab key, arrows go along it. `chosen(index, why)` is called when

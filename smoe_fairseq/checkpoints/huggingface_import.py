@@ -1,0 +1,241 @@
+"""``smoe import``: folders of transformers, of ``smoe export --to huggingface`` or in NLLB-MoE's layout.
+
+They are read without transformers.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from fairseq import options as fairseq_options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from smoe_fairseq.checkpoints.average import check_plain
+from smoe_fairseq.checkpoints.model import SIDES, plain_config, target_model
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.options import SMoETransformerConfig
+
+OURS, NLLB = "smoe_transformer", "nllb-moe"  # config.json's model_type
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_SUBWORDS = "spm.model"
+_CRITERION = "smoe_label_smoothed_cross_entropy"
+_LOSS_WEIGHTS = {"aux": "gate", "z": "z", "entropy": "entropy"}  # their names and the criterion's
+
+
+def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
+    """A checkpoint of ``smoe_transformer``, and the files of its text that belong beside it.
+
+    Of NLLB-MoE's layout there are no such files: its tokenizer is not taken over.
+
+    Raises:
+        UsageError: a file is missing or damaged, or the folder holds another model.
+    """
+    config = _json(folder / _CONFIG)
+    kind = config.get("model_type")
+    if kind not in (OURS, NLLB):
+        raise UsageError(
+            f"{folder / _CONFIG} is of a model_type {kind}; expected {OURS}, as smoe export --to "
+            f"huggingface writes it, or {NLLB}"
+        )
+    weights = _tensors(folder)
+    check_plain(folder, weights)
+    if kind == NLLB:
+        options, weights = _of_nllb(folder, config, weights)
+        text, task = {}, ["--task", "translation", "-s", "src", "-t", "tgt"]
+    else:
+        options = SMoETransformerConfig.among(config)
+        # The table of a hash gate is among the weights; a balanced one takes counts, which are lost.
+        options["moe_hash_table"] = "random"
+        text, task = _text(folder)
+    return _checkpoint(folder, options, config, weights, task), text
+
+
+def _json(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{file} is missing: expected a folder of smoe export --to huggingface, or of NLLB-MoE"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{file} is no JSON object")
+    return content
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of one file, or of those that an index lists."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    names = [_WEIGHTS]
+    if not (folder / _WEIGHTS).exists() and (folder / _INDEX).exists():
+        listed = _json(folder / _INDEX).get("weight_map")
+        names = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else names
+    tensors = {}
+    for name in names:
+        file = folder / Path(name).name
+        if not file.exists():
+            raise UsageError(f"{file} is missing: expected weights as safetensors")
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{file} is damaged: {error}") from None
+    return tensors
+
+
+def _checkpoint(
+    folder: Path, options: dict, config: Mapping, weights: dict[str, Tensor], task: list[str]
+) -> dict:
+    """The content of a checkpoint, with the settings that ``fairseq-train`` would give it."""
+    from smoe_fairseq.checkpoints.foreign import EXPECTED, fitted
+
+    for name in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
+        if name not in weights and "encoder.embed_tokens.weight" in weights:
+            own = "encoder" if options.get("share_all_embeddings") else "decoder"
+            weights[name] = weights.get(f"{own}.embed_tokens.weight")
+    target = target_model(folder, options, weights).state_dict()
+    for prefix, block in (config.get("moe_blocks") or {}).items():
+        if block.get("output_norm") is False:  # of a checkpoint of before it had one
+            for part in ("weight", "bias"):
+                target.pop(f"{prefix}.layer_norms.1.{part}", None)
+    flags = ["", *task, "--arch", OURS, "--criterion", _CRITERION]
+    flags += ["--label-smoothing", str(config.get("label_smoothing") or 0.0)]
+    for theirs, ours in _LOSS_WEIGHTS.items():
+        if (value := config.get(f"router_{theirs}_loss_coef")) is not None:
+            flags += [f"--moe-{ours}-loss-wt", str(value)]
+    parser = fairseq_options.get_training_parser()
+    cfg = convert_namespace_to_omegaconf(fairseq_options.parse_args_and_arch(parser, flags))
+    cfg = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    return {
+        **{name: value for name, value in EXPECTED.items()},
+        "args": None,
+        "cfg": {**cfg, "model": plain_config(options)},
+        "model": fitted(folder, weights, target),
+    }
+
+
+# The text of an export: dictionaries and subwords, and the task that reads them.
+
+
+def _text(folder: Path) -> tuple[dict[str, bytes], list[str]]:
+    """The files of a data folder by their names, and the task's flags."""
+    settings = _json(folder / "tokenizer_config.json")
+    pairs = [str(pair) for pair in settings.get("lang_pairs") or []]
+    if not pairs or not all(pair.count("-") == 1 for pair in pairs):
+        raise UsageError(f"{folder / 'tokenizer_config.json'} has no lang_pairs, such as en-de")
+    vocabulary = {"source": _vocabulary(folder / "vocab.json")}
+    vocabulary["target"] = vocabulary["source"]
+    if (folder / "target_vocab.json").exists():
+        vocabulary["target"] = _vocabulary(folder / "target_vocab.json")
+    text = {}
+    for pair in pairs:
+        for side, language in zip(vocabulary, pair.split("-"), strict=True):
+            content = vocabulary[side]
+            if text.setdefault(f"dict.{language}.txt", content) != content:
+                raise UsageError(
+                    f"{folder}: {language} is a source and a target, whose vocabularies differ"
+                )
+    if (folder / _SUBWORDS).exists():
+        text[_SUBWORDS] = (folder / _SUBWORDS).read_bytes()
+    tokens = settings.get("language_tokens") or {}
+    if not tokens:
+        source, target = pairs[0].split("-")
+        return text, ["--task", "translation", "-s", source, "-t", target]
+    style = "mbart" if next(iter(tokens.values())).startswith("[") else "multilingual"
+    flags = ["--task", "translation_multi_simple_epoch", "--langs", ",".join(tokens)]
+    flags += ["--lang-pairs", ",".join(pairs), "--lang-tok-style", style]
+    if settings.get("encoder_langtok"):
+        flags += ["--encoder-langtok", settings["encoder_langtok"][:3]]
+    return text, flags + ["--decoder-langtok"] * bool(settings.get("decoder_langtok"))
+
+
+def _vocabulary(file: Path) -> bytes:
+    """A dictionary of fairseq, which begins with four entries that its file has not. Counts are lost."""
+    try:
+        symbols = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from None
+    if not isinstance(symbols, list) or not all(isinstance(symbol, str) for symbol in symbols):
+        raise UsageError(f"{file} is no list of words")
+    return "".join(f"{symbol} 1\n" for symbol in symbols[4:]).encode()
+
+
+# The layout of NllbMoeForConditionalGeneration.
+
+_NAMES = (
+    (r"^model\.", ""),
+    (r"\.cross_attention(?=[._])", ".encoder_attn"),
+    (r"\.ff_layer_norm\.", ".final_layer_norm."),
+    (r"\.ffn\.(fc[12])\.", r".\1."),
+)
+_ROUTER = re.compile(r"(.+)\.ffn\.router\.classifier\.weight")
+_EXPERT = re.compile(r"(.+)\.ffn\.experts\.expert_(\d+)\.(fc[12]\.(?:weight|bias))")
+
+
+def _of_nllb(
+    folder: Path, config: Mapping, weights: Mapping[str, Tensor]
+) -> tuple[dict, dict[str, Tensor]]:
+    """Options of ours, and the weights under our names.
+
+    A limit of experts in evaluation (``moe_eval_capacity_token_fraction`` below 1) is not taken over.
+    """
+    from smoe_fairseq.checkpoints.foreign import renamed
+
+    if config.get("router_bias"):
+        raise UsageError(f"{folder / _CONFIG}: router_bias has no place here; expected false")
+    named = {}
+    for name, tensor in weights.items():
+        if match := _ROUTER.fullmatch(name):
+            name = f"{match[1]}.moe_layer.gate.wg.weight"
+        elif match := _EXPERT.fullmatch(name):
+            name = f"{match[1]}.moe_layer.experts.{match[2]}.{match[3]}"
+        for pattern, ours in _NAMES:
+            name = re.sub(pattern, ours, name)
+        named[name] = tensor
+    shared, projection = named.pop("shared.weight", None), named.pop("lm_head.weight", None)
+    tied = config.get("tie_word_embeddings", True)
+    for side in SIDES:
+        if shared is not None:
+            named.setdefault(f"{side}.embed_tokens.weight", shared)
+    embedding = named.get("decoder.embed_tokens.weight")
+    named["decoder.output_projection.weight"] = (
+        embedding if tied or projection is None else projection
+    )
+    try:
+        options = {
+            f"{side}_{ours}": config[theirs.format(side=side)]
+            for side in SIDES
+            for ours, theirs in (
+                ("embed_dim", "d_model"),
+                ("ffn_embed_dim", "{side}_ffn_dim"),
+                ("layers", "{side}_layers"),
+                ("attention_heads", "{side}_attention_heads"),
+                ("moe_freq", "{side}_sparse_step"),
+            )
+        }
+        options |= {"smoe_strata": str(config["num_experts"])}
+        options |= {f"max_{s}_positions": config["max_position_embeddings"] for s in _TEXTS}
+    except KeyError as missing:
+        raise UsageError(f"{folder / _CONFIG} lacks {missing}") from None
+    options |= {f"{side}_normalize_before": True for side in SIDES}
+    before = config.get("normalize_router_prob_before_dropping", False)
+    return options | {
+        "activation_fn": config.get("activation_function", "relu"),
+        "dropout": config.get("dropout", 0.1),
+        "attention_dropout": config.get("attention_dropout", 0.1),
+        "no_scale_embedding": not config.get("scale_embedding", True),
+        "share_all_embeddings": bool(tied),
+        "moe_top_k": 2,
+        "moe_gate_normalization": "before-drop" if before else "after-drop",
+        "moe_drop_order": "score" if config.get("batch_prioritized_routing") else "sentence",
+        "moe_second_expert_policy": config.get("second_expert_policy", "all"),
+        "moe_eom": config.get("moe_token_dropout", 0.2),
+    }, renamed(folder, named)
+
+
+_TEXTS = ("source", "target")

@@ -1,0 +1,129 @@
+"""The expert-threshold gate: an expert has a token where its logit is above the expert's threshold.
+
+Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active, route_to_several
+from smoe_fairseq.modules.routing import Capacity, Routing
+
+
+class ThresholdGate(LinearGate):
+    """Expert e has the tokens with ``s_te > c_e``, ``s = W x``, weighted by ``sigmoid(s_te)``.
+
+    ``c_e`` is a running mean, over updates, of the score of rank ``k T / E`` among the T tokens of a batch
+    (expert threshold routing, arXiv 2603.11535): expert choice for a decoder, since a token's experts do not
+    depend on other tokens. There is no balance loss. An expert that no token reaches keeps its score of that
+    rank, so its threshold falls until it has tokens again. A token without any expert keeps its residual. The
+    first choice is the expert whose threshold is exceeded by most.
+
+    Args:
+        capacity: of the experts; all first choices come before all second ones, and so on.
+        goal: k, experts per token on average.
+        step: share of the newest score in the mean.
+        exit_bias: of the first choice alone, see `ExitBias`: it changes no weight.
+    """
+
+    learns_number = True
+
+    @classmethod
+    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
+        """As of `LinearGate`."""
+        return cls(
+            embed_dim,
+            num_experts,
+            Capacity.of_config(config),
+            config.top_k,
+            config.threshold_step,
+            config.gate_init_scale,
+            ExitBias(own_experts, num_experts, config.exit_bias),
+        )
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_experts: int,
+        capacity: Capacity,
+        goal: int = 2,
+        step: float = 0.05,
+        init_scale: float = 1.0,
+        exit_bias: ExitBias | None = None,
+    ):
+        super().__init__(embed_dim, num_experts, init_scale)
+        self.capacity = capacity
+        self.goal = goal
+        self.threshold = RunningThreshold(num_experts, step)
+        self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
+        self.top_k = num_experts  # at most
+
+    @property
+    def expected_choices(self) -> float:
+        """As of `TopKGate`, once the thresholds are those of the scores; new gates take half of E."""
+        return float(self.goal)
+
+    @property
+    def observes(self) -> int:
+        """As of `LinearGate`: the score of that rank by expert, times the tokens, and the tokens."""
+        return self.num_experts + 1
+
+    def update(self, observed_N: Tensor) -> None:
+        """As of `LinearGate`."""
+        self.threshold.update(observed_N)
+
+    def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
+        """As of `TopKGate`."""
+        if active_T is None:
+            active_T = all_active(x_TD)
+        logits_TE = self.logits(x_TD)
+        margin_TE = logits_TE - self.threshold.value()
+        margin_TE, choice_TE = margin_TE.detach().sort(dim=1, descending=True, stable=True)
+        biased_TE = self.exit_bias(logits_TE)
+        routing = route_to_several(
+            choice_TE,
+            logits_TE.sigmoid().gather(1, choice_TE),
+            (margin_TE > 0) & active_T.unsqueeze(1),
+            active_T,
+            biased_TE,
+            self.capacity,
+        )
+        first_choice_T = (biased_TE - self.threshold.value()).argmax(1)
+        observed_N = self.threshold.observed(logits_TE.detach(), active_T, self.goal)
+        return routing._replace(first_choice_T=first_choice_T, observed_N=observed_N)
+
+
+class RunningThreshold(nn.Module):
+    """A threshold for each expert, kept in whole numbers of `UNIT`: exact in a model of half precision."""
+
+    UNIT, MOST = 2.0**-16, 2.0**15  # scores beyond the latter count as that
+    UNSET = torch.iinfo(torch.long).min
+
+    def __init__(self, num_experts: int, step: float):
+        super().__init__()
+        self.step = step
+        self.register_buffer("steps", torch.full((num_experts,), self.UNSET))
+
+    def value(self) -> Tensor:
+        """``(E,)``, float32; 0 before the first update."""
+        return self.steps.masked_fill(self.steps == self.UNSET, 0).float() * self.UNIT
+
+    def observed(self, score_TE: Tensor, active_T: Tensor, goal: float) -> Tensor:
+        """``(E + 1,)``, for `update`: the highest score that leaves ``k T / E`` above it, times T; and T."""
+        number = active_T.sum()
+        rank = (goal * number / score_TE.shape[1]).round().long().minimum(number)
+        score_TE = score_TE.masked_fill(~active_T.unsqueeze(1), -self.MOST)
+        score_TE = score_TE.sort(dim=0, descending=True).values
+        lowest_1E = score_TE.new_full((1, score_TE.shape[1]), -self.MOST)
+        score_E = torch.cat([score_TE, lowest_1E]).index_select(0, rank.unsqueeze(0))[0]
+        units_E = (score_E.clamp(-self.MOST, self.MOST) / self.UNIT).ceil().long()
+        return torch.cat([units_E * number, number.unsqueeze(0)])
+
+    def update(self, observed_N: Tensor) -> None:
+        """With sums of `observed`; the first ones are taken as they are, later ones move the mean."""
+        exact = torch.float32 if self.steps.device.type == "mps" else torch.float64
+        observed_N = observed_N.to(self.steps.device)
+        found_E = (observed_N[:-1].to(exact) / observed_N[-1].clamp(min=1)).round().long()
+        moved_E = self.steps + (self.step * (found_E - self.steps).to(exact)).round().long()
+        moved_E = torch.where(self.steps == self.UNSET, found_E, moved_E)
+        self.steps.copy_(torch.where(observed_N[-1] > 0, moved_E, self.steps))

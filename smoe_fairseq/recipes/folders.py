@@ -1,0 +1,163 @@
+"""Where a recipe keeps its files, and how a run, which is a method and a seed, is called."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import smoe_fairseq
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.config import Dataset
+
+SIZES = "sizes.json"  # in a data set's folder: {language: training sentence pairs}
+LARGEST_SEED = 2**31 - 1
+_RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
+
+
+def given_path(variable: str, default: str = "") -> Path:
+    """The path in an environment variable; absolute if a command would take it for a flag."""
+    path = Path(os.environ.get(variable) or default)
+    return path.absolute() if str(path).startswith("-") else path
+
+
+@dataclass(frozen=True)
+class Folders:
+    """The folders of one data set: below ``DATA_DIR`` (data/) and ``RUN_DIR`` (runs/)."""
+
+    dataset: str
+
+    @property
+    def data(self) -> Path:
+        return given_path("DATA_DIR", "data") / self.dataset
+
+    @property
+    def download(self) -> Path:
+        """Files as their publisher has them."""
+        return self.data / "download"
+
+    @property
+    def unpacked(self) -> Path:
+        """What the data set needs of the archives in ``download``."""
+        return self.data / "unpacked"
+
+    @property
+    def raw(self) -> Path:
+        """Plain text, ``{split}.{pair}.{language}``: what is trained on and scored against."""
+        return self.data / "raw"
+
+    @property
+    def binary(self) -> Path:
+        """Sentencepiece model, dictionary and binarised text; exists only when complete."""
+        return self.data / "bin"
+
+    @property
+    def runs(self) -> Path:
+        return given_path("RUN_DIR", "runs") / self.dataset
+
+    def run(self, name: str) -> Path:
+        """Checkpoints, log, translations and scores of one run."""
+        return self.runs / name
+
+    def binary_path(self, shards: int) -> str:
+        """The binarised text as fairseq's commands take it: its folder, or ``shard0:shard1:...``.
+
+        ``shards`` is how many there will be; of text that is there already they are counted.
+        """
+        if self.binary.exists():
+            return ":".join(map(str, shard_folders(self.binary)))
+        return ":".join(str(self.binary / name) for name in shard_names(shards))
+
+
+def shard_names(shards: int) -> tuple[str, ...]:
+    """Names of the shards' folders below the binarised text; a single shard needs none."""
+    return ("",) if shards == 1 else tuple(f"shard{i}" for i in range(shards))
+
+
+def shard_folders(folder: Path) -> list[Path]:
+    """The shards in ``folder``, in order; ``folder`` itself if it has none."""
+    shards = sum(1 for path in folder.glob("shard*") if path.is_dir())
+    return [folder / name for name in shard_names(shards or 1)]
+
+
+def tested_text(dataset: Dataset, direction: str, language: str) -> Path:
+    """A direction's raw test set in one of its two languages."""
+    raw = Folders(dataset.name).raw
+    return raw / f"test.{dataset.pair_of(direction)}.{language}"
+
+
+def read_json(file: Path, parse: Callable[[Any], Any], otherwise: str) -> Any:
+    """``parse`` of a file's content; may raise ValueError, KeyError and so on for other content.
+
+    Raises:
+        UsageError: the file cannot be read or parsed; ``otherwise`` says what it should be, and what to do.
+    """
+    try:
+        return parse(json.loads(file.read_text("utf-8")))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UsageError(f"{file} {otherwise}") from None
+
+
+def user_dir() -> str:
+    """The plugin's path for ``--user-dir``, relative if it is below the current folder."""
+    path = Path(smoe_fairseq.__file__).parent
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _own_seed(dataset: Dataset) -> int:
+    return dataset.train.get("seed", 1)  # fairseq's default
+
+
+def _seed(variable: str, given: str) -> int:
+    if not (given.isascii() and given.isdecimal() and int(given) <= LARGEST_SEED):
+        raise UsageError(f"{variable}={given}: expected a whole number from 0 to {LARGEST_SEED:,}")
+    return int(given)
+
+
+def seed_of(dataset: Dataset) -> int:
+    """``SEED``, by default the data set's; raises UsageError if it is no seed."""
+    given = os.environ.get("SEED", "")
+    return _seed("SEED", given) if given else _own_seed(dataset)
+
+
+def seeds_of(dataset: Dataset) -> tuple[int, ...]:
+    """``SEEDS``, separated by blanks, by default the data set's one.
+
+    Raises:
+        UsageError: one is no seed, or comes twice.
+    """
+    given = os.environ.get("SEEDS", "").split()
+    found = tuple(_seed("SEEDS", word) for word in given) or (_own_seed(dataset),)
+    if len(set(found)) < len(found):
+        raise UsageError(f"SEEDS={' '.join(given)}: expected each seed once")
+    return found
+
+
+def run_name(dataset: Dataset, method: str, seed: int | None = None) -> str:
+    """The name of a run's folder: the method, and any seed (``SEED``) but the data set's own."""
+    seed = seed_of(dataset) if seed is None else seed
+    return method if seed == _own_seed(dataset) else f"{method}.seed-{seed}"
+
+
+def method_of(name: str) -> str:
+    """The method of a run's folder."""
+    found = _RUN.fullmatch(name)
+    return found["method"] if found else name
+
+
+def seed_in(name: str, dataset: Dataset | None = None) -> int | None:
+    """The seed of a run's folder; for the data set's own seed None, or its number given ``dataset``."""
+    found = _RUN.fullmatch(name)
+    if found:
+        return int(found["seed"])
+    return None if dataset is None else _own_seed(dataset)
+
+
+def order(name: str) -> tuple[str, int]:
+    """The sort key of run folders: by method, the data set's own seed first."""
+    seed = seed_in(name)
+    return method_of(name), -1 if seed is None else seed

@@ -1,0 +1,177 @@
+"""Where training runs: one process or several, on one machine or on several by torchrun or SLURM."""
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.processes import dry_run, whole_number
+
+LAUNCHERS = ("plain", "torchrun", "slurm")
+PATIENCE = 5  # seconds in which a torchrun answers at its port
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``gpus`` on each of ``nodes`` machines, with one process each; 0 GPUs means one process too.
+
+    ``cpu``: the processes compute on the CPU, because there are no GPUs or because of ``--cpu``.
+    """
+
+    launcher: str
+    nodes: int
+    gpus: int
+    cpu: bool = False
+
+    @property
+    def processes(self) -> int:
+        """Over all machines: the world size of distributed training."""
+        return self.nodes * max(1, self.gpus)
+
+    @property
+    def meets_at_port(self) -> bool:
+        """Whether ``MASTER_PORT`` is used; otherwise torchrun takes a free port."""
+        return self.launcher == "slurm" or (self.launcher == "torchrun" and self.nodes > 1)
+
+    def words(self, program: str) -> list[str]:
+        """The command that starts a program in every process."""
+        if self.launcher == "plain":
+            return [program]
+        each = ["--nproc-per-node", str(max(1, self.gpus)), "--no-python", program]
+        if not self.meets_at_port:
+            return ["torchrun", "--standalone", *each]
+        address, port = endpoint()
+        start = ["torchrun", "--nnodes", str(self.nodes), "--rdzv-backend", "c10d"]
+        start += ["--rdzv-id", os.environ.get("SLURM_JOB_ID") or "smoe"]
+        start += ["--rdzv-endpoint", f"{address}:{port}", *each]
+        if self.launcher == "slurm":
+            srun = ["srun", "--kill-on-bad-exit", "--nodes", str(self.nodes)]
+            return [*srun, "--ntasks-per-node", "1", *start]
+        return start
+
+    def flags(self) -> dict[str, object]:
+        """The flags of fairseq-train that go with it."""
+        flags = {"cpu": self.cpu}
+        if self.cpu and self.launcher != "plain":
+            flags["distributed-backend"] = "gloo"  # fairseq's default is for GPUs only
+        if self.processes > 1:
+            return flags | {"ddp-backend": "legacy_ddp"}
+        # Otherwise fairseq starts a process for every GPU that it sees.
+        return flags | {"distributed-world-size": 1}
+
+
+def launch(extra: Sequence[str]) -> Launch:
+    """From ``GPUS`` (all of this machine), ``NODES`` (1) and ``LAUNCHER`` (as these numbers need).
+
+    ``GPUS`` processes compute on the CPU if the flags ``extra`` have ``--cpu`` or this machine has no GPU.
+    A dry run and SLURM, which are for other machines, do not look at this one.
+    """
+    gpus = whole_number("GPUS", least=0)
+    nodes = whole_number("NODES", least=1, default=1)
+    if gpus is None:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    several = nodes * gpus > 1 or nodes > 1
+    launcher = os.environ.get("LAUNCHER") or ("torchrun" if several else "plain")
+    if launcher not in LAUNCHERS:
+        raise UsageError(f"LAUNCHER={launcher}: choose one of {', '.join(LAUNCHERS)}")
+    if launcher == "plain" and several:
+        raise UsageError(
+            f"LAUNCHER=plain is for one process, not for NODES={nodes} with GPUS={gpus}: choose "
+            "torchrun or slurm"
+        )
+    cpu = gpus == 0 or "--cpu" in extra
+    if not cpu and launcher != "slurm" and not dry_run():
+        cpu = not _has_gpus(gpus)
+    return Launch(launcher, nodes, gpus, cpu)
+
+
+def _has_gpus(wanted: int) -> bool:
+    """Whether this machine has them; False if it has none at all."""
+    import torch
+
+    there = torch.cuda.device_count()
+    if 0 < there < wanted:
+        raise UsageError(
+            f"GPUS={wanted}: this machine has {there}; expected at most as many, or --cpu behind the method"
+        )
+    return there > 0
+
+
+def visible_gpus(count: int) -> list[str]:
+    """The first ``count`` GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ""
+    named = [name.strip() for name in visible.split(",") if name.strip()]
+    return (named or [str(i) for i in range(count)])[:count]
+
+
+def cores() -> int:
+    """The CPU cores that this process may use; a job of a batch system has not all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# The port at which the machines of a run meet: ``MASTER_ADDR`` and ``MASTER_PORT``. torchrun waits at
+# a port that another program has, for minutes or for ever, so it is checked before.
+
+
+def endpoint() -> tuple[str, int]:
+    """Address and port, the same on all machines; raises UsageError if the port is no port."""
+    port = os.environ.get("MASTER_PORT") or "29500"
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UsageError(f"MASTER_PORT={port}: expected a port, a number from 1 to 65535")
+    return os.environ.get("MASTER_ADDR") or "localhost", int(port)
+
+
+def check_port(torchrun: bool = True) -> None:
+    """Raise UsageError if another program has the port on this machine.
+
+    torchrun: whether it may be a torchrun, such as that of a second "machine" on this one.
+    """
+    address, port = endpoint()
+    if _is_taken(address, port) and not (torchrun and _is_torchruns(address, port)):
+        raise UsageError(
+            f"MASTER_PORT {port} is in use by another program on this machine: set MASTER_PORT to a free "
+            "port, the same on all machines"
+        )
+
+
+def _is_taken(address: str, port: int) -> bool:
+    """Whether this machine has the address, and some program listens on the port."""
+    try:
+        socket.create_server((address, 0)).close()
+    except OSError:  # the address of another machine
+        return False
+    everywhere = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    try:
+        options = everywhere if socket.has_dualstack_ipv6() else {}
+        socket.create_server(("", port), **options).close()
+    except OSError:
+        return True
+    return False
+
+
+def _is_torchruns(address: str, port: int) -> bool:
+    from torch.distributed import TCPStore
+
+    answered, asked = [], threading.Event()
+
+    def ask() -> None:
+        limit = timedelta(seconds=PATIENCE)
+        try:
+            TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
+            answered.append(True)
+        except RuntimeError:
+            pass
+        finally:
+            asked.set()
+
+    # A program that never answers holds the thread up for longer than torch's limit.
+    threading.Thread(target=ask, daemon=True).start()
+    asked.wait(PATIENCE + 1)
+    return bool(answered)

@@ -1,0 +1,136 @@
+"""Weights of a loaded model in the layout that its CPU's products read fastest.
+
+A decoding step multiplies few rows with large matrices. oneDNN's product on weights that it has laid
+out itself, once, takes 0.3 to 0.8 times the time of `torch.nn.functional.linear` there, and gives a row
+the same result whatever the number of rows. Other weights and other products: int8.py.
+
+Shapes: N rows, I inputs, O outputs, E experts.
+"""
+
+import functools
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from fairseq.modules import MultiheadAttention
+from torch import Tensor, nn
+
+from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules.experts import Experts, PerExpert
+from smoe_fairseq.modules.rows import DispatchPlan
+
+# A product of fewer weights takes less time than the call of oneDNN, or the conversion to int8.
+MIN_WEIGHTS = 1 << 17
+
+
+class PackedLinear(nn.Module):
+    """``y = W x + b`` with ``W (O, I)`` in float32 and in oneDNN's layout, for evaluation."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None):
+        super().__init__()
+        self.outputs = len(weight_OI)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous())
+        self.bias_O = None if bias_O is None else bias_O.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias_O, "none", [], "")
+
+    @staticmethod
+    def prepared(x_NI: Tensor) -> tuple[Tensor, ...]:
+        """What `of_rows` takes of rows, for any of such maps."""
+        return (x_NI,)
+
+    def of_rows(self, x_NI: Tensor, start: int, end: int) -> Tensor:
+        """``(end - start, O)`` of some of the rows."""
+        if start == end:
+            return x_NI.new_zeros(0, self.outputs)
+        return self(x_NI[start:end])
+
+
+@functools.cache
+def can_pack() -> bool:
+    """Whether this torch has oneDNN's packed product for this CPU."""
+    try:
+        found = PackedLinear(torch.ones(16, 64), torch.ones(16))(torch.ones(2, 64))
+    except (AttributeError, RuntimeError):
+        return False
+    return bool((found == 65).all())
+
+
+class MappedExperts(PerExpert):
+    """An execution of experts by one map for each, in place of products with their stacked weights."""
+
+    def __init__(self, maps: list[list[nn.Module]], experts: Experts, *weights: Tensor):
+        super().__init__(experts, *weights)
+        self.maps = maps
+
+    def mix(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan, ends: list[int]) -> Tensor:
+        return plan.weighted_sum(self.compute(plan.take(x_TD), ends), weight_TK)
+
+    def compute(self, x_ND: Tensor, ends: list[int]) -> Tensor:
+        first, second = self.maps
+        h_NF = self.experts.hidden(self._by_expert(first, x_ND, ends))
+        y_ND = self._by_expert(second, h_NF, ends)
+        return torch.cat([y_ND, x_ND.new_zeros(len(x_ND) - len(y_ND), y_ND.shape[1])])
+
+    @staticmethod
+    def _by_expert(maps: list[nn.Module], x_NI: Tensor, ends: list[int]) -> Tensor:
+        """Each row by the map of its expert; those behind the last end are left out."""
+        rows = maps[0].prepared(x_NI.float())
+        parts = zip(maps, [0, *ends], ends, strict=False)
+        return torch.cat([each.of_rows(*rows, start, end) for each, start, end in parts])
+
+
+@torch.no_grad()
+def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | None = None) -> None:
+    """Replaces large weights of a `SMoETransformerModel`, which cannot be trained or saved any more.
+
+    These are linear maps, experts and the output projection. A second call changes nothing.
+
+    Args:
+        linear: makes the map of a weight and a bias.
+        min_weights: matrices with fewer stay as they are; None: `MIN_WEIGHTS`.
+
+    Raises:
+        ValueError: the model has maps of another kind already.
+    """
+    if (before := getattr(model, "packed_by", linear)) is not linear:
+        raise ValueError(f"the model has {before.__name__}: load it again for {linear.__name__}")
+    model.packed_by = linear
+    min_weights = MIN_WEIGHTS if min_weights is None else min_weights
+    for attention in (each for each in model.modules() if isinstance(each, MultiheadAttention)):
+        # fairseq would hand the weights to torch's attention, in place of calling the projections.
+        attention.skip_embed_dim_check = True
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        if not attention.self_attention or not all(type(p) is nn.Linear for p in projections):
+            continue
+        if 3 * attention.q_proj.weight.numel() >= min_weights:
+            weight, bias = (
+                torch.cat([getattr(p, n) for p in projections]) for n in ("weight", "bias")
+            )
+            attention.qkv = linear(weight, bias)  # for a step of the search
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear) and child.weight.numel() >= min_weights:
+                setattr(parent, name, packed := linear(child.weight, child.bias))
+                if name == "output_projection":  # often the embeddings, which are there anyway
+                    packed.weight_OI = child.weight.detach()
+    for block in moe_blocks(model).values():
+        experts = block.experts
+        if experts.w1.numel() and experts.w1[0].numel() >= min_weights:
+            pairs = ((experts.w1, experts.b1), (experts.w2, experts.b2))
+            maps = [[linear(*each) for each in zip(*pair, strict=True)] for pair in pairs]
+            block.execution = partial(MappedExperts, maps)
+            for name, parameter in experts.named_parameters():
+                setattr(experts, name, nn.Parameter(parameter.new_empty(0), requires_grad=False))
+
+
+def rows_of(output_projection: nn.Module, ids_A: Tensor) -> Callable[[Tensor], Tensor]:
+    """The map to some of the outputs of a decoder's output projection, packed or not."""
+    packed = hasattr(output_projection, "weight_OI")
+    weight_OI = output_projection.weight_OI if packed else output_projection.weight
+    bias_O = output_projection.bias_O if packed else output_projection.bias
+    bias_A = None if bias_O is None else bias_O[ids_A]
+    if packed:
+        return type(output_projection)(weight_OI[ids_A], bias_A)
+    return partial(nn.functional.linear, weight=weight_OI[ids_A], bias=bias_A)
