@@ -232,7 +232,7 @@ def kill_session(session: int, number: int = signal.SIGKILL) -> None:
             continue
 
 
-def wait_until(happens, seconds: float = 60) -> None:
+def wait_until(happens, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < deadline
@@ -315,7 +315,7 @@ def test_a_killed_evaluation_goes_on_with_what_is_left(tiny, unevaluated):
     assert not (run / "test.partial").exists() and not list(run.glob("**/*.log*"))[1:]  # train.log
 
 
-@pytest.mark.parametrize("seconds", [soak(0.2 + 0.3 * i) for i in range(8)])
+@pytest.mark.parametrize("seconds", [soak(0.2 + 0.6 * i) for i in range(4)])
 def test_killed_at_any_time_it_ends_in_the_same_scores(tiny, unevaluated, seconds):
     run = unevaluated / "runs/tiny/smoe-2-2"
     process = start_evaluation(unevaluated, "runs")
