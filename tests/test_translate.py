@@ -222,6 +222,14 @@ REFUSED = {
     "no data": (("run", "--to", "fr", "--data", "."), ". has no dictionaries"),
     "too many": (("run", "--to", "fr", "--nbest", 6), "--nbest 6: expected at most --beam, 5"),
     "no device": (("run", "--to", "fr", "--device", "abacus"), "--device abacus: expected cpu"),
+    "no sampling": (
+        ("run", "--to", "fr", "--sampling-topk", 3),
+        "--sampling-topk: it is for --sampling",
+    ),
+    "no shortlist": (
+        ("run", "--from", "en", "--to", "fr", "--shortlist", "none.npz"),
+        "--shortlist none.npz: No such file",
+    ),
 }
 
 
