@@ -2,11 +2,11 @@
 
     python -m benchmarks.translation RUN --data data/multi30k/bin --text data/multi30k/raw --direction en-de
 
-Both translate the test set's text to text in one process, with the model loaded once, in turns; before that
-their translations are compared. Ours takes turns in float32 and in int8, and so does CTranslate2 with a dense
-model that is exported to it. BLEU and chrF++ stand beside the speeds. With ``--programs`` also
-fairseq-generate and smoe translate, each as a process, by the speed that each reports and by its time from
-start to end.
+Both translate the test set's text to text in one process, with the model loaded before, in turns; before
+that their translations are compared. Ours takes turns in float32, in int8 and with ``--shortlist``, and so
+does CTranslate2 with a dense model that is exported to it. BLEU and chrF++ stand beside the speeds. With
+``--programs`` also fairseq-generate and smoe translate, each as a process, by the speed that each reports and
+by its time from start to end.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -67,9 +68,13 @@ def in_process(
 
     model = SMoETransformerModel.from_pretrained(args.run, data_name_or_path=args.data)
     model.cfg.dataset.max_tokens = MAX_TOKENS
-    ours = BatchTranslator(model)
-    again = SMoETransformerModel.from_pretrained(args.run, data_name_or_path=args.data)
-    in_int8 = BatchTranslator(again, int8=True)
+
+    def loaded(**options) -> BatchTranslator:
+        # A model of its own each: a `BatchTranslator` changes the layout of its weights.
+        again = SMoETransformerModel.from_pretrained(args.run, data_name_or_path=args.data)
+        return BatchTranslator(again, **options)
+
+    ours = loaded()
     languages = {"source_lang": source, "target_lang": target}
     limits = {} if args.length is None else {"min_len": args.length, "max_len_b": args.length}
     options = Options(beam=BEAM, **limits)
@@ -81,8 +86,11 @@ def in_process(
     contenders = {
         "fairseq": lambda: model.translate(text, BEAM, **languages, **limits),
         "smoe": lambda: best(ours),
-        "smoe int8": lambda: best(in_int8),
     }
+    others = {"smoe int8": {"int8": True}}
+    if args.shortlist is not None:
+        others["smoe shortlist"] = {"shortlist": args.shortlist}
+    contenders |= {name: partial(best, loaded(**options_of)) for name, options_of in others.items()}
     if not any(layer.is_moe for side in _sides(model) for layer in side.layers):
         # What the encoder is given before the subwords: a token of a language, or nothing.
         first = ours.translate_batch(text[:1], source, target)[0].tokens
@@ -197,6 +205,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="binarised text, with spm.model")
     parser.add_argument("--text", type=Path, required=True, help="folder of test.SRC-TGT.LANG")
     parser.add_argument("--direction", default="en-de")
+    parser.add_argument(
+        "--shortlist", type=Path, help="file of smoe shortlist, for one more in turns"
+    )
     parser.add_argument("--threads", type=int)
     parser.add_argument(
         "--length", type=int, metavar="N", help="force all translations to N tokens"

@@ -3,12 +3,16 @@
     python -m benchmarks.translation_base --sentences 8 --length 16
 
 All translations are forced to one length, so that every model makes the same number of steps. fairseq's
-`SequenceGenerator` takes turns with ours on the dense model.
+`SequenceGenerator` takes turns with ours on the dense model, and so does CTranslate2 where it is installed.
+Times are CPU time, which other programs on the machine hardly change.
 """
 
 import argparse
 import copy
+import importlib.util
 import json
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,10 +22,13 @@ from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import build_model
 from fairseq.sequence_generator import SequenceGenerator
+from omegaconf import OmegaConf
 
 from benchmarks import machine, timing
 from smoe_fairseq import models  # noqa: F401  (registers the architectures)
+from smoe_fairseq.checkpoints.export import write_ctranslate2
 from smoe_fairseq.translate.int8 import quantize
+from smoe_fairseq.translate.packed import pack
 from smoe_fairseq.translate.search import BeamSearch
 
 BEAM = 5
@@ -45,9 +52,48 @@ class Task:
 def untrained(architecture: str, flags: tuple[str, ...], task: Task) -> torch.nn.Module:
     """A model of fairseq's flags, in evaluation mode."""
     torch.manual_seed(1)
+    return build_model(parsed(architecture, flags).model, task).eval()
+
+
+def parsed(architecture: str, flags: tuple[str, ...]):
+    """fairseq's config of its training flags."""
     parser = options.get_training_parser()
-    args = options.parse_args_and_arch(parser, ["data", "--arch", architecture, *flags])
-    return build_model(convert_namespace_to_omegaconf(args).model, task).eval()
+    words = ["data", "--arch", architecture, "--source-lang", "a", "--target-lang", "b", *flags]
+    return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
+
+
+def of_ctranslate2(
+    model: torch.nn.Module, config, task: Task, tokens_BS: torch.Tensor, length: int, threads: int
+) -> dict[str, Callable[[], object]]:
+    """CTranslate2 in float32 and int8 on a dense model; none where it is not installed."""
+    if importlib.util.find_spec("ctranslate2") is None:
+        return {}
+    import ctranslate2
+
+    texts = [[task.source_dictionary[i] for i in row[:-1]] for row in tokens_BS.tolist()]
+
+    def contender(folder: str, compute_type: str) -> Callable[[], object]:
+        translator = ctranslate2.Translator(
+            folder, compute_type=compute_type, intra_threads=threads
+        )
+        return lambda: translator.translate_batch(
+            texts,
+            beam_size=BEAM,
+            max_batch_size=len(texts),
+            min_decoding_length=length,
+            max_decoding_length=length,
+        )
+
+    with tempfile.TemporaryDirectory() as folder:
+        for language in "ab":
+            task.source_dictionary.save(f"{folder}/dict.{language}.txt")
+        checkpoint = Path(folder, "checkpoint.pt")
+        torch.save({"cfg": OmegaConf.to_container(config), "model": model.state_dict()}, checkpoint)
+        write_ctranslate2(checkpoint, Path(folder, "model"), force=False)
+        return {
+            f"ctranslate2 {name}": contender(f"{folder}/model", name)
+            for name in ("float32", "int8")
+        }
 
 
 def main() -> None:
@@ -66,23 +112,28 @@ def main() -> None:
         return lambda: search.generate([model], sample)
 
     contenders = {}
-    for name, flags in SYSTEMS.items():
+    for name in args.systems:
+        flags = SYSTEMS[name]
         model = untrained(args.arch, flags, task)
         if name == "dense":
             fairseq = SequenceGenerator([model], task.target_dictionary, BEAM, **limits)
             contenders["fairseq dense"] = lambda fairseq=fairseq, model=model: fairseq.generate(
                 [model], sample
             )
-        contenders[name] = ours(model)
-        quantized = copy.deepcopy(model)
-        quantize(quantized)
-        contenders[f"{name} int8"] = ours(quantized)
-    times = timing.in_turns(contenders, torch.device("cpu"), args.seconds)
+            contenders |= of_ctranslate2(
+                model, parsed(args.arch, flags), task, tokens_BS, args.length, args.threads
+            )
+        for suffix, prepare in (("", pack), (" int8", quantize)):
+            prepared = copy.deepcopy(model)
+            prepare(prepared)
+            contenders[name + suffix] = ours(prepared)
+    times = timing.in_turns(contenders, torch.device("cpu"), args.seconds, time.process_time)
     run = machine.describe(torch.device("cpu")) | vars(args) | {"out": str(args.out)}
-    run["rounds"] = len(times["dense"])
+    run["rounds"] = len(next(iter(times.values())))
     run["speed"] = {n: timing.summary([args.sentences / t for t in times[n]]) for n in times}
-    run["over_dense"] = {n: timing.ratio(times, n, "dense") for n in times if n != "dense"}
-    run["int8_faster"] = {n: timing.ratio(times, n, f"{n} int8") for n in SYSTEMS}
+    for over in {"dense", "dense int8", "ctranslate2 float32", "ctranslate2 int8"} & set(times):
+        run[f"over {over}"] = {n: timing.ratio(times, n, over) for n in times if n != over}
+    run["int8_faster"] = {n: timing.ratio(times, n, f"{n} int8") for n in args.systems}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(run, indent=1) + "\n")
     print(json.dumps(run, indent=1))
@@ -91,6 +142,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="smoe_transformer_base")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--sentences", type=int, default=64)
     parser.add_argument("--length", type=int, default=30, help="of each text and translation")

@@ -27,6 +27,10 @@ COMMANDS = {
         "smoe_fairseq.translate.command",
         "text in, translations out: a line for each line",
     ),
+    "shortlist": (
+        "smoe_fairseq.translate.shortlist",
+        "the target tokens that each source token may need, for a faster translation",
+    ),
     "serve": (
         "smoe_fairseq.serve.app",
         "a page in the browser, and JSON for programs, before a trained model",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.sequence_generator import SequenceGenerator
 from family import FAMILY
 from sampling import soak, some
@@ -160,3 +161,70 @@ def test_packed_weights_translate_as_fairseq_does(system):
             assert b["score"] == pytest.approx(float(a["score"]), abs=1e-4)
     with pytest.raises(ValueError, match="load it again"):
         quantize(model)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_sequence_occurs_twice(size, monkeypatch):
+    """As fairseq means it: on a CPU, it compares with the padding behind the hypothesis."""
+    model, task = sharp("--smoe-strata", "4-4"), make_task(96)
+    options = {"min_len": 12, "max_len_b": 20, "no_repeat_ngram_size": size}
+    found = BeamSearch(task.target_dictionary, 4, **options).generate([model], batch(task))
+    for hypotheses in found:
+        for ids in (h["tokens"].tolist() for h in hypotheses):
+            sequences = [tuple(ids[i : i + size]) for i in range(len(ids) + 1 - size)]
+            assert len(sequences) == len(set(sequences))
+    if size == 1:  # would forbid the end of sentence there, with which the decoder begins
+        return
+    block = NGramRepeatBlock._no_repeat_ngram
+    monkeypatch.setattr(
+        NGramRepeatBlock,
+        "_no_repeat_ngram",
+        lambda self, tokens, lprobs, bsz, beam, step: block(
+            self, tokens[:, : step + 1], lprobs, bsz, beam, step
+        ),
+    )
+    oracle = SequenceGenerator([model], task.target_dictionary, beam_size=4, **options)
+    for want, got in zip(oracle.generate([model], batch(task)), found, strict=True):
+        assert [h["tokens"].tolist() for h in want] == [h["tokens"].tolist() for h in got]
+
+
+def test_the_temperature_is_fairseqs():
+    model, task = sharp("--smoe-strata", "4-4"), make_task(96)
+    options = {"max_len_b": 20, "temperature": 1.7}
+    found = BeamSearch(task.target_dictionary, 4, **options).generate([model], batch(task))
+    oracle = SequenceGenerator([model], task.target_dictionary, beam_size=4, **options)
+    for want, got in zip(oracle.generate([model], batch(task)), found, strict=True):
+        assert [h["tokens"].tolist() for h in want] == [h["tokens"].tolist() for h in got]
+
+
+@pytest.mark.parametrize("options", [{}, {"sampling_topk": 3}, {"sampling_topp": 0.6}])
+def test_samples_follow_the_probabilities_and_the_seed(options):
+    model, task = sharp("--smoe-strata", "4-4"), make_task(96)
+    sample, draws = batch(task), 400
+
+    def samples(seed: int, beam: int = 4, sample: dict = sample) -> list[list[list[int]]]:
+        search = BeamSearch(
+            task.target_dictionary, beam, sampling=True, seed=seed, max_len_b=6, **options
+        )
+        found = search.generate([model], sample)
+        return [[h["tokens"].tolist() for h in hypotheses] for hypotheses in found]
+
+    assert samples(1) == samples(1) != samples(2)
+    one = {"net_input": {name: value[2:3] for name, value in sample["net_input"].items()}}
+    assert samples(1, sample=one) == [samples(1)[2]]  # in any company
+    # The first token of many draws, beside its probability.
+    small = make_task(96)
+    first = [ids[0] for seed in range(draws // 80) for ids in samples(seed, 80, one)[0]]
+    encoder_out = model.encoder(one["net_input"]["src_tokens"])
+    with torch.no_grad():
+        logits, _ = model.decoder(torch.tensor([[2]]), encoder_out)
+    probs = logits[0, 0].softmax(0)
+    probs[[1, small.target_dictionary.eos()]] = 0  # padding, and an end before `min_len`
+    order = probs.argsort(descending=True)
+    if options.get("sampling_topk"):
+        probs[order[3:]] = 0
+    elif options.get("sampling_topp"):
+        probs[order[1 + int((probs[order].cumsum(0) < 0.6).sum()) :]] = 0
+    assert all(probs[i] > 0 for i in first)
+    share = torch.bincount(torch.tensor(first), minlength=len(probs)) / len(first)
+    assert (share - probs / probs.sum()).abs().max() < 0.1

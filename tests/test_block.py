@@ -8,6 +8,7 @@ import torch
 from reference import reference
 
 from smoe_fairseq.modules import StratifiedMoE, torch_features
+from smoe_fairseq.modules.experts import Grouped, PerExpert
 from smoe_fairseq.modules.grouped import can_group
 
 T, D, F = 18, 8, 6
@@ -464,3 +465,23 @@ def test_statistics_are_printed_in_one_line():
     )
     on_meta = type(stats)(*(part.to("meta") if torch.is_tensor(part) else part for part in stats))
     assert repr(on_meta) == "RoutingStats(strata=2, shape=(18,))"
+
+
+@pytest.mark.parametrize("kind", [PerExpert, Grouped])
+def test_an_execution_carries_nothing_from_call_to_call(kind):
+    """What a stratum finds out is returned, so that calls need no order."""
+    made = []
+
+    def execution(*arguments):
+        run = kind(*arguments)
+        made.append((run, dict(vars(run))))
+        return run
+
+    x, mask = make_input("some")
+    block = make_block("2-2-2-2")
+    block.execution = execution
+    y, _ = block(x, mask)
+    y.sum().backward()
+    ((run, before),) = made
+    assert vars(run).keys() == before.keys()
+    assert all(value is before[name] for name, value in vars(run).items())

@@ -123,7 +123,7 @@ def mark_as_expert(parameter: nn.Parameter, world_size: int) -> None:
 
 
 EXECUTIONS = ("auto", "per-expert", "grouped")
-# Per expert: from here on, what is kept of rows counts more than a few calls for each expert.
+# Rows per expert from which saving memory is worth a few more calls for each expert.
 MANY_ROWS = 256
 logger = logging.getLogger(__name__)
 

@@ -142,7 +142,7 @@ class DispatchPlan:
 class IndexedTokens:
     """The ``number`` tokens that ``here_T`` marks, gathered: least work, and needs their number."""
 
-    active_T = None  # all that `take` returns
+    active_T = None  # every token that `take` returns counts
 
     def __init__(self, here_T: Tensor, number: int):
         self.all = number == len(here_T)

@@ -26,6 +26,7 @@ from smoe_fairseq.serve.engine import (
     read,
 )
 from smoe_fairseq.translate.int8 import INT8_HELP
+from smoe_fairseq.translate.shortlist import SHORTLIST_HELP
 
 try:
     import uvicorn
@@ -458,6 +459,7 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
         parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=words)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
     parser.add_argument("--int8", action="store_true", help=INT8_HELP)
+    parser.add_argument("--shortlist", metavar="FILE", help=SHORTLIST_HELP)
 
 
 def run_serve(args: Namespace) -> None:
@@ -470,6 +472,7 @@ def run_serve(args: Namespace) -> None:
                 *(args.path, args.data, args.source, args.target, args.max_tokens),
                 device=device_of(args.device, args.int8),
                 int8=args.int8,
+                shortlist=args.shortlist,
             )
         if not is_loopback(args.host):
             print(

@@ -304,6 +304,7 @@ class Engine:
         max_tokens: int = 200,
         device: torch.device | str = "cpu",
         int8: bool = False,
+        shortlist: Path | None = None,
     ) -> "Engine":
         """As `SMoETransformerModel.from_pretrained` finds it, which says what is missing."""
         translator = SMoETransformerModel.from_pretrained(
@@ -312,7 +313,8 @@ class Engine:
         path = Path(run).resolve()
         if path.is_file():
             path = path.parent
-        return cls(BatchTranslator(translator.to(device), int8=int8), path.name, max_tokens)
+        model = BatchTranslator(translator.to(device), int8=int8, shortlist=shortlist)
+        return cls(model, path.name, max_tokens)
 
     def description(self) -> dict:
         """What ``GET /languages`` says."""

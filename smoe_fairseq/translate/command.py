@@ -47,6 +47,7 @@ def _decoded(line: bytes, number: int) -> str:
 with quietly():
     from smoe_fairseq.models.transformer import SMoETransformerModel
     from smoe_fairseq.translate.int8 import INT8_HELP
+    from smoe_fairseq.translate.shortlist import SHORTLIST_HELP, direction_of
     from smoe_fairseq.translate.translator import (
         MAX_TOKENS,
         BatchTranslator,
@@ -99,6 +100,15 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         ),
         ("--max-len-b", int, (1,), "see there"),
         ("--divide-above", int, (1,), "a line of more tokens is translated by sentences"),
+        ("--min-len", int, (0,), "a translation has at least so many tokens"),
+        (
+            "--no-repeat-ngram-size",
+            int,
+            (0,),
+            "no sequence of so many tokens occurs twice in a translation; 0: any may",
+        ),
+        ("--temperature", float, (1e-3,), "above 1 for flatter probabilities, below for sharper"),
+        ("--seed", int, (0,), "of --sampling; a line has the same samples in any company"),
     ):
         default = getattr(defaults, flag[2:].replace("-", "_"))
         kind = at_least(kind, *limits)
@@ -111,6 +121,28 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         default=MAX_TOKENS,
         metavar="N",
         help=f"tokens of text that are translated at a time, padding included (default: {MAX_TOKENS})",
+    )
+    parser.add_argument(
+        "--sampling",
+        action="store_true",
+        help="draw --beam translations by their probabilities, in place of a search for the best",
+    )
+    parser.add_argument(
+        "--sampling-topk",
+        type=at_least(int, 1),
+        metavar="N",
+        help="draw from the N most probable tokens; with --sampling",
+    )
+    parser.add_argument(
+        "--sampling-topp",
+        type=at_least(float, 0, 1),
+        metavar="P",
+        help="draw from the fewest tokens with a probability of P together; with --sampling",
+    )
+    parser.add_argument(
+        "--shortlist",
+        metavar="FILE",
+        help=SHORTLIST_HELP,
     )
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
     parser.add_argument("--int8", action="store_true", help=INT8_HELP)
@@ -126,11 +158,21 @@ def run_translate(args: Namespace) -> None:
     )
     if options.nbest > options.beam:
         raise UsageError(f"--nbest {options.nbest}: expected at most --beam, {options.beam}")
+    for flag in ("--sampling-topk", "--sampling-topp"):
+        if getattr(args, flag[2:].replace("-", "_")) is not None and not args.sampling:
+            raise UsageError(f"{flag}: it is for --sampling; add that flag")
+    if args.sampling_topk is not None and args.sampling_topp is not None:
+        raise UsageError("--sampling-topk with --sampling-topp: expected one of them")
     model = _load(args)
     asked = " ".join(
         f"{flag} {lang}" for flag, lang in (("--from", args.source), ("--to", args.to)) if lang
     )
     model.translator.turn_to(args.source, args.to, asked or "neither --from nor --to is given")
+    if model.shortlist is not None and model.shortlist.of(*direction_of(model.task)) is None:
+        raise UsageError(
+            f"--shortlist {args.shortlist}: it has no direction {'-'.join(direction_of(model.task))}; "
+            f"expected one of {', '.join(model.shortlist.tables)}"
+        )
     begun, lines = time.monotonic(), 0
     with _output(args.output) as output, tqdm(unit=" lines", disable=None) as bar:
         at_once = 1 if sys.stdin.isatty() else AT_ONCE
@@ -167,7 +209,7 @@ def _load(args: Namespace) -> BatchTranslator:
         translator = SMoETransformerModel.from_pretrained(
             args.path, data_name_or_path=args.data, source_lang=args.source, target_lang=args.to
         )
-    return BatchTranslator(translator.to(device), args.max_tokens, args.int8)
+    return BatchTranslator(translator.to(device), args.max_tokens, args.int8, args.shortlist)
 
 
 @contextmanager

@@ -112,7 +112,9 @@ def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | N
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear) and child.weight.numel() >= min_weights:
-                setattr(parent, name, linear(child.weight, child.bias))
+                setattr(parent, name, packed := linear(child.weight, child.bias))
+                if name == "output_projection":  # often the embeddings, which are there anyway
+                    packed.weight_OI = child.weight.detach()
     for block in moe_blocks(model).values():
         experts = block.experts
         if experts.w1.numel() and experts.w1[0].numel() >= min_weights:
@@ -121,3 +123,14 @@ def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | N
             block.execution = partial(MappedExperts, maps)
             for name, parameter in experts.named_parameters():
                 setattr(experts, name, nn.Parameter(parameter.new_empty(0), requires_grad=False))
+
+
+def rows_of(output_projection: nn.Module, ids_A: Tensor) -> Callable[[Tensor], Tensor]:
+    """The map to some of the outputs of a decoder's output projection, packed or not."""
+    packed = hasattr(output_projection, "weight_OI")
+    weight_OI = output_projection.weight_OI if packed else output_projection.weight
+    bias_O = output_projection.bias_O if packed else output_projection.bias
+    bias_A = None if bias_O is None else bias_O[ids_A]
+    if packed:
+        return type(output_projection)(weight_OI[ids_A], bias_A)
+    return partial(nn.functional.linear, weight=weight_OI[ids_A], bias=bias_A)

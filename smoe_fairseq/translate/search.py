@@ -1,6 +1,8 @@
 """Beam search."""
 
 import threading
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.translate.packed import rows_of
 
 GROUP = 16  # found by trial
 
@@ -195,6 +198,14 @@ class BeamSearch:
 
     A sentence is done when W hypotheses have ended, each among the W best candidates of its step. The score
     of one is the sum of its tokens' log-probabilities over ``length ** lenpen``, end of sentence included.
+
+    Args:
+        no_repeat_ngram_size: no sequence of so many tokens occurs twice; 0: any may.
+        sampling: the W hypotheses are drawn token by token, from the ``sampling_topk`` most probable tokens
+            or from the fewest whose probability is ``sampling_topp`` together, where these are above 0.
+            A sentence's samples depend on its tokens and on ``seed``, not on what else is in the batch.
+        shortlist: gives the target tokens that a batch may use, ``(A,)`` in ascending order, of its source
+            tokens ``(B, S)``; special tokens are among them. None: all tokens.
     """
 
     dictionary: object
@@ -204,6 +215,13 @@ class BeamSearch:
     min_len: int = 1
     max_len_a: float = 0.0
     max_len_b: int = 200
+    no_repeat_ngram_size: int = 0
+    temperature: float = 1.0
+    sampling: bool = False
+    sampling_topk: int = -1
+    sampling_topp: float = -1.0
+    seed: int = 1
+    shortlist: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self):
         self.stopped = threading.Event()
@@ -214,8 +232,9 @@ class BeamSearch:
 
     @classmethod
     def options(cls) -> list[str]:
-        """Names of the settings beside the dictionary."""
-        return [each.name for each in fields(cls) if each.name != "dictionary"]
+        """Names of the settings beside the dictionary and the shortlist."""
+        names = (each.name for each in fields(cls))
+        return [name for name in names if name not in ("dictionary", "shortlist")]
 
     @torch.inference_mode()
     def generate(
@@ -237,7 +256,12 @@ class BeamSearch:
         (model,) = models
         source_BS = sample["net_input"]["src_tokens"]
         encoder_out = model.encoder(source_BS)
-        run = _Run(self, model.decoder, encoder_out, self._limits(model, source_BS), bos_token)
+        limit_B = self._limits(model, source_BS)
+        run = _Run(self, model.decoder, encoder_out, limit_B, bos_token)
+        if self.shortlist is not None:
+            run.restrict_to(self.shortlist(source_BS), prefix_tokens)
+        if self.sampling:
+            run.draw(source_BS)
         for step in range(run.last_step + 1):
             forced_B = prefix_tokens[run.left, step] if _begins(prefix_tokens, step) else None
             if run.step(step, forced_B):
@@ -279,7 +303,10 @@ class _Run:
         self.search, self.decoder = search, decoder
         dictionary = search.dictionary
         self.eos, self.pad, self.unk = dictionary.eos(), dictionary.pad(), dictionary.unk()
-        self.beam = min(search.beam, len(dictionary) - 1)
+        self.size = len(dictionary)  # V
+        self.ids_V = None  # of a shortlist: the dictionary's index of each token
+        self.project = decoder.output_layer
+        self.beam = min(search.beam, self.size - 1)
         self.state = StepDecoder(decoder, encoder_out)
         batch, device = len(limit_B), limit_B.device
         self.limit_B = limit_B
@@ -293,12 +320,39 @@ class _Run:
         self.sums_BWT = torch.zeros(batch, 1, 0, device=device)
         self.ignored_BW = torch.zeros(batch, self.beam, dtype=torch.bool, device=device)
 
+    def restrict_to(self, ids_V: Tensor, prefix_tokens: Tensor | None) -> None:
+        """Has all hypotheses consist of these tokens, and of the prefixes."""
+        if prefix_tokens is not None:
+            ids_V = torch.cat([ids_V, prefix_tokens.flatten()]).unique()
+        if 2 * self.beam < len(ids_V) < self.size:
+            self.ids_V, self.size = ids_V, len(ids_V)
+            self.project = rows_of(self.decoder.output_projection, ids_V)
+
+    def places(self, token: Tensor) -> Tensor:
+        """Where tokens are among those that hypotheses consist of."""
+        return token if self.ids_V is None else torch.searchsorted(self.ids_V, token)
+
+    def draw(self, source_BS: Tensor) -> None:
+        """Numbers from 0 to 1 that choose the tokens of all steps, for each sentence by itself."""
+        shape = self.beam, self.last_step + 1
+        self.drawn_BWT = torch.stack([self._drawn(ids, shape) for ids in source_BS]).to(
+            source_BS.device
+        )
+
+    def _drawn(self, ids_S: Tensor, shape: tuple[int, int]) -> Tensor:
+        ids = ids_S[ids_S != self.pad].cpu().numpy().astype("<i8")
+        generator = torch.Generator().manual_seed(
+            zlib.crc32(ids.tobytes()) << 32 | zlib.crc32(str(self.search.seed).encode())
+        )
+        return torch.rand(*reversed(shape), generator=generator, dtype=torch.float64).t()
+
     def step(self, step: int, forced_B: Tensor | None) -> bool:
         """Adds a token to each hypothesis; returns whether all sentences are finished."""
         features_RD = self.state.features(self.tokens_BWT.flatten(0, 1), self.tokens_BWT.shape[1])
         score_BC, index_BC = self._candidates(features_RD, step, forced_B)
-        size = len(self.search.dictionary)
-        parent_BC, token_BC = index_BC // size, index_BC % size
+        parent_BC, token_BC = index_BC // self.size, index_BC % self.size
+        if self.ids_V is not None:
+            token_BC = self.ids_V[token_BC]
 
         ends_BC = (token_BC == self.eos) & (score_BC != _NEVER)
         ends_BC[:, : self.beam] &= ~self.ignored_BW
@@ -316,6 +370,8 @@ class _Run:
             self.tokens_BWT, self.sums_BWT, self.limit_B = (
                 x.index_select(0, keep_B) for x in (self.tokens_BWT, self.sums_BWT, self.limit_B)
             )
+            if self.search.sampling:
+                self.drawn_BWT = self.drawn_BWT.index_select(0, keep_B)
             self.first_limit = int(self.limit_B.min())
             self.state.keep(keep)
 
@@ -331,20 +387,27 @@ class _Run:
     def _candidates(
         self, features_RD: Tensor, step: int, forced_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Sums of log-probabilities and ``w V + token`` of the best, ``(B, C)``, best first."""
+        """Sums of log-probabilities and ``w V + token``, ``(B, C)``: the best, best first, or drawn ones."""
         batch, beam = self.tokens_BWT.shape[:2]
-        size = len(self.search.dictionary)
+        size, temperature = self.size, self.search.temperature
         part = batch
         if features_RD.device.type == "cpu":
             part = max(1, _CACHED // (beam * size * 4))
         found = []
         for start in range(0, batch, part):
             sentences = slice(start, start + part)
-            logits_RV = self.decoder.output_layer(features_RD[start * beam : (start + part) * beam])
+            logits_RV = self.project(features_RD[start * beam : (start + part) * beam])
+            if temperature != 1:
+                logits_RV = logits_RV.div_(temperature)
             lprobs_RV = logits_RV.log_softmax(dim=-1, dtype=torch.float32)
             lprobs_BWV = lprobs_RV.view(-1, beam, size)
             forced = None if forced_B is None else forced_B[sentences]
-            self._restrict(lprobs_BWV, step, forced, self.limit_B[sentences])
+            self._restrict(
+                lprobs_BWV, step, forced, self.limit_B[sentences], self.tokens_BWT[sentences]
+            )
+            if self.search.sampling:
+                found.append(self._sampled(lprobs_BWV, step, sentences))
+                continue
             if step > 0:
                 lprobs_BWV += self.sums_BWT[sentences, :, -1:]
             flat = lprobs_BWV.flatten(1)
@@ -356,7 +419,37 @@ class _Run:
         score_BC, index_BC = map(torch.cat, zip(*found, strict=True))
         return score_BC, index_BC
 
-    def _restrict(self, lprobs_BWV, step: int, forced_B: Tensor | None, limit_B: Tensor) -> None:
+    def _sampled(self, lprobs_BWV: Tensor, step: int, sentences: slice) -> tuple[Tensor, Tensor]:
+        """A token for each of the W hypotheses, as of `_candidates`: score and index ``(B, W)``."""
+        search, batch = self.search, len(lprobs_BWV)
+        # A hypothesis that cannot go on, because of NaN or the restrictions, takes a token at -inf.
+        lprobs_BWV = lprobs_BWV.nan_to_num(nan=_NEVER, neginf=_NEVER)
+        if search.sampling_topp > 0:
+            lprobs_BWC, token_BWC = lprobs_BWV.sort(dim=2, descending=True)
+            before_BWC = lprobs_BWC.exp().cumsum(2).roll(1, 2)
+            before_BWC[:, :, 0] = 0
+            lprobs_BWC = lprobs_BWC.masked_fill(before_BWC >= search.sampling_topp, _NEVER)
+        elif search.sampling_topk > 0:
+            best = lprobs_BWV.topk(min(search.sampling_topk, self.size), dim=2)
+            lprobs_BWC, token_BWC = best.values, best.indices
+        else:
+            lprobs_BWC, token_BWC = lprobs_BWV, None
+        sums_BWC = lprobs_BWC.double().exp().cumsum(2).expand(batch, self.beam, -1)
+        threshold_BW1 = self.drawn_BWT[sentences, :, step : step + 1] * sums_BWC[:, :, -1:]
+        place_BW1 = torch.searchsorted(sums_BWC.contiguous(), threshold_BW1, right=True)
+        place_BW1.clamp_(max=sums_BWC.shape[2] - 1)
+        score_BW = lprobs_BWC.expand(batch, self.beam, -1).gather(2, place_BW1).squeeze(2)
+        if token_BWC is not None:
+            place_BW1 = token_BWC.expand(batch, self.beam, -1).gather(2, place_BW1)
+        token_BW = place_BW1.squeeze(2)
+        if step == 0:
+            return score_BW, token_BW
+        parent_W = torch.arange(self.beam, device=token_BW.device)
+        return score_BW + self.sums_BWT[sentences, :, -1], parent_W * self.size + token_BW
+
+    def _restrict(
+        self, lprobs_BWV, step: int, forced_B: Tensor | None, limit_B: Tensor, tokens_BWT: Tensor
+    ) -> None:
         """Leaves only what may follow."""
         search = self.search
         lprobs_BWV[:, :, self.pad] = _NEVER
@@ -367,11 +460,18 @@ class _Run:
             lprobs_BWV[at_limit_B] = _NEVER
             lprobs_BWV[at_limit_B, :, self.eos] = end_BW
         if forced_B is not None and step < self.first_limit:
-            index_BW1 = forced_B.view(-1, 1, 1).expand(-1, lprobs_BWV.shape[1], 1)
+            index_BW1 = self.places(forced_B).view(-1, 1, 1).expand(-1, lprobs_BWV.shape[1], 1)
             value_BW1 = lprobs_BWV.gather(2, index_BW1)
             lprobs_BWV.fill_(_NEVER).scatter_(2, index_BW1, value_BW1)
         elif step < search.min_len:
             lprobs_BWV[:, :, self.eos] = _NEVER
+        said_BWT = tokens_BWT[:, :, 1:]  # without what the decoder is given first
+        if 0 < (n := search.no_repeat_ngram_size) <= said_BWT.shape[2]:
+            ngrams_BWNn = said_BWT.unfold(2, n, 1)
+            last_BW1n = said_BWT[:, :, said_BWT.shape[2] + 1 - n :].unsqueeze(2)
+            again_BWN = (ngrams_BWNn[..., :-1] == last_BW1n).all(3)
+            banned_BWN = self.places(ngrams_BWNn[..., -1]).masked_fill(~again_BWN, self.pad)
+            lprobs_BWV.scatter_(2, banned_BWN, _NEVER)  # padding is never chosen anyway
 
     def _end(self, step: int, ends_BW: Tensor, score_BC: Tensor, parent_BC: Tensor) -> set[int]:
         """Notes the hypotheses that end; returns which of the sentences are finished."""

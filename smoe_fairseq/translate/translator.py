@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.translate.int8 import check_int8, quantize
 from smoe_fairseq.translate.packed import can_pack, pack
 from smoe_fairseq.translate.search import BeamSearch
+from smoe_fairseq.translate.shortlist import Shortlist, direction_of
 
 
 def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
@@ -309,6 +311,12 @@ class Options:
     min_len: int = 1
     max_len_a: float = 0.0
     max_len_b: int = 200
+    no_repeat_ngram_size: int = 0
+    temperature: float = 1.0
+    sampling: bool = False
+    sampling_topk: int = -1
+    sampling_topp: float = -1.0
+    seed: int = 1
     divide_above: int = 200  # tokens of a text; as many as a translation may have
     requested: bool = False  # whether the requested capacity is wanted, which takes one more pass
 
@@ -322,12 +330,19 @@ class BatchTranslator:
             trained or saved any more.
         max_tokens: see `MAX_TOKENS`.
         int8: whether the model is to compute in int8, on a CPU; see `quantize`.
+        shortlist: a file of ``smoe shortlist``; directions that are not in it use all tokens.
 
     Raises:
-        UsageError: the model, or this CPU, cannot compute in int8.
+        UsageError: the model, or this CPU, cannot compute in int8; or the shortlist is not of its dictionary.
     """
 
-    def __init__(self, translator: Translator, max_tokens: int = MAX_TOKENS, int8: bool = False):
+    def __init__(
+        self,
+        translator: Translator,
+        max_tokens: int = MAX_TOKENS,
+        int8: bool = False,
+        shortlist: Path | str | None = None,
+    ):
         self.translator = translator
         self.task = translator.task
         self.max_tokens = max_tokens
@@ -337,6 +352,13 @@ class BatchTranslator:
             quantize(translator.models[0])
         elif self._is_ours() and translator.device.type == "cpu" and can_pack():
             pack(translator.models[0])
+        self.shortlist = None
+        if shortlist is not None:
+            if not self._is_ours():
+                raise UsageError(
+                    "--shortlist: this model is fairseq's own; expected a smoe_transformer"
+                )
+            self.shortlist = Shortlist(shortlist, self.task)
 
     def translate_batch(
         self,
@@ -437,12 +459,15 @@ class BatchTranslator:
         """Ours, or fairseq's for its own models."""
         if self._is_ours():
             values = {name: getattr(options, name) for name in BeamSearch.options()}
-            return BeamSearch(self.task.target_dictionary, **values)
+            shortlist = self.shortlist and self.shortlist.of(*direction_of(self.task))
+            return BeamSearch(self.task.target_dictionary, **values, shortlist=shortlist)
         settings = copy.deepcopy(self.translator.cfg.generation)
         with open_dict(settings):
             for name, value in vars(options).items():
-                if name in BeamSearch.options() or name == "nbest":
+                if name in settings and (name in BeamSearch.options() or name == "nbest"):
                     setattr(settings, name, value)
+        if options.sampling:
+            torch.manual_seed(options.seed)
         return self.task.build_generator(self.translator.models, settings)
 
     def _is_ours(self) -> bool:

@@ -27,7 +27,6 @@ class BaseGate(LinearGate):
         nn.init.orthogonal_(self.weight, gain=0.1 * self.init_scale)
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
-        """As of `TopKGate`."""
         if active_T is None:
             active_T = all_active(x_TD)
         logits_TE = self.logits(x_TD)

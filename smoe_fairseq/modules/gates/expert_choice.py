@@ -28,7 +28,6 @@ class ExpertChoiceGate(LinearGate):
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        """As of `LinearGate`."""
         factors = config.capacity_factor, config.eval_capacity_factor
         return cls(embed_dim, num_experts, *factors, config.gate_init_scale)
 
@@ -47,11 +46,10 @@ class ExpertChoiceGate(LinearGate):
 
     @property
     def expected_choices(self) -> float:
-        """As of `TopKGate`."""
         return min(self.factor, float(self.num_experts))
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None, sentence_T: Tensor) -> Routing:
-        """As of `TopKGate`; ``sentence`` numbers the sentence of each token, from 0."""
+        """``sentence`` numbers the sentence of each token, from 0."""
         if active_T is None:
             active_T = all_active(x_TD)
         logits_TE = self.logits(x_TD)

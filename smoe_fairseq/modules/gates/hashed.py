@@ -31,7 +31,6 @@ class HashGate(nn.Module):
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        """As of `LinearGate`."""
         return cls(num_experts, config.hash_table)
 
     def __init__(self, num_experts: int, table: Tensor):
@@ -40,7 +39,7 @@ class HashGate(nn.Module):
         self.register_buffer("table", table.clone())
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None, id_T: Tensor) -> Routing:
-        """As of `TopKGate`; by ``id`` alone. Probabilities are those of the table, 1 or 0."""
+        """By ``id`` alone. Probabilities are those of the table, 1 or 0."""
         if active_T is None:
             active_T = all_active(x_TD)
         expert_T = self.table[id_T]

@@ -16,7 +16,12 @@ from smoe_fairseq.modules.torch_features import without_autocast
 
 
 class LinearGate(nn.Module):
-    """Scores ``num_experts`` experts by ``W x`` (the logits of the paper's eq. 2).
+    """Scores ``num_experts`` experts by ``W x`` (the logits of the paper's eq. 2); the base of most gates.
+
+    A gate has the attributes below, the class method `of_config`, ``top_k`` (most experts of a token),
+    ``expected_choices`` (experts per token when all are equally likely), and
+    ``forward(x_TD, active_T=None)``, which routes the tokens that ``active_T`` marks (None: all) and returns
+    a `Routing`.
 
     Args:
         embed_dim: D.

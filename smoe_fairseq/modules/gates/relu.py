@@ -30,7 +30,6 @@ class ReLUGate(LinearGate):
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        """As of `LinearGate`."""
         return cls(
             embed_dim,
             num_experts,
@@ -58,16 +57,15 @@ class ReLUGate(LinearGate):
 
     @property
     def expected_choices(self) -> float:
-        """As of `TopKGate`, once the loss has brought them to the goal; new gates take half of E."""
+        """Experts per token once the loss holds them at the goal; new gates take half of E."""
         return float(self.goal)
 
     def update(self, observed_N: Tensor) -> None:
-        """As of `LinearGate`, with copies and the tokens that they are of."""
+        """With the numbers of copies and of the tokens that chose them."""
         copies, tokens = observed_N.unbind()
         self.coefficient.update(copies - self.goal * tokens)
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
-        """As of `TopKGate`."""
         if active_T is None:
             active_T = all_active(x_TD)
         logits_TE = self.logits(x_TD)

@@ -50,7 +50,6 @@ class TopKGate(LinearGate):
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        """As of `LinearGate`."""
         return cls(
             embed_dim,
             num_experts,
@@ -105,16 +104,14 @@ class TopKGate(LinearGate):
 
     @property
     def observes(self) -> int:
-        """As of `LinearGate`: choices of each expert, for the bias."""
+        """Choices of each expert, for the bias."""
         return self.num_experts if self.bias is not None else 0
 
     def update(self, observed_N: Tensor) -> None:
-        """As of `LinearGate`."""
         self.bias.update(observed_N)
 
     @property
     def learns_number(self) -> bool:
-        """As of `LinearGate`."""
         return self.free_experts > 0
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:

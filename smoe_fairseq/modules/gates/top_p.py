@@ -28,7 +28,6 @@ class TopPGate(LinearGate):
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        """As of `LinearGate`."""
         return cls(
             embed_dim,
             num_experts,
@@ -55,11 +54,10 @@ class TopPGate(LinearGate):
 
     @property
     def expected_choices(self) -> float:
-        """As of `TopKGate`, where each probability is ``1 / E``."""
+        """Experts per token when each probability is ``1 / E``."""
         return min(self.num_experts, math.ceil(round(self.p * self.num_experts, 9)))
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
-        """As of `TopKGate`."""
         if active_T is None:
             active_T = all_active(x_TD)
         logits_TE = self.exit_bias(self.logits(x_TD))

@@ -1,0 +1,211 @@
+"""``smoe shortlist``: the target tokens that a source text may need, from counts in the training data.
+
+The output projection is a large part of a decoding step. A translation uses few tokens of the vocabulary,
+and nearly all of them are among those that occur beside the source's tokens in the training data, or are
+frequent anyway. The score of a source token s and a target token t is their Dice coefficient,
+``2 c(s, t) / (c(s) + c(t))``, with c the number of sentences (sentence pairs) that contain them.
+
+Shapes: S source vocabulary, C candidates of each source token, N sentences.
+"""
+
+import hashlib
+import zipfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from fairseq.data import Dictionary, data_utils
+from scipy import sparse
+from torch import Tensor
+
+from smoe_fairseq.errors import UsageError, at_least, quietly
+from smoe_fairseq.files import whole_file
+
+FILE = "shortlist.npz"
+SHORTLIST_HELP = (
+    "choose among the tokens that this file of smoe shortlist has for a text: faster, nearly the same "
+    "translations"
+)
+_AT_ONCE = 20_000  # sentences of a product of counts
+
+
+class Shortlist:
+    """The content of a file that ``smoe shortlist`` has written.
+
+    Raises:
+        UsageError: it cannot be read, is of another dictionary, or has no direction of the task.
+    """
+
+    def __init__(self, file: Path | str, task):
+        self.tables: dict[str, Tensor] = {}
+        self.always: dict[str, Tensor] = {}
+        named = f"--shortlist {file}"
+        dictionaries = _dictionaries(task)
+        try:
+            with np.load(file, allow_pickle=False) as content:
+                self._check(content, dictionaries, named)
+                for direction in map(str, content["directions"]):
+                    if set(direction.split("-")) <= dictionaries.keys():
+                        self.tables[direction] = torch.from_numpy(content[direction])
+                        frequent = torch.from_numpy(content[f"{direction} frequent"])
+                        target = direction.split("-")[1]
+                        size = int(content[f"{target} size"])
+                        # Behind the tokens of the file there are those of languages.
+                        special = [*range(4), *range(size, len(dictionaries[target]))]
+                        self.always[direction] = torch.cat([frequent, torch.tensor(special)]).long()
+        except OSError as error:
+            raise UsageError(f"{named}: {error.strerror or error}") from None
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            raise UsageError(f"{named}: expected a file that smoe shortlist has written") from None
+        if not self.tables:
+            raise UsageError(f"{named}: it has no direction of this model")
+
+    @staticmethod
+    def _check(content, dictionaries: dict[str, Dictionary], named: str) -> None:
+        for language, dictionary in dictionaries.items():
+            if f"{language} size" not in content:
+                continue
+            size = int(content[f"{language} size"])
+            if len(dictionary) < size or content[f"{language} digest"] != _digest(dictionary, size):
+                raise UsageError(
+                    f"{named}: it is of another dictionary ({size} tokens of {language}); make one with "
+                    "smoe shortlist from this model's data"
+                )
+
+    def of(self, source: str, target: str) -> Callable[[Tensor], Tensor] | None:
+        """What `BeamSearch` takes; None of a direction that is not in the file."""
+        direction = f"{source}-{target}"
+        if direction not in self.tables:
+            return None
+        return partial(self._candidates, self.tables[direction], self.always[direction])
+
+    @staticmethod
+    def _candidates(table_SC: Tensor, always: Tensor, source_BS: Tensor) -> Tensor:
+        ids = source_BS.unique().cpu()
+        found = table_SC[ids[ids < len(table_SC)]].flatten()
+        return torch.cat([found.long(), always]).unique().to(source_BS.device)
+
+
+def _dictionaries(task) -> dict[str, Dictionary]:
+    """By language."""
+    if hasattr(task, "dicts"):
+        return dict(task.dicts)
+    config = task.cfg
+    return {config.source_lang: task.source_dictionary, config.target_lang: task.target_dictionary}
+
+
+def direction_of(task) -> tuple[str, str]:
+    """Source and target language that a task is turned to."""
+    config = task.args if hasattr(task, "dicts") else task.cfg
+    return config.source_lang, config.target_lang
+
+
+def _digest(dictionary: Dictionary, size: int) -> str:
+    return hashlib.sha256("\n".join(dictionary.symbols[:size]).encode()).hexdigest()
+
+
+def candidates(
+    source: sparse.csr_matrix, target: sparse.csr_matrix, number: int, frequent: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The best target tokens of each source token ``(S, C)``, end of sentence where there are fewer,
+    and the most frequent target tokens.
+
+    Args:
+        source, target: which tokens each sentence has, ``(N, vocabulary)`` of ones.
+    """
+    pairs = sparse.csr_matrix((source.shape[1], target.shape[1]), dtype=np.int32)
+    for start in range(0, source.shape[0], _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        pairs = pairs + source[part].T @ target[part]
+    pairs = sparse.csr_matrix(pairs)
+    of_source, of_target = (np.asarray(x.sum(0)).ravel() for x in (source, target))
+    table_SC = np.full((source.shape[1], number), Dictionary().eos(), dtype=np.int32)
+    for token in np.flatnonzero(np.diff(pairs.indptr)):
+        row = slice(pairs.indptr[token], pairs.indptr[token + 1])
+        others = pairs.indices[row]
+        dice = 2 * pairs.data[row] / (of_source[token] + of_target[others])
+        best = others[np.argsort(-dice, kind="stable")[:number]]
+        table_SC[token, : len(best)] = best
+    order = np.argsort(-of_target, kind="stable")[:frequent]
+    return table_SC, order[of_target[order] > 0].astype(np.int32)
+
+
+def _occurrences(prefix: Path, dictionary: Dictionary, lines: int) -> sparse.csr_matrix:
+    """Which tokens each of the first sentences has; special tokens are left out."""
+    data = data_utils.load_indexed_dataset(str(prefix), dictionary)
+    rows = [np.unique(data[i].numpy()) for i in range(min(lines, len(data)))]
+    rows = [row[row >= dictionary.nspecial] for row in rows]
+    ends = np.cumsum([0, *map(len, rows)])
+    ids = np.concatenate([*rows, np.empty(0, dtype=np.int64)])
+    ones = np.ones(len(ids), dtype=np.int32)
+    return sparse.csr_matrix((ones, ids, ends), shape=(len(rows), len(dictionary)))
+
+
+def add_shortlist_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("data", type=Path, metavar="DATA", help="folder of binarised training data")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help=f"what to write (default: DATA/{FILE})"
+    )
+    for flag, default, words in (
+        ("--candidates", 50, "target tokens for each source token"),
+        ("--frequent", 200, "most frequent target tokens that every text may use"),
+        ("--lines", 500_000, "training sentences of each pair that are counted, at most"),
+    ):
+        parser.add_argument(
+            *(flag,),
+            type=at_least(int, 1),
+            default=default,
+            metavar="N",
+            help=f"{words} (default: {default})",
+        )
+
+
+def run_shortlist(args: Namespace) -> None:
+    """Writes FILE, with both directions of every pair of languages."""
+    output = args.output or args.data / FILE
+    pairs = {
+        tuple(file.name.split(".")[1].split("-"))
+        for file in args.data.glob("train.*-*.*.idx")
+        if len(file.name.split(".")) == 4
+    }
+    if not pairs:
+        raise UsageError(
+            f"{args.data} has no training data: expected train.SOURCE-TARGET.LANG.idx and .bin, as "
+            "fairseq-preprocess writes them"
+        )
+    content: dict[str, object] = {"directions": []}
+    dictionaries = {}
+    for language in sorted({language for pair in pairs for language in pair}):
+        file = args.data / f"dict.{language}.txt"
+        if not file.is_file():
+            raise UsageError(f"{file} is missing: expected the dictionary beside the data")
+        with quietly():
+            dictionaries[language] = dictionary = Dictionary.load(str(file))
+        content[f"{language} size"] = len(dictionary)
+        content[f"{language} digest"] = _digest(dictionary, len(dictionary))
+    for pair in sorted(pairs):
+        sides = {}
+        for language in pair:
+            prefix = args.data / f"train.{'-'.join(pair)}.{language}"
+            if not prefix.with_name(f"{prefix.name}.idx").is_file():
+                raise UsageError(f"{prefix}.idx is missing: expected both sides of the pair")
+            sides[language] = _occurrences(prefix, dictionaries[language], args.lines)
+        counts = {side.shape[0] for side in sides.values()}
+        if len(counts) > 1:
+            raise UsageError(f"{args.data}: the sides of {'-'.join(pair)} have different lengths")
+        for source, target in (pair, pair[::-1]):
+            direction = f"{source}-{target}"
+            table, frequent = candidates(
+                sides[source], sides[target], args.candidates, args.frequent
+            )
+            content["directions"].append(direction)
+            content[direction], content[f"{direction} frequent"] = table, frequent
+    with (
+        whole_file(output, f"--output {output}") as partial_file,
+        open(partial_file, "wb") as file,
+    ):
+        np.savez_compressed(file, **content)
+    print(f"{output}: {', '.join(content['directions'])}")

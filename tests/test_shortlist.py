@@ -1,0 +1,110 @@
+"""``smoe shortlist``: its counts, its file, the search with it, and what is refused."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from commands import run
+from fairseq.data import Dictionary
+from scipy import sparse
+from test_beam_search import batch, sharp
+from test_model import make_task
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.translate.packed import can_pack, pack
+from smoe_fairseq.translate.search import BeamSearch
+from smoe_fairseq.translate.shortlist import Shortlist, candidates
+
+
+def test_candidates_are_those_with_the_greatest_dice_coefficient():
+    generator = np.random.default_rng(1)
+    source, target = ((generator.random((40, 9)) < 0.3).astype(np.int32) for _ in range(2))
+    source[:, 8] = target[:, 5] = 0  # tokens that never occur
+    table, frequent = candidates(sparse.csr_matrix(source), sparse.csr_matrix(target), 3, 4)
+    assert table.shape == (9, 3) and (table[8] == Dictionary().eos()).all()
+    for s in range(8):
+        dice = [
+            2 * int((source[:, s] & target[:, t]).sum()) / (source[:, s].sum() + target[:, t].sum())
+            for t in range(9)
+        ]
+        assert sorted((dice[t] for t in table[s]), reverse=True) == sorted(dice, reverse=True)[:3]
+    counts = target.sum(0)
+    assert sorted(counts[frequent], reverse=True) == sorted(counts, reverse=True)[:4]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_search_takes_tokens_of_the_list_alone(packed):
+    torch.manual_seed(3)
+    model, task = sharp("--smoe-strata", "4-4"), make_task(96)
+    size = len(task.target_dictionary)
+    everything = BeamSearch(task.target_dictionary, 4, max_len_b=20).generate([model], batch(task))
+    if packed:
+        if not can_pack():
+            pytest.skip("this torch has no packed products")
+        pack(model, min_weights=0)
+
+    def search(ids: list[int], **more) -> list:
+        options = {"max_len_b": 20, "shortlist": lambda source_BS: torch.tensor(ids)}
+        return BeamSearch(task.target_dictionary, 4, **options).generate(
+            [model], batch(task), **more
+        )
+
+    some = [*range(4), *range(10, size, 3)]
+    for hypotheses in search(some):
+        assert {i for h in hypotheses for i in h["tokens"].tolist()} <= set(some)
+    prefix = torch.full((len(everything), 1), 5)  # which is not in the list
+    assert all(h["tokens"][0] == 5 for each in search(some, prefix_tokens=prefix) for h in each)
+    # Without one token that no hypothesis has, little changes.
+    used = {i for each in everything for h in each for i in h["tokens"].tolist()}
+    unused = min(set(range(4, size)) - used)
+    best = [each[0]["tokens"].tolist() for each in search(sorted({*range(size)} - {unused}))]
+    assert best == [each[0]["tokens"].tolist() for each in everything]
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Binarised pairs: the target token of each source token is 3 more."""
+    from fairseq.data import indexed_dataset
+
+    dictionary = Dictionary()
+    for i in range(20):
+        dictionary.add_symbol(f"w{i}")
+    generator = torch.Generator().manual_seed(1)
+    lines = [torch.randint(4, 20, (5,), generator=generator) for _ in range(60)]
+    for language, more in (("aa", 0), ("bb", 3)):
+        dictionary.save(str(tmp_path / f"dict.{language}.txt"))
+        prefix = str(tmp_path / f"train.aa-bb.{language}")
+        builder = indexed_dataset.make_builder(f"{prefix}.bin", "mmap", vocab_size=len(dictionary))
+        for ids in lines:
+            builder.add_item(torch.cat([ids + more, torch.tensor([2])]))
+        builder.finalize(f"{prefix}.idx")
+    return tmp_path
+
+
+def task_of(dictionary: Dictionary):
+    config = SimpleNamespace(source_lang="aa", target_lang="bb")
+    return SimpleNamespace(cfg=config, source_dictionary=dictionary, target_dictionary=dictionary)
+
+
+def test_the_file_is_that_of_its_dictionary(data, tmp_path):
+    words = ("smoe", "shortlist", data, "--candidates", 1, "--frequent", 2)
+    assert "shortlist.npz: aa-bb, bb-aa" in run(*words).stdout
+    dictionary = Dictionary.load(str(data / "dict.aa.txt"))
+    language = dictionary.add_symbol("__bb__")  # as tasks of several directions do
+    shortlist = Shortlist(data / "shortlist.npz", task_of(dictionary))
+    ids = set(shortlist.of("aa", "bb")(torch.tensor([[1, 6, 11, 2, language]])).tolist())
+    assert {0, 1, 2, 3, 9, 14, language} <= ids and len(ids) <= 9
+    assert shortlist.of("aa", "cc") is None
+    other = Dictionary.load(str(data / "dict.aa.txt"))
+    other.symbols[7] = "other"
+    with pytest.raises(UsageError, match=r"it is of another dictionary \(24 tokens of aa\)"):
+        Shortlist(data / "shortlist.npz", task_of(other))
+    (data / "broken.npz").write_text("no")
+    with pytest.raises(UsageError, match="a file that smoe shortlist has written"):
+        Shortlist(data / "broken.npz", task_of(dictionary))
+    with pytest.raises(UsageError, match="No such file"):
+        Shortlist(data / "none.npz", task_of(dictionary))
+    (tmp_path / "empty").mkdir()
+    result = run("smoe", "shortlist", tmp_path / "empty", check=False)
+    assert result.returncode == 1 and "has no training data: expected" in result.stdout
