@@ -124,8 +124,10 @@ setup(
         "huggingface": ["safetensors>=0.4.3", "transformers>=5,<6"],  # apart: 160 MB
         "serve": ["starlette>=0.40,<2", "uvicorn>=0.30,<1"],
         "dev": [
+            "accelerate>=1.1",
             "hypothesis>=6",
             "mkdocs-material>=9.5,<10",
+            "peft>=0.18",
             "playwright>=1.45",  # drives a Chromium that is there already
             "pytest>=8",
             "pytest-xdist>=3",

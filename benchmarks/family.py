@@ -19,6 +19,8 @@ MEMBERS = {
     "topk, top-1": dict(top_k=1),
     "topk, top-4": dict(top_k=4, capacity_factor=4.0),
     "top-p": dict(gate="top-p", capacity_factor=0.0),
+    "threshold": dict(gate="threshold", capacity_factor=0.0),
+    "depths": dict(strata="1", gate="depths", top_k=1, capacity_factor=0.5),
     "hash": dict(gate="hash"),
     "base": dict(gate="base"),
     "expert-choice": dict(gate="expert-choice"),
@@ -46,6 +48,8 @@ def training_step(options: dict, tokens: int):
     def step():
         y, stats = block(x, ids=ids)
         (y.square().mean() + 0.01 * stats.balance_loss).backward()
+        if stats.observed is not None:
+            block.end_update(stats.observed)
         experts.append(int((stats.chosen - stats.dropped).sum()) / tokens)
 
     return step, experts

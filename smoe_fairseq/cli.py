@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from smoe_fairseq.compat import require_fairseq
-from smoe_fairseq.errors import ends_with_sentence, heeded, quietly, writes_all
+from smoe_fairseq.errors import ends_with_sentence, heeded, printable, quietly, writes_all
 from smoe_fairseq.recipes.commands import RECIPES, add_arguments
 
 # NAME: (module, one line of help). The module has `add_NAME_arguments(parser)` and `run_NAME(args)`,
@@ -74,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
     """What is wrong is a sentence, and not the last line below all flags of a command."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
+        self.exit(2, f"{self.prog}: error: {printable(message)}; {self.prog} --help says more\n")
 
 
 @heeded()

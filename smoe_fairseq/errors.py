@@ -37,7 +37,8 @@ class UsageError(Exception):
 _OF_INPUT = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _OF_INPUT += (ArithmeticError, ImportError, EOFError, struct.error)
 _LIBRARIES = ("omegaconf", "hydra", "sentencepiece")  # whose errors are about settings or files
-_MISFITS = "Error(s) in loading state_dict"  # how torch's RuntimeError for other shapes begins
+# How RuntimeErrors of bad input begin: torch's for other shapes, and fairseq's about its flags.
+_MISFITS = ("Error(s) in loading state_dict", "--")
 _NULL = re.compile(r"override \w+\.(\w+)=null")  # hydra's words for an option without a value
 _FILES = ("file", "filename", "path", "f", "model_file")  # local variables that hold one
 _PLACES = ("destdir", "results_path", "save_dir")  # flags by which commands are told where to write
@@ -54,13 +55,13 @@ def one_line(error: BaseException) -> str | None:
     """
     said = " ".join(str(error).split())
     if isinstance(error, UsageError):
-        return _printable(str(error))
+        return printable(str(error))
     if isinstance(error, OSError) and error.strerror and (error.errno in NO_ROOM or error.filename):
         if error.errno in NO_ROOM:
             return f"{error.filename or _place()} cannot be written: {error.strerror}"
-        return _printable(f"{error.filename}: {error.strerror}")
+        return printable(f"{error.filename}: {error.strerror}")
     if type(error) is Exception and said:
-        return _printable(said)
+        return printable(said)
     trace = [*traceback.walk_tb(error.__traceback__)]
     raised_in = trace[-1][0].f_globals.get("__name__", "") if trace else ""
     of_library = {n.partition(".")[0] for n in (type(error).__module__, raised_in)} & {*_LIBRARIES}
@@ -87,7 +88,7 @@ def one_line(error: BaseException) -> str | None:
     flags = (_flag_of(*each) for each in inwards[:_NEAR])
     files = (_file_of(frame) for frame, _ in inwards)
     named = next(filter(None, (*in_words, *flags, *files)), "")
-    return _printable(f"{named}: {words}" if named and named not in said else words)
+    return printable(f"{named}: {words}" if named and named not in said else words)
 
 
 @contextmanager
@@ -126,7 +127,7 @@ def _given_flags() -> dict[str, str]:
 
 
 def _place() -> str:
-    """Where a write without a file name failed: what the user has named, or standard output."""
+    """The likely place of a failed write that names no file: an output flag's, or standard output."""
     flags = _given_flags()
     named = (f"--{name.replace('_', '-')} {flags[name]}" for name in _PLACES if name in flags)
     return next(named, "standard output")
@@ -150,7 +151,7 @@ def _flag_of(frame: FrameType, line: int) -> str | None:
 
 
 def _file_of(frame: FrameType) -> str | None:
-    """The file that a variable of a function holds the path of; not a program that is run."""
+    """The existing file whose path a usual variable of the frame holds; not a program."""
     local = frame.f_locals
     of_object = getattr(local.get("self"), "__dict__", {}).get(
         "_path"
@@ -164,8 +165,8 @@ def _file_of(frame: FrameType) -> str | None:
     return None
 
 
-def _printable(words: str) -> str:
-    """Without letters that a terminal would act on, and with long words shortened."""
+def printable(words: str) -> str:
+    """Without characters that a terminal would act on, and with long words shortened."""
     words = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
     half = _LONGEST // 2
     return re.sub(rf"\S{{{_LONGEST},}}", lambda m: f"{m[0][:half]}...{m[0][-half:]}", words)
@@ -251,12 +252,12 @@ def seconds(text: str) -> float:
     return value
 
 
-# fairseq without its remarks, so that standard output holds a command's own words only.
+# fairseq without its log messages, so that standard output holds only a command's own.
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Leaves out INFO messages, which fairseq writes to standard output, and its libraries' warnings."""
+    """Leave out INFO messages, which fairseq writes to standard output, and its libraries' warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
@@ -267,8 +268,7 @@ def quietly() -> Iterator[None]:
         logging.disable(before)
 
 
-# Signals that end a command: as an exception, so that whatever it has begun is put away on the way
-# out.
+# Signals that end a command raise an exception, so that temporary files are removed.
 
 # Ctrl-C, what `kill`, batch systems and containers send, and the end of a terminal.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -298,14 +298,14 @@ def _end(number: int, _frame) -> None:
     raise SystemExit(128 + number)
 
 
-# Standard output that takes no more: a full disk is one sentence, a reader that has gone is none.
+# Standard output that cannot be written: one sentence for a full disk, none for a closed pipe.
 #
-# Python writes what is left of a command's output after its last line, where it can only print
-# words of its own about it and nobody can catch them. Here that is done before.
+# Python flushes a command's output after its last line, where an error cannot be caught any more.
+# Here it is flushed before.
 
 
 class _Watched:
-    """Standard output, and the first reason why something was not written, even if nobody else looks."""
+    """Standard output that remembers its first error, also if the writer ignores it."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream

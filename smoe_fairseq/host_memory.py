@@ -37,12 +37,9 @@ def machine_memory() -> int | None:
             limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         except (OSError, ValueError):
             pass
-    for file in (
-        "memory.max",
-        "memory/memory.limit_in_bytes",
-    ):  # versions 2 and 1 of control groups
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups 2 and 1
         try:
             limits.append(int(Path("/sys/fs/cgroup", file).read_text()))
-        except (OSError, ValueError):  # the latter: "max"
+        except (OSError, ValueError):  # missing, or "max"
             continue
     return min(limits, default=None)

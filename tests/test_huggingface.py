@@ -234,6 +234,8 @@ OPTIONS = {
         "max_source_positions": 20,
     },
     "apart": {"share_all_embeddings": False, "encoder_embed_dim": 24, "activation_fn": "gelu"},
+    "threshold": {"moe_gate": "threshold"},
+    "depths": {"moe_gate": "depths", "smoe_strata": "2", "moe_capacity_factor": 1.0},
     "output": {"share_all_embeddings": False, "share_decoder_input_output_embed": True},
     "others": {
         "no_token_positional_embeddings": True,

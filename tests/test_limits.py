@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
-from commands import train
 from fairseq.data import Dictionary
 from fairseq.data.indexed_dataset import MMapIndexedDataset
-from sampling import soak
 
 from smoe_fairseq.analysis import training_log
 from smoe_fairseq.checkpoints.io import open_checkpoint, rank_file
@@ -115,6 +113,7 @@ WEIGHT = "encoder.layers.0.fc1.weight"
         (("cfg", "task", "_name"), "nope", "AssertionError Could not infer task type"),
         (("cfg", "model", "dropout"), "x", "TypeError"),
         (("cfg", "model", "dropout"), "${nope}", "InterpolationKeyError"),
+        (("cfg", "model", "activation_fn"), "nope", "RuntimeError --activation-fn nope"),
         (("task_state",), None, "TypeError"),
         (("model", WEIGHT), None, "AttributeError 'NoneType' object has no attribute"),
     ],
@@ -136,7 +135,8 @@ def test_a_file_that_the_settings_name_is_the_one_at_fault(tmp_path):
 @pytest.mark.parametrize(
     "name, value, why",
     [
-        ("encoder_layers", 10**9, "encoder_layers is 1000000000, and its weights are of 2 layers"),
+        ("encoder_layers", 10**9, "encoder_layers is 1000000000; its weights have 2"),
+        ("decoder_embed_dim", 10**12, f"decoder_embed_dim is {10**12}; its weights have 16"),
         ("dropout", "x", "dropout is 'x'"),
     ],
 )
@@ -181,6 +181,13 @@ def test_names_are_shown_with_neither_line_ends_nor_orders_to_a_terminal():
     assert line.startswith(r"a\nb\x1b[31m") and line.isprintable() and len(line) < 400
 
 
+def test_a_flag_that_there_is_not_is_shown_so_too(capsys):
+    with pytest.raises(SystemExit):
+        main(["cost", "--x\x1b[31m" + "y" * 10_000])
+    line = capsys.readouterr().err.rstrip("\n")
+    assert r"--x\x1b[31myyy" in line and line.isprintable() and len(line) < 500
+
+
 def test_a_damaged_model_of_subwords_is_named(tmp_path):
     model_file = tmp_path / "spm.model"
     model_file.write_bytes(b"junk" * 10)
@@ -194,17 +201,3 @@ def test_the_flag_whose_value_the_error_repeats_is_named(monkeypatch):
     with pytest.raises(FileNotFoundError) as error:
         raise FileNotFoundError("Dataset not found: nope (bin)")
     assert one_line(error.value).startswith("--train-subset nope: FileNotFoundError: Dataset")
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (("--lr-scheduler", "polynomial_decay"), "--total-num-update is missing"),
-        soak(("--warmup-updates", 0), "--warmup-updates 0: ZeroDivisionError"),
-        soak(("--train-subset", "nope"), "--train-subset nope: FileNotFoundError"),
-        soak(("--max-tokens", 10**20), f"--max-tokens {10**20}: expected a number of at least 1"),
-    ],
-)
-def test_clumsy_flags_of_fairseq_end_with_one_line(corpus, tmp_path, flags, words):
-    done = train(corpus, tmp_path, *flags, check=False)
-    assert done.returncode == 1 and done.stdout.splitlines()[-1].startswith(f"error: {words}")

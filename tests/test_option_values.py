@@ -42,10 +42,10 @@ HANDLED = {  # by what fairseq raises, in one line that names the flag
     "--log-file /proc/none/log": "/proc/none/log: No such file or directory",
     "--encoder-attention-heads 3": "embed_dim must be divisible by num_heads",
     "--max-source-positions 2": "The dataset is empty",
-    "--lr-scheduler polynomial_decay": "lr_scheduler.total_num_update=null",
+    "--lr-scheduler polynomial_decay": "--total-num-update is missing",
 }
 UNNAMED = {*HANDLED} - {"--distributed-world-size 9000", "--warmup-updates 0", "--save-interval 0"}
-UNNAMED -= {"--max-tokens 3"}
+UNNAMED -= {"--max-tokens 3", "--train-subset nope", "--finetune-from-model /none.pt"}
 BAD = {**REFUSED, **HANDLED}
 
 
@@ -54,6 +54,7 @@ SOAK = {*BAD} - {
     "--clip-norm nan",
     "--restore-file nope.pt",
     "--warmup-updates 0",
+    "--lr-scheduler polynomial_decay",
 }
 
 

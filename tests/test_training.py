@@ -99,7 +99,7 @@ def test_a_translation_does_not_depend_on_its_batch(overfitted, small_corpus):
 
 def test_generation_is_quiet_about_masks(two_updates, small_corpus):
     checkpoint = two_updates / "checkpoint_last.pt"
-    _, output = generate(small_corpus, checkpoint, "--batch-size", 8)
+    _, output = generate(small_corpus, checkpoint, "--batch-size", 8, "--max-len-b", 5)
     assert not re.search(r"warn.*mask|mask.*deprecat", output, re.IGNORECASE)
 
 

@@ -47,7 +47,7 @@ def is_language_model(args: Namespace) -> bool:
 
 
 def config_of(args: Namespace) -> DecoderOptions:
-    """All options of the model of ``args``, those of its architecture where no flag is given."""
+    """All options of the model of ``args``; those without a flag are the architecture's."""
     return ARCH_MODEL_REGISTRY[args.arch].config_class.of(_complete(args))
 
 
@@ -57,7 +57,7 @@ def _complete(args: Namespace) -> Namespace:
         for name in SMoETransformerLMConfig.of_translation():
             default = getattr(SMoETransformerConfig, name)
             if isinstance(default, bool) and given.get(name) is default:
-                del given[name]  # a switch that nobody gave
+                del given[name]  # a switch that was not given
     args = Namespace(**given)
     ARCH_CONFIG_REGISTRY[args.arch](args)
     return args

@@ -43,7 +43,7 @@ def system_cost(
     requested_capacity: Mapping[str, float] | None = None,
     experts_per_token: float | None = None,
 ) -> Cost:
-    """Of the model that a method's flags make of a data set's; an unknown method is a `UsageError`."""
+    """The cost of a method's model for a data set; raises UsageError for an unknown method."""
     args = parse_model(arguments(dataset.train | method_flags(method, dataset)))
     model = build_meta_model(args, int(dataset.subwords["vocab-size"]))
     return count(model, context, requested_capacity, experts_per_token)
@@ -79,7 +79,7 @@ def compare(table: str, context: int = CONTEXT) -> list[dict[str, Any]]:
 
 
 def expected_cost(checkpoint: Path, context: int) -> Cost:
-    """Of a checkpoint's model under uniform routing; only its options and one shape are used.
+    """The cost of a checkpoint's model under uniform routing, by its options and vocabulary.
 
     Raises:
         UsageError: the checkpoint cannot be read, or holds another model.
@@ -99,12 +99,12 @@ def expected_cost(checkpoint: Path, context: int) -> Cost:
         if is_language_model(args):
             outputs = len(weights["decoder.output_projection.weight"])
         model = build_meta_model(args, vocabulary, None if outputs == vocabulary else outputs)
-        model.upgrade_state_dict(weights)  # one of before may have fewer layer norms
+        model.upgrade_state_dict(weights)  # older ones may have fewer layer norms
         return count(model, context)
 
 
 def measured_cost(checkpoint: Path, data: Path, subset: str, context: int) -> Cost:
-    """At the requested capacity of a subset's tokens, by teacher forcing."""
+    """The cost at the requested capacity of a subset's tokens, by teacher forcing."""
     model, task = load(checkpoint, data)
     return count(model, context, requested_capacity(model, task, subset))
 
@@ -199,7 +199,7 @@ def run_cost(args: Namespace) -> None:
 
 
 def _processes(model: nn.Module, args: Namespace) -> dict:
-    """Of `process_costs`; none without ``--world-size``."""
+    """`process_costs`, or nothing without ``--world-size``."""
     if args.world_size is None:
         return {}
     try:

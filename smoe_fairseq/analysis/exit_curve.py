@@ -220,8 +220,8 @@ def curve(
 ) -> Curve:
     """Translates a subset with each bias, beam 5, by the task's own search.
 
-    Each batch is translated with all biases before the next is, beginning with another one each time, so that
-    what else the machine does falls on all of them.
+    Each batch is translated with all biases, in rotating order, so that other work on the machine slows
+    all of them alike.
 
     Args:
         sentences: of each direction; None: all.
@@ -235,7 +235,7 @@ def curve(
         of_bias = [Point(direction, bias) for bias in biases]
         points += of_bias
         for sample in inputs.Samples(model, task, direction, subset, sentences, max_tokens):
-            if turn == 0:  # what is made once is nobody's
+            if turn == 0:  # warm-up: no bias pays for what is made once
                 task.inference_step(generator, [model], sample)
             for n in range(len(biases)):
                 _run(of_bias[(turn + n) % len(biases)], model, task, generator, sample)

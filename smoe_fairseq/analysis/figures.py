@@ -187,7 +187,7 @@ def draw_exit_bias(curve: Curve, stacked: bool = False) -> Figure:
     for ax, (title, (values, shown)) in zip(axes, shown_over.items()):
         ax.plot(curve.biases, values, color=DARK, marker="o", lw=2)
         for n, point in enumerate(zip(curve.biases, values)):
-            above = n % 2 == 0  # in turns, since biases may lie close together
+            above = n % 2 == 0  # alternating, since biases may lie close together
             ax.annotate(
                 shown.format(point[1]),
                 point,
@@ -205,7 +205,7 @@ def draw_exit_bias(curve: Curve, stacked: bool = False) -> Figure:
     return figure
 
 
-# The way of the tokens through the strata of a block, as an alluvial diagram.
+# The route of the tokens through the strata of a block, as an alluvial diagram.
 
 WIDTH = 0.09  # of a stratum's bar, in distances between strata
 GAP = 0.03  # between a stratum's bar and the tokens that pass it by
@@ -364,7 +364,7 @@ def violin(ax, x: float, values: np.ndarray, colour: str, hatch: str | None) -> 
 def loads(results: Results, block: Block) -> dict[str, np.ndarray]:
     """``(E,)`` load by language: source languages in the encoder, target languages in the decoder.
 
-    Of a language model one load, of its text.
+    A language model has a single load, that of its text.
     """
     end = 0 if block.side == "encoder" else -1
     languages = {name.split("-")[end]: [] for name in results.directions}
@@ -478,7 +478,7 @@ COLOURS = (MIDDLE, "#3f6ea8", LIGHT, "#a2641b", "black", "#9dbcdc")
 def draw_training(series: Series, stacked: bool = False) -> Figure:
     """Requested capacity, beside it the load; each block by itself where the log has it (JSON).
 
-    Of a log without blocks what was dropped stands in the place of the load, unless nothing was.
+    For a log without blocks, dropped copies take the place of the load, if there were any.
     """
     blocks = sorted({name.split("/")[0] for name in series if "/" in name}, key=_depth)
     dropped = [name for name in DROPPED if any(series.get(name, {}).values())]

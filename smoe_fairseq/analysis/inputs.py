@@ -21,7 +21,7 @@ from smoe_fairseq.modules.statistics import capacities_of
 
 TOKENS_PER_BATCH = 4096
 SEED = 1
-TEXT = "text"  # what stands for a direction, where there is none
+TEXT = "text"  # takes the place of a direction for language models
 
 
 def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
@@ -74,13 +74,13 @@ def is_language_model(task) -> bool:
 
 
 def dictionary_of(task, side: str) -> Dictionary:
-    """Of the tokens that a side is given."""
+    """The dictionary of the tokens that a side is given."""
     of_source = side == "encoder" or is_language_model(task)
     return task.source_dictionary if of_source else task.target_dictionary
 
 
 def sides(task) -> list[str]:
-    """Of which a task's models are made."""
+    """The sides of a task's models."""
     return ["decoder"] if is_language_model(task) else ["encoder", "decoder"]
 
 
@@ -144,7 +144,7 @@ def special(dictionary, task) -> np.ndarray:
 def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
     """The sentence pairs of one direction; several parts where training data is in several folders.
 
-    Of a language model the samples of its text, divided as in training.
+    For a language model, the samples of its text, divided as in training.
     """
     parts = folders(task) if subset == "train" else folders(task)[:1]
     try:

@@ -38,7 +38,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained: flags of fairseq-train as `parse_run` gives them, and what they do not say.
+    """A training run: its flags of fairseq-train, as `parse_run` gives them, and what they leave open.
 
     Attributes:
         vocabulary: entries of the dictionary, special ones included.
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The type that is computed in, where that is not float32."""
+        """The type to compute in; None: float32."""
         flags = self.flags
         if flags.bf16 or flags.memory_efficient_bf16:
             return torch.bfloat16
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def bytes(self) -> int:
-        """Of a weight, a gradient or an activation."""
+        """Bytes of a weight, a gradient or an activation."""
         return 4 if self.half is None else 2
 
     @property
@@ -73,18 +73,18 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of a batch, on each side."""
+        """Tokens of a batch on each side."""
         most = max(1, self.flags.max_tokens // self.length)
         return min(most, self.flags.batch_size or most) * self.length
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes of one process; with sharded experts or optimizer state of the one that has most.
+    """Bytes of one process: of the one that has most, if experts or optimizer state are sharded.
 
-    The peak is below the sum of the others where gradients come as activations go, and above it
-    where a sublayer or the optimizer takes something for a moment. Not in it: what the device,
-    torch and its allocator need for themselves.
+    The peak is below the sum of the others where gradients appear while activations are freed, and
+    above it where a sublayer or the optimizer needs temporary memory. What the device, torch and its
+    allocator need for themselves is not counted.
     """
 
     weights: int
@@ -103,7 +103,7 @@ class Forecast:
 def forecast(run: Run, model: nn.Module | None = None) -> Forecast:
     """The memory of an update.
 
-    Every gate is taken to choose evenly, every sentence to be of the same length.
+    It assumes that every gate chooses evenly and that all sentences have the same length.
 
     Args:
         model: the run's, on the meta device or another, with all experts; built if it is missing.
@@ -157,7 +157,7 @@ def _parameters(run: Run, model: nn.Module) -> tuple[list[int], list[int]]:
 
 
 def _placement(run: Run, block: StratifiedMoE) -> Placement:
-    """That of the last process, whose experts every gate sees."""
+    """The placement of the last process, whose experts every gate sees."""
     processes = run.processes if run.flags.expert_parallel else 1
     return Placement(block.strata.num_experts, processes, processes - 1)
 
@@ -230,10 +230,8 @@ class _Sublayers:
         others = sum(map(sum, _parameters(self.run, self.model))) * self.bytes - in_layers
         results = sum(1 if side.layer_norm is not None else 2 for side in sides)
         moment = logits * (4 if self.run.half is None else 4 + self.bytes)
-        embeddings = Part(
-            (results + len(sides) - 1) * rows + len(sides) * self.dropped(rows),
-            *(matrix, max(others - matrix, 0)),
-        )
+        kept = (results + len(sides) - 1) * rows + len(sides) * self.dropped(rows)
+        embeddings = Part(kept, matrix, max(others - matrix, 0))
         return embeddings, Part(4 * logits + rows, moment, matrix)
 
     def _layer(self, layer: nn.Module) -> list[Part]:
@@ -280,38 +278,43 @@ class _Sublayers:
         )
 
     def _experts(self, block: StratifiedMoE) -> Part:
-        """Of each stratum its tokens twice, about the layer norm, and between experts' matrices.
-
-        With few rows per expert also what the experts get and return; copies that travel, once more.
-        """
+        """A block: per stratum, its tokens about the layer norm and the experts' hidden rows."""
         _, width, dim = block.experts.w1.shape
         place, strata = _placement(self.run, block), block.strata
-        grouped, kept, most = _is_grouped(self.run, block), 0.0, 0.0
+        grouped, kept, moment = _is_grouped(self.run, block), 0.0, 0.0
         for i, (gate, share) in enumerate(zip(block.gates, strata.expected_visits(), strict=True)):
-            tokens = self.tokens * (1 if grouped else share)
+            tokens = self.tokens * (1 if grouped else share)  # at this stratum
             factor = getattr(getattr(gate, "capacity", None), "factor_in_force", 0)
             choices = gate.expected_choices
             copies = tokens * (choices if grouped or not factor else min(choices, factor))
             first, visible = strata.first_experts[i], strata.visible[i]
             own = len(set(place.local) & set(range(first, first + visible)))
-            received = copies * own / visible * place.group_size
-            few = grouped or place.is_sharded or copies < MANY_ROWS * visible
-            rows = tokens * dim * self.bytes
-            kept += (1 if strata.stacked else 2) * rows + self.dropped(rows)
-            kept += self._network(received, width) + 2 * few * received * dim * self.bytes
-            kept += place.is_sharded * copies * dim * self.bytes + grouped * rows
+            received = copies * own / visible * place.group_size  # by this process's experts
+            rows, row = self.rows(dim) * tokens / self.tokens, dim * self.bytes
+            kept += (1 if strata.stacked else 2) * rows + self.dropped(
+                rows
+            )  # in and out of the norm
+            kept += self._network(received, width)
+            if grouped or place.is_sharded or copies < MANY_ROWS * visible:
+                kept += 2 * received * row  # what the experts get and return
+            kept += place.is_sharded * copies * row  # copies that travel
+            kept += grouped * rows
             at_once = received if grouped else received / len(place.local)
-            most = max(most, 2 * at_once * width * self.bytes + 2 * rows)
-        for network in (block.cmr, block.residual, block.shared):
+            moment = max(moment, 2 * at_once * width * self.bytes + 2 * rows)
+        for network in (
+            block.cmr,
+            block.residual,
+            block.shared,
+        ):  # dense networks beside the experts
             if network is not None:
-                kept += self._network(self.tokens, network.fc1.out_features)
+                hidden = network.fc1.out_features
+                kept += self._network(self.tokens, hidden)
                 kept += 0 if network is block.shared else 2 * self.rows(dim)
-                most += 2 * self.rows(network.fc1.out_features)
+                moment += 2 * self.rows(hidden)
         kept += self.rows(dim) * block.layer_norms.has_output_norm
-        weights = sum(p.numel() for p in block.parameters())
         experts = sum(p.numel() for p in block.experts.parameters())
-        weights += experts // place.group_size - experts
-        return Part(kept, most, weights * self.bytes)
+        others = sum(p.numel() for p in block.parameters()) - experts
+        return Part(kept, moment, (others + experts // place.group_size) * self.bytes)
 
 
 def _is_grouped(run: Run, block: StratifiedMoE) -> bool:

@@ -122,7 +122,7 @@ def mebibytes(number: float) -> str:
 def first_that_fits(run: Run, room: float) -> tuple[str, int] | None:
     """The first change with a peak of at most ``room`` bytes, as words to add, and that peak; or None.
 
-    Those that leave the result as it is come first: batches in more parts, then what is spread over
+    Changes that keep the result come first: batches in more parts, then what is spread over
     processes, then fewer copies in float32, recomputing, and all of these together; last, more GPUs.
     """
     model = build_meta_model(run.flags, run.vocabulary)

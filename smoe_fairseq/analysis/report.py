@@ -41,7 +41,7 @@ def summary(results: Results, checkpoint: Path) -> str:
 
 
 def _bleu(results: Results, checkpoint: Path) -> str | None:
-    """Of the test set as ``evaluate.sh`` has left it beside the checkpoint, or of ``--exit-bias 0``."""
+    """A sentence on the BLEU that ``evaluate.sh`` found, or that of ``--exit-bias 0``; None if unknown."""
     try:
         found = json.loads((checkpoint.parent / SCORES).read_text("utf-8"))
         if found["checkpoint"] == checkpoint.name:

@@ -162,7 +162,7 @@ class Results:
 
     @property
     def has_languages(self) -> bool:
-        """No: of a language model."""
+        """Whether there are languages; a language model has none."""
         return self.directions != [TEXT]
 
     def sides(self) -> list[str]:

@@ -63,7 +63,7 @@ def _values(line: str) -> dict[str, float]:
 
 
 def _finite(values: Iterable[tuple[str, object]]) -> dict[str, float]:
-    """Those that are numbers. A log may be cut off, or written by two runs at once."""
+    """The finite numbers. A log may be cut off, or written by two runs at once."""
     found = {}
     for name, value in values:
         try:

@@ -88,7 +88,7 @@ def _plain_config(state: Mapping, model: Namespace) -> dict:
 
 
 def _without_plugin(part):
-    """A task of before hydra has the whole command line in it."""
+    """A part of the config without our flags; tasks older than hydra hold the whole command line."""
     values = vars(part) if isinstance(part, Namespace) else part
     if not isinstance(values, Mapping):
         return part

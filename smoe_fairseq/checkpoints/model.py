@@ -75,20 +75,26 @@ def known_options(path: Path, state: Mapping) -> dict:
                 "expected a model without it"
             )
     known = SMoETransformerConfig.among(values)
-    for option in fields(SMoETransformerConfig):
-        value, number = known.get(option.name, 0), isinstance(option.default, int | float)
-        if number and not isinstance(value, int | float):
-            raise UsageError(
-                f"{path}: its settings cannot be used ({option.name} is {value!r:.60})"
-            )
-    for side in SIDES:
-        layers = {n.split(".")[2] for n in state["model"] if n.startswith(f"{side}.layers.")}
-        if known.get(name := f"{side}_layers", len(layers)) != len(layers):
-            raise UsageError(
-                f"{path}: its settings cannot be used ({name} is {known[name]}, and its weights are of "
-                f"{len(layers)} layers)"
-            )
+    _check_against_weights(path, known, state["model"])
     return known if model == OURS else {**known, "moe_freq": 0}
+
+
+def _check_against_weights(path: Path, options: Mapping, weights: Mapping) -> None:
+    """Raise UsageError where a number of the options is none, or sizes are not those of the weights."""
+    expected = {}
+    for side in SIDES:
+        layers = {name.split(".")[2] for name in weights if name.startswith(f"{side}.layers.")}
+        expected[f"{side}_layers"] = len(layers)
+        if (embeddings := weights.get(f"{side}.embed_tokens.weight")) is not None:
+            expected[f"{side}_embed_dim"] = embeddings.shape[-1]
+    for option in fields(SMoETransformerConfig):
+        value = options.get(option.name, option.default)
+        is_number = isinstance(value, int | float) or not isinstance(option.default, int | float)
+        if not is_number or option.name in options and expected.get(option.name, value) != value:
+            wanted = f"; its weights have {expected[option.name]}" if is_number else ""
+            raise UsageError(
+                f"{path}: its settings cannot be used ({option.name} is {value!r:.60}{wanted})"
+            )
 
 
 def transformer_options(path: Path, state: Mapping) -> dict:

@@ -100,7 +100,7 @@ def _rules(config: SMoETransformerConfig) -> Iterator[tuple[str, bool, str, str]
 
 
 def _weights(path: Path, dense: dict, target: dict, scale: float, noise: float) -> dict:
-    """Of the names of ``target``, each made of the dense model's."""
+    """Weights for all names of ``target``, each made of the dense model's."""
     used, made = set(), {}
     for name, like in target.items():
         block = _BLOCK.fullmatch(name)

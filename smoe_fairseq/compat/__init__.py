@@ -1,11 +1,10 @@
-"""The one layer over fairseq 0.12.2, which stays unmodified: all that is changed in it, and by what.
+"""All changes to fairseq 0.12.2, whose files stay unmodified.
 
-`MENDS` let it work on current Python, torch and numpy, for every fairseq command, with the plugin or
+`MENDS` make it work on current Python, torch and numpy, for every fairseq command, with the plugin or
 without. Each is one function; the comment above it says what it mends and why. `ADDITIONS` are
-what the plugin (``--user-dir``) brings: models, criterion, and what training does otherwise. They are where
-they belong, and here only by name: nothing in this package imports what is above it (tests/test_layers.py).
-Both are called with the module that they change as soon as it has been imported, so nothing heavy is loaded
-on their behalf.
+what the plugin (``--user-dir``) brings: models, criterion, and changes to training. They are listed here
+by name only: nothing in this package imports what is above it (tests/test_layers.py). Both are called with
+the module that they change as soon as it has been imported, so they load nothing heavy themselves.
 
 The start-up hook loads this package without its parent. Write ``from .file import name`` in it:
 ``from . import file`` would import the parent.
@@ -31,7 +30,7 @@ from .safe_load import (
 
 __all__ = ["ADDITIONS", "MENDS", "install", "register", "require_fairseq", "when_imported"]
 
-# Which fairseq the mends are for, and the sentence to read where another one is installed.
+# The version of fairseq that the mends are for.
 
 FAIRSEQ_VERSION = "0.12.2"
 REMEDY = f"run `pip install --no-deps fairseq=={FAIRSEQ_VERSION}`"
@@ -67,15 +66,15 @@ def require_fairseq() -> None:
         raise FairseqVersionError(sentence)
 
 
-# Acts on a module as soon as it has been imported, whenever that may be.
+# Actions on a module as soon as it has been imported.
 
 Action = Callable[[ModuleType], None]
 
 
 def when_imported(name: str, action: Action) -> None:
-    """Calls ``action(module)`` once ``name`` has been imported; at once if it already has been.
+    """Call ``action(module)`` once ``name`` has been imported; at once if it already has been.
 
-    Nothing is imported for it, so that waiting for torch or fairseq does not load them.
+    It imports nothing itself.
     """
     if name in sys.modules:
         action(sys.modules[name])
@@ -86,7 +85,7 @@ def when_imported(name: str, action: Action) -> None:
 
 
 class _WaitingFinder:
-    """Lets the other finders find a module and adds the actions to the end of its loading."""
+    """Leaves finding to the other finders, and adds the actions to the end of a module's loading."""
 
     actions: dict[str, list[Action]] = {}
 
@@ -117,7 +116,7 @@ MENDS = (
     *OTHERS,
 )
 
-# Where the function is that is called with the module; without one, importing the place is all it takes.
+# (module of fairseq, MODULE:FUNCTION to call with it); without a function, MODULE is imported.
 ADDITIONS = (
     ("fairseq.criterions", "smoe_fairseq.criterions"),
     ("fairseq.models", "smoe_fairseq.models"),
@@ -141,7 +140,7 @@ _installed = False
 
 
 def install(mends: Sequence[tuple[str, Action]] = MENDS) -> None:
-    """Installs the mends, once; where fairseq has another version, warns and leaves it alone."""
+    """Install the mends, once; another version of fairseq is left alone, with a warning."""
     global _installed
     if _installed:
         return
@@ -155,7 +154,7 @@ def install(mends: Sequence[tuple[str, Action]] = MENDS) -> None:
 
 
 def register() -> None:
-    """Installs the additions as soon as fairseq, of the right version, has been imported."""
+    """Install the additions as soon as fairseq, of the right version, has been imported."""
     if problem() is None:
         when_imported("fairseq", _register)
 

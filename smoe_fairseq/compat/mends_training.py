@@ -1,159 +1,16 @@
-"""Mends of fairseq's training: data, processes, precision, averages and written checkpoints."""
+"""Mends of fairseq's training: processes, precision, averages and written checkpoints."""
 
 import functools
-import inspect
 import logging
 import shutil
-import weakref
-from contextlib import ExitStack, suppress
-from types import ModuleType, SimpleNamespace
+from contextlib import ExitStack
+from types import ModuleType
 
-from smoe_fairseq.files import check_plain, whole_file
+from smoe_fairseq.files import whole_file
 
-from .mends import MENDS, mends
+from .mends_data import MENDS, mends
 
-__all__ = ["MENDS"]  # those of commands, options and models, and these
-
-# Lets data sets of the older format (``--dataset-impl lazy`` or ``cached``) train.
-#
-# For fairseq 0.12.2 on any Python. Training reads the first batch before the cache of such a data
-# set has been filled, and the cache stops with a KeyError. Here it reads from the file what it
-# lacks.
-
-
-@mends("fairseq.data.indexed_dataset")
-def read_past_cache(indexed_dataset: ModuleType) -> None:
-    cached = indexed_dataset.IndexedCachedDataset
-    from_cache = cached.__getitem__
-    from_file = indexed_dataset.IndexedDataset.__getitem__
-
-    def getitem(self, index):
-        return (from_cache if index in self.cache_index else from_file)(self, index)
-
-    cached.__getitem__ = getitem
-
-
-# A data set whose files cannot be opened is put away without a second error.
-#
-# For fairseq 0.12.2 on any Python. ``__del__`` closes what has not been opened yet, and Python prints
-# a stack trace of that below the reason.
-
-
-@mends("fairseq.data.indexed_dataset")
-def put_away_half_made(indexed_dataset: ModuleType) -> None:
-    original = indexed_dataset.MMapIndexedDataset.__del__
-
-    def __del__(self):
-        with suppress(AttributeError):
-            original(self)
-
-    indexed_dataset.MMapIndexedDataset.__del__ = __del__
-
-
-# Refuses a pipe or a device in the place of a data file.
-#
-# For fairseq 0.12.2 on any Python. It opens whatever has the name, and waits for ever for a pipe's
-# writer.
-
-
-@mends("fairseq.data.indexed_dataset")
-def open_plain_files(indexed_dataset: ModuleType) -> None:
-    for name in ("index_file_path", "data_file_path"):
-        setattr(indexed_dataset, name, _plain(getattr(indexed_dataset, name)))
-
-
-def _plain(path_of):
-    @functools.wraps(path_of)
-    def plain_path_of(prefix_path):
-        check_plain(path := path_of(prefix_path))
-        return path
-
-    return plain_path_of
-
-
-# Lets fairseq say ``np.compat.long``, which numpy 2 no longer has: ``int``.
-#
-# For fairseq 0.12.2 and numpy 2.0 and later. Language models with ``--sample-break-mode eos``, and
-# their sampling and interactive use, end in an AttributeError. Only fairseq's module that divides
-# text into samples sees the name again; numpy stays as it is for everybody else.
-
-
-class _WithLong:
-    """numpy, and what it had."""
-
-    compat = SimpleNamespace(long=int)
-
-    def __init__(self, numpy: ModuleType):
-        self._numpy = numpy
-
-    def __getattr__(self, name: str):
-        return getattr(self._numpy, name)
-
-
-@mends("fairseq.data.token_block_dataset")
-def keep_long(module: ModuleType) -> None:
-    if not hasattr(module.np, "compat"):
-        module.np = _WithLong(module.np)
-
-
-# Keeps the names of data files from being run by a shell.
-#
-# For fairseq 0.12.2 on any system. It indexes data sets of the kind ``fasta`` with a line of shell
-# into which the file's name is pasted as it is. A checkpoint's config chooses kind and name (data
-# folder and languages), so that a file named ``; rm -r x;.fasta`` beside a checkpoint would be
-# enough. The same numbers, counted in Python: where each description starts, and how long the
-# sequence below it is.
-
-
-@mends("fairseq.data.fasta_dataset")
-def index_without_shell(fasta_dataset: ModuleType) -> None:
-    import numpy as np
-
-    def _build_index(self, path: str):
-        offsets, lengths, position = [], [], 0
-        with open(fasta_dataset.fasta_file_path(path), "rb") as file:
-            for line in file:
-                if line.startswith(b">"):
-                    offsets.append(position)
-                    lengths.append(0)
-                elif lengths:
-                    lengths[-1] += len(line.strip())
-                position += len(line)
-        return np.array(offsets, dtype=np.int64), np.array(lengths, dtype=np.int64)
-
-    fasta_dataset.FastaDataset._build_index = _build_index
-
-
-# Processes that load data end with the iterator that they are for.
-#
-# fairseq's `EpochBatchIterator` refers to the sampler of its batches, and the sampler, by a bound
-# method, to it. So an iterator that nobody needs any more stays, with its processes, until the
-# garbage collector comes by; and then torch cannot tell them to end, since Python closes the
-# queues within such a circle first: it waits five seconds and kills them (fairseq 0.12, whose
-# loaders keep their processes, with any torch). Each validation leaves some, each direction that
-# is translated, and with ``--task translation_multi_simple_epoch`` each epoch. Without the circle
-# they end within milliseconds, as soon as the iterator is left; only the iterator itself calls the
-# method, so it is there.
-
-
-@mends("fairseq.data.iterators")
-def end_loading_processes(iterators: ModuleType) -> None:
-    """`FrozenBatchSampler` does not keep the iterator that has made it."""
-    original = iterators.FrozenBatchSampler.__init__
-
-    @functools.wraps(original)
-    def __init__(self, ordered_batches, *arguments, **options):
-        original(self, _weak(ordered_batches), *arguments, **options)
-
-    iterators.FrozenBatchSampler.__init__ = __init__
-
-
-def _weak(method):
-    if not inspect.ismethod(method):
-        return method
-    found = weakref.WeakMethod(method)
-    return lambda *arguments: found()(*arguments)
-
+__all__ = ["MENDS"]  # all that there are: of commands, data and training
 
 # Lets ``--cpu`` train over several processes with ``--ddp-backend pytorch_ddp``, fairseq's
 # default.
@@ -240,12 +97,12 @@ def skip_overflow_on_cpu(trainer: ModuleType) -> None:
     trainer.Trainer.train_step = train_step
 
 
-# Lets fairseq look for the module where numbers stop being numbers.
+# Lets fairseq find the module whose output is NaN.
 #
 # For fairseq 0.12.2 on any torch. When a gradient is NaN it runs the batch again with hooks on
 # every module, backward ones of a kind that torch has deprecated: for an encoder, whose output is
-# a dictionary of lists, they end in StopIteration, and the reason is lost. Forward hooks find the
-# module just as well, and the norms of all gradients are logged in any case.
+# a dictionary of lists, they end in StopIteration, which hides the cause. Forward hooks find the
+# module as well, and the norms of all gradients are logged in any case.
 
 
 @mends("fairseq.nan_detector")
@@ -448,7 +305,7 @@ def gather_on_any_device(utils: ModuleType) -> None:
     utils.all_gather_list = all_gather_list
 
 
-# No error of ``--zero-sharding os`` where a single process has nothing to share.
+# Lets a single process use ``--zero-sharding os``, which has no effect then.
 #
 # For fairseq 0.12.2 on any torch. Each process keeps the optimizer's state of a part of the
 # parameters, by fairscale; one process ends in "Default process group has not been initialized".
@@ -477,7 +334,7 @@ def leave_one_process_whole(shard: ModuleType) -> None:
 
 @mends("fairseq.checkpoint_utils")
 def validate_uneven_shares(checkpoint_utils: ModuleType) -> None:
-    """Training makes its task otherwise: whoever loads it with a model has no batch to replace it by."""
+    """Training is not affected: it makes its task another way, and replaces empty batches itself."""
     import torch.distributed as dist
 
     original = checkpoint_utils.load_model_ensemble_and_task

@@ -1,4 +1,7 @@
-"""Is a checkpoint file sound? And nothing in one is run: its types, its strings, its names."""
+"""Checkpoint files: whether they are sound, and that nothing in them is run as a program.
+
+fairseq's commands and ``smoe`` both open files by this. Free of torch and of fairseq at import.
+"""
 
 import argparse
 import ast
@@ -18,13 +21,6 @@ from types import FrameType, ModuleType
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 
-# Is a checkpoint file sound? Asked before anything is made of it, by fairseq's commands and by
-# ``smoe``.
-#
-# Kept free of torch and of fairseq: the mends and ``smoe_fairseq.checkpoints`` both open files by
-# it.
-
-
 _CHUNK = 1 << 20  # bytes
 _ARCHIVE = b"PK"  # how a zip archive begins: torch's format since 1.6
 _LEGACY = b"\x80"  # how a pickle begins: the one before, which has no checksums
@@ -41,11 +37,11 @@ class UnreadableCheckpoint(UsageError):
 
 
 class CutOffCheckpoint(UnreadableCheckpoint):
-    """The file is of no use to anyone."""
+    """The file is not a whole checkpoint."""
 
 
 class InaccessibleCheckpoint(UnreadableCheckpoint):
-    """The system does not hand the file out; it may well be sound."""
+    """The system does not let this user read the file, which may well be sound."""
 
 
 class RefusedCheckpoint(UnreadableCheckpoint):
@@ -54,9 +50,10 @@ class RefusedCheckpoint(UnreadableCheckpoint):
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
-    """Checks a checkpoint, then lets it be read; whatever is wrong with it is an UnreadableCheckpoint.
+    """Check a checkpoint, then read it in this context.
 
-    A missing file stays a FileNotFoundError.
+    Raises:
+        UnreadableCheckpoint: whatever is wrong with it; a missing file is a FileNotFoundError.
     """
     try:
         if Path(path).exists():  # not one that fairseq fetches from elsewhere
@@ -173,13 +170,11 @@ def check_sums(path: Path | str) -> None:
 # Keeps the strings of a checkpoint's config from being run as code.
 #
 # For fairseq 0.12.2 on any Python. ``torch.load(weights_only=True)`` builds nothing but data, but
-# that data holds the config of the training, and fairseq hands some of its strings to ``eval``:
+# that data holds the config of the training, and fairseq passes some of its strings to ``eval``:
 # layers of convolutional models, ``adaptive_softmax_cutoff``, Adam's betas and two dozen more. A
-# file from elsewhere could run any program that way, in fairseq-generate as in smoe analyze. In
-# each module that calls ``eval``, this puts a function of that name before the built-in one, for
-# every caller and setting alike. It takes what these settings are made of: literals, and sums and
-# repetitions of lists such as fairseq's own default ``[(512, 3)] * 20``. Where nobody catches its
-# UsageError, the user reads one sentence.
+# file from elsewhere could run any program that way, in fairseq-generate as in smoe analyze. Each
+# module that calls ``eval`` gets a function of that name, which takes what these settings are made
+# of: literals, and sums and repetitions of lists such as fairseq's own ``[(512, 3)] * 20``.
 
 
 EVALUATING = (
@@ -233,7 +228,7 @@ def evaluate(source, /):
 
 
 def _value(node: ast.expr):
-    """Of a part of the expression; ValueError where it is not one of those that are allowed."""
+    """The value of a part of the expression; ValueError unless it is an allowed one."""
     if isinstance(node, ast.List | ast.Tuple):
         values = [_value(each) for each in node.elts]
         return values if isinstance(node, ast.List) else tuple(values)
@@ -270,7 +265,7 @@ def _setting_of(source: str, frame: FrameType | None) -> str:
 
 
 def _name_in(holder, source: str) -> str | None:
-    """Of the entry that is ``source``, where ``holder`` is a config of any of fairseq's kinds."""
+    """The name of the entry that is ``source``, if ``holder`` is a config of any kind of fairseq's."""
     if isinstance(holder, Namespace) or is_dataclass(holder) and not isinstance(holder, type):
         holder = vars(holder)
     if isinstance(holder, Mapping):
@@ -329,7 +324,7 @@ def allow_checkpoint_types(serialization: ModuleType) -> None:
 
 
 def _prefer(ours: dict[str, object]) -> None:
-    """Whoever else names numpy's own types as safe here: which of both torch takes would be chance."""
+    """Prefer our builders where other code in this process names numpy's own types as safe, too."""
     from torch import _weights_only_unpickler as unpickler
 
     allowed = unpickler._get_user_allowed_globals
@@ -341,14 +336,12 @@ def _prefer(ours: dict[str, object]) -> None:
     unpickler._get_user_allowed_globals = with_ours
 
 
-# One sentence for a checkpoint that cannot be read, where fairseq ends in torch's stack trace, or
-# in none.
+# Checks each checkpoint that fairseq loads; one sentence if it cannot be read.
 #
-# For fairseq 0.12.2 on any torch. A full disk or a killed process leaves files that are cut off, a
-# failing disk changes bytes of a tensor, which torch takes without a word, and a file of another
-# user is not for this one to read; the user has to know which file it is, and what is wrong. Where
-# a file holds a type that is not loaded for safety, torch's words go on to say how to load it all
-# the same, which runs whatever program the file brings along; ours name the type.
+# For fairseq 0.12.2 on any torch. A full disk or a killed process leaves files that are cut off, and
+# a failing disk changes bytes of a tensor, which torch does not notice. Where a file holds a type
+# that is refused for safety, torch explains how to load it all the same, which would run the file's
+# program; ours names the type.
 
 
 def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:

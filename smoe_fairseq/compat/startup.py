@@ -22,7 +22,7 @@ def mend_fairseq() -> None:
 
 
 def load(name: str):
-    """Loads a package within ``smoe_fairseq`` without the latter, and returns it.
+    """Load a package within ``smoe_fairseq`` without importing ``smoe_fairseq``, and return it.
 
     The parent stays out of ``sys.modules`` on purpose: fairseq takes a ``--user-dir`` only if no
     package of that name has been imported from another place. Returns None where the package is

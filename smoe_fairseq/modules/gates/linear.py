@@ -166,41 +166,9 @@ class ExpertBias(nn.Module):
         self.steps += (asked_E.sum() - asked_E * len(asked_E)).sign()
 
 
-# The routing of gates that give each token any number of experts, and of those that give one.
+# The routing of gates that give each token one expert, and of those that give any number.
 #
-# Shapes: T tokens, E experts; K is E, or 1.
-
-
-def route_to_several(
-    choice_TE: Tensor,
-    weight_TE: Tensor,
-    chosen_TE: Tensor,
-    active_T: Tensor,
-    logits_TE: Tensor,
-    capacity: Capacity,
-) -> Routing:
-    """Each token goes to those of its experts that are ``chosen_TE``, the best first, with their weights.
-
-    The probabilities are a softmax of the logits; the first choice is the highest one.
-    """
-    num_experts = logits_TE.shape[1]
-    probs_TE = logits_TE.softmax(dim=-1)
-    asked_TE = choice_TE.masked_fill(~chosen_TE, num_experts)
-    places = capacity(asked_TE, probs_TE, active_T.sum())
-    kept_TE = chosen_TE & places.kept_TK
-    return Routing(
-        expert_TK=choice_TE.masked_fill(~kept_TE, num_experts),
-        weight_TK=weight_TE * kept_TE,
-        rank_TK=places.rank_TK,
-        kept_E=places.kept_E,
-        first_choice_T=logits_TE.argmax(1),
-        active_T=active_T,
-        logits_TE=logits_TE,
-        probs_TE=probs_TE,
-        asked_TK=asked_TE,
-        chosen_TK=chosen_TE,
-        kept_TK=kept_TE,
-    )
+# Shapes: T tokens, E experts; K is 1, or E.
 
 
 def route_to_one(
@@ -227,4 +195,39 @@ def route_to_one(
         asked_TK=asked_T1,
         chosen_TK=active_T1,
         kept_TK=active_T1,
+    )
+
+
+def route_to_several(
+    choice_TE: Tensor,
+    weight_TE: Tensor,
+    chosen_TE: Tensor,
+    active_T: Tensor,
+    logits_TE: Tensor,
+    capacity: Capacity,
+) -> Routing:
+    """The routing of a gate that gives each token any number of experts; K is E.
+
+    Args:
+        choice_TE: the experts of each token, the best first, with their ``weight_TE``.
+        chosen_TE: of these, those that the token goes to.
+        logits_TE: their softmax are the probabilities, and the highest one is the first choice.
+    """
+    num_experts = logits_TE.shape[1]
+    probs_TE = logits_TE.softmax(dim=-1)
+    asked_TE = choice_TE.masked_fill(~chosen_TE, num_experts)
+    places = capacity(asked_TE, probs_TE, active_T.sum())
+    kept_TE = chosen_TE & places.kept_TK
+    return Routing(
+        expert_TK=choice_TE.masked_fill(~kept_TE, num_experts),
+        weight_TK=weight_TE * kept_TE,
+        rank_TK=places.rank_TK,
+        kept_E=places.kept_E,
+        first_choice_T=logits_TE.argmax(1),
+        active_T=active_T,
+        logits_TE=logits_TE,
+        probs_TE=probs_TE,
+        asked_TK=asked_TE,
+        chosen_TK=chosen_TE,
+        kept_TK=kept_TE,
     )

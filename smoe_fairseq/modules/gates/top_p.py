@@ -67,4 +67,7 @@ class TopPGate(LinearGate):
         before_TE = torch.cat([sorted_TE.new_zeros(len(x_TD), 1), sorted_TE.cumsum(1)[:, :-1]], 1)
         chosen_TE = (before_TE < self.p) & active_T.unsqueeze(1)
         weight_TE = probs_TE.gather(1, choice_TE)
-        return route_to_several(choice_TE, weight_TE, chosen_TE, active_T, logits_TE, self.capacity)
+        routing = route_to_several(
+            choice_TE, weight_TE, chosen_TE, active_T, logits_TE, self.capacity
+        )
+        return routing._replace(first_choice_T=choice_TE[:, 0])
