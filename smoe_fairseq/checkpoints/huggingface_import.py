@@ -13,8 +13,8 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.average import check_plain
 from smoe_fairseq.checkpoints.model import SIDES, plain_config, target_model
+from smoe_fairseq.checkpoints.sets import check_plain
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.options import SMoETransformerConfig
 
