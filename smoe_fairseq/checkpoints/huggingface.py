@@ -13,7 +13,7 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoints.export import blocks, save_tensors, unique_tensors
 from smoe_fairseq.checkpoints.model import known_options, plain_config
-from smoe_fairseq.checkpoints.sets import check_plain, weights_of
+from smoe_fairseq.checkpoints.sets import weights_of
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder
 from smoe_fairseq.models.hub import checkpoint_of, data_of, subwords_of
@@ -53,7 +53,6 @@ def write_huggingface(run: Path, output: Path, force: bool) -> None:
 
     path = checkpoint_of(run) if run.is_dir() else run
     state = weights_of(path)
-    check_plain(path, state["model"])
     task = _task_of(path, state)
     config = _config_of(path, state, task)
     tensors = _weights_of(path, config, state["model"])

@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes.processes import command, environment
+from smoe_fairseq.recipes.processes import command, run_quietly
 from smoe_fairseq.recipes.scores import COMET
 
 MODEL = "Unbabel/wmt22-comet-da"
@@ -63,19 +62,7 @@ class Scorer:
                 texts = (line for t in left.values() for line in _lines(getattr(t, part)))
                 file.write_text("".join(f"{line}\n" for line in texts), "utf-8")
             scored = Path(name, "scores.json")
-            done = subprocess.run(
-                shlex.split(self.command(together, scored)),
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            if done.returncode:
-                said = (done.stderr.splitlines() or ["it does not say why"])[-1]
-                raise UsageError(
-                    f"{self.program[0]} failed with exit status {done.returncode}: {said}"
-                )
+            run_quietly(f"{self.command(together, scored)} > /dev/null")
             scores = self._read(scored, sum(lines.values()))
         for direction, count in lines.items():
             own, scores = scores[:count], scores[count:]

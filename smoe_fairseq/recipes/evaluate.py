@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,14 @@ from smoe_fairseq.recipes import comet, generate, scores
 from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
 from smoe_fairseq.recipes.download import tokenizer_file
 from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
-from smoe_fairseq.recipes.processes import command, dry_run, environment, report, run, step
+from smoe_fairseq.recipes.processes import (
+    command,
+    dry_run,
+    report,
+    run,
+    run_quietly,
+    step,
+)
 from smoe_fairseq.recipes.raw import check
 from smoe_fairseq.recipes.train import data_arguments
 from smoe_fairseq.training.screen import duration
@@ -321,16 +327,7 @@ def _translate(
 def _score(evaluation: Evaluation, direction: str) -> scores.Score:
     """Run the commands of `Evaluation.scoring`; raises UsageError with the last words of one that fails."""
     for line in evaluation.scoring(direction):
-        done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", line],
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        if done.returncode:
-            said = (done.stderr.splitlines() or ["it does not say why"])[-1]
-            raise UsageError(f"{line.split()[0]} failed with exit status {done.returncode}: {said}")
+        run_quietly(line)
     return scores.read_score(evaluation.partial, direction)
 
 

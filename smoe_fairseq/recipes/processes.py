@@ -104,6 +104,24 @@ def run(lines: Iterable[str], variables: Mapping[str, str] | None = None) -> Non
             raise UsageError(f"{programs} failed with exit status {status}, for the reason above")
 
 
+def run_quietly(line: str) -> None:
+    """Run a line with bash that prints nothing here.
+
+    Raises:
+        UsageError: it failed; with the last line of its standard error.
+    """
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        said = (done.stderr.splitlines() or ["it does not say why"])[-1]
+        raise UsageError(f"{line.split()[0]} failed with exit status {done.returncode}: {said}")
+
+
 @contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
     """A folder that commands write to before they rename it; if they fail, it is removed."""
