@@ -29,7 +29,7 @@ from smoe_fairseq import models  # noqa: F401  (registers the architectures)
 from smoe_fairseq.checkpoints.export import write_ctranslate2
 from smoe_fairseq.translate.int8 import quantize
 from smoe_fairseq.translate.packed import pack
-from smoe_fairseq.translate.search import BeamSearch
+from smoe_fairseq.translate.search import BeamSearch, SearchOptions
 
 BEAM = 5
 SYSTEMS = {
@@ -106,7 +106,7 @@ def main() -> None:
     sample = {"net_input": {"src_tokens": tokens_BS, "src_lengths": lengths}}
     # The end of sentence counts for fairseq's limits, and comes after that many tokens.
     limits = {"min_len": args.length, "max_len_b": args.length}
-    search = BeamSearch(task.target_dictionary, BEAM, **limits)
+    search = BeamSearch(task.target_dictionary, SearchOptions(BEAM, **limits))
 
     def ours(model) -> Callable[[], object]:
         return lambda: search.generate([model], sample)

@@ -12,7 +12,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.translate.int8 import quantize
 from smoe_fairseq.translate.packed import PackedLinear, can_pack, pack
-from smoe_fairseq.translate.search import BeamSearch, best_of_many
+from smoe_fairseq.translate.search import BeamSearch, SearchOptions, best_of_many
 
 SYSTEMS = FAMILY | {
     "dense": "--moe-freq 0",
@@ -66,7 +66,9 @@ def compare(model, task, beam=4, lenpen=1.0, unkpen=0.0, min_len=1, max_len_b=20
     oracle = SequenceGenerator(
         [model], task.target_dictionary, beam_size=beam, len_penalty=lenpen, **options
     )
-    ours = BeamSearch(task.target_dictionary, beam, lenpen, unkpen, min_len, 0, max_len_b)
+    ours = BeamSearch(
+        task.target_dictionary, SearchOptions(beam, lenpen, unkpen, min_len, 0, max_len_b)
+    )
     expected = oracle.generate([model], sample, **more)
     found = ours.generate([model], sample, **more)
     for want, got in zip(expected, found, strict=True):
@@ -113,7 +115,7 @@ def test_the_limit_is_of_each_sentence():
     with torch.no_grad():
         model.decoder.output_projection.weight[2] = 0
     sample = batch(task)
-    search = BeamSearch(task.target_dictionary, max_len_a=1.0, max_len_b=2)
+    search = BeamSearch(task.target_dictionary, SearchOptions(max_len_a=1.0, max_len_b=2))
     found = search.generate([model], sample)
     # Before the limit nothing ends; there everything does.
     lengths = sample["net_input"]["src_lengths"]
@@ -154,7 +156,9 @@ def test_packed_weights_translate_as_fairseq_does(system):
     assert isinstance(layer.encoder_attn.q_proj, PackedLinear)
     assert isinstance(layer.self_attn.qkv, PackedLinear)
     assert all(not block.experts.w1.numel() for block in moe_blocks(model).values())
-    found = BeamSearch(task.target_dictionary, 4, **options).generate([model], sample)
+    found = BeamSearch(task.target_dictionary, SearchOptions(4, **options)).generate(
+        [model], sample
+    )
     for want, got in zip(expected, found, strict=True):
         assert [h["tokens"].tolist() for h in want] == [h["tokens"].tolist() for h in got]
         for a, b in zip(want, got, strict=True):
@@ -168,7 +172,9 @@ def test_no_sequence_occurs_twice(size, monkeypatch):
     """As fairseq means it: on a CPU, it compares with the padding behind the hypothesis."""
     model, task = sharp("--smoe-strata", "4-4"), make_task(96)
     options = {"min_len": 12, "max_len_b": 20, "no_repeat_ngram_size": size}
-    found = BeamSearch(task.target_dictionary, 4, **options).generate([model], batch(task))
+    found = BeamSearch(task.target_dictionary, SearchOptions(4, **options)).generate(
+        [model], batch(task)
+    )
     for hypotheses in found:
         for ids in (h["tokens"].tolist() for h in hypotheses):
             sequences = [tuple(ids[i : i + size]) for i in range(len(ids) + 1 - size)]
@@ -191,7 +197,9 @@ def test_no_sequence_occurs_twice(size, monkeypatch):
 def test_the_temperature_is_fairseqs():
     model, task = sharp("--smoe-strata", "4-4"), make_task(96)
     options = {"max_len_b": 20, "temperature": 1.7}
-    found = BeamSearch(task.target_dictionary, 4, **options).generate([model], batch(task))
+    found = BeamSearch(task.target_dictionary, SearchOptions(4, **options)).generate(
+        [model], batch(task)
+    )
     oracle = SequenceGenerator([model], task.target_dictionary, beam_size=4, **options)
     for want, got in zip(oracle.generate([model], batch(task)), found, strict=True):
         assert [h["tokens"].tolist() for h in want] == [h["tokens"].tolist() for h in got]
@@ -204,7 +212,8 @@ def test_samples_follow_the_probabilities_and_the_seed(options):
 
     def samples(seed: int, beam: int = 4, sample: dict = sample) -> list[list[list[int]]]:
         search = BeamSearch(
-            task.target_dictionary, beam, sampling=True, seed=seed, max_len_b=6, **options
+            task.target_dictionary,
+            SearchOptions(beam, sampling=True, seed=seed, max_len_b=6, **options),
         )
         found = search.generate([model], sample)
         return [[h["tokens"].tolist() for h in hypotheses] for hypotheses in found]

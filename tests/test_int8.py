@@ -13,7 +13,7 @@ from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.translate import int8, packed
 from smoe_fairseq.translate.int8 import Int8Linear, check_int8, levels, quantize
-from smoe_fairseq.translate.search import BeamSearch
+from smoe_fairseq.translate.search import BeamSearch, SearchOptions
 from smoe_fairseq.translate.translator import BatchTranslator, Options, device_of
 
 
@@ -83,7 +83,7 @@ def test_experts_are_linear_maps_one_after_the_other(strata):
 )
 def test_every_system_translates_nearly_as_before(system):
     model, task = sharp(*SYSTEMS[system].split()), make_task(96)
-    search, sample = BeamSearch(task.target_dictionary, max_len_b=20), batch(task)
+    search, sample = BeamSearch(task.target_dictionary, SearchOptions(max_len_b=20)), batch(task)
     before = search.generate([model], sample)
     quantize(model, min_weights=0)
     after = search.generate([model], sample)
@@ -96,7 +96,7 @@ def test_every_system_translates_nearly_as_before(system):
 
 def test_small_matrices_stay_as_they_are():
     model, task = sharp("--smoe-strata", "4-4"), make_task(96)
-    search, sample = BeamSearch(task.target_dictionary, max_len_b=20), batch(task)
+    search, sample = BeamSearch(task.target_dictionary, SearchOptions(max_len_b=20)), batch(task)
     before = search.generate([model], sample)
     quantize(model)
     assert not any(isinstance(each, Int8Linear) for each in model.modules())

@@ -13,7 +13,7 @@ from test_model import make_task
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.translate.packed import can_pack, pack
-from smoe_fairseq.translate.search import BeamSearch
+from smoe_fairseq.translate.search import BeamSearch, SearchOptions
 from smoe_fairseq.translate.shortlist import Shortlist, candidates
 
 
@@ -38,17 +38,18 @@ def test_a_search_takes_tokens_of_the_list_alone(packed):
     torch.manual_seed(3)
     model, task = sharp("--smoe-strata", "4-4"), make_task(96)
     size = len(task.target_dictionary)
-    everything = BeamSearch(task.target_dictionary, 4, max_len_b=20).generate([model], batch(task))
+    everything = BeamSearch(task.target_dictionary, SearchOptions(4, max_len_b=20)).generate(
+        [model], batch(task)
+    )
     if packed:
         if not can_pack():
             pytest.skip("this torch has no packed products")
         pack(model, min_weights=0)
 
     def search(ids: list[int], **more) -> list:
-        options = {"max_len_b": 20, "shortlist": lambda source_BS: torch.tensor(ids)}
-        return BeamSearch(task.target_dictionary, 4, **options).generate(
-            [model], batch(task), **more
-        )
+        options = SearchOptions(4, max_len_b=20)
+        searching = BeamSearch(task.target_dictionary, options, lambda _: torch.tensor(ids))
+        return searching.generate([model], batch(task), **more)
 
     some = [*range(4), *range(10, size, 3)]
     for hypotheses in search(some):

@@ -3,7 +3,7 @@
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -192,23 +192,17 @@ _NEVER = float("-inf")
 _CACHED = 3 << 20  # bytes of log-probabilities at a time, on a CPU
 
 
-@dataclass
-class BeamSearch:
-    """What fairseq's flags of the same names say; called as its generators are, by ``task.inference_step``.
-
-    A sentence is done when W hypotheses have ended, each among the W best candidates of its step. The score
-    of one is the sum of its tokens' log-probabilities over ``length ** lenpen``, end of sentence included.
+@dataclass(frozen=True)
+class SearchOptions:
+    """How to search; names and defaults are those of fairseq's flags.
 
     Args:
         no_repeat_ngram_size: no sequence of so many tokens occurs twice; 0: any may.
         sampling: the W hypotheses are drawn token by token, from the ``sampling_topk`` most probable tokens
             or from the fewest whose probability is ``sampling_topp`` together, where these are above 0.
             A sentence's samples depend on its tokens and on ``seed``, not on what else is in the batch.
-        shortlist: gives the target tokens that a batch may use, ``(A,)`` in ascending order, of its source
-            tokens ``(B, S)``; special tokens are among them. None: all tokens.
     """
 
-    dictionary: object
     beam: int = 5
     lenpen: float = 1.0
     unkpen: float = 0.0
@@ -221,20 +215,32 @@ class BeamSearch:
     sampling_topk: int = -1
     sampling_topp: float = -1.0
     seed: int = 1
-    shortlist: Callable[[Tensor], Tensor] | None = None
 
-    def __post_init__(self):
+
+class BeamSearch:
+    """Called as fairseq's generators are, by ``task.inference_step``.
+
+    A sentence is done when W hypotheses have ended, each among the W best candidates of its step. The score
+    of one is the sum of its tokens' log-probabilities over ``length ** lenpen``, end of sentence included.
+
+    Args:
+        dictionary: of the target.
+        shortlist: gives the target tokens that a batch may use, ``(A,)`` in ascending order, of its source
+            tokens ``(B, S)``; special tokens are among them. None: all tokens.
+    """
+
+    def __init__(
+        self,
+        dictionary,
+        options: SearchOptions = SearchOptions(),
+        shortlist: Callable[[Tensor], Tensor] | None = None,
+    ):
+        self.dictionary, self.options, self.shortlist = dictionary, options, shortlist
         self.stopped = threading.Event()
 
     def stop(self) -> None:
         """Ends the searches that are under way in other threads, by an exception."""
         self.stopped.set()
-
-    @classmethod
-    def options(cls) -> list[str]:
-        """Names of the settings beside the dictionary and the shortlist."""
-        names = (each.name for each in fields(cls))
-        return [name for name in names if name not in ("dictionary", "shortlist")]
 
     @torch.inference_mode()
     def generate(
@@ -260,7 +266,7 @@ class BeamSearch:
         run = _Run(self, model.decoder, encoder_out, limit_B, bos_token)
         if self.shortlist is not None:
             run.restrict_to(self.shortlist(source_BS), prefix_tokens)
-        if self.sampling:
+        if self.options.sampling:
             run.draw(source_BS)
         for step in range(run.last_step + 1):
             forced_B = prefix_tokens[run.left, step] if _begins(prefix_tokens, step) else None
@@ -273,7 +279,7 @@ class BeamSearch:
     def _limits(self, model, source_BS: Tensor) -> Tensor:
         """(B,): how many tokens a translation has at most, beside its end."""
         length_B = source_BS.ne(self.dictionary.pad()).sum(1)
-        limit_B = self.max_len_a * length_B.double() + float(self.max_len_b)
+        limit_B = self.options.max_len_a * length_B.double() + float(self.options.max_len_b)
         return limit_B.clamp(max=model.max_decoder_positions() - 1).long()
 
 
@@ -300,13 +306,13 @@ class _Run:
     """The search for one batch."""
 
     def __init__(self, search: BeamSearch, decoder, encoder_out: dict, limit_B: Tensor, bos):
-        self.search, self.decoder = search, decoder
+        self.options, self.decoder = search.options, decoder
         dictionary = search.dictionary
         self.eos, self.pad, self.unk = dictionary.eos(), dictionary.pad(), dictionary.unk()
         self.size = len(dictionary)  # V
         self.ids_V = None  # of a shortlist: the dictionary's index of each token
         self.project = decoder.output_layer
-        self.beam = min(search.beam, self.size - 1)
+        self.beam = min(self.options.beam, self.size - 1)
         self.state = StepDecoder(decoder, encoder_out)
         batch, device = len(limit_B), limit_B.device
         self.limit_B = limit_B
@@ -342,7 +348,7 @@ class _Run:
     def _drawn(self, ids_S: Tensor, shape: tuple[int, int]) -> Tensor:
         ids = ids_S[ids_S != self.pad].cpu().numpy().astype("<i8")
         generator = torch.Generator().manual_seed(
-            zlib.crc32(ids.tobytes()) << 32 | zlib.crc32(str(self.search.seed).encode())
+            zlib.crc32(ids.tobytes()) << 32 | zlib.crc32(str(self.options.seed).encode())
         )
         return torch.rand(*reversed(shape), generator=generator, dtype=torch.float64).t()
 
@@ -370,7 +376,7 @@ class _Run:
             self.tokens_BWT, self.sums_BWT, self.limit_B = (
                 x.index_select(0, keep_B) for x in (self.tokens_BWT, self.sums_BWT, self.limit_B)
             )
-            if self.search.sampling:
+            if self.options.sampling:
                 self.drawn_BWT = self.drawn_BWT.index_select(0, keep_B)
             self.first_limit = int(self.limit_B.min())
             self.state.keep(keep)
@@ -389,7 +395,7 @@ class _Run:
     ) -> tuple[Tensor, Tensor]:
         """Sums of log-probabilities and ``w V + token``, ``(B, C)``: the best, best first, or drawn ones."""
         batch, beam = self.tokens_BWT.shape[:2]
-        size, temperature = self.size, self.search.temperature
+        size, temperature = self.size, self.options.temperature
         part = batch
         if features_RD.device.type == "cpu":
             part = max(1, _CACHED // (beam * size * 4))
@@ -405,7 +411,7 @@ class _Run:
             self._restrict(
                 lprobs_BWV, step, forced, self.limit_B[sentences], self.tokens_BWT[sentences]
             )
-            if self.search.sampling:
+            if self.options.sampling:
                 found.append(self._sampled(lprobs_BWV, step, sentences))
                 continue
             if step > 0:
@@ -421,16 +427,16 @@ class _Run:
 
     def _sampled(self, lprobs_BWV: Tensor, step: int, sentences: slice) -> tuple[Tensor, Tensor]:
         """A token for each of the W hypotheses, as of `_candidates`: score and index ``(B, W)``."""
-        search, batch = self.search, len(lprobs_BWV)
+        options, batch = self.options, len(lprobs_BWV)
         # A hypothesis that cannot go on, because of NaN or the restrictions, takes a token at -inf.
         lprobs_BWV = lprobs_BWV.nan_to_num(nan=_NEVER, neginf=_NEVER)
-        if search.sampling_topp > 0:
+        if options.sampling_topp > 0:
             lprobs_BWC, token_BWC = lprobs_BWV.sort(dim=2, descending=True)
             before_BWC = lprobs_BWC.exp().cumsum(2).roll(1, 2)
             before_BWC[:, :, 0] = 0
-            lprobs_BWC = lprobs_BWC.masked_fill(before_BWC >= search.sampling_topp, _NEVER)
-        elif search.sampling_topk > 0:
-            best = lprobs_BWV.topk(min(search.sampling_topk, self.size), dim=2)
+            lprobs_BWC = lprobs_BWC.masked_fill(before_BWC >= options.sampling_topp, _NEVER)
+        elif options.sampling_topk > 0:
+            best = lprobs_BWV.topk(min(options.sampling_topk, self.size), dim=2)
             lprobs_BWC, token_BWC = best.values, best.indices
         else:
             lprobs_BWC, token_BWC = lprobs_BWV, None
@@ -451,9 +457,9 @@ class _Run:
         self, lprobs_BWV, step: int, forced_B: Tensor | None, limit_B: Tensor, tokens_BWT: Tensor
     ) -> None:
         """Leaves only what may follow."""
-        search = self.search
+        options = self.options
         lprobs_BWV[:, :, self.pad] = _NEVER
-        lprobs_BWV[:, :, self.unk] -= search.unkpen
+        lprobs_BWV[:, :, self.unk] -= options.unkpen
         if step >= self.first_limit:
             at_limit_B = step >= limit_B
             end_BW = lprobs_BWV[at_limit_B, :, self.eos]
@@ -463,10 +469,10 @@ class _Run:
             index_BW1 = self.places(forced_B).view(-1, 1, 1).expand(-1, lprobs_BWV.shape[1], 1)
             value_BW1 = lprobs_BWV.gather(2, index_BW1)
             lprobs_BWV.fill_(_NEVER).scatter_(2, index_BW1, value_BW1)
-        elif step < search.min_len:
+        elif step < options.min_len:
             lprobs_BWV[:, :, self.eos] = _NEVER
         said_BWT = tokens_BWT[:, :, 1:]  # without what the decoder is given first
-        if 0 < (n := search.no_repeat_ngram_size) <= said_BWT.shape[2]:
+        if 0 < (n := options.no_repeat_ngram_size) <= said_BWT.shape[2]:
             ngrams_BWNn = said_BWT.unfold(2, n, 1)
             last_BW1n = said_BWT[:, :, said_BWT.shape[2] + 1 - n :].unsqueeze(2)
             again_BWN = (ngrams_BWNn[..., :-1] == last_BW1n).all(3)
@@ -491,7 +497,7 @@ class _Run:
             torch.cat([tokens, torch.full_like(parent_n, self.eos).unsqueeze(1)], 1),
             torch.cat([sums, sum_n.unsqueeze(1)], 1),
         )
-        scores = (sum_n / (step + 1) ** self.search.lenpen).tolist()
+        scores = (sum_n / (step + 1) ** self.options.lenpen).tolist()
         finished = at_limit
         for i, (b, score) in enumerate(zip(sentence_n.tolist(), scores, strict=True)):
             of_sentence = self.ended[self.left[b]]

@@ -20,7 +20,7 @@ from smoe_fairseq.models.hub import Translator
 from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.translate.int8 import check_int8, quantize
 from smoe_fairseq.translate.packed import can_pack, pack
-from smoe_fairseq.translate.search import BeamSearch
+from smoe_fairseq.translate.search import BeamSearch, SearchOptions
 from smoe_fairseq.translate.shortlist import Shortlist, direction_of
 
 
@@ -301,22 +301,10 @@ MAX_TOKENS = 16384  # of source, padding included, that are translated at a time
 
 
 @dataclass(frozen=True)
-class Options:
-    """How to search; names and defaults are fairseq's."""
+class Options(SearchOptions):
+    """How to translate."""
 
-    beam: int = 5
     nbest: int = 1
-    lenpen: float = 1.0
-    unkpen: float = 0.0
-    min_len: int = 1
-    max_len_a: float = 0.0
-    max_len_b: int = 200
-    no_repeat_ngram_size: int = 0
-    temperature: float = 1.0
-    sampling: bool = False
-    sampling_topk: int = -1
-    sampling_topp: float = -1.0
-    seed: int = 1
     divide_above: int = 200  # tokens of a text; as many as a translation may have
     requested: bool = False  # whether the requested capacity is wanted, which takes one more pass
 
@@ -458,13 +446,12 @@ class BatchTranslator:
     def _search(self, options: Options):
         """Ours, or fairseq's for its own models."""
         if self._is_ours():
-            values = {name: getattr(options, name) for name in BeamSearch.options()}
             shortlist = self.shortlist and self.shortlist.of(*direction_of(self.task))
-            return BeamSearch(self.task.target_dictionary, **values, shortlist=shortlist)
+            return BeamSearch(self.task.target_dictionary, options, shortlist)
         settings = copy.deepcopy(self.translator.cfg.generation)
         with open_dict(settings):
             for name, value in vars(options).items():
-                if name in settings and (name in BeamSearch.options() or name == "nbest"):
+                if name in settings:
                     setattr(settings, name, value)
         if options.sampling:
             torch.manual_seed(options.seed)
