@@ -20,7 +20,7 @@ from smoe_fairseq.checkpoints.sets import (
 )
 from smoe_fairseq.errors import UsageError
 
-# Suffix of counts that go on with updates: of --moe-balance bias, --moe-gate relu, threshold and depths.
+# Suffix of counts that go on with updates: of --moe-balance bias and of gates that learn by counts.
 COUNTS = ".steps"
 # Settings that change what the same tensors compute in translation; shapes show the others.
 _SETTINGS = (

@@ -28,12 +28,7 @@ from smoe_fairseq.checkpoints.sets import (
 )
 from smoe_fairseq.errors import UsageError, positive, quietly
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.modules.gates.base import BaseGate
-from smoe_fairseq.modules.gates.depths import DepthsGate
 from smoe_fairseq.modules.gates.hashed import HashGate
-from smoe_fairseq.modules.gates.relu import ReLUGate
-from smoe_fairseq.modules.gates.threshold import ThresholdGate
-from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.layer import StratifiedMoE
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.strata import Strata
@@ -130,9 +125,7 @@ class Layer:
     """An MoE layer: its strata, and what its gates (all of one kind) need.
 
     Args:
-        fewest: experts that a gate has to see: as many as it chooses, null ones aside, and at least one.
-        weighs_all: whether experts that a gate does not choose have a part in its decisions, by a softmax
-            over all. They have none where the weights of the chosen ones are divided by their sum.
+        fewest, weighs_all: see `Gate`.
     """
 
     strata: Strata
@@ -141,15 +134,8 @@ class Layer:
 
     @classmethod
     def of(cls, block: StratifiedMoE) -> "Layer":
-        gate, fewest, weighs_all = block.gates[0], 1, True
-        if isinstance(gate, TopKGate):
-            fewest = max(1, gate.top_k - gate.free_experts)
-            by_softmax = gate.normalization == "none" or gate.bias is not None
-            weighs_all = gate.scores == "softmax" and by_softmax
-        elif isinstance(gate, BaseGate | DepthsGate | ReLUGate | ThresholdGate):
-            fewest = getattr(gate, "goal", 1)
-            weighs_all = False
-        return cls(block.strata, fewest, weighs_all)
+        gate = block.gates[0]
+        return cls(block.strata, gate.fewest, gate.weighs_all)
 
     def required(self, score_E: ndarray) -> set[int]:
         """The best experts of the last stratum, or of each stratum of a stack: these never go."""

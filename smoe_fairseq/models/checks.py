@@ -246,9 +246,7 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
     for name, value in (
         ("moe_balance", "bias"),
         ("moe_balance_over", "update"),
-        ("moe_gate", "relu"),
-        ("moe_gate", "threshold"),
-        ("moe_gate", "depths"),
+        *(("moe_gate", name) for name, gate in GATES.items() if gate.learns_by_counts),
     ):
         if getattr(config, name) == value:
             raise ValueError(

@@ -352,7 +352,7 @@ def _check_gate(config: MoEConfig, strata: Strata) -> None:
     gate = config.gate
     if GATES[gate].of_one_stratum:
         _check_one_stratum(f"{{gate}} {gate}", strata)
-    if gate in ("topk", "relu", "threshold"):
+    if GATES[gate].takes_top_k:
         _check_top_k(config, strata)
     free = next((name for name in FREE_EXPERTS if getattr(config, name)), None)
     if gate != "topk" and (free or config.balance == "bias"):
@@ -369,7 +369,7 @@ def _check_gate(config: MoEConfig, strata: Strata) -> None:
         )
     if gate == "top-p" and not 0 < config.top_p <= 1:
         _refuse("top_p", config.top_p, "expected a probability above 0, up to 1")
-    if gate in ("expert-choice", "depths") and not config.capacity_factor:
+    if GATES[gate].needs_capacity and not config.capacity_factor:
         expected = f"{{gate}} {gate} takes so many experts per token; expected a positive number"
         raise OptionError("{capacity_factor} {given}: " + expected, given=config.capacity_factor)
     if gate == "hash":

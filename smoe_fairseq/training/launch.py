@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from smoe_fairseq import files
 from smoe_fairseq.checkpoints.io import noted
 from smoe_fairseq.errors import UsageError, checks_first, ends_with_sentence
+from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.training import screen
 
 
@@ -112,12 +113,10 @@ def _check_criterion(cfg) -> None:
     # One of the user's own may have ours inside, as fairseq's composite one may.
     if kind is None or not kind.__module__.startswith("fairseq.") or name == "composite_loss":
         return
-    ours = "--criterion smoe_label_smoothed_cross_entropy"
+    ours, gate = "--criterion smoe_label_smoothed_cross_entropy", getattr(cfg.model, "moe_gate", "")
     for flag, needs_it in (
         ("--moe-balance bias", getattr(cfg.model, "moe_balance", "") == "bias"),
-        ("--moe-gate relu", getattr(cfg.model, "moe_gate", "") == "relu"),
-        ("--moe-gate threshold", getattr(cfg.model, "moe_gate", "") == "threshold"),
-        ("--moe-gate depths", getattr(cfg.model, "moe_gate", "") == "depths"),
+        (f"--moe-gate {gate}", gate in GATES and GATES[gate].learns_by_counts),
         ("--moe-balance-over update", getattr(cfg.model, "moe_balance_over", "") == "update"),
         ("--smoe-capacity-budget", bool(getattr(cfg.model, "smoe_capacity_budget", 0))),
     ):

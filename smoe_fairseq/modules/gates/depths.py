@@ -26,10 +26,12 @@ class DepthsGate(ExpertChoiceGate):
     """
 
     learns_number = True
+    learns_by_counts = True
+    weighs_all = False
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        """As of `LinearGate`."""
+        """As of `Gate`."""
         scales = config.gate_init_scale, config.threshold_step
         return cls(embed_dim, num_experts, config.capacity_factor, *scales)
 
@@ -50,7 +52,7 @@ class DepthsGate(ExpertChoiceGate):
         return self.num_experts + 1
 
     def update(self, observed_N: Tensor) -> None:
-        """As of `LinearGate`."""
+        """As of `Gate`."""
         self.threshold.update(observed_N)
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None, sentence_T: Tensor) -> Routing:

@@ -25,6 +25,7 @@ class ExpertChoiceGate(LinearGate):
 
     asks_for = "sentence"
     of_one_stratum = True
+    needs_capacity = True
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):

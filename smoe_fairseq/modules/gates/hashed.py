@@ -5,13 +5,13 @@ Shapes: T tokens, E experts; K is 1.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from smoe_fairseq.modules.gates.linear import all_active, route_to_one
+from smoe_fairseq.modules.gates.linear import Gate, all_active, route_to_one
 from smoe_fairseq.modules.routing import Routing
 
 
-class HashGate(nn.Module):
+class HashGate(Gate):
     """``expert = table[id]``, weight 1: nothing is learnt (hash layers, Roller et al. 2021).
 
     An expert takes all the tokens that it is given, and there is no loss.
@@ -24,10 +24,7 @@ class HashGate(nn.Module):
     asks_for = "id"
     top_k = 1
     expected_choices = 1.0
-    learns_number = False
     of_one_stratum = True
-    has_balance_loss = False
-    observes = 0
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):

@@ -15,24 +15,23 @@ from smoe_fairseq.modules.routing import Capacity, Routing, rank_within_expert
 from smoe_fairseq.modules.torch_features import without_autocast
 
 
-class LinearGate(nn.Module):
-    """Scores ``num_experts`` experts by ``W x`` (the logits of the paper's eq. 2); the base of most gates.
+class Gate(nn.Module):
+    """What the rest of the package asks a gate for.
 
-    A gate has the attributes below, the class method `of_config`, ``top_k`` (most experts of a token),
-    ``expected_choices`` (experts per token when all are equally likely), and
-    ``forward(x_TD, active_T=None)``, which routes the tokens that ``active_T`` marks (None: all) and returns
-    a `Routing`.
-
-    Args:
-        embed_dim: D.
-        num_experts: E, the experts that this gate sees.
-        init_scale: of the initial weights, over those of ``nn.Linear``.
+    Beside the attributes below a gate has ``top_k`` (most experts of a token), ``expected_choices`` (experts
+    per token when all are equally likely), `of_config`, and ``forward(x_TD, active_T=None)``, which routes
+    the tokens that ``active_T`` marks (None: all) and returns a `Routing`.
     """
 
     asks_for: str | None = None  # a label per token that `forward` takes: its "id" or "sentence"
-    learns_number: bool = False  # whether the mean number of experts per token is learnt
+    takes_top_k: bool = False  # whether the option ``top_k`` is its number of experts
+    needs_capacity: bool = False  # whether ``capacity_factor`` says how many tokens an expert takes
     of_one_stratum: bool = False  # whether it goes with a single stratum alone
+    learns_number: bool = False  # whether the mean number of experts per token is learnt
     has_balance_loss: bool = False
+    fewest: int = 1  # experts that it has to see
+    weighs_all: bool = True  # whether experts that are not chosen change the weights of the others
+    learns_by_counts: bool = False  # whether a gate of this kind always has an `update`
     observes: int = 0  # how many numbers of a `Routing` `update` takes; 0: it does nothing
     observes_together: bool = False  # whether all gates of a model take the sum of these numbers
 
@@ -40,7 +39,7 @@ class LinearGate(nn.Module):
         """Once per optimizer step, with the sum of its routings' ``observed_N``, where it `observes`."""
 
     @classmethod
-    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int) -> "LinearGate":
+    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int) -> "Gate":
         """The gate of one stratum.
 
         Args:
@@ -48,7 +47,17 @@ class LinearGate(nn.Module):
             num_experts: E, the experts that the gate sees.
             own_experts: how many of the first of them are of its own stratum.
         """
-        return cls(embed_dim, num_experts, config.gate_init_scale)
+        raise NotImplementedError
+
+
+class LinearGate(Gate):
+    """Scores ``num_experts`` experts by ``W x`` (the logits of the paper's eq. 2); the base of most gates.
+
+    Args:
+        embed_dim: D.
+        num_experts: E, the experts that this gate sees.
+        init_scale: of the initial weights, over those of ``nn.Linear``.
+    """
 
     def __init__(self, embed_dim: int, num_experts: int, init_scale: float = 1.0):
         super().__init__()
@@ -56,6 +65,11 @@ class LinearGate(nn.Module):
         self.num_experts = num_experts
         self.init_scale = init_scale
         self.reset_parameters()
+
+    @classmethod
+    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int) -> "LinearGate":
+        """As of `Gate`."""
+        return cls(embed_dim, num_experts, config.gate_init_scale)
 
     def reset_parameters(self):
         draw_as_linear(self.weight, self.init_scale)

@@ -24,7 +24,10 @@ class ReLUGate(LinearGate):
         exit_bias: of the first choice alone, see `ExitBias`: it changes no weight.
     """
 
+    takes_top_k = True
     learns_number = True
+    learns_by_counts = True
+    weighs_all = False
     observes = 2
     observes_together = True
 
@@ -50,7 +53,7 @@ class ReLUGate(LinearGate):
     ):
         super().__init__(embed_dim, num_experts, init_scale)
         self.capacity = capacity
-        self.goal = goal
+        self.goal = self.fewest = goal
         self.coefficient = L1Coefficient()
         self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
         self.top_k = num_experts  # at most

@@ -26,11 +26,14 @@ class ThresholdGate(LinearGate):
         exit_bias: of the first choice alone, see `ExitBias`: it changes no weight.
     """
 
+    takes_top_k = True
     learns_number = True
+    learns_by_counts = True
+    weighs_all = False
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        """As of `LinearGate`."""
+        """As of `Gate`."""
         return cls(
             embed_dim,
             num_experts,
@@ -53,7 +56,7 @@ class ThresholdGate(LinearGate):
     ):
         super().__init__(embed_dim, num_experts, init_scale)
         self.capacity = capacity
-        self.goal = goal
+        self.goal = self.fewest = goal
         self.threshold = RunningThreshold(num_experts, step)
         self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
         self.top_k = num_experts  # at most
@@ -65,11 +68,11 @@ class ThresholdGate(LinearGate):
 
     @property
     def observes(self) -> int:
-        """As of `LinearGate`: the score of that rank by expert, times the tokens, and the tokens."""
+        """As of `Gate`: the score of that rank by expert, times the tokens, and the tokens."""
         return self.num_experts + 1
 
     def update(self, observed_N: Tensor) -> None:
-        """As of `LinearGate`."""
+        """As of `Gate`."""
         self.threshold.update(observed_N)
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:

@@ -46,6 +46,7 @@ class TopKGate(LinearGate):
         exit_bias: of the logits, see `ExitBias`.
     """
 
+    takes_top_k = True
     has_balance_loss = True
 
     @classmethod
@@ -101,6 +102,16 @@ class TopKGate(LinearGate):
     def expected_choices(self) -> float:
         """Experts per token when all are chosen equally often."""
         return self.top_k * self.num_experts / (self.num_experts + self.free_experts)
+
+    @property
+    def fewest(self) -> int:
+        """As of `Gate`: those that it chooses, without the free ones."""
+        return max(1, self.top_k - self.free_experts)
+
+    @property
+    def weighs_all(self) -> bool:
+        """As of `Gate`: not where the weights of the chosen ones are divided by their sum."""
+        return self.scores == "softmax" and (self.normalization == "none" or self.bias is not None)
 
     @property
     def observes(self) -> int:
