@@ -142,6 +142,23 @@ def test_the_best_of_many(size, number):
 
 
 @pytest.mark.skipif(not can_pack(), reason="this torch has no packed products")
+@pytest.mark.parametrize("min_weights", [0, None])
+def test_packed_weights_force_a_target_as_before(min_weights):
+    """No token sees later ones: `BatchTranslator` and the page read the requested capacity so."""
+    model = sharp("--smoe-strata", "2-2-2-2")
+    inputs = batch(make_task(VOCABULARY))["net_input"]
+    inputs["prev_output_tokens"] = inputs["src_tokens"].flip(1)
+    with torch.no_grad():
+        logits, extra = model(**inputs)
+        pack(model, min_weights=min_weights)
+        packed, of_packed = model(**inputs)
+    real = inputs["prev_output_tokens"].ne(1)
+    torch.testing.assert_close(packed[real], logits[real], atol=1e-4, rtol=1e-4)
+    for want, got in zip(extra["moe_stats"], of_packed["moe_stats"], strict=True):
+        assert torch.equal(want.requested_capacity, got.requested_capacity)
+
+
+@pytest.mark.skipif(not can_pack(), reason="this torch has no packed products")
 @pytest.mark.parametrize("system", some(SYSTEMS, "smoe", "dense", "cmr", "post-norm", "shared"))
 def test_packed_weights_translate_as_fairseq_does(system):
     model, task = sharp(*SYSTEMS[system].split()), make_task(96)

@@ -89,8 +89,9 @@ def _ring(processes: int) -> float:
 
 def print_process_costs(costs: dict[str, ProcessCost], run: Run) -> None:
     """A table; of what is sent, tokens and parameters have columns where there are any."""
+    each = "one process" if run.processes == 1 else f"each of {run.processes} processes"
     print(
-        f"\neach of {run.processes} processes, {run.flags.max_tokens} tokens per batch in sentences of "
+        f"\n{each}, {run.flags.max_tokens} tokens per batch in sentences of "
         f"{run.length}, uniform routing"
     )
     header = ["experts", "weights, gradients,\noptimizer", "activations", "at the\npeak"]

@@ -577,13 +577,20 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
         return self.dropout_module(x).transpose(0, 1)
 
     def buffered_future_mask(self, tensor):
-        """True for future positions. Boolean like the padding mask, else torch warns of mixed types."""
+        """True for future positions. Boolean like the padding mask, else torch warns of mixed types.
+
+        Where fairseq computes the attention itself (see translate/packed.py), which adds the mask to the
+        scores, it is 0 and minus infinity.
+        """
         size = tensor.size(0)
         mask = self._future_mask
         if mask.size(0) < size or mask.device != tensor.device:
             mask = torch.ones(size, size, dtype=torch.bool, device=tensor.device).triu(1)
             self._future_mask = mask
-        return mask[:size, :size]
+        mask = mask[:size, :size]
+        if not self.layers[0].self_attn.skip_embed_dim_check:
+            return mask
+        return torch.zeros_like(mask, dtype=tensor.dtype).masked_fill(mask, float("-inf"))
 
 
 def may_have_padding(padding_mask: Tensor) -> bool:
