@@ -40,6 +40,8 @@ CASES = {
     "shared expert": ("8", {"shared_experts": 1}),
     "top-p": ("4-4", {"gate": "top-p", "top_p": 0.6}),
     "relu": ("4-4", {"gate": "relu"}),
+    "threshold": ("4-4", {"gate": "threshold"}),
+    "depths": ("1", {"gate": "depths", "top_k": 1, "capacity_factor": 0.5}),
     "hash": ("8", {"gate": "hash"}),
     "base": ("8", {"gate": "base"}),
     "expert-choice": ("8", {"gate": "expert-choice", "capacity_factor": 2.0}),
@@ -68,7 +70,7 @@ def compare(name: str, dtype: torch.dtype, execution: str, device: torch.device)
     sys.path.insert(0, str(ROOT / "tests"))
     from reference import reference
 
-    strata, options = CASES[name]
+    strata, options = CASES[name][0], {"gate": "topk", **CASES[name][1]}
     made = make(name).to(device, dtype)
     made.execution = execution
     x = torch.randn(T, D, generator=torch.Generator().manual_seed(7)).to(dtype)
@@ -85,9 +87,14 @@ def compare(name: str, dtype: torch.dtype, execution: str, device: torch.device)
     learned = {key: weights[key].requires_grad_() for key, _ in made.named_parameters()}
     plain_x = x.double().requires_grad_()
     known = {key: value for key, value in options.items() if key not in BUILT_ONLY}
-    if options.get("gate") == "expert-choice":
+    if options["gate"] in ("threshold", "depths"):
+        for i, gate in enumerate(made.gates):
+            weights[f"gates.{i}.thresholds"] = gate.threshold.value().cpu().double()
+    if options["gate"] in ("expert-choice", "depths"):
         known["factor"] = known.pop("capacity_factor")
-    plain_y, loss, *_ = reference(weights, strata, plain_x, mask, ids=IDS.tolist(), **known)
+    plain_y, loss, *_ = reference(
+        weights, strata, plain_x, mask, ids=IDS.tolist(), sentences=[0] * T, **known
+    )
     want = gradients(plain_y, loss, {"x": plain_x, **learned})
 
     error_T = (y.detach().cpu().double() - plain_y).abs().amax(1)
