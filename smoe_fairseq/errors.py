@@ -73,6 +73,8 @@ def one_line(error: BaseException) -> str | None:
     if "Original Traceback" in said:  # in a process that loads data, whose words torch hands on
         said = str(error).strip().splitlines()[-1]
     said = said.removeprefix(f"{type(error).__name__}: ")[:_LONGEST]
+    if re.match(r"--\w", said):  # a sentence of fairseq's that begins with its flag
+        return printable(said)
     words = f"{type(error).__name__}: {said}" if said else type(error).__name__
     if trace:
         frame, line = trace[-1]
@@ -153,13 +155,13 @@ def _flag_of(frame: FrameType, line: int) -> str | None:
 def _file_of(frame: FrameType) -> str | None:
     """The existing file whose path a usual variable of the frame holds; not a program."""
     local = frame.f_locals
-    of_object = getattr(local.get("self"), "__dict__", {}).get(
-        "_path"
-    )  # fairseq's data: without .bin
+    # fairseq's data are named without the ending.
+    of_object = getattr(local.get("self"), "__dict__", {}).get("_path")
+    ending = "idx" if "index" in frame.f_code.co_name else "bin"
     for value in (*map(local.get, _FILES), of_object):
         value = getattr(value, "name", value)
         if isinstance(value, str | os.PathLike):
-            for file in (os.fspath(value), f"{os.fspath(value)}.bin"):
+            for file in (os.fspath(value), f"{os.fspath(value)}.{ending}"):
                 if os.path.isfile(file) and not file.endswith(".py"):
                     return file
     return None

@@ -17,6 +17,7 @@ import programs
 from programs import Server
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
+PATIENCE = 900  # seconds that a command may take; the longest training takes five minutes
 COMMANDS = {"smoe"} | {
     f"fairseq-{name}"
     for name in (
@@ -64,7 +65,7 @@ def run(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=300,
+            timeout=PATIENCE,
         )
     if check:
         assert result.returncode == 0, result.stdout[-4000:]
@@ -153,11 +154,13 @@ def _fork(
         given.write(stdin)
         given.seek(0)
         files = (given.fileno(), said[0].fileno(), said[apart].fileno())
-        status = server.start(command, environment, folder, files).wait(300)
+        status = server.start(command, environment, folder, files).wait(PATIENCE)
         for file in said:
             file.seek(0)
         output, errors = (file.read() for file in said)
-    assert status is not None, f"still running after 300 s:\n{output[-4000:]}{errors[-4000:]}"
+    assert status is not None, (
+        f"still running after {PATIENCE} s:\n{output[-4000:]}{errors[-4000:]}"
+    )
     return subprocess.CompletedProcess(command, status, output, errors)
 
 

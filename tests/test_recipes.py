@@ -12,6 +12,8 @@ import pytest
 import yaml
 from commands import bash_functions, run, run_step
 
+from smoe_fairseq.recipes.commands import RECIPES
+
 ROOT = Path(__file__).parents[1]
 DATASETS = {"phrasebook": 8, "multi30k": 6}
 METHODS = {
@@ -30,7 +32,7 @@ def recipe(
     fresh: the script itself, and the commands that it runs, are started from nothing, as by a user.
     """
     environment = surroundings(fresh) | {"CONFIG_DIR": str(ROOT / "configs")} | environment
-    if not fresh:
+    if not fresh and script in RECIPES:
         return run_step(script, *words, cwd=cwd, **environment)
     return subprocess.run(
         [ROOT / "scripts" / f"{script}.sh", *words],
