@@ -109,7 +109,10 @@ def agreement_line(results: list[dict], name: str) -> str:
         return f"{name} left out"
     share = min(entry["same_tokens"] for entry in found)
     difference = max(entry["difference"] for entry in found)
-    return f"{name} routes {share:.0%} of the tokens as ours or more, and differs there by {difference:.0e}"
+    return (
+        f"{name} routes at least {share:.0%} of the tokens as ours does, and differs on these by at "
+        f"most {difference:.0e}"
+    )
 
 
 def program_table(results: dict) -> str:
