@@ -212,36 +212,74 @@ def route_to_one(
     )
 
 
-def route_to_several(
-    choice_TE: Tensor,
-    weight_TE: Tensor,
-    chosen_TE: Tensor,
-    active_T: Tensor,
-    logits_TE: Tensor,
-    capacity: Capacity,
-) -> Routing:
-    """The routing of a gate that gives each token any number of experts; K is E.
+class AnyNumberGate(LinearGate):
+    """Gives each token any number of experts; K is E.
 
     Args:
-        choice_TE: the experts of each token, the best first, with their ``weight_TE``.
-        chosen_TE: of these, those that the token goes to.
-        logits_TE: their softmax are the probabilities, and the highest one is the first choice.
+        capacity: of the experts; all first choices come before all second ones, and so on.
+        exit_bias: of the logits, see `ExitBias`.
     """
-    num_experts = logits_TE.shape[1]
-    probs_TE = logits_TE.softmax(dim=-1)
-    asked_TE = choice_TE.masked_fill(~chosen_TE, num_experts)
-    places = capacity(asked_TE, probs_TE, active_T.sum())
-    kept_TE = chosen_TE & places.kept_TK
-    return Routing(
-        expert_TK=choice_TE.masked_fill(~kept_TE, num_experts),
-        weight_TK=weight_TE * kept_TE,
-        rank_TK=places.rank_TK,
-        kept_E=places.kept_E,
-        first_choice_T=logits_TE.argmax(1),
-        active_T=active_T,
-        logits_TE=logits_TE,
-        probs_TE=probs_TE,
-        asked_TK=asked_TE,
-        chosen_TK=chosen_TE,
-        kept_TK=kept_TE,
-    )
+
+    learns_number = True
+
+    @classmethod
+    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
+        return cls(
+            embed_dim,
+            num_experts,
+            Capacity.of_config(config),
+            config.gate_init_scale,
+            ExitBias(own_experts, num_experts, config.exit_bias),
+            **cls.own_options(config),
+        )
+
+    @classmethod
+    def own_options(cls, config) -> dict:
+        """The arguments of this kind of gate alone, from a `MoEConfig`."""
+        raise NotImplementedError
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_experts: int,
+        capacity: Capacity,
+        init_scale: float = 1.0,
+        exit_bias: ExitBias | None = None,
+    ):
+        super().__init__(embed_dim, num_experts, init_scale)
+        self.capacity = capacity
+        self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
+        self.top_k = num_experts  # at most
+
+    def route(
+        self,
+        choice_TE: Tensor,
+        weight_TE: Tensor,
+        chosen_TE: Tensor,
+        active_T: Tensor,
+        logits_TE: Tensor,
+    ) -> Routing:
+        """The routing.
+
+        Args:
+            choice_TE: the experts of each token, the best first, with their ``weight_TE``.
+            chosen_TE: of these, those that the token goes to.
+            logits_TE: their softmax are the probabilities, and the highest one is the first choice.
+        """
+        probs_TE = logits_TE.softmax(dim=-1)
+        asked_TE = choice_TE.masked_fill(~chosen_TE, self.num_experts)
+        places = self.capacity(asked_TE, probs_TE, active_T.sum())
+        kept_TE = chosen_TE & places.kept_TK
+        return Routing(
+            expert_TK=choice_TE.masked_fill(~kept_TE, self.num_experts),
+            weight_TK=weight_TE * kept_TE,
+            rank_TK=places.rank_TK,
+            kept_E=places.kept_E,
+            first_choice_T=logits_TE.argmax(1),
+            active_T=active_T,
+            logits_TE=logits_TE,
+            probs_TE=probs_TE,
+            asked_TK=asked_TE,
+            chosen_TK=chosen_TE,
+            kept_TK=kept_TE,
+        )

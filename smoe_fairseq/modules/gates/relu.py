@@ -6,11 +6,11 @@ Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
 import torch
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active, route_to_several
-from smoe_fairseq.modules.routing import Capacity, Routing
+from smoe_fairseq.modules.gates.linear import AnyNumberGate, all_active
+from smoe_fairseq.modules.routing import Routing
 
 
-class ReLUGate(LinearGate):
+class ReLUGate(AnyNumberGate):
     """``g = relu(W x)``, ``y = sum_e g_e FFN_e(x)`` (ReMoE, Wang et al., ICLR 2025).
 
     Nothing is chosen, so that the number of experts of a token has a gradient. An L1 loss holds its mean
@@ -19,44 +19,24 @@ class ReLUGate(LinearGate):
     are a softmax of the logits; the expert of the highest logit is the first choice.
 
     Args:
-        capacity: of the experts; all first choices come before all second ones, and so on.
         goal: k, experts per token on average.
         exit_bias: of the first choice alone, see `ExitBias`: it changes no weight.
     """
 
     takes_top_k = True
-    learns_number = True
     learns_by_counts = True
     weighs_all = False
     observes = 2
     observes_together = True
 
     @classmethod
-    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        return cls(
-            embed_dim,
-            num_experts,
-            Capacity.of_config(config),
-            config.top_k,
-            config.gate_init_scale,
-            ExitBias(own_experts, num_experts, config.exit_bias),
-        )
+    def own_options(cls, config) -> dict:
+        return {"goal": config.top_k}
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_experts: int,
-        capacity: Capacity,
-        goal: int = 2,
-        init_scale: float = 1.0,
-        exit_bias: ExitBias | None = None,
-    ):
-        super().__init__(embed_dim, num_experts, init_scale)
-        self.capacity = capacity
+    def __init__(self, *shared, goal: int = 2):
+        super().__init__(*shared)
         self.goal = self.fewest = goal
         self.coefficient = L1Coefficient()
-        self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
-        self.top_k = num_experts  # at most
 
     @property
     def expected_choices(self) -> float:
@@ -75,9 +55,7 @@ class ReLUGate(LinearGate):
         weight_TE, choice_TE = logits_TE.relu().sort(dim=1, descending=True, stable=True)
         chosen_TE = (weight_TE > 0) & active_T.unsqueeze(1)
         logits_TE = self.exit_bias(logits_TE)
-        routing = route_to_several(
-            choice_TE, weight_TE, chosen_TE, active_T, logits_TE, self.capacity
-        )
+        routing = self.route(choice_TE, weight_TE, chosen_TE, active_T, logits_TE)
         share_E = routing.asked_E / routing.num_tokens
         busy_TE = share_E[choice_TE] * weight_TE * chosen_TE
         return routing._replace(

@@ -6,11 +6,11 @@ Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
 import torch
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active, route_to_several
-from smoe_fairseq.modules.routing import Capacity, Routing
+from smoe_fairseq.modules.gates.linear import AnyNumberGate, all_active
+from smoe_fairseq.modules.routing import Routing
 
 
-class ThresholdGate(LinearGate):
+class ThresholdGate(AnyNumberGate):
     """Expert e has the tokens with ``s_te > c_e``, ``s = W x``, weighted by ``sigmoid(s_te)``.
 
     ``c_e`` is a running mean, over updates, of the score of rank ``k T / E`` among the T tokens of a batch
@@ -20,46 +20,23 @@ class ThresholdGate(LinearGate):
     first choice is the expert whose threshold is exceeded by most.
 
     Args:
-        capacity: of the experts; all first choices come before all second ones, and so on.
         goal: k, experts per token on average.
         step: share of the newest score in the mean.
         exit_bias: of the first choice alone, see `ExitBias`: it changes no weight.
     """
 
     takes_top_k = True
-    learns_number = True
     learns_by_counts = True
     weighs_all = False
 
     @classmethod
-    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        """As of `Gate`."""
-        return cls(
-            embed_dim,
-            num_experts,
-            Capacity.of_config(config),
-            config.top_k,
-            config.threshold_step,
-            config.gate_init_scale,
-            ExitBias(own_experts, num_experts, config.exit_bias),
-        )
+    def own_options(cls, config) -> dict:
+        return {"goal": config.top_k, "step": config.threshold_step}
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_experts: int,
-        capacity: Capacity,
-        goal: int = 2,
-        step: float = 0.05,
-        init_scale: float = 1.0,
-        exit_bias: ExitBias | None = None,
-    ):
-        super().__init__(embed_dim, num_experts, init_scale)
-        self.capacity = capacity
+    def __init__(self, *shared, goal: int = 2, step: float = 0.05):
+        super().__init__(*shared)
         self.goal = self.fewest = goal
-        self.threshold = RunningThreshold(num_experts, step)
-        self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
-        self.top_k = num_experts  # at most
+        self.threshold = RunningThreshold(self.num_experts, step)
 
     @property
     def expected_choices(self) -> float:
@@ -83,13 +60,12 @@ class ThresholdGate(LinearGate):
         margin_TE = logits_TE - self.threshold.value()
         margin_TE, choice_TE = margin_TE.detach().sort(dim=1, descending=True, stable=True)
         biased_TE = self.exit_bias(logits_TE)
-        routing = route_to_several(
+        routing = self.route(
             choice_TE,
             logits_TE.sigmoid().gather(1, choice_TE),
             (margin_TE > 0) & active_T.unsqueeze(1),
             active_T,
             biased_TE,
-            self.capacity,
         )
         first_choice_T = (biased_TE - self.threshold.value()).argmax(1)
         observed_N = self.threshold.observed(logits_TE.detach(), active_T, self.goal)

@@ -8,49 +8,28 @@ import math
 import torch
 from torch import Tensor
 
-from smoe_fairseq.modules.gates.linear import ExitBias, LinearGate, all_active, route_to_several
-from smoe_fairseq.modules.routing import Capacity, Routing
+from smoe_fairseq.modules.gates.linear import AnyNumberGate, all_active
+from smoe_fairseq.modules.routing import Routing
 
 
-class TopPGate(LinearGate):
+class TopPGate(AnyNumberGate):
     """The fewest experts whose probabilities sum to ``p`` or more (Dynamic MoE, Huang et al. 2024).
 
     Their outputs are weighted by the probabilities as they are. Nothing is drawn.
 
     Args:
-        capacity: of the experts; all first choices come before all second ones, and so on.
         p: above 0, up to 1.
-        exit_bias: of the logits, see `ExitBias`.
     """
 
-    learns_number = True
     has_balance_loss = True
 
     @classmethod
-    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        return cls(
-            embed_dim,
-            num_experts,
-            Capacity.of_config(config),
-            config.top_p,
-            config.gate_init_scale,
-            ExitBias(own_experts, num_experts, config.exit_bias),
-        )
+    def own_options(cls, config) -> dict:
+        return {"p": config.top_p}
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_experts: int,
-        capacity: Capacity,
-        p: float = 0.4,
-        init_scale: float = 1.0,
-        exit_bias: ExitBias | None = None,
-    ):
-        super().__init__(embed_dim, num_experts, init_scale)
-        self.capacity = capacity
+    def __init__(self, *shared, p: float = 0.4):
+        super().__init__(*shared)
         self.p = p
-        self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
-        self.top_k = num_experts  # at most
 
     @property
     def expected_choices(self) -> float:
@@ -67,7 +46,5 @@ class TopPGate(LinearGate):
         before_TE = torch.cat([sorted_TE.new_zeros(len(x_TD), 1), sorted_TE.cumsum(1)[:, :-1]], 1)
         chosen_TE = (before_TE < self.p) & active_T.unsqueeze(1)
         weight_TE = probs_TE.gather(1, choice_TE)
-        routing = route_to_several(
-            choice_TE, weight_TE, chosen_TE, active_T, logits_TE, self.capacity
-        )
+        routing = self.route(choice_TE, weight_TE, chosen_TE, active_T, logits_TE)
         return routing._replace(first_choice_T=choice_TE[:, 0])
