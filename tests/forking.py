@@ -96,6 +96,8 @@ class _Server:
 
     def abandon(self, client: socket.socket) -> None:
         """After its request a client says nothing more, so it has gone."""
+        if client.fileno() < 0:
+            return  # its program has ended too, which `tell` heard in the same moment
         self.ready.unregister(client)
         for pid, other in self.children.values():
             if other is client:
