@@ -5,6 +5,7 @@ FAMILY = {
     "null": "--smoe-strata 4-4 --moe-top-k 3 --moe-null-experts 3",
     "simple": "--smoe-strata 4-4 --moe-top-k 3 --moe-copy-experts 1 --moe-constant-experts 2 "
     "--moe-null-experts 1 --moe-second-expert-policy all",
+    "gate-residual": "--smoe-strata 4-4 --moe-gate-residual layers",
     "top-p": "--smoe-strata 4-4 --moe-gate top-p",
     "relu": "--smoe-strata 4-4 --moe-gate relu --moe-capacity-factor 0",
     "threshold": "--smoe-strata 4-4 --moe-gate threshold --moe-capacity-factor 0",

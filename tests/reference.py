@@ -57,7 +57,8 @@ def ask(params, i, inputs, tokens, options):
     bias = options["bias"] and options["bias"][i]
     if options["scores"] == "sigmoid":
         return gates.sigmoid(params, i, inputs, options["top_k"], bias)
-    return gates.top_k(params, i, inputs, options["top_k"], experts, bias)
+    earlier = options["earlier"] and [options["earlier"][t] for t in tokens]
+    return gates.top_k(params, i, inputs, options["top_k"], experts, bias, earlier)
 
 
 def run_gate(params, i, inputs, tokens, options):
@@ -143,8 +144,11 @@ def reference(
     chain=1,
     scores="softmax",
     copies=0,
+    earlier=None,
 ):
     """x (T, D), padding (T,); of each token also ids and sentences, of each expert and gate a bias.
+
+    earlier: of each token the logits of another layer's gate, which gates with a residual add.
 
     Returns y, balance loss, requested capacity, dropped {(stratum, t, k)}, tokens of each stratum.
     """
@@ -178,7 +182,14 @@ def reference(
         offset = sum(sizes[:i]) if chain == 1 else 0
         tokens = [t for t in range(len(place)) if place[t] == i]
         inputs = [state[t] if stacked else layer_norm(params, i, state[t]) for t in tokens]
+        options["earlier"] = earlier
         kept, first, loss, lost = run_gate(params, i, inputs, tokens, options)
+        if earlier is not None:
+            seen = [earlier[t] for t in tokens]
+            earlier = list(earlier)
+            for t, row in zip(tokens, gates.logits_of(params, i, inputs, seen)):
+                unseen = row.new_zeros(len(earlier[t]) - len(row))
+                earlier[t] = torch.cat([unseen, row])
         losses.append(loss)
         visits.append(tokens)
         dropped |= {(i, tokens[t], k) for t, k in lost}

@@ -17,21 +17,30 @@ def softmax(logits):
     return [power / total for power in powers]
 
 
-def scores_of(params, i, inputs):
+def logits_of(params, i, inputs, earlier=None):
+    """``earlier``: of each input, logits of another gate, the last for the experts of this one."""
     rows = list(params[f"gates.{i}.weight"])
     rows += list(params.get(f"gates.{i}.simple_weight", []))
     rows += list(params.get(f"gates.{i}.null_weight", []))
-    return [softmax([row @ x for row in rows]) for x in inputs]
+    logits = [torch.stack([row @ x for row in rows]) for x in inputs]
+    if earlier is None or f"gates.{i}.residual_weight" not in params:
+        return logits
+    matrix = params[f"gates.{i}.residual_weight"]
+    return [own + matrix @ other[-len(rows) :] for own, other in zip(logits, earlier)]
+
+
+def scores_of(params, i, inputs, earlier=None):
+    return [softmax(list(row)) for row in logits_of(params, i, inputs, earlier)]
 
 
 def best(scores, number):
     return sorted(range(len(scores)), key=lambda e: -scores[e])[:number]
 
 
-def top_k(params, i, inputs, number, experts, bias):
+def top_k(params, i, inputs, number, experts, bias, earlier):
     """Null experts are asked for with weight 0, constant ones and copies, which come before them, not."""
     weighing = experts + len(params.get(f"gates.{i}.simple_weight", []))
-    scores = scores_of(params, i, inputs)
+    scores = scores_of(params, i, inputs, earlier)
     biased = [[s.item() + b for s, b in zip(row, bias or [0] * len(row))] for row in scores]
     asked = [best(row, number) for row in biased]
     weights = [[s[e] if e < weighing else 0 for e in a] for s, a in zip(scores, asked)]

@@ -81,7 +81,18 @@ def compare(model, task, beam=4, lenpen=1.0, unkpen=0.0, min_len=1, max_len_b=20
 
 
 @pytest.mark.parametrize(
-    "system", some(SYSTEMS, "smoe", "dense", "cmr", "chain", "hash", "post-norm", "two matrices")
+    "system",
+    some(
+        SYSTEMS,
+        "smoe",
+        "dense",
+        "gate-residual",
+        "cmr",
+        "chain",
+        "hash",
+        "post-norm",
+        "two matrices",
+    ),
 )
 def test_every_system_has_fairseqs_hypotheses(system):
     found = compare(sharp(*SYSTEMS[system].split()), make_task(96))

@@ -18,7 +18,7 @@ IDS = torch.arange(T) * 5 % 7
 TABLE = torch.tensor([3, 0, 7, 3, 1, 6, 2])
 
 
-def assert_agrees(block, x, mask, ids=None, **options):
+def assert_agrees(block, x, mask, ids=None, gate_logits=None, **options):
     """Outputs, gradients, losses and statistics, both as few rows and as many are computed."""
     params = dict(block.named_parameters())
     every = {**params, **dict(block.named_buffers())}
@@ -32,7 +32,7 @@ def assert_agrees(block, x, mask, ids=None, **options):
     want_gradients = gradients(want_y.view_as(x), want_loss, x, params)
     for many_rows in (0, 10**6):
         with mock.patch("smoe_fairseq.modules.experts.MANY_ROWS", many_rows):
-            y, stats = block(x, mask, ids=ids)
+            y, stats = block(x, mask, ids=ids, gate_logits=gate_logits)
         assert torch.allclose(y.reshape(-1, D), want_y, rtol=1e-10, atol=1e-10)
         assert torch.allclose(stats.balance_loss, want_loss, rtol=1e-10)
         assert torch.equal(stats.requested_capacity.reshape(-1), want_rc)
@@ -200,6 +200,47 @@ def test_copy_and_constant_experts(
         assert (
             0 < stats.asked[:, :-free].sum() == stats.chosen.sum() < 3 * stats.first_choices.sum()
         )
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("free", [{}, {"null_experts": 2}, {"constant_experts": 1}])
+@pytest.mark.parametrize(
+    "strata, chain, residual",
+    [("8", 1, "layers"), ("4-4", 1, "layers"), ("3-3-3", 1, "strata"), ("5", 3, "strata")],
+)
+def test_gate_residual(strata, chain, residual, free, execution, padding):
+    """Each gate adds a map of the logits of the last one that the token saw."""
+    x, mask = make_input(padding)
+    options = {"top_k": 2, "capacity_factor": 1.0, "chain": chain}
+    block = family_block(strata, execution, gate_residual=residual, **options, **free)
+    columns = block.strata.num_experts + sum(free.values())
+    given = torch.randn(*x.shape[:-1], columns, dtype=torch.float64)
+    earlier = list(given.view(T, -1)) if residual == "layers" else [torch.zeros(columns)] * T
+    assert_agrees(block, x, mask, gate_logits=given, earlier=earlier, **options)
+    assert (block.gates[0].residual_weight is None) == (residual == "strata")
+    y, stats = block(x, mask)  # without logits of an earlier layer: as with zeros
+    again, _ = block(x, mask, gate_logits=torch.zeros_like(given))
+    assert torch.equal(y, again)
+    if residual == "layers":
+        seen = stats.gate_logits[~mask]
+        h = torch.nn.functional.layer_norm(x[~mask], (D,), *_norm(block))
+        rows = [getattr(block.gates[0], f"{n}weight", None) for n in ("", "simple_", "null_")]
+        rows = torch.cat([each for each in rows if each is not None])
+        assert torch.allclose(seen, h @ rows.T) and not stats.gate_logits[mask].any()
+    else:
+        assert stats.gate_logits is None
+
+
+def test_a_gate_residual_begins_at_0():
+    """So that a new block routes as one without it, draw for draw."""
+    torch.manual_seed(1)
+    plain = StratifiedMoE(D, F, "4-4")
+    torch.manual_seed(1)
+    block = StratifiedMoE(D, F, "4-4", gate_residual="layers")
+    x = torch.randn(T, D)
+    assert torch.equal(block.eval()(x, gate_logits=torch.randn(T, 8))[0], plain.eval()(x)[0])
+    assert not any(gate.residual_weight.any() for gate in block.gates)
 
 
 @PADDED

@@ -68,7 +68,8 @@ def test_a_later_token_changes_nothing_before_it(member):
 
 
 @pytest.mark.parametrize(
-    "member", some(FAMILY, "null", "hash", "expert-choice", "chain", "layers", first=1)
+    "member",
+    some(FAMILY, "null", "gate-residual", "hash", "expert-choice", "chain", "layers", first=1),
 )
 def test_decoding_step_by_step_equals_one_pass(member):
     """Three translations of one sentence, in another order at every step, as a search has them."""
@@ -83,6 +84,26 @@ def test_decoding_step_by_step_equals_one_pass(member):
         turn = torch.tensor([2, 0, 1])
         order = order[turn]
         model.decoder.reorder_incremental_state_scripting(state, turn)
+
+
+def test_a_gate_gets_the_logits_of_the_layer_before():
+    model = member_model("gate-residual", "--moe-freq", "1").eval()
+    given = {}
+    for name, block in moe_blocks(model).items():
+        block.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[4]}))
+    _, extra = model(*make_batch())
+    stats = dict(zip(extra["moe_layers"], extra["moe_stats"], strict=True))
+    assert len(given) == 4
+    for side in ("encoder", "decoder"):
+        assert given[f"{side}.layer.0"] is None
+        assert torch.equal(given[f"{side}.layer.1"], stats[f"{side}.layer.0"].gate_logits)
+
+    src, lengths, tgt = make_batch()
+    want, _ = model(src, lengths, tgt)
+    encoder_out, state = model.encoder(src, lengths), {}
+    for step in range(1, 5):
+        got, _ = model.decoder(tgt[:, :step], encoder_out, incremental_state=state)
+        assert torch.allclose(got[:, 0], want[:, step - 1], atol=1e-5)
 
 
 @MEMBERS
@@ -314,6 +335,22 @@ def test_balance_over_an_update_by_hand():
             "--smoe-chain 2 --smoe-strata 8 --smoe-norm released",
             "--smoe-norm released: that code has no --smoe-chain 2; expected paper",
         ),
+        (
+            "--smoe-strata 8 --moe-gate-residual strata",
+            "--moe-gate-residual strata: --smoe-strata 8 has a single gate; expected none, or layers",
+        ),
+        (
+            "--moe-stacked --moe-gate-residual strata",
+            "--moe-gate-residual strata with --moe-stacked: its gates have no such residual",
+        ),
+        (
+            "--moe-gate top-p --moe-gate-residual layers",
+            "--moe-gate-residual layers: it is an option of --moe-gate topk, not of top-p",
+        ),
+        (
+            "--moe-freq 1 --decoder-smoe-strata 4-4,8-8 --moe-gate-residual layers",
+            "--moe-gate-residual layers: the decoder's MoE layers of 4-4 and 8-8 differ in their experts",
+        ),
         ("--moe-freq 0 --smoe-chain 2", "--smoe-chain 2 with --moe-freq 0: a dense model has no"),
         ("--moe-freq 0 --moe-gate base", "--moe-gate base with --moe-freq 0: a dense model has no"),
         ("--moe-freq 0 --moe-shared-experts 1", "--moe-shared-experts 1 with --moe-freq 0"),
@@ -398,6 +435,7 @@ COPIES = {
     "bias": 2 * 1.5,
     "sigmoid": 2 * 1.5,
     "update": 2 * 1.5,
+    "gate-residual": 2 * 1.5,
     "chain": 2 * 3,
     "layers": 2 * (1.5 + 1.25) / 2,  # the gate behind a stratum without experts is never reached
     "budget": 2 * 1.5,

@@ -18,7 +18,7 @@ from test_golden import CHECKPOINTS, SYSTEMS_WITH_CHECKPOINT, TEXT, TRANSLATED, 
 
 from smoe_fairseq.checkpoints.model import known_options, plain_config
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.transformer import SMoETransformerModel
+from smoe_fairseq.models.transformer import SMoETransformerModel, moe_blocks
 from smoe_fairseq.translate.translator import BatchTranslator, Options
 
 pytest.importorskip("transformers", reason="the package transformers is not installed")
@@ -236,6 +236,7 @@ OPTIONS = {
     "apart": {"share_all_embeddings": False, "encoder_embed_dim": 24, "activation_fn": "gelu"},
     "threshold": {"moe_gate": "threshold"},
     "depths": {"moe_gate": "depths"},
+    "gate residual": {"moe_gate_residual": "layers", "encoder_moe_freq": 1},
     "output": {"share_all_embeddings": False, "share_decoder_input_output_embed": True},
     "others": {
         "no_token_positional_embeddings": True,
@@ -264,8 +265,13 @@ def test_options_of_the_transformer(trained, tmp_path, case):
     )
     torch.manual_seed(2)
     model = SMoETransformerModel.build_model(Namespace(**options), task)
+    for block in moe_blocks(model).values():
+        for gate in block.gates:  # which would begin at 0
+            if getattr(gate, "residual_weight", None) is not None:
+                torch.nn.init.normal_(gate.residual_weight)
     state["cfg"]["model"] = plain_config(options)
-    state.pop("smoe_dictionaries", None)
+    for record in ("smoe_dictionaries", "smoe_experts"):  # of the checkpoint that was there
+        state.pop(record, None)
     torch.save({**state, "model": model.state_dict()}, path)
     folder = export(tmp_path / "run", tmp_path / "model")
     assert (folder / "target_vocab.json").exists() != options["share_all_embeddings"]

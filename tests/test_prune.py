@@ -109,7 +109,8 @@ def test_experts_that_were_never_chosen_go_without_a_trace(trained, small_corpus
     assert_same_translations(small_corpus, path, output)
 
 
-MEMBERS = {name: words for name, words in FAMILY.items() if name not in ("hash", "expert-choice")}
+PRUNABLE = [name for name in FAMILY if name not in ("hash", "gate-residual")]
+MEMBERS = {name: FAMILY[name] for name in PRUNABLE if name != "expert-choice"}
 MEMBERS |= {
     "released": "--smoe-strata 4-4 --smoe-norm released",
     "stacked": "--smoe-strata 4-4 --moe-stacked",
@@ -140,7 +141,7 @@ def test_so_they_do_in_the_family(ranks, small_corpus, tmp_path, member):
     assert_same_translations(small_corpus, path, output)
 
 
-@pytest.mark.parametrize("member", some([n for n in FAMILY if n != "hash"], "expert-choice"))
+@pytest.mark.parametrize("member", some(PRUNABLE, "expert-choice"))
 def test_half_of_any_member_translates(ranks, small_corpus, tmp_path, member):
     words = [*FAMILY[member].split(), "--max-update", 1]
     ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, *words), one=True)
@@ -315,12 +316,19 @@ def test_a_model_that_has_diverged_is_named(trained, small_corpus, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["nan.pt"]
 
 
-def test_tables_by_token_are_refused(ranks, small_corpus, tmp_path):
-    words = [*FAMILY["hash"].split(), "--max-update", 1]
+@pytest.mark.parametrize(
+    "member, why",
+    [
+        ("hash", "--moe-gate hash, which looks an expert up"),
+        ("gate-residual", "--moe-gate-residual, which adds up the logits of all experts"),
+    ],
+)
+def test_gates_that_need_all_experts_are_refused(ranks, small_corpus, tmp_path, member, why):
+    words = [*FAMILY[member].split(), "--max-update", 1]
     ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, *words), one=True)
     path = tmp_path / "checkpoint_last.pt"
     ask = ("prune", path, small_corpus, "--min-load", 0, "--output", tmp_path / "pruned.pt")
-    assert f"{path} has --moe-gate hash, which looks an expert up" in refusal(*ask)
+    assert f"{path} has {why}" in refusal(*ask)
     assert not (tmp_path / "pruned.pt").exists()
 
 

@@ -28,7 +28,6 @@ from smoe_fairseq.checkpoints.sets import (
 )
 from smoe_fairseq.errors import UsageError, positive, quietly
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.modules.gates.hashed import HashGate
 from smoe_fairseq.modules.layer import StratifiedMoE
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.strata import Strata
@@ -323,10 +322,11 @@ def run_prune(args: Namespace) -> None:
             args.path, args.data, args.lang_pairs, args.cpu
         )
         blocks = moe_blocks(model)
-        if any(isinstance(gate, HashGate) for block in blocks.values() for gate in block.gates):
+        gates = (gate for block in blocks.values() for gate in block.gates)
+        if why := next(filter(None, (gate.needs_every_expert for gate in gates)), None):
             raise UsageError(
-                f"{args.path} has --moe-gate hash, which looks an expert up for every token of the "
-                "dictionary, so that each is needed; expected a gate that scores them"
+                f"{args.path} has {why}, so that each is needed; expected gates that score each expert "
+                "by itself"
             )
         of_subset = args.gen_subset, args.sentences, args.max_tokens
         uses = [use_of(model, task, direction, *of_subset) for direction in directions]

@@ -145,9 +145,9 @@ def _of_block(part: str, tensor: Tensor, length: int, noise: float) -> Tensor:
 
 
 def _new(name: str, like: Tensor, scale: float) -> Tensor:
-    """A gate's weights, or the counts of its bias."""
+    """A gate's weights, or what begins at 0: the counts of its bias, its residual."""
     tensor = torch.zeros(like.shape, dtype=like.dtype)
-    if not name.endswith(COUNTS):
+    if not name.endswith((COUNTS, "residual_weight")):
         draw_as_linear(tensor, scale)
     return tensor
 

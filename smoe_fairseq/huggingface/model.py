@@ -243,6 +243,7 @@ class Layer(GradientCheckpointingLayer):
         past_key_values: EncoderDecoderCache | None = None,
         weights: bool = False,
         with_stats: bool = False,
+        gate_logits: Tensor | None = None,
     ) -> tuple:
         """``(y, self-attention, cross-attention, statistics of the routing)``; None where not asked for."""
 
@@ -256,7 +257,8 @@ class Layer(GradientCheckpointingLayer):
         if source is not None:
             x, cross = look("encoder_attn", source, source_mask, past_key_values, weights)
         if self.is_moe:
-            x, stats = self.moe(x, padding_BT, with_stats, ids_BT)
+            with_stats = with_stats or self.moe.hands_on_logits
+            x, stats = self.moe(x, padding_BT, with_stats, ids_BT, gate_logits)
             return x, own, cross, stats
         h = self.activation_fn(self.fc1(self.final_layer_norm(x) if self.pre_norm else x))
         h = self.fc2(F.dropout(h, self.activation_dropout, self.training))
@@ -333,6 +335,7 @@ class Side(nn.Module):
             attention, ``stats`` and ``logits`` of MoE layers.
         """
         found = {"hidden": [x], "own": [], "cross": [], "stats": [], "logits": []}
+        gate_logits = None  # of the MoE layer before
         for layer in self.layers:
             if self.training and self.layerdrop and torch.rand([]) < self.layerdrop:
                 continue
@@ -343,10 +346,14 @@ class Side(nn.Module):
                     keep = lambda _, given, routing, here=logits: here.append(routing.logits_TE)  # noqa: E731
                     hooks.append(gate.register_forward_hook(keep))
             try:
-                x, own, cross, stats = layer(x, weights=weights, **arguments)
+                x, own, cross, stats = layer(
+                    x, weights=weights, gate_logits=gate_logits, **arguments
+                )
             finally:
                 for hook in hooks:
                     hook.remove()
+            if stats is not None:
+                gate_logits = stats.gate_logits
             for name, value in (("hidden", x), ("own", own), ("cross", cross), ("stats", stats)):
                 if value is not None:
                     found[name].append(value)

@@ -326,6 +326,21 @@ def _check_gate(config: MoEOptions, sides: list[str]) -> None:
             "--moe-gate expert-choice: it is for the encoder, which has no MoE layer here; expected an "
             "--encoder-moe-freq above 0"
         )
+    if config.moe_gate_residual == "layers":
+        _check_residual_of_layers(config, sides)
+
+
+def _check_residual_of_layers(config: MoEOptions, sides: list[str]) -> None:
+    """The gates of a side add each other's logits up, so that all have to be of as many experts."""
+    for side in sides:
+        layers = config.strata_of(side)
+        for strata in layers:
+            if strata.num_experts != layers[0].num_experts:
+                raise ValueError(
+                    f"--moe-gate-residual layers: the {side}'s MoE layers of {layers[0]} and {strata} differ "
+                    "in their experts, and their gates add each other's logits up; expected as many in "
+                    "all, or strata"
+                )
 
 
 def _check_effect(config: MoEOptions, has_experts: bool) -> None:

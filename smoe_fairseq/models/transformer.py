@@ -247,12 +247,14 @@ class TransformerLayer(nn.Module):
         x: Tensor,
         padding_mask: Tensor | None,
         ids: Tensor | None = None,
+        gate_logits: Tensor | None = None,
         with_stats: bool = True,
     ) -> tuple[Tensor, ...]:
         """The feed-forward sublayer on ``x (S, B, D)``.
 
         Args:
             ids: token ids ``(B, S)``, for hash gates.
+            gate_logits: of the MoE layer before, ``(B, S, E + M)``, see `StratifiedMoE.forward`.
 
         Returns:
             ``(y,)``, or ``(y, *RoutingStats)`` for a MoE layer.
@@ -260,7 +262,8 @@ class TransformerLayer(nn.Module):
         if self.is_moe:
             # Batch first, since capacity is given sentence by sentence (`StratifiedMoE.forward`). The
             # transpose makes no copy: embeddings have this layout in memory.
-            y_BSD, stats = self.moe(x.transpose(0, 1), padding_mask, with_stats, ids)
+            with_stats = with_stats or self.moe.hands_on_logits
+            y_BSD, stats = self.moe(x.transpose(0, 1), padding_mask, with_stats, ids, gate_logits)
             return y_BSD.transpose(0, 1), *(stats or ())
         return (self.sublayer(x, self.final_layer_norm, self.dense),)
 
@@ -287,7 +290,11 @@ class TransformerLayer(nn.Module):
 
 class TransformerEncoderLayer(TransformerLayer):
     def forward(
-        self, x: Tensor, encoder_padding_mask: Tensor | None, ids: Tensor | None = None
+        self,
+        x: Tensor,
+        encoder_padding_mask: Tensor | None,
+        ids: Tensor | None = None,
+        gate_logits: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """``x (S, B, D)``, padding mask and ids ``(B, S)``; returns ``(y,)`` or ``(y, *RoutingStats)``."""
 
@@ -297,7 +304,7 @@ class TransformerEncoderLayer(TransformerLayer):
             )[0]
 
         x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
-        return self.feed_forward(x, encoder_padding_mask, ids)
+        return self.feed_forward(x, encoder_padding_mask, ids, gate_logits)
 
 
 class TransformerDecoderLayer(TransformerLayer):
@@ -328,13 +335,14 @@ class TransformerDecoderLayer(TransformerLayer):
         self_attn_padding_mask: Tensor | None = None,
         need_attn: bool = False,
         ids: Tensor | None = None,
+        gate_logits: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
         """``x (S, B, D)``, ``encoder_out (S', B, D)`` or None, padding masks and ids ``(B, S)``.
 
         Returns:
-            ``(y, attention)``, or ``(y, attention, *RoutingStats)`` for a MoE layer without
-            ``incremental_state``. The attention over the source, ``(heads, B, S, S')``, is None unless
-            ``need_attn``.
+            ``(y, attention)``, or ``(y, attention, *RoutingStats)`` for a MoE layer; with
+            ``incremental_state`` only if the next MoE layer needs them. The attention over the
+            source, ``(heads, B, S, S')``, is None unless ``need_attn``.
         """
         attention = None
 
@@ -368,7 +376,7 @@ class TransformerDecoderLayer(TransformerLayer):
             x = self.sublayer(x, self.encoder_attn_layer_norm, encoder_attention)
         # Statistics of single decoding steps are not used.
         with_stats = incremental_state is None
-        x, *stats = self.feed_forward(x, self_attn_padding_mask, ids, with_stats)
+        x, *stats = self.feed_forward(x, self_attn_padding_mask, ids, gate_logits, with_stats)
         return x, attention, *stats
 
 
@@ -467,12 +475,13 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
         x = x.transpose(0, 1)  # (S, B, D)
 
         hidden_states = [x]
-        moe_stats, moe_layers = [], []
+        moe_stats, moe_layers, gate_logits = [], [], None
         for layer in self.layers:
-            x, *stats = layer(x, padding_mask if has_padding else None, src_tokens)
+            x, *stats = layer(x, padding_mask if has_padding else None, src_tokens, gate_logits)
             hidden_states.append(x)
             if stats:
                 moe_stats.append(RoutingStats(*stats))
+                gate_logits = moe_stats[-1].gate_logits
                 moe_layers.append(layer.name)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
@@ -530,6 +539,7 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
         moe_stats, moe_layers = (
             list(encoder_out.get(key, [])) for key in ("moe_stats", "moe_layers")
         )
+        gate_logits = None
         for i, layer in enumerate(self.layers):
             x, layer_attention, *stats = layer(
                 x,
@@ -540,10 +550,12 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
                 self_attn_padding_mask=padding_mask,
                 need_attn=needs_attention and i == attention_layer,
                 ids=ids,
+                gate_logits=gate_logits,
             )
             hidden_states.append(x)
             if stats:
                 moe_stats.append(RoutingStats(*stats))
+                gate_logits = moe_stats[-1].gate_logits
                 moe_layers.append(layer.name)
             if layer_attention is not None:
                 attention = layer_attention.float().to(x)

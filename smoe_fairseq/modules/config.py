@@ -19,6 +19,7 @@ BALANCES = ("loss", "bias")
 BALANCED_OVER = ("batch", "update")
 NORMS = ("paper", "released")
 DROPOUTS = ("stratum", "layer")
+GATE_RESIDUALS = ("none", "strata", "layers")
 FREE_EXPERTS = ("null_experts", "copy_experts", "constant_experts")
 
 
@@ -126,6 +127,14 @@ class MoEConfig:
         "--moe-gate topk: scores of the experts, a softmax over all of them or a sigmoid of each",
         "moe_scores",
         choices=SCORES,
+    )
+    gate_residual: str = option(
+        "none",
+        "a gate adds a learnt linear map of the logits of the last gate that the token saw: of the strata "
+        "before in the same layer, or of the MoE layers before as well (its first gate)",
+        "moe_gate_residual",
+        choices=GATE_RESIDUALS,
+        of=("gate", "topk"),
     )
     null_experts: int = option(
         0,
@@ -369,6 +378,18 @@ def _check_gate(config: MoEConfig, strata: Strata) -> None:
         )
     if gate == "top-p" and not 0 < config.top_p <= 1:
         _refuse("top_p", config.top_p, "expected a probability above 0, up to 1")
+    if config.gate_residual != "none":
+        if gate != "topk" or strata.stacked:
+            what = "{stacked}" if strata.stacked else f"{{gate}} {gate}"
+            raise OptionError(
+                f"{{gate_residual}} {{value}} with {what}: its gates have no such residual; expected none",
+                value=config.gate_residual,
+            )
+        if config.gate_residual == "strata" and len(strata) == 1:
+            raise OptionError(
+                "{gate_residual} strata: {strata} {sizes} has a single gate; expected none, or layers",
+                sizes=strata,
+            )
     if GATES[gate].needs_capacity and not config.capacity_factor:
         expected = f"{{gate}} {gate} takes so many experts per token; expected a positive number"
         raise OptionError("{capacity_factor} {given}: " + expected, given=config.capacity_factor)

@@ -62,12 +62,15 @@ class StratifiedMoE(nn.Module):
         self.balance, self.balance_over = config.balance, config.balance_over
         self.capacity_budget = config.capacity_budget
         self.eom, self.gating_dropout = config.eom, config.gating_dropout
+        self.hands_on_logits = config.gate_residual == "layers"
         norms = StackedNorms if config.stacked else NORMS[config.norms]
         self.layer_norms = norms(embed_dim, len(self.strata), config.dropout, config.dropout_per)
         self.gates = nn.ModuleList(
             GATES[config.gate].of_config(config, embed_dim, num_visible, own)
             for num_visible, own in zip(self.strata.visible, self.strata.own, strict=True)
         )
+        for gate in self._gates_with_residual():
+            gate.add_residual()
         self.counting = Counting(config, self.gates)
         self.choices = self.counting.choices  # K
         place = self._placement(config.expert_parallel)
@@ -98,6 +101,11 @@ class StratifiedMoE(nn.Module):
         )  # experts that each sees
         self.execution = config.execution
 
+    def _gates_with_residual(self) -> nn.ModuleList:
+        """Those that add a map of an earlier gate's logits."""
+        first = {"none": len(self.gates), "strata": 1, "layers": 0}
+        return self.gates[first[self.config.gate_residual] :]
+
     def _placement(self, expert_parallel: bool) -> Placement:
         num_experts = self.strata.num_experts
         if not expert_parallel:
@@ -115,11 +123,13 @@ class StratifiedMoE(nn.Module):
         padding_mask: Tensor | None = None,
         with_stats: bool = True,
         ids: Tensor | None = None,
+        gate_logits: Tensor | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """``x`` of shape ``(..., D)``, ``padding_mask`` of ``x.shape[:-1]`` (True: padding).
 
         All of ``x`` is finite, where it is padding too. ``ids``, also of ``x.shape[:-1]``, are the tokens'
-        ids, which only a hash gate needs.
+        ids, which only a hash gate needs. ``gate_logits`` are those of the MoE layer before, as its
+        statistics have them; only ``gate_residual="layers"`` takes them, and None counts as 0.
 
         Sentences go along the first dimension and positions along the second, ``(B, S, D)``: capacity
         is given row by row, and where it follows the position the ends of the sentences lose theirs.
@@ -145,7 +155,7 @@ class StratifiedMoE(nn.Module):
         padding_T = padding_mask.reshape(-1) if padding_mask is not None else position_T > 0
         left_out_T = drop_gating(padding_T, self.gating_dropout, self.training)
         position_T = position_T.masked_fill(left_out_T, len(self.strata))
-        label_T = self._labels(x, ids)
+        label_T = self._labels(x, ids, gate_logits)
         visits = []
         y_TD = self.layer_norms.start(x_TD)
         next_T, number = position_T == 0, None  # who is at the next stratum, and how many they are
@@ -157,6 +167,8 @@ class StratifiedMoE(nn.Module):
             # G = softmax(W_i x'), and the top k of it (eq. 5)
             labels = () if label_T is None else (tokens.take(label_T),)
             routing = gate(h_TD, tokens.active_T, *labels)
+            if self.config.gate_residual != "none":
+                label_T = tokens.replace(label_T, self._for_later_gates(routing))
             # The stratum j of the first choice: the token goes on to gate j + 1.
             position_T = tokens.replace(position_T, self._next_stratum(i, routing))
             next_T = position_T == i + 1 if i + 1 < len(self.gates) else None
@@ -192,8 +204,15 @@ class StratifiedMoE(nn.Module):
         """What each branch computes while the experts' outputs may be on their way."""
         return [branch.beside(h_TD, routing) for branch in self.branches]
 
-    def _labels(self, x: Tensor, ids: Tensor | None) -> Tensor | None:
-        """What the gates ask for of each token beside its vector, ``(T,)``."""
+    def _labels(self, x: Tensor, ids: Tensor | None, gate_logits: Tensor | None) -> Tensor | None:
+        """What the gates ask for of each token beside its vector: ``(T,)``, or logits ``(T, E + M)``."""
+        if self.config.gate_residual != "none":
+            gate = self.gates[0]
+            shape = x.shape[:-1].numel(), gate.num_experts + gate.free_experts
+            if gate_logits is None or not self.hands_on_logits:
+                dtype = torch.promote_types(x.dtype, torch.float32)
+                return torch.zeros(shape, dtype=dtype, device=x.device)
+            return gate_logits.reshape(shape)
         asked = self.gates[0].asks_for
         if asked == "id":
             if ids is None or ids.shape != x.shape[:-1]:
@@ -204,6 +223,12 @@ class StratifiedMoE(nn.Module):
             sentence = torch.arange(shape[:-1].numel(), device=x.device).unsqueeze(1)
             return sentence.expand(-1, shape[-1]).reshape(-1)
         return None
+
+    def _for_later_gates(self, routing: Routing) -> Tensor:
+        """The gate's logits in the columns of the block's experts, with 0 for those that it does not see."""
+        logits_TE = routing.own_logits_TE
+        gate = self.gates[0]
+        return F.pad(logits_TE, (gate.num_experts + gate.free_experts - logits_TE.shape[1], 0))
 
     def _next_stratum(self, i: int, routing: Routing) -> Tensor:
         """A token goes on behind the stratum of its first choice, dropped there or not."""

@@ -123,6 +123,7 @@ class Routing(NamedTuple):
     kept_TK: Tensor  # of those, copies within their expert's capacity
     simple_TS: Tensor | None = None  # weights of the simple experts of a `TopKGate`
     observed_N: Tensor | None = None  # what the gate's `update` takes, None where it takes nothing
+    own_logits_TE: Tensor | None = None  # of a `TopKGate`, without an exit bias
     l1: Tensor | None = None  # scalar, with gradient: the loss of a ReLU gate, see `ReLUGate`
 
     @property

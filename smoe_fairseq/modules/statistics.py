@@ -40,6 +40,7 @@ class RoutingStats(NamedTuple):
     l1: Tensor | None  # scalar, mean over the gates, with its coefficient; of ReLU gates
     mean_probs: Tensor | None  # (L, E + M), with gradient, where the loss is taken over an update
     stops: Tensor | None  # scalar, `expected_stops` where there is a budget of them
+    gate_logits: Tensor | None  # x.shape[:-1] + (E + M,), of the first gate, for the next MoE layer
 
     def __repr__(self) -> str:
         """One line of means; the tensors are the attributes."""
@@ -77,6 +78,7 @@ class Counting:
         self.mean_probs = config.balance_over == "update"
         self.stops = config.capacity_budget > 0
         self.l1 = config.gate == "relu"
+        self.hands_on_logits = config.gate_residual == "layers"
 
     def stats(
         self,
@@ -120,7 +122,14 @@ class Counting:
             l1=torch.stack([r.l1 for r in routings]).mean() if self.l1 else None,
             mean_probs=self._stack([r.mean_probs_E for r in routings]) if self.mean_probs else None,
             stops=expected_stops(self.strata, routings) if self.stops else None,
+            gate_logits=self._gate_logits(visits[0], shape) if self.hands_on_logits else None,
         )
+
+    def _gate_logits(self, first: Visit, shape: torch.Size) -> Tensor:
+        """What `StratifiedMoE.forward` of the next layer takes: 0 at padding."""
+        logits_TE = first.routing.own_logits_TE
+        every_TE = logits_TE.new_zeros(shape.numel(), logits_TE.shape[1])
+        return first.tokens.replace(every_TE, logits_TE).view(*shape, -1)
 
     def on_all_choices(self, number_K: Tensor) -> Tensor:
         """Numbers of a gate's choices ``(..., K)``, with 0 for those that only other gates have."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.translate.packed import rows_of
 
 GROUP = 16  # found by trial
@@ -83,9 +84,12 @@ class StepDecoder:
         past = [] if self.bias_BWN is None else [self.bias_BWN]
         self.bias_BWN = torch.cat([*past, own_BWW], dim=2)
         x_1RD = self.decoder.embed(tokens_RT, {})
-        ids_R1 = tokens_RT[:, -1:]
+        ids_R1, gate_logits = tokens_RT[:, -1:], None
+        biases = self.bias_BWN, self.source_bias_B1S
         for layer in self.layers:
-            x_1RD = layer.step(x_1RD, ids_R1, self.bias_BWN, self.source_bias_B1S)
+            x_1RD, *stats = layer.step(x_1RD, ids_R1, *biases, gate_logits)
+            if stats:
+                gate_logits = RoutingStats(*stats).gate_logits
         if self.decoder.layer_norm is not None:
             x_1RD = self.decoder.layer_norm(x_1RD)
         return x_1RD.squeeze(0)
@@ -130,8 +134,15 @@ class _Layer:
         self.keys = self.values = None  # with room for more steps
         self.number = 0  # N
 
-    def step(self, x_1RD: Tensor, ids_R1: Tensor, bias_BWN: Tensor, source_bias_B1S: Tensor):
-        """The layer's output for one new token of each hypothesis."""
+    def step(
+        self,
+        x_1RD: Tensor,
+        ids_R1: Tensor,
+        bias_BWN: Tensor,
+        source_bias_B1S: Tensor,
+        gate_logits: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """As `TransformerLayer.feed_forward` returns it, for one new token of each hypothesis."""
         batch, beam, _ = bias_BWN.shape
 
         def self_attention(h_1RD):
@@ -148,7 +159,7 @@ class _Layer:
         layer = self.layer
         x_1RD = layer.sublayer(x_1RD, layer.self_attn_layer_norm, self_attention)
         x_1RD = layer.sublayer(x_1RD, layer.encoder_attn_layer_norm, source_attention)
-        return layer.feed_forward(x_1RD, None, ids_R1, with_stats=False)[0]
+        return layer.feed_forward(x_1RD, None, ids_R1, gate_logits, with_stats=False)
 
     def keep(self, places: list[int]) -> None:
         self.source_keys = moved_up(self.source_keys, places)

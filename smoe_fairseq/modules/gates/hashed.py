@@ -25,6 +25,9 @@ class HashGate(Gate):
     top_k = 1
     expected_choices = 1.0
     of_one_stratum = True
+    needs_every_expert = (
+        "--moe-gate hash, which looks an expert up for every token of the dictionary"
+    )
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):

@@ -31,6 +31,9 @@ class Gate(nn.Module):
     has_balance_loss: bool = False
     fewest: int = 1  # experts that it has to see
     weighs_all: bool = True  # whether experts that are not chosen change the weights of the others
+    needs_every_expert: str = (
+        ""  # why none can be taken out, as what a checkpoint "has"; empty: one can
+    )
     learns_by_counts: bool = False  # whether a gate of this kind always has an `update`
     observes: int = 0  # how many numbers of a `Routing` `update` takes; 0: it does nothing
     observes_together: bool = False  # whether all gates of a model take the sum of these numbers

@@ -95,8 +95,17 @@ class TopKGate(LinearGate):
         if null_experts:
             self.null_weight = nn.Parameter(torch.empty(null_experts, embed_dim))
             draw_as_linear(self.null_weight, init_scale)
+        self.residual_weight = None
         self.bias = bias
         self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
+
+    def add_residual(self) -> None:
+        """From now on a linear map of an earlier gate's logits is added (MoE++, Jin et al. 2025).
+
+        It begins at 0, so that the gate decides as before.
+        """
+        columns = self.num_experts + self.free_experts
+        self.residual_weight = nn.Parameter(self.weight.new_zeros(columns, columns))
 
     @property
     def expected_choices(self) -> float:
@@ -114,6 +123,12 @@ class TopKGate(LinearGate):
         return self.scores == "softmax" and (self.normalization == "none" or self.bias is not None)
 
     @property
+    def needs_every_expert(self) -> str:
+        """As of `Gate`."""
+        residual = self.residual_weight is not None
+        return "--moe-gate-residual, which adds up the logits of all experts" if residual else ""
+
+    @property
     def observes(self) -> int:
         """Choices of each expert, for the bias."""
         return self.num_experts if self.bias is not None else 0
@@ -125,12 +140,23 @@ class TopKGate(LinearGate):
     def learns_number(self) -> bool:
         return self.free_experts > 0
 
-    def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
-        """Route the tokens ``x_TD`` that ``active_T`` marks (all when None)."""
+    def forward(
+        self, x_TD: Tensor, active_T: Tensor | None = None, earlier_TE: Tensor | None = None
+    ) -> Routing:
+        """Route the tokens ``x_TD`` that ``active_T`` marks (all when None).
+
+        Args:
+            earlier_TE: ``(T, V)``, logits of an earlier gate, of which the last are those of the experts
+                that this one sees; 0 where there was none. Only a gate with a residual needs them.
+        """
         if active_T is None:
             active_T = all_active(x_TD)
         num_experts = self.num_experts
-        logits_TE = self.exit_bias(self.logits(x_TD))
+        own_TE = self.logits(x_TD)
+        if self.residual_weight is not None:
+            earlier_TE = earlier_TE[:, -own_TE.shape[1] :]
+            own_TE = own_TE + wide_linear(earlier_TE, self.residual_weight)
+        logits_TE = self.exit_bias(own_TE)
         score_TE = probs_TE = logits_TE.softmax(dim=-1)  # G (paper, eq. 2 and 5)
         if self.scores == "sigmoid":
             score_TE = logits_TE.sigmoid()
@@ -165,6 +191,7 @@ class TopKGate(LinearGate):
             first_choice_T=first_choice_T,
             active_T=active_T,
             logits_TE=logits_TE,
+            own_logits_TE=own_TE,
             probs_TE=probs_TE,
             asked_TK=asked_TK,
             chosen_TK=chosen_TK,
