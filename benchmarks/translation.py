@@ -4,12 +4,13 @@
 
 Both translate the test set's text to text in one process, with the model loaded before, in turns; before
 that their translations are compared. Ours takes turns in float32, in int8 and with ``--shortlist``, and so
-does CTranslate2 with a dense model that is exported to it. BLEU and chrF++ stand beside the speeds. With
-``--programs`` also fairseq-generate and smoe translate, each as a process, by the speed that each reports and
-by its time from start to end.
+do CTranslate2, with a dense model that is exported to it, and transformers' ``generate``, where it is
+installed. BLEU and chrF++ stand beside the speeds. With ``--programs`` also fairseq-generate and smoe
+translate, each as a process, by the speed that each reports and by its time from start to end.
 """
 
 import argparse
+import importlib.util
 import json
 import re
 import subprocess
@@ -28,6 +29,7 @@ from smoe_fairseq.errors import quietly
 
 BEAM = 5
 MAX_TOKENS = 8192  # per batch of fairseq's, as in configs/datasets/multi30k.yaml
+BATCH = 50  # sentences of a batch of transformers
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 
 
@@ -44,7 +46,7 @@ def main() -> None:
     reference = args.text / f"test.{args.pair}.{target}"
     texts = [path.read_text().split("\n")[:-1] for path in (file, reference)]
     with quietly(), tempfile.TemporaryDirectory() as folder:
-        run |= in_process(args, *texts, source, target, Path(folder) / "model")
+        run |= in_process(args, *texts, source, target, Path(folder))
     if args.programs:
         run["programs"] = programs(args, file, source, target)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +62,7 @@ def in_process(
     target: str,
     folder: Path,
 ) -> dict:
-    """Speeds, BLEU and agreement with fairseq; ``folder`` is for CTranslate2's model."""
+    """Speeds, BLEU and agreement with fairseq; ``folder`` is for exported models."""
     import sacrebleu
 
     from smoe_fairseq.models import SMoETransformerModel
@@ -95,7 +97,10 @@ def in_process(
         # What the encoder is given before the subwords: a token of a language, or nothing.
         first = ours.translate_batch(text[:1], source, target)[0].tokens
         prefix = first[: len(first) - 1 - len(model.apply_bpe(text[0]).split())]
-        contenders |= of_ctranslate2(args, model, text, prefix, options, folder)
+        contenders |= of_ctranslate2(args, model, text, prefix, options, folder / "ctranslate2")
+    if importlib.util.find_spec("transformers") is not None:
+        generate = of_transformers(args, text, source, target, limits, folder / "transformers")
+        contenders["transformers"] = generate
     found = {name: contender() for name, contender in contenders.items()}
     same = {
         name: sum(a == b for a, b in zip(found["fairseq"], found[name], strict=True))
@@ -150,6 +155,44 @@ def of_ctranslate2(
         return translate
 
     return {f"ctranslate2 {name}": contender(name) for name in ("float32", "int8")}
+
+
+def of_transformers(
+    args: argparse.Namespace,
+    text: list[str],
+    source: str,
+    target: str,
+    limits: dict,
+    folder: Path,
+) -> Callable[[], list[str]]:
+    """Its ``generate`` on the exported model, from text to text, in batches of about equal lengths."""
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    import smoe_fairseq.huggingface  # noqa: F401
+    from smoe_fairseq.checkpoints.huggingface import write_huggingface
+
+    write_huggingface(checkpoint(args.run), folder, force=False)
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.src_lang, tokenizer.tgt_lang = source, target
+    options = {}
+    if limits:
+        options = {
+            "min_new_tokens": limits["min_len"],
+            "max_new_tokens": limits["max_len_b"] + 1,
+        }
+    order = sorted(range(len(text)), key=lambda i: len(text[i]))
+
+    def translate() -> list[str]:
+        found = {}
+        for start in range(0, len(order), BATCH):
+            some = order[start : start + BATCH]
+            batch = tokenizer([text[i] for i in some], return_tensors="pt", padding=True)
+            ids = model.generate(**batch, **options)
+            found |= zip(some, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True)
+        return [found[i] for i in range(len(text))]
+
+    return translate
 
 
 def programs(args: argparse.Namespace, file: Path, source: str, target: str) -> dict:

@@ -354,3 +354,22 @@ def test_damaged_files_and_what_is_read(dense, tmp_path, to):
     again = refusal("export", mine, "--to", to, "--output", mine, "--force")
     assert "is what is read; choose another name" in again
     assert contents(tmp_path) == before
+
+
+def test_float16(sparse, dense, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    full, _ = exported(sparse, tmp_path / "full.safetensors")
+    call(
+        "export", sparse, "--to", "safetensors", "--fp16", "--output", tmp_path / "half.safetensors"
+    )
+    half = safetensors.load_file(tmp_path / "half.safetensors")
+    assert half.keys() == full.keys()
+    for name, tensor in full.items():
+        assert torch.equal(half[name], tensor.half() if tensor.is_floating_point() else tensor)
+    ask = ("export", dense, "--to", "fairseq", "--fp16", "--output", tmp_path / "x.pt")
+    assert "--fp16 with --to fairseq: expected --to huggingface or safetensors" in refusal(*ask)
+    name = "encoder.layers.1.moe.experts.w1"
+    large = changed(sparse, tmp_path / "large.pt", lambda state: state["model"][name].fill_(1e5))
+    ask = ("export", large, "--to", "safetensors", "--fp16", "--output", tmp_path / "x.safetensors")
+    assert f"{name} has values above 65504, the largest of --fp16" in refusal(*ask)
+    assert not (tmp_path / "x.safetensors").exists()

@@ -223,6 +223,17 @@ def test_half_precision(exported):
     assert (found - expected).abs().mean() < 0.1 * expected.abs().mean()
 
 
+def test_weights_in_float16(trained, exported, tmp_path):
+    """Half as large; the model computes in float32, near the exact one."""
+    path = trained / "strata-4-4.pt"
+    call("export", path, "--to", "huggingface", "--fp16", "--output", tmp_path / "model")
+    files = [folder / "model.safetensors" for folder in (exported, tmp_path / "model")]
+    assert files[1].stat().st_size < 0.6 * files[0].stat().st_size
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.float32
+    assert 0 < difference(path, tmp_path / "model") < 0.05
+
+
 OPTIONS = {
     "post-norm": {
         "encoder_normalize_before": False,
@@ -398,6 +409,7 @@ def test_the_card_has_the_runs_scores(trained, tmp_path):
     folder = link_text(tmp_path / "run")
     (folder / "checkpoint_best.pt").symlink_to(trained / "strata-4-4.pt")
     score = {"bleu": 12.345, "signature": "nrefs:1", "sentences": 8}
+    score["others"] = {"chrF++": [40.125, "nc:6"]}
     content = {
         "checkpoint": "checkpoint_best.pt",
         "generate": "--beam 5",
@@ -405,7 +417,7 @@ def test_the_card_has_the_runs_scores(trained, tmp_path):
     }
     (folder / "scores.json").write_text(json.dumps(content))
     card = (export(folder, tmp_path / "model") / "README.md").read_text()
-    assert "| src-tgt | 12.35 | 8 | nrefs:1 |" in card and "strata 4-4" in card
+    assert "| src-tgt | 12.35 | 40.12 | 8 | nrefs:1 |" in card and "strata 4-4" in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     exec(
         code.replace('from_pretrained("model")', f"from_pretrained({str(tmp_path / 'model')!r})"),

@@ -112,15 +112,18 @@ def config_file(output: Path) -> Path:
     return output.with_suffix(".json")
 
 
-def write_safetensors(path: Path, output: Path) -> None:
+def write_safetensors(path: Path, output: Path, half: bool = False) -> None:
     """Writes ``output`` and the JSON beside it, both or none.
 
     The JSON has ``model``, all options; ``blocks``, the arguments of `StratifiedMoE` by the prefix of each
     block's parameters; ``tied``, names whose tensor is another name's and is there once; and
     ``dictionaries``, what the checkpoint says of them (words and checksum).
 
+    Args:
+        half: see `halved`.
+
     Raises:
-        UsageError: ``path`` cannot be read, or the system refuses the files.
+        UsageError: ``path`` cannot be read, the system refuses the files, or see `halved`.
     """
     state = weights_of(path)
     options = known_options(path, state)
@@ -132,6 +135,8 @@ def write_safetensors(path: Path, output: Path) -> None:
         "dictionaries": state.get("smoe_dictionaries", {}),
     }
     files = [output, config_file(output)]
+    if half:
+        tensors = halved(path, tensors)
     with whole_files(files, called=f"--output {output}", parents=True) as (weights, config):
         save_tensors(tensors, weights)
         Path(config).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
@@ -176,6 +181,22 @@ def unique_tensors(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
         else:
             tied[name] = owner
     return tensors, tied
+
+
+def halved(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those in floating point as float16.
+
+    Raises:
+        UsageError: a weight is too large for it.
+    """
+    found = {n: t.half() if t.is_floating_point() else t for n, t in tensors.items()}
+    for name, tensor in found.items():
+        if not tensor.isfinite().all():
+            most = torch.finfo(torch.float16).max
+            raise UsageError(
+                f"{path}: {name} has values above {most:.0f}, the largest of --fp16; leave it out"
+            )
+    return found
 
 
 def save_tensors(tensors: dict, path: str) -> None:
@@ -259,17 +280,24 @@ def add_export_arguments(parser: ArgumentParser) -> None:
         "a dense model; huggingface: a folder for transformers' from_pretrained; safetensors: weights, "
         "and a JSON of all options beside them",
     )
+    parser.add_argument(
+        "--fp16",
+        action="store_true",
+        help="weights in float16, half the size; of --to huggingface and safetensors",
+    )
     add_output_arguments(parser, "what to write; a folder for CTranslate2 and transformers")
 
 
 def run_export(args: Namespace) -> None:
     """Write FILE, and say what it is."""
     path, output, read = args.path, args.output, files_read(args.path)
+    if args.fp16 and args.to not in ("huggingface", "safetensors"):
+        raise UsageError(f"--fp16 with --to {args.to}: expected --to huggingface or safetensors")
     if args.to == "huggingface":
         from smoe_fairseq.checkpoints.huggingface import write_huggingface
 
         with quietly():
-            write_huggingface(path, output, args.force)
+            write_huggingface(path, output, args.force, args.fp16)
         print(f"{output}: a model for transformers, with its tokenizer")
     elif args.to == "ctranslate2":
         with quietly():
@@ -292,5 +320,5 @@ def run_export(args: Namespace) -> None:
             )
         check_output(read, [output, config_file(output)], args.force)
         with quietly():
-            write_safetensors(path, output)
+            write_safetensors(path, output, args.fp16)
         print(f"{output}: weights, with all options in {config_file(output)}")

@@ -11,7 +11,7 @@ from fairseq import tasks
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.export import blocks, save_tensors, unique_tensors
+from smoe_fairseq.checkpoints.export import blocks, halved, save_tensors, unique_tensors
 from smoe_fairseq.checkpoints.model import known_options, plain_config
 from smoe_fairseq.checkpoints.sets import weights_of
 from smoe_fairseq.errors import UsageError
@@ -30,16 +30,17 @@ SEARCH = {  # as `smoe translate` searches
 }
 
 
-def write_huggingface(run: Path, output: Path, force: bool) -> None:
+def write_huggingface(run: Path, output: Path, force: bool, half: bool = False) -> None:
     """Writes the folder ``output`` whole: weights, settings, tokenizer, and a model card.
 
     Args:
         run: a run's folder, a checkpoint, or the name of a set of ``--expert-parallel``.
         force: whether another such folder may be replaced.
+        half: see `halved`; a model that is loaded computes in float32 unless it is told otherwise.
 
     Raises:
         UsageError: a file is missing or damaged, the model or its text has something that the folder has no
-            place for, or the system refuses the folder.
+            place for, the system refuses the folder, or see `halved`.
     """
     if importlib.util.find_spec("transformers") is None:
         raise UsageError(
@@ -56,6 +57,9 @@ def write_huggingface(run: Path, output: Path, force: bool) -> None:
     task = _task_of(path, state)
     config = _config_of(path, state, task)
     tensors = _weights_of(path, config, state["model"])
+    if half:
+        tensors = halved(path, tensors)
+        config.dtype = "float32"
     search = SEARCH | {"suppress_tokens": [config.pad_token_id]}
     search |= {f"{n}_token_id": getattr(config, f"{n}_token_id") for n in ("bos", "eos", "pad")}
     search["decoder_start_token_id"] = config.decoder_start_token_id
@@ -263,12 +267,16 @@ def _scores(run: Path) -> str:
     """A table of the run's ``scores.json``; a sentence where there is none."""
     try:
         content = json.loads((run / "scores.json").read_text("utf-8"))
-        rows = [
-            f"| {direction} | {score['bleu']:.2f} | {score['sentences']} | {score['signature']} |"
-            for direction, score in content["scores"].items()
-        ]
+        scores = content["scores"]
+        others = dict.fromkeys(m for score in scores.values() for m in score.get("others", {}))
+        rows = []
+        for direction, score in scores.items():
+            found = [score["bleu"], *(score["others"][metric][0] for metric in others)]
+            cells = [*(f"{value:.2f}" for value in found), score["sentences"], score["signature"]]
+            rows.append(f"| {direction} | {' | '.join(map(str, cells))} |")
         checkpoint, search = content["checkpoint"], content["generate"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "The run has not been evaluated.\n"
-    table = "\n".join(["| direction | BLEU | sentences | signature |", "|---|---|---|---|", *rows])
+    names = ["direction", "BLEU", *others, "sentences", "signature of BLEU"]
+    table = "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *rows])
     return f"Scores of `{checkpoint}`, found with `{search}`:\n\n{table}\n"
