@@ -19,6 +19,7 @@ MEMBERS = {
     "topk, top-1": dict(top_k=1),
     "topk, top-4": dict(top_k=4, capacity_factor=4.0),
     "top-p": dict(gate="top-p", capacity_factor=0.0),
+    "relu": dict(gate="relu", capacity_factor=0.0),
     "threshold": dict(gate="threshold", capacity_factor=0.0),
     "depths": dict(strata="1", gate="depths", top_k=1, capacity_factor=0.5),
     "hash": dict(gate="hash"),
@@ -31,6 +32,15 @@ MEMBERS = {
         strata="32", top_k=7, shared_experts=1, expert_ffn_dim=WIDTH // 4, capacity_factor=7.0
     ),
     "bias": dict(balance="bias", second_expert_policy="all"),
+    "sigmoid": dict(scores="sigmoid", balance="bias", second_expert_policy="all"),
+    "MoE++": dict(
+        null_experts=1,
+        copy_experts=1,
+        constant_experts=6,
+        gate_residual="layers",
+        gate_normalization="none",
+        second_expert_policy="all",
+    ),
     "over an update": dict(balance_over="update"),
     "chain of 2": dict(chain=2),
 }

@@ -124,7 +124,7 @@ def test_the_commands_of_the_start_page(tmp_path):
     assert (tmp_path / "data-bin/spm.model").exists()
 
 
-NOT_YET_SHORT = {"huggingface.md", "performance.md"}
+NOT_YET_SHORT = {"performance.md"}
 
 
 def test_lines_are_short():
