@@ -231,7 +231,8 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
 def _card(output: Path, run: Path, config, tokenizer) -> str:
     """What the folder is, how to load it, and the scores that the run's folder has."""
     languages = sorted({lang for pair in tokenizer.lang_pairs for lang in pair.split("-")})
-    head = ["library_name: transformers", "pipeline_tag: translation", "tags: [smoe-fairseq]"]
+    head = [f"language: {json.dumps(languages)}", "library_name: transformers"]
+    head += ["pipeline_tag: translation", "tags: [smoe-fairseq]"]
     strata = sorted({str(block["strata"]) for block in config.moe_blocks.values()})
     kind = f"{len(config.moe_blocks)} MoE layers, strata {', '.join(strata)}" if strata else "dense"
     first, second = (tokenizer.lang_pairs[0].split("-") + ["", ""])[:2]
@@ -260,7 +261,7 @@ model = AutoModelForSeq2SeqLM.from_pretrained("{output.name}")
 print(tokenizer.batch_decode(model.generate(**batch{forced}), skip_special_tokens=True))
 ```
 
-{_scores(run)}"""
+{_scores(run)}{_training(run)}"""
 
 
 def _scores(run: Path) -> str:
@@ -269,14 +270,29 @@ def _scores(run: Path) -> str:
         content = json.loads((run / "scores.json").read_text("utf-8"))
         scores = content["scores"]
         others = dict.fromkeys(m for score in scores.values() for m in score.get("others", {}))
-        rows = []
+        rows, signatures = [], {}
         for direction, score in scores.items():
-            found = [score["bleu"], *(score["others"][metric][0] for metric in others)]
-            cells = [*(f"{value:.2f}" for value in found), score["sentences"], score["signature"]]
-            rows.append(f"| {direction} | {' | '.join(map(str, cells))} |")
+            found = {"BLEU": (score["bleu"], score["signature"])}
+            found |= {metric: score["others"][metric] for metric in others}
+            cells = [f"{value:.2f}" for value, _ in found.values()]
+            rows.append(f"| {direction} | {' | '.join(cells)} | {score['sentences']} |")
+            for metric, (_, signature) in found.items():
+                signatures.setdefault(f"{metric}: `{signature}`")
         checkpoint, search = content["checkpoint"], content["generate"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "The run has not been evaluated.\n"
-    names = ["direction", "BLEU", *others, "sentences", "signature of BLEU"]
+    names = ["direction", "BLEU", *others, "sentences"]
     table = "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *rows])
-    return f"Scores of `{checkpoint}`, found with `{search}`:\n\n{table}\n"
+    return (
+        f"Scores of `{checkpoint}`, found with `{search}`:\n\n{table}\n\n{'; '.join(signatures)}\n"
+    )
+
+
+def _training(run: Path) -> str:
+    """The flags that a recipe trained the run with; empty where it was none."""
+    try:
+        flags = json.loads((run / "identity.json").read_text("utf-8"))["flags"]
+        lines = [f"{name} {value}".rstrip() for name, value in flags.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+    return "\n".join(["\nHow it was trained:\n", "```", *lines, "```", ""])
