@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 from pathlib import Path
 
 import handmade
@@ -29,6 +30,13 @@ def pytest_addoption(parser):
         action="store_true",
         help="all combinations, also of tests that are run for a sample of them",
     )
+
+
+def pytest_collection_finish():
+    if "fairseq" in sys.modules:
+        import composing
+
+        composing.install()
 
 
 @pytest.hookimpl(tryfirst=True)

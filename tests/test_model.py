@@ -1,6 +1,5 @@
 """The registered model, built as fairseq builds it from flags."""
 
-import functools
 import time
 
 import pytest
@@ -8,9 +7,8 @@ import torch
 import torch.distributed as dist
 from fairseq import options
 from fairseq.data import Dictionary
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf, override_module_args
-from fairseq.models import ARCH_MODEL_REGISTRY, build_model
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import build_model
 from omegaconf import OmegaConf
 
 import smoe_fairseq.models  # noqa: F401  (as --user-dir does)
@@ -30,31 +28,11 @@ def make_task(vocabulary=96):
     return Task
 
 
-@functools.cache
-def parsed(override: str) -> tuple[str, object]:
-    """A setting as fairseq writes it for hydra, such as ``model.dropout=0.1``: its name and value."""
-    found = OverridesParser.create().parse_override(override)
-    return found.key_or_group, found.value()
-
-
-def parsed_args(*flags):
-    return options.parse_args_and_arch(options.get_training_parser(), ["data", *flags])
-
-
 def configured(*flags):
-    """The config of a model of these flags, without those of all else that fairseq composes with it."""
-    args = parsed_args(*flags)
-    dataclass = getattr(ARCH_MODEL_REGISTRY[args.arch], "__dataclass", None)
-    if dataclass is None:  # as fairseq's own transformer, whose config is all flags
-        return convert_namespace_to_omegaconf(args).model
-    cfg = OmegaConf.structured(dataclass)
-    for override in override_module_args(args)[0]:
-        if override.startswith("model."):
-            name, value = parsed(override)
-            OmegaConf.update(cfg, name.removeprefix("model."), value)
-    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
-    OmegaConf.set_struct(cfg, True)
-    return cfg
+    """The config of a model of these flags."""
+    parser = options.get_training_parser()
+    args = options.parse_args_and_arch(parser, ["data", *flags])
+    return convert_namespace_to_omegaconf(args).model
 
 
 def make_model(*flags, vocabulary=96):
@@ -102,23 +80,6 @@ def make_batch(vocabulary=96):
 
 def parameters(model):
     return sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--arch smoe_transformer_tiny --smoe-strata 4-0-4,2-6 --moe-eom 0.1 --dropout 0",
-        "--arch smoe_transformer_lm_tiny --task language_modeling --moe-gate hash --tokens-per-sample 9",
-        "--arch smoe_transformer_big --checkpoint-activations --fp16 --moe-freq 0",
-    ],
-)
-def test_these_models_have_the_config_that_fairseq_composes(flags):
-    found = configured(*flags.split())
-    want = convert_namespace_to_omegaconf(parsed_args(*flags.split())).model
-    assert found == want and [*found] == [*want]
-    assert {name: type(value) for name, value in found.items()} == {
-        name: type(value) for name, value in want.items()
-    }
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
