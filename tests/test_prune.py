@@ -169,7 +169,7 @@ def test_top_1_weighs_by_the_experts_left(ranks, small_corpus, tmp_path):
         (("--min-load", 0), [0, 1]),  # a second choice is one
         soak(("--min-load", 3), [0, 1]),  # as many as a gate chooses, whatever the load
         soak(("--keep", 0.25), [0, 1]),
-        (("--keep", 0.75), [0, 1, 2]),  # of equals the first
+        soak(("--keep", 0.75), [0, 1, 2]),  # of equals the first
         soak(("--keep", 1), [0, 1, 2, 3]),
     ],
 )
