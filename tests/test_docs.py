@@ -1,13 +1,14 @@
 """README.md and docs/: every link leads somewhere, and docs/flags.md has every flag of ours."""
 
 import argparse
+import os
 import re
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from test_recipes import surroundings
 
 from smoe_fairseq.criterions import smoe_label_smoothed_cross_entropy as criterion
 from smoe_fairseq.models import SMoETransformerModel
@@ -96,14 +97,11 @@ def write_captions(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_the_commands_of_the_start_page(tmp_path):
-    """Each as it stands there, in this order, with a smaller model and other text; forked (commands.py)."""
+    """Each as it stands there, in this order, with a smaller model and other text."""
     write_captions(tmp_path / "captions")
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    given = surroundings() | {
-        "RAW": str(tmp_path / "captions"),
-        "GPUS": "0",
-        "OMP_NUM_THREADS": "1",
-    }
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    given = {"PATH": path, "RAW": str(tmp_path / "captions"), "GPUS": "0", "OMP_NUM_THREADS": "1"}
     given |= {"JOBS": "1", "FORECAST": "0"}
     outputs, used = {}, set()
     for line in commands_of("docs/start.md"):
@@ -114,7 +112,7 @@ def test_the_commands_of_the_start_page(tmp_path):
                 line, _ = f"{line} {flags}", used.add(command)
         done = subprocess.run(
             ["bash", "-c", line],
-            **{"cwd": tmp_path, "env": given, "capture_output": True, "text": True},
+            **{"cwd": tmp_path, "env": os.environ | given, "capture_output": True, "text": True},
         )
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         outputs[" ".join(line.split()[:2])] = done.stdout
