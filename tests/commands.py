@@ -29,6 +29,7 @@ PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 TORCH = Server(None, "import_torch")
 FAIRSEQ = Server(TORCH, "import_fairseq")
 WITH_PLUGIN = Server(FAIRSEQ, "import_plugin")
+SMOE = Server(WITH_PLUGIN, "import_smoe")
 RECIPES = Server(TORCH, "import_recipes")
 STEP = ("-m", "smoe_fairseq.recipes")  # what Python is given for a recipe or one step of it
 
@@ -53,7 +54,7 @@ def run(
     path = sys.executable if program == "python" else str(SCRIPTS / program)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     if not fresh and (program in COMMANDS or tuple(arguments[:2]) == STEP):
-        server = RECIPES if program == "python" else server_of(arguments)
+        server = {"python": RECIPES, "smoe": SMOE}.get(program) or server_of(arguments)
         path = [] if program == "python" else [path]
         result = _fork(server, [*path, *arguments], environment, cwd or os.getcwd(), stdin)
     else:
@@ -125,7 +126,7 @@ def bash_functions() -> dict[str, str]:
     """The environment in which bash forks the same commands; it takes a function before a program."""
 
     def function(name: str) -> str:
-        server = FAIRSEQ if name in ("smoe", "fairseq-preprocess") else WITH_PLUGIN
+        server = {"smoe": SMOE, "fairseq-preprocess": FAIRSEQ}.get(name, WITH_PLUGIN)
         return f'() {{ {shlex.join(start(server))} {SCRIPTS / name} "$@"; }}'
 
     functions = {f"BASH_FUNC_{name}%%": function(name) for name in COMMANDS}

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 from pathlib import Path
 
 import handmade
@@ -29,6 +30,13 @@ def pytest_addoption(parser):
         action="store_true",
         help="all combinations, also of tests that are run for a sample of them",
     )
+
+
+def pytest_collection_finish():
+    if "fairseq" in sys.modules:
+        import composing
+
+        composing.install()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -162,13 +170,15 @@ def prepared(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     raw = write_text(folder / "text", "en-fr", train=300, valid=20, test=12)
     write_text(raw, "en-de", train=30, valid=20)
-    training = {"arch": "smoe_transformer_tiny", "max-tokens": 1000, "max-update": 60}
+    sizes = {"encoder-embed-dim": 64, "encoder-ffn-embed-dim": 64, "encoder-attention-heads": 2}
+    training = {"arch": "smoe_transformer_tiny", "max-tokens": 600, "max-update": 60, **sizes}
+    training |= {"lr": 0.01, "warmup-updates": 5, "validate-interval": 100, "save-interval": 100}
     given = write_dataset(
         *(folder / "configs", "tiny"),
         pairs=["en-fr", "en-de"],
         raw={},
         subwords={"vocab-size": 60},
-        train={**training, "lr": 0.005, "warmup-updates": 5, "num-workers": 0},
+        train={**training, "num-workers": 0},
         generate={"max-tokens": 1000, "max-len-b": 10, "num-workers": 0},
     )
     for words in (

@@ -1,12 +1,14 @@
 """Programs forked from a warm process (warm.py): as in a process of their own, seconds sooner.
 
-As a program, this file starts one for bash: ``programs.py ADDRESS PROGRAM [ARGUMENT...]``.
+As a program, this file starts one for bash: ``programs.py ADDRESS PROGRAM [ARGUMENT...]``; it passes signals
+on.
 """
 
 import atexit
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -136,7 +138,10 @@ class Server:
 
 def main(address: str, *arguments: str) -> int:
     request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
-    status = Program(address, request | {"function": None}, (0, 1, 2)).wait()
+    program = Program(address, request | {"function": None}, (0, 1, 2))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: os.kill(program.pid, number))
+    status = program.wait()
     return 128 - status if status < 0 else status  # as shells say which signal it was
 
 

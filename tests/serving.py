@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from commands import FAIRSEQ, SCRIPTS
+from commands import SCRIPTS, SMOE
 
 JSON = {"Content-Type": "application/json"}
 
@@ -23,7 +23,7 @@ class Serving:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with open(os.devnull) as nothing, open(self.log.name, "a") as log:
             files = (nothing.fileno(), log.fileno(), log.fileno())
-            self.program = FAIRSEQ.start(words, environment, folder or os.getcwd(), files)
+            self.program = SMOE.start(words, environment, folder or os.getcwd(), files)
         deadline = time.monotonic() + 120
         while not (found := re.search(r"open http://(\S+):(\d+)/ ", self.output)):
             assert self.program.wait(0) is None, self.output

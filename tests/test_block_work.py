@@ -163,13 +163,17 @@ def test_memory_kept_for_the_backward_pass(strata):
 @pytest.mark.parametrize(
     "strata, dtype, tolerance",
     [
-        ("2-2-2-2", torch.float32, 1e-5),
-        ("4-4", torch.bfloat16, 0.02),
+        ("4-4", torch.float32, 1e-5),
+        soak("4-4", torch.bfloat16, 0.02),
         soak("8", torch.float32, 1e-5),
         soak("2-2-2-2", torch.bfloat16, 0.02),
     ],
 )
-def test_compiles_without_graph_breaks(strata, dtype, tolerance):
+def test_compiles_without_graph_breaks(strata, dtype, tolerance, monkeypatch):
+    """The gradient is ours, in which that of experts without rows is 0, whatever the kernel leaves there."""
+    calls = []
+    gradient = grouped.weight_gradient
+    monkeypatch.setattr(grouped, "weight_gradient", lambda *a: calls.append(1) or gradient(*a))
     block = make_block(strata).to(dtype)
     block.execution = "grouped"  # which tracing asks for by itself
     x = torch.randn(T, D, dtype=dtype)
@@ -177,6 +181,7 @@ def test_compiles_without_graph_breaks(strata, dtype, tolerance):
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     results = []
     for function in (block, compiled):
+        calls.clear()
         inputs = x.clone().requires_grad_()
         y, stats = function(inputs)
         block.zero_grad()
@@ -184,19 +189,6 @@ def test_compiles_without_graph_breaks(strata, dtype, tolerance):
         results.append([y, inputs.grad, *(p.grad.clone() for p in block.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-
-
-@needs_grouped_mm
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_of_a_compiled_block_is_ours(dtype, monkeypatch):
-    """In which that of experts without rows is 0, whatever the kernel leaves there."""
-    calls = []
-    gradient = grouped.weight_gradient
-    monkeypatch.setattr(grouped, "weight_gradient", lambda *a: calls.append(1) or gradient(*a))
-    block = make_block("4-4").to(dtype)
-    torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    compiled(torch.randn(T, D, dtype=dtype))[0].sum().backward()
     assert len(calls) >= 2 * len(block.strata)
 
 

@@ -56,9 +56,9 @@ def test_importing_the_package_loads_nothing_heavy():
         "import fairseq, smoe_fairseq",
         soak("import smoe_fairseq.models"),
         soak("import smoe_fairseq.modules"),
-        "import smoe_fairseq.models.transformer",
+        soak("import smoe_fairseq.models.transformer"),
         soak("import smoe_fairseq.criterions"),
-        "import smoe_fairseq, fairseq; user_dir()",
+        soak("import smoe_fairseq, fairseq; user_dir()"),
         "import fairseq; user_dir(); import smoe_fairseq; user_dir()",
     ],
 )
@@ -224,6 +224,7 @@ def test_another_fairseq_is_left_alone_with_a_warning(tmp_path):
     assert result.stdout.endswith("/dataclasses.py\n")
 
 
+@pytest.mark.soak
 def test_without_its_patch_the_default_back_end_refuses_the_cpu(ranks, corpus, tmp_path):
     arguments = [corpus, *TINY, "--max-update", "2", "--disable-validation"]
     arguments += ["--distributed-backend", "gloo"]
@@ -251,6 +252,7 @@ sys.exit(f"{len(before)} processes, then {len(multiprocessing.active_children())
 """
 
 
+@pytest.mark.soak
 def test_without_its_patch_processes_outlive_the_iterator_that_they_load_for(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(LEFT_ITERATOR)

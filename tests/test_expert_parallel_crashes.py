@@ -16,7 +16,7 @@ from test_expert_parallel import checkpoint, flags, furthest, whole
 from smoe_fairseq.checkpoints.io import Record, open_checkpoint, rank_file
 from smoe_fairseq.errors import UsageError
 
-KILLS = 10
+KILLS = 6
 UPDATES = 8
 ZERO = ("--zero-sharding", "os")  # changes no bit of what is trained and saved
 
@@ -99,7 +99,7 @@ def test_killed_at_random_moments(ranks, small_corpus, tmp_path, uninterrupted):
         run.wait(10)
         resumed_from.add(resume(ranks, small_corpus, folder, reference, *more))
         shutil.rmtree(folder)
-    assert len(resumed_from) > 3  # the moments were spread over the run
+    assert len(resumed_from) > 2  # the moments were spread over the run
 
 
 def killed_while_publishing(moment: str, arguments):

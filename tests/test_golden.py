@@ -334,7 +334,7 @@ def test_pass_through_the_block(name, mode, execution):
             pytest.skip("this path draws for all tokens, not for those at a stratum alone")
     arrays = read_arrays("blocks")
     for key, value in pass_of(name, mode, execution).items():
-        assert_close(value, arrays.pop(f"{name}/{mode}/{key}"), key)
+        assert_close(value, arrays[f"{name}/{mode}/{key}"], key)
 
 
 # ---- Flags: names, defaults and choices, without the words of the help ----
@@ -685,10 +685,12 @@ def write_json(name: str, content: dict) -> None:
     (GOLDEN / f"{name}.json").write_text(text + "\n")
 
 
+@functools.cache
 def read_json(name: str) -> dict:
     return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
+@functools.cache
 def read_arrays(name: str) -> dict[str, np.ndarray]:
     with np.load(GOLDEN / f"{name}.npz") as file:
         return dict(file)

@@ -116,6 +116,7 @@ def test_a_stack_trace_can_be_asked_for(corpus, tmp_path):
     assert result.stdout.splitlines()[-1] == quiet.splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_without_its_bounds_an_untrained_model_is_saved(corpus, tmp_path):
     command = ("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, "--max-update", -1)
     assert run_without("check_values", *command).returncode == 0

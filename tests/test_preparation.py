@@ -95,7 +95,7 @@ def test_gathered_text_does_not_depend_on_the_processes(tmp_path, raw, given, pr
     assert lines[40:44] == ["a b", "tab and wide", "☃ unseen ☃", "<unk> <s> </s> <pad>"]
 
 
-@pytest.mark.parametrize("shards", ["1", "2"])
+@pytest.mark.parametrize("shards", [soak("1"), "2"])
 def test_pieces_do_not_depend_on_the_processes(tmp_path, given, prepared, shards):
     flags = ("--shards", shards, "--longest", "50", "--workers", "3")
     said = step(prepared, given, "encode", "spm.model", "raw", tmp_path / "text", *flags).stdout

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from commands import preprocess
+from sampling import soak
 from test_lock import SMALL
 
 FLAGS = [
@@ -40,11 +41,11 @@ def check_refusal(ranks, folder, data, flags, of_second, sentence) -> None:
 @pytest.mark.parametrize(
     "of_second, sentence",
     [
-        (["--max-update", "7"], "--max-update 7, and process 0 with 4"),
+        soak(["--max-update", "7"], "--max-update 7, and process 0 with 4"),
         (["--update-freq", "2"], "--update-freq [2], and process 0 with [1]"),
-        (["--lr", "0.1"], "--lr [0.1], and process 0 with [0.005]"),
+        soak(["--lr", "0.1"], "--lr [0.1], and process 0 with [0.005]"),
         (["--no-save"], "--no-save True, and process 0 with False"),
-        (["--dropout", "0.3"], "--dropout 0.3, and process 0 with 0.1"),
+        soak(["--dropout", "0.3"], "--dropout 0.3, and process 0 with 0.1"),
     ],
 )
 def test_another_flag(ranks, small_corpus, tmp_path, of_second, sentence):

@@ -13,7 +13,7 @@ from sacrebleu.metrics import BLEU
 from test_recipes import recipe, refusal
 from test_table import write_translations
 
-from smoe_fairseq.recipes import study_results
+from smoe_fairseq.recipes import study_report, study_results
 from smoe_fairseq.recipes.study_claims import OPEN
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +51,16 @@ def made(folder: Path) -> str:
     result = report_of(folder)
     assert result.returncode == 0, result.stderr
     return (folder / "results/multi30k/report.md").read_text()
+
+
+DRAWN = ("test_pictures_have_a_row", "test_a_run_that_diverged")
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request, monkeypatch):
+    """Drawing takes longer than all else; a report that is made in a process of its own has them, too."""
+    if not request.node.name.startswith(DRAWN):
+        monkeypatch.setattr(study_report, "_pictures", lambda *_: [])
 
 
 @pytest.fixture

@@ -144,9 +144,9 @@ def test_resuming_a_finished_run_changes_nothing(small_corpus, finished):
     "flags",
     [
         ["--bf16"],
-        ["--fp16", "--fp16-no-flatten-grads"],
+        soak(["--fp16", "--fp16-no-flatten-grads"]),
         ["--memory-efficient-fp16"],
-        ["--amp"],
+        soak(["--amp"]),
         ["--checkpoint-activations"],
     ],
     ids=lambda flags: flags[0].strip("-"),

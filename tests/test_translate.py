@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import FAIRSEQ, PLUGIN, SCRIPTS, generation, run, start
+from commands import PLUGIN, SCRIPTS, SMOE, generation, run, start
 from sampling import soak
 from test_signals import wait_for
 from test_training import train as train_smoe
@@ -70,7 +70,7 @@ def test_several_threads_change_nothing(prepared, folder):
 
 def test_all_directions_of_several_languages(multilingual, three_languages, tmp_path):
     """Scores and words of every hypothesis, by fairseq-generate and by --nbest."""
-    for direction in ("bb-aa", "cc-aa", "aa-bb", "aa-cc"):
+    for direction in ("cc-aa", "aa-bb"):
         source, target = direction.split("-")
         data = ("--source-lang", source, "--target-lang", target, "--lang-pairs", direction)
         task = ("--task", "translation_multi_simple_epoch", "--encoder-langtok", "tgt")
@@ -190,7 +190,9 @@ def test_text_as_it_comes(folder):
 
 
 def test_text_is_utf8_whatever_the_terminal_takes(folder):
-    process = started(folder, "--json", stdout=subprocess.PIPE, PYTHONIOENCODING="ascii")
+    process = started(
+        folder, "--json", stdout=subprocess.PIPE, fresh=True, PYTHONIOENCODING="ascii"
+    )
     found, said = process.communicate("1 \N{SNOWMAN}\n".encode(), timeout=120)
     assert process.returncode == 0, said
     assert json.loads(found.decode())["source"] == "1 \N{SNOWMAN}"
@@ -198,7 +200,7 @@ def test_text_is_utf8_whatever_the_terminal_takes(folder):
 
 @pytest.mark.parametrize(
     ("closing", "sentence"),
-    [("<&-", "standard input is closed: exp"), (">&-", "standard output is closed: exp")],
+    [soak("<&-", "standard input is closed: exp"), (">&-", "standard output is closed: exp")],
 )
 def test_closed_streams_are_named(folder, closing, sentence):
     line = f'exec "{SCRIPTS / "smoe"}" translate run --to fr {closing}'
@@ -207,6 +209,7 @@ def test_closed_streams_are_named(folder, closing, sentence):
     assert result.stderr.decode().splitlines()[-1].startswith(f"error: {sentence}")
 
 
+@pytest.mark.soak
 def test_what_is_said_is_never_among_the_translations(folder):
     line = f'exec "{SCRIPTS / "smoe"}" translate run --to fr --beam 1 --max-len-b 4 2>&-'
     result = subprocess.run(["bash", "-c", line], cwd=folder, input=b"1 2\n", capture_output=True)
@@ -255,11 +258,10 @@ def test_numbers_that_are_none(folder, flag, value):
     assert f"{value!r}: expected a" in result.stdout
 
 
-def started(folder, *words, stdout=None, forked=False, **environment) -> subprocess.Popen:
-    """A forked one cannot be sent a signal."""
+def started(folder, *words, stdout=None, fresh=False, **environment) -> subprocess.Popen:
     command = [SCRIPTS / "smoe", "translate", "run", "--to", "fr", *map(str, (*SEARCH, *words))]
     return subprocess.Popen(
-        [*(start(FAIRSEQ) if forked else []), *command],
+        [*([] if fresh else start(SMOE)), *command],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.PIPE,
@@ -269,7 +271,7 @@ def started(folder, *words, stdout=None, forked=False, **environment) -> subproc
 
 
 def test_a_line_that_is_not_utf8_is_named(folder):
-    process = started(folder, "--output", "not-utf8.txt", forked=True)
+    process = started(folder, "--output", "not-utf8.txt")
     _, said = process.communicate(b"1 2\n3 \xff4\n", timeout=120)
     (last,) = said.decode().splitlines()
     assert last.startswith("error: line 2 of standard input is not UTF-8: byte 0xff at position 3;")
@@ -277,10 +279,11 @@ def test_a_line_that_is_not_utf8_is_named(folder):
     assert not list(folder.glob("not-utf8*"))
 
 
+@pytest.mark.soak
 def test_a_reader_that_has_gone(folder):
     reading, writing = os.pipe()
     os.close(reading)
-    process = started(folder, stdout=writing)
+    process = started(folder, stdout=writing, fresh=True)
     os.close(writing)
     _, said = process.communicate(b"1 2\n", timeout=120)
     assert process.returncode == 128 + signal.SIGPIPE and b"Traceback" not in said
@@ -320,7 +323,7 @@ def test_an_interruption_leaves_the_file_as_it_was(folder, number):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_is_one_sentence(folder):
     with open("/dev/full", "wb") as full:
-        process = started(folder, stdout=full, forked=True)
+        process = started(folder, stdout=full)
         _, said = process.communicate(b"1 2\n", timeout=120)
     assert process.returncode == 1
     assert said.decode().splitlines()[-1].startswith("error: standard output cannot be written: No")

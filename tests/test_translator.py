@@ -88,6 +88,7 @@ def test_with_all_that_it_needs_in_one_folder(prepared, tmp_path, monkeypatch):
     assert elsewhere.translate(text, **SEARCH) == expected
 
 
+@pytest.mark.soak
 def test_fairseqs_interface_fails_without_the_mend(prepared):
     """With its own words for a model of several directions."""
     program = prepared / "translate.py"

@@ -41,13 +41,14 @@ def import_torch(listener: int) -> None:
 
 def import_fairseq(listener: int) -> None:
     """What all commands of fairseq import."""
+    import composing
     import fairseq.trainer  # noqa: F401
     import pytest  # noqa: F401  (for functions of test files)
-    from fairseq.dataclass.utils import override_module_args
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-    # The parser of every command's options keeps what it has found out about their grammar.
-    OverridesParser.create().parse_overrides(override_module_args(argparse.Namespace())[0])
+    composing.install()
+    # All settings' defaults are read here once: a command has but its own to read.
+    convert_namespace_to_omegaconf(argparse.Namespace())
     # One of fairseq's tasks sets up the log, which a command does before it imports fairseq.
     for handler in logging.root.handlers[:]:
         logging.root.removeHandler(handler)
@@ -57,9 +58,23 @@ def import_fairseq(listener: int) -> None:
 
 def import_plugin(listener: int) -> None:
     """The plugin too, as ``--user-dir`` does before anything else."""
+    import fairseq.dataclass.utils
+    import fairseq.options
     import fairseq.utils
 
     fairseq.utils.import_user_module(argparse.Namespace(user_dir=str(PLUGIN)))
+    parser, words = fairseq.options.get_training_parser(), "data --arch smoe_transformer_tiny"
+    args = fairseq.options.parse_args_and_arch(parser, words.split())
+    fairseq.dataclass.utils.convert_namespace_to_omegaconf(args)
+    run(serve(listener))
+
+
+def import_smoe(listener: int) -> None:
+    """What all commands of ``smoe`` import, too."""
+    from smoe_fairseq import cli
+
+    for module, _ in cli.COMMANDS.values():
+        importlib.import_module(module)
     run(serve(listener))
 
 
