@@ -287,7 +287,11 @@ class TransformerLayer(nn.Module):
 
 class TransformerEncoderLayer(TransformerLayer):
     def forward(
-        self, x: Tensor, encoder_padding_mask: Tensor | None, ids: Tensor | None = None
+        self,
+        x: Tensor,
+        encoder_padding_mask: Tensor | None,
+        ids: Tensor | None = None,
+        with_stats: bool = True,
     ) -> tuple[Tensor, ...]:
         """``x (S, B, D)``, padding mask and ids ``(B, S)``; returns ``(y,)`` or ``(y, *RoutingStats)``."""
 
@@ -297,7 +301,7 @@ class TransformerEncoderLayer(TransformerLayer):
             )[0]
 
         x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
-        return self.feed_forward(x, encoder_padding_mask, ids)
+        return self.feed_forward(x, encoder_padding_mask, ids, with_stats)
 
 
 class TransformerDecoderLayer(TransformerLayer):
@@ -456,9 +460,17 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
         return self.build_layer(TransformerEncoderLayer, cfg, cfg.encoder)
 
     def forward(
-        self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None
+        self,
+        src_tokens,
+        src_lengths=None,
+        return_all_hiddens=False,
+        token_embeddings=None,
+        with_stats=True,
     ):
-        """fairseq's encoder output for ``src_tokens (B, S)``, with "moe_stats" and "moe_layers"."""
+        """fairseq's encoder output for ``src_tokens (B, S)``, with "moe_stats" and "moe_layers".
+
+        Both are empty without ``with_stats``.
+        """
         padding_mask = src_tokens.eq(self.padding_idx)
         has_padding = may_have_padding(padding_mask)
         x, embedding = self.forward_embedding(src_tokens, token_embeddings)
@@ -469,7 +481,9 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
         hidden_states = [x]
         moe_stats, moe_layers = [], []
         for layer in self.layers:
-            x, *stats = layer(x, padding_mask if has_padding else None, src_tokens)
+            x, *stats = layer(
+                x, padding_mask if has_padding else None, src_tokens, with_stats=with_stats
+            )
             hidden_states.append(x)
             if stats:
                 moe_stats.append(RoutingStats(*stats))
