@@ -7,7 +7,6 @@ shorter than torch's. What `applies` leaves out (other gates, capacity, branches
 Shapes: T tokens of the block or of one stratum, D embedding, K choices per token, N = T K copies.
 """
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,11 +16,17 @@ from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.parallel import LocalDispatcher
 from smoe_fairseq.modules.torch_features import autocast_dtype
 
+try:
+    import numpy as np
+except ModuleNotFoundError:  # the block needs torch alone
+    np = None
+
 
 def applies(block, x: Tensor) -> bool:
     """Whether `forward` computes what the block would for ``x`` without statistics."""
     return (
-        not torch.is_grad_enabled()
+        np is not None
+        and not torch.is_grad_enabled()
         and not block.training
         and x.device.type == "cpu"
         and x.dtype == torch.float32 == block.experts.w1.dtype
@@ -75,7 +80,7 @@ def forward(block, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
 class _Tokens:
     """As `IndexedTokens`, the tokens of these places among ``number``."""
 
-    def __init__(self, index_T: np.ndarray, number: int):
+    def __init__(self, index_T: "np.ndarray", number: int):
         self.all, self.index = len(index_T) == number, torch.from_numpy(index_T)
 
     def take(self, x_T: Tensor) -> Tensor:
@@ -88,7 +93,7 @@ class _Tokens:
         return y if self.all else x_T.index_copy(0, self.index, y)
 
 
-def best_experts(gate: TopKGate, h_TD: Tensor) -> tuple[np.ndarray, np.ndarray]:
+def best_experts(gate: TopKGate, h_TD: Tensor) -> "tuple[np.ndarray, np.ndarray]":
     """Experts, by the gate's numbers, and weights ``(T, K)``: as of `TopKGate.forward`, where all is kept."""
     logits_TE = F.linear(h_TD, gate.weight)
     score_TE = logits_TE.sigmoid() if gate.scores == "sigmoid" else logits_TE.softmax(dim=-1)
@@ -106,7 +111,7 @@ def best_experts(gate: TopKGate, h_TD: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mix(
-    run: PerExpert, h_TD: Tensor, expert_TK: np.ndarray, weight_TK: np.ndarray, experts: int
+    run: PerExpert, h_TD: Tensor, expert_TK: "np.ndarray", weight_TK: "np.ndarray", experts: int
 ) -> Tensor:
     """``(T, D)``: the weighted sum of each token's experts, as of `LocalDispatcher.mix`.
 
