@@ -130,7 +130,7 @@ class StratifiedMoE(nn.Module):
 
         Returns:
             ``y`` that takes the place of ``x`` (residual included; padding passes unchanged), and the
-            statistics; None without ``with_stats``, which saves a decoding step a third of what it does
+            statistics; None without ``with_stats``, which saves a decoding step most of what it does
             beside the experts' products.
         """
         if padding_mask is not None and (
