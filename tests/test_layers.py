@@ -34,7 +34,7 @@ LAYERS = {
     "translate": {"errors", "files", "host_memory", "models", "modules"},
     "analysis": {ROOT, "checkpoints", "config", "errors", "files", "models", "modules"},
     "prune": {"analysis", "checkpoints", "errors", "models", "modules"},
-    "serve": {"host_memory", "analysis", "errors", "models", "translate"},
+    "serve": {"analysis", "errors", "host_memory", "models", "translate"},
 }
 for top in ("recipes", "cli"):
     LAYERS[top] = {ROOT, *LAYERS}
