@@ -10,6 +10,8 @@ import argparse
 import gc
 import json
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,12 +35,13 @@ def main() -> None:
         for case in (cases.quick() if args.quick else cases.full())
         if re.search(args.cases, str(case)) and case.tokens <= args.max_tokens
     ]
+    clock = time.process_time if args.cpu_time else time.perf_counter
     run = {**machine.describe(device), "dtype": args.dtype, "keeps_memory": kept, "cases": []}
     print(
         f"{run['device']}, {run['cpu']}, {run['threads']} threads, torch {run['versions']['torch']}"
     )
     for i, case in enumerate(chosen):
-        result = time_case(case, device, dtype, args.seconds, args.peers)
+        result = time_case(case, device, dtype, args.seconds, args.peers, clock)
         run["cases"].append(result)
         print(f"[{i + 1}/{len(chosen)}] {line(result)}", flush=True)
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +59,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10, help="per case, five rounds at least")
     parser.add_argument("--threads", type=int)
     parser.add_argument(
+        "--cpu-time", action="store_true", help="of the process, for a busy machine; not on a GPU"
+    )
+    parser.add_argument(
         "--fresh-memory",
         action="store_true",
         help="leave malloc alone (smoe_fairseq/host_memory.py)",
@@ -68,7 +74,12 @@ def parse_args() -> argparse.Namespace:
 
 
 def time_case(
-    case: cases.Case, device: torch.device, dtype: torch.dtype, seconds: float, peers: list[str]
+    case: cases.Case,
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
+    peers: list[str],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict:
     torch.manual_seed(0)
     train = case.mode == "train"
@@ -93,7 +104,7 @@ def time_case(
         )
         for name, module in modules.items()
     }
-    times = timing.in_turns(steps, device, seconds)
+    times = timing.in_turns(steps, device, seconds, clock)
     return {
         "case": str(case),
         **vars(case),

@@ -4,7 +4,9 @@
 
 All translations are forced to one length, so that every model makes the same number of steps. fairseq's
 `SequenceGenerator` takes turns with ours on the dense model, and so does CTranslate2 where it is installed.
-Times are CPU time, which other programs on the machine hardly change.
+Times are CPU time, which other programs on the machine hardly change. As in ``smoe translate``, malloc keeps
+what is freed. The block's general way of inference ("NAME general") takes turns with the short one
+(smoe_fairseq/modules/inference.py).
 """
 
 import argparse
@@ -15,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from fairseq import options
@@ -27,6 +30,8 @@ from omegaconf import OmegaConf
 from benchmarks import machine, timing
 from smoe_fairseq import models  # noqa: F401  (registers the architectures)
 from smoe_fairseq.checkpoints.export import write_ctranslate2
+from smoe_fairseq.host_memory import keep_freed_memory
+from smoe_fairseq.modules import inference
 from smoe_fairseq.translate.int8 import quantize
 from smoe_fairseq.translate.packed import pack
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions
@@ -99,6 +104,7 @@ def of_ctranslate2(
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()
     task = Task(args.vocabulary)
     tokens_BS = torch.randint(4, args.vocabulary, (args.sentences, args.length + 1))
     tokens_BS[:, -1] = task.source_dictionary.eos()
@@ -110,6 +116,13 @@ def main() -> None:
 
     def ours(model) -> Callable[[], object]:
         return lambda: search.generate([model], sample)
+
+    def general(model) -> Callable[[], object]:
+        def call():
+            with mock.patch.object(inference, "applies", lambda *_: False):
+                return search.generate([model], sample)
+
+        return call
 
     contenders = {}
     for name in args.systems:
@@ -127,6 +140,8 @@ def main() -> None:
             prepared = copy.deepcopy(model)
             prepare(prepared)
             contenders[name + suffix] = ours(prepared)
+            if name != "dense" and not suffix:
+                contenders[f"{name} general"] = general(prepared)
     times = timing.in_turns(contenders, torch.device("cpu"), args.seconds, time.process_time)
     run = machine.describe(torch.device("cpu")) | vars(args) | {"out": str(args.out)}
     run["rounds"] = len(next(iter(times.values())))

@@ -31,10 +31,10 @@ LAYERS = {
         *("compat", "errors", "files", "host_memory", "huggingface", "models", "modules")
     },
     "training": {"checkpoints", "errors", "files", "host_memory", "models", "modules"},
-    "translate": {"errors", "files", "models", "modules"},
+    "translate": {"errors", "files", "host_memory", "models", "modules"},
     "analysis": {ROOT, "checkpoints", "config", "errors", "files", "models", "modules"},
     "prune": {"analysis", "checkpoints", "errors", "models", "modules"},
-    "serve": {"analysis", "errors", "models", "translate"},
+    "serve": {"analysis", "errors", "host_memory", "models", "translate"},
 }
 for top in ("recipes", "cli"):
     LAYERS[top] = {ROOT, *LAYERS}

@@ -295,6 +295,7 @@ class TransformerEncoderLayer(TransformerLayer):
         encoder_padding_mask: Tensor | None,
         ids: Tensor | None = None,
         gate_logits: Tensor | None = None,
+        with_stats: bool = True,
     ) -> tuple[Tensor, ...]:
         """``x (S, B, D)``, padding mask and ids ``(B, S)``; returns ``(y,)`` or ``(y, *RoutingStats)``."""
 
@@ -304,7 +305,7 @@ class TransformerEncoderLayer(TransformerLayer):
             )[0]
 
         x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
-        return self.feed_forward(x, encoder_padding_mask, ids, gate_logits)
+        return self.feed_forward(x, encoder_padding_mask, ids, gate_logits, with_stats)
 
 
 class TransformerDecoderLayer(TransformerLayer):
@@ -464,9 +465,17 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
         return self.build_layer(TransformerEncoderLayer, cfg, cfg.encoder)
 
     def forward(
-        self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None
+        self,
+        src_tokens,
+        src_lengths=None,
+        return_all_hiddens=False,
+        token_embeddings=None,
+        with_stats=True,
     ):
-        """fairseq's encoder output for ``src_tokens (B, S)``, with "moe_stats" and "moe_layers"."""
+        """fairseq's encoder output for ``src_tokens (B, S)``, with "moe_stats" and "moe_layers".
+
+        Both are empty without ``with_stats``.
+        """
         padding_mask = src_tokens.eq(self.padding_idx)
         has_padding = may_have_padding(padding_mask)
         x, embedding = self.forward_embedding(src_tokens, token_embeddings)
@@ -477,7 +486,9 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
         hidden_states = [x]
         moe_stats, moe_layers, gate_logits = [], [], None
         for layer in self.layers:
-            x, *stats = layer(x, padding_mask if has_padding else None, src_tokens, gate_logits)
+            x, *stats = layer(
+                x, padding_mask if has_padding else None, src_tokens, gate_logits, with_stats
+            )
             hidden_states.append(x)
             if stats:
                 moe_stats.append(RoutingStats(*stats))

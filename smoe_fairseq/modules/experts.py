@@ -7,7 +7,7 @@ D embedding, F feed-forward, E experts of this rank.
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 import torch
@@ -243,6 +243,19 @@ class PerExpert:
     ) -> Tensor:
         h_NF = self.experts.hidden(expert_linear(x_ND, self.first, expert, origin=origin))
         return expert_linear(h_NF, self.second, expert, weight_N)
+
+    def by_expert(self, x_ND: Tensor, sizes: list[int]) -> Iterator[tuple[int, Tensor]]:
+        """Experts that have rows, with the outputs for them; for inference.
+
+        Args:
+            sizes: rows of each expert.
+        """
+        rows, activation_fn = x_ND.split(sizes), self.experts.activation_fn
+        (w1, b1), (w2, b2) = (map(Tensor.unbind, each[:2]) for each in (self.first, self.second))
+        for e, size in enumerate(sizes):
+            if size:
+                h_NF = activation_fn(F.linear(rows[e], w1[e], b1[e]))
+                yield e, F.linear(h_NF, w2[e], b2[e])
 
     @staticmethod
     def _sizes(ends: Ends, rows: int) -> list[int]:

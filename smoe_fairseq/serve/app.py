@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, port, positive, quietly, seconds
+from smoe_fairseq.host_memory import keep_freed_memory
 from smoe_fairseq.serve.engine import (
     MAX_TEXTS,
     Asked,
@@ -468,9 +469,12 @@ def run_serve(args: Namespace) -> None:
         with quietly():
             from smoe_fairseq.translate.translator import device_of
 
+            device = device_of(args.device, args.int8)
+            if device.type == "cpu":
+                keep_freed_memory()
             engine = Engine.of_run(
                 *(args.path, args.data, args.source, args.target, args.max_tokens),
-                device=device_of(args.device, args.int8),
+                device=device,
                 int8=args.int8,
                 shortlist=args.shortlist,
             )

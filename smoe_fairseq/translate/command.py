@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from smoe_fairseq.errors import UsageError, at_least, quietly
 from smoe_fairseq.files import whole_file
+from smoe_fairseq.host_memory import keep_freed_memory
 
 
 def text_lines(stream: BinaryIO, at_once: int) -> Iterator[list[str]]:
@@ -205,6 +206,8 @@ def _check_streams(args: Namespace) -> None:
 
 def _load(args: Namespace) -> BatchTranslator:
     device = device_of(args.device, args.int8)
+    if device.type == "cpu":
+        keep_freed_memory()
     with quietly():
         translator = SMoETransformerModel.from_pretrained(
             args.path, data_name_or_path=args.data, source_lang=args.source, target_lang=args.to

@@ -8,7 +8,7 @@ Shapes: N rows, I inputs, O outputs, E experts.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -33,7 +33,9 @@ class PackedLinear(nn.Module):
         self.bias_O = None if bias_O is None else bias_O.detach()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias_O, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(
+            x, self.packed, self.bias_O, "none", [], ""
+        )
 
     @staticmethod
     def prepared(x_NI: Tensor) -> tuple[Tensor, ...]:
@@ -68,17 +70,17 @@ class MappedExperts(PerExpert):
         return plan.weighted_sum(self.compute(plan.take(x_TD), ends), weight_TK)
 
     def compute(self, x_ND: Tensor, ends: list[int]) -> Tensor:
-        first, second = self.maps
-        h_NF = self.experts.hidden(self._by_expert(first, x_ND, ends))
-        y_ND = self._by_expert(second, h_NF, ends)
-        return torch.cat([y_ND, x_ND.new_zeros(len(x_ND) - len(y_ND), y_ND.shape[1])])
+        outputs = [y_ND for _, y_ND in self.by_expert(x_ND, self._sizes(ends, ends[-1])[:-1])]
+        return torch.cat([*outputs, x_ND.new_zeros(len(x_ND) - ends[-1], x_ND.shape[1])])
 
-    @staticmethod
-    def _by_expert(maps: list[nn.Module], x_NI: Tensor, ends: list[int]) -> Tensor:
-        """Each row by the map of its expert; those behind the last end are left out."""
-        rows = maps[0].prepared(x_NI.float())
-        parts = zip(maps, [0, *ends], ends, strict=False)
-        return torch.cat([each.of_rows(*rows, start, end) for each, start, end in parts])
+    def by_expert(self, x_ND: Tensor, sizes: list[int]) -> Iterator[tuple[int, Tensor]]:
+        first, second = self.maps
+        rows, activation_fn = first[0].prepared(x_ND.float()), self.experts.activation_fn
+        end = 0
+        for e, size in enumerate(sizes):
+            start, end = end, end + size
+            if size:
+                yield e, second[e](activation_fn(first[e].of_rows(*rows, start, end)))
 
 
 @torch.no_grad()

@@ -107,16 +107,20 @@ class StepDecoder:
             layer.keep(places)
 
 
-def moved_up(x_B: Tensor, places: list[int]) -> Tensor:
-    """``x[places]`` in the memory of ``x``, of which little is moved."""
+def moved_up(x: Tensor, places: list[int], dim: int = 0) -> Tensor:
+    """``x.index_select(dim, places)`` in the memory of ``x``, of which little is moved."""
+    x_B = x.movedim(dim, 0)
     to = [i for i, place in enumerate(places) if i != place]
     if to:
         x_B[to] = x_B[[places[i] for i in to]]
-    return x_B[: len(places)]
+    return x.narrow(dim, 0, len(places))
 
 
 class _Layer:
-    """One layer and what it keeps of the sentences: keys and values ``(B, H, ..., D / H)``."""
+    """One layer and what it keeps of the sentences: keys and values ``(2, B, H, ..., D / H)``.
+
+    Products are `torch.bmm` of all heads of all sentences, as `torch.matmul` makes them with more calls.
+    """
 
     def __init__(self, layer, source_BSD: Tensor):
         self.layer = layer
@@ -129,9 +133,9 @@ class _Layer:
                 torch.cat([getattr(p, n) for p in projections]) for n in ("weight", "bias")
             )
             self.project = partial(F.linear, weight=weight, bias=bias)
-        self.source_keys = self._by_head(source.k_proj(source_BSD)).contiguous()
-        self.source_values = self._by_head(source.v_proj(source_BSD)).contiguous()
-        self.keys = self.values = None  # with room for more steps
+        of_source = source.k_proj(source_BSD), source.v_proj(source_BSD)
+        self.source_memory = self._by_head(torch.stack(of_source)).contiguous()
+        self.memory = None  # of the hypotheses, with room for more steps
         self.number = 0  # N
 
     def step(
@@ -146,15 +150,15 @@ class _Layer:
         batch, beam, _ = bias_BWN.shape
 
         def self_attention(h_1RD):
-            q, k, v = self.project(h_1RD).view(batch, beam, -1).chunk(3, dim=2)
-            self._append(self._by_head(k), self._by_head(v))
-            keys, values = (cache[:, :, : self.number] for cache in (self.keys, self.values))
-            return self._attend(self.layer.self_attn, q, keys, values, bias_BWN)
+            qkv_3BWD = self.project(h_1RD).view(batch, beam, 3, -1).permute(2, 0, 1, 3)
+            self._append(self._by_head(qkv_3BWD[1:]))
+            memory = self.memory.narrow(3, 0, self.number)
+            return self._attend(self.layer.self_attn, qkv_3BWD[0], memory, bias_BWN)
 
         def source_attention(h_1RD):
             attention = self.layer.encoder_attn
             q = attention.q_proj(h_1RD).view(batch, beam, -1)
-            return self._attend(attention, q, self.source_keys, self.source_values, source_bias_B1S)
+            return self._attend(attention, q, self.source_memory, source_bias_B1S)
 
         layer = self.layer
         x_1RD = layer.sublayer(x_1RD, layer.self_attn_layer_norm, self_attention)
@@ -162,32 +166,32 @@ class _Layer:
         return layer.feed_forward(x_1RD, None, ids_R1, gate_logits, with_stats=False)
 
     def keep(self, places: list[int]) -> None:
-        self.source_keys = moved_up(self.source_keys, places)
-        self.source_values = moved_up(self.source_values, places)
-        self.keys, self.values = moved_up(self.keys, places), moved_up(self.values, places)
+        self.source_memory = moved_up(self.source_memory, places, 1)
+        self.memory = moved_up(self.memory, places, 1)
 
-    def _attend(self, attention, q_BWD, keys_BHNd, values_BHNd, bias) -> Tensor:
-        q_BHWd = self._by_head(q_BWD * attention.scaling)
-        weights_BHWN = (q_BHWd @ keys_BHNd.transpose(2, 3)).add_(bias.unsqueeze(1))
-        weights_BHWN = weights_BHWN.softmax(dim=-1, dtype=torch.float32).to(q_BWD.dtype)
-        y_BWHd = (weights_BHWN @ values_BHNd).transpose(1, 2)
-        return attention.out_proj(y_BWHd.reshape(1, -1, q_BWD.shape[2]))
+    def _attend(self, attention, q_BWD: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
+        batch, beam, dim = q_BWD.shape
+        keys_GNd, values_GNd = memory.flatten(1, 2)  # G = B H
+        q_GWd = self._by_head(q_BWD * attention.scaling).reshape(-1, beam, dim // self.heads)
+        weights_GWN = torch.bmm(q_GWd, keys_GNd.transpose(1, 2))
+        weights_GWN.view(batch, self.heads, beam, -1).add_(bias.unsqueeze(1))
+        weights_GWN = weights_GWN.softmax(dim=-1, dtype=torch.float32).to(q_BWD.dtype)
+        y_BHWd = torch.bmm(weights_GWN, values_GNd).view(batch, self.heads, beam, -1)
+        return attention.out_proj(y_BHWd.transpose(1, 2).reshape(1, -1, dim))
 
     def _by_head(self, x_BWD: Tensor) -> Tensor:
-        return x_BWD.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        return x_BWD.view(*x_BWD.shape[:-1], self.heads, -1).transpose(-3, -2)
 
-    def _append(self, keys: Tensor, values: Tensor) -> None:
-        more = keys.shape[2]
-        end = self.number + more
-        if self.keys is None or end > self.keys.shape[2]:
-            shape = (*keys.shape[:2], end + max(self.number, 16 * more), keys.shape[3])
-            for name in ("keys", "values"):
-                old, room = getattr(self, name), keys.new_empty(shape)
-                if old is not None:
-                    room[:, :, : self.number] = old[:, :, : self.number]
-                setattr(self, name, room)
-        self.keys[:, :, self.number : end] = keys
-        self.values[:, :, self.number : end] = values
+    def _append(self, more: Tensor) -> None:
+        number = more.shape[3]
+        end = self.number + number
+        if self.memory is None or end > self.memory.shape[3]:
+            shape = (*more.shape[:3], end + max(self.number, 16 * number), more.shape[4])
+            room = more.new_empty(shape)
+            if self.memory is not None:
+                room[:, :, :, : self.number] = self.memory[:, :, :, : self.number]
+            self.memory = room
+        self.memory.narrow(3, self.number, number).copy_(more)
         self.number = end
 
 
@@ -272,7 +276,7 @@ class BeamSearch:
         """
         (model,) = models
         source_BS = sample["net_input"]["src_tokens"]
-        encoder_out = model.encoder(source_BS)
+        encoder_out = model.encoder(source_BS, with_stats=False)
         limit_B = self._limits(model, source_BS)
         run = _Run(self, model.decoder, encoder_out, limit_B, bos_token)
         if self.shortlist is not None:

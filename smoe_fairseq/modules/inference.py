@@ -1,0 +1,131 @@
+"""`StratifiedMoE.forward` for inference on a CPU: the same steps and the same bits in a quarter of the calls.
+
+A decoding step has few tokens, so what is not a product of the experts costs nearly as much as they do. Here
+nothing is dropped, counted or learned, and where the copies go is worked out in numpy, whose calls are
+shorter than torch's. What `applies` leaves out (other gates, capacity, branches, GPUs) goes the general way.
+
+Shapes: T tokens of the block or of one stratum, D embedding, K choices per token, N = T K copies.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smoe_fairseq.modules.experts import PerExpert
+from smoe_fairseq.modules.gates.top_k import TopKGate
+from smoe_fairseq.modules.parallel import LocalDispatcher
+from smoe_fairseq.modules.torch_features import autocast_dtype
+
+try:
+    import numpy as np
+except ModuleNotFoundError:  # the block needs torch alone
+    np = None
+
+
+def applies(block, x: Tensor) -> bool:
+    """Whether `forward` computes what the block would for ``x`` without statistics."""
+    return (
+        np is not None
+        and not torch.is_grad_enabled()
+        and not block.training
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32 == block.experts.w1.dtype
+        and x.numel() > 0
+        and not torch.compiler.is_compiling()
+        and autocast_dtype(x.device) is None
+        and type(block.dispatcher) is LocalDispatcher
+        and block.execution != "grouped"
+        and not (block.branches or block.eom)
+        and all(map(_is_plain, block.gates))
+    )
+
+
+def _is_plain(gate) -> bool:
+    """Whether the gate gives each token its one or two best experts, and nobody looks on."""
+    return (
+        type(gate) is TopKGate
+        and gate.weight.dtype == torch.float32
+        and gate.top_k <= 2
+        and not (gate.free_experts or gate.bias or gate.capacity.eval_factor or gate.exit_bias.bias)
+        and gate.residual_weight is None
+        and not (gate._forward_hooks or gate._forward_pre_hooks)
+    )
+
+
+def forward(block, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    """The block's output for ``x (..., D)``."""
+    experts, strata, norms = block.experts, block.strata, block.layer_norms
+    execution = block.execution if callable(block.execution) else PerExpert
+    run = execution(experts, experts.w1, experts.b1, experts.w2, experts.b2)
+    stratum_E = block.stratum_of_expert.numpy()
+    x_TD = x.reshape(-1, x.shape[-1])
+    position_T = np.zeros(len(x_TD), dtype=np.int64)
+    if padding_mask is not None:
+        position_T[padding_mask.reshape(-1).numpy()] = len(strata)
+    padding_T = torch.from_numpy(position_T > 0)
+    y_TD = norms.start(x_TD)
+    for i, (gate, first) in enumerate(zip(block.gates, strata.first_experts)):
+        index_T = (position_T == i).nonzero()[0]
+        tokens = _Tokens(index_T, len(x_TD))
+        if not len(index_T):
+            continue  # on no tokens the steps below change nothing
+        h_TD, y_TD = norms.enter(i, y_TD, tokens)
+        expert_TK, weight_TK = best_experts(gate, h_TD)
+        expert_TK = expert_TK + first
+        position_T[index_T] = i + 1 if strata.fixed_depth else stratum_E[expert_TK[:, 0]] + 1
+        out_TD = mix(run, h_TD, expert_TK, weight_TK, len(stratum_E))
+        y_TD = norms.leave(y_TD, out_TD, tokens)
+    return norms.finish(x_TD, y_TD, tokens, padding_T).view_as(x)
+
+
+class _Tokens:
+    """As `IndexedTokens`, the tokens of these places among ``number``."""
+
+    def __init__(self, index_T: "np.ndarray", number: int):
+        self.all, self.index = len(index_T) == number, torch.from_numpy(index_T)
+
+    def take(self, x_T: Tensor) -> Tensor:
+        return x_T if self.all else x_T.index_select(0, self.index)
+
+    def add(self, x_T: Tensor, y: Tensor) -> Tensor:
+        return x_T + y if self.all else x_T.index_add(0, self.index, y)
+
+    def replace(self, x_T: Tensor, y: Tensor) -> Tensor:
+        return y if self.all else x_T.index_copy(0, self.index, y)
+
+
+def best_experts(gate: TopKGate, h_TD: Tensor) -> "tuple[np.ndarray, np.ndarray]":
+    """Experts, by the gate's numbers, and weights ``(T, K)``: as of `TopKGate.forward`, where all is kept."""
+    logits_TE = F.linear(h_TD, gate.weight)
+    score_TE = logits_TE.sigmoid() if gate.scores == "sigmoid" else logits_TE.softmax(dim=-1)
+    score_TE, row_T = score_TE.numpy(), np.arange(len(h_TD))
+    left_TE, chosen = score_TE.copy(), []
+    for _ in range(gate.top_k):
+        chosen.append(left_TE.argmax(1))
+        left_TE[row_T, chosen[-1]] = -np.inf
+    expert_TK = np.stack(chosen, 1)
+    weight_TK = score_TE[row_T[:, None], expert_TK]
+    if gate.normalization != "none":
+        sum_T1 = weight_TK.sum(1, keepdims=True)
+        weight_TK /= np.maximum(sum_T1, np.finfo(np.float32).eps)
+    return expert_TK, weight_TK
+
+
+def mix(
+    run: PerExpert, h_TD: Tensor, expert_TK: "np.ndarray", weight_TK: "np.ndarray", experts: int
+) -> Tensor:
+    """``(T, D)``: the weighted sum of each token's experts, as of `LocalDispatcher.mix`.
+
+    A sum of two has the same bits in either order, so each expert adds its own while they are in the cache.
+    """
+    # Copies lie by expert, and of each first choices before second ones, as in a `DispatchPlan`.
+    expert_N = expert_TK.T.reshape(-1)
+    order_N = expert_N.argsort(kind="stable")
+    sizes = np.bincount(expert_N, minlength=experts).tolist()
+    token_N = torch.from_numpy(order_N % len(h_TD))
+    weight_N1 = torch.from_numpy(weight_TK.T.reshape(-1, 1)[order_N])
+    tokens, weights = token_N.split(sizes), weight_N1.split(sizes)
+    y_TD = torch.zeros_like(h_TD)
+    for e, y_ND in run.by_expert(h_TD.index_select(0, token_N), sizes):
+        y_TD.index_add_(0, tokens[e], y_ND.mul_(weights[e]))
+    return y_TD

@@ -1,0 +1,138 @@
+"""The block's shorter way for inference on a CPU, beside the general one: the same bits."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from smoe_fairseq.modules import StratifiedMoE, inference
+from smoe_fairseq.modules.gates.linear import exit_bias
+from smoe_fairseq.modules.statistics import training_capacity
+from smoe_fairseq.translate.int8 import Int8Linear, levels
+from smoe_fairseq.translate.packed import MappedExperts, PackedLinear, can_pack
+
+OPTIONS = {
+    "paper": {},
+    "released": {"norms": "released"},
+    "stacked": {"stacked": True},
+    "before-drop": {"gate_normalization": "before-drop"},
+    "none": {"gate_normalization": "none"},
+    "sigmoid": {"scores": "sigmoid", "second_expert_policy": "all"},
+    "switch": {"top_k": 1},
+    "gelu": {"activation_fn": "gelu"},
+}
+STRATA = ("8", "4-4", "2-2-2-2", "0-3-5")
+GENERAL = {
+    "top-3": {"top_k": 3},
+    "bias": {"balance": "bias", "second_expert_policy": "all"},
+    "null experts": {"null_experts": 2},
+    "shared experts": {"shared_experts": 1},
+    "output masking": {"eom": 0.1},
+    "capacity": {"eval_capacity_factor": 1.0},
+    "exit bias": {"exit_bias": 1.0},
+    "gate residual": {"gate_residual": "strata"},
+    "relu": {"gate": "relu"},
+    "grouped": {"execution": "grouped"},
+}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(1)
+
+
+def block_of(strata: str, **options) -> StratifiedMoE:
+    block = StratifiedMoE(16, 32, strata, **options).eval()
+    for gate in block.gates:
+        torch.nn.init.normal_(gate.weight, std=0.5)
+    return block
+
+
+def general(block, x, padding_mask=None):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inference, "applies", lambda *_: False)
+        return block(x, padding_mask, with_stats=False)[0]
+
+
+def compare(block, x, padding_mask=None):
+    with torch.inference_mode():
+        assert inference.applies(block, x)
+        found, stats = block(x, padding_mask, with_stats=False)
+        expected = general(block, x, padding_mask)
+    assert stats is None
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("strata", STRATA)
+def test_it_computes_the_same_bits(strata, name):
+    if name == "stacked" and "0" in strata:
+        pytest.skip("a stratum without experts cannot be stacked")
+    block = block_of(strata, **OPTIONS[name])
+    for sentences, tokens in ((1, 1), (5, 1), (40, 1), (7, 13)):
+        x = torch.randn(sentences, tokens, 16)
+        compare(block, x)
+        compare(block, x, torch.rand(sentences, tokens) < 0.3)
+    compare(block, x, torch.ones(sentences, tokens, dtype=torch.bool))
+
+
+def test_a_chain_of_passes():
+    compare(block_of("8", chain=3), torch.randn(9, 1, 16))
+
+
+@pytest.mark.parametrize("linear", [PackedLinear, Int8Linear])
+@pytest.mark.parametrize("strata", STRATA)
+def test_with_packed_experts(strata, linear):
+    if not (can_pack() if linear is PackedLinear else levels()):
+        pytest.skip("this CPU has no such products")
+    block = block_of(strata)
+    experts = block.experts
+    maps = [
+        [linear(*each) for each in zip(*pair, strict=True)]
+        for pair in ((experts.w1, experts.b1), (experts.w2, experts.b2))
+    ]
+    block.execution = partial(MappedExperts, maps)
+    for rows in (1, 5, 40, 91):
+        compare(block, torch.randn(rows, 1, 16))
+
+
+def test_equal_scores_and_nan():
+    block = block_of("4-4")
+    x = torch.randn(6, 1, 16)
+    x[2] = torch.nan
+    compare(block, x)
+    for gate in block.gates:
+        torch.nn.init.zeros_(gate.weight)
+    compare(block, x)
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_what_goes_the_general_way(name):
+    block, x = (
+        block_of("4-4" if name in ("exit bias", "gate residual") else "8", **GENERAL[name]),
+        torch.randn(3, 2, 16),
+    )
+    with torch.inference_mode():
+        assert not inference.applies(block, x)
+        assert torch.equal(block(x, with_stats=False)[0], block(x)[0])
+
+
+def test_so_do_other_modes_and_types():
+    block, x = block_of("4-4"), torch.randn(3, 2, 16)
+    assert not inference.applies(block, x)  # gradients
+    with torch.inference_mode():
+        assert inference.applies(block, x)
+        assert not inference.applies(block, x[:0])
+        assert not inference.applies(block.bfloat16(), x.bfloat16())
+        block.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not inference.applies(block, x)
+        with training_capacity(block):
+            assert not inference.applies(block, x)
+        with exit_bias(block, 0.5):
+            assert not inference.applies(block, x)
+        hook = block.gates[1].register_forward_hook(lambda *_: None)
+        assert not inference.applies(block, x)
+        hook.remove()
+        assert inference.applies(block, x)
+        assert not inference.applies(block.train(), x)
