@@ -124,15 +124,10 @@ def test_the_commands_of_the_start_page(tmp_path):
     assert (tmp_path / "data-bin/spm.model").exists()
 
 
-NOT_YET_SHORT = {"performance.md"}
-
-
 def test_lines_are_short():
     """But for tables, links, names in one piece and what is typed."""
     long = []
     for page in PAGES:
-        if page.name in NOT_YET_SHORT:
-            continue
         text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.DOTALL)
         lines = (line for line in text.splitlines() if not line.lstrip().startswith("|"))
         lines = [line for line in lines if not re.search(r"\]\(|::", line)]
