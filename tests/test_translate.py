@@ -309,7 +309,9 @@ def test_an_interruption_of_a_search(folder, threads):
 def test_an_interruption_leaves_the_file_as_it_was(folder, number):
     output = folder / "kept.txt"
     output.write_text("as it was\n")
-    process = started(folder, "--output", output.name)
+    # A forked program is killed after its client, whose input ends first.
+    fresh = number == signal.SIGKILL
+    process = started(folder, "--output", output.name, fresh=fresh)
     wait_for(lambda: list(folder.glob("kept.txt.smoe.*.tmp")), process)  # it waits for text now
     (partial,) = folder.glob("kept.txt.smoe.*.tmp")
     process.send_signal(number)
