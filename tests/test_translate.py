@@ -259,6 +259,7 @@ def test_numbers_that_are_none(folder, flag, value):
 
 
 def started(folder, *words, stdout=None, fresh=False, **environment) -> subprocess.Popen:
+    """``fresh``, where it is sent a signal: a forked one gets it from its client, and later."""
     command = [SCRIPTS / "smoe", "translate", "run", "--to", "fr", *map(str, (*SEARCH, *words))]
     return subprocess.Popen(
         [*([] if fresh else start(SMOE)), *command],
@@ -291,7 +292,9 @@ def test_a_reader_that_has_gone(folder):
 
 @pytest.mark.parametrize("threads", [soak("1"), "2"])
 def test_an_interruption_of_a_search(folder, threads):
-    process = started(folder, "--output", "never.txt", "--max-tokens", 200, OMP_NUM_THREADS=threads)
+    process = started(
+        folder, "--output", "never.txt", "--max-tokens", 200, OMP_NUM_THREADS=threads, fresh=True
+    )
     process.stdin.write(b"1 2 3 4 5 6 7 8 9\n" * 3999)
     process.stdin.flush()
     wait_for(lambda: list(folder.glob("never.txt.smoe.*.tmp")), process)
@@ -309,9 +312,7 @@ def test_an_interruption_of_a_search(folder, threads):
 def test_an_interruption_leaves_the_file_as_it_was(folder, number):
     output = folder / "kept.txt"
     output.write_text("as it was\n")
-    # A forked program is killed after its client, whose input ends first.
-    fresh = number == signal.SIGKILL
-    process = started(folder, "--output", output.name, fresh=fresh)
+    process = started(folder, "--output", output.name, fresh=True)
     wait_for(lambda: list(folder.glob("kept.txt.smoe.*.tmp")), process)  # it waits for text now
     (partial,) = folder.glob("kept.txt.smoe.*.tmp")
     process.send_signal(number)
