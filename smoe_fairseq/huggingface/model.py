@@ -257,7 +257,6 @@ class Layer(GradientCheckpointingLayer):
         if source is not None:
             x, cross = look("encoder_attn", source, source_mask, past_key_values, weights)
         if self.is_moe:
-            with_stats = with_stats or self.moe.hands_on_logits
             x, stats = self.moe(x, padding_BT, with_stats, ids_BT, gate_logits)
             return x, own, cross, stats
         h = self.activation_fn(self.fc1(self.final_layer_norm(x) if self.pre_norm else x))

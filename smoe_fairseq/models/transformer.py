@@ -262,7 +262,6 @@ class TransformerLayer(nn.Module):
         if self.is_moe:
             # Batch first, since capacity is given sentence by sentence (`StratifiedMoE.forward`). The
             # transpose makes no copy: embeddings have this layout in memory.
-            with_stats = with_stats or self.moe.hands_on_logits
             y_BSD, stats = self.moe(x.transpose(0, 1), padding_mask, with_stats, ids, gate_logits)
             return y_BSD.transpose(0, 1), *(stats or ())
         return (self.sublayer(x, self.final_layer_norm, self.dense),)

@@ -63,7 +63,6 @@ class StratifiedMoE(nn.Module):
         self.balance, self.balance_over = config.balance, config.balance_over
         self.capacity_budget = config.capacity_budget
         self.eom, self.gating_dropout = config.eom, config.gating_dropout
-        self.hands_on_logits = config.gate_residual == "layers"
         norms = StackedNorms if config.stacked else NORMS[config.norms]
         self.layer_norms = norms(embed_dim, len(self.strata), config.dropout, config.dropout_per)
         self.gates = nn.ModuleList(
@@ -74,6 +73,7 @@ class StratifiedMoE(nn.Module):
             gate.add_residual()
         self.counting = Counting(config, self.gates)
         self.choices = self.counting.choices  # K
+        self.hands_on_logits = self.counting.hands_on_logits
         place = self._placement(config.expert_parallel)
         expert_dim = config.expert_ffn_dim or ffn_embed_dim
         activation = config.activation_fn, config.activation_dropout
@@ -141,7 +141,7 @@ class StratifiedMoE(nn.Module):
         Returns:
             ``y`` that takes the place of ``x`` (residual included; padding passes unchanged), and the
             statistics; None without ``with_stats``, which saves a decoding step most of what it does
-            beside the experts' products.
+            beside the experts' products. With ``gate_residual="layers"`` they are always there.
         """
         if padding_mask is not None and (
             padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool
@@ -150,6 +150,7 @@ class StratifiedMoE(nn.Module):
                 f"padding_mask is {padding_mask.dtype} of shape {tuple(padding_mask.shape)}: expected "
                 f"torch.bool of shape {tuple(x.shape[:-1])}, True at padding"
             )
+        with_stats = with_stats or self.hands_on_logits
         if not with_stats and inference.applies(self, x):
             return inference.forward(self, x, padding_mask), None
         x_TD = x.reshape(-1, x.shape[-1])
@@ -171,7 +172,9 @@ class StratifiedMoE(nn.Module):
             labels = () if label_T is None else (tokens.take(label_T),)
             routing = gate(h_TD, tokens.active_T, *labels)
             if self.config.gate_residual != "none":
-                label_T = tokens.replace(label_T, self._for_later_gates(routing))
+                # In the columns of the first gate's experts; 0 for those that this one does not see.
+                unseen = label_T.shape[1] - routing.own_logits_TE.shape[1]
+                label_T = tokens.replace(label_T, F.pad(routing.own_logits_TE, (unseen, 0)))
             # The stratum j of the first choice: the token goes on to gate j + 1.
             position_T = tokens.replace(position_T, self._next_stratum(i, routing))
             next_T = position_T == i + 1 if i + 1 < len(self.gates) else None
@@ -226,12 +229,6 @@ class StratifiedMoE(nn.Module):
             sentence = torch.arange(shape[:-1].numel(), device=x.device).unsqueeze(1)
             return sentence.expand(-1, shape[-1]).reshape(-1)
         return None
-
-    def _for_later_gates(self, routing: Routing) -> Tensor:
-        """The gate's logits in the columns of the block's experts, with 0 for those that it does not see."""
-        logits_TE = routing.own_logits_TE
-        gate = self.gates[0]
-        return F.pad(logits_TE, (gate.num_experts + gate.free_experts - logits_TE.shape[1], 0))
 
     def _next_stratum(self, i: int, routing: Routing) -> Tensor:
         """A token goes on behind the stratum of its first choice, dropped there or not."""

@@ -28,7 +28,6 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None):
         super().__init__()
-        self.outputs = len(weight_OI)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous())
         self.bias_O = None if bias_O is None else bias_O.detach()
 
@@ -43,9 +42,7 @@ class PackedLinear(nn.Module):
         return (x_NI,)
 
     def of_rows(self, x_NI: Tensor, start: int, end: int) -> Tensor:
-        """``(end - start, O)`` of some of the rows."""
-        if start == end:
-            return x_NI.new_zeros(0, self.outputs)
+        """``(end - start, O)`` of some of the rows, one at least."""
         return self(x_NI[start:end])
 
 
