@@ -97,7 +97,9 @@ def compare(model, task, beam=4, lenpen=1.0, unkpen=0.0, min_len=1, max_len_b=20
 def test_every_system_has_fairseqs_hypotheses(system):
     found = compare(sharp(*SYSTEMS[system].split()), make_task(96))
     lengths = {len(h["tokens"]) for hypotheses in found for h in hypotheses}
-    assert len(lengths) > 1 and all(len(hypotheses) == 4 for hypotheses in found)
+    two_lengths = system in ("depths", "gate-residual")  # as it happens
+    assert len(lengths) > (1 if two_lengths else 2)
+    assert all(len(hypotheses) == 4 for hypotheses in found)
 
 
 @pytest.mark.parametrize(
