@@ -42,7 +42,6 @@ def test_budget_is_met_within_five_percent(budgeted):
     assert "smoe_budget_loss=" in budgeted.with_name("train.log").read_text()
 
 
-@pytest.mark.rest  # minutes of training
 @pytest.mark.parametrize("method, budget", [("smoe-2-2-2-2", "1.5")])
 def test_budget_is_met_by_the_recipe_as_it_is(phrasebook, tmp_path, method, budget):
     for part in ("data", "runs"):
