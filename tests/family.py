@@ -11,6 +11,7 @@ FAMILY = {
     "threshold": "--smoe-strata 4-4 --moe-gate threshold --moe-capacity-factor 0",
     "depths": "--smoe-strata 8 --moe-gate depths --moe-capacity-factor 2",
     "hash": "--smoe-strata 8 --moe-gate hash",
+    "hash-topk": "--smoe-strata 8 --moe-gate hash-topk",
     "base": "--smoe-strata 8 --moe-gate base",
     "expert-choice": "--smoe-strata 8 --moe-gate expert-choice --moe-capacity-factor 2",
     "residual": "--smoe-strata 8 --moe-top-k 1 --moe-residual",

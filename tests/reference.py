@@ -40,6 +40,9 @@ def ask(params, i, inputs, tokens, options):
     gate, experts = options["gate"], options["visible"][i]
     if gate == "hash":
         return gates.hashed(params["gates.0.table"], [options["ids"][t] for t in tokens], experts)
+    if gate == "hash-topk":
+        first = [int(params["gates.0.table"][options["ids"][t]]) for t in tokens]
+        return gates.hashed_first(params, i, inputs, first, options["top_k"])
     if gate == "base":
         return gates.base(params, i, inputs, options["training"])
     if gate == "expert-choice":
@@ -70,10 +73,16 @@ def run_gate(params, i, inputs, tokens, options):
     """
     num_experts, normalization = options["visible"][i], options["normalization"]
     capacity = math.inf
-    if options["capacity_factor"] and options["gate"] in ("topk", "top-p", "relu", "threshold"):
+    if options["capacity_factor"] and options["gate"] in (
+        "topk",
+        "hash-topk",
+        "top-p",
+        "relu",
+        "threshold",
+    ):
         capacity = math.ceil(options["capacity_factor"] * len(inputs) / num_experts)
     scores, chosen, weights, first = ask(params, i, inputs, tokens, options)
-    normalizes = options["gate"] == "topk" and options["top_k"] > 1
+    normalizes = options["gate"] in ("topk", "hash-topk") and options["top_k"] > 1
     if normalizes and normalization == "before-drop":
         weights = [[w / (sum(row) or 1) for w in row] for row in weights]
 

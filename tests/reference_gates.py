@@ -115,6 +115,16 @@ def hashed(table, ids, experts):
     return scores, asked, [[one] for _ in asked], [a[0] for a in asked]
 
 
+def hashed_first(params, i, inputs, first, number):
+    """The given expert, then those of highest score among the others."""
+    scores = scores_of(params, i, inputs)
+    asked = []
+    for row, given in zip(scores, first):
+        others = [e for e in best(row, len(row)) if e != given]
+        asked.append([given, *others[: number - 1]])
+    return scores, asked, [[s[e] for e in a] for s, a in zip(scores, asked)], first
+
+
 def base(params, i, inputs, training):
     affinities = [[row @ x for row in params[f"gates.{i}.weight"]] for x in inputs]
     plain = [[a.item() for a in row] for row in affinities]

@@ -440,6 +440,20 @@ def test_hash(training, execution, padding):
 @PADDED
 @EXECUTIONS
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("top_k, normalization", [(1, "none"), (2, "after-drop"), (3, "none")])
+def test_the_first_by_hash(top_k, normalization, training, execution, padding):
+    x, mask = make_input(padding)
+    options = {"top_k": top_k, "gate": "hash-topk", "capacity_factor": 0.7 if training else 0}
+    given = {"hash_table": TABLE, "gate_normalization": normalization} | options
+    block = family_block("8", execution, **given).train(training)
+    assert_agrees(
+        block, x, mask, ids=IDS, normalization=normalization, training=training, **options
+    )
+
+
+@PADDED
+@EXECUTIONS
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("strata", ["2", "4", "5"])
 def test_base(strata, training, execution, padding):
     """18 tokens, or 14: a multiple of 2, of neither 4 nor 5."""
@@ -597,7 +611,8 @@ def test_balanced_assignment_of_odd_affinities(affinity):
         ),
         (
             {"gate": "soft"},
-            "gate 'soft': expected one of topk, hash, base, expert-choice, top-p, relu, threshold, depths",
+            "gate 'soft': expected one of topk, hash, hash-topk, base, expert-choice, top-p, relu, "
+            "threshold, depths",
         ),
         ({"gate": "base"}, "gate base: expected one stratum, such as strata 8, not 2-2-2-2"),
         ({"gate": "hash", "hash_table": TABLE}, "gate hash: expected one stratum"),

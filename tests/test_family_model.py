@@ -368,7 +368,7 @@ def test_balance_over_an_update_by_hand():
         ),
         (
             "--moe-hash-seed 5 --moe-gate base --smoe-strata 8",
-            "--moe-hash-seed 5: it is an option of --moe-gate hash, not of base",
+            "--moe-hash-seed 5: it is an option of --moe-gate hash or hash-topk, not of base",
         ),
         (
             "--moe-hash-table balanced",
@@ -428,6 +428,7 @@ COPIES = {
     "threshold": 2 * 1.5,
     "depths": 2,
     "hash": 1,
+    "hash-topk": 2,
     "base": 1,
     "expert-choice": 2,
     "residual": 1,

@@ -28,7 +28,7 @@ METHODS = some(
         *("moe-32", "stacked-2-2-2-2", "smoe-4-4", "smoe-1-3-4", "deep-4-4"),
         *("moe-top-4", "smoe-budget-4-4", "smoe-released-4-4", "moe-16"),
         *("moe-top-3", "moe-released", "moe-16-released", "moe-16-top-3", "smoe-released-2-4-2"),
-        *("moe-zero", "smoe-zero-4-4"),
+        *("moe-zero", "smoe-zero-4-4", "moe-hash-topk-8", "moe-fine-9", "smoe-scores-4-4"),
     ],
     "smoe-2-2-2-2",
 )

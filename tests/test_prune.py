@@ -110,7 +110,7 @@ def test_experts_that_were_never_chosen_go_without_a_trace(trained, small_corpus
     assert_same_translations(small_corpus, path, output)
 
 
-PRUNABLE = [name for name in FAMILY if name not in ("hash", "gate-residual")]
+PRUNABLE = [name for name in FAMILY if name not in ("hash", "hash-topk", "gate-residual")]
 MEMBERS = {name: FAMILY[name] for name in PRUNABLE if name != "expert-choice"}
 MEMBERS |= {
     "released": "--smoe-strata 4-4 --smoe-norm released",
@@ -321,6 +321,7 @@ def test_a_model_that_has_diverged_is_named(trained, small_corpus, tmp_path):
     "member, why",
     [
         ("hash", "--moe-gate hash, which looks an expert up"),
+        ("hash-topk", "--moe-gate hash-topk, which looks an expert up"),
         ("gate-residual", "--moe-gate-residual, which adds up the logits of all experts"),
     ],
 )

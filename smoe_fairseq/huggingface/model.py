@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ModelOutput, Seq2SeqMoEOutput
 
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
+from smoe_fairseq.modules.gates import GATES
 
 SIDES = ("encoder", "decoder")
 # The name of the cache in outputs and in `generate`, by the version of transformers.
@@ -271,7 +272,7 @@ class Layer(GradientCheckpointingLayer):
 def block_of(options: dict, vocabulary: int) -> StratifiedMoE:
     """The block of these arguments; a hash gate's table, which is among the weights, is empty yet."""
     options = {**options, "activation_fn": ACTIVATIONS[options["activation_fn"]]}
-    if options["gate"] == "hash":
+    if GATES[options["gate"]].asks_for == "id":
         options["hash_table"] = torch.zeros(vocabulary, dtype=torch.long)
     output_norm = options.pop("output_norm", True)
     block = StratifiedMoE(**options)

@@ -146,8 +146,8 @@ OF_EXPERTS = [flag for name, flag in MoEConfig.flags().items() if name not in WI
 # There are checkpoints that have these, and options of one value of another, without effect.
 ONCE_WITH_DENSE = {"moe_eom", "moe_fom", "moe_gating_dropout", "moe_stacked"}
 OF_ONE_CHOICE = MoEConfig.of_one_choice() | {
-    "moe_hash_table": ("moe_gate", "hash"),
-    "moe_hash_seed": ("moe_gate", "hash"),
+    "moe_hash_table": ("moe_gate", "hash", "hash-topk"),
+    "moe_hash_seed": ("moe_gate", "hash", "hash-topk"),
 }
 
 _loading = ContextVar("whether the options are a checkpoint's own", default=False)
@@ -279,7 +279,7 @@ def check_language_modeling(config: DecoderOptions, task) -> None:
 
 def _check_blocks(config: MoEOptions, side: str) -> None:
     """The block checks its own options."""
-    table = {"hash_table": torch.zeros(1).long()} if config.moe_gate == "hash" else {}
+    table = {"hash_table": torch.zeros(1).long()} if GATES[config.moe_gate].asks_for == "id" else {}
     layers = config.moe_options(side)
     try:
         with torch.device("meta"):

@@ -58,8 +58,8 @@ class MoEOptions(BlockOptions):
     decoder_moe_freq: int = option(-1, "--moe-freq of the decoder; -1: as --moe-freq")
     moe_hash_table: ChoiceEnum(HASH_TABLES) = option(
         "random",
-        "--moe-gate hash: experts of the token types drawn, or given so that each has as many tokens by the "
-        "dictionary's counts",
+        "--moe-gate hash, hash-topk: experts of the token types drawn, or given so that each has as many "
+        "tokens by the dictionary's counts",
     )
     moe_hash_seed: int = option(1, "--moe-hash-table random: what is drawn")
 

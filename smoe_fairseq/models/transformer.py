@@ -32,6 +32,7 @@ from smoe_fairseq.models.hub import Translator
 from smoe_fairseq.models.options import DecoderOptions, MoEOptions, SMoETransformerConfig
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.experts import Experts
+from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.layer import StratifiedMoE
 from smoe_fairseq.modules.parallel import Placement
 
@@ -180,7 +181,7 @@ def with_experts(config: DecoderOptions, source: Dictionary, target: Dictionary)
         side = getattr(transformer, name)
         side.moe_freq = config.moe_freq_of(name)
         side.moe_options = config.moe_options(name)
-        if config.moe_gate == "hash":
+        if GATES[config.moe_gate].asks_for == "id":
             for options, strata in zip(side.moe_options, config.strata_of(name), strict=True):
                 try:
                     table = hash_table(config, dictionaries[name], strata.num_experts)

@@ -97,7 +97,8 @@ class MoEConfig:
     gate: str = option(
         "topk",
         "who chooses: the gate its best experts (topk), as many as it is unsure of (top-p), a table by "
-        "token (hash), a balanced assignment (base), in the encoder the experts (expert-choice), or each "
+        "token (hash) or a table the first and the gate the others (hash-topk), a balanced assignment "
+        "(base), in the encoder the experts (expert-choice), or each "
         "expert by the sign of its logit (relu) or by a threshold of its own (threshold); or "
         "each expert some tokens of a sentence, with one expert as Mixture-of-Depths has it (depths)",
         "moe_gate",
@@ -306,7 +307,7 @@ class MoEConfig:
     )
     activation_dropout: float = option(0.0, "dropout after the activation in the experts")
     hash_table: Tensor | None = option(
-        None, "gate hash: the expert of each token id, of shape (V,)"
+        None, "gate hash or hash-topk: the expert of each token id, of shape (V,)"
     )
     execution: str = option(
         "auto", "how experts are computed, see `start_pass`", choices=EXECUTIONS
@@ -393,8 +394,8 @@ def _check_gate(config: MoEConfig, strata: Strata) -> None:
     if GATES[gate].needs_capacity and not config.capacity_factor:
         expected = f"{{gate}} {gate} takes so many experts per token; expected a positive number"
         raise OptionError("{capacity_factor} {given}: " + expected, given=config.capacity_factor)
-    if gate == "hash":
-        _check_hash_table(config.hash_table, strata.num_experts)
+    if GATES[gate].asks_for == "id":
+        _check_hash_table(gate, config.hash_table, strata.num_experts)
 
 
 def _check_top_k(config: MoEConfig, strata: Strata) -> None:
@@ -413,14 +414,14 @@ def _check_top_k(config: MoEConfig, strata: Strata) -> None:
         )
 
 
-def _check_hash_table(table: Tensor | None, num_experts: int) -> None:
+def _check_hash_table(gate: str, table: Tensor | None, num_experts: int) -> None:
     fits = table is not None and table.dim() == 1 and not table.is_floating_point()
     if fits and not table.is_meta:
         fits = bool(((table >= 0) & (table < num_experts)).all())
     if not fits:
         raise OptionError(
-            "{hash_table}: {gate} hash looks experts up; expected a vector with a number from 0 to {last} "
-            "for each token id",
+            f"{{hash_table}}: {{gate}} {gate} looks experts up; expected a vector with a number from 0 to "
+            "{last} for each token id",
             last=num_experts - 1,
         )
 

@@ -7,7 +7,7 @@ A gate is called with tokens and a mask, and with a label per token where its `a
 from smoe_fairseq.modules.gates.base import BaseGate
 from smoe_fairseq.modules.gates.depths import DepthsGate
 from smoe_fairseq.modules.gates.expert_choice import ExpertChoiceGate
-from smoe_fairseq.modules.gates.hashed import HashGate
+from smoe_fairseq.modules.gates.hashed import HashGate, HashTopKGate
 from smoe_fairseq.modules.gates.relu import ReLUGate
 from smoe_fairseq.modules.gates.threshold import ThresholdGate
 from smoe_fairseq.modules.gates.top_k import TopKGate
@@ -16,6 +16,7 @@ from smoe_fairseq.modules.gates.top_p import TopPGate
 GATES = {
     "topk": TopKGate,
     "hash": HashGate,
+    "hash-topk": HashTopKGate,
     "base": BaseGate,
     "expert-choice": ExpertChoiceGate,
     "top-p": TopPGate,

@@ -1,6 +1,6 @@
-"""The hash gate: a token's expert is looked up by its id.
+"""Gates that look an expert up by the token's id: the only one, or the first of several.
 
-Shapes: T tokens, E experts; K is 1.
+Shapes: T tokens, D embedding, E experts, K choices per token.
 """
 
 import torch
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.modules.gates.linear import Gate, all_active, route_to_one
+from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.routing import Routing
 
 
@@ -47,3 +48,30 @@ class HashGate(Gate):
             torch.promote_types(x_TD.dtype, torch.float32)
         )
         return route_to_one(expert_T, probs_TE.new_ones(len(x_TD), 1), active_T, probs_TE)
+
+
+class HashTopKGate(TopKGate):
+    """The first expert is ``table[id]``, the others are those of highest score, as of `TopKGate`.
+
+    All K are weighted by the gate, which learns from the first expert too. The balance loss counts first
+    choices, which the table fixes, so it moves the other choices towards experts that have few.
+
+    Attributes:
+        table: the first expert of each id, ``(V,)``; part of the state dict.
+    """
+
+    asks_for = "id"
+    of_one_stratum = True
+    needs_every_expert = (
+        "--moe-gate hash-topk, which looks an expert up for every token of the dictionary"
+    )
+
+    @classmethod
+    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
+        gate = super().of_config(config, embed_dim, num_experts, own_experts)
+        gate.register_buffer("table", config.hash_table.clone())
+        return gate
+
+    def forward(self, x_TD: Tensor, active_T: Tensor | None, id_T: Tensor) -> Routing:
+        """As of `TopKGate`, with the first choice of each id in ``id_T``."""
+        return self.route(x_TD, active_T, first_T1=self.table[id_T].unsqueeze(1))

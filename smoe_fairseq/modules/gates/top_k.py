@@ -149,6 +149,20 @@ class TopKGate(LinearGate):
             earlier_TE: ``(T, V)``, logits of an earlier gate, of which the last are those of the experts
                 that this one sees; 0 where there was none. Only a gate with a residual needs them.
         """
+        return self.route(x_TD, active_T, earlier_TE)
+
+    def route(
+        self,
+        x_TD: Tensor,
+        active_T: Tensor | None,
+        earlier_TE: Tensor | None = None,
+        first_T1: Tensor | None = None,
+    ) -> Routing:
+        """As `forward`.
+
+        Args:
+            first_T1: first choices that are given; None: those of highest score.
+        """
         if active_T is None:
             active_T = all_active(x_TD)
         num_experts = self.num_experts
@@ -162,7 +176,7 @@ class TopKGate(LinearGate):
             score_TE = logits_TE.sigmoid()
             least = torch.finfo(score_TE.dtype).tiny
             probs_TE = score_TE / score_TE.sum(1, keepdim=True).clamp(min=least)
-        choice_TK = self.select(score_TE.detach())
+        choice_TK = self.select(score_TE.detach(), first_T1)
         weight_TK = score_TE.gather(1, choice_TK) * active_T.unsqueeze(1)
         asked_TK, first_choice_T, true_TE = choice_TK, choice_TK[:, 0], probs_TE
         if self.free_experts:
@@ -215,10 +229,11 @@ class TopKGate(LinearGate):
         free = [wide_linear(x_TD, weight_ED) for weight_ED in weights if weight_ED is not None]
         return torch.cat([logits_TE, *free], dim=1)
 
-    def select(self, score_TE: Tensor) -> Tensor:
-        """Experts ``(T, K)``, best first."""
+    def select(self, score_TE: Tensor, first_T1: Tensor | None = None) -> Tensor:
+        """Experts ``(T, K)``, those of ``first_T1`` or else the best first."""
         scores_TE = score_TE if self.bias is None else self.bias(score_TE)
-        first_T1 = scores_TE.argmax(dim=1, keepdim=True)
+        if first_T1 is None:
+            first_T1 = scores_TE.argmax(dim=1, keepdim=True)
         if self.top_k == 1:
             return first_T1
         if self.training and self.second_expert_policy == "sampling":
