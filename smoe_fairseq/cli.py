@@ -17,55 +17,55 @@ COMMANDS = {
     "path": ("smoe_fairseq.cli", "print the package's path, for fairseq's --user-dir"),
     "cost": (
         "smoe_fairseq.analysis.cost_command",
-        "parameters, FLOPs per token and requested capacity of a model",
+        "count a model's parameters and FLOPs per token, and forecast the memory of training",
     ),
     "analyze": (
         "smoe_fairseq.analysis.command",
-        "where the capacity goes, by language, token and depth: numbers, pictures and a report",
+        "report the requested capacity of a trained model by language, token and layer",
     ),
     "translate": (
         "smoe_fairseq.translate.command",
-        "text in, translations out: a line for each line",
+        "translate text, line by line",
     ),
     "shortlist": (
         "smoe_fairseq.translate.shortlist",
-        "the target tokens that each source token may need, for a faster translation",
+        "list the target tokens that each source token may need, to speed up translation",
     ),
     "serve": (
         "smoe_fairseq.serve.app",
-        "a page in the browser, and JSON for programs, before a trained model",
+        "serve a trained model over HTTP: a web page, and JSON for programs",
     ),
     "consolidate": (
         "smoe_fairseq.checkpoints.sets",
-        "one ordinary checkpoint of the files that an --expert-parallel run has saved",
+        "merge the files of an --expert-parallel run into one ordinary checkpoint",
     ),
     "reshard": (
         "smoe_fairseq.checkpoints.sets",
-        "the checkpoint for another number of processes, optimizer state included",
+        "rewrite a checkpoint for another number of processes, with its optimizer state",
     ),
     "average": (
         "smoe_fairseq.checkpoints.average",
-        "one checkpoint whose weights are the mean of several",
+        "average the weights of several checkpoints",
     ),
     "upcycle": (
         "smoe_fairseq.checkpoints.upcycle",
-        "an MoE checkpoint to train on, its experts copies of a dense model's FFNs",
+        "turn a dense checkpoint into an MoE checkpoint whose experts are copies of its FFNs",
     ),
     "export": (
         "smoe_fairseq.checkpoints.export",
-        "a checkpoint for other tools: fairseq's own transformer, or safetensors",
+        "convert a checkpoint for other tools: fairseq, CTranslate2, transformers, safetensors",
     ),
     "import": (
         "smoe_fairseq.checkpoints.foreign",
-        "a checkpoint of fairseq's MoE branch or of the SMoE paper's code as one of ours",
+        "convert a checkpoint of fairseq's MoE branch, the SMoE paper's code or transformers",
     ),
     "prune": (
         "smoe_fairseq.checkpoints.prune",
-        "a checkpoint without the experts that some directions use little",
+        "remove the experts that some directions use little",
     ),
     "subwords": (
         "smoe_fairseq.recipes.subwords",
-        "learn subwords from text, and divide text into them",
+        "learn subwords from text, and split text into them",
     ),
 }
 

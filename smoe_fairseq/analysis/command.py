@@ -156,45 +156,56 @@ def add_analyze_arguments(parser: ArgumentParser) -> None:
     """Data, checkpoint, what to run over and where to write."""
     parser.add_argument("data", metavar="DATA", help="binarised data, as fairseq-train takes it")
     parser.add_argument("--path", type=Path, required=True, metavar="CHECKPOINT")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="a new folder for the results")
     parser.add_argument(
-        "--gen-subset", default="valid", help="train, valid or test; default: valid"
+        "--output", type=Path, metavar="DIR", help="folder for the results; must not exist"
     )
     parser.add_argument(
-        "--lang-pairs", metavar="PAIRS", help="such as en-de,de-en; default: all of the checkpoint"
+        "--gen-subset",
+        default="valid",
+        help="subset to run on: train, valid or test; default: valid",
     )
     parser.add_argument(
-        "--sentences", type=positive, metavar="N", help="a random sample of N per direction"
+        "--lang-pairs",
+        metavar="PAIRS",
+        help="directions, such as en-de,de-en; default: all of the checkpoint",
+    )
+    parser.add_argument(
+        "--sentences",
+        type=positive,
+        metavar="N",
+        help="run on a random sample of N sentences per direction",
     )
     parser.add_argument(
         "--sentence",
         metavar="TEXT",
-        help="show the capacity that this one sentence's tokens request, instead of a subset's; "
-        "with --output also as a picture",
+        help="show the requested capacity of this sentence's tokens, in place of a subset's; with --output "
+        "also as a picture",
     )
     parser.add_argument(
         "--min-count",
         type=positive,
         default=TOO_FEW,
         metavar="N",
-        help="occurrences of a token that is to be among those of lowest or highest requested "
+        help="leave tokens with fewer occurrences out of the lists of lowest and highest requested "
         f"capacity; default: {TOO_FEW}",
     )
     parser.add_argument(
         "--log",
         type=Path,
         metavar="FILE",
-        help="fairseq's log of the training; default: train.log beside the checkpoint, if there",
+        help="fairseq's log of the training; default: train.log beside the checkpoint, if it exists",
     )
     parser.add_argument(
         "--exit-bias",
         type=_numbers,
         metavar="B,B,...",
-        help="also translate the subset with each of these --smoe-exit-bias, such as 0,0.5,1,2, and draw "
-        "BLEU and time over them; negative ones as in --exit-bias=-1,0",
+        help="also translate the subset with each of these values of --smoe-exit-bias, such as "
+        "0,0.5,1,2, and plot BLEU and time; write negative values as --exit-bias=-1,0",
     )
-    parser.add_argument("--max-tokens", type=positive, default=4096, help="of a batch")
-    parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
+    parser.add_argument(
+        "--max-tokens", type=positive, default=4096, help="tokens per batch; default: 4096"
+    )
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even where there is a GPU")
 
 
 def run_analyze(args: Namespace) -> None:

@@ -114,32 +114,40 @@ def add_cost_arguments(parser: ArgumentParser) -> None:
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.epilog = READING
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--paper", choices=WITH_COSTS, help="all rows of a table of the paper")
-    what.add_argument("--path", type=Path, metavar="CHECKPOINT", help="the model of a checkpoint")
+    what.add_argument(
+        "--paper", choices=WITH_COSTS, help="compute all rows of a table of the paper"
+    )
+    what.add_argument(
+        "--path", type=Path, metavar="CHECKPOINT", help="take the model of this checkpoint"
+    )
     parser.add_argument(
         "data",
         nargs="?",
         type=Path,
         metavar="DATA",
-        help="with --path: binarised data, to measure the requested capacity on",
+        help="with --path: binarised data on which to measure the requested capacity",
     )
     parser.add_argument("--gen-subset", default="valid", help="subset of DATA; default: valid")
     parser.add_argument(
         "--vocab-size",
         type=int,
         default=VOCABULARY,
-        help=f"entries of the dictionary; default: {VOCABULARY}",
+        help=f"size of the dictionary; default: {VOCABULARY}",
     )
     parser.add_argument(
-        "--context", type=int, default=CONTEXT, help=f"attended positions; default: {CONTEXT}"
+        "--context",
+        type=int,
+        default=CONTEXT,
+        help=f"positions that a token attends to; default: {CONTEXT}",
     )
     parser.add_argument(
         "--world-size",
         type=int,
         metavar="N",
-        help="also what each of N processes holds and sends, with replicated and with sharded experts",
+        help="also show the bytes that each of N processes holds and sends, with replicated and with "
+        "sharded experts",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, in plain numbers")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_model_arguments(parser)
     training = parser.add_argument_group("training, with --world-size, as for fairseq-train")
     add_run_arguments(training)
@@ -148,7 +156,7 @@ def add_cost_arguments(parser: ArgumentParser) -> None:
         type=int,
         default=LENGTH,
         metavar="N",
-        help=f"tokens of each sentence, for what attention takes; default: {LENGTH}",
+        help=f"tokens per sentence, for the memory of attention; default: {LENGTH}",
     )
 
 

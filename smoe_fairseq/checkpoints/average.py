@@ -137,17 +137,17 @@ def add_average_arguments(parser: ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="checkpoints, or sets of --expert-parallel by their names without -rank-N; or a run's folder "
-        "with --last",
+        help="checkpoints; those of --expert-parallel by their names without -rank-N; with --last the folder "
+        "of a run",
     )
     parser.add_argument(
-        "--last", type=int, metavar="N", help="the N newest checkpoints of a folder"
+        "--last", type=int, metavar="N", help="average the N newest checkpoints of the folder"
     )
     parser.add_argument(
         "--by",
         choices=sorted(KINDS),
-        help="with --last: those saved after so many updates, or at the end of epochs; by default those "
-        "that there are",
+        help="with --last: take checkpoints saved at the end of epochs, or every N updates; default: "
+        "whichever the folder has",
     )
     add_output_arguments(parser)
 

@@ -269,23 +269,23 @@ def add_export_arguments(parser: ArgumentParser) -> None:
         "path",
         type=Path,
         metavar="CHECKPOINT",
-        help="a file, or the name of a set of --expert-parallel, without -rank-N; for transformers also "
-        "a run's folder",
+        help="a checkpoint; one of --expert-parallel by its name without -rank-N; with --to huggingface also "
+        "the folder of a run",
     )
     parser.add_argument(
         "--to",
         required=True,
         choices=("fairseq", "ctranslate2", "huggingface", "safetensors"),
-        help="fairseq: its own transformer, of a dense model; ctranslate2: a folder for CTranslate2, of "
-        "a dense model; huggingface: a folder for transformers' from_pretrained; safetensors: weights, "
-        "and a JSON of all options beside them",
+        help="fairseq: a checkpoint of its own transformer (dense models only); ctranslate2: a folder for "
+        "CTranslate2 (dense models only); huggingface: a folder for transformers' from_pretrained; "
+        "safetensors: the weights, with a JSON file of all options beside them",
     )
     parser.add_argument(
         "--fp16",
         action="store_true",
-        help="weights in float16, half the size; of --to huggingface and safetensors",
+        help="write weights in float16, half the size; with --to huggingface or safetensors",
     )
-    add_output_arguments(parser, "what to write; a folder for CTranslate2 and transformers")
+    add_output_arguments(parser, "file to write; a folder for ctranslate2 and huggingface")
 
 
 def run_export(args: Namespace) -> None:

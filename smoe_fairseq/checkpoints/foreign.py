@@ -297,11 +297,11 @@ def add_import_arguments(parser: ArgumentParser) -> None:
         "path",
         type=Path,
         metavar="CHECKPOINT",
-        help="of fairseq's MoE branch (NLLB-200) or of the SMoE paper's code: a single file, or a set by its "
-        "name without -shared and -rank-N; or a folder of transformers, of smoe export --to huggingface or "
-        "of NllbMoeForConditionalGeneration",
+        help="a checkpoint of fairseq's MoE branch (NLLB-200) or of the SMoE paper's code, one of "
+        "several files by its name without -shared and -rank-N; or a folder of transformers: of "
+        "smoe export --to huggingface, or of NllbMoeForConditionalGeneration",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="what to write")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
 
 

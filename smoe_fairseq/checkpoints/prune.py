@@ -279,37 +279,39 @@ def add_prune_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--lang-pairs",
         metavar="PAIRS",
-        help="the directions that the model is for, such as en-cs,cs-en; default: all of the checkpoint",
+        help="directions to keep the model good at, such as en-cs,cs-en; default: all of the checkpoint",
     )
     parser.add_argument(
         "--keep",
         type=float,
         metavar="SHARE",
-        help="keep this share of the experts, above 0 up to 1: those of highest importance, which is the "
-        "rate of first choices x exp(mean confidence of these)",
+        help="share of the experts to keep, above 0 up to 1: those of highest importance, which is the "
+        "rate of first choices times exp(mean gate probability of these)",
     )
     parser.add_argument(
         "--over",
         choices=("layer", "all"),
-        help="what --keep is a share of: the experts of each MoE layer, or of all; default: layer",
+        help="whether --keep is a share of each MoE layer's experts, or of all experts; default: layer",
     )
     parser.add_argument(
         "--min-load",
         type=float,
         metavar="LOAD",
-        help="in place of --keep: remove experts whose load, which is their choices over the mean of "
-        "their layer, is above this in no direction; 0 removes those that were never chosen",
+        help="in place of --keep: remove experts whose load (choices, over the mean of the layer) is at most "
+        "this in every direction; 0 removes those that were never chosen",
     )
     parser.add_argument(
         "--gen-subset",
         default="valid",
-        help="train, valid or test: what is counted; default: valid",
+        help="subset to count on: train, valid or test; default: valid",
     )
     parser.add_argument(
         "--sentences", type=positive, metavar="N", help="a random sample of N per direction"
     )
-    parser.add_argument("--max-tokens", type=positive, default=4096, help="of a batch")
-    parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
+    parser.add_argument(
+        "--max-tokens", type=positive, default=4096, help="tokens per batch; default: 4096"
+    )
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even where there is a GPU")
     add_output_arguments(parser)
 
 

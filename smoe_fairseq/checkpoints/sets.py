@@ -313,7 +313,7 @@ def with_model_options(state: Mapping, options: Mapping) -> dict:
     return {**state, "args": Namespace(**args)}
 
 
-def add_output_arguments(parser: ArgumentParser, text: str = "what to write") -> None:
+def add_output_arguments(parser: ArgumentParser, text: str = "file to write") -> None:
     """``--output FILE`` and ``--force``."""
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=text)
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
@@ -384,12 +384,12 @@ def add_consolidate_arguments(parser: ArgumentParser) -> None:
         "path",
         type=Path,
         metavar="DIR/checkpoint_last.pt",
-        help="the set of files: its name without -rank-N",
+        help="name of the files without -rank-N",
     )
     parser.add_argument(
         "--optimizer-state",
         action="store_true",
-        help="keep the optimizer's state, for training on in one process",
+        help="keep the optimizer's state, to continue training in one process",
     )
     add_output_arguments(parser)
 
@@ -417,13 +417,19 @@ def add_reshard_arguments(parser: ArgumentParser) -> None:
         "path",
         type=Path,
         metavar="DIR/checkpoint_last.pt",
-        help="a checkpoint of one process, or the set of files: its name without -rank-N",
+        help="a checkpoint of one process, or the name of several files without -rank-N",
     )
     parser.add_argument(
-        "--world-size", type=int, required=True, metavar="M", help="processes to write it for"
+        "--world-size",
+        type=int,
+        required=True,
+        metavar="M",
+        help="number of processes to write it for",
     )
     add_output_arguments(
-        parser, "what to write: its name without -rank-N; train on with its folder as --save-dir"
+        parser,
+        "name of the files to write, without -rank-N; to continue training, give their folder as "
+        "--save-dir",
     )
 
 

@@ -162,15 +162,21 @@ def _is_copy(name: str) -> bool:
 
 def add_upcycle_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "path", type=Path, metavar="DENSE.pt", help="dense, pre-norm; ours or fairseq's"
+        "path",
+        type=Path,
+        metavar="DENSE.pt",
+        help="checkpoint of a dense pre-norm transformer, ours or fairseq's",
     )
     parser.add_argument(
         "--noise",
         type=float,
         default=0.0,
-        help="added to the experts' weights: its standard deviation over theirs; default: 0, all are alike",
+        help="standard deviation of noise added to the experts' weights, relative to theirs; default: "
+        "0, no noise",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of gates and noise; default: 1")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="random seed of gates and noise; default: 1"
+    )
     add_output_arguments(parser)
     experts = make_dataclass(
         "Experts",

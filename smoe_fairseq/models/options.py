@@ -58,10 +58,10 @@ class MoEOptions(BlockOptions):
     decoder_moe_freq: int = option(-1, "--moe-freq of the decoder; -1: as --moe-freq")
     moe_hash_table: ChoiceEnum(HASH_TABLES) = option(
         "random",
-        "--moe-gate hash, hash-topk: experts of the token types drawn, or given so that each has as many "
-        "tokens by the dictionary's counts",
+        "--moe-gate hash, hash-topk: how the table assigns token types to experts, at random or so that "
+        "each expert gets as many tokens, by the dictionary's counts",
     )
-    moe_hash_seed: int = option(1, "--moe-hash-table random: what is drawn")
+    moe_hash_seed: int = option(1, "--moe-hash-table random: the random seed")
 
     def moe_freq_of(self, side: str) -> int:
         """``side`` is "encoder" or "decoder"."""

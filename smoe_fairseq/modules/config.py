@@ -84,218 +84,228 @@ class MoEConfig:
 
     strata: str = option(
         "2-2-2-2",
-        "experts per stratum in the paper's notation: 16 is a vanilla MoE, 4-12 has two strata; one value, "
-        "or one for each MoE layer of a side, separated by commas",
+        "experts per stratum, in the paper's notation: 16 is a vanilla MoE, 4-12 has two strata; "
+        "give one value for all MoE layers, or one per MoE layer of a side, separated by commas",
         "smoe_strata",
     )
     chain: int = option(
         1,
-        "chain of experts: so many passes of every token over the experts of one stratum, each with a gate "
-        "of its own",
+        "chain of experts: how many times every token passes through the experts; each pass has a "
+        "gate of its own",
         "smoe_chain",
     )
     gate: str = option(
         "topk",
-        "who chooses: the gate its best experts (topk), as many as it is unsure of (top-p), a table by "
-        "token (hash) or a table the first and the gate the others (hash-topk), a balanced assignment "
-        "(base), in the encoder the experts (expert-choice), or each "
-        "expert by the sign of its logit (relu) or by a threshold of its own (threshold); or "
-        "each expert some tokens of a sentence, with one expert as Mixture-of-Depths has it (depths)",
+        "how experts are chosen. topk: each token takes its k best-scored experts; top-p: as many "
+        "as reach --moe-top-p; hash: one, by a table of token ids; hash-topk: the first by that "
+        "table, the others by score; base: one, so that a batch is balanced; expert-choice: each "
+        "expert takes its best tokens (encoder only); relu: all with a logit above 0; threshold: "
+        "all above a running threshold; depths: Mixture-of-Depths, where experts take some of a "
+        "sentence's tokens",
         "moe_gate",
         choices=tuple(GATES),
     )
     top_k: int = option(
         2,
-        "experts per token and stratum, with null ones; --moe-gate relu or threshold: their mean",
+        "experts per token and stratum, null experts included; for --moe-gate relu and threshold "
+        "the mean to aim at",
         "moe_top_k",
     )
     top_p: float = option(
         0.4,
-        "--moe-gate top-p: probability that the experts of a token have between them, at least",
+        "--moe-gate top-p: a token takes its best experts until their probabilities add up to this",
         "moe_top_p",
         of=("gate", "top-p"),
     )
     threshold_step: float = option(
         0.05,
-        "--moe-gate threshold or depths: share of an update's scores in the running mean that an expert's "
-        "threshold is",
+        "--moe-gate threshold, depths: weight of the newest update in the running mean that sets "
+        "the thresholds",
         "moe_threshold_step",
         check=share,
         of=("gate", "threshold", "depths"),
     )
     scores: str = option(
         "softmax",
-        "--moe-gate topk: scores of the experts, a softmax over all of them or a sigmoid of each",
+        "--moe-gate topk: function that turns logits into scores",
         "moe_scores",
         choices=SCORES,
     )
     gate_residual: str = option(
         "none",
-        "a gate adds a learnt linear map of the logits of the last gate that the token saw: of the strata "
-        "before in the same layer, or of the MoE layers before as well (its first gate)",
+        "MoE++: add a learnt linear map of an earlier gate's logits. strata: of the last stratum "
+        "at which the token stopped; layers: of the previous MoE layer as well",
         "moe_gate_residual",
         choices=GATE_RESIDUALS,
         of=("gate", "topk"),
     )
     null_experts: int = option(
         0,
-        "experts without output that take part in the choice of top-k; with a larger --moe-top-k",
+        "number of experts without output; a token that chooses one saves a real expert; needs a "
+        "larger --moe-top-k",
         "moe_null_experts",
         check=number,
     )
     copy_experts: int = option(
         0,
-        "experts whose output is the token that they get, in the choice of top-k as null ones are",
+        "number of experts that return their input; chosen like null experts",
         "moe_copy_experts",
         check=number,
     )
     constant_experts: int = option(
         0,
-        "experts whose output is a learnt mixture of the token and a learnt vector, as the former",
+        "number of experts that mix their input with a learnt vector; chosen like null experts",
         "moe_constant_experts",
         check=number,
     )
     expert_ffn_dim: int = option(
         0,
-        "width of each expert, shared ones too; 0: the FFN dimension of its side",
+        "inner width of each expert, shared experts included; 0: the FFN dimension of the side",
         "moe_expert_ffn_dim",
         check=number,
     )
     shared_experts: int = option(
         0,
-        "experts that all tokens use, beside those of the gate",
+        "number of experts that every token uses, besides those it chooses",
         "moe_shared_experts",
         check=number,
     )
     residual: bool = option(
         False,
-        "PR-MoE: a shared FFN beside the experts, mixed with them by a gate of its own",
+        "PR-MoE: add a shared FFN, mixed with the experts by a gate of its own",
         "moe_residual",
     )
     balance: str = option(
         "loss",
-        "experts are kept equally busy by the balance loss, or by a bias for the selection, without a loss",
+        "what keeps experts equally busy: a balance loss, or a bias that changes the choice and "
+        "not the weights",
         "moe_balance",
         choices=BALANCES,
     )
     bias_step: float = option(
         1e-3,
-        "--moe-balance bias: how far it goes in an update",
+        "--moe-balance bias: change of the bias per update",
         "moe_bias_step",
         check=scale,
         of=("balance", "bias"),
     )
     balance_over: str = option(
         "batch",
-        "the balance loss counts first choices of each batch by itself, or of all processes and batches of "
-        "the update so far",
+        "tokens over which the balance loss counts first choices: those of a batch, or all of the "
+        "update so far, on all processes",
         "moe_balance_over",
         choices=BALANCED_OVER,
     )
     capacity_budget: float = option(
         0.0,
-        "strata that a token is to stop at on average, from 1 to as many as there are, by a loss in training "
-        "(--smoe-capacity-budget-wt of the criterion); 0: no such loss",
+        "mean number of strata at which a token should stop, from 1 to the number of strata; "
+        "trained by a loss (--smoe-capacity-budget-wt); 0: no such loss",
         "smoe_capacity_budget",
     )
     exit_bias: float = option(
         0.0,
-        "in evaluation, added to the gates' logits of later strata: above 0 tokens stop at fewer strata, in "
-        "less time; set it by --model-overrides",
+        "evaluation only: above 0, tokens stop at fewer strata and translation is faster; below "
+        "0, at more; set it with --model-overrides",
         "smoe_exit_bias",
     )
     stacked: bool = option(
         False,
-        "naive stacking: a chain of MoE layers without inner layer norms and residuals",
+        "naive stacking: each stratum is a MoE layer of its own, without layer norm or residual "
+        "between them",
         "moe_stacked",
     )
     capacity_factor: float = option(
         2.0,
-        "in training an expert takes ceil(factor * tokens / experts) tokens; 0: no limit",
+        "in training an expert takes at most ceil(factor * tokens / experts) tokens; 0: no limit",
         "moe_capacity_factor",
         check=factor,
     )
     eval_capacity_factor: float = option(
         0.0,
-        "the same in evaluation; 0: no limit, so no translation depends on its batch",
+        "the same in evaluation; with 0, no limit, a translation does not depend on its batch",
         "moe_eval_capacity_factor",
         check=factor,
     )
     second_expert_policy: str = option(
         "sampling",
-        "second expert in training: drawn, the second best, or the latter at random",
+        "second and further experts in training. sampling: drawn by their scores; all: the best; "
+        "random: the best, kept with probability min(1, 2 * weight)",
         "moe_second_expert_policy",
         choices=SECOND_EXPERT_POLICIES,
     )
     gate_normalization: str = option(
         "after-drop",
-        "weights of the two experts are divided by their sum after or before dropping",
+        "when the weights of a token's experts are divided by their sum: after dropping, before "
+        "it, or never",
         "moe_gate_normalization",
         choices=GATE_NORMALIZATIONS,
     )
     drop_order: str = option(
         "sentence",
-        "tokens that keep an expert that has too many: the first ones, sentence after sentence, those of "
-        "highest gate probability, or drawn ones",
+        "which tokens keep an expert that is full. sentence: the first in the batch; score: those "
+        "of highest gate probability; random: a random choice",
         "moe_drop_order",
         choices=DROP_ORDERS,
     )
     norms: str = option(
         "paper",
-        "inner layer norms and residuals as the paper or as its released code has them, which normalises the "
-        "output of a MoE layer too, with one stratum as with several",
+        "inner layer norms and residuals. paper: as in the paper; released: as in its released "
+        "code, which also normalises the output of a MoE layer",
         "smoe_norm",
         choices=NORMS,
         alias="--moe-norms",
     )
     dropout_per: str = option(
         "stratum",
-        "dropout of each stratum's output, or of what the whole MoE layer adds",
+        "apply dropout to the output of each stratum, or once to the output of the MoE layer",
         "moe_dropout_per",
         choices=DROPOUTS,
     )
     gate_init_scale: float = option(
         1.0,
-        "initial weights of the gates, over those of a linear layer",
+        "scale of the gates' initial weights, relative to a linear layer",
         "moe_gate_init_scale",
         check=scale,
     )
     output_init_scale: float = option(
         1.0,
-        "initial weights and biases of the experts' second layer, over a linear layer's",
+        "scale of the initial weights and biases of the experts' second layer, relative to a "
+        "linear layer",
         "moe_output_init_scale",
         check=scale,
     )
     eom: float = option(
         0.0,
-        "expert output masking: probability that a selected expert's output is left out",
+        "expert output masking: probability of dropping the output of a chosen expert",
         "moe_eom",
         check=probability,
     )
     fom: float = option(
         0.0,
-        "final output masking: probability that a token's mixed expert output is left out",
+        "final output masking: probability of dropping the output of all experts for a token",
         "moe_fom",
         check=probability,
     )
     gating_dropout: float = option(
         0.0,
-        "probability that a MoE layer routes no token of a batch in training",
+        "probability that a MoE layer routes none of a batch's tokens in training",
         "moe_gating_dropout",
         check=probability,
     )
     cmr: bool = option(
-        False, "conditional MoE routing: a gate between a shared FFN and the experts", "moe_cmr"
+        False,
+        "conditional MoE routing: a gate chooses between a shared FFN and the experts",
+        "moe_cmr",
     )
     cmr_gate_drop: float = option(
         0.0,
-        "CMR: probability in training that a token has the shared FFN only",
+        "CMR: probability in training that a token uses the shared FFN only",
         "cmr_gate_drop",
         check=probability,
     )
     expert_parallel: bool = option(
         False,
-        "spread the experts of every MoE layer over the processes (with legacy_ddp)",
+        "spread the experts of every MoE layer over the processes; needs --ddp-backend legacy_ddp",
         "expert_parallel",
     )
     # Set by other parts of a model: the transformer's flags of these names, its dictionary, and nothing.

@@ -433,28 +433,38 @@ PORT = 8000
 
 def add_serve_arguments(parser: ArgumentParser) -> None:
     """The run, where to listen, and limits."""
-    parser.add_argument("path", metavar="RUN", help="a run's folder, or a checkpoint")
+    parser.add_argument("path", metavar="RUN", help="folder of a run, or a checkpoint")
     parser.add_argument(
         "--data",
         metavar="DIR",
-        help="folder of dict.*.txt and spm.model, if they are not the run's",
+        help="folder with dict.*.txt and spm.model; default: the run's",
     )
     parser.add_argument(
-        "--from", dest="source", metavar="LANG", help="of one direction that the data do not say"
+        "--from",
+        dest="source",
+        metavar="LANG",
+        help="source language, where the data do not say it",
     )
-    parser.add_argument("--to", dest="target", metavar="LANG", help="see there")
+    parser.add_argument(
+        "--to", dest="target", metavar="LANG", help="target language, where the data do not say it"
+    )
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; others than this machine's own let other machines in "
-        "(default: 127.0.0.1)",
+        help="address to listen on; with 0.0.0.0 other machines can connect (default: 127.0.0.1)",
     )
     for flag, kind, default, metavar, words in (
-        ("--port", port, PORT, "N", "0: any that is free"),
-        ("--max-tokens", positive, 200, "N", "subwords of a text"),
-        ("--max-batch", positive, 32, "N", "texts that are translated together"),
-        ("--max-queue", positive, 512, "N", "texts that may wait; more are refused for the moment"),
-        ("--timeout", seconds, 60.0, "SECONDS", "from a request to its answer"),
+        ("--port", port, PORT, "N", "port; 0: any free one"),
+        ("--max-tokens", positive, 200, "N", "maximum length of a text in subwords"),
+        ("--max-batch", positive, 32, "N", "maximum number of texts per batch"),
+        (
+            "--max-queue",
+            positive,
+            512,
+            "N",
+            "maximum number of waiting texts; further ones get status 503",
+        ),
+        ("--timeout", seconds, 60.0, "SECONDS", "time limit of a request"),
     ):
         words = f"{words} (default: {default:g})"
         parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=words)

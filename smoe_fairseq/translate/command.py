@@ -65,51 +65,65 @@ AT_ONCE = 4000  # lines that are read and sorted by length; their translations a
 
 
 def add_translate_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN", help="a run's folder, or a checkpoint")
+    parser.add_argument("path", metavar="RUN", help="folder of a run, or a checkpoint")
     parser.add_argument("--to", metavar="LANG", help="language to translate to")
     parser.add_argument(
         "--from",
         dest="source",
         metavar="LANG",
-        help="language of the text; --from and --to may be left out where only one is possible",
+        help="language of the text; leave --from and --to out where only one is possible",
     )
     parser.add_argument(
         "--data",
         metavar="DIR",
-        help="folder of dict.*.txt and spm.model, if they are not the run's",
+        help="folder with dict.*.txt and spm.model; default: the run's",
     )
-    parser.add_argument(
-        "--output", metavar="FILE", help="what to write, in place of standard output"
-    )
-    parser.add_argument("--json", action="store_true", help="a JSON object for each line")
+    parser.add_argument("--output", metavar="FILE", help="write here in place of standard output")
+    parser.add_argument("--json", action="store_true", help="print a JSON object per line")
     parser.add_argument(
         *("--nbest", "-n"),
         type=at_least(int, 1),
         metavar="N",
-        help="the N best of each: number of the line, score and translation, between tabs",
+        help="print the N best translations of each line: line number, score and translation, "
+        "separated by tabs",
     )
     defaults = Options()
     for flag, kind, limits, words in (
-        ("--beam", int, (1,), "hypotheses at a time"),
-        ("--lenpen", float, (-10, 10), "above 1 for longer translations, below for shorter ones"),
-        ("--unkpen", float, (-math.inf,), "above 0 for fewer unknown words"),
+        ("--beam", int, (1,), "beam size"),
+        (
+            "--lenpen",
+            float,
+            (-10, 10),
+            "length penalty: above 1 favours longer translations, below 1 shorter ones",
+        ),
+        ("--unkpen", float, (-math.inf,), "penalty for unknown words: above 0 gives fewer of them"),
         (
             "--max-len-a",
             float,
             (0,),
-            "a translation has at most A x + B tokens, x those of the line",
+            "A in the maximum length A x + B of a translation; x is the length of the line in tokens",
         ),
-        ("--max-len-b", int, (1,), "see there"),
-        ("--divide-above", int, (1,), "a line of more tokens is translated by sentences"),
-        ("--min-len", int, (0,), "a translation has at least so many tokens"),
+        ("--max-len-b", int, (1,), "B in the same"),
+        ("--divide-above", int, (1,), "translate a line of more tokens sentence by sentence"),
+        ("--min-len", int, (0,), "minimum length of a translation in tokens"),
         (
             "--no-repeat-ngram-size",
             int,
             (0,),
-            "no sequence of so many tokens occurs twice in a translation; 0: any may",
+            "let no sequence of so many tokens occur twice in a translation; 0: no limit",
         ),
-        ("--temperature", float, (1e-3,), "above 1 for flatter probabilities, below for sharper"),
-        ("--seed", int, (0,), "of --sampling; a line has the same samples in any company"),
+        (
+            "--temperature",
+            float,
+            (1e-3,),
+            "above 1 flattens the probabilities, below 1 sharpens them",
+        ),
+        (
+            "--seed",
+            int,
+            (0,),
+            "random seed of --sampling; a line's samples do not depend on the other lines",
+        ),
     ):
         default = getattr(defaults, flag[2:].replace("-", "_"))
         kind = at_least(kind, *limits)
@@ -121,24 +135,24 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         type=at_least(int, 1),
         default=MAX_TOKENS,
         metavar="N",
-        help=f"tokens of text that are translated at a time, padding included (default: {MAX_TOKENS})",
+        help=f"source tokens per batch, padding included (default: {MAX_TOKENS})",
     )
     parser.add_argument(
         "--sampling",
         action="store_true",
-        help="draw --beam translations by their probabilities, in place of a search for the best",
+        help="draw --beam translations at random by their probabilities, in place of beam search",
     )
     parser.add_argument(
         "--sampling-topk",
         type=at_least(int, 1),
         metavar="N",
-        help="draw from the N most probable tokens; with --sampling",
+        help="with --sampling: draw from the N most probable tokens",
     )
     parser.add_argument(
         "--sampling-topp",
         type=at_least(float, 0, 1),
         metavar="P",
-        help="draw from the fewest tokens with a probability of P together; with --sampling",
+        help="with --sampling: draw from the most probable tokens that together have a probability of P",
     )
     parser.add_argument(
         "--shortlist",

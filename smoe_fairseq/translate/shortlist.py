@@ -26,7 +26,7 @@ from smoe_fairseq.files import whole_file
 
 FILE = "shortlist.npz"
 SHORTLIST_HELP = (
-    "choose among the tokens that this file of smoe shortlist has for a text: faster, nearly the same "
+    "choose among the target tokens that this file of smoe shortlist lists: faster, nearly the same "
     "translations"
 )
 _AT_ONCE = 20_000  # sentences of a product of counts
@@ -147,12 +147,12 @@ def _occurrences(prefix: Path, dictionary: Dictionary, lines: int) -> sparse.csr
 def add_shortlist_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("data", type=Path, metavar="DATA", help="folder of binarised training data")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"what to write (default: DATA/{FILE})"
+        "--output", type=Path, metavar="FILE", help=f"file to write (default: DATA/{FILE})"
     )
     for flag, default, words in (
-        ("--candidates", 50, "target tokens for each source token"),
-        ("--frequent", 200, "most frequent target tokens that every text may use"),
-        ("--lines", 500_000, "training sentences of each pair that are counted, at most"),
+        ("--candidates", 50, "target tokens per source token"),
+        ("--frequent", 200, "number of most frequent target tokens that every text may use"),
+        ("--lines", 500_000, "maximum number of training sentences to count per pair"),
     ):
         parser.add_argument(
             *(flag,),
