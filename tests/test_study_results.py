@@ -49,8 +49,9 @@ def test_the_docs_have_the_reports_tables():
         assert f"\n\n{table}\n" in docs, "docs/study.md is older than results/multi30k/report.md"
 
 
-def test_the_intervals_in_the_docs_prose_are_in_the_tables():
-    docs = (ROOT / "docs/study.md").read_text()
+@pytest.mark.parametrize("page", ["docs/study.md", "README.md"])
+def test_the_intervals_in_the_docs_prose_are_in_the_tables(page):
+    docs = (ROOT / page).read_text()
     prose = "\n".join(line for line in docs.splitlines() if not line.startswith("|"))
     found = re.findall(r"\[[-+\d.]+%?, [-+\d.]+%?\]", prose)
     assert found and all(interval in MULTI30K.read_text() for interval in found), found
