@@ -76,8 +76,11 @@ def whole_files(
             if parents:
                 os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             _remove_left_over(path)
-            partials.append(_new_file(path))
-            replacing.append((partials[-1], path))
+            # A signal may end the process as soon as the file exists, so it is noted before.
+            partial = f"{path}{_OURS}.{os.getpid()}-{secrets.token_hex(4)}.tmp"  # as fairseq's
+            partials.append(partial)
+            replacing.append((partial, path))
+            _create(partial, path)
         yield partials
         for partial, _ in replacing:
             _check_written(partial)
@@ -92,20 +95,15 @@ def whole_files(
                 os.unlink(partial)
 
 
-def _new_file(path: str) -> str:
-    """Create an empty file beside ``path``; its name has the writer's process number."""
-    while True:
-        partial = f"{path}{_OURS}.{os.getpid()}-{secrets.token_hex(4)}.tmp"  # ends as fairseq's
-        try:
-            opened = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            error.filename = path
-            raise
-        os.utime(opened, (0, 0))
-        os.close(opened)
-        return partial
+def _create(partial: str, path: str) -> None:
+    """Create the empty file ``partial``, which will replace ``path``; the OSError names the latter."""
+    try:
+        opened = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        error.filename = path
+        raise
+    os.utime(opened, (0, 0))
+    os.close(opened)
 
 
 def _check_written(partial: str) -> None:

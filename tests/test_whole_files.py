@@ -56,6 +56,20 @@ def test_several_files_appear_together_or_not_at_all(tmp_path):
     assert contents(tmp_path) == {"a": "1", "b": "1"}
 
 
+def test_a_signal_that_comes_with_the_file_leaves_nothing(tmp_path, monkeypatch):
+    create = os.open
+
+    def interrupted(*arguments):
+        os.close(create(*arguments))
+        raise SystemExit(130)
+
+    monkeypatch.setattr(os, "open", interrupted)
+    with pytest.raises(SystemExit):
+        write_whole(tmp_path / "a", "new")
+    monkeypatch.undo()
+    assert contents(tmp_path) == {}
+
+
 def test_a_file_that_was_not_written_is_no_file(tmp_path):
     with pytest.raises(UsageError, match="a cannot be saved: No such file"):
         with whole_file(tmp_path / "a"):
@@ -104,13 +118,14 @@ def test_links_with_the_names_of_half_written_files_are_not_written_through(tmp_
     """Whoever may write to the folder could have another user's file overwritten by them."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    tokens = iter(["00000000", "00000001"])
-    monkeypatch.setattr(files.secrets, "token_hex", lambda _: next(tokens))
-    names = ["a.smoe.tmp", f"a.smoe.{os.getpid()}-00000000.tmp"]  # the second one has been guessed
-    for name in names:
-        (tmp_path / name).symlink_to(victim)
+    (tmp_path / "a.smoe.tmp").symlink_to(victim)
     write_whole(tmp_path / "a", "new")
-    assert contents(tmp_path) == dict.fromkeys(["victim", *names], "mine") | {"a": "new"}
+    assert contents(tmp_path) == {"victim": "mine", "a.smoe.tmp": "mine", "a": "new"}
+    monkeypatch.setattr(files.secrets, "token_hex", lambda _: "00000000")  # guessed
+    (tmp_path / f"a.smoe.{os.getpid()}-00000000.tmp").symlink_to(victim)
+    with pytest.raises(UsageError, match="a cannot be saved: File exists"):
+        write_whole(tmp_path / "a", "newer")
+    assert contents(tmp_path) == {"victim": "mine", "a.smoe.tmp": "mine", "a": "new"}
     (tmp_path / "folder.smoe.partial").symlink_to(tmp_path)
     with pytest.raises(UsageError, match="folder cannot be saved: File exists"):
         with whole_folder(tmp_path / "folder"):
