@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smoe_fairseq.recipes import study_results
 from smoe_fairseq.recipes.config import load_dataset
-from smoe_fairseq.recipes.statistics import chance, interval, paired, quantile, spearman
-from smoe_fairseq.recipes.study_claims import (
+from smoe_fairseq.recipes.evaluation.comparison import chance, interval, paired, quantile, spearman
+from smoe_fairseq.recipes.study import results as study_results
+from smoe_fairseq.recipes.study.claims import (
     CONFIRMED,
     OPEN,
     REFUTED,

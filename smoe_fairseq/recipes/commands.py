@@ -11,32 +11,32 @@ from smoe_fairseq.errors import positive, quietly
 # name, in lower case. `[FLAGS]` takes all other words.
 RECIPES = {
     "prepare": (
-        "prepare:prepare",
+        "data.prepare:prepare",
         "fetch, segment and binarise a data set; FLAGS go to learn",
         "DATASET [FLAGS]",
     ),
     "train": (
-        "train:train",
+        "training.train:train",
         "train a method on a data set, or resume; FLAGS go to fairseq-train",
         "DATASET METHOD [FLAGS]",
     ),
     "evaluate": (
-        "evaluate:evaluate",
+        "evaluation.evaluate:evaluate",
         "translate and score the test sets; FLAGS go to fairseq-generate",
         "DATASET METHOD [FLAGS]",
     ),
     "study": (
-        "study:study",
+        "study.runs:study",
         "train and score methods with SEEDS; METHODS, then flags of fairseq-train",
         "DATASET [METHODS]",
     ),
     "report": (
-        "study_report:report_study",
+        "study.report:report_study",
         "tables and pictures of the runs of a study that are kept",
         "DATASET",
     ),
     "table": (
-        "table:print_table",
+        "evaluation.table:print_table",
         "the scores of a data set's runs, beside the paper's",
         "DATASET --format --metric --compare",
     ),
@@ -44,50 +44,50 @@ RECIPES = {
 }
 # What the recipes run and `DRY_RUN=1` prints, as `python -m smoe_fairseq.recipes STEP`.
 STEPS = {
-    "fetch": ("download:fetch", "step: download the raw files", "DATASET FOLDER"),
+    "fetch": ("data.download:fetch", "step: download the raw files", "DATASET FOLDER"),
     "unpack": (
-        "download:unpack",
+        "data.download:unpack",
         "step: the archives' files that are needed",
         "DATASET DOWNLOADS TARGET",
     ),
     "adopt": (
-        "adopt:adopt",
+        "data.binarise:adopt",
         "step: binarised text as it is",
         "DATASET SOURCE RAW OUTPUT --longest",
     ),
-    "gather": ("raw:gather", "step: one text layout", "DATASET SOURCE TARGET --workers"),
-    "learn": ("subwords:learn", "step: sentencepiece model", "RAW OUTPUT --learning"),
+    "gather": ("data.raw:gather", "step: one text layout", "DATASET SOURCE TARGET --workers"),
+    "learn": ("data.subwords:learn", "step: sentencepiece model", "RAW OUTPUT --learning"),
     "encode": (
-        "subwords:encode",
+        "data.subwords:encode",
         "step: text to subwords",
         "MODEL RAW OUTPUT --shards --longest --workers",
     ),
     "binarise": (
-        "binarise:binarise",
+        "data.binarise:binarise",
         "step: subwords to numbers",
         "DATASET TEXT DICTIONARY OUTPUT --workers",
     ),
     "gpu-hours": (
-        "gpu_hours:print_gpu_hours",
+        "evaluation.table:print_gpu_hours",
         "estimate the hours of GPU that training a table takes",
         "DATASET --tflops --names",
     ),
     "foretell": (
-        "forecast:print_forecast",
+        "training.forecast:print_forecast",
         "step: what training takes of memory",
         "DATASET processes on_machine [FLAGS]",
     ),
     "translate": (
-        "evaluate:translate",
+        "evaluation.evaluate:translate",
         "step: the directions that are left; FLAGS go to fairseq-generate",
         "DATASET METHOD [FLAGS]",
     ),
     "generator": (
-        "generate:serve",
+        "evaluation.generate:serve",
         "step: fairseq-generate for each line of standard input",
         "",
     ),
-    "tokenizer": ("download:fetch_tokenizer", "step: sacreBLEU's tokenizer model", "NAME"),
+    "tokenizer": ("data.download:fetch_tokenizer", "step: sacreBLEU's tokenizer model", "NAME"),
 }
 
 

@@ -5,15 +5,14 @@ import sysconfig
 from pathlib import Path
 
 from smoe_fairseq.errors import quietly
-from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.evaluate import evaluate
+from smoe_fairseq.recipes.data.prepare import prepare
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.evaluate import evaluate
+from smoe_fairseq.recipes.evaluation.table import markdown, side_by_side
 from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
-from smoe_fairseq.recipes.grid import markdown
-from smoe_fairseq.recipes.prepare import prepare
 from smoe_fairseq.recipes.processes import command, dry_run, run
-from smoe_fairseq.recipes.table import side_by_side
-from smoe_fairseq.recipes.train import train
+from smoe_fairseq.recipes.training.train import train
 
 
 def demo(dataset: Dataset, method: str) -> None:

@@ -1,15 +1,17 @@
-"""``scripts/table.sh`` and ``smoe table``: the scores of all runs, beside the paper's."""
+"""Tables: of the scores of all runs beside the paper's (``smoe table``), and of the GPU hours they take."""
 
+import csv
+import io
 import itertools
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tabulate import tabulate
+
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.recipes import scores
-from smoe_fairseq.recipes.comparison import comparison
 from smoe_fairseq.recipes.config import (
     Dataset,
     arguments,
@@ -18,9 +20,62 @@ from smoe_fairseq.recipes.config import (
     resource_classes,
     tables,
 )
+from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import SIZES, Folders, method_of, order, read_json
-from smoe_fairseq.recipes.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.training.launcher import plan_batch
+
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of words; the first ``texts`` columns are text, the others numbers or `MISSING`."""
+
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    texts: int = 1
+
+
+def number(value: float | None, digits: int = 2, sign: bool = False) -> str:
+    """A number as a word; `MISSING` for None."""
+    if value is None:
+        return MISSING
+    return f"{value:{'+' if sign else ''}.{digits}f}"
+
+
+def markdown(grid: Grid) -> str:
+    """The table and the notes below it."""
+    return "\n".join([_table(grid, "pipe"), "", *grid.notes])
+
+
+def as_csv(grid: Grid) -> str:
+    """Header and rows, without the notes."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([grid.header, *grid.rows])
+    return text.getvalue().rstrip("\n")
+
+
+def latex(grid: Grid) -> str:
+    """A tabular that needs no package, with the notes as comments before it."""
+    rows = [["--" if word == MISSING else word for word in row] for row in grid.rows]
+    comments = [f"% {note}" for note in grid.notes]
+    return "\n".join([*comments, _table(replace(grid, rows=rows), "latex")])
+
+
+def _table(grid: Grid, kind: str) -> str:
+    numbers = len(grid.header) - grid.texts
+    alignment = ["left"] * grid.texts + ["right"] * numbers
+    return tabulate(
+        grid.rows, grid.header, tablefmt=kind, colalign=alignment, disable_numparse=True
+    )
+
+
+FORMATS: dict[str, Callable[[Grid], str]] = {"markdown": markdown, "csv": as_csv, "latex": latex}
+
+
+# The scores of a data set's runs, beside the paper's.
 
 Scores = dict[str, scores.Score]
 
@@ -79,6 +134,9 @@ def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> 
 def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[str] | None) -> None:
     """Print the table of a data set, or the comparison of two of its methods or runs."""
     metric = next(name for name in scores.METRICS if name.lower() == metric)
+    # Imported now, since sacreBLEU and scipy take long, and only this needs them.
+    from smoe_fairseq.recipes.evaluation.comparison import comparison
+
     grid = comparison(dataset, *compare, metric) if compare else side_by_side(dataset, metric)
     print(FORMATS[format](grid))
     if format == "csv":
@@ -231,3 +289,50 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
     if len(signatures) > 1:
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")
     return notes
+
+
+# ``scripts/recipe gpu-hours DATASET``: an estimate of what a table costs to train.
+
+BACKWARD = 2  # times the FLOPs of the forward pass
+
+
+def print_gpu_hours(dataset: Dataset, tflops: float, names: bool) -> None:
+    """Print a row for each method of the data set's table, or only the methods' names.
+
+    Args:
+        tflops: 10^12 floating-point operations that training makes in a second on one GPU.
+    """
+    if not 0 < tflops < float("inf"):
+        raise UsageError(f"--tflops {tflops:g}: expected a number above 0")
+    print("\n".join(table_methods(dataset)) if names else markdown(gpu_hours(dataset, tflops)))
+
+
+def table_methods(dataset: Dataset) -> list[str]:
+    """The systems of the paper's table, else those that the data set's study compares."""
+    found = list(tables().get(dataset.name, {}).get("rows", {})) or dataset.study
+    if not found:
+        raise UsageError(f"{dataset.name} has no table: name the methods behind it")
+    return found
+
+
+def gpu_hours(dataset: Dataset, tflops: float) -> Grid:
+    """FLOPs are those of ``smoe cost``, the number of tokens is what ``BATCH`` asks for."""
+    with quietly():
+        from smoe_fairseq.analysis.cost_command import CONTEXT, system_cost
+
+        costs = {method: system_cost(dataset, method) for method in table_methods(dataset)}
+    updates = int(dataset.train["max-update"])
+    tokens = (
+        plan_batch(dataset, 1, []).wanted if dataset.batch else int(dataset.train["max-tokens"])
+    )
+    rows, total = [], 0.0
+    for method, cost in costs.items():
+        hours = (1 + BACKWARD) * cost.flops_per_token * tokens * updates / (tflops * 1e12) / 3600
+        rows.append([method, f"{cost.flops_per_token / 1e6:,.0f}", f"{hours:,.1f}"])
+        total += hours
+    rows.append(["all", "", f"{total:,.1f}"])
+    notes = [
+        f"{updates:,} updates of {tokens:,} tokens, {1 + BACKWARD} times the FLOPs of a forward pass "
+        f"(context {CONTEXT}, uniform routing), at {tflops:g} TFLOP/s per GPU"
+    ]
+    return Grid(["method", "FLOPs/token (M)", "GPU hours"], rows, notes)

@@ -24,18 +24,19 @@ import smoe_fairseq
 from smoe_fairseq.analysis.training_log import UPDATES, read_lines
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
-from smoe_fairseq.recipes import identity, scores
 from smoe_fairseq.recipes.config import Dataset, arguments, given_flags
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.comparison import BySeed, spearman
+from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.folders import Folders, given_path, read_json, seed_in
-from smoe_fairseq.recipes.launcher import visible_gpus
 from smoe_fairseq.recipes.processes import command
-from smoe_fairseq.recipes.scores import Score
-from smoe_fairseq.recipes.statistics import BySeed, spearman
+from smoe_fairseq.recipes.training import identity
+from smoe_fairseq.recipes.training.launcher import visible_gpus
 
 FILE = "run.json"
 CURVE = "curve.csv"
 ROUTING = "routing.json"
-SENTENCES = "sentences.csv"  # study_sentences.py
+SENTENCES = "sentences.csv"  # written by sentences.py
 STARTS_FILE = "starts.json"  # beside the checkpoints
 ANALYSIS = "routing"  # beside the checkpoints: the folder that `smoe analyze` writes
 EXPERTS = "experts_per_token"

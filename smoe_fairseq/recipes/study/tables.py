@@ -10,17 +10,16 @@ import numpy as np
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset, method_flags
+from smoe_fairseq.recipes.evaluation.comparison import chance, spearman
+from smoe_fairseq.recipes.evaluation.scores import CHRF, mean_of
+from smoe_fairseq.recipes.evaluation.table import MISSING, Grid, average, columns, number
 from smoe_fairseq.recipes.folders import method_of, seed_in
-from smoe_fairseq.recipes.grid import MISSING, Grid, number
-from smoe_fairseq.recipes.scores import CHRF, mean_of
-from smoe_fairseq.recipes.statistics import chance, spearman
-from smoe_fairseq.recipes.study_claims import Measure
-from smoe_fairseq.recipes.study_results import Result, Systems, by_seed
-from smoe_fairseq.recipes.table import average, columns
+from smoe_fairseq.recipes.study.claims import Measure
+from smoe_fairseq.recipes.study.results import Result, Systems, by_seed
 
 ALIKE = 0.52  # rank correlation of fifteen languages that chance exceeds once in twenty, two-sided
 UPDATES = "updates"
-Groups = Sequence[Systems]  # as `study_results.groups` returns them
+Groups = Sequence[Systems]  # as `results.groups` returns them
 
 
 def systems_table(

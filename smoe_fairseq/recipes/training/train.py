@@ -5,8 +5,6 @@ import sys
 from collections.abc import Sequence
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import identity
-from smoe_fairseq.recipes.batch import batch_choices, plan_batch
 from smoe_fairseq.recipes.config import (
     Dataset,
     Flags,
@@ -16,9 +14,16 @@ from smoe_fairseq.recipes.config import (
     method_flags,
 )
 from smoe_fairseq.recipes.folders import Folders, run_name, seed_of, user_dir
-from smoe_fairseq.recipes.forecast import forecast
-from smoe_fairseq.recipes.launcher import Launch, check_port, launch
 from smoe_fairseq.recipes.processes import command, dry_run, report, run
+from smoe_fairseq.recipes.training import identity
+from smoe_fairseq.recipes.training.forecast import forecast
+from smoe_fairseq.recipes.training.launcher import (
+    Launch,
+    batch_choices,
+    check_port,
+    launch,
+    plan_batch,
+)
 from smoe_fairseq.training import screen
 
 FORCE = "--force-resume"

@@ -13,9 +13,9 @@ from smoe_fairseq.errors import UsageError, positive
 from smoe_fairseq.files import whole_files, whole_folder
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.commands import add_learning
+from smoe_fairseq.recipes.data.text_files import Chunk, chunks, count_lines, progress, shared
 from smoe_fairseq.recipes.folders import shard_names
 from smoe_fairseq.recipes.processes import report
-from smoe_fairseq.recipes.text_files import Chunk, chunks, count_lines, progress, shared
 
 _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq's dictionary adds by itself
 # Bytes of memory for each byte of the text that is learnt from; measured, docs/reproduce.md.

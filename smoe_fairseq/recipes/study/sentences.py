@@ -16,11 +16,11 @@ from sacrebleu.metrics import BLEU
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.comparison import SentenceCounter, p_value
 from smoe_fairseq.recipes.folders import Folders, read_json
-from smoe_fairseq.recipes.statistics import SentenceCounter, p_value
-from smoe_fairseq.recipes.study_results import SENTENCES, Result, Systems, folder_of
+from smoe_fairseq.recipes.study.results import SENTENCES, Result, Systems, folder_of
 
 FILE = "comparisons.json"
 LEVEL = 0.05

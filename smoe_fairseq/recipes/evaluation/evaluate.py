@@ -16,9 +16,10 @@ from pathlib import Path
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import rank_files, write_whole
-from smoe_fairseq.recipes import comet, generate, scores
 from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
-from smoe_fairseq.recipes.download import tokenizer_file
+from smoe_fairseq.recipes.data.download import tokenizer_file
+from smoe_fairseq.recipes.data.raw import check
+from smoe_fairseq.recipes.evaluation import generate, scores
 from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
 from smoe_fairseq.recipes.processes import (
     command,
@@ -28,13 +29,11 @@ from smoe_fairseq.recipes.processes import (
     run_quietly,
     step,
 )
-from smoe_fairseq.recipes.raw import check
-from smoe_fairseq.recipes.train import data_arguments
+from smoe_fairseq.recipes.training.train import data_arguments
 from smoe_fairseq.training.screen import duration
 
 FILE = "evaluation.json"
 NEWS_SECONDS = 30  # between two lines on progress, unless there is a terminal
-SPBLEU_TOKENIZER = "flores200"
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Evaluation:
         sacrebleu = ["sacrebleu", self.reference(direction), "-i", translation]
         sacrebleu += arguments(self.dataset.sacrebleu)
         if self.with_spbleu:
-            more = ["--metrics", "bleu", "--tokenize", SPBLEU_TOKENIZER]
+            more = ["--metrics", "bleu", "--tokenize", scores.SPBLEU_TOKENIZER]
             output = self.partial / f"{direction}.spbleu.json"
             lines.append(command(*sacrebleu, *more, output=output))
         partial = self.partial / f"{direction}.json.tmp"
@@ -104,7 +103,7 @@ class Evaluation:
     def with_spbleu(self) -> bool:
         """Whether BLEU of sentencepiece's tokens is computed beside the data set's own."""
         own = str(self.dataset.sacrebleu.get("tokenize", ""))
-        return not own.startswith("flores") and tokenizer_file(SPBLEU_TOKENIZER) is not None
+        return not own.startswith("flores") and tokenizer_file(scores.SPBLEU_TOKENIZER) is not None
 
     def resume(self) -> dict[str, scores.Score]:
         """The scores that the same evaluation has so far; anything else in its folder is deleted."""
@@ -171,7 +170,7 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
     ``translate`` does the same in fewer processes.
     """
     evaluation = plan(dataset, method, flags)
-    scorer = comet.scorer()
+    scorer = scores.scorer()
     for direction in sorted(set(dataset.directions) - set(evaluation.directions)):
         report(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
     run(_consolidated(evaluation))
@@ -239,10 +238,10 @@ def _newer(one: Path, other: Path) -> bool:
     return one.stat().st_mtime > other.stat().st_mtime
 
 
-def _score_by_comet(evaluation: Evaluation, scorer: comet.Scorer) -> None:
+def _score_by_comet(evaluation: Evaluation, scorer: scores.Scorer) -> None:
     done = evaluation.complete
     texts = {
-        d: comet.Texts(evaluation.source(d), done / f"{d}.txt", evaluation.reference(d))
+        d: scores.Texts(evaluation.source(d), done / f"{d}.txt", evaluation.reference(d))
         for d in evaluation.directions
     }
     if dry_run():

@@ -17,9 +17,9 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.data.text_files import count_lines, progress, shared
 from smoe_fairseq.recipes.folders import SIZES
 from smoe_fairseq.recipes.processes import report
-from smoe_fairseq.recipes.text_files import count_lines, progress, shared
 
 SPLITS = ("train", "valid", "test")
 SHARED = "{split}.{pair}.{language}"
@@ -52,7 +52,7 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
             it was.
     """
     if dataset.raw.get("messages") and not any(source.glob("train.*")):
-        from smoe_fairseq.recipes.messages import gather_messages
+        from smoe_fairseq.recipes.data.messages import gather_messages
 
         gather_messages(dataset, source, target)
         return

@@ -10,10 +10,10 @@ from pathlib import Path
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes.batch import TOLERANCE
 from smoe_fairseq.recipes.config import given_flags, is_number
 from smoe_fairseq.recipes.folders import read_json
 from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.training.launcher import TOLERANCE
 
 FILE = "identity.json"  # in the run's folder
 PATIENCE = (

@@ -13,14 +13,21 @@ from matplotlib.figure import Figure
 from smoe_fairseq.analysis.figures import new, save, styled
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes import study_results, study_sentences, study_tables
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.evaluation.table import Grid, markdown, system_costs
 from smoe_fairseq.recipes.folders import method_of, order
-from smoe_fairseq.recipes.grid import Grid, markdown
 from smoe_fairseq.recipes.processes import dry_run
-from smoe_fairseq.recipes.study_claims import claims_table, planned_claims
-from smoe_fairseq.recipes.study_results import Result, Systems, folder_of, groups
-from smoe_fairseq.recipes.table import system_costs
+from smoe_fairseq.recipes.study import sentences, tables
+from smoe_fairseq.recipes.study.claims import claims_table, planned_claims
+from smoe_fairseq.recipes.study.results import (
+    Result,
+    Systems,
+    folder_of,
+    groups,
+    mean_capacity,
+    mean_experts_per_token,
+    read,
+)
 
 FILE = "report.md"
 BASELINES = ("moe", "moe-16")  # the first of these that the study has
@@ -45,13 +52,13 @@ def write_report(dataset: Dataset) -> Path:
     """
     folder = folder_of(dataset.name)
     systems = _systems(dataset)
-    study_sentences.keep(dataset, [result for results in systems.values() for result in results])
+    sentences.keep(dataset, [result for results in systems.values() for result in results])
     costs = {
         method: system_costs(
             dataset,
             method,
-            study_results.mean_capacity(results),
-            study_results.mean_experts_per_token(results),
+            mean_capacity(results),
+            mean_experts_per_token(results),
         )
         for method, results in systems.items()
     }
@@ -63,19 +70,19 @@ def write_report(dataset: Dataset) -> Path:
     def add(title: str, grid: Grid) -> None:
         parts.extend([f"## {title}", markdown(grid)] if grid.rows else [])
 
-    parts.append(markdown(study_tables.systems_table(dataset, systems, beside, costs, baseline)))
-    add("At equal cost", study_tables.equal_cost_table(systems, flops, baseline))
+    parts.append(markdown(tables.systems_table(dataset, systems, beside, costs, baseline)))
+    add("At equal cost", tables.equal_cost_table(systems, flops, baseline))
     add("The paper's claims", claims_table(dataset, systems, flops, baseline))
     if dataset.claims:
         add("Claims written down before", planned_claims(dataset, systems, flops))
-        add("By other measures", study_tables.other_measures(systems, baseline))
+        add("By other measures", tables.other_measures(systems, baseline))
     if dataset.classes:
-        add("By resource", study_tables.by_class(dataset, systems))
-        add("Requested capacity by target language", study_tables.by_target(dataset, systems))
-    add("BLEU by direction", study_tables.directions_table(dataset, beside))
+        add("By resource", tables.by_class(dataset, systems))
+        add("Requested capacity by target language", tables.by_target(dataset, systems))
+    add("BLEU by direction", tables.directions_table(dataset, beside))
     shown = groups(dataset.study, systems, baseline, largest=ROW)
     parts += ["## Pictures", *_pictures(folder, shown, flops, baseline)]
-    add("Runs", study_tables.runs_table(dataset, systems))
+    add("Runs", tables.runs_table(dataset, systems))
     write_whole(folder / FILE, "\n\n".join(part.rstrip() for part in parts) + "\n")
     print(f"# {folder / FILE}: what {sum(map(len, systems.values()))} runs show", flush=True)
     return folder / FILE
@@ -83,7 +90,7 @@ def write_report(dataset: Dataset) -> Path:
 
 def _systems(dataset: Dataset) -> dict[str, list[Result]]:
     """By method in the study's order, the runs in the order of their seeds."""
-    results = sorted(study_results.read(dataset.name), key=lambda result: order(result.name))
+    results = sorted(read(dataset.name), key=lambda result: order(result.name))
     if not results:
         raise UsageError(f"{folder_of(dataset.name)} holds no runs: scripts/study.sh makes them")
     for result in results[1:]:  # means over different directions cannot be compared

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.adopt import binarised_folder
 from smoe_fairseq.recipes.config import Dataset, arguments
-from smoe_fairseq.recipes.download import remote_files
+from smoe_fairseq.recipes.data.binarise import binarised_folder
+from smoe_fairseq.recipes.data.download import remote_files
+from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.folders import Folders, given_path
-from smoe_fairseq.recipes.launcher import cores
 from smoe_fairseq.recipes.processes import (
     command,
     dry_run,
@@ -20,7 +20,7 @@ from smoe_fairseq.recipes.processes import (
     unfinished,
     whole_number,
 )
-from smoe_fairseq.recipes.raw import check
+from smoe_fairseq.recipes.training.launcher import cores
 
 FAIRSEQ_POSITIONS = 1024  # the default of --max-source-positions
 

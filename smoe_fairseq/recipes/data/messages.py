@@ -14,10 +14,10 @@ import polib
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder
-from smoe_fairseq.recipes.archives import read_members
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.data.download import read_members
+from smoe_fairseq.recipes.data.raw import write_sizes
 from smoe_fairseq.recipes.processes import report
-from smoe_fairseq.recipes.raw import write_sizes
 
 ENGLISH = "en"
 ARCHIVES = ("*.tar.xz", "*.tar.gz", "*.tar.bz2", "*.tar", "*.zip")

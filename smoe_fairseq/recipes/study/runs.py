@@ -13,10 +13,9 @@ from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.recipes import scores, study_results
 from smoe_fairseq.recipes.config import Dataset, given_flags, has_strata, method_flags, tables
+from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
-from smoe_fairseq.recipes.launcher import cores, launch, visible_gpus
 from smoe_fairseq.recipes.processes import (
     Groups,
     dry_run,
@@ -25,7 +24,9 @@ from smoe_fairseq.recipes.processes import (
     step,
     whole_number,
 )
-from smoe_fairseq.recipes.study_report import write_report
+from smoe_fairseq.recipes.study import results
+from smoe_fairseq.recipes.study.report import write_report
+from smoe_fairseq.recipes.training.launcher import cores, launch, visible_gpus
 
 POLL_SECONDS = 1
 NEWS_SECONDS = 600  # between two lines on what is running, unless there is a terminal
@@ -62,7 +63,7 @@ class Run:
             step("evaluate", self.dataset.name, self.method),
         ]
         if self.strata:
-            steps += study_results.commands(self.dataset, self.folder)
+            steps += results.commands(self.dataset, self.folder)
         return " && ".join(steps)
 
     def done(self) -> int:
@@ -89,8 +90,8 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
     runs = _runs(dataset, flags)
     left = []
     for run in runs:
-        if study_results.there(dataset, run.name):
-            study_results.check_flags(dataset, run.name, run.flags)
+        if results.there(dataset, run.name):
+            results.check_flags(dataset, run.name, run.flags)
         else:
             left.append(run)
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are left", flush=True)
@@ -103,8 +104,8 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
             f"{Folders(dataset.name).binary} is missing: run scripts/prepare.sh {dataset.name} first"
         )
     for run in left:  # raises before hours of work, not after
-        study_results.summary_of_starts(run.folder)
-    study_results.make_folder(dataset.name)
+        results.summary_of_starts(run.folder)
+    results.make_folder(dataset.name)
     failed = _work(dataset, left) if left else []
     if failed:
         with suppress(UsageError):  # no run may be kept
@@ -182,7 +183,7 @@ def _work(dataset: Dataset, left: list[Run]) -> list[Run]:
 def _keep(run: Run) -> bool:
     """Keep the results; returns False, with a warning, if that fails."""
     try:
-        study_results.keep(run.dataset, run.name, f"SEED={run.seed} {run.line}")
+        results.keep(run.dataset, run.name, f"SEED={run.seed} {run.line}")
     except (UsageError, OSError, ValueError) as error:
         report(f"{run.name} is trained and scored, and its results cannot be kept: {error}")
         return False
@@ -216,7 +217,7 @@ def _slots() -> dict[int, dict[str, str]]:
 
 def _start(groups: Groups, run: Run, variables: dict[str, str]) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
-    study_results.note(run.folder, variables)
+    results.note(run.folder, variables)
     variables = environment() | variables | {"SEED": str(run.seed)}
     with open(run.folder / LOG, "ab") as log:
         run.process = groups.start(

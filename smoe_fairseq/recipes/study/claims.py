@@ -8,11 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from smoe_fairseq.analysis.results import pivot
-from smoe_fairseq.recipes import scores, study_sentences
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.grid import MISSING, Grid
-from smoe_fairseq.recipes.statistics import BySeed, Chance, Difference, chance, interval, paired
-from smoe_fairseq.recipes.study_results import Result, Systems, by_seed
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.comparison import (
+    BySeed,
+    Chance,
+    Difference,
+    chance,
+    interval,
+    paired,
+)
+from smoe_fairseq.recipes.evaluation.table import MISSING, Grid
+from smoe_fairseq.recipes.study import sentences
+from smoe_fairseq.recipes.study.results import Result, Systems, by_seed
 
 CONFIRMED, OPEN, REFUTED = "confirmed here", "not confirmed here", "refuted here"
 MARGIN = 0.3  # BLEU by which a model that reaches another one may be behind it
@@ -20,7 +28,7 @@ NEAR = 0.1  # share by which the time of a token may differ from what its FLOPs 
 SHARE = 0.2  # range of requested capacity of one target language, over that of the others
 HEADER = ["claim", "seeds", "found", "of these alone", "loss", "directions", "verdict"]
 _SMOE = re.compile(r"smoe((?:-\d+){2,})")  # the paper's; names of others are longer
-Routing = dict  # as `study_results.summary` returns it
+Routing = dict  # as `results.summary` returns it
 
 
 MEASURES: dict[str, Callable[[Result], float]] = {
@@ -244,7 +252,7 @@ def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Gr
     bleu, losses = Measure(systems, "BLEU"), Measure(systems, "loss")
     times = {m: {(r.seed, r.machine): r.time for r in systems[m] if r.time} for m in flops}
     scored = about_scores(bleu.points, dataset.experts)
-    by_sentence = study_sentences.compared(dataset, systems, [v.methods for v in scored if v.found])
+    by_sentence = sentences.compared(dataset, systems, [v.methods for v in scored if v.found])
     rows = []
     for v in scored:
         lower, upper = v.methods
@@ -267,7 +275,7 @@ def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Gr
         "knows nothing of the others (a verdict goes by the first, and is weak where this one does not "
         "bear it out); loss: the difference of the validation loss, in bits per token, where below zero is "
         f"better. {_known(bleu.chance, losses.chance)}Directions, of scores: those that differ by sentences "
-        f"(sacreBLEU's paired bootstrap of both systems' seeds, p < {study_sentences.LEVEL}: of two equal "
+        f"(sacreBLEU's paired bootstrap of both systems' seeds, p < {sentences.LEVEL}: of two equal "
         "systems one direction in ten, since that p-value knows one side); of the rest: the sign of the "
         "mean over seeds. (e): how much more time a token takes, from what training took on the same "
         "machine, beside whatever else ran on it (paired t). (f) to (h): of the text of the test set, with "

@@ -9,7 +9,7 @@ from pathlib import Path
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.folders import Folders, shard_names
-from smoe_fairseq.recipes.launcher import Launch
+from smoe_fairseq.recipes.training.launcher import Launch
 
 SECONDS = 120  # that training waits for the forecast at most
 # Memory beside the tensors, as measured (docs/cost.md). On a GPU: its context and gaps between blocks, as

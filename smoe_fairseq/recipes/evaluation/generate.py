@@ -22,8 +22,8 @@ from typing import TextIO
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.recipes.launcher import cores, launch, visible_gpus
 from smoe_fairseq.recipes.processes import environment, report, step, whole_number
+from smoe_fairseq.recipes.training.launcher import cores, launch, visible_gpus
 
 DONE = "done"
 POLL_SECONDS = 0.5
