@@ -9,7 +9,6 @@ import shutil
 import struct
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.download import extract
 from smoe_fairseq.recipes.data.raw import SPLITS, Section, copy_pair, write_sizes
 from smoe_fairseq.recipes.data.subwords import encode_files, load_model
-from smoe_fairseq.recipes.data.text_files import Chunk, chunks, progress, shared
+from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk
 from smoe_fairseq.recipes.folders import shard_folders
 
 SUFFIXES = ("bin", "idx")
@@ -101,14 +100,12 @@ def read_dictionary(file: Path) -> Vocabulary:
                 words[word] = len(words)
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text: {error.reason}") from None
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
     return words
 
 
 @dataclass(frozen=True)
 class _Binariser:
-    """For a chunk: the bytes of its numbers, the lengths of its sentences, the number of unknown words."""
+    """Maps a chunk to the bytes of its numbers, its sentences' lengths and its number of unknown words."""
 
     vocabulary: Vocabulary
     kind: np.dtype
@@ -130,22 +127,16 @@ def binarise_files(
 ) -> str:
     """Write the ``.bin`` and the ``.idx`` named for each file; returns the counts in words."""
     kind = np.dtype(np.uint16 if len(vocabulary) < 65500 else np.uint32)  # as fairseq chooses
-    parts = {file: list(chunks(file)) for file in files}
-    size = sum(file.stat().st_size for file in files)
     sentences = tokens = unknown = 0
-    with ExitStack() as stack:
-        advance = stack.enter_context(progress("binarise", size))
-        each = stack.enter_context(shared(_Binariser(vocabulary, kind), workers, size))
-        results = each(chunk for file in files for chunk in parts[file])
-        for file, (data, index) in files.items():
+    with by_chunk("binarise", _Binariser(vocabulary, kind), files, workers) as by_file:
+        for file, results in by_file:
+            data, index = files[file]
             lengths = [np.zeros(0, dtype=np.int32)]
             with open(data, "wb") as output:
-                for chunk in parts[file]:
-                    content, some, odd = next(results)
+                for content, of_chunk, count in results:
                     output.write(content)
-                    lengths.append(some)
-                    unknown += odd
-                    advance(chunk.size)
+                    lengths.append(of_chunk)
+                    unknown += count
             whole = np.concatenate(lengths)
             Path(index).write_bytes(_index(whole, kind))
             sentences += len(whole)

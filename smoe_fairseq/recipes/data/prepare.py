@@ -36,10 +36,7 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
         return
     if _is_prepared(folders):
         return
-    try:
-        folders.data.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"DATA_DIR: {folders.data} cannot be made: {error.strerror}") from None
+    folders.data.mkdir(parents=True, exist_ok=True)
     files.take(folders.data, files.PREPARATION)
     try:
         if not _is_prepared(folders):  # by another process meanwhile

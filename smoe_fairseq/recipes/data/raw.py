@@ -237,8 +237,6 @@ def _lines(path: Path) -> Iterator[str]:
         raise UsageError(f"{path} is not UTF-8 text: {error.reason}") from None
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise UsageError(f"{path} is damaged: delete it and get it again") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def check(

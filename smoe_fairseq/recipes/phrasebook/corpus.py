@@ -89,14 +89,9 @@ def _check(sizes: dict[str, int], seed: int) -> None:
 
 
 def _write(folder: Path, texts: dict[str, list[str]]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"OUTPUT_DIR {folder} cannot be made: {error.strerror}; it has to be a folder that can be "
-            "written, or the name of a new one"
-        ) from None
-    with whole_files([folder / name for name in texts], f"OUTPUT_DIR {folder}") as partials:
+    with whole_files(
+        [folder / name for name in texts], f"OUTPUT_DIR {folder}", parents=True
+    ) as partials:
         for partial, lines in zip(partials, texts.values(), strict=True):
             Path(partial).write_bytes("".join(f"{line}\n" for line in lines).encode())
 

@@ -53,17 +53,6 @@ def folder_of(dataset: str) -> Path:
     return given_path("RESULTS_DIR", "results") / dataset
 
 
-def make_folder(dataset: str) -> None:
-    """Make `folder_of` the data set; raises UsageError if it cannot be made."""
-    folder = folder_of(dataset)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"{folder} cannot be made: {error.strerror}; RESULTS_DIR is where results are kept"
-        ) from None
-
-
 # With which code and on which machine a run was trained.
 
 

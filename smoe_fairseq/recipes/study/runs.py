@@ -105,7 +105,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         )
     for run in left:  # raises before hours of work, not after
         results.summary_of_starts(run.folder)
-    results.make_folder(dataset.name)
+    results.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)
     failed = _work(dataset, left) if left else []
     if failed:
         with suppress(UsageError):  # no run may be kept

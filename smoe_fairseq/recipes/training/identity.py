@@ -86,10 +86,7 @@ def claim(
     file = folder / FILE
     flags = _with_whole_batch(what_is_trained(given), processes)
     own = {"method": method, "dictionary": _dictionary(data), "flags": flags}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror}") from None
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         files.take(folder, files.RECIPE)
     except files.InUse:
