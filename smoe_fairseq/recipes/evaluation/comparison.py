@@ -24,7 +24,7 @@ BySeed = Mapping[int | None, float]
 
 @dataclass(frozen=True)
 class Difference:
-    """A ``mean`` over ``count`` seeds and its 95 percent interval, which is None for a single seed."""
+    """A ``mean`` over ``count`` seeds with its 95 percent interval; no interval for a single seed."""
 
     mean: float
     low: float | None
@@ -48,32 +48,28 @@ class Difference:
 
 
 def _around(values: Sequence[float], error: float, freedom: int) -> Difference:
-    """The mean of values with a standard ``error`` that is known from so many degrees of freedom."""
+    """The mean of ``values``, given their mean's standard ``error`` and its degrees of freedom."""
     mean = statistics.fmean(values)
     if not freedom:
         return Difference(mean, None, None, len(values))
-    width = quantile(0.975, freedom) * error
+    from scipy import special  # slow to import, and only a study needs it
+
+    width = float(special.stdtrit(freedom, 0.975)) * error
     return Difference(mean, mean - width, mean + width, len(values))
 
 
-def quantile(probability: float, freedom: float) -> float:
-    """A quantile of Student's t distribution."""
-    from scipy import special  # takes long, and only the study needs it
-
-    return float(special.stdtrit(freedom, probability))
-
-
 def interval(values: Sequence[float]) -> Difference:
-    """The mean with the interval of Student's t-test."""
+    """The mean and the interval of Student's t-test."""
     count = len(values)
     error = float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 else 0.0
     return _around(values, error, count - 1)
 
 
 def paired(first: BySeed, second: BySeed) -> Difference | None:
-    """``second`` less ``first`` over the seeds of both, with the interval of the paired t-test.
+    """``second`` less ``first`` over their common seeds, with the interval of the paired t-test.
 
-    A seed gives all systems the same batches in the same order. None if they have no seed in common.
+    Pairs are by seed because a seed gives all systems the same batches in the same order. None without a
+    common seed.
     """
     common = [seed for seed in first if seed in second]
     return interval([second[seed] - first[seed] for seed in common]) if common else None
@@ -81,9 +77,10 @@ def paired(first: BySeed, second: BySeed) -> Difference | None:
 
 @dataclass(frozen=True)
 class Chance:
-    """The standard deviation of one run, and the degrees of freedom that it is known from.
+    """The standard deviation of a run's residual, and its degrees of freedom.
 
-    ``shares``: each system's share of the sum of squares; if one has most, chance is not as wide for all.
+    ``shares`` are the systems' shares of the sum of squares. If one system has most of it, chance is not
+    equally wide for all systems.
     """
 
     deviation: float
@@ -91,19 +88,20 @@ class Chance:
     shares: Mapping[str, float] = field(default_factory=dict)
 
     def between(self, first: BySeed, second: BySeed) -> Difference | None:
-        """``second`` less ``first`` over the seeds of both; None if they have none in common."""
+        """``second`` less ``first`` over their common seeds; None without one."""
         apart = [second[seed] - first[seed] for seed in first if seed in second]
         return self.around(apart) if apart else None
 
     def around(self, apart: Sequence[float]) -> Difference:
-        """The mean of the differences of two systems in some seeds, with its interval."""
+        """The mean of two systems' differences, one for each seed, with its interval."""
         return _around(apart, self.deviation * math.sqrt(2 / len(apart)), self.freedom)
 
 
 def chance(points: Mapping[str, BySeed]) -> Chance:
-    """What a number by system and seed differs by from a sum of both, fitted by least squares.
+    """The residuals of the model ``number = effect of the system + effect of the seed + residual``.
 
-    Values that are not finite, of runs that diverged, are left out. Of two systems this is the paired t-test.
+    The effects are fitted by least squares. Values that are not finite (of runs that diverged) are left out.
+    With two systems this is the paired t-test.
     """
     cells = [(s, seed) for s in points for seed, x in points[s].items() if math.isfinite(x)]
     if not cells:
@@ -127,15 +125,14 @@ def chance(points: Mapping[str, BySeed]) -> Chance:
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float:
     """Spearman's rank correlation; NaN if all values of one are equal."""
-    if np.ptp(first) == 0 or np.ptp(second) == 0:
-        return float("nan")
     from scipy import stats
 
-    return float(stats.spearmanr(first, second).statistic)
+    with quietly():  # scipy warns of equal values
+        return float(stats.spearmanr(first, second).statistic)
 
 
 class SentenceCounter:
-    """What sacreBLEU counts in each sentence of a direction, by one of `scores.METRICS`.
+    """Counts what a metric (one of `scores.METRICS`) is made of, in each sentence of a direction.
 
     Raises:
         UsageError: the references are missing.
@@ -153,7 +150,7 @@ class SentenceCounter:
             self.metric = BLEU(tokenize=tokenize, references=[references])
 
     def count(self, translations: Path) -> np.ndarray:
-        """The counts that the metric is made of, ``(sentences, numbers)``.
+        """The counts as sacreBLEU makes them, of shape ``(sentences, numbers)``.
 
         Raises:
             UsageError: translations are missing, or more or fewer than the references.
@@ -169,10 +166,10 @@ class SentenceCounter:
 
 
 def p_value(metric: Metric, first: np.ndarray, second: np.ndarray) -> float:
-    """The p-value of sacreBLEU's paired bootstrap, of `SentenceCounter.count` of two systems.
+    """The p-value of sacreBLEU's paired bootstrap, given the `SentenceCounter.count` of two systems.
 
-    Counts of several translations of a sentence may be added up, so that they are drawn together. The seed is
-    sacreBLEU's (``SACREBLEU_SEED``), so that a comparison repeats itself exactly.
+    Counts of several translations of a sentence may be added, which draws them together. The random seed is
+    sacreBLEU's (``SACREBLEU_SEED``), so a comparison can be repeated exactly.
     """
     metric._extract_corpus_statistics = lambda counts, references: counts
     with quietly():
@@ -188,7 +185,7 @@ def p_value(metric: Metric, first: np.ndarray, second: np.ndarray) -> float:
 
 
 def _lines(path: Path) -> Sequence[str]:
-    """Lines that end with a line feed, as sacreBLEU's command reads them."""
+    """The lines, split at line feeds alone, as sacreBLEU's command does."""
     try:
         return path.read_text("utf-8").split("\n")[:-1]
     except FileNotFoundError:
@@ -199,14 +196,14 @@ def _lines(path: Path) -> Sequence[str]:
 
 
 def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU) -> Grid:
-    """By direction the means over seeds, their difference and p-values.
+    """By direction: the means over seeds, their difference and p-values.
 
     ``first`` and ``second`` are methods, with all seeds that are scored, or runs (``moe.seed-2``).
-    "p (sentences)" is that of sacreBLEU's paired bootstrap, in which a sentence is drawn with the
-    translations of all seeds. "p (seeds)" is that of an exact permutation test over the runs.
+    "p (sentences)" is of sacreBLEU's paired bootstrap, which draws a sentence together with its
+    translations of all seeds; "p (seeds)" is of an exact permutation test over the runs.
 
     Raises:
-        UsageError: one is not scored, they have no direction in common, or their signatures differ.
+        UsageError: one is not scored, they have no common direction, or their signatures differ.
     """
     if first == second:
         raise UsageError(f"--compare {first} {second}: expected two different methods")
@@ -308,7 +305,7 @@ def by_seeds(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 def _smallest(first: Sequence[float], second: Sequence[float]) -> str:
-    """A note on the smallest p-value that is possible with so many runs."""
+    """A note on the smallest p-value that the permutation test can give for so many runs."""
     if by_seeds(first, second) is None:
         return "p (seeds) takes two runs of each"
     apart = by_seeds(range(len(first)), range(100, 100 + len(second)))

@@ -89,7 +89,7 @@ class Column:
 
 
 def columns(dataset: Dataset) -> list[Column]:
-    """Directions, or averages over classes of languages, in the paper's order; then the average of all."""
+    """The directions, or averages over classes of languages, in the paper's order; last the mean of all."""
     if classes := dataset.classes or resource_classes(dataset.name):
         if None in classes.values():
             classes = resource_classes(dataset.name, _counted(dataset))
@@ -144,10 +144,10 @@ def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[st
 
 
 def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
-    """A row for each method and, for BLEU of the paper's systems, its values and the differences.
+    """A row for each method; for BLEU of the paper's systems also the paper's numbers and the difference.
 
-    Of several seeds there are the mean and the standard deviation. The average of a class is missing if a
-    direction is, or if signatures differ.
+    Several seeds give a mean and a standard deviation. An average is missing if one of its directions is
+    missing, or if signatures differ.
     """
     folder = Folders(dataset.name).runs
     names = [path.name for path in folder.glob("*") if path.is_dir()]
@@ -167,32 +167,24 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     for name in methods:
         results = {run: scores.read(folder / run) for run in runs[name]}
         scored = {run: result for run, result in results.items() if result} or results
-        cost = system_costs(dataset, name)
         each = [[average(result, column, metric) for column in found] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
         spread = [_over_seeds(statistics.stdev, values) for values in zip(*each, strict=True)]
-        count = f"mean of {len(scored)} seeds"
-        if not paper:
-            rows.append([name, *_words(cost, bleu)])
-            if len(scored) > 1:
-                rows[-1][0] += f", {count}"
-                rows.append([f"{name}, standard deviation", *_words([None, None], spread)])
-        else:
+        cost = system_costs(dataset, name)
+        count = f", mean of {len(scored)} seeds" if len(scored) > 1 else ""
+        label = [name, f"ours{count}"] if paper else [f"{name}{count}"]
+        rows.append([*label, *_words(cost, bleu)])
+        if count:
+            label = [name, "standard deviation"] if paper else [f"{name}, standard deviation"]
+            rows.append([*label, *_words([None, None], spread)])
+        if paper:
             printed = paper.get(name, {})
             paper_cost = [printed.get("parameters"), printed.get("flops_per_token")]
             by_name = dict(zip(table["columns"], printed.get("bleu", []), strict=False))
             paper_bleu = [by_name.get(column.name) for column in found]
-            rows.append([name, "ours", *_words(cost, bleu)])
-            if len(scored) > 1:
-                rows[-1][1] += f", {count}"
-                rows.append([name, "standard deviation", *_words([None, None], spread)])
             rows.append([name, "paper", *_words(paper_cost, paper_bleu, digits=0)])
-            rows.append(
-                [
-                    *(name, "difference"),
-                    *_words(_less(cost, paper_cost), _less(bleu, paper_bleu), sign=True),
-                ]
-            )
+            less = _words(_less(cost, paper_cost), _less(bleu, paper_bleu), sign=True)
+            rows.append([name, "difference", *less])
         for run, result in results.items():
             notes += _notes(dataset, run, result, metric)
             if flags := _unusual_search(dataset, folder / run):
@@ -206,7 +198,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
 
 
 def _unusual_search(dataset: Dataset, run: Path) -> str:
-    """Flags of the search that differ from the data set's."""
+    """The run's search flags that differ from the data set's."""
     usual = given_flags(arguments(dataset.generate))
     given = given_flags(scores.search_flags(run).split())
     return " ".join(f"{flag} {v}".strip() for flag, v in given.items() if usual.get(flag) != v)
@@ -241,10 +233,10 @@ def system_costs(
     requested_capacity: Mapping[str, float] | None = None,
     experts_per_token: float | None = None,
 ) -> list[float | None]:
-    """Parameters and FLOPs per token in millions, of the model that the recipe's flags describe.
+    """Parameters and FLOPs per token, in millions, of the model that the recipe's flags describe.
 
-    ``requested_capacity``, by MoE layer, and ``experts_per_token`` are measured values; by default those of
-    uniform routing. None for a folder that is no method's, and for a model that cannot be built.
+    ``requested_capacity`` (by MoE layer) and ``experts_per_token`` are measured values; the default is
+    uniform routing. None for a folder that is not named after a method, or a model that cannot be built.
     """
     try:
         method_flags(method, dataset)
