@@ -1,4 +1,4 @@
-"""What ``scripts/train.sh`` says before it starts: the model's size, the memory it takes, what takes less."""
+"""The forecast of ``scripts/train.sh``: the model's size, the memory it takes, and flags that take less."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.folders import Folders, shard_names
 from smoe_fairseq.recipes.training.launcher import Launch
 
-SECONDS = 120  # that training waits for the forecast at most
+SECONDS = 120  # timeout of the forecast
 # Memory beside the tensors, as measured (docs/cost.md). On a GPU: its context and gaps between blocks, as
 # a share of all. On a CPU: the bytes of a process, and gaps that malloc leaves, as a share of the tensors.
 GPU_SHARE = 0.1
@@ -22,8 +22,8 @@ _WARNING = "warning: "
 def forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Comments and warnings about a run of ``fairseq-train WORDS``; none with ``FORECAST=0``.
 
-    It is made in a process of its own, because fairseq and torch would stay in memory during training, and
-    an error in a forecast is no reason not to train.
+    A separate process makes it: fairseq and torch would stay in this one's memory during training, and an
+    error in a forecast should not stop training.
     """
     if os.environ.get("FORECAST") == "0":
         return [], []

@@ -17,7 +17,7 @@ PATIENCE = 5  # seconds in which a torchrun answers at its port
 
 @dataclass(frozen=True)
 class Launch:
-    """``gpus`` on each of ``nodes`` machines, with one process each; 0 GPUs means one process too.
+    """``gpus`` processes on each of ``nodes`` machines, one for each GPU; one process if ``gpus`` is 0.
 
     ``cpu``: the processes compute on the CPU, because there are no GPUs or because of ``--cpu``.
     """
@@ -54,21 +54,22 @@ class Launch:
         return start
 
     def flags(self) -> dict[str, object]:
-        """The flags of fairseq-train that go with it."""
+        """The flags of fairseq-train for this launch."""
         flags = {"cpu": self.cpu}
         if self.cpu and self.launcher != "plain":
             flags["distributed-backend"] = "gloo"  # fairseq's default is for GPUs only
         if self.processes > 1:
             return flags | {"ddp-backend": "legacy_ddp"}
-        # Otherwise fairseq starts a process for every GPU that it sees.
+        # Without this flag, fairseq starts a process for every GPU that it sees.
         return flags | {"distributed-world-size": 1}
 
 
 def launch(extra: Sequence[str]) -> Launch:
-    """From ``GPUS`` (all of this machine), ``NODES`` (1) and ``LAUNCHER`` (as these numbers need).
+    """The launch that ``GPUS``, ``NODES`` and ``LAUNCHER`` ask for.
 
-    ``GPUS`` processes compute on the CPU if the flags ``extra`` have ``--cpu`` or this machine has no GPU.
-    A dry run and SLURM, which are for other machines, do not look at this one.
+    By default all GPUs of this machine, 1 node, and torchrun if there are several processes. The ``GPUS``
+    processes compute on the CPU if the flags ``extra`` have ``--cpu`` or this machine has no GPU; a dry run
+    and SLURM do not look at this machine's GPUs, since they are for other machines.
     """
     gpus = whole_number("GPUS", least=0)
     nodes = whole_number("NODES", least=1, default=1)
@@ -92,7 +93,7 @@ def launch(extra: Sequence[str]) -> Launch:
 
 
 def _has_gpus(wanted: int) -> bool:
-    """Whether this machine has them; False if it has none at all."""
+    """Whether this machine has GPUs; raises UsageError if it has some, but fewer than ``wanted``."""
     import torch
 
     there = torch.cuda.device_count()
@@ -111,14 +112,14 @@ def visible_gpus(count: int) -> list[str]:
 
 
 def cores() -> int:
-    """The CPU cores that this process may use; a job of a batch system has not all of them."""
+    """The number of CPU cores that this process may use, which in a batch job are not all."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-# The port at which the machines of a run meet: ``MASTER_ADDR`` and ``MASTER_PORT``. torchrun waits at
-# a port that another program has, for minutes or for ever, so it is checked before.
+# The port at which the machines of a run meet: ``MASTER_ADDR`` and ``MASTER_PORT``. It is checked first,
+# because torchrun waits for minutes or forever at a port that another program uses.
 
 
 def endpoint() -> tuple[str, int]:
@@ -130,9 +131,9 @@ def endpoint() -> tuple[str, int]:
 
 
 def check_port(torchrun: bool = True) -> None:
-    """Raise UsageError if another program has the port on this machine.
+    """Raise UsageError if another program uses the port on this machine.
 
-    torchrun: whether it may be a torchrun, such as that of a second "machine" on this one.
+    torchrun: whether a torchrun may use it, such as that of a second "machine" on this one.
     """
     address, port = endpoint()
     if _is_taken(address, port) and not (torchrun and _is_torchruns(address, port)):
@@ -143,7 +144,7 @@ def check_port(torchrun: bool = True) -> None:
 
 
 def _is_taken(address: str, port: int) -> bool:
-    """Whether this machine has the address, and some program listens on the port."""
+    """Whether the address is this machine's and a program listens on the port."""
     try:
         socket.create_server((address, 0)).close()
     except OSError:  # the address of another machine
@@ -172,7 +173,7 @@ def _is_torchruns(address: str, port: int) -> bool:
         finally:
             asked.set()
 
-    # A program that never answers holds the thread up for longer than torch's limit.
+    # In a thread, because a program that never answers blocks it for longer than torch's timeout.
     threading.Thread(target=ask, daemon=True).start()
     asked.wait(PATIENCE + 1)
     return bool(answered)
@@ -203,7 +204,7 @@ class Batch:
 
     @property
     def kept(self) -> bool:
-        """Whether ``tokens`` are as many as wanted."""
+        """Whether ``tokens`` are about as many as wanted."""
         return abs(self.tokens - self.wanted) <= TOLERANCE * self.wanted
 
     def __str__(self) -> str:
@@ -216,7 +217,7 @@ class Batch:
 
 
 def batch_sizes(dataset: Dataset) -> dict[str, int]:
-    """Tokens per update by the data set's name for them."""
+    """Tokens per update, by the data set's names of batches."""
     return {name: size for name, size in dataset.batch.items() if name != "max-tokens"}
 
 
@@ -227,7 +228,7 @@ def batch_choices(dataset: Dataset) -> str:
 
 
 def plan_batch(dataset: Dataset, processes: int, extra: Sequence[str]) -> Batch:
-    """The batch that ``BATCH`` asks for, by name (paper) or as a number of tokens.
+    """The batch that ``BATCH`` asks for: a name such as ``paper``, or a number of tokens per update.
 
     ``--max-tokens`` and ``--update-freq`` among the flags ``extra`` are kept. A forward pass always has
     room for the longest sentence.
