@@ -1,4 +1,4 @@
-"""The claims that a study tests: the paper's, and those that a data set lists before its runs."""
+"""The claims that a study tests: the paper's, and those that a data set lists in advance."""
 
 import itertools
 import math
@@ -23,11 +23,13 @@ from smoe_fairseq.recipes.study import sentences
 from smoe_fairseq.recipes.study.results import Result, Systems, by_seed
 
 CONFIRMED, OPEN, REFUTED = "confirmed here", "not confirmed here", "refuted here"
-MARGIN = 0.3  # BLEU by which a model that reaches another one may be behind it
-NEAR = 0.1  # share by which the time of a token may differ from what its FLOPs say
-SHARE = 0.2  # range of requested capacity of one target language, over that of the others
+MARGIN = 0.3  # a model "reaches" another one if it is at most so much BLEU behind
+NEAR = 0.1  # relative difference allowed between measured time and what FLOPs predict
+SHARE = (
+    0.2  # bound for the range of requested capacity of one target language, over that of the others
+)
 HEADER = ["claim", "seeds", "found", "of these alone", "loss", "directions", "verdict"]
-_SMOE = re.compile(r"smoe((?:-\d+){2,})")  # the paper's; names of others are longer
+_SMOE = re.compile(r"smoe((?:-\d+){2,})")  # the paper's SMoE systems
 Routing = dict  # as `results.summary` returns it
 
 
@@ -42,7 +44,7 @@ MEASURES: dict[str, Callable[[Result], float]] = {
 
 
 class Measure:
-    """One of `MEASURES` of all runs, and what systems differ by in it."""
+    """The values of one of `MEASURES` for all runs, and differences between systems."""
 
     def __init__(self, systems: Systems, name: str):
         self.of = MEASURES[name]
@@ -52,9 +54,9 @@ class Measure:
         self.spec = f"+.{self.digits}f"
 
     def less(self, system: str, other: str, systems: Systems | None = None) -> Difference | None:
-        """``system`` less ``other`` over the seeds of both; None if they have none in common.
+        """``system`` less ``other`` over their common seeds; None without one.
 
-        With ``systems``, only their runs count, but chance is that of all runs.
+        ``systems`` restricts the runs that are compared; chance is always estimated from all runs.
         """
         points = self.points if systems is None else by_seed(systems, self.of)
         if system not in points or other not in points:
@@ -67,11 +69,11 @@ class Measure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A ``claim`` in words, the number that was ``found`` for it, and the verdict.
+    """A ``claim`` in words, the number ``found`` for it (None without a common seed), and the verdict.
 
-    ``found`` is None if no seed can be compared; ``spec`` is the format of its numbers. For two ``methods``
-    whose scores are compared, ``alone`` is what these two show without the others. ``directions`` tells in
-    how many it is so.
+    ``spec`` is the number's format. Where the scores of two ``methods`` are compared, ``alone`` is their
+    difference by the paired t-test, without the other systems. ``directions`` says in how many directions
+    the claim holds.
     """
 
     claim: str
@@ -84,9 +86,9 @@ class Verdict:
 
 
 def decide(claim: str, found: Difference | None, least=-math.inf, most=math.inf, **more) -> Verdict:
-    """The verdict on a claim that ``found`` is above ``least`` and below ``most``.
+    """The verdict on the claim that ``found`` is above ``least`` and below ``most``.
 
-    It is open for a single seed, and if the interval contains ``least`` or ``most``.
+    It is open with a single seed, or if the interval contains ``least`` or ``most``.
     """
     if found is None:
         verdict = f"{OPEN}: no seed that both have"
@@ -106,10 +108,10 @@ def strata(method: str) -> tuple[int, ...]:
 
 
 def about_scores(points: Mapping[str, BySeed], experts: int) -> list[Verdict]:
-    """Claims (a) to (d), of systems that are there; ``points`` has BLEU by method and seed.
+    """Verdicts on claims (a) to (d) for the systems in ``points``, which has BLEU by method and seed.
 
-    Each SMoE with as many ``experts`` as the data set's ``moe`` is compared. To compare only the best one, by
-    the scores it was chosen by, would favour it.
+    All SMoE systems with as many ``experts`` as the data set's ``moe`` are compared: choosing the best one by
+    the same scores would favour it.
     """
     smoe = [method for method in points if sum(strata(method)) == experts]
     claims: list[tuple[str, str, str, float]] = []  # upper, lower, words, least
@@ -138,7 +140,7 @@ def about_scores(points: Mapping[str, BySeed], experts: int) -> list[Verdict]:
 def about_cost(
     times: Mapping[str, Mapping], flops: Mapping[str, float], baseline: str
 ) -> list[Verdict]:
-    """Claim (e): a token of an SMoE takes as much longer than one of ``baseline`` as it has more FLOPs.
+    """Verdicts on claim (e): an SMoE's time per token, over ``baseline``'s, is the ratio of their FLOPs.
 
     Args:
         times: by method, seconds of training per token by (seed, machine).
@@ -162,7 +164,7 @@ def about_cost(
 
 
 def about_capacity(runs: Mapping[str, Sequence[Routing]]) -> list[Verdict]:
-    """Claims (f) to (h); ``runs`` has what is kept of each seed's analysis, by method."""
+    """Verdicts on claims (f) to (h); ``runs`` has the summaries of each seed's analysis, by method."""
     claims = (_languages, _frequency, _first_block)
     return [v for claim in claims for method, seeds in runs.items() for v in claim(method, seeds)]
 
@@ -223,7 +225,7 @@ def _first_block(method: str, runs: Sequence[Routing]) -> list[Verdict]:
 
 
 def _over_directions(claim: str, seeds: Sequence[Mapping[str, float]]) -> Verdict:
-    """The verdict on a claim that the mean over directions is above zero."""
+    """The verdict on the claim that the mean over directions is above zero."""
     names = dict.fromkeys(name for by_direction in seeds for name in by_direction)
     means = [statistics.fmean(each[name] for each in seeds if name in each) for name in names]
     above = sum(mean > 0 for mean in means)
@@ -233,7 +235,7 @@ def _over_directions(claim: str, seeds: Sequence[Mapping[str, float]]) -> Verdic
 
 
 def _each(by_direction: Mapping[str, Mapping[str, float]], side: str) -> dict[str, float]:
-    """By direction, the mean over the blocks of a side, without NaN."""
+    """By direction, the mean over the MoE blocks of a side, without NaN."""
     means = {name: _mean(layers, side) for name, layers in by_direction.items()}
     return {name: mean for name, mean in means.items() if mean is not None and mean == mean}
 
@@ -248,7 +250,7 @@ def _range(values: Sequence[float]) -> float:
 
 
 def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Grid:
-    """The paper's claims with their verdicts; ``flops`` are per token."""
+    """A row for each of the paper's claims; ``flops`` are per token."""
     bleu, losses = Measure(systems, "BLEU"), Measure(systems, "loss")
     times = {m: {(r.seed, r.machine): r.time for r in systems[m] if r.time} for m in flops}
     scored = about_scores(bleu.points, dataset.experts)
@@ -286,7 +288,7 @@ def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Gr
 
 
 def _known(of_bleu: Chance, of_losses: Chance) -> str:
-    """How wide chance is in a run, in words, if there are seeds to tell it from."""
+    """The standard deviation by chance, in words; empty if too few seeds are there to estimate it."""
     if not of_bleu.shares or not of_losses.shares:
         return ""
     most = (
@@ -309,12 +311,12 @@ def _row(verdict: Verdict, loss: str, directions: str) -> list[str]:
     return [verdict.claim, seeds, number, alone, loss, directions, verdict.verdict]
 
 
-# Claims that a data set lists before its runs (``claims``): one system is ahead of another, by a lower
-# validation loss after as many updates.
+# Claims that a data set lists in advance (``claims``): one system is ahead of another, which means a lower
+# validation loss after the same number of updates.
 
 
 def verdict(loss: Difference | None, chrf: Difference | None) -> str:
-    """On a claim about the system less the other one: by the loss, unless chrF++ says the opposite."""
+    """The verdict by the difference in loss; "mixed" if chrF++ says the opposite."""
     if loss is None:
         return "open: no seed that both have"
     if loss.low is None or loss.count < 2:

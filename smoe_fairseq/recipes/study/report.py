@@ -31,7 +31,7 @@ from smoe_fairseq.recipes.study.results import (
 
 FILE = "report.md"
 BASELINES = ("moe", "moe-16")  # the first of these that the study has
-ROW = 8  # systems that can be told apart in a row of a picture
+ROW = 8  # the most systems in a row of a picture, so that they can be told apart
 COLOURS = (
     *("black", "#3f6ea8", "#9dbcdc", "#777777", "#a2641b", "#d9a066"),
     *("#bbbbbb", "#8a8a5c", "#b0413e", "#e08a87", "#5b8c5a", "#a9cba4"),
@@ -89,7 +89,7 @@ def write_report(dataset: Dataset) -> Path:
 
 
 def _systems(dataset: Dataset) -> dict[str, list[Result]]:
-    """By method in the study's order, the runs in the order of their seeds."""
+    """The results by method, in the study's order, each method's ordered by seed."""
     results = sorted(read(dataset.name), key=lambda result: order(result.name))
     if not results:
         raise UsageError(f"{folder_of(dataset.name)} holds no runs: scripts/study.sh makes them")
@@ -119,11 +119,11 @@ def _pictures(
 
 @styled
 def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
-    """Validation loss over FLOPs of training (``flops``: forward, per target token) and over hours.
+    """Validation loss over training FLOPs (``flops``: forward, per target token) and over hours.
 
-    The second half of each run's updates, in which systems can be told apart; a row for each group. Seeds
-    are thin lines, their mean is thick. Hours are those of the machine that trained most of a row's systems,
-    and of the seeds that it trained all of them with.
+    Only the second half of training, where systems can be told apart; a row for each group. Thin lines are
+    seeds, a thick line is their mean. Hours are of the machine that trained most of a row's systems, and of
+    the seeds with which it trained all of them.
     """
     rows, colours = len(groups), _colours(groups)
     figure, axes = new(rows, 2, width=9.0, height=3.6 * rows + 0.4, sharey="row")
@@ -151,7 +151,7 @@ def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
 
 
 def _machine(systems: Systems) -> str:
-    """The machine that trained most systems and, of two such, more runs."""
+    """The machine that trained most systems; of several such, the one that trained most runs."""
     runs = [(r.machine, method) for method, results in systems.items() for r in results if r.time]
     count = Counter(machine for machine, _ in runs)
     of_systems = Counter(machine for machine, _ in set(runs))
@@ -159,7 +159,7 @@ def _machine(systems: Systems) -> str:
 
 
 def _timed(systems: Systems, machine: str) -> dict[str, list[Result]]:
-    """Runs that were timed on the machine, of the seeds that all of their systems have, if there are any."""
+    """By method, the runs timed on the machine; only those of common seeds, if there are such seeds."""
     there = {m: [r for r in rs if r.time and r.machine == machine] for m, rs in systems.items()}
     there = {method: results for method, results in there.items() if results}
     seeds = [{r.seed for r in results} for results in there.values()]
@@ -168,13 +168,13 @@ def _timed(systems: Systems, machine: str) -> dict[str, list[Result]]:
 
 
 def _draw_curves(ax, colour: str, curves: Sequence[dict], column: str, label: str | None = None):
-    """Loss over a column; the mean is over the updates at which all seeds were validated."""
+    """Plot loss over a column; the mean takes the updates at which all seeds were validated."""
     if not curves:
         return
     for curve in curves if len(curves) > 1 else ():
         ax.plot(curve[column], curve["loss"], lw=0.6, color=colour, alpha=0.6)
     common = set.intersection(*(set(curve["update"]) for curve in curves))
-    if not common:  # of seeds that were validated at other updates
+    if not common:  # seeds were validated at different updates
         common, curves = set(curves[0]["update"]), curves[:1]
     at = [np.isin(curve["update"], sorted(common)) for curve in curves]
     x, y = (
@@ -194,10 +194,10 @@ def _second_half(result: Result) -> dict[str, np.ndarray]:
 
 @styled
 def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
-    """BLEU less the baseline's: a column for the mean and for each direction, a line for each method.
+    """BLEU less the baseline's: a column for the mean and for each direction, a bar for each method.
 
-    Bars are means over the seeds that both have, dots are the seeds. A row for each group that has the
-    baseline. None if nothing can be compared.
+    Bars are means over common seeds, dots are single seeds. A row for each group that has the baseline. None
+    if nothing can be compared.
     """
     shown = [(systems, others) for systems in groups if (others := _beside(systems, baseline))]
     if not shown:
@@ -234,7 +234,7 @@ def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
 
 
 def _beside(systems: Systems, baseline: str) -> list[str]:
-    """The methods with a seed that the baseline has."""
+    """The methods that have a seed in common with the baseline."""
     of_baseline = {result.seed for result in systems.get(baseline, ())}
     return [
         method
@@ -248,7 +248,7 @@ def _bleu(result: Result, directions: Sequence[str]) -> float:
 
 
 def _colours(groups: Sequence[Systems]) -> dict[str, str]:
-    """A colour for each method, the same in all pictures, and different within a group while they last."""
+    """A colour for each method: the same in all pictures, and if possible different within a group."""
     found: dict[str, str] = {}
     for systems in groups:
         free = [c for c in COLOURS if c not in {found.get(method) for method in systems}]

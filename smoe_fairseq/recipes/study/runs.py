@@ -37,14 +37,14 @@ _UPDATES = re.compile(rb"num_updates[=: ]+(\d+)")
 
 @dataclass
 class Run:
-    """A method and a seed; ``updates`` is how many it will make."""
+    """A method with a seed; ``updates`` is how many updates it is trained for."""
 
     dataset: Dataset
     method: str
     seed: int
     flags: tuple[str, ...]
     updates: int
-    strata: bool  # whether there are several, at which tokens may stop
+    strata: bool  # whether the model has several strata at which tokens may stop
     process: subprocess.Popen | None = field(default=None, repr=False)
 
     @property
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def line(self) -> str:
-        """The commands; training and evaluation do nothing if they are done."""
+        """The commands; training and evaluation that are complete are not repeated."""
         steps = [
             step("train", self.dataset.name, self.method, *self.flags),
             step("evaluate", self.dataset.name, self.method),
@@ -67,7 +67,7 @@ class Run:
         return " && ".join(steps)
 
     def done(self) -> int:
-        """Updates so far, by its log."""
+        """The updates so far, according to its log."""
         try:
             with open(self.folder / "train.log", "rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - 50_000))
@@ -78,19 +78,19 @@ class Run:
 
 
 def study(dataset: Dataset, flags: Sequence[str]) -> None:
-    """Train and score the runs that are not done; ``flags`` are methods, then flags of fairseq-train.
+    """Train and score the runs that have no results; ``flags`` are methods, then flags of fairseq-train.
 
-    When a run ends its results are kept and the report is written anew. A run that fails does not end the
-    others.
+    Whenever a run ends, its results are kept and the report is written again. The other runs go on if one
+    fails.
 
     Raises:
-        UsageError: a method or a seed is unknown, nothing can be kept, or a run failed.
-        SystemExit: a signal was received, and has stopped all runs; the next start resumes them.
+        UsageError: a method or a seed is unknown, or a run failed.
+        SystemExit: a signal stopped all runs; the next start resumes them.
     """
     runs = _runs(dataset, flags)
     left = []
     for run in runs:
-        if results.there(dataset, run.name):
+        if results.are_kept(dataset, run.name):
             results.check_flags(dataset, run.name, run.flags)
         else:
             left.append(run)
@@ -103,7 +103,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         raise UsageError(
             f"{Folders(dataset.name).binary} is missing: run scripts/prepare.sh {dataset.name} first"
         )
-    for run in left:  # raises before hours of work, not after
+    for run in left:  # raises UsageError before the work rather than after it
         results.summary_of_starts(run.folder)
     results.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)
     failed = _work(dataset, left) if left else []
@@ -125,7 +125,7 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
     if not methods:
         raise UsageError(f"{dataset.name} has no methods to study: name them behind it")
     runs = []
-    for seed in seeds_of(dataset):  # all methods with the first seed come first
+    for seed in seeds_of(dataset):  # all methods are trained with the first seed first
         for method in methods:
             given = dataset.train | method_flags(method, dataset)
             asked = given_flags(flags).get("--max-update", "")
@@ -191,10 +191,10 @@ def _keep(run: Run) -> bool:
 
 
 def _slots() -> dict[int, dict[str, str]]:
-    """The variables of each place in which a run is trained at a time.
+    """The slots in which runs are trained side by side, with the environment variables of each.
 
-    Without a GPU there are ``JOBS`` places, by default as many as the machine has cores and memory for. With
-    GPUs there is one place with all of them, or ``JOBS`` places that share them.
+    Without a GPU there are ``JOBS`` slots, by default as many as cores and memory allow. With GPUs there is
+    one slot with all of them, or ``JOBS`` slots that divide them.
     """
     asked = whole_number("JOBS", least=1)
     where = launch(())

@@ -1,4 +1,4 @@
-"""The tables of a study's report, beside those of its claims."""
+"""The tables of a study's report, except those of its claims."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from smoe_fairseq.recipes.folders import method_of, seed_in
 from smoe_fairseq.recipes.study.claims import Measure
 from smoe_fairseq.recipes.study.results import Result, Systems, by_seed
 
-ALIKE = 0.52  # rank correlation of fifteen languages that chance exceeds once in twenty, two-sided
+ALIKE = 0.52  # critical rank correlation of fifteen languages: two-sided, p = 0.05
 UPDATES = "updates"
 Groups = Sequence[Systems]  # as `results.groups` returns them
 
@@ -95,7 +95,7 @@ def directions_table(dataset: Dataset, beside: Groups) -> Grid:
 
 
 def equal_cost_table(systems: Systems, flops: Mapping[str, float], baseline: str) -> Grid:
-    """Losses beside the baseline's after as many FLOPs, and after as long.
+    """Losses beside the baseline's at equal FLOPs and at equal time.
 
     Args:
         flops: by method, of a forward pass, per target token.
@@ -123,7 +123,7 @@ Cost = Callable[[Result], float | None]  # per target token
 def _beside(
     systems: Systems, baseline: str, cost: Cost, same_machine: bool = False
 ) -> dict[str, dict[int | None, tuple[float, float]]]:
-    """By method and seed: a token's cost over the baseline's, and the loss less the baseline's."""
+    """By method and seed: cost per token over the baseline's, and loss less the baseline's."""
     of_baseline = {result.seed: result for result in systems.get(baseline, ()) if cost(result)}
     found: dict[str, dict] = {}
     for method, results in systems.items():
@@ -140,7 +140,7 @@ def _beside(
 
 
 def _apart(result: Result, other: Result, cost: Cost) -> float | None:
-    """The difference in loss at the end of the run that ends first; None before the other's first loss."""
+    """The difference in loss at the lower of both final costs; None if it is before a first validation."""
     curves = [
         (cost(r) * each["words"], np.fmin.accumulate(each["loss"]))
         for r, each in ((r, r.validated()) for r in (result, other))
@@ -153,9 +153,9 @@ def _apart(result: Result, other: Result, cost: Cost) -> float | None:
 
 
 def _equal_cost(found: Mapping[str, Mapping], method: str) -> list[str]:
-    """How much more a token costs, and the difference between the losses.
+    """How much more a token costs, and the difference in loss with its interval.
 
-    The baseline's run is in all differences of a seed, as the seed's own effect is.
+    All differences of a seed contain the baseline's run, which `chance` counts as the seed's effect.
     """
     if method not in found:
         return [MISSING, MISSING]
@@ -165,7 +165,7 @@ def _equal_cost(found: Mapping[str, Mapping], method: str) -> list[str]:
 
 
 def other_measures(systems: Systems, baseline: str) -> Grid:
-    """Every system by chrF++ and by BLEU without its penalty for short translations."""
+    """A row for each system: chrF++, and BLEU without its penalty for short translations."""
     measures = {name: Measure(systems, name) for name in ("chrF++", "BLEU without penalty")}
     lengths = by_seed(systems, lambda r: mean_of(r.scores, lambda score: score.length_ratio))
     rows = []
@@ -191,7 +191,7 @@ def _mean(points: Mapping[int | None, float]) -> str:
 
 
 def by_class(dataset: Dataset, systems: Systems) -> Grid:
-    """chrF++ into English and out of it, of languages with much, some and little text."""
+    """chrF++ into and out of English, by classes of languages with much, some and little text."""
     found = columns(dataset)
     rows = []
     for method, results in systems.items():
@@ -206,7 +206,7 @@ def by_class(dataset: Dataset, systems: Systems) -> Grid:
 
 
 def by_target(dataset: Dataset, systems: Systems) -> Grid:
-    """Requested capacity of the decoder by target language, from the first language, in every seed."""
+    """The decoder's requested capacity by target language, from the first language, for every run."""
     rows, notes = [], []
     source, *targets = dataset.languages
     for method, results in systems.items():
@@ -240,7 +240,7 @@ def _requested(result: Result, source: str) -> dict[str, float]:
 
 
 def runs_table(dataset: Dataset, systems: Systems) -> Grid:
-    """How each run was made; with notes on runs that are missing or were trained differently."""
+    """How each run was made, with notes on missing runs and on runs that were trained differently."""
     rows = []
     results = [result for of_method in systems.values() for result in of_method]
     for result in results:
@@ -255,7 +255,7 @@ def runs_table(dataset: Dataset, systems: Systems) -> Grid:
 
 
 def _absent(dataset: Dataset, names: Sequence[str]) -> list[str]:
-    """Which of the study's systems lack seeds that others have."""
+    """Notes on the study's systems that lack a seed that others have."""
     notes, absent = [], []
     for suffix in sorted({name.removeprefix(method_of(name)) for name in names}):
         of_seed = [method + suffix for method in dataset.study]
@@ -270,7 +270,7 @@ def _absent(dataset: Dataset, names: Sequence[str]) -> list[str]:
 
 
 def unlike(dataset: Dataset, results: Sequence[Result]) -> list[str]:
-    """A sentence for each run that differs from most in its updates or in a flag that no method sets."""
+    """A sentence for each difference of a run from most others: in updates, or in a flag no method sets."""
     of_methods = {flag for result in results for flag in _own(dataset, result)} | {"--seed"}
     runs = {
         r.name: {**r.about["flags"], UPDATES: f"{r.about['updates']:,}"}
