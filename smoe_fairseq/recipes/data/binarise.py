@@ -34,10 +34,10 @@ _CODES = {np.dtype(np.uint16): 8, np.dtype(np.uint32): 9}
 def binarise(
     dataset: Dataset, text: Path, dictionary: Path, output: Path, workers: int = 1
 ) -> None:
-    """Write every pair's splits in ``text`` (and its shards) to ``output`` as fairseq reads them.
+    """Binarise every pair's splits in ``text`` (and its shards) to ``output``.
 
     Each shard gets ``{split}.{pair}.{language}.bin`` and ``.idx``, which serve both directions of a pair,
-    and the dictionary once for each language. The files are the same for any number of ``workers``.
+    and a copy of the dictionary for each language. ``workers`` do not change the result.
 
     Raises:
         UsageError: a pair has no text to train or validate; or see `read_dictionary`.
@@ -75,17 +75,17 @@ def _files(folder: Path, pair: str, training_only: bool) -> Iterator[Path]:
 
 
 class Vocabulary(dict[str, int]):
-    """The number of each word of a dictionary; for any other word that of ``<unk>``."""
+    """Maps each word of a dictionary to its number, and any other word to that of ``<unk>``."""
 
     def __missing__(self, _word: str) -> int:
         return UNKNOWN
 
 
 def read_dictionary(file: Path) -> Vocabulary:
-    """Read fairseq's format: a word and its count on each line, numbered after the special words.
+    """Read a dictionary in fairseq's format: a word and its count per line, numbered after the special words.
 
     Raises:
-        UsageError: it is not in this format, or has a word twice.
+        UsageError: the file has another format, or has a word twice.
     """
     words = Vocabulary({word: number for number, word in enumerate(SPECIAL)})
     try:
@@ -125,7 +125,7 @@ class _Binariser:
 def binarise_files(
     vocabulary: Vocabulary, files: dict[Path, tuple[str, str]], workers: int = 1
 ) -> str:
-    """Write the ``.bin`` and the ``.idx`` named for each file; returns the counts in words."""
+    """Write the ``.bin`` and the ``.idx`` given for each file; returns the counts, as words to print."""
     kind = np.dtype(np.uint16 if len(vocabulary) < 65500 else np.uint32)  # as fairseq chooses
     sentences = tokens = unknown = 0
     with by_chunk("binarise", _Binariser(vocabulary, kind), files, workers) as by_file:
@@ -145,7 +145,7 @@ def binarise_files(
 
 
 def _index(lengths: np.ndarray, kind: np.dtype) -> bytes:
-    """The content of an ``.idx`` file for sentences of these ``lengths`` (int32) of numbers of a ``kind``."""
+    """The content of an ``.idx`` file: ``lengths`` (int32) of sentences with numbers of type ``kind``."""
     starts = np.zeros(len(lengths), dtype=np.int64)
     np.cumsum(lengths[:-1], dtype=np.int64, out=starts[1:])
     header = _HEADER.pack(_MAGIC, 1, _CODES[kind], len(lengths))
@@ -153,7 +153,7 @@ def _index(lengths: np.ndarray, kind: np.dtype) -> bytes:
 
 
 def count_sentences(index: Path) -> int:
-    """The sentences of an ``.idx`` file; raises UsageError if it is no such file, or cut off."""
+    """The number of sentences in an ``.idx`` file; raises UsageError if it is no such file, or cut off."""
     with open(index, "rb") as file:
         header = file.read(_HEADER.size)
     if len(header) == _HEADER.size and header.startswith(_MAGIC):
@@ -163,23 +163,22 @@ def count_sentences(index: Path) -> int:
     raise UsageError(f"{index} is cut off, or not an index of fairseq-preprocess")
 
 
-# Binarised text of other people, as an archive or a folder: checked and taken as it is.
+# Binarised text of other authors, as an archive or a folder, which is checked and used as it is.
 
 
 def adopt(dataset: Dataset, source: Path, raw: Path, output: Path, longest: int = 0) -> None:
-    """Make of an archive, or of the folder it was unpacked to, what training and evaluation read.
+    """Take an archive, or the folder it was unpacked to, as the data for training and evaluation.
 
     The numbers of training pairs go to ``sizes.json`` beside ``raw``.
 
     Args:
         raw: gets the test text, in the layout that all data sets share.
-        output: gets the binarised text and its dictionary as they are, and ``spm.model``. Test sets that
-            the archive has as text only are encoded and binarised with these. Files of a folder are linked
-            if possible.
+        output: gets the binarised text, its dictionary and ``spm.model``. Test sets that the archive has as
+            text only are encoded and binarised. Files of a folder are linked if possible.
         longest: pieces after which a line of such a test set is cut off; 0: never.
 
     Raises:
-        UsageError: the archive lacks a part, which is named, or a part is not what it should be.
+        UsageError: the archive lacks a part, or a part has the wrong content.
     """
     with whole_folder(output) as numbers, whole_folder(raw, replace=True) as text:
         given = text / "given"
@@ -199,9 +198,9 @@ def adopt(dataset: Dataset, source: Path, raw: Path, output: Path, longest: int 
 
 
 def binarised_folder(dataset: Dataset, folder: Path) -> Path | None:
-    """Where ``raw.binarised`` is in a folder that its archive was unpacked to; None: not there.
+    """The folder below which ``raw.binarised`` has its paths; None if there is none.
 
-    That is the folder itself, one in it, or the one above if the folder is the archive's own.
+    It is ``folder``, a folder in it, or the one above if ``folder`` is the top folder of the archive.
     """
     if not (layout := dataset.raw.get("binarised")) or not folder.is_dir():
         return None
@@ -212,7 +211,7 @@ def binarised_folder(dataset: Dataset, folder: Path) -> Path | None:
 
 
 def _wanted(dataset: Dataset, numbers: Path, given: Path) -> dict[str, Path]:
-    """The file to write for each name that the archive may have."""
+    """The file to write for each name of interest in the archive."""
     layout = dataset.raw["binarised"]
     wanted = {layout["vocabulary"]: numbers / "spm.model"}
     names = ["dict.txt", *(f"dict.{language}.txt" for language in dataset.languages)]
@@ -246,7 +245,7 @@ def _link(folder: Path, wanted: dict[str, Path]) -> None:
 
 
 class _Archive:
-    """What was taken of an archive: ``numbers`` will be the binarised text, ``given`` has the test text."""
+    """The parts of an archive that were extracted: binarised text to ``numbers``, test text to ``given``."""
 
     def __init__(self, dataset: Dataset, source: Path, numbers: Path, given: Path):
         self.dataset = dataset
@@ -273,7 +272,7 @@ class _Archive:
             ) from None
 
     def complete_dictionaries(self) -> None:
-        """One dictionary for all languages, which each has under its own name."""
+        """Write the one dictionary under every name that it should have."""
         names = ["dict.txt", *(f"dict.{language}.txt" for language in self.dataset.languages)]
         found = sorted(self.numbers.glob("dict*.txt"))
         if not found:
@@ -286,13 +285,12 @@ class _Archive:
                     "languages"
                 )
         for name in names:
-            if not (
-                self.numbers / name
-            ).exists():  # an existing one may be a link to the user's file
-                (self.numbers / name).write_bytes(content)
+            file = self.numbers / name
+            if not file.exists():  # an existing one may be a link to the user's file
+                file.write_bytes(content)
 
     def count(self, pair: str) -> int:
-        """The pair's training sentences; raises UsageError if it has none, or none to validate on."""
+        """The number of training sentences; raises UsageError without any, or without validation text."""
         for split in ("valid", "train"):
             if not (sentences := self.sentences(split, pair)):
                 name = f"{self.layout['text']}/{next(_names(split, pair))}"
@@ -300,7 +298,7 @@ class _Archive:
         return sentences
 
     def sentences(self, split: str, pair: str) -> int:
-        """Sentences of a pair's binarised split, 0 without one; of both orders, that of the pair's name."""
+        """The number of sentences in a pair's split, 0 without one; the pair may be named in either order."""
         counts = []
         for order in _orders(pair):
             names = list(_names(split, order))
@@ -318,7 +316,7 @@ class _Archive:
         return counts[0] if counts else 0
 
     def take_tests(self, text: Path, longest: int) -> None:
-        """Copy the test text to ``text``, and binarise what is there as text only."""
+        """Copy the test text to ``text``, and binarise the tests that are there as text only."""
         to_binarise = []
         for pair in self.dataset.pairs:
             lines = self.copy_test(pair, text)

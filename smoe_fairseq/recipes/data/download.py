@@ -42,7 +42,7 @@ class Remote:
 
 
 def remote_files(dataset: Dataset) -> list[Remote]:
-    """The files that a data set is made of: single ones (``raw.url``) or ``raw.archives``."""
+    """The files to download for a data set: single files (``raw.url``) or ``raw.archives``."""
     if url := dataset.raw.get("url"):
         checksums = dataset.raw.get("sha256", {})
         urls = (url.format(file=names[0]) for names in all_publisher_names(dataset))
@@ -60,7 +60,7 @@ def remote_files(dataset: Dataset) -> list[Remote]:
 
 
 def fetch(dataset: Dataset, folder: Path) -> None:
-    """Download the data set's files that ``folder`` lacks, and check those it has."""
+    """Download the data set's files that ``folder`` lacks, and check the existing ones."""
     for remote in remote_files(dataset):
         target = folder / remote.name
         if target.exists():
@@ -77,7 +77,7 @@ def fetch(dataset: Dataset, folder: Path) -> None:
 
 
 def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
-    """Write the files of the data set's archives that ``raw.files`` asks for to ``target``.
+    """Extract from the data set's archives the files that ``raw.files`` names, to ``target``.
 
     Raises:
         UsageError: an archive is missing, or see `extract`.
@@ -101,11 +101,11 @@ def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
 
 
 def download(remote: Remote, target: Path) -> None:
-    """Download to ``target.part`` and rename; resume what an earlier attempt left there.
+    """Download to ``target.part`` and rename it; resume the ``.part`` of an earlier attempt.
 
     Raises:
-        OSError: the server stays out of reach or keeps cutting off.
-        UsageError: the content is not what was expected, or the disk is full.
+        OSError: the server cannot be reached, or breaks off repeatedly.
+        UsageError: the content is not the expected one, or the disk is full.
     """
     part = target.with_name(f"{target.name}.part")
     with _writing(part):
@@ -129,7 +129,7 @@ def download(remote: Remote, target: Path) -> None:
 
 
 def _append_rest(url: str, part: Path) -> None:
-    """Request what ``part`` still lacks; raises ConnectionError if the connection is cut short."""
+    """Download what ``part`` still lacks; raises ConnectionError if the connection breaks off."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
@@ -138,8 +138,8 @@ def _append_rest(url: str, part: Path) -> None:
         if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise
         if error.headers.get("Content-Range") == f"bytes */{have}":
-            return  # complete: an earlier attempt ended just before it was renamed
-        part.unlink()  # perhaps of another file, since the server has nothing beyond it
+            return  # complete: an earlier attempt ended just before renaming it
+        part.unlink()  # longer than the server's file, so perhaps of another file
         return _append_rest(url, part)
     with response:
         resumed = response.status == http.client.PARTIAL_CONTENT
@@ -172,7 +172,7 @@ def _writing(part: Path) -> Iterator[None]:
 
 
 def _fault(remote: Remote, path: Path) -> str | None:
-    """What is wrong with a file, by its size and checksum if they are known."""
+    """What is wrong with a file, judged by its size and checksum where these are known."""
     if remote.size and (size := path.stat().st_size) != remote.size:
         return f"{size} bytes, not {remote.size} as expected"
     if remote.sha256:
@@ -184,10 +184,10 @@ def _fault(remote: Remote, path: Path) -> str | None:
 
 
 def fetch_tokenizer(name: str) -> None:
-    """Put the model of a sacreBLEU tokenizer (``flores200``) where sacreBLEU looks for it.
+    """Download the model of a sacreBLEU tokenizer (``flores200``) to where sacreBLEU looks for it.
 
-    sacreBLEU fetches it too, but only after everything is translated, and a download that fails leaves an
-    empty file that it later takes for the model.
+    sacreBLEU would download it after everything is translated, and take the empty file that a failed
+    download leaves for the model.
     """
     url, target = _tokenizer(name)
     if tokenizer_file(name):
@@ -202,7 +202,7 @@ def fetch_tokenizer(name: str) -> None:
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """The model's file if it is there."""
+    """The model's file if it exists."""
     file = _tokenizer(name)[1]
     return file if file.exists() and file.stat().st_size else None
 
@@ -216,7 +216,7 @@ def _tokenizer(name: str) -> tuple[str, Path]:
     return url, Path(SACREBLEU_DIR) / "models" / Path(url).name
 
 
-# Zip and tar archives of any compression: the files in them that are wanted, and nothing else.
+# Zip and tar archives with any compression. Only the wanted files are extracted.
 
 _DAMAGE = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, gzip.BadGzipFile),
@@ -226,7 +226,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True)
 class _Member:
-    """A member of an archive; ``open`` gives the content of a regular file."""
+    """A member of an archive; ``open`` returns the content of a regular file."""
 
     name: str
     regular: bool
@@ -254,12 +254,11 @@ def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
     """Write the wanted members; returns how many there were.
 
     Args:
-        wanted: the file to write for each name. A member matches if this is its name, or the end of it from
-            some folder on.
+        wanted: the file to write for each name. A member matches a name that is the end of its path.
 
     Raises:
-        UsageError: the archive is missing, damaged, or has a password or a name that leads out of a folder;
-            or a wanted member is a link or a device, is larger than the disk, or comes twice.
+        UsageError: the archive is missing, damaged, has a password, or has a member with an absolute path or
+            ".."; or a wanted member is no plain file, is larger than the free space, or comes twice.
     """
     found = {}
     with _named(archive, os.path.commonpath(wanted.values()) if wanted else None):
@@ -292,7 +291,7 @@ def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
 
 @contextmanager
 def _named(archive: Path, folder: str | None = None) -> Iterator[None]:
-    """Turn errors into a UsageError that names the archive and, if a write failed, the ``folder``."""
+    """Turn errors into a UsageError that names the archive and the ``folder`` to which it is extracted."""
     try:
         yield
     except OSError as error:
@@ -315,7 +314,7 @@ def _damaged(archive: Path, error: Exception) -> UsageError:
 
 
 def _members(archive: Path) -> Iterator[_Member]:
-    """All members but folders, in the archive's order; each has to be read before the next."""
+    """All members except folders, in the archive's order; each has to be read before the next."""
     check_plain(archive)
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as content:
@@ -331,5 +330,7 @@ def _members(archive: Path) -> Iterator[_Member]:
                 if not info.isdir():
                     read = partial(content.extractfile, info)
                     yield _Member(info.name, info.isreg(), info.size, read)
-            while content.fileobj.read(2**20):  # to the end, where the compression's checksum is
+            while content.fileobj.read(
+                2**20
+            ):  # to the end, which checks the compression's checksum
                 pass

@@ -26,9 +26,9 @@ FAIRSEQ_POSITIONS = 1024  # the default of --max-source-positions
 
 
 def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
-    """Fetch the text or take it from ``RAW``, learn subwords and binarise every pair, once.
+    """Download the text or take it from ``RAW``, learn subwords, and binarise every pair.
 
-    ``flags`` go to the step that learns the subwords.
+    Does nothing if that is done already. ``flags`` go to the step that learns subwords.
     """
     folders = Folders(dataset.name)
     if dry_run():
@@ -79,12 +79,12 @@ def _partial(folder: Path) -> Path:
 
 
 def _archive(dataset: Dataset, folders: Folders, given: Path | None) -> Path | None:
-    """The archive of binarised text, or its folder; None if the data set is made of text."""
+    """The archive of binarised text, or its folder; None if the data set is prepared from text."""
     if not dataset.raw.get("binarised"):
         return None
     if given:
         return given if given.is_file() or binarised_folder(dataset, given) else None
-    if any(folders.raw.glob("train.*")):  # gathered before, or put there
+    if any(folders.raw.glob("train.*")):  # text from before, or put there by the user
         return None
     return folders.download / remote_files(dataset)[0].name
 
@@ -139,7 +139,7 @@ def _binarised(
 
 
 def _longest(dataset: Dataset) -> int:
-    """Pieces of a source sentence of the test set; with language token and end they fit the model."""
+    """The most pieces of a test sentence that fit the model beside the language token and the end."""
     return dataset.train.get("max-source-positions", FAIRSEQ_POSITIONS) - 2
 
 

@@ -1,4 +1,4 @@
-"""Subwords: a sentencepiece model learnt from text, and text as its pieces; also ``smoe subwords``."""
+"""Subwords: learn a sentencepiece model from text, and encode text; also ``smoe subwords``."""
 
 import io
 from argparse import ArgumentParser, Namespace
@@ -17,8 +17,8 @@ from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk, count_lines
 from smoe_fairseq.recipes.folders import shard_names
 from smoe_fairseq.recipes.processes import report
 
-_SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq's dictionary adds by itself
-# Bytes of memory for each byte of the text that is learnt from; measured, docs/reproduce.md.
+_SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq adds to every dictionary
+# Bytes of memory per byte of training text, as measured (docs/reproduce.md).
 _BYTES_PER_BYTE = {"unigram": 21, "bpe": 6}
 _LEARN = (
     "learn a sentencepiece model; writes DIR/spm.model and DIR/dict.txt, which is for --srcdict and "
@@ -63,7 +63,7 @@ def run_subwords(args: Namespace) -> None:
 
 
 def learn(raw: Path, output: Path, **options) -> None:
-    """`learn_from` the files ``train.*`` of ``raw``."""
+    """Call `learn_from` with the files ``train.*`` of ``raw``."""
     files = sorted(raw.glob("train.*"))
     if not files:
         raise UsageError(f"{raw} has no training text (train.eng-xxx.eng and so on)")
@@ -73,7 +73,8 @@ def learn(raw: Path, output: Path, **options) -> None:
 def learn_from(files: list[Path], output: Path, **options) -> None:
     """Train a model on files of text; writes ``output/spm.model`` and ``output/dict.txt``.
 
-    ``options`` are sentencepiece's own. Text that is too small for the vocabulary size gives a smaller one.
+    ``options`` are sentencepiece's. If the text is too small for the vocabulary size, the vocabulary is
+    smaller.
 
     Raises:
         UsageError: there is no text, sentencepiece cannot learn from it, or it takes too much memory.
@@ -93,7 +94,7 @@ def learn_from(files: list[Path], output: Path, **options) -> None:
         raise UsageError(f"sentencepiece cannot learn from {raw}: {error}") from None
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
-    # fairseq's format is a piece and its count on each line; the counts matter only for sorting.
+    # fairseq's format is a piece and its count per line; the counts are used for sorting only.
     dictionary = "".join(f"{piece} 1\n" for piece in pieces[_SPECIAL_PIECES:])
     written = [output / "dict.txt", output / "spm.model"]
     with whole_files(written, parents=True) as (words, pieces_file):
@@ -106,7 +107,7 @@ def learn_from(files: list[Path], output: Path, **options) -> None:
 
 
 def _check_memory(raw: Path, files: list[Path], options: dict) -> None:
-    """Raise UsageError before learning would fill the machine's memory, perhaps after an hour."""
+    """Raise UsageError if learning would run out of memory, which may happen after an hour."""
     memory = machine_memory()
     size = sum(file.stat().st_size for file in files)
     needed = _BYTES_PER_BYTE[options.get("model_type", "unigram")]
