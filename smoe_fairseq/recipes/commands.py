@@ -1,4 +1,4 @@
-"""The recipes and their steps as commands: ``smoe train``, ``scripts/train.sh`` and what these print."""
+"""The recipes and their steps as commands: ``smoe train``, ``scripts/train.sh`` and the steps these run."""
 
 import argparse
 import importlib
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from smoe_fairseq.errors import positive, quietly
 
-# NAME: (file:function, one line of help, operands and options). The function is called with these by
-# name, in lower case. `[FLAGS]` takes all other words.
+# NAME: (file:function, one line of help, operands and options). The function gets the operands and options
+# as keyword arguments. `[FLAGS]` takes all remaining words.
 RECIPES = {
     "prepare": (
         "data.prepare:prepare",
@@ -42,7 +42,7 @@ RECIPES = {
     ),
     "demo": ("demo:demo", "prepare, train and evaluate, and show the model", "DATASET METHOD"),
 }
-# What the recipes run and `DRY_RUN=1` prints, as `python -m smoe_fairseq.recipes STEP`.
+# Steps that the recipes run, and `DRY_RUN=1` prints, as `python -m smoe_fairseq.recipes STEP`.
 STEPS = {
     "fetch": ("data.download:fetch", "step: download the raw files", "DATASET FOLDER"),
     "unpack": (
@@ -125,7 +125,7 @@ _OPTIONS = {
 
 
 def add_arguments(parser: ArgumentParser, name: str) -> None:
-    """The operands and options of a recipe or a step."""
+    """Add the operands and options of a recipe or a step."""
     place, _, words = (RECIPES | STEPS)[name]
     for word in words.split():
         if word == "--learning":
@@ -134,7 +134,7 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
             parser.add_argument(word, **_OPTIONS[word])
         elif word.startswith("["):
             rest = parser.add_argument("flags", metavar=word[1:-1], nargs=argparse.REMAINDER)
-            rest.required = False  # else argparse names it, too, when another operand is missing
+            rest.required = False  # else argparse reports it, too, when another operand is missing
         else:
             shown = {"metavar": word} if word.isupper() else {}
             parser.add_argument(word.lower(), type=_TYPES.get(word, Path), **shown)
@@ -152,7 +152,7 @@ def _run(given: Namespace) -> None:
 
 
 def add_learning(parser: ArgumentParser, vocab_size: int | None = None) -> None:
-    """The options of sentencepiece's training; without a default ``vocab_size`` it is required."""
+    """Add the options of sentencepiece's training; ``vocab_size`` is required unless it has a default."""
     size = {"default": vocab_size} if vocab_size else {"required": True}
     for flag, options in {
         "--vocab-size": {"type": int, "help": "subwords", **size},
