@@ -19,17 +19,17 @@ from smoe_fairseq.recipes.folders import read_json
 from smoe_fairseq.recipes.processes import command, run_quietly
 
 FILE = "scores.json"
-UNFINISHED = "test.partial"  # beside it: the folder of an evaluation that is not complete
+UNFINISHED = "test.partial"  # beside it: the folder of an incomplete evaluation
 SPBLEU_TOKENIZER = "flores200"
 BLEU, CHRF, SPBLEU, COMET = METRICS = ("BLEU", "chrF++", "spBLEU", "COMET")
 
 
 @dataclass(frozen=True)
 class Score:
-    """One direction: BLEU in points (0 to 100), and sacreBLEU's signature.
+    """The score of a direction: BLEU in points (0 to 100), with sacreBLEU's signature.
 
-    ``length_ratio`` is the number of tokens of the translations over that of the references, as sacreBLEU
-    counts; None in older files. ``others`` has points and signature of further `METRICS`.
+    ``length_ratio`` is the number of tokens in the translations over that in the references, as sacreBLEU
+    counts; None in older files. ``others`` has points and signature of the other `METRICS`.
     """
 
     bleu: float
@@ -50,19 +50,19 @@ class Score:
 
     @property
     def unpenalized(self) -> float | None:
-        """BLEU without its penalty for short translations, within 0.2 percent; None in older files."""
+        """BLEU without its brevity penalty, within 0.2 percent; None in older files."""
         if not self.length_ratio:
             return None
         return self.bleu / math.exp(min(0.0, 1 - 1 / self.length_ratio))
 
     @property
     def has_odd_length(self) -> bool:
-        """Whether translations seem not to end, or to end too early."""
+        """Whether translations seem not to end, or end too early."""
         return self.length_ratio is not None and not 0.8 <= self.length_ratio <= 1.2
 
     @property
     def is_sound(self) -> bool:
-        """Whether all fields are of their type, and numbers finite and not negative."""
+        """Whether all fields have the right type, and numbers are finite and not negative."""
         ratio = 1 if self.length_ratio is None else self.length_ratio
         found = [self.of(metric) for metric in (BLEU, *self.others)]
         numbers = (self.sentences, ratio, *(points for points, _ in found))
@@ -73,7 +73,7 @@ class Score:
 
 
 def read_score(folder: Path, direction: str) -> Score:
-    """A direction's score from sacreBLEU's files ``DIRECTION.json`` and, where they are there,
+    """Read a direction's score from sacreBLEU's ``DIRECTION.json`` and, if they exist, its
     ``DIRECTION.spbleu.json`` and COMET's ``DIRECTION.comet.json``."""
     results = {}
     for file in (f"{direction}{kind}.json" for kind in ("", ".spbleu", ".comet")):
@@ -87,7 +87,7 @@ def read_score(folder: Path, direction: str) -> Score:
     if "tok:flores" in bleu["signature"]:
         others[SPBLEU] = (bleu["score"], bleu["signature"])
     sentences = (folder / f"{direction}.txt").read_text("utf-8").count("\n")
-    # "62.1/36.8/... (BP = 0.984 ratio = 0.984 hyp_len = ..." is the only place where sacreBLEU has it.
+    # sacreBLEU has the ratio only in "62.1/36.8/... (BP = 0.984 ratio = 0.984 hyp_len = ...".
     ratio = re.search(r"ratio = ([\d.]+)", bleu.get("verbose_score", ""))
     return Score(bleu["score"], bleu["signature"], sentences, ratio and float(ratio[1]), others)
 
@@ -110,7 +110,7 @@ def write(folder: Path, scores: dict[str, Score], checkpoint: str, settings: Seq
 
 
 def read(folder: Path) -> dict[str, Score]:
-    """Scores by direction; those so far of an unfinished evaluation, and empty without one.
+    """Scores by direction, also of an unfinished evaluation; empty without any.
 
     Raises:
         UsageError: the file does not hold scores.
@@ -133,7 +133,7 @@ def _parse(content: dict) -> dict[str, Score]:
 
 
 def search_flags(folder: Path) -> str:
-    """The flags of the search that made the translations, for scores that can be read."""
+    """The search flags with which the translations were made; call `read` first, which checks the file."""
     path = _path(folder)
     return str(json.loads(path.read_text("utf-8")).get("generate", "")) if path.exists() else ""
 
@@ -184,14 +184,14 @@ class Scorer:
     model: str
 
     def command(self, texts: Texts, output: Path) -> str:
-        """Writes a score for each line to ``output``."""
+        """The command that writes a score for each line to ``output``."""
         files = ["-s", texts.source, "-t", texts.translation, "-r", texts.reference]
         return command(*self.program, *files, "--model", self.model, "--quiet", "--to_json", output)
 
     def score(self, directions: Mapping[str, Texts], folder: Path) -> None:
-        """Writes ``folder/DIRECTION.comet.json`` for each direction that this model has not scored.
+        """Write ``folder/DIRECTION.comet.json`` for each direction that this model has not scored yet.
 
-        The model is loaded once: the lines of all directions are scored as one text.
+        The lines of all directions are scored as one text, so that the model is loaded once.
 
         Raises:
             UsageError: the program failed, or its scores are not between 0 and 1.
@@ -239,7 +239,7 @@ class Scorer:
 
 
 def scorer() -> Scorer | None:
-    """What ``COMET`` asks for; None where it is not set.
+    """The scorer that ``COMET`` names; None if it is not set.
 
     Raises:
         UsageError: there is no such program.

@@ -44,7 +44,7 @@ def write_corpus(
     All pairs say the same in line ``n`` of a split. No sentence of any language comes twice,
     within a split or in two of them. Equal arguments give equal files on every platform. The
     files appear when all of them are complete; earlier ones of the same names are replaced.
-    Counts or a seed out of range, or an ``output_dir`` that cannot be written, is a `UsageError`.
+    Raises UsageError for counts or a seed out of range, and if ``output_dir`` cannot be written.
     """
     sizes = {"train": train, "valid": valid, "test": test}
     _check(sizes, seed)

@@ -1,7 +1,7 @@
-"""The lexicon: nouns, verbs, names, adjectives, places and times, one row each, in all languages.
+"""The lexicon: nouns, verbs, names, adjectives, places and times in all languages.
 
-A table is text with one concept per line and columns between white space, so that the languages
-can be compared at a glance. ``_`` stands for a space within a column, ``-`` for nothing.
+A table is text with a concept per line and columns separated by white space, which shows the languages side
+by side. ``_`` stands for a space within a column, ``-`` for nothing.
 """
 
 from dataclasses import dataclass, fields
