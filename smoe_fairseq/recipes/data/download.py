@@ -242,7 +242,7 @@ def read_members(
     Raises:
         UsageError: the archive is missing, damaged, or has a password.
     """
-    with _named(archive):
+    with _naming(archive):
         for member in _members(archive):
             path = PurePosixPath(member.name)
             if member.regular and wanted(path):
@@ -261,7 +261,7 @@ def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
             ".."; or a wanted member is no plain file, is larger than the free space, or comes twice.
     """
     found = {}
-    with _named(archive, os.path.commonpath(wanted.values()) if wanted else None):
+    with _naming(archive, os.path.commonpath(wanted.values()) if wanted else None):
         for member in _members(archive):
             path = PurePosixPath(member.name.replace("\\", "/"))
             if path.is_absolute() or ".." in path.parts:
@@ -290,7 +290,7 @@ def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
 
 
 @contextmanager
-def _named(archive: Path, folder: str | None = None) -> Iterator[None]:
+def _naming(archive: Path, folder: str | None = None) -> Iterator[None]:
     """Turn errors into a UsageError that names the archive and the ``folder`` to which it is extracted."""
     try:
         yield

@@ -76,7 +76,7 @@ def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
             counts = ", ".join(f"{len(part):,} {name}" for name, part in parts.items())
             print(f"{target}: {ENGLISH}-{language}: {counts}", flush=True)
         write_sizes(target, sizes)
-    print(f"{target}: {_told(found)}", flush=True)
+    print(f"{target}: {_counts_in_words(found)}", flush=True)
 
 
 def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
@@ -108,11 +108,11 @@ def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
         files[path.parts[len(above)]][str(path)] = _messages(archive, path, content)
     if not there:
         raise UsageError(
-            f"{archive} has no file {'/'.join(above)}/LANGUAGE/**.po; it has {_some(others)}"
+            f"{archive} has no file {'/'.join(above)}/LANGUAGE/**.po; it has {_listed(others)}"
         )
     for code in files:
         if code not in there:
-            raise UsageError(f"{archive} has no language {code}; it has {_some(there)}")
+            raise UsageError(f"{archive} has no language {code}; it has {_listed(there)}")
     return {
         pair.split("-")[1]: _unique(files[code], settings["words"])
         for pair, code in zip(dataset.pairs, files, strict=True)
@@ -199,7 +199,7 @@ def _write(folder: Path, name: str, language: str, pairs: list[tuple[str, str]])
         (folder / f"{name}.{code}").write_text(text, "utf-8")
 
 
-def _told(found: dict[str, Pairs]) -> str:
+def _counts_in_words(found: dict[str, Pairs]) -> str:
     """Counts of pairs and of texts that are in several languages, in words."""
     languages = Counter(english for pairs in found.values() for english in pairs)
     several, everywhere = (
@@ -211,7 +211,7 @@ def _told(found: dict[str, Pairs]) -> str:
     )
 
 
-def _some(names: set[str]) -> str:
+def _listed(names: set[str]) -> str:
     shown = sorted(names)
     return (
         ", ".join(shown[:200]) + (" and others" if len(shown) > 200 else "") if shown else "nothing"

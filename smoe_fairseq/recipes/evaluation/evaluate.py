@@ -150,14 +150,14 @@ class Evaluation:
         """What the translations and scores depend on."""
         texts = [text(d) for d in self.directions for text in (self.source, self.reference)]
         return {
-            "checkpoint": _trace(self.checkpoint),
-            "texts": hashlib.sha256(" ".join(map(_trace, texts)).encode()).hexdigest(),
+            "checkpoint": _file_state(self.checkpoint),
+            "texts": hashlib.sha256(" ".join(map(_file_state, texts)).encode()).hexdigest(),
             "flags": [*arguments(self.dataset.task | self.dataset.generate), *self.extra],
             "sacrebleu": [version("sacrebleu"), *arguments(self.dataset.sacrebleu)],
         }
 
 
-def _trace(file: Path) -> str:
+def _file_state(file: Path) -> str:
     """Name, size and time of a file: they change with its content, which may have gigabytes."""
     found = file.stat()
     return f"{file.name} {found.st_size} {found.st_mtime_ns}"
@@ -266,7 +266,7 @@ def translate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
     files.take(evaluation.folder, files.EVALUATION)
     scored = evaluation.resume()
     for direction, score in scored.items():
-        _show(direction, score, "as it was")
+        _print_score(direction, score, "as it was")
     left = [direction for direction in evaluation.directions if direction not in scored]
     if left:
         left.sort(key=lambda d: -evaluation.source(d).stat().st_size)
@@ -297,7 +297,7 @@ def _translate(
             evaluation.save(scored, evaluation.partial)
             with tqdm.external_write_mode(sys.stdout):
                 count = f"{len(scored)} of {len(evaluation.directions)}"
-                _show(direction, scored[direction], count)
+                _print_score(direction, scored[direction], count)
 
     terminal, start = sys.stderr.isatty(), time.monotonic()
     shown = start
@@ -352,7 +352,7 @@ def _count(file: Path, words: bytes) -> int:
     return file.read_bytes().count(words)
 
 
-def _show(direction: str, score: scores.Score, count: str) -> None:
+def _print_score(direction: str, score: scores.Score, count: str) -> None:
     print(f"# {direction}: {score} ({count})", flush=True)
     if score.has_odd_length:
         report(

@@ -61,7 +61,7 @@ class Score:
         return self.length_ratio is not None and not 0.8 <= self.length_ratio <= 1.2
 
     @property
-    def is_sound(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether all fields have the right type, and numbers are finite and not negative."""
         ratio = 1 if self.length_ratio is None else self.length_ratio
         found = [self.of(metric) for metric in (BLEU, *self.others)]
@@ -127,7 +127,7 @@ def _parse(content: dict) -> dict[str, Score]:
             metric: tuple(each) for metric, each in (values.pop("others", None) or {}).items()
         }
         found[direction] = Score(**values, others=others)
-    if not all(score.is_sound for score in found.values()):
+    if not all(score.is_valid for score in found.values()):
         raise ValueError
     return found
 

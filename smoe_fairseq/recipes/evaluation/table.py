@@ -92,14 +92,14 @@ def columns(dataset: Dataset) -> list[Column]:
     """The directions, or averages over classes of languages, in the paper's order; last the mean of all."""
     if classes := dataset.classes or resource_classes(dataset.name):
         if None in classes.values():
-            classes = resource_classes(dataset.name, _counted(dataset))
+            classes = resource_classes(dataset.name, _training_sizes(dataset))
         found = _by_class(dataset, classes)
     else:
         found = [Column(direction, (direction,)) for direction in dataset.directions]
     return [*found, Column("average", dataset.directions)]
 
 
-def _counted(dataset: Dataset) -> dict[str, int] | None:
+def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
     """Training sentence pairs by language, as prepare.sh counted them; None if it did not."""
 
     def parse(sizes: dict) -> dict[str, int]:
@@ -173,17 +173,17 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
         cost = system_costs(dataset, name)
         count = f", mean of {len(scored)} seeds" if len(scored) > 1 else ""
         label = [name, f"ours{count}"] if paper else [f"{name}{count}"]
-        rows.append([*label, *_words(cost, bleu)])
+        rows.append([*label, *_cells(cost, bleu)])
         if count:
             label = [name, "standard deviation"] if paper else [f"{name}, standard deviation"]
-            rows.append([*label, *_words([None, None], spread)])
+            rows.append([*label, *_cells([None, None], spread)])
         if paper:
             printed = paper.get(name, {})
             paper_cost = [printed.get("parameters"), printed.get("flops_per_token")]
             by_name = dict(zip(table["columns"], printed.get("bleu", []), strict=False))
             paper_bleu = [by_name.get(column.name) for column in found]
-            rows.append([name, "paper", *_words(paper_cost, paper_bleu, digits=0)])
-            less = _words(_less(cost, paper_cost), _less(bleu, paper_bleu), sign=True)
+            rows.append([name, "paper", *_cells(paper_cost, paper_bleu, digits=0)])
+            less = _cells(_differences(cost, paper_cost), _differences(bleu, paper_bleu), sign=True)
             rows.append([name, "difference", *less])
         for run, result in results.items():
             notes += _notes(dataset, run, result, metric)
@@ -206,14 +206,14 @@ def _unusual_search(dataset: Dataset, run: Path) -> str:
 
 def average(result: Scores, column: Column, metric: str = scores.BLEU) -> float | None:
     """In points; None if a direction is missing or signatures differ."""
-    there = _of(result, metric)
+    there = _points(result, metric)
     if not column.directions or not all(d in there for d in column.directions):
         return None
     points, signatures = zip(*(there[d] for d in column.directions), strict=True)
     return None if len(set(signatures)) > 1 else statistics.fmean(points)
 
 
-def _of(result: Scores, metric: str) -> dict[str, tuple[float, str]]:
+def _points(result: Scores, metric: str) -> dict[str, tuple[float, str]]:
     """Points and signature of the directions that have the metric."""
     found = {direction: score.of(metric) for direction, score in result.items()}
     return {direction: value for direction, value in found.items() if value is not None}
@@ -258,17 +258,17 @@ def system_costs(
     return [cost.parameters / 1e6, cost.flops_per_token / 1e6]
 
 
-def _less(ours: Sequence[float | None], paper: Sequence[float | None]) -> list[float | None]:
+def _differences(ours: Sequence[float | None], paper: Sequence[float | None]) -> list[float | None]:
     return [None if a is None or b is None else a - b for a, b in zip(ours, paper, strict=True)]
 
 
-def _words(cost, bleu, digits: int = 1, sign: bool = False) -> list[str]:
+def _cells(cost, bleu, digits: int = 1, sign: bool = False) -> list[str]:
     return [*(number(n, digits, sign) for n in cost), *(number(n, 2, sign) for n in bleu)]
 
 
 def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str]:
     """How the runs of a row were scored, and why averages are missing."""
-    there = _of(result, metric)
+    there = _points(result, metric)
     missing = [d for d in dataset.directions if d not in there]
     signatures = sorted({signature for _, signature in there.values()})
     said = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")

@@ -271,12 +271,13 @@ def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Gr
         }
     )
     rows += [_row(v, loss="", directions=v.directions) for v in rest]
+    scale = _chance_in_words(bleu.chance, losses.chance)
     notes = [
         "Found, of scores: the difference of the mean BLEU over the seeds that both have, with its 95 "
         "percent interval; of these alone: the interval of the paired t-test of these two systems, which "
         "knows nothing of the others (a verdict goes by the first, and is weak where this one does not "
         "bear it out); loss: the difference of the validation loss, in bits per token, where below zero is "
-        f"better. {_known(bleu.chance, losses.chance)}Directions, of scores: those that differ by sentences "
+        f"better. {scale}Directions, of scores: those that differ by sentences "
         f"(sacreBLEU's paired bootstrap of both systems' seeds, p < {sentences.LEVEL}: of two equal "
         "systems one direction in ten, since that p-value knows one side); of the rest: the sign of the "
         "mean over seeds. (e): how much more time a token takes, from what training took on the same "
@@ -287,7 +288,7 @@ def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Gr
     return Grid(HEADER, rows, notes, texts=len(HEADER))
 
 
-def _known(of_bleu: Chance, of_losses: Chance) -> str:
+def _chance_in_words(of_bleu: Chance, of_losses: Chance) -> str:
     """The standard deviation by chance, in words; empty if too few seeds are there to estimate it."""
     if not of_bleu.shares or not of_losses.shares:
         return ""

@@ -199,7 +199,7 @@ def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
     Bars are means over common seeds, dots are single seeds. A row for each group that has the baseline. None
     if nothing can be compared.
     """
-    shown = [(systems, others) for systems in groups if (others := _beside(systems, baseline))]
+    shown = [(systems, others) for systems in groups if (others := _comparable(systems, baseline))]
     if not shown:
         return None
     directions = list(shown[0][0][baseline][0].scores)
@@ -233,7 +233,7 @@ def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
     return figure
 
 
-def _beside(systems: Systems, baseline: str) -> list[str]:
+def _comparable(systems: Systems, baseline: str) -> list[str]:
     """The methods that have a seed in common with the baseline."""
     of_baseline = {result.seed for result in systems.get(baseline, ())}
     return [

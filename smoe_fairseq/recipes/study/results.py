@@ -336,7 +336,7 @@ def read(dataset: str) -> list[Result]:
 
 
 @contextmanager
-def _named(folder: Path) -> Iterator[None]:
+def _naming(folder: Path) -> Iterator[None]:
     """Turn errors while a run's results are read into a UsageError that names the folder."""
     try:
         yield
@@ -345,7 +345,7 @@ def _named(folder: Path) -> Iterator[None]:
 
 
 def _about(folder: Path) -> dict:
-    with _named(folder):
+    with _naming(folder):
         about = json.loads((folder / FILE).read_text("utf-8"))
         for name, kind in _ABOUT.items():
             if not isinstance(about, dict) or not isinstance(about.get(name), kind):
@@ -355,7 +355,7 @@ def _about(folder: Path) -> dict:
 
 def _read(folder: Path) -> Result:
     about = _about(folder)
-    with _named(folder):
+    with _naming(folder):
         with open(folder / CURVE, encoding="utf-8", newline="") as lines:
             curve = [
                 {name: float(row[name]) if row.get(name) else None for name in COLUMNS}

@@ -171,12 +171,12 @@ def _work(dataset: Dataset, left: list[Run]) -> list[Run]:
                         report(f"{run.name} failed: {run.folder / LOG}")
                     elif _keep(run):
                         new = True
-                        _tell(run, count, len(left))
+                        _print_scores(run, count, len(left))
                         continue
                     failed.append(run)
             if bar.disable and time.monotonic() > news + NEWS_SECONDS:
                 news = time.monotonic()
-                _tell_news(running, updates, updates - before, total, news - started)
+                _print_progress(running, updates, updates - before, total, news - started)
     return failed
 
 
@@ -225,14 +225,14 @@ def _start(groups: Groups, run: Run, variables: dict[str, str]) -> None:
         )
 
 
-def _tell(run: Run, count: int, total: int) -> None:
+def _print_scores(run: Run, count: int, total: int) -> None:
     found = scores.read(run.folder)
     bleu = scores.mean_bleu(found)
     mean = "no scores" if bleu is None else f"BLEU {bleu:.2f} over {len(found)} directions"
     print(f"# {run.name}: {mean} ({count} of {total} runs)", flush=True)
 
 
-def _tell_news(running: dict[int, Run], updates: int, made: int, total: int, seconds: float):
+def _print_progress(running: dict[int, Run], updates: int, made: int, total: int, seconds: float):
     where = ", ".join(f"{run.name} {run.done()} of {run.updates}" for run in running.values())
     hours = ""
     if total > made > 0:

@@ -35,13 +35,13 @@ def keep(dataset: Dataset, results: Iterable[Result]) -> None:
     counters: dict[str, SentenceCounter] = {}
     for result in results:
         try:
-            if not _are_kept(result):
+            if not _has_counts(result):
                 _keep(dataset, result, counters)
         except UsageError:  # no translations, or no references
             continue
 
 
-def _are_kept(result: Result) -> bool:
+def _has_counts(result: Result) -> bool:
     return (result.folder / SENTENCES).exists()
 
 
@@ -111,7 +111,7 @@ def compared(
     found = {}
     for pair in dict.fromkeys(pairs):
         key = " ".join(pair)
-        first, second = ({r.seed: r for r in systems[m] if _are_kept(r)} for m in pair)
+        first, second = ({r.seed: r for r in systems[m] if _has_counts(r)} for m in pair)
         common = [seed for seed in first if seed in second]
         both = [result for seed in common for result in (first[seed], second[seed])]
         runs = {result.name: everything[result.name] for result in both}

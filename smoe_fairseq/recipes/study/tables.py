@@ -100,8 +100,8 @@ def equal_cost_table(systems: Systems, flops: Mapping[str, float], baseline: str
     Args:
         flops: by method, of a forward pass, per target token.
     """
-    of_flops = _beside(systems, baseline, lambda r: flops.get(method_of(r.name)))
-    of_time = _beside(systems, baseline, lambda r: r.time or None, same_machine=True)
+    of_flops = _costs_and_losses(systems, baseline, lambda r: flops.get(method_of(r.name)))
+    of_time = _costs_and_losses(systems, baseline, lambda r: r.time or None, same_machine=True)
     rows = [
         [method, *_equal_cost(of_flops, method), *_equal_cost(of_time, method)]
         for method in systems
@@ -120,7 +120,7 @@ def equal_cost_table(systems: Systems, flops: Mapping[str, float], baseline: str
 Cost = Callable[[Result], float | None]  # per target token
 
 
-def _beside(
+def _costs_and_losses(
     systems: Systems, baseline: str, cost: Cost, same_machine: bool = False
 ) -> dict[str, dict[int | None, tuple[float, float]]]:
     """By method and seed: cost per token over the baseline's, and loss less the baseline's."""
@@ -133,13 +133,13 @@ def _beside(
                 continue
             if same_machine and r.machine != b.machine:
                 continue
-            apart = _apart(r, b, cost)
+            apart = _loss_difference(r, b, cost)
             if apart is not None:
                 found.setdefault(method, {})[r.seed] = (cost(r) / cost(b), apart)
     return found
 
 
-def _apart(result: Result, other: Result, cost: Cost) -> float | None:
+def _loss_difference(result: Result, other: Result, cost: Cost) -> float | None:
     """The difference in loss at the lower of both final costs; None if it is before a first validation."""
     curves = [
         (cost(r) * each["words"], np.fmin.accumulate(each["loss"]))
@@ -249,12 +249,12 @@ def runs_table(dataset: Dataset, systems: Systems) -> Grid:
             machine += f" (times left out: {result.untimed})"
         versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
         rows.append([result.name, about["commit"], versions, machine, about["command"]])
-    notes = _absent(dataset, [result.name for result in results]) + unlike(dataset, results)
+    notes = _missing_runs(dataset, [result.name for result in results]) + unlike(dataset, results)
     header = ["run", "commit", "versions", "machine", "command"]
     return Grid(header, rows, notes, texts=len(header))
 
 
-def _absent(dataset: Dataset, names: Sequence[str]) -> list[str]:
+def _missing_runs(dataset: Dataset, names: Sequence[str]) -> list[str]:
     """Notes on the study's systems that lack a seed that others have."""
     notes, absent = [], []
     for suffix in sorted({name.removeprefix(method_of(name)) for name in names}):
@@ -271,7 +271,7 @@ def _absent(dataset: Dataset, names: Sequence[str]) -> list[str]:
 
 def unlike(dataset: Dataset, results: Sequence[Result]) -> list[str]:
     """A sentence for each difference of a run from most others: in updates, or in a flag no method sets."""
-    of_methods = {flag for result in results for flag in _own(dataset, result)} | {"--seed"}
+    of_methods = {flag for result in results for flag in _set_flags(dataset, result)} | {"--seed"}
     runs = {
         r.name: {**r.about["flags"], UPDATES: f"{r.about['updates']:,}"}
         for r in results
@@ -284,21 +284,21 @@ def unlike(dataset: Dataset, results: Sequence[Result]) -> list[str]:
         if flag not in of_methods
     }
     return [
-        f"Not trained as most were: {name}, {_said(flag, settings.get(flag))}, not {_said(flag, most)}."
+        f"Not trained as most were: {name}, {_setting(flag, settings.get(flag))}, not {_setting(flag, most)}."
         for name, settings in runs.items()
         for flag, most in usual.items()
         if settings.get(flag) != most
     ]
 
 
-def _own(dataset: Dataset, result: Result) -> set[str]:
+def _set_flags(dataset: Dataset, result: Result) -> set[str]:
     try:
         return {f"--{flag}" for flag in method_flags(method_of(result.name), dataset)}
     except UsageError:  # a folder that is not named after a method, such as a copy
         return set()
 
 
-def _said(flag: str, value: str | None) -> str:
+def _setting(flag: str, value: str | None) -> str:
     if flag == UPDATES:
         return f"{value} updates"
     return f"without {flag}" if value is None else f"with {flag} {value}".strip()
