@@ -53,6 +53,13 @@ class Folders:
         """Sentencepiece model, dictionary and binarised text; exists only when complete."""
         return self.data / "bin"
 
+    def check_prepared(self) -> None:
+        """Raise UsageError without binarised text."""
+        if not self.binary.exists():
+            raise UsageError(
+                f"{self.binary} is missing: run scripts/prepare.sh {self.dataset} first"
+            )
+
     @property
     def runs(self) -> Path:
         return given_path("RUN_DIR", "runs") / self.dataset

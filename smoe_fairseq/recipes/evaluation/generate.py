@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import TextIO
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.processes import environment, report, step, whole_number
-from smoe_fairseq.recipes.training.launcher import cores, launch, visible_gpus
+from smoe_fairseq.recipes.training.launcher import divide_cpu, launch, visible_gpus
 
 DONE = "done"
 POLL_SECONDS = 0.5
@@ -111,13 +110,11 @@ def place(checkpoint: Path, jobs: int, left: int, extra: Sequence[str]) -> Place
         UsageError: ``GPUS`` or ``JOBS`` is no number, or there are fewer GPUs.
     """
     where = launch(extra)
-    asked = whole_number("JOBS", least=1)
     if not where.cpu:
         gpus = tuple(visible_gpus(where.gpus))
-        return Place(min(left, asked or len(gpus)), gpus, 1)
-    fit = (machine_memory() or 1 << 62) // (2 * (_IMPORTS + checkpoint.stat().st_size))
-    processes = min(jobs, asked or max(1, min(cores(), fit)))
-    return Place(min(left, processes), (), max(1, cores() // processes))
+        return Place(min(left, whole_number("JOBS", least=1) or len(gpus)), gpus, 1)
+    processes, threads = divide_cpu(2 * (_IMPORTS + checkpoint.stat().st_size), most=jobs)
+    return Place(min(left, processes), (), threads)
 
 
 def translated(where: Place, folder: Path, jobs: dict[str, Sequence[str]]) -> Iterator[str | None]:

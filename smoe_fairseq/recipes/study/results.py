@@ -1,7 +1,6 @@
 """The results of a study's runs: small text files in ``results/DATASET/RUN``, and how they are read."""
 
 import csv
-import io
 import json
 import math
 import os
@@ -167,13 +166,12 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
         EXPERTS: _experts_per_token(logged),
     }
     capacity = summary(run)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(curve)
     with whole_folder(folder_of(dataset.name) / name, replace=True) as folder:
         shutil.copyfile(run / scores.FILE, folder / scores.FILE)
-        (folder / CURVE).write_text(text.getvalue(), "utf-8")
+        with open(folder / CURVE, "w", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(curve)
         if capacity is not None:
             (folder / ROUTING).write_text(json.dumps(capacity, indent=1) + "\n", "utf-8")
         (folder / FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.config import Dataset, given_flags, has_strata, method_flags, tables
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
@@ -26,7 +25,7 @@ from smoe_fairseq.recipes.processes import (
 )
 from smoe_fairseq.recipes.study import results
 from smoe_fairseq.recipes.study.report import write_report
-from smoe_fairseq.recipes.training.launcher import cores, launch, visible_gpus
+from smoe_fairseq.recipes.training.launcher import divide_cpu, launch, visible_gpus
 
 POLL_SECONDS = 1
 NEWS_SECONDS = 600  # between two lines on what is running, unless there is a terminal
@@ -99,10 +98,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         for run in left:
             print(f"SEED={run.seed} {run.line}")
         return
-    if not Folders(dataset.name).binary.exists():
-        raise UsageError(
-            f"{Folders(dataset.name).binary} is missing: run scripts/prepare.sh {dataset.name} first"
-        )
+    Folders(dataset.name).check_prepared()
     for run in left:  # raises UsageError before the work rather than after it
         results.summary_of_starts(run.folder)
     results.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)
@@ -196,19 +192,16 @@ def _slots() -> dict[int, dict[str, str]]:
     Without a GPU there are ``JOBS`` slots, by default as many as cores and memory allow. With GPUs there is
     one slot with all of them, or ``JOBS`` slots that divide them.
     """
-    asked = whole_number("JOBS", least=1)
     where = launch(())
     if where.cpu:
-        fit = max(1, (machine_memory() or 1 << 62) // _MEMORY)
-        places = asked or min(cores(), fit)
-        threads = str(max(1, cores() // places))
-        one = {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": threads}
-        return {i: one for i in range(places)}
-    places = min(asked or 1, where.gpus)
-    if places == 1:
+        slots, threads = divide_cpu(_MEMORY)
+        one = {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": str(threads)}
+        return {i: one for i in range(slots)}
+    slots = min(whole_number("JOBS", least=1, default=1), where.gpus)
+    if slots == 1:
         return {0: {"GPUS": str(where.gpus), "JOBS": ""}}
     gpus = visible_gpus(where.gpus)
-    shares = [gpus[i::places] for i in range(places)]
+    shares = [gpus[i::slots] for i in range(slots)]
     return {
         i: {"CUDA_VISIBLE_DEVICES": ",".join(share), "GPUS": str(len(share)), "JOBS": ""}
         for i, share in enumerate(shares)

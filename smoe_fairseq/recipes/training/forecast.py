@@ -8,6 +8,7 @@ from pathlib import Path
 
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.data.text_files import count_lines
 from smoe_fairseq.recipes.folders import Folders, shard_names
 from smoe_fairseq.recipes.training.launcher import Launch
 
@@ -124,10 +125,7 @@ def vocabulary(dataset: Dataset) -> int:
     from fairseq.data import Dictionary
 
     files = sorted(Folders(dataset.name).binary.glob("**/dict*.txt"))
-    words = dataset.subwords["vocab-size"]
-    if files:
-        with open(files[0], encoding="utf-8") as lines:
-            words = sum(1 for _ in lines)
+    words = count_lines(files[0]) if files else dataset.subwords["vocab-size"]
     return words + len(Dictionary()) + len(dataset.languages)
 
 

@@ -1,13 +1,16 @@
 """Where training runs: processes, machines, torchrun or SLURM; and how the batch is divided over them."""
 
+import math
 import os
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.config import Dataset, given_flags
 from smoe_fairseq.recipes.processes import dry_run, whole_number
 
@@ -111,6 +114,16 @@ def visible_gpus(count: int) -> list[str]:
     return (named or [str(i) for i in range(count)])[:count]
 
 
+def divide_cpu(bytes_each: int, most: float = math.inf) -> tuple[int, int]:
+    """How many processes to run side by side on the CPU, at most ``most``, and the threads of each.
+
+    ``JOBS``, or as many as there are cores, and memory at ``bytes_each``.
+    """
+    fit = (machine_memory() or 1 << 62) // bytes_each
+    processes = min(most, whole_number("JOBS", least=1) or max(1, min(cores(), fit)))
+    return processes, max(1, cores() // processes)
+
+
 def cores() -> int:
     """The number of CPU cores that this process may use, which in a batch job are not all."""
     if hasattr(os, "sched_getaffinity"):
@@ -161,21 +174,18 @@ def _is_taken(address: str, port: int) -> bool:
 def _is_torchruns(address: str, port: int) -> bool:
     from torch.distributed import TCPStore
 
-    answered, asked = [], threading.Event()
+    answered = []
 
     def ask() -> None:
         limit = timedelta(seconds=PATIENCE)
-        try:
+        with suppress(RuntimeError):
             TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
             answered.append(True)
-        except RuntimeError:
-            pass
-        finally:
-            asked.set()
 
     # In a thread, because a program that never answers blocks it for longer than torch's timeout.
-    threading.Thread(target=ask, daemon=True).start()
-    asked.wait(PATIENCE + 1)
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE + 1)
     return bool(answered)
 
 

@@ -56,10 +56,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
     extra = [word for word in flags if word != FORCE]
     folders = Folders(dataset.name)
     recipe = dataset.train | method_flags(method, dataset) | {"seed": seed_of(dataset)}
-    if not dry_run() and not folders.binary.exists():
-        raise UsageError(
-            f"{folders.binary} is missing: run scripts/prepare.sh {dataset.name} first"
-        )
+    if not dry_run():
+        folders.check_prepared()
     place = launch(extra)
     recipe, notes = _for_place(dataset, recipe, place, extra)
     folder = folders.run(run_name(dataset, method))
