@@ -134,10 +134,13 @@ def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> 
 def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[str] | None) -> None:
     """Print the table of a data set, or the comparison of two of its methods or runs."""
     metric = next(name for name in scores.METRICS if name.lower() == metric)
-    # Imported now, since sacreBLEU and scipy take long, and only this needs them.
-    from smoe_fairseq.recipes.evaluation.comparison import comparison
+    if compare:
+        # Imported here because it imports sacreBLEU, which takes long.
+        from smoe_fairseq.recipes.evaluation.comparison import comparison
 
-    grid = comparison(dataset, *compare, metric) if compare else side_by_side(dataset, metric)
+        grid = comparison(dataset, *compare, metric)
+    else:
+        grid = side_by_side(dataset, metric)
     print(FORMATS[format](grid))
     if format == "csv":
         print("\n".join(grid.notes), file=sys.stderr)

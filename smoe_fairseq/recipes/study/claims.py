@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from smoe_fairseq.analysis.results import pivot
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluation import scores
@@ -179,8 +181,8 @@ def _languages(method: str, runs: Sequence[Routing]) -> list[Verdict]:
         others = [mean for name, mean in means.items() if not name.endswith(f"-{language}")]
         if language is None or len(into) < 2 or len(others) < 2 or None in means.values():
             continue
-        if _range(others):
-            shares.append(_range(into) / _range(others))
+        if np.ptp(others):
+            shares.append(float(np.ptp(into) / np.ptp(others)))
             names.add(language)
     if not shares:
         return []
@@ -243,10 +245,6 @@ def _each(by_direction: Mapping[str, Mapping[str, float]], side: str) -> dict[st
 def _mean(layers: Mapping[str, float], side: str) -> float | None:
     values = [value for name, value in layers.items() if name.startswith(f"{side}.")]
     return statistics.fmean(values) if values else None
-
-
-def _range(values: Sequence[float]) -> float:
-    return max(values) - min(values)
 
 
 def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Grid:
