@@ -31,7 +31,7 @@ RECIPES = {
         "DATASET [METHODS]",
     ),
     "report": (
-        "study.report:report_study",
+        "study.report:write_report",
         "tables and pictures of the runs of a study that are kept",
         "DATASET",
     ),

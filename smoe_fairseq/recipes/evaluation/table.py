@@ -172,12 +172,12 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
         scored = {run: result for run, result in results.items() if result} or results
         each = [[average(result, column, metric) for column in found] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
-        spread = [_over_seeds(statistics.stdev, values) for values in zip(*each, strict=True)]
         cost = system_costs(dataset, name)
         count = f", mean of {len(scored)} seeds" if len(scored) > 1 else ""
         label = [name, f"ours{count}"] if paper else [f"{name}{count}"]
         rows.append([*label, *_cells(cost, bleu)])
         if count:
+            spread = [_over_seeds(statistics.stdev, values) for values in zip(*each, strict=True)]
             label = [name, "standard deviation"] if paper else [f"{name}, standard deviation"]
             rows.append([*label, *_cells([None, None], spread)])
         if paper:
@@ -223,11 +223,8 @@ def _points(result: Scores, metric: str) -> dict[str, tuple[float, str]]:
 
 
 def _over_seeds(function, values: Sequence[float | None]) -> float | None:
-    """None if a run has no value, or there are too few."""
-    try:
-        return None if None in values else function(values)
-    except statistics.StatisticsError:
-        return None
+    """A function of the runs' values; None if a run has none."""
+    return None if None in values else function(values)
 
 
 def system_costs(

@@ -38,18 +38,14 @@ COLOURS = (
 )
 
 
-def report_study(dataset: Dataset) -> None:
-    """The recipe: `write_report`, or nothing in a dry run."""
-    if not dry_run():
-        write_report(dataset)
-
-
-def write_report(dataset: Dataset) -> Path:
-    """Write ``results/DATASET/report.md`` and the pictures in it.
+def write_report(dataset: Dataset) -> None:
+    """Write ``results/DATASET/report.md`` and the pictures in it; a dry run does nothing.
 
     Raises:
-        UsageError: no run is kept.
+        UsageError: there are no results.
     """
+    if dry_run():
+        return
     folder = folder_of(dataset.name)
     systems = _systems(dataset)
     sentences.keep(dataset, [result for results in systems.values() for result in results])
@@ -85,7 +81,6 @@ def write_report(dataset: Dataset) -> Path:
     add("Runs", tables.runs_table(dataset, systems))
     write_whole(folder / FILE, "\n\n".join(part.rstrip() for part in parts) + "\n")
     print(f"# {folder / FILE}: what {sum(map(len, systems.values()))} runs show", flush=True)
-    return folder / FILE
 
 
 def _systems(dataset: Dataset) -> dict[str, list[Result]]:
