@@ -24,7 +24,7 @@ from smoe_fairseq.analysis.training_log import read_lines
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.statistics import by_position, percent_dropped
-from smoe_fairseq.recipes import scores
+from smoe_fairseq.recipes.evaluation import scores
 
 LAST = 300  # updates over which the training loss is averaged
 # Mode: (second experts as in training, capacity as in training, all of training, dropout included)

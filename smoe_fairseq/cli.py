@@ -64,7 +64,7 @@ COMMANDS = {
         "remove the experts that some directions use little",
     ),
     "subwords": (
-        "smoe_fairseq.recipes.subwords",
+        "smoe_fairseq.recipes.data.subwords",
         "learn subwords from text, and split text into them",
     ),
 }

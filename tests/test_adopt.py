@@ -14,7 +14,7 @@ from test_preparation import preprocess
 from test_recipes import commands, recipe, refusal, write_text
 from test_recipes_archives import configuration, server, step
 
-from smoe_fairseq.recipes.subwords import encode, learn
+from smoe_fairseq.recipes.data.subwords import encode, learn
 
 assert server  # a fixture
 

@@ -19,7 +19,7 @@ from smoe_fairseq.analysis.memory import Forecast, Run, forecast
 from smoe_fairseq.analysis.processes import first_that_fits
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules.gates.top_k import TopKGate
-from smoe_fairseq.recipes.forecast import longest_sentence
+from smoe_fairseq.recipes.training.forecast import longest_sentence
 
 LENGTH = 32
 # Large enough that Python's and torch's own small tensors do not count.

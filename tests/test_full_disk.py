@@ -16,9 +16,11 @@ from test_table import FULL, ROOT, write_scores
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import identity, processes, scores
+from smoe_fairseq.recipes import processes
 from smoe_fairseq.recipes.config import load_dataset
-from smoe_fairseq.recipes.evaluate import Evaluation
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.evaluate import Evaluation
+from smoe_fairseq.recipes.training import identity
 
 assert server  # a fixture
 

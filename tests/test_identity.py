@@ -11,7 +11,7 @@ from test_signals import ended, training, wait_for  # noqa: F401
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import identity
+from smoe_fairseq.recipes.training import identity
 
 WORDS = """data/x/bin --user-dir smoe_fairseq --task translation --arch smoe_transformer_tiny --lr 0.002
     --fp16 --seed 1 --max-tokens 4000 --update-freq 2 --max-update 10""".split()

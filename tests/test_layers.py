@@ -141,8 +141,8 @@ WRONG = {
         "recipes/config.py:1 imports smoe_fairseq, which is not below config",
     ),
     "training/start.py": (
-        "import importlib\nimportlib.import_module('smoe_fairseq.recipes.identity')",
-        "training/start.py:2 imports smoe_fairseq.recipes.identity, which is not below training",
+        "import importlib\nimportlib.import_module('smoe_fairseq.recipes.training.identity')",
+        "training/start.py:2 imports smoe_fairseq.recipes.training.identity, which is not below training",
     ),
     "compat/mends.py": (
         "ADDITIONS = ('smoe_fairseq.models:add',)",

@@ -20,8 +20,8 @@ from smoe_fairseq.checkpoints.model import known_options
 from smoe_fairseq.checkpoints.sets import Shards, run_reshard, weights_of
 from smoe_fairseq.cli import main
 from smoe_fairseq.errors import UsageError, blaming, one_line
-from smoe_fairseq.recipes.archives import extract
 from smoe_fairseq.recipes.config import read
+from smoe_fairseq.recipes.data.download import extract
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from commands import run_step
 from test_recipes import ROOT, recipe, refusal, write_dataset
 from test_recipes_archives import tar
 
-from smoe_fairseq.recipes.messages import place, plain
+from smoe_fairseq.recipes.data.messages import place, plain
 
 SETTINGS = yaml.safe_load((ROOT / "configs/datasets/libreoffice.yaml").read_text())["raw"]
 LETTERS = "abcdefghij"

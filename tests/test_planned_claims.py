@@ -6,9 +6,9 @@ import pytest
 from test_study_report import keep, made, rows
 from test_table import write_translations
 
-from smoe_fairseq.recipes.scores import Score
-from smoe_fairseq.recipes.statistics import Difference
-from smoe_fairseq.recipes.study_claims import verdict
+from smoe_fairseq.recipes.evaluation.comparison import Difference
+from smoe_fairseq.recipes.evaluation.scores import Score
+from smoe_fairseq.recipes.study.claims import verdict
 
 
 def difference(low: float, high: float, count: int = 3) -> Difference:
@@ -67,8 +67,8 @@ def test_tables_of_claims_and_of_other_measures(tmp_path):
 def test_languages_of_a_study(tmp_path):
     """Scores of classes, and whether the same language asks for more in every seed."""
     from smoe_fairseq.recipes.config import load_dataset
-    from smoe_fairseq.recipes.study_results import Result
-    from smoe_fairseq.recipes.study_tables import by_class, by_target
+    from smoe_fairseq.recipes.study.results import Result
+    from smoe_fairseq.recipes.study.tables import by_class, by_target
 
     dataset = load_dataset("libreoffice")
     others = dataset.languages[1:]

@@ -6,9 +6,9 @@ import socket
 import pytest
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import launcher, train
 from smoe_fairseq.recipes.config import load_dataset
-from smoe_fairseq.recipes.launcher import Launch
+from smoe_fairseq.recipes.training import launcher, train
+from smoe_fairseq.recipes.training.launcher import Launch
 
 
 def test_port_in_use_is_named(monkeypatch):

@@ -23,9 +23,9 @@ from test_recipes_archives import step
 from test_signals import ended, wait_for
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import subwords, text_files
-from smoe_fairseq.recipes.subwords import learn
-from smoe_fairseq.recipes.text_files import CHUNK
+from smoe_fairseq.recipes.data import subwords, text_files
+from smoe_fairseq.recipes.data.subwords import learn
+from smoe_fairseq.recipes.data.text_files import CHUNK
 
 PAIRS = ["en-fr", "en-de"]
 WORDS = [
@@ -274,7 +274,7 @@ def test_full_disk(tmp_path, raw, given, prepared, name, workers):
 ENDLESS = """
 import os, sys, time
 from pathlib import Path
-from smoe_fairseq.recipes.text_files import shared
+from smoe_fairseq.recipes.data.text_files import shared
 from smoe_fairseq.errors import ends_with_sentence
 from smoe_fairseq.files import whole_folder
 

@@ -25,9 +25,9 @@ from test_recipes import (
     write_text,
 )
 
-from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.config import load_dataset
-from smoe_fairseq.recipes.evaluate import Evaluation
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.evaluate import Evaluation
 
 
 @pytest.fixture(scope="module")

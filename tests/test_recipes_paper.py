@@ -8,8 +8,8 @@ from commands import step_here
 from test_recipes import ROOT, commands, recipe, refusal, value
 
 from smoe_fairseq import cli
-from smoe_fairseq.recipes import train
-from smoe_fairseq.recipes.launcher import Launch
+from smoe_fairseq.recipes.training import train
+from smoe_fairseq.recipes.training.launcher import Launch
 
 PAPER = {
     "m4": {"--arch": "smoe_transformer_base", "--lr": "0.0008", "--sampling-temperature": "1"},

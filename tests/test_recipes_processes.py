@@ -18,7 +18,7 @@ from test_signals import wait_for
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.launcher import Launch, launch
+from smoe_fairseq.recipes.training.launcher import Launch, launch
 
 # SLURM's: a step is what srun starts; a job that is put into the queue again is ended before.
 SLURM = {

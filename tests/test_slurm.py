@@ -13,8 +13,8 @@ from sampling import soak
 from test_recipes import ROOT
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import gpu_hours
 from smoe_fairseq.recipes.config import load_dataset, tables
+from smoe_fairseq.recipes.evaluation import table
 
 STAND_INS = {
     "sbatch": 'echo "$@" > submitted; echo "$NODES $GPUS $LAUNCHER $SMOE_SCRIPTS" > exported',
@@ -134,6 +134,6 @@ def test_gpu_hours_of_the_documentation_are_those_of_the_command(column, dataset
 
 def gpu_hours_of(dataset: str, capsys, tflops: float = 94.0) -> list[list[str]]:
     """The rows that are printed: method, FLOPs and hours."""
-    gpu_hours.print_gpu_hours(load_dataset(dataset), tflops, names=False)
+    table.print_gpu_hours(load_dataset(dataset), tflops, names=False)
     rows = [line for line in capsys.readouterr().out.splitlines()[2:] if line.startswith("|")]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]

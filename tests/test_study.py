@@ -14,7 +14,7 @@ import pytest
 from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
 from test_recipes_evaluation import kill_session, wait_until
 
-from smoe_fairseq.recipes import study_results
+from smoe_fairseq.recipes.study import results as study_results
 
 ROOT = Path(__file__).parents[1]
 RUNS = ("moe", "smoe-2-2", "moe.seed-2", "smoe-2-2.seed-2")

@@ -1,7 +1,7 @@
 """Which systems of a study are drawn beside one another."""
 
 from smoe_fairseq.recipes.folders import method_of
-from smoe_fairseq.recipes.study_results import Result, groups
+from smoe_fairseq.recipes.study.results import Result, groups
 
 
 def drawn(study: list[str], *runs: str) -> list[list[str]]:

@@ -13,8 +13,9 @@ from sacrebleu.metrics import BLEU
 from test_recipes import recipe, refusal
 from test_table import write_translations
 
-from smoe_fairseq.recipes import study_report, study_results
-from smoe_fairseq.recipes.study_claims import OPEN
+from smoe_fairseq.recipes.study import report as study_report
+from smoe_fairseq.recipes.study import results as study_results
+from smoe_fairseq.recipes.study.claims import OPEN
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import step_here
 
-from smoe_fairseq.recipes import study_results
+from smoe_fairseq.recipes.study import results as study_results
 
 ROOT = Path(__file__).parents[1]
 REPORTS = sorted((ROOT / "results").rglob("report.md"))

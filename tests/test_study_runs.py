@@ -6,9 +6,10 @@ import subprocess
 import pytest
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import study, study_results
 from smoe_fairseq.recipes.config import load_dataset
-from smoe_fairseq.recipes.launcher import Launch
+from smoe_fairseq.recipes.study import results as study_results
+from smoe_fairseq.recipes.study import runs as study
+from smoe_fairseq.recipes.training.launcher import Launch
 
 TWO = {"GPUS": "0", "OMP_NUM_THREADS": "2"}
 

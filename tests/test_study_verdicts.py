@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smoe_fairseq.recipes import study_results
 from smoe_fairseq.recipes.config import load_dataset
-from smoe_fairseq.recipes.statistics import chance, interval, paired, quantile, spearman
-from smoe_fairseq.recipes.study_claims import (
+from smoe_fairseq.recipes.evaluation.comparison import chance, interval, paired, spearman
+from smoe_fairseq.recipes.study import results as study_results
+from smoe_fairseq.recipes.study.claims import (
     CONFIRMED,
     OPEN,
     REFUTED,
@@ -19,14 +19,6 @@ from smoe_fairseq.recipes.study_claims import (
 )
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.mark.parametrize(
-    "freedom, expected",  # of any table of Student's t, two-sided 95 percent
-    [(1, 12.706), (2, 4.303), (4, 2.776), (10, 2.228), (30, 2.042)],
-)
-def test_students_t(freedom, expected):
-    assert quantile(0.975, freedom) == pytest.approx(expected, abs=0.001 * expected)
 
 
 def test_a_paired_interval_by_hand():

@@ -140,7 +140,7 @@ def test_damaged_scores_are_named(tmp_path):
 )
 def test_scores_of_another_kind_are_named(tmp_path, old, new):
     from smoe_fairseq.errors import UsageError
-    from smoe_fairseq.recipes import scores
+    from smoe_fairseq.recipes.evaluation import scores
 
     folder = tmp_path / "moe"
     write_scores(folder, dict.fromkeys(FULL, 40.0))
@@ -154,7 +154,7 @@ def test_scores_of_another_kind_are_named(tmp_path, old, new):
 
 def test_scores_that_cannot_be_read_are_named(tmp_path):
     from smoe_fairseq.errors import UsageError
-    from smoe_fairseq.recipes import scores
+    from smoe_fairseq.recipes.evaluation import scores
 
     (tmp_path / "scores.json").mkdir()
     with pytest.raises(UsageError, match="scores.json cannot be read: Is a directory"):

@@ -83,8 +83,8 @@ def import_recipes(listener: int) -> None:
     import scipy.stats  # noqa: F401
     import tabulate  # noqa: F401
 
-    import smoe_fairseq.recipes.prepare
-    import smoe_fairseq.recipes.train  # noqa: F401
+    import smoe_fairseq.recipes.data.prepare
+    import smoe_fairseq.recipes.training.train  # noqa: F401
 
     assert "sacrebleu" not in sys.modules
     run(serve(listener))

@@ -3,4 +3,11 @@
 A data set (``configs/datasets``) and a method (``configs/methods``) are YAML files of flags. A
 recipe composes them into plain shell commands, prints them and runs them, the latter
 unless ``DRY_RUN`` is set.
+
+- ``commands``: the recipes and their steps, by name; ``config``, ``folders``, ``processes``: what all of
+  them use.
+- ``data``: from a publisher's text to what ``fairseq-train`` reads.
+- ``training``, ``evaluation``: one run.
+- ``study``: many runs, and a report on them.
+- ``phrasebook``: the built-in corpus.
 """

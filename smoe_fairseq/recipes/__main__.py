@@ -14,7 +14,7 @@ from smoe_fairseq.recipes.processes import STARTED, end_with_parent
 @writes_all
 def main() -> int:
     """Run one recipe or one step of it."""
-    if os.environ.get(STARTED):  # by another recipe, with which it ends
+    if os.environ.get(STARTED):  # another recipe started this one, and ends it
         end_with_parent()
     parser = ArgumentParser(prog="smoe_fairseq.recipes", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="RECIPE")

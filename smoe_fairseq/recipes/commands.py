@@ -1,4 +1,4 @@
-"""The recipes and their steps as commands: ``smoe train``, ``scripts/train.sh`` and what these print."""
+"""The recipes and their steps as commands: ``smoe train``, ``scripts/train.sh`` and the steps these run."""
 
 import argparse
 import importlib
@@ -7,87 +7,87 @@ from pathlib import Path
 
 from smoe_fairseq.errors import positive, quietly
 
-# NAME: (file:function, one line of help, operands and options). The function is called with these by
-# name, in lower case. `[FLAGS]` takes all other words.
+# NAME: (file:function, one line of help, operands and options). The function gets the operands and options
+# as keyword arguments. `[FLAGS]` takes all remaining words.
 RECIPES = {
     "prepare": (
-        "prepare:prepare",
+        "data.prepare:prepare",
         "fetch, segment and binarise a data set; FLAGS go to learn",
         "DATASET [FLAGS]",
     ),
     "train": (
-        "train:train",
+        "training.train:train",
         "train a method on a data set, or resume; FLAGS go to fairseq-train",
         "DATASET METHOD [FLAGS]",
     ),
     "evaluate": (
-        "evaluate:evaluate",
+        "evaluation.evaluate:evaluate",
         "translate and score the test sets; FLAGS go to fairseq-generate",
         "DATASET METHOD [FLAGS]",
     ),
     "study": (
-        "study:study",
+        "study.runs:study",
         "train and score methods with SEEDS; METHODS, then flags of fairseq-train",
         "DATASET [METHODS]",
     ),
     "report": (
-        "study_report:report_study",
+        "study.report:write_report",
         "tables and pictures of the runs of a study that are kept",
         "DATASET",
     ),
     "table": (
-        "table:print_table",
+        "evaluation.table:print_table",
         "the scores of a data set's runs, beside the paper's",
         "DATASET --format --metric --compare",
     ),
     "demo": ("demo:demo", "prepare, train and evaluate, and show the model", "DATASET METHOD"),
 }
-# What the recipes run and `DRY_RUN=1` prints, as `python -m smoe_fairseq.recipes STEP`.
+# Steps that the recipes run, and `DRY_RUN=1` prints, as `python -m smoe_fairseq.recipes STEP`.
 STEPS = {
-    "fetch": ("download:fetch", "step: download the raw files", "DATASET FOLDER"),
+    "fetch": ("data.download:fetch", "step: download the raw files", "DATASET FOLDER"),
     "unpack": (
-        "download:unpack",
+        "data.download:unpack",
         "step: the archives' files that are needed",
         "DATASET DOWNLOADS TARGET",
     ),
     "adopt": (
-        "adopt:adopt",
+        "data.binarise:adopt",
         "step: binarised text as it is",
         "DATASET SOURCE RAW OUTPUT --longest",
     ),
-    "gather": ("raw:gather", "step: one text layout", "DATASET SOURCE TARGET --workers"),
-    "learn": ("subwords:learn", "step: sentencepiece model", "RAW OUTPUT --learning"),
+    "gather": ("data.raw:gather", "step: one text layout", "DATASET SOURCE TARGET --workers"),
+    "learn": ("data.subwords:learn", "step: sentencepiece model", "RAW OUTPUT --learning"),
     "encode": (
-        "subwords:encode",
+        "data.subwords:encode",
         "step: text to subwords",
         "MODEL RAW OUTPUT --shards --longest --workers",
     ),
     "binarise": (
-        "binarise:binarise",
+        "data.binarise:binarise",
         "step: subwords to numbers",
         "DATASET TEXT DICTIONARY OUTPUT --workers",
     ),
     "gpu-hours": (
-        "gpu_hours:print_gpu_hours",
+        "evaluation.table:print_gpu_hours",
         "estimate the hours of GPU that training a table takes",
         "DATASET --tflops --names",
     ),
     "foretell": (
-        "forecast:print_forecast",
+        "training.forecast:print_forecast",
         "step: what training takes of memory",
         "DATASET processes on_machine [FLAGS]",
     ),
     "translate": (
-        "evaluate:translate",
+        "evaluation.evaluate:translate",
         "step: the directions that are left; FLAGS go to fairseq-generate",
         "DATASET METHOD [FLAGS]",
     ),
     "generator": (
-        "generate:serve",
+        "evaluation.generate:serve",
         "step: fairseq-generate for each line of standard input",
         "",
     ),
-    "tokenizer": ("download:fetch_tokenizer", "step: sacreBLEU's tokenizer model", "NAME"),
+    "tokenizer": ("data.download:fetch_tokenizer", "step: sacreBLEU's tokenizer model", "NAME"),
 }
 
 
@@ -125,7 +125,7 @@ _OPTIONS = {
 
 
 def add_arguments(parser: ArgumentParser, name: str) -> None:
-    """The operands and options of a recipe or a step."""
+    """Add the operands and options of a recipe or a step."""
     place, _, words = (RECIPES | STEPS)[name]
     for word in words.split():
         if word == "--learning":
@@ -134,7 +134,7 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
             parser.add_argument(word, **_OPTIONS[word])
         elif word.startswith("["):
             rest = parser.add_argument("flags", metavar=word[1:-1], nargs=argparse.REMAINDER)
-            rest.required = False  # else argparse names it, too, when another operand is missing
+            rest.required = False  # else argparse reports it, too, when another operand is missing
         else:
             shown = {"metavar": word} if word.isupper() else {}
             parser.add_argument(word.lower(), type=_TYPES.get(word, Path), **shown)
@@ -152,7 +152,7 @@ def _run(given: Namespace) -> None:
 
 
 def add_learning(parser: ArgumentParser, vocab_size: int | None = None) -> None:
-    """The options of sentencepiece's training; without a default ``vocab_size`` it is required."""
+    """Add the options of sentencepiece's training; ``vocab_size`` is required unless it has a default."""
     size = {"default": vocab_size} if vocab_size else {"required": True}
     for flag, options in {
         "--vocab-size": {"type": int, "help": "subwords", **size},

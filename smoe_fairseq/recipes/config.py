@@ -1,4 +1,4 @@
-"""The recipes' settings: flags, data sets and methods of ``configs/``, and the paper's tables."""
+"""The recipes' settings: flags, the data sets and methods in ``configs/``, and the paper's tables."""
 
 import math
 import os
@@ -18,13 +18,13 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 
 Flags = dict[str, Any]
-MOST_ALIASES = 20  # of a YAML file: each may repeat what all before it make
+MOST_ALIASES = 20  # in a YAML file: nested aliases multiply, so a few make gigabytes
 
 
 def arguments(flags: Flags) -> list[str]:
-    """Command-line words for flags: ``true`` is the bare flag, ``false`` and null leave it out.
+    """The command-line words for flags: ``true`` gives the bare flag, ``false`` and null give nothing.
 
-    A list is a flag with several words behind it.
+    A list gives a flag with several words behind it.
     """
     words: list[str] = []
     for key, value in flags.items():
@@ -44,9 +44,9 @@ _OTHER_NAMES = {
 
 
 def given_flags(words: Sequence[str]) -> dict[str, str]:
-    """The flags among command-line words, each with what follows its last occurrence."""
+    """The flags among command-line words, each with the words behind its last occurrence."""
     given: dict[str, list[str]] = {}
-    values: list[str] = []  # before the first flag: the folder of the data, which may be moved
+    values: list[str] = []  # words before the first flag are dropped
     for word in words:
         if word[:1] == "-" and not is_number(word):
             name, equals, value = word.partition("=")
@@ -59,7 +59,7 @@ def given_flags(words: Sequence[str]) -> dict[str, str]:
 
 
 def is_number(word: str) -> bool:
-    """Whether it is a value and no flag, though it may begin with a minus."""
+    """Whether a word is a number: a negative one is a value, not a flag."""
     try:
         float(word)
     except ValueError:
@@ -77,7 +77,7 @@ def config_folder() -> Path:
     if given := os.environ.get("CONFIG_DIR"):
         folder = Path(given)
     else:
-        # Beside an installed package, a folder of that name belongs to something else.
+        # Beside an installed package, a folder ``configs`` belongs to something else.
         installed = Path(__file__).parent / "configs"
         checkout = Path(__file__).parents[2] / "configs"
         folder = installed if installed.is_dir() else checkout
@@ -108,7 +108,7 @@ def read(path: Path, keys: Collection[str]) -> DictConfig:
     except OSError as error:
         if error.strerror:
             raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-        content = None  # OmegaConf's, for a number
+        content = None  # OmegaConf raises it for a number
     known = ", ".join(sorted(keys))
     if not isinstance(content, DictConfig):
         raise UsageError(f"{path} may only have the keys {known}")
@@ -155,13 +155,13 @@ def _check_raw(path: Path, content: Any, keys: dict[str, Any], above: str = "raw
 
 @dataclass(frozen=True)
 class Dataset:
-    """One file of ``configs/datasets`` over ``configs/common.yaml``, which explains the keys.
+    """A file of ``configs/datasets`` merged over ``configs/common.yaml``, which explains the keys.
 
-    ``pairs`` are language pairs as their files are named (``eng-nso``); each is two directions.
-    ``experts`` is the number in a layer for methods that do not set it. ``batch`` holds tokens per update by
-    name; it is empty if ``train`` sets the batch. ``study`` are the methods that ``scripts/study.sh``
-    compares, ``claims`` pairs of them by name, of which the first should be ahead of the second. ``classes``
-    are languages by the size of their text.
+    ``pairs`` are language pairs as their files are named (``eng-nso``); each gives two directions.
+    ``experts`` is the number of experts in a layer, for methods that do not set it. ``batch`` has tokens per
+    update by name; it is empty if ``train`` sets the batch. ``study`` lists the methods that
+    ``scripts/study.sh`` compares; ``claims`` has pairs of methods by name, where the first is claimed to be
+    ahead of the second. ``classes`` has languages by the size of their text.
     """
 
     name: str
@@ -187,12 +187,12 @@ class Dataset:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """``source-target`` names in the paper's order: into the first language, then out of it."""
+        """Names ``source-target`` in the paper's order: into the first language, then out of it."""
         reverse = tuple("-".join(reversed(pair.split("-"))) for pair in self.pairs)
         return reverse + self.pairs
 
     def pair_of(self, direction: str) -> str:
-        """The pair whose files hold a direction."""
+        """The pair whose files have a direction's text."""
         return direction if direction in self.pairs else "-".join(reversed(direction.split("-")))
 
 
@@ -207,7 +207,7 @@ def load_dataset(name: str) -> Dataset:
     known = sorted(file.stem for file in path.parent.glob("*.yaml"))
     if name not in known:
         raise UsageError(f"unknown dataset {name!r}: choose one of {', '.join(known)}")
-    merged = OmegaConf.to_container(OmegaConf.merge(*_layers(config_folder(), path)))
+    merged = OmegaConf.to_container(_with_bases(path))
     pairs, experts = merged.get("pairs"), merged.get("experts")
     if not isinstance(pairs, list) or not all(map(_is_pair, pairs or [""])):
         given = "missing" if pairs is None else pairs
@@ -227,19 +227,16 @@ def _is_pair(name) -> bool:
     return found is not None and found[1] != found[2]
 
 
-def _layers(folder: Path, path: Path) -> list[DictConfig]:
-    """The contents of ``common``, of the files based on it, and last of the file itself, by ``base``."""
-    layers, names = [], []
-    while True:
-        names.append(path.stem)
-        own = read(path, _KEYS)
-        base = own.pop("base", "common")
-        layers.insert(0, own)
-        if path.stem == "common":
-            return layers
-        if base in names:
-            raise UsageError(f"{path}: its `base` {base} stands on it in turn")
-        path = folder / f"{base}.yaml"
+def _with_bases(path: Path, above: tuple[str, ...] = ()) -> DictConfig:
+    """A file's content merged over its ``base``, and so on to ``common``; ``above`` are based on it."""
+    own = read(path, _KEYS)
+    base = own.pop("base", "common")
+    if path.stem == "common":
+        return own
+    above += (path.stem,)
+    if base in above:
+        raise UsageError(f"{path}: its `base` {base} stands on it in turn")
+    return OmegaConf.merge(_with_bases(config_folder() / f"{base}.yaml", above), own)
 
 
 MOE_FREQ = 2  # every second layer is an MoE layer, unless the data set says otherwise
@@ -248,11 +245,11 @@ _FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>((0|[1-9]\d*)-)*[1-9]\d*)")
 
 
 def method_flags(name: str, dataset: Dataset) -> Flags:
-    """The training flags of a method: of ``NAME.yaml``, or for ``FAMILY-4-12`` of the family's file.
+    """The training flags of a method, from ``NAME.yaml``, or for ``FAMILY-4-12`` from ``FAMILY.yaml``.
 
-    In a method file ``{experts}`` stands for the data set's number of experts and ``{moe-freq}`` for its
-    ``moe-freq`` (2). In a family's file ``{strata}`` stands for what follows the family's name, and
-    ``{layers}`` for the same with commas.
+    In these files ``{experts}`` stands for the data set's number of experts, and ``{moe-freq}`` for its
+    ``moe-freq`` (default: 2). In a family's file ``{strata}`` stands for the sizes behind the family's name
+    (``4-12``), and ``{layers}`` for the same with commas.
 
     Raises:
         UsageError: there is no such method, or it needs ``experts`` and the data set has none.
@@ -290,7 +287,7 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
 
 
 def has_strata(flags: Flags) -> bool:
-    """Whether the flags of a method make several strata at which tokens may stop."""
+    """Whether a method's flags make several strata at which tokens may stop."""
     return "-" in str(flags.get("smoe-strata", "")) and not flags.get("moe-stacked")
 
 
@@ -304,13 +301,14 @@ def tables() -> dict[str, Any]:
 def resource_classes(
     table: str, counted: Mapping[str, int] | None = None
 ) -> dict[str, list[str] | None]:
-    """The languages of each of a table's classes, which are bounds of training sentence pairs.
+    """The languages in each of a table's classes, which are ranges of training sentence pairs.
 
     Args:
-        counted: sentence pairs by language, for a table that prints none.
+        counted: sentence pairs by language, for a table without sizes.
 
     Returns:
-        Classes in the paper's order, with None if no sizes are known; empty if the table has no classes.
+        Languages by class, in the paper's order; None for languages if no sizes are known. Empty if the
+        table has no classes.
     """
     content = tables().get(table, {})
     sizes = content.get("sizes", counted)

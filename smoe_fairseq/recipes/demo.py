@@ -5,22 +5,21 @@ import sysconfig
 from pathlib import Path
 
 from smoe_fairseq.errors import quietly
-from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.evaluate import evaluate
+from smoe_fairseq.recipes.data.prepare import prepare
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.evaluate import evaluate
+from smoe_fairseq.recipes.evaluation.table import markdown, side_by_side
 from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
-from smoe_fairseq.recipes.grid import markdown
-from smoe_fairseq.recipes.prepare import prepare
 from smoe_fairseq.recipes.processes import command, dry_run, run
-from smoe_fairseq.recipes.table import side_by_side
-from smoe_fairseq.recipes.train import train
+from smoe_fairseq.recipes.training.train import train
 
 
 def demo(dataset: Dataset, method: str) -> None:
-    """All steps in one process, so that a signal to it reaches the command that is running."""
+    """Run all steps in this process, so that a signal to it reaches the running command."""
     prepare(dataset)
     train(dataset, method, [])
-    os.environ["LOGLEVEL"] = "WARNING"  # for what is imported below
+    os.environ["LOGLEVEL"] = "WARNING"  # of fairseq, which `_show` imports
     evaluate(dataset, method, [])
     if not dry_run():
         _show(dataset, method)
@@ -28,8 +27,8 @@ def demo(dataset: Dataset, method: str) -> None:
 
 def _show(dataset: Dataset, method: str) -> None:
     """Print sample translations, requested capacity and scores."""
-    # Imported now, since fairseq and torch would take memory during training.
-    with quietly():  # fairseq's remarks at import
+    # Imported here because fairseq and torch would take memory during training.
+    with quietly():
         from smoe_fairseq.analysis.inputs import load
         from smoe_fairseq.analysis.record import requested_capacity
         from smoe_fairseq.models.transformer import moe_blocks
@@ -59,7 +58,7 @@ def _show(dataset: Dataset, method: str) -> None:
 
 
 def _serve(folder: Path) -> str:
-    """The command that opens the page, with the program of this environment."""
+    """The command that serves the page, with the path of this environment's ``smoe``."""
     from smoe_fairseq.serve.app import PORT
 
     smoe = Path(sysconfig.get_path("scripts")) / "smoe"

@@ -1,4 +1,4 @@
-"""Where a recipe keeps its files, and how a run, which is a method and a seed, is called."""
+"""Paths of a data set's files, and names of its runs (a run is a method with a seed)."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
 
 
 def given_path(variable: str, default: str = "") -> Path:
-    """The path in an environment variable; absolute if a command would take it for a flag."""
+    """The path in an environment variable; made absolute if it looks like a flag."""
     path = Path(os.environ.get(variable) or default)
     return path.absolute() if str(path).startswith("-") else path
 
@@ -35,23 +35,30 @@ class Folders:
 
     @property
     def download(self) -> Path:
-        """Files as their publisher has them."""
+        """Downloaded files."""
         return self.data / "download"
 
     @property
     def unpacked(self) -> Path:
-        """What the data set needs of the archives in ``download``."""
+        """The files that the data set needs of the archives in ``download``."""
         return self.data / "unpacked"
 
     @property
     def raw(self) -> Path:
-        """Plain text, ``{split}.{pair}.{language}``: what is trained on and scored against."""
+        """Plain text, ``{split}.{pair}.{language}``: training text and references."""
         return self.data / "raw"
 
     @property
     def binary(self) -> Path:
         """Sentencepiece model, dictionary and binarised text; exists only when complete."""
         return self.data / "bin"
+
+    def check_prepared(self) -> None:
+        """Raise UsageError without binarised text."""
+        if not self.binary.exists():
+            raise UsageError(
+                f"{self.binary} is missing: run scripts/prepare.sh {self.dataset} first"
+            )
 
     @property
     def runs(self) -> Path:
@@ -64,7 +71,7 @@ class Folders:
     def binary_path(self, shards: int) -> str:
         """The binarised text as fairseq's commands take it: its folder, or ``shard0:shard1:...``.
 
-        ``shards`` is how many there will be; of text that is there already they are counted.
+        ``shards`` is their expected number; if the text exists, its shards are counted.
         """
         if self.binary.exists():
             return ":".join(map(str, shard_folders(self.binary)))
@@ -72,7 +79,7 @@ class Folders:
 
 
 def shard_names(shards: int) -> tuple[str, ...]:
-    """Names of the shards' folders below the binarised text; a single shard needs none."""
+    """Names of the shards' folders below the binarised text; a single shard has no folder of its own."""
     return ("",) if shards == 1 else tuple(f"shard{i}" for i in range(shards))
 
 
@@ -89,10 +96,10 @@ def tested_text(dataset: Dataset, direction: str, language: str) -> Path:
 
 
 def read_json(file: Path, parse: Callable[[Any], Any], otherwise: str) -> Any:
-    """``parse`` of a file's content; may raise ValueError, KeyError and so on for other content.
+    """Read a JSON file; ``parse`` gets its content, and may raise ValueError, KeyError and the like.
 
     Raises:
-        UsageError: the file cannot be read or parsed; ``otherwise`` says what it should be, and what to do.
+        UsageError: the file cannot be read or parsed; ``otherwise`` completes the sentence.
     """
     try:
         return parse(json.loads(file.read_text("utf-8")))
@@ -119,16 +126,16 @@ def _seed(variable: str, given: str) -> int:
 
 
 def seed_of(dataset: Dataset) -> int:
-    """``SEED``, by default the data set's; raises UsageError if it is no seed."""
+    """``SEED``, by default the data set's seed; raises UsageError if it is no seed."""
     given = os.environ.get("SEED", "")
     return _seed("SEED", given) if given else _own_seed(dataset)
 
 
 def seeds_of(dataset: Dataset) -> tuple[int, ...]:
-    """``SEEDS``, separated by blanks, by default the data set's one.
+    """``SEEDS``, separated by blanks, by default the data set's one seed.
 
     Raises:
-        UsageError: one is no seed, or comes twice.
+        UsageError: one is no seed, or is given twice.
     """
     given = os.environ.get("SEEDS", "").split()
     found = tuple(_seed("SEEDS", word) for word in given) or (_own_seed(dataset),)
@@ -138,7 +145,7 @@ def seeds_of(dataset: Dataset) -> tuple[int, ...]:
 
 
 def run_name(dataset: Dataset, method: str, seed: int | None = None) -> str:
-    """The name of a run's folder: the method, and any seed (``SEED``) but the data set's own."""
+    """The name of a run's folder: the method, with the seed (``SEED``) unless it is the data set's own."""
     seed = seed_of(dataset) if seed is None else seed
     return method if seed == _own_seed(dataset) else f"{method}.seed-{seed}"
 
@@ -150,7 +157,7 @@ def method_of(name: str) -> str:
 
 
 def seed_in(name: str, dataset: Dataset | None = None) -> int | None:
-    """The seed of a run's folder; for the data set's own seed None, or its number given ``dataset``."""
+    """The seed in a folder's name; without one, the seed of ``dataset``, or None."""
     found = _RUN.fullmatch(name)
     if found:
         return int(found["seed"])
@@ -158,6 +165,6 @@ def seed_in(name: str, dataset: Dataset | None = None) -> int | None:
 
 
 def order(name: str) -> tuple[str, int]:
-    """The sort key of run folders: by method, the data set's own seed first."""
+    """A sort key for run folders: by method, the data set's own seed first."""
     seed = seed_in(name)
     return method_of(name), -1 if seed is None else seed

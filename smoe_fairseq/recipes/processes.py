@@ -1,4 +1,4 @@
-"""Commands as child processes: how they are printed, run, stopped and waited for."""
+"""Commands as child processes: printing, running and stopping them."""
 
 import ctypes
 import os
@@ -17,16 +17,16 @@ from smoe_fairseq.errors import ENDING, UsageError
 
 STARTED = "SMOE_RECIPE"  # set in the environment of every command that a recipe starts
 PATIENCE = (
-    60  # seconds in which the children of a stopped command end; torchrun gives its workers 30
+    60  # seconds for the processes of a stopped command to end; torchrun gives its workers 30
 )
-# Programs that end with a sentence of their own about what went wrong.
+# Programs that explain their failure in a sentence of their own.
 _TELL = {"python", "smoe", "fairseq-train", "fairseq-generate", "torchrun", "srun"}
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def command(*words: object, output: object = None) -> str:
-    """The words as one quoted shell command; its standard output goes to the file ``output``."""
+    """The words as one quoted shell command, with its standard output sent to the file ``output``."""
     line = shlex.join(str(word) for word in words)
     return line if output is None else f"{line} > {shlex.quote(str(output))}"
 
@@ -61,14 +61,14 @@ def whole_number(name: str, least: int, default: int | None = None) -> int | Non
 
 
 def environment() -> dict[str, str]:
-    """The environment of commands: programs of this Python's environment come first on the path.
+    """The environment of commands; programs beside this Python come first on the path.
 
     Python's warnings are off, since fairseq causes dozens; ``PYTHONWARNINGS=default`` shows them.
     """
     return {
         "PYTHONWARNINGS": "ignore",
-        # libgomp's threads spin while they wait. Beside other work on the machine, a long spin makes
-        # a run two to ten times as slow.
+        # libgomp's threads spin while they wait. On a busy machine, a long spin makes a run two to ten
+        # times slower.
         "GOMP_SPINCOUNT": "2000",
         **os.environ,
         STARTED: "1",
@@ -77,15 +77,15 @@ def environment() -> dict[str, str]:
 
 
 def run(lines: Iterable[str], variables: Mapping[str, str] | None = None) -> None:
-    """Print each comment and run each other line with bash; a dry run prints all lines instead.
+    """Print each comment and run each other line with bash; a dry run only prints all lines.
 
     Args:
         variables: added to the commands' environment.
 
     Raises:
         UsageError: a command failed without a sentence of its own, or a signal ended it.
-        SystemExit: a command failed with a sentence of its own; or a signal was sent to this process
-            (128 + its number), which was passed on to the command, and the command has ended.
+        SystemExit: a command failed with a sentence of its own; or this process received a signal
+            (status 128 + its number), passed it on to the command, and the command has ended.
     """
     for line in lines:
         if line.startswith("#") or dry_run():
@@ -105,10 +105,10 @@ def run(lines: Iterable[str], variables: Mapping[str, str] | None = None) -> Non
 
 
 def run_quietly(line: str) -> None:
-    """Run a line with bash that prints nothing here.
+    """Run a line with bash without showing what it prints.
 
     Raises:
-        UsageError: it failed; with the last line of its standard error.
+        UsageError: it failed; the message ends with the last line of its standard error.
     """
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", line],
@@ -124,7 +124,7 @@ def run_quietly(line: str) -> None:
 
 @contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
-    """A folder that commands write to before they rename it; if they fail, it is removed."""
+    """A folder that commands write to and then rename; if they fail, it is removed."""
     try:
         yield folder
     finally:
@@ -133,7 +133,7 @@ def unfinished(folder: Path) -> Iterator[Path]:
 
 
 def end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent ends, however that is (Linux)."""
+    """Have the kernel send SIGTERM to this process when its parent ends in any way (Linux)."""
     if _prctl is not None:
         _prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
@@ -141,12 +141,12 @@ def end_with_parent() -> None:
 class Groups:
     """Commands in process groups of their own; signals to this process are passed on to them.
 
-    On leaving the context after a signal or an error, all processes of the groups have ended: an error
-    sends them SIGTERM, and what has not ended after `PATIENCE` seconds is killed. The commands cannot
-    read from the terminal.
+    After a signal or an error, leaving the context waits until all processes of the groups have ended: an
+    error sends them SIGTERM, and `PATIENCE` seconds later they are killed. The commands have no standard
+    input.
 
     Raises:
-        SystemExit: on leaving, if this process was sent one of `ENDING`; the status is 128 + its number.
+        SystemExit: on leaving, if this process received one of `ENDING`; the status is 128 + its number.
     """
 
     def __init__(self):
@@ -158,12 +158,12 @@ class Groups:
         options |= {"stdin": subprocess.DEVNULL, "process_group": 0, "preexec_fn": end_with_parent}
         process = subprocess.Popen(command, env=environment, **options)
         self.groups.append(process.pid)
-        for number in list(self.received):  # signals that came while it was being started
+        for number in list(self.received):  # signals that arrived while it was being started
             _send(process.pid, number)
         return process
 
     def __enter__(self):
-        # A signal that is ignored (nohup, background jobs of a shell) stays so, in the commands too.
+        # Ignored signals (nohup, background jobs of a shell) stay ignored, also in the commands.
         before = {number: signal.getsignal(number) for number in ENDING}
         self.before = {n: action for n, action in before.items() if action is not signal.SIG_IGN}
         for number in self.before:
@@ -193,7 +193,7 @@ class Groups:
 
 
 def _send(group: int, number: int) -> bool:
-    """Whether the group still had a process."""
+    """Send a signal; returns whether the group still had a process."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):  # the latter on macOS, when all have ended

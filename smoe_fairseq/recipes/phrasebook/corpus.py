@@ -15,7 +15,6 @@ from smoe_fairseq.recipes.phrasebook.lexicon import (
     PLACES,
     TIMES,
     VERBS,
-    Noun,
 )
 from smoe_fairseq.recipes.phrasebook.meaning import PRONOUNS, Clause, Pair, Person, Thing
 
@@ -44,7 +43,7 @@ def write_corpus(
     All pairs say the same in line ``n`` of a split. No sentence of any language comes twice,
     within a split or in two of them. Equal arguments give equal files on every platform. The
     files appear when all of them are complete; earlier ones of the same names are replaced.
-    Counts or a seed out of range, or an ``output_dir`` that cannot be written, is a `UsageError`.
+    Raises UsageError for counts or a seed out of range, and if ``output_dir`` cannot be written.
     """
     sizes = {"train": train, "valid": valid, "test": test}
     _check(sizes, seed)
@@ -89,14 +88,9 @@ def _check(sizes: dict[str, int], seed: int) -> None:
 
 
 def _write(folder: Path, texts: dict[str, list[str]]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"OUTPUT_DIR {folder} cannot be made: {error.strerror}; it has to be a folder that can be "
-            "written, or the name of a new one"
-        ) from None
-    with whole_files([folder / name for name in texts], f"OUTPUT_DIR {folder}") as partials:
+    with whole_files(
+        [folder / name for name in texts], f"OUTPUT_DIR {folder}", parents=True
+    ) as partials:
         for partial, lines in zip(partials, texts.values(), strict=True):
             Path(partial).write_bytes("".join(f"{line}\n" for line in lines).encode())
 
@@ -120,13 +114,13 @@ def _clause(rng: Random, question: bool = False, brief: bool = False) -> Clause:
     want = tense == "present" and rng.random() < 0.35
     negative = rng.random() < 0.2
     # Where, when, both or neither; wanting is not timed.
-    place = not brief and rng.random() < (0.25 if verb.transitive else 0.6)
+    place = not brief and rng.random() < (0.25 if verb.objects else 0.6)
     timed = not want and (rng.random() < 0.4 or (negative and tense == "past"))
     subject = _participant(rng, verb.subjects, brief)
     return Clause(
         subject=subject,
         verb=key,
-        object=_object(rng, verb.objects, subject, brief) if verb.transitive else None,
+        object=_object(rng, verb.objects, subject, brief) if verb.objects else None,
         tense=tense,
         negative=negative,
         place=rng.choice(list(PLACES)) if place else None,
@@ -157,7 +151,7 @@ def _participant(rng: Random, kinds: str, brief: bool, pronouns: bool = True) ->
 def _thing(rng: Random, kinds: str, brief: bool) -> Thing:
     key = rng.choice([k for k, noun in NOUNS.items() if _fit(kinds, noun)])
     noun = NOUNS[key]
-    plural = noun.counted and rng.random() < 0.35
+    plural = noun.english_plural is not None and rng.random() < 0.35
     number, demonstrative, owner = None, None, None
     chance = rng.random()
     if chance < 0.2:
@@ -172,6 +166,6 @@ def _thing(rng: Random, kinds: str, brief: bool) -> Thing:
     return Thing(key, plural, adjective, number, demonstrative, owner)
 
 
-def _fit(kinds: str, noun: Noun) -> bool:
+def _fit(kinds: str, noun) -> bool:
     """Whether a noun is of one of the kinds that a verb or an adjective goes with."""
     return kinds == "*" or any(kind in kinds.split(",") for kind in noun.kinds.split(","))

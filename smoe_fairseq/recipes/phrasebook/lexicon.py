@@ -1,109 +1,27 @@
-"""The lexicon: nouns, verbs, names, adjectives, places and times, one row each, in all languages.
+"""The lexicon: nouns, verbs, names, adjectives, places and times in all languages.
 
-A table is text with one concept per line and columns between white space, so that the languages
-can be compared at a glance. ``_`` stands for a space within a column, ``-`` for nothing.
+A table is text with a concept per line and columns separated by white space, which shows the languages side
+by side. ``_`` stands for a space within a column, ``-`` for nothing.
 """
 
-from dataclasses import dataclass, fields
+from collections import namedtuple
+from typing import Any
 
 
-@dataclass(frozen=True)
-class Noun:
-    english: str
-    english_plural: str | None
-    sotho: str
-    sotho_plural: str | None
-    sotho_class: str
-    sotho_plural_class: str | None
-    malay: str
-    classifier: str | None
-    tagalog: str
-    catalan: str
-    catalan_plural: str | None
-    gender: str
-    kinds: str
-
-    @property
-    def counted(self) -> bool:
-        return self.english_plural is not None
-
-
-@dataclass(frozen=True)
-class Verb:
-    english: str
-    english_past: str
-    english_ing: str
-    sotho: str
-    sotho_past: str
-    malay: str
-    subjects: str
-    objects: str | None
-    tagalog_past: str
-    tagalog_present: str
-    tagalog_future: str
-    tagalog_infinitive: str
-    catalan: str
-    catalan_present: str
-
-    @property
-    def transitive(self) -> bool:
-        return self.objects is not None
-
-
-@dataclass(frozen=True)
-class Adjective:
-    english: str
-    sotho: str
-    sotho_nasal: str | None
-    malay: str
-    tagalog: str
-    catalan: str
-    kinds: str
-
-
-@dataclass(frozen=True)
-class Name:
-    english: str
-    gender: str
-
-
-@dataclass(frozen=True)
-class Place:
-    key: str
-    english: str
-    sotho: str
-    malay: str
-    tagalog: str
-    preposition: str
-    catalan: str
-    gender: str
-
-
-@dataclass(frozen=True)
-class Time:
-    english: str
-    sotho: str
-    malay: str
-    tagalog: str
-    catalan: str
-    tense: str
-
-
-def read(table: str, row: type) -> dict:
-    """The rows of a table by their first column, in order; a malformed one is a `ValueError`."""
+def read(columns: str, table: str) -> dict[str, Any]:
+    """The rows of a table, as named tuples, by their first column; a malformed row is a ValueError."""
+    Row = namedtuple("Row", columns.split())
     rows = {}
     for line in filter(str.strip, table.splitlines()):
         cells = [None if c == "-" else c.replace("_", " ") for c in line.split()]
-        if len(cells) != len(fields(row)) or cells[0] in rows:
-            raise ValueError(f"not one new {row.__name__} of {len(fields(row))} columns: {line}")
-        rows[cells[0]] = row(*cells)
+        if len(cells) != len(Row._fields) or cells[0] in rows:
+            raise ValueError(f"not a new row of {len(Row._fields)} columns: {line}")
+        rows[cells[0]] = Row(*cells)
     return rows
 
 
-# Nouns, one row each.
-#
-# Columns: English singular and plural (``-``: not counted); Northern Sotho singular and plural with
-# their noun classes; Malay word and classifier; Tagalog; Catalan singular, plural and gender; kinds.
+# Nouns. Those without a plural are not counted; Northern Sotho words have noun classes, Malay words a
+# classifier.
 
 _PEOPLE_AND_ANIMALS = """
 teacher teachers    morutiši barutiši 1 2   guru orang      guro       mestre mestres m     person
@@ -164,14 +82,14 @@ tree trees       mohlare mehlare 3 4       pokok batang  puno     arbre arbres m
 flower flowers   letšoba matšoba 5 6       bunga kuntum  bulaklak flor flors f         plant
 """
 
-NOUNS: dict[str, Noun] = read(_PEOPLE_AND_ANIMALS + _FOOD + _THINGS, Noun)
+NOUNS = read(
+    "english english_plural sotho sotho_plural sotho_class sotho_plural_class malay classifier tagalog "
+    "catalan catalan_plural gender kinds",
+    _PEOPLE_AND_ANIMALS + _FOOD + _THINGS,
+)
 
-# Verbs, one row each.
-#
-# Columns: English base, past and -ing form; Northern Sotho present and perfect; Malay; kinds of
-# subjects and of objects (``*``: all, ``-``: intransitive). On the second line: Tagalog completed,
-# incompleted and contemplated aspect and infinitive. On the third: Catalan infinitive and present
-# tense (first, second and third person singular, first and third person plural).
+# Verbs. Subjects and objects are kinds of nouns (``*``: all); verbs without objects are intransitive. The
+# Catalan present tense has first, second and third person singular, first and third person plural.
 #
 # Tagalog forms focus on the object where there is one, because a definite object has to be the topic
 # of its sentence, and on the actor otherwise.
@@ -296,9 +214,14 @@ study studied studying  ithuta ithutile  belajar  person - \
     estudiar estudio,estudies,estudia,estudiem,estudien
 """
 
-VERBS: dict[str, Verb] = read(_WITH_OBJECT + _WITHOUT_OBJECT, Verb)
+VERBS = read(
+    "english english_past english_ing sotho sotho_past malay subjects objects "
+    "tagalog_past tagalog_present tagalog_future tagalog_infinitive catalan catalan_present",
+    _WITH_OBJECT + _WITHOUT_OBJECT,
+)
 
-NAMES: dict[str, Name] = read(  # English, grammatical gender
+NAMES = read(
+    "english gender",
     """
     Maria f
     Anna f
@@ -309,12 +232,12 @@ NAMES: dict[str, Name] = read(  # English, grammatical gender
     Ahmad m
     Ramon m
     """,
-    Name,
 )
 
-# English; Northern Sotho stem, and its form in class 9 (-: joined by the possessive concord);
-# Malay; Tagalog; Catalan masculine, feminine and their plurals; kinds of nouns it goes with.
-ADJECTIVES: dict[str, Adjective] = read(
+# Northern Sotho has the stem and its form in class 9 (-: joined by the possessive concord), Catalan
+# masculine, feminine and their plurals; kinds are those of the nouns that an adjective goes with.
+ADJECTIVES = read(
+    "english sotho sotho_nasal malay tagalog catalan kinds",
     """
     big golo kgolo besar malaki gran,gran,grans,grans  animal,thing,building,plant,fruit
     small nnyane nnyane kecil maliit petit,petita,petits,petites  animal,thing,plant,fruit,building
@@ -330,11 +253,11 @@ ADJECTIVES: dict[str, Adjective] = read(
     short kopana kopana   rendah pandak    baix,baixa,baixos,baixes  person
     strong go_tia -       kuat   malakas   fort,forta,forts,fortes  person,animal
     """,
-    Adjective,
 )
 
-# English; Northern Sotho; Malay; Tagalog; Catalan preposition, noun and gender (-: no article).
-PLACES: dict[str, Place] = read(
+# Preposition, noun and gender (-: no article) are Catalan.
+PLACES = read(
+    "key english sotho malay tagalog preposition catalan gender",
     """
     home at_home               gae          di_rumah          sa_bahay      a casa -
     school at_school           sekolong     di_sekolah        sa_paaralan   a escola f
@@ -347,10 +270,10 @@ PLACES: dict[str, Place] = read(
     river near_the_river       kgauswi_le_noka berhampiran_sungai malapit_sa_ilog a_prop_de riu m
     tree under_the_tree        ka_tlase_ga_mohlare di_bawah_pokok sa_ilalim_ng_puno sota arbre m
     """,
-    Place,
 )
 
-TIMES: dict[str, Time] = read(  # English, Northern Sotho, Malay, Tagalog, Catalan, tense
+TIMES = read(
+    "english sotho malay tagalog catalan tense",
     """
     now        bjale            sekarang    ngayon                  ara                  present
     yesterday  maabane          semalam     kahapon                 ahir                 past
@@ -360,5 +283,4 @@ TIMES: dict[str, Time] = read(  # English, Northern Sotho, Malay, Tagalog, Catal
     next_week  beke_ye_e_tlago  minggu_depan sa_susunod_na_linggo   la_setmana_que_ve    future
     next_year  ngwaga_wo_o_tlago tahun_depan sa_susunod_na_taon     l'any_que_ve         future
     """,
-    Time,
 )

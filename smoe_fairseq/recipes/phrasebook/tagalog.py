@@ -26,7 +26,7 @@ def render(meaning: Clause | Pair) -> str:
 def _clause(clause: Clause) -> str:
     verb = VERBS[clause.verb]
     # Of a transitive verb, and of wanting, the actor is marked as such and not as the topic.
-    topic = not (verb.transitive or clause.want)
+    topic = not (verb.objects or clause.want)
     enclitics, actor = _placed_actor(clause, topic)
     aspects = {
         "past": verb.tagalog_past,

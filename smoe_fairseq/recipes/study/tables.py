@@ -1,4 +1,4 @@
-"""The tables of a study's report, beside those of its claims."""
+"""The tables of a study's report, except those of its claims."""
 
 import itertools
 import math
@@ -10,17 +10,16 @@ import numpy as np
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset, method_flags
+from smoe_fairseq.recipes.evaluation.comparison import chance, spearman
+from smoe_fairseq.recipes.evaluation.scores import CHRF, mean_of
+from smoe_fairseq.recipes.evaluation.table import MISSING, Grid, average, columns, number
 from smoe_fairseq.recipes.folders import method_of, seed_in
-from smoe_fairseq.recipes.grid import MISSING, Grid, number
-from smoe_fairseq.recipes.scores import CHRF, mean_of
-from smoe_fairseq.recipes.statistics import chance, spearman
-from smoe_fairseq.recipes.study_claims import Measure
-from smoe_fairseq.recipes.study_results import Result, Systems, by_seed
-from smoe_fairseq.recipes.table import average, columns
+from smoe_fairseq.recipes.study.claims import Measure
+from smoe_fairseq.recipes.study.results import Result, Systems, by_seed
 
-ALIKE = 0.52  # rank correlation of fifteen languages that chance exceeds once in twenty, two-sided
+ALIKE = 0.52  # critical rank correlation of fifteen languages: two-sided, p = 0.05
 UPDATES = "updates"
-Groups = Sequence[Systems]  # as `study_results.groups` returns them
+Groups = Sequence[Systems]  # as `results.groups` returns them
 
 
 def systems_table(
@@ -96,13 +95,13 @@ def directions_table(dataset: Dataset, beside: Groups) -> Grid:
 
 
 def equal_cost_table(systems: Systems, flops: Mapping[str, float], baseline: str) -> Grid:
-    """Losses beside the baseline's after as many FLOPs, and after as long.
+    """Losses beside the baseline's at equal FLOPs and at equal time.
 
     Args:
         flops: by method, of a forward pass, per target token.
     """
-    of_flops = _beside(systems, baseline, lambda r: flops.get(method_of(r.name)))
-    of_time = _beside(systems, baseline, lambda r: r.time or None, same_machine=True)
+    of_flops = _costs_and_losses(systems, baseline, lambda r: flops.get(method_of(r.name)))
+    of_time = _costs_and_losses(systems, baseline, lambda r: r.time or None, same_machine=True)
     rows = [
         [method, *_equal_cost(of_flops, method), *_equal_cost(of_time, method)]
         for method in systems
@@ -121,10 +120,10 @@ def equal_cost_table(systems: Systems, flops: Mapping[str, float], baseline: str
 Cost = Callable[[Result], float | None]  # per target token
 
 
-def _beside(
+def _costs_and_losses(
     systems: Systems, baseline: str, cost: Cost, same_machine: bool = False
 ) -> dict[str, dict[int | None, tuple[float, float]]]:
-    """By method and seed: a token's cost over the baseline's, and the loss less the baseline's."""
+    """By method and seed: cost per token over the baseline's, and loss less the baseline's."""
     of_baseline = {result.seed: result for result in systems.get(baseline, ()) if cost(result)}
     found: dict[str, dict] = {}
     for method, results in systems.items():
@@ -134,14 +133,14 @@ def _beside(
                 continue
             if same_machine and r.machine != b.machine:
                 continue
-            apart = _apart(r, b, cost)
+            apart = _loss_difference(r, b, cost)
             if apart is not None:
                 found.setdefault(method, {})[r.seed] = (cost(r) / cost(b), apart)
     return found
 
 
-def _apart(result: Result, other: Result, cost: Cost) -> float | None:
-    """The difference in loss at the end of the run that ends first; None before the other's first loss."""
+def _loss_difference(result: Result, other: Result, cost: Cost) -> float | None:
+    """The difference in loss at the lower of both final costs; None if it is before a first validation."""
     curves = [
         (cost(r) * each["words"], np.fmin.accumulate(each["loss"]))
         for r, each in ((r, r.validated()) for r in (result, other))
@@ -154,9 +153,9 @@ def _apart(result: Result, other: Result, cost: Cost) -> float | None:
 
 
 def _equal_cost(found: Mapping[str, Mapping], method: str) -> list[str]:
-    """How much more a token costs, and the difference between the losses.
+    """How much more a token costs, and the difference in loss with its interval.
 
-    The baseline's run is in all differences of a seed, as the seed's own effect is.
+    All differences of a seed contain the baseline's run, which `chance` counts as the seed's effect.
     """
     if method not in found:
         return [MISSING, MISSING]
@@ -166,7 +165,7 @@ def _equal_cost(found: Mapping[str, Mapping], method: str) -> list[str]:
 
 
 def other_measures(systems: Systems, baseline: str) -> Grid:
-    """Every system by chrF++ and by BLEU without its penalty for short translations."""
+    """A row for each system: chrF++, and BLEU without its penalty for short translations."""
     measures = {name: Measure(systems, name) for name in ("chrF++", "BLEU without penalty")}
     lengths = by_seed(systems, lambda r: mean_of(r.scores, lambda score: score.length_ratio))
     rows = []
@@ -192,7 +191,7 @@ def _mean(points: Mapping[int | None, float]) -> str:
 
 
 def by_class(dataset: Dataset, systems: Systems) -> Grid:
-    """chrF++ into English and out of it, of languages with much, some and little text."""
+    """chrF++ into and out of English, by classes of languages with much, some and little text."""
     found = columns(dataset)
     rows = []
     for method, results in systems.items():
@@ -207,7 +206,7 @@ def by_class(dataset: Dataset, systems: Systems) -> Grid:
 
 
 def by_target(dataset: Dataset, systems: Systems) -> Grid:
-    """Requested capacity of the decoder by target language, from the first language, in every seed."""
+    """The decoder's requested capacity by target language, from the first language, for every run."""
     rows, notes = [], []
     source, *targets = dataset.languages
     for method, results in systems.items():
@@ -241,7 +240,7 @@ def _requested(result: Result, source: str) -> dict[str, float]:
 
 
 def runs_table(dataset: Dataset, systems: Systems) -> Grid:
-    """How each run was made; with notes on runs that are missing or were trained differently."""
+    """How each run was made, with notes on missing runs and on runs that were trained differently."""
     rows = []
     results = [result for of_method in systems.values() for result in of_method]
     for result in results:
@@ -250,13 +249,13 @@ def runs_table(dataset: Dataset, systems: Systems) -> Grid:
             machine += f" (times left out: {result.untimed})"
         versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
         rows.append([result.name, about["commit"], versions, machine, about["command"]])
-    notes = _absent(dataset, [result.name for result in results]) + unlike(dataset, results)
+    notes = _missing_runs(dataset, [result.name for result in results]) + unlike(dataset, results)
     header = ["run", "commit", "versions", "machine", "command"]
     return Grid(header, rows, notes, texts=len(header))
 
 
-def _absent(dataset: Dataset, names: Sequence[str]) -> list[str]:
-    """Which of the study's systems lack seeds that others have."""
+def _missing_runs(dataset: Dataset, names: Sequence[str]) -> list[str]:
+    """Notes on the study's systems that lack a seed that others have."""
     notes, absent = [], []
     for suffix in sorted({name.removeprefix(method_of(name)) for name in names}):
         of_seed = [method + suffix for method in dataset.study]
@@ -271,8 +270,8 @@ def _absent(dataset: Dataset, names: Sequence[str]) -> list[str]:
 
 
 def unlike(dataset: Dataset, results: Sequence[Result]) -> list[str]:
-    """A sentence for each run that differs from most in its updates or in a flag that no method sets."""
-    of_methods = {flag for result in results for flag in _own(dataset, result)} | {"--seed"}
+    """A sentence for each difference of a run from most others: in updates, or in a flag no method sets."""
+    of_methods = {flag for result in results for flag in _set_flags(dataset, result)} | {"--seed"}
     runs = {
         r.name: {**r.about["flags"], UPDATES: f"{r.about['updates']:,}"}
         for r in results
@@ -285,21 +284,21 @@ def unlike(dataset: Dataset, results: Sequence[Result]) -> list[str]:
         if flag not in of_methods
     }
     return [
-        f"Not trained as most were: {name}, {_said(flag, settings.get(flag))}, not {_said(flag, most)}."
+        f"Not trained as most were: {name}, {_setting(flag, settings.get(flag))}, not {_setting(flag, most)}."
         for name, settings in runs.items()
         for flag, most in usual.items()
         if settings.get(flag) != most
     ]
 
 
-def _own(dataset: Dataset, result: Result) -> set[str]:
+def _set_flags(dataset: Dataset, result: Result) -> set[str]:
     try:
         return {f"--{flag}" for flag in method_flags(method_of(result.name), dataset)}
     except UsageError:  # a folder that is not named after a method, such as a copy
         return set()
 
 
-def _said(flag: str, value: str | None) -> str:
+def _setting(flag: str, value: str | None) -> str:
     if flag == UPDATES:
         return f"{value} updates"
     return f"without {flag}" if value is None else f"with {flag} {value}".strip()

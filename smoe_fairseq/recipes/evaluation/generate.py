@@ -1,7 +1,7 @@
-"""Several fairseq-generate side by side: processes that translate one direction after another.
+"""Several processes of fairseq-generate side by side, each of which translates one direction after another.
 
-A process is the step ``generator``. It reads a JSON list of arguments of ``fairseq-generate`` from each line
-of standard input, and answers `DONE` for each. It loads the model once.
+A process is the step ``generator``: it reads lines of standard input, each a JSON list of arguments of
+``fairseq-generate``, and prints `DONE` after each. It loads the model once.
 """
 
 import functools
@@ -21,20 +21,19 @@ from pathlib import Path
 from typing import TextIO
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.recipes.launcher import cores, launch, visible_gpus
 from smoe_fairseq.recipes.processes import environment, report, step, whole_number
+from smoe_fairseq.recipes.training.launcher import divide_cpu, launch, visible_gpus
 
 DONE = "done"
 POLL_SECONDS = 0.5
-_IMPORTS = 1 << 29  # bytes of a process before it loads a checkpoint
+_IMPORTS = 1 << 29  # bytes that a process takes without a checkpoint
 _SENTENCE = re.compile(r"(?:fairseq-generate: )?error: (.*)")  # argparse's and ours
 
 
 def serve() -> None:
     """The step ``generator``, until standard input ends."""
-    # The pipes are for jobs and answers alone, so all that is printed goes to the log. Processes that
-    # are forked to load data close standard input, which they could not do while a thread reads it.
+    # Only jobs and answers go through the pipes; what fairseq prints goes to standard error, the log.
+    # Forked data-loading processes close standard input, which would block while a thread reads it.
     lines, nowhere = os.fdopen(os.dup(0)), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     with os.fdopen(os.dup(1), "w") as answers:
@@ -54,14 +53,14 @@ def serve() -> None:
 def _receive(lines: TextIO, jobs: queue.SimpleQueue) -> None:
     for line in lines:
         jobs.put(json.loads(line))
-    os._exit(1)  # nobody waits for an answer
+    os._exit(1)  # the parent has closed the pipe, or has ended
 
 
 def _once(load: Callable) -> Callable:
-    """fairseq's ``load_model_ensemble``, which returns the same models for the same files.
+    """fairseq's ``load_model_ensemble`` with a cache: the same files give the same models.
 
-    Generation changes a model (half precision, the GPU, ``prepare_for_inference_``) in ways that a second
-    time changes nothing. Loading also sets the state of the task, which is new for every direction.
+    Generation changes a model (half precision, the GPU, ``prepare_for_inference_``), but doing so again has
+    no effect. Loading also sets the state of the task, and every direction has a new task.
     """
     loaded = {}
 
@@ -81,7 +80,7 @@ def _once(load: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Place:
-    """``processes`` of ``threads`` each, in turn on ``gpus`` or, without any, on the CPU."""
+    """``processes`` with ``threads`` each, spread over ``gpus`` or, without any, on the CPU."""
 
     processes: int
     gpus: tuple[str, ...]
@@ -94,41 +93,39 @@ class Place:
         return f"{each} on the CPU, {self.threads} thread{'s' if self.threads > 1 else ''} each"
 
     def environment(self, number: int) -> dict[str, str]:
-        """Of one of the processes."""
+        """The environment variables of a process."""
         threads = {"OMP_NUM_THREADS": str(self.threads)}
         gpu = self.gpus[number % len(self.gpus)] if self.gpus else ""
         return threads | environment() | {"CUDA_VISIBLE_DEVICES": gpu}
 
 
 def place(checkpoint: Path, jobs: int, left: int, extra: Sequence[str]) -> Place:
-    """Where to translate, by ``GPUS`` and ``JOBS``: ``left`` of so many ``jobs`` are still to do.
+    """Where to translate, by ``GPUS`` and ``JOBS``, when ``left`` of all ``jobs`` are not done.
 
-    On the CPU there are as many processes as it has cores and as memory allows, and the cores are divided
-    among them unless ``OMP_NUM_THREADS`` is set. The threads are as many as for all jobs, since the last
-    digits of a score may depend on them.
+    On the CPU there are as many processes as cores and memory allow, and the cores are divided among them
+    unless ``OMP_NUM_THREADS`` is set. The number of threads is that for all jobs, since the last digits of
+    a score may depend on it.
 
     Raises:
         UsageError: ``GPUS`` or ``JOBS`` is no number, or there are fewer GPUs.
     """
     where = launch(extra)
-    asked = whole_number("JOBS", least=1)
     if not where.cpu:
         gpus = tuple(visible_gpus(where.gpus))
-        return Place(min(left, asked or len(gpus)), gpus, 1)
-    fit = (machine_memory() or 1 << 62) // (2 * (_IMPORTS + checkpoint.stat().st_size))
-    processes = min(jobs, asked or max(1, min(cores(), fit)))
-    return Place(min(left, processes), (), max(1, cores() // processes))
+        return Place(min(left, whole_number("JOBS", least=1) or len(gpus)), gpus, 1)
+    processes, threads = divide_cpu(2 * (_IMPORTS + checkpoint.stat().st_size), most=jobs)
+    return Place(min(left, processes), (), threads)
 
 
 def translated(where: Place, folder: Path, jobs: dict[str, Sequence[str]]) -> Iterator[str | None]:
-    """Yield each direction as soon as it is translated, and None twice a second meanwhile.
+    """Yield each direction as soon as it is translated, and None twice a second in between.
 
     Args:
-        folder: what the processes print goes to ``process-N.log`` in it.
-        jobs: by direction, the arguments of ``fairseq-generate``, in the order in which they begin.
+        folder: gets the processes' output as ``process-N.log``.
+        jobs: the arguments of ``fairseq-generate`` by direction, in the order in which to start them.
 
     Raises:
-        UsageError: a process failed, with its own sentence if it had one.
+        UsageError: a process failed; with its own error message if it had one.
     """
     workers, idle = [], queue.SimpleQueue()
 
@@ -174,7 +171,7 @@ class _Worker:
             )
 
     def translate(self, arguments: Sequence[str]) -> bool:
-        """Whether the process has done it; else it has ended."""
+        """Returns whether the process did it; otherwise the process has ended."""
         with suppress(OSError, ValueError):  # its pipes are closed
             self.process.stdin.write(f"{json.dumps(arguments)}\n".encode())
             self.process.stdin.flush()
@@ -188,9 +185,8 @@ class _Worker:
         if sentences:
             return UsageError(sentences[-1])
         print("\n".join(said[-20:]), file=sys.stderr, flush=True)
-        number = (
-            -status if status < 0 else status - 128
-        )  # of a signal, as Python or a shell tells it
+        # A signal's number, as Python or as a shell reports it.
+        number = -status if status < 0 else status - 128
         if number in set(signal.Signals):
             ended = f"was stopped by {signal.Signals(number).name}"
             if number == signal.SIGKILL:
@@ -209,7 +205,7 @@ class _Worker:
 
     def end(self) -> None:
         with suppress(BrokenPipeError):
-            self.process.stdin.close()  # which the process ends at, also below a shell
+            self.process.stdin.close()  # this ends the process, also below a shell
         try:
             self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The claims that a study tests: the paper's, and those that a data set lists before its runs."""
+"""The claims that a study tests: the paper's, and those that a data set lists in advance."""
 
 import itertools
 import math
@@ -7,20 +7,32 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from smoe_fairseq.analysis.results import pivot
-from smoe_fairseq.recipes import scores, study_sentences
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.grid import MISSING, Grid
-from smoe_fairseq.recipes.statistics import BySeed, Chance, Difference, chance, interval, paired
-from smoe_fairseq.recipes.study_results import Result, Systems, by_seed
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.comparison import (
+    BySeed,
+    Chance,
+    Difference,
+    chance,
+    interval,
+    paired,
+)
+from smoe_fairseq.recipes.evaluation.table import MISSING, Grid
+from smoe_fairseq.recipes.study import sentences
+from smoe_fairseq.recipes.study.results import Result, Systems, by_seed
 
 CONFIRMED, OPEN, REFUTED = "confirmed here", "not confirmed here", "refuted here"
-MARGIN = 0.3  # BLEU by which a model that reaches another one may be behind it
-NEAR = 0.1  # share by which the time of a token may differ from what its FLOPs say
-SHARE = 0.2  # range of requested capacity of one target language, over that of the others
+MARGIN = 0.3  # a model "reaches" another one if it is at most so much BLEU behind
+NEAR = 0.1  # relative difference allowed between measured time and what FLOPs predict
+SHARE = (
+    0.2  # bound for the range of requested capacity of one target language, over that of the others
+)
 HEADER = ["claim", "seeds", "found", "of these alone", "loss", "directions", "verdict"]
-_SMOE = re.compile(r"smoe((?:-\d+){2,})")  # the paper's; names of others are longer
-Routing = dict  # as `study_results.summary` returns it
+_SMOE = re.compile(r"smoe((?:-\d+){2,})")  # the paper's SMoE systems
+Routing = dict  # as `results.summary` returns it
 
 
 MEASURES: dict[str, Callable[[Result], float]] = {
@@ -34,7 +46,7 @@ MEASURES: dict[str, Callable[[Result], float]] = {
 
 
 class Measure:
-    """One of `MEASURES` of all runs, and what systems differ by in it."""
+    """The values of one of `MEASURES` for all runs, and differences between systems."""
 
     def __init__(self, systems: Systems, name: str):
         self.of = MEASURES[name]
@@ -44,9 +56,9 @@ class Measure:
         self.spec = f"+.{self.digits}f"
 
     def less(self, system: str, other: str, systems: Systems | None = None) -> Difference | None:
-        """``system`` less ``other`` over the seeds of both; None if they have none in common.
+        """``system`` less ``other`` over their common seeds; None without one.
 
-        With ``systems``, only their runs count, but chance is that of all runs.
+        ``systems`` restricts the runs that are compared; chance is always estimated from all runs.
         """
         points = self.points if systems is None else by_seed(systems, self.of)
         if system not in points or other not in points:
@@ -59,11 +71,11 @@ class Measure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A ``claim`` in words, the number that was ``found`` for it, and the verdict.
+    """A ``claim`` in words, the number ``found`` for it (None without a common seed), and the verdict.
 
-    ``found`` is None if no seed can be compared; ``spec`` is the format of its numbers. For two ``methods``
-    whose scores are compared, ``alone`` is what these two show without the others. ``directions`` tells in
-    how many it is so.
+    ``spec`` is the number's format. Where the scores of two ``methods`` are compared, ``alone`` is their
+    difference by the paired t-test, without the other systems. ``directions`` says in how many directions
+    the claim holds.
     """
 
     claim: str
@@ -76,9 +88,9 @@ class Verdict:
 
 
 def decide(claim: str, found: Difference | None, least=-math.inf, most=math.inf, **more) -> Verdict:
-    """The verdict on a claim that ``found`` is above ``least`` and below ``most``.
+    """The verdict on the claim that ``found`` is above ``least`` and below ``most``.
 
-    It is open for a single seed, and if the interval contains ``least`` or ``most``.
+    It is open with a single seed, or if the interval contains ``least`` or ``most``.
     """
     if found is None:
         verdict = f"{OPEN}: no seed that both have"
@@ -98,10 +110,10 @@ def strata(method: str) -> tuple[int, ...]:
 
 
 def about_scores(points: Mapping[str, BySeed], experts: int) -> list[Verdict]:
-    """Claims (a) to (d), of systems that are there; ``points`` has BLEU by method and seed.
+    """Verdicts on claims (a) to (d) for the systems in ``points``, which has BLEU by method and seed.
 
-    Each SMoE with as many ``experts`` as the data set's ``moe`` is compared. To compare only the best one, by
-    the scores it was chosen by, would favour it.
+    All SMoE systems with as many ``experts`` as the data set's ``moe`` are compared: choosing the best one by
+    the same scores would favour it.
     """
     smoe = [method for method in points if sum(strata(method)) == experts]
     claims: list[tuple[str, str, str, float]] = []  # upper, lower, words, least
@@ -130,7 +142,7 @@ def about_scores(points: Mapping[str, BySeed], experts: int) -> list[Verdict]:
 def about_cost(
     times: Mapping[str, Mapping], flops: Mapping[str, float], baseline: str
 ) -> list[Verdict]:
-    """Claim (e): a token of an SMoE takes as much longer than one of ``baseline`` as it has more FLOPs.
+    """Verdicts on claim (e): an SMoE's time per token, over ``baseline``'s, is the ratio of their FLOPs.
 
     Args:
         times: by method, seconds of training per token by (seed, machine).
@@ -154,7 +166,7 @@ def about_cost(
 
 
 def about_capacity(runs: Mapping[str, Sequence[Routing]]) -> list[Verdict]:
-    """Claims (f) to (h); ``runs`` has what is kept of each seed's analysis, by method."""
+    """Verdicts on claims (f) to (h); ``runs`` has the summaries of each seed's analysis, by method."""
     claims = (_languages, _frequency, _first_block)
     return [v for claim in claims for method, seeds in runs.items() for v in claim(method, seeds)]
 
@@ -169,8 +181,8 @@ def _languages(method: str, runs: Sequence[Routing]) -> list[Verdict]:
         others = [mean for name, mean in means.items() if not name.endswith(f"-{language}")]
         if language is None or len(into) < 2 or len(others) < 2 or None in means.values():
             continue
-        if _range(others):
-            shares.append(_range(into) / _range(others))
+        if np.ptp(others):
+            shares.append(float(np.ptp(into) / np.ptp(others)))
             names.add(language)
     if not shares:
         return []
@@ -215,7 +227,7 @@ def _first_block(method: str, runs: Sequence[Routing]) -> list[Verdict]:
 
 
 def _over_directions(claim: str, seeds: Sequence[Mapping[str, float]]) -> Verdict:
-    """The verdict on a claim that the mean over directions is above zero."""
+    """The verdict on the claim that the mean over directions is above zero."""
     names = dict.fromkeys(name for by_direction in seeds for name in by_direction)
     means = [statistics.fmean(each[name] for each in seeds if name in each) for name in names]
     above = sum(mean > 0 for mean in means)
@@ -225,7 +237,7 @@ def _over_directions(claim: str, seeds: Sequence[Mapping[str, float]]) -> Verdic
 
 
 def _each(by_direction: Mapping[str, Mapping[str, float]], side: str) -> dict[str, float]:
-    """By direction, the mean over the blocks of a side, without NaN."""
+    """By direction, the mean over the MoE blocks of a side, without NaN."""
     means = {name: _mean(layers, side) for name, layers in by_direction.items()}
     return {name: mean for name, mean in means.items() if mean is not None and mean == mean}
 
@@ -235,16 +247,12 @@ def _mean(layers: Mapping[str, float], side: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _range(values: Sequence[float]) -> float:
-    return max(values) - min(values)
-
-
 def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Grid:
-    """The paper's claims with their verdicts; ``flops`` are per token."""
+    """A row for each of the paper's claims; ``flops`` are per token."""
     bleu, losses = Measure(systems, "BLEU"), Measure(systems, "loss")
     times = {m: {(r.seed, r.machine): r.time for r in systems[m] if r.time} for m in flops}
     scored = about_scores(bleu.points, dataset.experts)
-    by_sentence = study_sentences.compared(dataset, systems, [v.methods for v in scored if v.found])
+    by_sentence = sentences.compared(dataset, systems, [v.methods for v in scored if v.found])
     rows = []
     for v in scored:
         lower, upper = v.methods
@@ -261,13 +269,14 @@ def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Gr
         }
     )
     rows += [_row(v, loss="", directions=v.directions) for v in rest]
+    scale = _chance_in_words(bleu.chance, losses.chance)
     notes = [
         "Found, of scores: the difference of the mean BLEU over the seeds that both have, with its 95 "
         "percent interval; of these alone: the interval of the paired t-test of these two systems, which "
         "knows nothing of the others (a verdict goes by the first, and is weak where this one does not "
         "bear it out); loss: the difference of the validation loss, in bits per token, where below zero is "
-        f"better. {_known(bleu.chance, losses.chance)}Directions, of scores: those that differ by sentences "
-        f"(sacreBLEU's paired bootstrap of both systems' seeds, p < {study_sentences.LEVEL}: of two equal "
+        f"better. {scale}Directions, of scores: those that differ by sentences "
+        f"(sacreBLEU's paired bootstrap of both systems' seeds, p < {sentences.LEVEL}: of two equal "
         "systems one direction in ten, since that p-value knows one side); of the rest: the sign of the "
         "mean over seeds. (e): how much more time a token takes, from what training took on the same "
         "machine, beside whatever else ran on it (paired t). (f) to (h): of the text of the test set, with "
@@ -277,8 +286,8 @@ def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Gr
     return Grid(HEADER, rows, notes, texts=len(HEADER))
 
 
-def _known(of_bleu: Chance, of_losses: Chance) -> str:
-    """How wide chance is in a run, in words, if there are seeds to tell it from."""
+def _chance_in_words(of_bleu: Chance, of_losses: Chance) -> str:
+    """The standard deviation by chance, in words; empty if too few seeds are there to estimate it."""
     if not of_bleu.shares or not of_losses.shares:
         return ""
     most = (
@@ -301,12 +310,12 @@ def _row(verdict: Verdict, loss: str, directions: str) -> list[str]:
     return [verdict.claim, seeds, number, alone, loss, directions, verdict.verdict]
 
 
-# Claims that a data set lists before its runs (``claims``): one system is ahead of another, by a lower
-# validation loss after as many updates.
+# Claims that a data set lists in advance (``claims``): one system is ahead of another, which means a lower
+# validation loss after the same number of updates.
 
 
 def verdict(loss: Difference | None, chrf: Difference | None) -> str:
-    """On a claim about the system less the other one: by the loss, unless chrF++ says the opposite."""
+    """The verdict by the difference in loss; "mixed" if chrF++ says the opposite."""
     if loss is None:
         return "open: no seed that both have"
     if loss.low is None or loss.count < 2:

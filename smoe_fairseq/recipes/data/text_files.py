@@ -1,4 +1,4 @@
-"""Text files in parts: chunks of lines, processes that share them, and progress."""
+"""Large text files: chunks of lines, worker processes that share them, and progress."""
 
 import multiprocessing
 import os
@@ -28,7 +28,7 @@ _function: Callable[[Any], Any]  # of a worker process
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes ``start`` to ``stop`` of a file, which are whole lines."""
+    """Bytes ``start`` to ``stop`` of a file: whole lines."""
 
     file: Path
     start: int
@@ -73,7 +73,7 @@ def count_lines(file: Path) -> int:
 
 @contextmanager
 def progress(step: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield ``advance(bytes)`` for ``total`` bytes: a bar at a terminal, now and then a line in a log."""
+    """Yield ``advance(bytes)``: shows a bar at a terminal, and prints a line now and then elsewhere."""
     if sys.stderr.isatty():
         with tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False) as bar:
             yield bar.update
@@ -92,15 +92,33 @@ def progress(step: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
+def by_chunk(
+    step: str, function: Callable[[Chunk], Any], files: Iterable[Path], workers: int
+) -> Iterator[Iterator[tuple[Path, Iterator]]]:
+    """Yield pairs of a file and an iterator over ``function(chunk)`` of its `chunks`, with progress."""
+    parts = [(file, list(chunks(file))) for file in files]
+    size = sum(chunk.size for _, part in parts for chunk in part)
+    with progress(step, size) as advance, shared(function, workers, size) as each:
+        results = each(chunk for _, part in parts for chunk in part)
+
+        def results_of(part: list[Chunk]) -> Iterator:
+            for chunk in part:
+                yield next(results)
+                advance(chunk.size)
+
+        yield ((file, results_of(part)) for file, part in parts)
+
+
+@contextmanager
 def shared(
     function: Callable[[Any], Any], workers: int, size: int
 ) -> Iterator[Callable[[Iterable], Iterator]]:
-    """Yield ``each``: ``each(units)`` are the results of ``function(unit)``, in the order of the units.
+    """Yield ``each``, a parallel ``map``: ``each(units)`` yields ``function(unit)`` in the units' order.
 
     The function is sent to each process once. The processes end with the context, or with this process.
 
     Args:
-        workers: the number of processes at most; with 1 everything happens in this process.
+        workers: the maximum number of processes; with 1 everything happens in this process.
         size: bytes of all the work, of which each process gets at least a `CHUNK`.
 
     Raises:
@@ -135,9 +153,8 @@ def _each(pool: ProcessPoolExecutor, ahead: int, units: Iterable) -> Iterator:
 def _begin_worker(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the first process too, which ends us
+    # Ctrl-C also reaches the parent, which ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

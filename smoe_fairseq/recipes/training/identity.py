@@ -1,4 +1,4 @@
-"""What a run is: its method, dictionary and flags. Another start agrees with them, or is refused."""
+"""The identity of a run: its method, dictionary and flags. A start that differs from them is refused."""
 
 import hashlib
 import json
@@ -10,31 +10,28 @@ from pathlib import Path
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes.batch import TOLERANCE
 from smoe_fairseq.recipes.config import given_flags, is_number
 from smoe_fairseq.recipes.folders import read_json
 from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.training.launcher import TOLERANCE
 
 FILE = "identity.json"  # in the run's folder
-PATIENCE = (
-    60  # seconds in which other machines see what the first one has noted; NFS takes its time
-)
-_joined: set[Path] = set()  # folders of runs that another machine has begun
-_TRAINED = "trained"  # in the file, once training has ended: the values of `_LIMITS`
+PATIENCE = 60  # seconds until other machines see the first one's file: NFS may delay it
+_joined: set[Path] = set()  # folders of runs that another machine started
+_TRAINED = "trained"  # key in the file, written when training has ended: the values of `_LIMITS`
 _KEYS = {"method": str, "dictionary": str, "flags": dict}
 _SIZES = ("--max-tokens", "--batch-size")
-BATCH = (*_SIZES, "--update-freq")  # compared by their product with the number of processes
+BATCH = (*_SIZES, "--update-freq")  # compared by product: size x frequency x processes
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
-# Flags that may differ when a run is resumed; all others are part of what is trained. The precision
-# (--fp16, --bf16, --amp and their variants) may not, since the optimizer's state of one does not load
-# into another, but the settings of loss scaling may.
+# Flags that may differ when a run is resumed. The settings of loss scaling may, but not the precision
+# (--fp16, --bf16, --amp and their variants): the optimizer's state of one does not load into another.
 _FREE = {
-    # how long, and what is told of it
+    # how long to train, and what is logged
     *("--max-update", "--max-epoch", "--stop-time-hours", "--patience"),
     *("--log-interval", "--log-format", "--log-file", "--no-progress-bar", "--tensorboard-logdir"),
     *("--wandb-project", "--azureml-logging", "--aim-repo", "--aim-run-hash", "--profile"),
-    # what is saved, where, and what is taken over at this start
+    # what is saved and where, and what is restored at this start
     *("--save-dir", "--save-interval", "--save-interval-updates", "--no-save", "--restore-file"),
     *("--no-epoch-checkpoints", "--no-last-checkpoints", "--no-save-optimizer-state"),
     *("--best-checkpoint-metric", "--maximize-best-checkpoint-metric"),
@@ -44,7 +41,7 @@ _FREE = {
     *("--disable-validation", "--valid-subset", "--ignore-unused-valid-subsets"),
     *("--combine-valid-subsets", "--max-tokens-valid", "--batch-size-valid", "--max-valid-steps"),
     *("--fixed-validation-seed", "--skip-invalid-size-inputs-valid-test"),
-    # where it runs and what that costs, with the same result up to rounding
+    # where it runs, and its memory and speed; the result is the same up to rounding
     *("--cpu", "--tpu", "--device-id", "--local_rank", "--nprocs-per-node", "--ddp-backend"),
     *("--ddp-comm-hook", "--bucket-cap-mb", "--find-unused-parameters", "--fast-stat-sync"),
     *("--broadcast-buffers", "--heartbeat-timeout", "--gradient-as-bucket-view", "--zero-sharding"),
@@ -65,16 +62,16 @@ def claim(
     force: bool = False,
     machines: int = 1,
 ) -> bool:
-    """Lock ``--save-dir`` for this process; if it holds a run, check that it is this one.
+    """Lock ``--save-dir`` for this process; if there is a run in it, check that it is the same run.
 
     Args:
-        data: the folder of the dictionaries.
+        data: the folder with the dictionaries.
         words: the arguments of ``fairseq-train``.
-        force: go on with other flags than before, which are printed.
-        machines: how many call this for one run. The first takes the folder, the others join it.
+        force: go on although flags differ from before; the differences are printed.
+        machines: how many machines call this for one run. The first takes the folder, the others join it.
 
     Returns:
-        False if the run has been trained as far as it is to be.
+        False if the run is trained already, as far as ``words`` ask for.
 
     Raises:
         UsageError: another run is being trained there, or the run there differs from this one.
@@ -86,10 +83,7 @@ def claim(
     file = folder / FILE
     flags = _with_whole_batch(what_is_trained(given), processes)
     own = {"method": method, "dictionary": _dictionary(data), "flags": flags}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror}") from None
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         files.take(folder, files.RECIPE)
     except files.InUse:
@@ -97,7 +91,7 @@ def claim(
             raise
         _join(folder, own, data)
         return not _is_saved(folder) or _is_unfinished(_read(file), given)
-    # fairseq-train has a lock of its own, which it takes once it has read its data.
+    # fairseq-train has a lock of its own, and takes it only after reading its data.
     files.check_free(folder)
     if _is_saved(folder) and file.exists():
         was = _read(file)
@@ -118,7 +112,11 @@ def claim(
 
 
 def _join(folder: Path, own: dict, data: Path) -> None:
-    """Wait until the machine that has the folder has noted this run; raise UsageError if it does not."""
+    """Wait until the machine that holds the folder has written this run's identity.
+
+    Raises:
+        UsageError: it has not after `PATIENCE` seconds.
+    """
     difference = "does not say of which run it is"
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
@@ -133,11 +131,11 @@ def _join(folder: Path, own: dict, data: Path) -> None:
 
 
 def finish(words: Sequence[str]) -> None:
-    """Note that the run has been trained as far as it was to be; another start then has nothing to do."""
+    """Write that the run is trained as far as ``words`` ask for, so that another start does nothing."""
     given = given_flags(words)
     folder = Path(given["--save-dir"])
     if folder in _joined or "--no-save" in given or "--stop-time-hours" in given:
-        return  # in a folder that was joined, the machine that has it notes so
+        return  # the machine that holds a joined folder writes it
     if (folder / FILE).exists():
         _write(folder / FILE, _read(folder / FILE) | {_TRAINED: limits(given)})
 
@@ -151,17 +149,17 @@ def _is_unfinished(was: dict, given: dict[str, str]) -> bool:
 
 
 def limits(given: dict[str, str]) -> dict[str, str]:
-    """Those of the flags that say how long is trained."""
+    """The flags that say how long to train."""
     return {name: given[name] for name in _LIMITS if name in given}
 
 
 def what_is_trained(flags: dict[str, str]) -> dict[str, str]:
-    """The flags without those that may differ when a run is resumed."""
+    """All flags but those that may differ when a run is resumed."""
     return {n: v for n, v in flags.items() if n not in _FREE and not n.startswith(_FREE_PREFIXES)}
 
 
 def _with_whole_batch(flags: dict[str, str], processes: int) -> dict[str, str]:
-    """The flags with the size of the batch in one number, however it is divided."""
+    """The flags, with the batch as one number: the same however it is divided over processes."""
     frequency = flags.get("--update-freq", "1")
     if not frequency.isdecimal():
         return {**flags, "processes": str(processes)}
@@ -174,7 +172,7 @@ def _with_whole_batch(flags: dict[str, str], processes: int) -> dict[str, str]:
 
 
 def _dictionary(data: Path) -> str:
-    """A checksum of all dictionaries, since token numbers mean what their order says."""
+    """A checksum of all dictionaries: their order defines the token numbers."""
     digest = hashlib.sha256()
     for file in sorted(data.glob("**/dict*.txt")):
         digest.update(f"{file.relative_to(data)}\n".encode())
@@ -200,7 +198,7 @@ def _read(file: Path) -> dict:
 
 
 def _difference(was: dict, now: dict, data: Path) -> str | None:
-    """All differences, as the end of a sentence about the folder; None if there are none."""
+    """All differences, as the end of a sentence about the folder; None without any."""
     found = []
     if was["method"] != now["method"]:
         found.append(f"as {was['method']}, not as {now['method']}")
@@ -226,6 +224,6 @@ def _same(name: str, before: str | None, after: str | None) -> bool:
         return before == after
     if not (is_number(before) and is_number(after)):
         return False
-    # A batch does not always divide into the same whole on another number of processes.
+    # On another number of processes the batch may not come out exactly the same.
     tolerance = TOLERANCE if name.endswith("=") else 0
     return abs(float(before) - float(after)) <= tolerance * float(before)

@@ -3,10 +3,9 @@
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import identity
-from smoe_fairseq.recipes.batch import batch_choices, plan_batch
 from smoe_fairseq.recipes.config import (
     Dataset,
     Flags,
@@ -16,15 +15,23 @@ from smoe_fairseq.recipes.config import (
     method_flags,
 )
 from smoe_fairseq.recipes.folders import Folders, run_name, seed_of, user_dir
-from smoe_fairseq.recipes.forecast import forecast
-from smoe_fairseq.recipes.launcher import Launch, check_port, launch
 from smoe_fairseq.recipes.processes import command, dry_run, report, run
+from smoe_fairseq.recipes.training import identity
+from smoe_fairseq.recipes.training.forecast import forecast
+from smoe_fairseq.recipes.training.launcher import (
+    Launch,
+    batch_choices,
+    check_port,
+    launch,
+    plan_batch,
+)
 from smoe_fairseq.training import screen
 
 FORCE = "--force-resume"
 LOG = "train.log"
 SCREEN_SECONDS = {True: 1, False: 30}  # between two lines, at a terminal and elsewhere
-# What fairseq-train asks for late, or has a default for that nobody wants: a rate of 0.25, no end.
+# Required here, with an example each: fairseq-train misses some of them late, and has useless defaults for
+# others (a learning rate of 0.25, training without end).
 NEEDED = {
     ("--arch",): "smoe_transformer_base",
     ("--lr",): "0.0008",
@@ -40,56 +47,35 @@ _DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA under Wi
 
 
 def train(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
-    """Train a method, or resume from its last checkpoint; ``flags`` have the last word.
+    """Train a method, or resume from its last checkpoint; ``flags`` override those of the recipe.
 
-    Beside the flags of fairseq-train there is ``--force-resume``: go on with other flags than before.
+    ``flags`` are those of fairseq-train and ``--force-resume``, which resumes a run although its flags
+    differ from before.
     """
     force = FORCE in flags
     extra = [word for word in flags if word != FORCE]
-    flags = dataset.train | method_flags(method, dataset) | {"seed": seed_of(dataset)}
     folders = Folders(dataset.name)
-    if not dry_run() and not folders.binary.exists():
-        raise UsageError(
-            f"{folders.binary} is missing: run scripts/prepare.sh {dataset.name} first"
-        )
+    recipe = dataset.train | method_flags(method, dataset) | {"seed": seed_of(dataset)}
+    if not dry_run():
+        folders.check_prepared()
     place = launch(extra)
-    flags |= place.flags()
-    notes = []
-    if place.cpu and place.gpus:
-        each = "process computes" if place.processes == 1 else "processes compute"
-        notes.append(f"# {place.processes} {each} on the CPU")
-    elif dry_run() and place.launcher == "torchrun":
-        notes.append("# a machine without a GPU adds --cpu --distributed-backend gloo, less fp16")
-    if dataset.batch:
-        batch = plan_batch(dataset, place.processes, extra)
-        flags |= {"max-tokens": batch.max_tokens, "update-freq": batch.update_freq}
-        notes += [f"# {batch}", f"# BATCH: {batch_choices(dataset)}"]
-        if not batch.kept:
-            report(f"the batch is not of the size asked for: {batch}")
-        if batch.name == "release" and has_strata(flags) and "smoe-norm" not in flags:
-            notes.append(
-                "# --smoe-norm released computes as the released code does (docs/reproduce.md)"
-            )
-    chosen, said = precision_flags(flags, place, extra)
-    flags |= chosen
-    notes += said
+    recipe, notes = _for_place(dataset, recipe, place, extra)
     folder = folders.run(run_name(dataset, method))
-    words = [*data_arguments(dataset), *arguments(flags)]
+    words = [*data_arguments(dataset), *arguments(recipe)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / LOG), *extra]
     _check_complete(dataset, words)
     if not dry_run():
         if place.meets_at_port:
             check_port()
-        # SLURM starts one recipe for all machines.
+        # With SLURM, one recipe starts all machines.
         machines = place.nodes if place.launcher == "torchrun" else 1
-        own = (method, folders.binary, words, place.processes)
-        if not identity.claim(*own, force, machines):
+        if not identity.claim(method, folders.binary, words, place.processes, force, machines):
             print(
                 f"{folder} is trained already, as far as asked for: give a larger --max-update to go on, or "
                 "another SEED for another run"
             )
             return
-    if not any(folder.glob("checkpoint_last*.pt")):  # a run that goes on had its forecast
+    if not any(folder.glob("checkpoint_last*.pt")):  # a resumed run had its forecast before
         said, warnings = forecast(dataset, place, words)
         notes += said
         for warning in warnings:
@@ -106,12 +92,44 @@ def train(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / LOG, "a", encoding="utf-8") as log:
             print(f"$ {line}", file=log)
+    _run(lines, folder, place)
+    if not dry_run():
+        identity.finish(words)
+
+
+def _for_place(
+    dataset: Dataset, recipe: Flags, place: Launch, extra: Sequence[str]
+) -> tuple[Flags, list[str]]:
+    """The recipe's flags with those for this launch, batch and precision; and comments on them."""
+    flags = recipe | place.flags()
+    notes = []
+    if place.cpu and place.gpus:
+        each = "process computes" if place.processes == 1 else "processes compute"
+        notes.append(f"# {place.processes} {each} on the CPU")
+    elif dry_run() and place.launcher == "torchrun":
+        notes.append("# a machine without a GPU adds --cpu --distributed-backend gloo, less fp16")
+    if dataset.batch:
+        batch = plan_batch(dataset, place.processes, extra)
+        flags |= {"max-tokens": batch.max_tokens, "update-freq": batch.update_freq}
+        notes += [f"# {batch}", f"# BATCH: {batch_choices(dataset)}"]
+        if not batch.kept:
+            report(f"the batch is not of the size asked for: {batch}")
+        if batch.name == "release" and has_strata(flags) and "smoe-norm" not in flags:
+            notes.append(
+                "# --smoe-norm released computes as the released code does (docs/reproduce.md)"
+            )
+    precision, said = precision_flags(flags, place, extra)
+    return flags | precision, notes + said
+
+
+def _run(lines: Sequence[str], folder: Path, place: Launch) -> None:
+    """`run` for the lines that train; if they end early, say how to go on."""
     try:
         run(lines, screen_variables())
     except (SystemExit, UsageError) as ended:
         stopped = isinstance(ended, UsageError) or ended.code >= 128  # by a signal
         if place.meets_at_port and not stopped:
-            # Perhaps another run's torchrun answered, and ours waited for its own machines in vain.
+            # Perhaps another run's torchrun has the port, and ours waited for its machines in vain.
             check_port(torchrun=False)
         how = "nothing was saved yet, so the same command starts again"
         if any(folder.glob("checkpoint_last*.pt")):
@@ -120,13 +138,11 @@ def train(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
             raise UsageError(f"{ended}; {how}") from None
         report(f"training has ended early; {how}")
         raise
-    if not dry_run():
-        identity.finish(words)
 
 
 def data_arguments(dataset: Dataset) -> list[str]:
-    """What training and generation have to agree on: data, plugin, task and language tokens."""
-    # Text that its authors binarised is in one part.
+    """The arguments that training and generation share: data, plugin, task and language tokens."""
+    # Text that its authors binarised is one shard.
     shards = 1 if dataset.raw.get("binarised") else dataset.shards
     data = Folders(dataset.name).binary_path(shards)
     words = [data, "--user-dir", user_dir(), *arguments(dataset.task)]
@@ -153,10 +169,10 @@ def _check_complete(dataset: Dataset, words: Sequence[str]) -> None:
 
 
 def precision_flags(flags: Flags, place: Launch, extra: Sequence[str]) -> tuple[Flags, list[str]]:
-    """The flags that replace ``fp16`` among a recipe's, and comments on them.
+    """The flags to use in place of a recipe's ``fp16``, and comments on them.
 
     Args:
-        extra: the user's own; one of them that sets the precision stays the only one.
+        extra: the user's own flags; if one of them sets the precision, nothing is added to it.
 
     Raises:
         UsageError: ``PRECISION`` is none of `PRECISIONS`.
@@ -189,9 +205,9 @@ def precision_flags(flags: Flags, place: Launch, extra: Sequence[str]) -> tuple[
 
 
 def has_bf16() -> bool:
-    """Whether this machine's GPU multiplies in bf16; torch also says so of those that emulate it."""
+    """Whether this machine's GPU has bf16; `torch.cuda.is_bf16_supported` includes emulation."""
     if not any(os.path.exists(device) for device in _DEVICES):
-        return False  # at once, without importing torch
+        return False  # without importing torch
 
     import torch
 

@@ -1,7 +1,7 @@
-"""Pairs of sentences from the messages of a program: gettext files (.po) in an archive.
+"""Pairs of sentences from a program's translated messages: gettext files (.po) in an archive.
 
-Every message has an English string and its translation. The English string decides which split a pair is
-in, so that no sentence is trained in one language and tested in another.
+A message is an English string with its translation. The English string alone decides which split a pair is
+in, so that no sentence is trained on in one language and tested in another.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ import polib
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder
-from smoe_fairseq.recipes.archives import read_members
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.data.download import read_members
+from smoe_fairseq.recipes.data.raw import write_sizes
 from smoe_fairseq.recipes.processes import report
-from smoe_fairseq.recipes.raw import write_sizes
 
 ENGLISH = "en"
 ARCHIVES = ("*.tar.xz", "*.tar.gz", "*.tar.bz2", "*.tar", "*.zip")
@@ -26,7 +26,7 @@ _BETWEEN_WORDS = re.compile(
 )
 _TAG = re.compile(r"</?[a-z][^<>]*>")
 _ESCAPE = re.compile(r"\\([<>\"'])")
-# polib ends a line there, and gettext does not.
+# polib breaks lines at these, gettext does not.
 _LINE_ENDS = re.compile("[\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 Pairs = dict[str, str]  # English text to translation
@@ -35,17 +35,18 @@ Pairs = dict[str, str]  # English text to translation
 def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
     """Write the pairs of all languages of ``dataset`` to ``target`` in the shared layout.
 
-    ``raw.messages`` of the data set has the archive's ``layout``, such as translations/source/{language}, the
-    least number of English ``words`` in a text, and for ``valid`` and ``test`` their ``share`` of all texts
-    and how many pairs a language has at ``most``. ``raw.codes`` are the archive's names of languages if they
-    differ from the data set's. The numbers of training pairs go to ``sizes.json`` beside ``target``.
+    The data set's ``raw.messages`` has the archive's ``layout``, such as translations/source/{language}, the
+    minimum number of English ``words`` in a text, and for ``valid`` and ``test`` their ``share`` of all texts
+    and the maximum number of pairs of a language (``most``). ``raw.codes`` has the archive's codes of
+    languages that differ from the data set's. The numbers of training pairs go to ``sizes.json`` beside
+    ``target``.
 
     Args:
         source: the archive, or a folder with one archive.
 
     Raises:
-        UsageError: the archive is missing, damaged, or of another layout; a language is not in it, or has no
-            pair to train or to validate.
+        UsageError: the archive is missing, damaged, or has another layout or lacks a language; or a language
+            has no pair to train or validate on.
     """
     archive = _archive(source)
     for pair in dataset.pairs:
@@ -75,13 +76,13 @@ def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
             counts = ", ".join(f"{len(part):,} {name}" for name, part in parts.items())
             print(f"{target}: {ENGLISH}-{language}: {counts}", flush=True)
         write_sizes(target, sizes)
-    print(f"{target}: {_told(found)}", flush=True)
+    print(f"{target}: {_counts_in_words(found)}", flush=True)
 
 
 def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
-    """The pairs of each language, in the order of its files' names.
+    """The pairs of each language, in the order of its file names.
 
-    Of several translations of an English text the first counts.
+    The first of several translations of an English text is used.
 
     Raises:
         UsageError: see `gather_messages`.
@@ -107,11 +108,11 @@ def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
         files[path.parts[len(above)]][str(path)] = _messages(archive, path, content)
     if not there:
         raise UsageError(
-            f"{archive} has no file {'/'.join(above)}/LANGUAGE/**.po; it has {_some(others)}"
+            f"{archive} has no file {'/'.join(above)}/LANGUAGE/**.po; it has {_listed(others)}"
         )
     for code in files:
         if code not in there:
-            raise UsageError(f"{archive} has no language {code}; it has {_some(there)}")
+            raise UsageError(f"{archive} has no language {code}; it has {_listed(there)}")
     return {
         pair.split("-")[1]: _unique(files[code], settings["words"])
         for pair, code in zip(dataset.pairs, files, strict=True)
@@ -119,7 +120,7 @@ def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
 
 
 def plain(text: str) -> str:
-    """A message without tags, escapes and the marks of keys (``~File``, ``_File``), on one line."""
+    """A message on one line, without tags, escapes and marks of access keys (``~File``, ``_File``)."""
     text = _ESCAPE.sub(r"\1", text)
     text = html.unescape(_TAG.sub("", _BETWEEN_WORDS.sub(" ", text)))
     text = re.sub(r"~(?=\w)", "", text)
@@ -133,9 +134,9 @@ def _without_mark(word: str) -> str:
 
 
 def split(pairs: Pairs, settings: dict) -> dict[str, list[tuple[str, str]]]:
-    """Pairs to train, validate and test, by a hash of the English text.
+    """Divide pairs into train, valid and test, by a hash of the English text.
 
-    The lowest hashes are held out. Held-out pairs beyond ``most`` are in none of the splits.
+    The lowest hashes are held out. Held-out pairs beyond ``most`` are in no split.
     """
     found = {"train": [], "valid": [], "test": []}
     test = settings["test"]["share"]
@@ -152,7 +153,7 @@ def split(pairs: Pairs, settings: dict) -> dict[str, list[tuple[str, str]]]:
 
 
 def place(english: str) -> float:
-    """A hash in [0, 1), the same for texts with the same letters and digits."""
+    """A hash in [0, 1) of the text's letters and digits, ignoring case."""
     words = " ".join(re.findall(r"\w+", english.casefold()))
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8]) / 2**64
 
@@ -170,7 +171,7 @@ def _archive(source: Path) -> Path:
 
 
 def _messages(archive: Path, path: PurePosixPath, content: bytes) -> list[tuple[str, str]]:
-    """English and translation of all translated messages but fuzzy, obsolete and plural ones."""
+    """English and translation of all messages, except untranslated, fuzzy, obsolete and plural ones."""
     try:
         entries = polib.pofile(_LINE_ENDS.sub(" ", content.decode("utf-8")))
     except (UnicodeDecodeError, OSError, ValueError) as error:
@@ -198,7 +199,7 @@ def _write(folder: Path, name: str, language: str, pairs: list[tuple[str, str]])
         (folder / f"{name}.{code}").write_text(text, "utf-8")
 
 
-def _told(found: dict[str, Pairs]) -> str:
+def _counts_in_words(found: dict[str, Pairs]) -> str:
     """Counts of pairs and of texts that are in several languages, in words."""
     languages = Counter(english for pairs in found.values() for english in pairs)
     several, everywhere = (
@@ -210,7 +211,7 @@ def _told(found: dict[str, Pairs]) -> str:
     )
 
 
-def _some(names: set[str]) -> str:
+def _listed(names: set[str]) -> str:
     shown = sorted(names)
     return (
         ", ".join(shown[:200]) + (" and others" if len(shown) > 200 else "") if shown else "nothing"

@@ -16,9 +16,10 @@ from pathlib import Path
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import rank_files, write_whole
-from smoe_fairseq.recipes import comet, generate, scores
 from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
-from smoe_fairseq.recipes.download import tokenizer_file
+from smoe_fairseq.recipes.data.download import tokenizer_file
+from smoe_fairseq.recipes.data.raw import check
+from smoe_fairseq.recipes.evaluation import generate, scores
 from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
 from smoe_fairseq.recipes.processes import (
     command,
@@ -28,18 +29,16 @@ from smoe_fairseq.recipes.processes import (
     run_quietly,
     step,
 )
-from smoe_fairseq.recipes.raw import check
-from smoe_fairseq.recipes.train import data_arguments
+from smoe_fairseq.recipes.training.train import data_arguments
 from smoe_fairseq.training.screen import duration
 
 FILE = "evaluation.json"
 NEWS_SECONDS = 30  # between two lines on progress, unless there is a terminal
-SPBLEU_TOKENIZER = "flores200"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of a checkpoint on ``directions``, for the run in ``folder``; ``extra`` flags go to the search."""
+    """The evaluation of a run's checkpoint on ``directions``; ``extra`` are flags of the search."""
 
     dataset: Dataset
     folder: Path
@@ -49,20 +48,20 @@ class Evaluation:
 
     @property
     def partial(self) -> Path:
-        """The folder with the directions that are done."""
+        """The folder of the directions that are done so far."""
         return self.folder / scores.UNFINISHED
 
     @property
     def complete(self) -> Path:
-        """What ``partial`` is renamed to when all are done."""
+        """The folder's name when all directions are done."""
         return self.folder / "test"
 
     def source(self, direction: str) -> Path:
-        """The text that is translated."""
+        """The raw text that is translated."""
         return tested_text(self.dataset, direction, direction.split("-")[0])
 
     def reference(self, direction: str) -> Path:
-        """The raw text that a direction is scored against, not what is left of it when binarised."""
+        """The raw text that a direction is scored against."""
         return tested_text(self.dataset, direction, direction.split("-")[1])
 
     def generation(self, direction: str) -> list[str]:
@@ -78,7 +77,7 @@ class Evaluation:
         return self.partial / direction / "generate-test.txt"
 
     def scoring(self, direction: str) -> list[str]:
-        """The commands after ``fairseq-generate``."""
+        """The commands that follow ``fairseq-generate``."""
         translation = self.partial / f"{direction}.txt"
         lines = [
             " | ".join(
@@ -92,7 +91,7 @@ class Evaluation:
         sacrebleu = ["sacrebleu", self.reference(direction), "-i", translation]
         sacrebleu += arguments(self.dataset.sacrebleu)
         if self.with_spbleu:
-            more = ["--metrics", "bleu", "--tokenize", SPBLEU_TOKENIZER]
+            more = ["--metrics", "bleu", "--tokenize", scores.SPBLEU_TOKENIZER]
             output = self.partial / f"{direction}.spbleu.json"
             lines.append(command(*sacrebleu, *more, output=output))
         partial = self.partial / f"{direction}.json.tmp"
@@ -102,12 +101,12 @@ class Evaluation:
 
     @property
     def with_spbleu(self) -> bool:
-        """Whether BLEU of sentencepiece's tokens is computed beside the data set's own."""
+        """Whether BLEU of sentencepiece tokens is computed, too: if its model is there."""
         own = str(self.dataset.sacrebleu.get("tokenize", ""))
-        return not own.startswith("flores") and tokenizer_file(SPBLEU_TOKENIZER) is not None
+        return not own.startswith("flores") and tokenizer_file(scores.SPBLEU_TOKENIZER) is not None
 
     def resume(self) -> dict[str, scores.Score]:
-        """The scores that the same evaluation has so far; anything else in its folder is deleted."""
+        """The scores that this evaluation has so far; the remains of another one are deleted."""
         if self._is_of_this(self.complete) and not self.partial.exists():
             if len(scored := self.scored(self.complete)) == len(self.directions):
                 return scored
@@ -118,10 +117,10 @@ class Evaluation:
         return self.scored(self.partial)
 
     def scored(self, folder: Path) -> dict[str, scores.Score]:
-        """The scores by direction that a folder has."""
+        """The scores in a folder, by direction."""
         found = {}
         for direction in self.directions:
-            with suppress(OSError, ValueError, LookupError, TypeError):  # missing or cut: not done
+            with suppress(OSError, ValueError, LookupError, TypeError):  # missing or incomplete
                 found[direction] = scores.read_score(folder, direction)
         return found
 
@@ -132,7 +131,7 @@ class Evaluation:
         scores.write(folder, ordered, self.checkpoint.name, settings)
 
     def finish(self, scored: dict[str, scores.Score]) -> None:
-        """Replace the translations and scores of an earlier evaluation; on a full disk they stay."""
+        """Replace an earlier evaluation; if the disk is full, that one stays."""
         self.save(scored, self.folder)
         for log in self.partial.glob("process-*.log"):
             log.unlink()
@@ -151,27 +150,27 @@ class Evaluation:
         """What the translations and scores depend on."""
         texts = [text(d) for d in self.directions for text in (self.source, self.reference)]
         return {
-            "checkpoint": _trace(self.checkpoint),
-            "texts": hashlib.sha256(" ".join(map(_trace, texts)).encode()).hexdigest(),
+            "checkpoint": _file_state(self.checkpoint),
+            "texts": hashlib.sha256(" ".join(map(_file_state, texts)).encode()).hexdigest(),
             "flags": [*arguments(self.dataset.task | self.dataset.generate), *self.extra],
             "sacrebleu": [version("sacrebleu"), *arguments(self.dataset.sacrebleu)],
         }
 
 
-def _trace(file: Path) -> str:
-    """What changes when the file does, without reading gigabytes."""
+def _file_state(file: Path) -> str:
+    """Name, size and time of a file: they change with its content, which may have gigabytes."""
     found = file.stat()
     return f"{file.name} {found.st_size} {found.st_mtime_ns}"
 
 
 def evaluate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
-    """Score every direction that has test data, and write ``scores.json`` when all are done.
+    """Translate and score every direction that has test data, and write ``scores.json``.
 
-    ``flags`` go to ``fairseq-generate``. A dry run prints a command for each direction; the step
-    ``translate`` does the same in fewer processes.
+    ``flags`` go to ``fairseq-generate``. The step ``translate`` does the work; a dry run prints the same
+    work as commands for each direction.
     """
     evaluation = plan(dataset, method, flags)
-    scorer = comet.scorer()
+    scorer = scores.scorer()
     for direction in sorted(set(dataset.directions) - set(evaluation.directions)):
         report(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
     run(_consolidated(evaluation))
@@ -192,7 +191,7 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
 
 
 def plan(dataset: Dataset, method: str, flags: Sequence[str]) -> Evaluation:
-    """The evaluation of the run that ``SEED`` chooses.
+    """The evaluation of a method's run with the seed ``SEED``.
 
     Raises:
         UsageError: there is no such method, no checkpoint of it, or no text to translate.
@@ -224,7 +223,7 @@ def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
 
 
 def _consolidated(evaluation: Evaluation) -> Iterator[str]:
-    """Make one checkpoint of experts in several files, unless there is an up-to-date one."""
+    """The command that makes one checkpoint of several files of experts, unless it is up to date."""
     whole = evaluation.checkpoint
     parts = whole.parents[1] / whole.name
     if whole.parent.name != "consolidated":
@@ -239,10 +238,10 @@ def _newer(one: Path, other: Path) -> bool:
     return one.stat().st_mtime > other.stat().st_mtime
 
 
-def _score_by_comet(evaluation: Evaluation, scorer: comet.Scorer) -> None:
+def _score_by_comet(evaluation: Evaluation, scorer: scores.Scorer) -> None:
     done = evaluation.complete
     texts = {
-        d: comet.Texts(evaluation.source(d), done / f"{d}.txt", evaluation.reference(d))
+        d: scores.Texts(evaluation.source(d), done / f"{d}.txt", evaluation.reference(d))
         for d in evaluation.directions
     }
     if dry_run():
@@ -256,9 +255,9 @@ def _score_by_comet(evaluation: Evaluation, scorer: comet.Scorer) -> None:
 
 
 def translate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
-    """The step of ``scripts/evaluate.sh`` that translates and scores the directions that are left.
+    """The step of ``scripts/evaluate.sh`` that translates and scores the directions that are not done.
 
-    The longest comes first. A direction is scored while others are translated.
+    The longest test set comes first. A direction is scored while others are translated.
 
     Raises:
         UsageError: a translation or its scoring failed, or another process evaluates this run.
@@ -267,7 +266,7 @@ def translate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
     files.take(evaluation.folder, files.EVALUATION)
     scored = evaluation.resume()
     for direction, score in scored.items():
-        _show(direction, score, "as it was")
+        _print_score(direction, score, "as it was")
     left = [direction for direction in evaluation.directions if direction not in scored]
     if left:
         left.sort(key=lambda d: -evaluation.source(d).stat().st_size)
@@ -298,7 +297,7 @@ def _translate(
             evaluation.save(scored, evaluation.partial)
             with tqdm.external_write_mode(sys.stdout):
                 count = f"{len(scored)} of {len(evaluation.directions)}"
-                _show(direction, scored[direction], count)
+                _print_score(direction, scored[direction], count)
 
     terminal, start = sys.stderr.isatty(), time.monotonic()
     shown = start
@@ -315,7 +314,7 @@ def _translate(
                 bar.update(progress.count() - bar.n)
             elif (now := time.monotonic()) - shown >= NEWS_SECONDS:
                 shown, count = now, progress.count()
-                if count > progress.sentences / 20:  # before, most of the time went into loading
+                if count > progress.sentences / 20:  # before that, most time went into loading
                     rest = duration((now - start) * (progress.sentences - count) / count)
                     print(
                         f"  {count:,} of {progress.sentences:,} sentences | {rest} left", flush=True
@@ -325,14 +324,14 @@ def _translate(
 
 
 def _score(evaluation: Evaluation, direction: str) -> scores.Score:
-    """Run the commands of `Evaluation.scoring`; raises UsageError with the last words of one that fails."""
+    """Run the commands of `Evaluation.scoring`; raises UsageError if one fails."""
     for line in evaluation.scoring(direction):
         run_quietly(line)
     return scores.read_score(evaluation.partial, direction)
 
 
 class _Progress:
-    """Counts translated sentences: of directions in ``done`` all, of others what is written."""
+    """Counts translated sentences: all of directions in ``done``, those written of other directions."""
 
     def __init__(self, evaluation: Evaluation, directions: list[str]):
         self.evaluation = evaluation
@@ -353,7 +352,7 @@ def _count(file: Path, words: bytes) -> int:
     return file.read_bytes().count(words)
 
 
-def _show(direction: str, score: scores.Score, count: str) -> None:
+def _print_score(direction: str, score: scores.Score, count: str) -> None:
     print(f"# {direction}: {score} ({count})", flush=True)
     if score.has_odd_length:
         report(

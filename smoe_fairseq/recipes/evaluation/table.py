@@ -1,15 +1,17 @@
-"""``scripts/table.sh`` and ``smoe table``: the scores of all runs, beside the paper's."""
+"""Tables: of the scores of all runs beside the paper's (``smoe table``), and of the GPU hours they take."""
 
+import csv
+import io
 import itertools
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tabulate import tabulate
+
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.recipes import scores
-from smoe_fairseq.recipes.comparison import comparison
 from smoe_fairseq.recipes.config import (
     Dataset,
     arguments,
@@ -18,9 +20,62 @@ from smoe_fairseq.recipes.config import (
     resource_classes,
     tables,
 )
+from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import SIZES, Folders, method_of, order, read_json
-from smoe_fairseq.recipes.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.training.launcher import plan_batch
+
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of words; the first ``texts`` columns are text, the others numbers or `MISSING`."""
+
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    texts: int = 1
+
+
+def number(value: float | None, digits: int = 2, sign: bool = False) -> str:
+    """A number as a word; `MISSING` for None."""
+    if value is None:
+        return MISSING
+    return f"{value:{'+' if sign else ''}.{digits}f}"
+
+
+def markdown(grid: Grid) -> str:
+    """The table and the notes below it."""
+    return "\n".join([_table(grid, "pipe"), "", *grid.notes])
+
+
+def as_csv(grid: Grid) -> str:
+    """Header and rows, without the notes."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([grid.header, *grid.rows])
+    return text.getvalue().rstrip("\n")
+
+
+def latex(grid: Grid) -> str:
+    """A tabular that needs no package, with the notes as comments before it."""
+    rows = [["--" if word == MISSING else word for word in row] for row in grid.rows]
+    comments = [f"% {note}" for note in grid.notes]
+    return "\n".join([*comments, _table(replace(grid, rows=rows), "latex")])
+
+
+def _table(grid: Grid, kind: str) -> str:
+    numbers = len(grid.header) - grid.texts
+    alignment = ["left"] * grid.texts + ["right"] * numbers
+    return tabulate(
+        grid.rows, grid.header, tablefmt=kind, colalign=alignment, disable_numparse=True
+    )
+
+
+FORMATS: dict[str, Callable[[Grid], str]] = {"markdown": markdown, "csv": as_csv, "latex": latex}
+
+
+# The scores of a data set's runs, beside the paper's.
 
 Scores = dict[str, scores.Score]
 
@@ -34,17 +89,17 @@ class Column:
 
 
 def columns(dataset: Dataset) -> list[Column]:
-    """Directions, or averages over classes of languages, in the paper's order; then the average of all."""
+    """The directions, or averages over classes of languages, in the paper's order; last the mean of all."""
     if classes := dataset.classes or resource_classes(dataset.name):
         if None in classes.values():
-            classes = resource_classes(dataset.name, _counted(dataset))
+            classes = resource_classes(dataset.name, _training_sizes(dataset))
         found = _by_class(dataset, classes)
     else:
         found = [Column(direction, (direction,)) for direction in dataset.directions]
     return [*found, Column("average", dataset.directions)]
 
 
-def _counted(dataset: Dataset) -> dict[str, int] | None:
+def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
     """Training sentence pairs by language, as prepare.sh counted them; None if it did not."""
 
     def parse(sizes: dict) -> dict[str, int]:
@@ -79,17 +134,23 @@ def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> 
 def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[str] | None) -> None:
     """Print the table of a data set, or the comparison of two of its methods or runs."""
     metric = next(name for name in scores.METRICS if name.lower() == metric)
-    grid = comparison(dataset, *compare, metric) if compare else side_by_side(dataset, metric)
+    if compare:
+        # Imported here because it imports sacreBLEU, which takes long.
+        from smoe_fairseq.recipes.evaluation.comparison import comparison
+
+        grid = comparison(dataset, *compare, metric)
+    else:
+        grid = side_by_side(dataset, metric)
     print(FORMATS[format](grid))
     if format == "csv":
         print("\n".join(grid.notes), file=sys.stderr)
 
 
 def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
-    """A row for each method and, for BLEU of the paper's systems, its values and the differences.
+    """A row for each method; for BLEU of the paper's systems also the paper's numbers and the difference.
 
-    Of several seeds there are the mean and the standard deviation. The average of a class is missing if a
-    direction is, or if signatures differ.
+    Several seeds give a mean and a standard deviation. An average is missing if one of its directions is
+    missing, or if signatures differ.
     """
     folder = Folders(dataset.name).runs
     names = [path.name for path in folder.glob("*") if path.is_dir()]
@@ -109,32 +170,24 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     for name in methods:
         results = {run: scores.read(folder / run) for run in runs[name]}
         scored = {run: result for run, result in results.items() if result} or results
-        cost = system_costs(dataset, name)
         each = [[average(result, column, metric) for column in found] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
-        spread = [_over_seeds(statistics.stdev, values) for values in zip(*each, strict=True)]
-        count = f"mean of {len(scored)} seeds"
-        if not paper:
-            rows.append([name, *_words(cost, bleu)])
-            if len(scored) > 1:
-                rows[-1][0] += f", {count}"
-                rows.append([f"{name}, standard deviation", *_words([None, None], spread)])
-        else:
+        cost = system_costs(dataset, name)
+        count = f", mean of {len(scored)} seeds" if len(scored) > 1 else ""
+        label = [name, f"ours{count}"] if paper else [f"{name}{count}"]
+        rows.append([*label, *_cells(cost, bleu)])
+        if count:
+            spread = [_over_seeds(statistics.stdev, values) for values in zip(*each, strict=True)]
+            label = [name, "standard deviation"] if paper else [f"{name}, standard deviation"]
+            rows.append([*label, *_cells([None, None], spread)])
+        if paper:
             printed = paper.get(name, {})
             paper_cost = [printed.get("parameters"), printed.get("flops_per_token")]
             by_name = dict(zip(table["columns"], printed.get("bleu", []), strict=False))
             paper_bleu = [by_name.get(column.name) for column in found]
-            rows.append([name, "ours", *_words(cost, bleu)])
-            if len(scored) > 1:
-                rows[-1][1] += f", {count}"
-                rows.append([name, "standard deviation", *_words([None, None], spread)])
-            rows.append([name, "paper", *_words(paper_cost, paper_bleu, digits=0)])
-            rows.append(
-                [
-                    *(name, "difference"),
-                    *_words(_less(cost, paper_cost), _less(bleu, paper_bleu), sign=True),
-                ]
-            )
+            rows.append([name, "paper", *_cells(paper_cost, paper_bleu, digits=0)])
+            less = _cells(_differences(cost, paper_cost), _differences(bleu, paper_bleu), sign=True)
+            rows.append([name, "difference", *less])
         for run, result in results.items():
             notes += _notes(dataset, run, result, metric)
             if flags := _unusual_search(dataset, folder / run):
@@ -148,7 +201,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
 
 
 def _unusual_search(dataset: Dataset, run: Path) -> str:
-    """Flags of the search that differ from the data set's."""
+    """The run's search flags that differ from the data set's."""
     usual = given_flags(arguments(dataset.generate))
     given = given_flags(scores.search_flags(run).split())
     return " ".join(f"{flag} {v}".strip() for flag, v in given.items() if usual.get(flag) != v)
@@ -156,25 +209,22 @@ def _unusual_search(dataset: Dataset, run: Path) -> str:
 
 def average(result: Scores, column: Column, metric: str = scores.BLEU) -> float | None:
     """In points; None if a direction is missing or signatures differ."""
-    there = _of(result, metric)
+    there = _points(result, metric)
     if not column.directions or not all(d in there for d in column.directions):
         return None
     points, signatures = zip(*(there[d] for d in column.directions), strict=True)
     return None if len(set(signatures)) > 1 else statistics.fmean(points)
 
 
-def _of(result: Scores, metric: str) -> dict[str, tuple[float, str]]:
+def _points(result: Scores, metric: str) -> dict[str, tuple[float, str]]:
     """Points and signature of the directions that have the metric."""
     found = {direction: score.of(metric) for direction, score in result.items()}
     return {direction: value for direction, value in found.items() if value is not None}
 
 
 def _over_seeds(function, values: Sequence[float | None]) -> float | None:
-    """None if a run has no value, or there are too few."""
-    try:
-        return None if None in values else function(values)
-    except statistics.StatisticsError:
-        return None
+    """A function of the runs' values; None if a run has none."""
+    return None if None in values else function(values)
 
 
 def system_costs(
@@ -183,10 +233,10 @@ def system_costs(
     requested_capacity: Mapping[str, float] | None = None,
     experts_per_token: float | None = None,
 ) -> list[float | None]:
-    """Parameters and FLOPs per token in millions, of the model that the recipe's flags describe.
+    """Parameters and FLOPs per token, in millions, of the model that the recipe's flags describe.
 
-    ``requested_capacity``, by MoE layer, and ``experts_per_token`` are measured values; by default those of
-    uniform routing. None for a folder that is no method's, and for a model that cannot be built.
+    ``requested_capacity`` (by MoE layer) and ``experts_per_token`` are measured values; the default is
+    uniform routing. None for a folder that is not named after a method, or a model that cannot be built.
     """
     try:
         method_flags(method, dataset)
@@ -208,17 +258,17 @@ def system_costs(
     return [cost.parameters / 1e6, cost.flops_per_token / 1e6]
 
 
-def _less(ours: Sequence[float | None], paper: Sequence[float | None]) -> list[float | None]:
+def _differences(ours: Sequence[float | None], paper: Sequence[float | None]) -> list[float | None]:
     return [None if a is None or b is None else a - b for a, b in zip(ours, paper, strict=True)]
 
 
-def _words(cost, bleu, digits: int = 1, sign: bool = False) -> list[str]:
+def _cells(cost, bleu, digits: int = 1, sign: bool = False) -> list[str]:
     return [*(number(n, digits, sign) for n in cost), *(number(n, 2, sign) for n in bleu)]
 
 
 def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str]:
     """How the runs of a row were scored, and why averages are missing."""
-    there = _of(result, metric)
+    there = _points(result, metric)
     missing = [d for d in dataset.directions if d not in there]
     signatures = sorted({signature for _, signature in there.values()})
     said = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")
@@ -231,3 +281,50 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
     if len(signatures) > 1:
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")
     return notes
+
+
+# ``scripts/recipe gpu-hours DATASET``: an estimate of what a table costs to train.
+
+BACKWARD = 2  # times the FLOPs of the forward pass
+
+
+def print_gpu_hours(dataset: Dataset, tflops: float, names: bool) -> None:
+    """Print a row for each method of the data set's table, or only the methods' names.
+
+    Args:
+        tflops: 10^12 floating-point operations that training makes in a second on one GPU.
+    """
+    if not 0 < tflops < float("inf"):
+        raise UsageError(f"--tflops {tflops:g}: expected a number above 0")
+    print("\n".join(table_methods(dataset)) if names else markdown(gpu_hours(dataset, tflops)))
+
+
+def table_methods(dataset: Dataset) -> list[str]:
+    """The systems of the paper's table, else those that the data set's study compares."""
+    found = list(tables().get(dataset.name, {}).get("rows", {})) or dataset.study
+    if not found:
+        raise UsageError(f"{dataset.name} has no table: name the methods behind it")
+    return found
+
+
+def gpu_hours(dataset: Dataset, tflops: float) -> Grid:
+    """FLOPs are those of ``smoe cost``, the number of tokens is what ``BATCH`` asks for."""
+    with quietly():
+        from smoe_fairseq.analysis.cost_command import CONTEXT, system_cost
+
+        costs = {method: system_cost(dataset, method) for method in table_methods(dataset)}
+    updates = int(dataset.train["max-update"])
+    tokens = (
+        plan_batch(dataset, 1, []).wanted if dataset.batch else int(dataset.train["max-tokens"])
+    )
+    rows, total = [], 0.0
+    for method, cost in costs.items():
+        hours = (1 + BACKWARD) * cost.flops_per_token * tokens * updates / (tflops * 1e12) / 3600
+        rows.append([method, f"{cost.flops_per_token / 1e6:,.0f}", f"{hours:,.1f}"])
+        total += hours
+    rows.append(["all", "", f"{total:,.1f}"])
+    notes = [
+        f"{updates:,} updates of {tokens:,} tokens, {1 + BACKWARD} times the FLOPs of a forward pass "
+        f"(context {CONTEXT}, uniform routing), at {tflops:g} TFLOP/s per GPU"
+    ]
+    return Grid(["method", "FLOPs/token (M)", "GPU hours"], rows, notes)

@@ -1,7 +1,6 @@
-"""What a study keeps of each run: small text files in ``results/DATASET/RUN``, written and read again."""
+"""The results of a study's runs: small text files in ``results/DATASET/RUN``, and how they are read."""
 
 import csv
-import io
 import json
 import math
 import os
@@ -24,18 +23,19 @@ import smoe_fairseq
 from smoe_fairseq.analysis.training_log import UPDATES, read_lines
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
-from smoe_fairseq.recipes import identity, scores
 from smoe_fairseq.recipes.config import Dataset, arguments, given_flags
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.comparison import BySeed, spearman
+from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.folders import Folders, given_path, read_json, seed_in
-from smoe_fairseq.recipes.launcher import visible_gpus
 from smoe_fairseq.recipes.processes import command
-from smoe_fairseq.recipes.scores import Score
-from smoe_fairseq.recipes.statistics import BySeed, spearman
+from smoe_fairseq.recipes.training import identity
+from smoe_fairseq.recipes.training.launcher import visible_gpus
 
 FILE = "run.json"
 CURVE = "curve.csv"
 ROUTING = "routing.json"
-SENTENCES = "sentences.csv"  # study_sentences.py
+SENTENCES = "sentences.csv"  # written by sentences.py
 STARTS_FILE = "starts.json"  # beside the checkpoints
 ANALYSIS = "routing"  # beside the checkpoints: the folder that `smoe analyze` writes
 EXPERTS = "experts_per_token"
@@ -52,25 +52,14 @@ def folder_of(dataset: str) -> Path:
     return given_path("RESULTS_DIR", "results") / dataset
 
 
-def make_folder(dataset: str) -> None:
-    """Make `folder_of` the data set; raises UsageError if it cannot be made."""
-    folder = folder_of(dataset)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"{folder} cannot be made: {error.strerror}; RESULTS_DIR is where results are kept"
-        ) from None
-
-
-# With which code and on which machine a run was trained.
+# The commits and machines with which a run was trained.
 
 
 def note(run: Path, variables: Mapping[str, str]) -> None:
-    """Add this commit and machine to the starts of a run, which may be several.
+    """Add this commit and machine to the run's list of starts.
 
     Args:
-        variables: of the environment that the run is started with.
+        variables: environment variables that the run is started with.
     """
     now = {"commit": _commit(), "machine": _machine(variables)}
     before = _starts(run)
@@ -79,7 +68,7 @@ def note(run: Path, variables: Mapping[str, str]) -> None:
 
 
 def summary_of_starts(run: Path) -> dict[str, str]:
-    """``commit`` and ``machine`` of all starts, and ``untimed`` if its times are of two machines."""
+    """``commit`` and ``machine`` of all starts; ``untimed`` if there are several machines."""
     starts = _starts(run)
     commits, machines = (
         list(dict.fromkeys(s[key] for s in starts)) for key in ("commit", "machine")
@@ -101,7 +90,7 @@ def _starts(run: Path) -> list[dict[str, str]]:
 
 
 def _commit() -> str:
-    """The commit of the code, with "-dirty" if the code has changed since."""
+    """The commit of the code, with "-dirty" if there are uncommitted changes."""
     git = ["git", "-C", Path(smoe_fairseq.__file__).parent]
     changed = ("status", "--porcelain", "--untracked-files=no", ".")
     try:
@@ -117,7 +106,7 @@ def _commit() -> str:
 
 
 def _machine(variables: Mapping[str, str]) -> str:
-    """The hardware, in words; times of runs with different words are not compared."""
+    """The hardware in words; times are compared only between runs with the same words."""
     import torch
 
     gpus = variables.get("GPUS")
@@ -132,16 +121,16 @@ def _machine(variables: Mapping[str, str]) -> str:
     return machine if threads == "1" else f"{machine}, {threads} threads"
 
 
-# Writing: what is kept of a run that is trained and scored.
+# Writing the results of a run that is trained and scored.
 
 
-def there(dataset: Dataset, name: str) -> bool:
+def are_kept(dataset: Dataset, name: str) -> bool:
     """Whether a run's results are kept."""
     return (folder_of(dataset.name) / name / FILE).exists()
 
 
 def check_flags(dataset: Dataset, name: str, words: Sequence[str]) -> None:
-    """Raise UsageError if a run is kept that was trained with another value of a flag in ``words``."""
+    """Raise UsageError if the run's results were made with another value of a flag in ``words``."""
     folder = folder_of(dataset.name) / name
     about = _about(folder)
     given = given_flags(words)
@@ -157,14 +146,14 @@ def check_flags(dataset: Dataset, name: str, words: Sequence[str]) -> None:
 
 
 def keep(dataset: Dataset, name: str, line: str) -> None:
-    """Write the results of a run; ``line`` is the command that made it."""
+    """Write the results of a run; ``line`` is the command that trained it."""
     folders = Folders(dataset.name)
     run = folders.run(name)
     for folder, default in ((folders.data, "data"), (folders.runs, "runs")):
         line = line.replace(f"{folder}/", f"{default}/{dataset.name}/")  # the same on any machine
     log = run / "train.log"
     lines = read_lines(log)
-    # Of an update that was made twice, before and after an interruption, the later line counts.
+    # After an interruption some updates are repeated: the later line counts.
     logged = {int(x[UPDATES]): x for x in lines if "nll_loss" in x and "wpb" in x}
     curve = _curve(log, logged)
     content = {
@@ -177,23 +166,22 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
         EXPERTS: _experts_per_token(logged),
     }
     capacity = summary(run)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(curve)
     with whole_folder(folder_of(dataset.name) / name, replace=True) as folder:
         shutil.copyfile(run / scores.FILE, folder / scores.FILE)
-        (folder / CURVE).write_text(text.getvalue(), "utf-8")
+        with open(folder / CURVE, "w", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(curve)
         if capacity is not None:
             (folder / ROUTING).write_text(json.dumps(capacity, indent=1) + "\n", "utf-8")
         (folder / FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def _curve(log: Path, logged: Mapping[int, Mapping[str, float]]) -> list[dict]:
-    """A row of `COLUMNS` for each update that was logged or validated at.
+    """A row of `COLUMNS` for each update with a line in the log or a validation.
 
-    Losses are bits per target token. Training loss and experts per token are those since the last line.
-    Target words and seconds are sums over the training so far; seconds come from words per second.
+    Losses are in bits per target token. Training loss and experts per token are means since the last line.
+    Target words and seconds are totals since the start; seconds come from words per second.
     """
     rows: dict[int, dict] = defaultdict(lambda: dict.fromkeys(COLUMNS))
     for update, line in logged.items():
@@ -219,7 +207,7 @@ def _experts_per_token(logged: Mapping[int, Mapping[str, float]]) -> float | Non
 
 
 def commands(dataset: Dataset, run: Path) -> list[str]:
-    """The commands that analyse the requested capacity on the test set, for `summary`."""
+    """The commands that write the analysis of the test set, which `summary` reads."""
     checkpoint = run / f"checkpoint_{dataset.checkpoint}.pt"
     data = Folders(dataset.name).binary_path(dataset.shards)
     analyze = ("smoe", "analyze", data, "--path", checkpoint, "--gen-subset", "test")
@@ -230,12 +218,12 @@ def commands(dataset: Dataset, run: Path) -> list[str]:
 
 
 def summary(run: Path) -> dict | None:
-    """What is kept of the analysis, with layers as "encoder.1"; None if there is none.
+    """A summary of the analysis, with layers as "encoder.1"; None if there is no analysis.
 
     Returns:
-        By direction and layer: "requested_capacity", the mean over text tokens, and "rank_correlation",
-        Spearman's, over types, of a type's rank by frequency in training (1: the most frequent) and its mean
-        requested capacity.
+        By direction and layer: "requested_capacity", the mean over text tokens; and "rank_correlation",
+        Spearman's correlation, over token types, of frequency rank in training (1: the most frequent) and
+        mean requested capacity.
     """
     folder = run / ANALYSIS
     if not folder.exists():
@@ -252,7 +240,7 @@ def summary(run: Path) -> dict | None:
     correlation: dict[str, dict[str, float]] = defaultdict(dict)
     for (direction, layer), numbers in types.items():
         found = spearman(*np.array(numbers).T) if len(numbers) > 2 else math.nan
-        if not math.isnan(found):  # as it is if all ask for the same
+        if not math.isnan(found):  # NaN if all types request the same
             correlation[direction][layer] = round(found, 4)
     return {"requested_capacity": dict(requested), "rank_correlation": dict(correlation)}
 
@@ -262,12 +250,12 @@ def _text_rows(file: Path) -> Iterator[dict]:
         yield from (row for row in csv.DictReader(lines) if row["kind"] == "text")
 
 
-# Reading: the runs that are kept.
+# Reading the results.
 
 
 @dataclass(frozen=True)
 class Result:
-    """A run as it is kept."""
+    """The results of one run."""
 
     name: str
     scores: dict[str, Score]
@@ -278,17 +266,17 @@ class Result:
 
     @property
     def seed(self) -> int | None:
-        """None is the data set's own."""
+        """None for the data set's own seed."""
         return seed_in(self.name)
 
     @property
     def machine(self) -> str:
-        """What it was trained on, which its times depend on."""
+        """The machine that trained it."""
         return self.about["machine"]
 
     @property
     def untimed(self) -> str:
-        """Why its times cannot be compared; it may be written into its file by hand."""
+        """Why its times cannot be compared; may be added to its file by hand."""
         return self.about.get("untimed", "")
 
     @property
@@ -298,13 +286,13 @@ class Result:
 
     @property
     def validation(self) -> float:
-        """The lowest loss, that of the checkpoint that was scored; NaN if none is finite."""
+        """The lowest loss, which the scored checkpoint has; NaN if none is finite."""
         losses = [row["validation_nll"] for row in self.curve if row["validation_nll"] is not None]
         return min((loss for loss in losses if math.isfinite(loss)), default=math.nan)
 
     @property
     def logged(self) -> list[dict[str, float | None]]:
-        """The rows of the log's lines; a run shorter than the interval between two has none."""
+        """The rows of lines in the log; none if the run was shorter than the log interval."""
         return [row for row in self.curve if row["training_nll"] is not None]
 
     def validated(self) -> dict[str, np.ndarray]:
@@ -322,9 +310,9 @@ class Result:
 
     @property
     def time(self) -> float:
-        """Seconds of training per target token, the median of the log's lines.
+        """Seconds of training per target token; 0 if unknown or `untimed`.
 
-        The median leaves out validation and other delays. 0 if there are no lines, or `untimed` is set.
+        The median over the log's lines, which ignores validation and other delays.
         """
         logged = [] if self.untimed else self.logged
         before = [{"words": 0, "seconds": 0}, *logged]
@@ -340,13 +328,13 @@ Systems = Mapping[str, Sequence[Result]]  # by method, a result for each seed
 
 
 def read(dataset: str) -> list[Result]:
-    """All runs that are kept, in the order of their names."""
+    """The results of all runs, ordered by name."""
     folders = sorted(file.parent for file in folder_of(dataset).glob(f"*/{FILE}"))
     return [_read(folder) for folder in folders if folder.suffix not in (".partial", ".old")]
 
 
 @contextmanager
-def _named(folder: Path) -> Iterator[None]:
+def _naming(folder: Path) -> Iterator[None]:
     """Turn errors while a run's results are read into a UsageError that names the folder."""
     try:
         yield
@@ -355,7 +343,7 @@ def _named(folder: Path) -> Iterator[None]:
 
 
 def _about(folder: Path) -> dict:
-    with _named(folder):
+    with _naming(folder):
         about = json.loads((folder / FILE).read_text("utf-8"))
         for name, kind in _ABOUT.items():
             if not isinstance(about, dict) or not isinstance(about.get(name), kind):
@@ -365,7 +353,7 @@ def _about(folder: Path) -> dict:
 
 def _read(folder: Path) -> Result:
     about = _about(folder)
-    with _named(folder):
+    with _naming(folder):
         with open(folder / CURVE, encoding="utf-8", newline="") as lines:
             curve = [
                 {name: float(row[name]) if row.get(name) else None for name in COLUMNS}
@@ -387,7 +375,7 @@ def by_seed(systems: Systems, of: Callable[[Result], float]) -> dict[str, BySeed
 
 
 def mean_capacity(results: Iterable[Result]) -> dict[str, float] | None:
-    """Requested capacity by MoE layer, as `moe_blocks` names them, over directions and runs."""
+    """Mean requested capacity over directions and runs, by MoE layer as `moe_blocks` names it."""
     found = defaultdict(list)
     for result in results:
         for layers in result.routing["requested_capacity"].values() if result.routing else ():
@@ -397,7 +385,7 @@ def mean_capacity(results: Iterable[Result]) -> dict[str, float] | None:
 
 
 def mean_experts_per_token(results: Iterable[Result]) -> float | None:
-    """Copies that an expert took per token and stratum in training, over the runs that have it."""
+    """Mean number of copies that experts took, per token and stratum in training; None if unknown."""
     there = [r.about[EXPERTS] for r in results if r.about.get(EXPERTS) is not None]
     return statistics.fmean(there) if there else None
 
@@ -405,11 +393,10 @@ def mean_experts_per_token(results: Iterable[Result]) -> float | None:
 def groups(
     study: Collection[str], systems: Systems, baseline: str, largest: float = math.inf
 ) -> list[dict[str, list[Result]]]:
-    """Systems that can be compared over the same seeds.
+    """Groups of systems that can be compared over the same seeds.
 
-    The first group has the systems of the study, with the seeds that half of them have. All other runs follow
-    by their seeds, each group beside the baseline's runs of the same seeds and with at most ``largest``
-    systems.
+    The first group has the study's systems, with the seeds that at least half of them have. The other runs
+    follow, grouped by their seeds: at most ``largest`` systems beside the baseline's runs of these seeds.
     """
     count = Counter(r.seed for method in study for r in systems.get(method, ()))
     usual = {seed for seed, n in count.items() if 2 * n >= len(systems.keys() & study)}

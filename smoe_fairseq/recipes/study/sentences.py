@@ -1,6 +1,6 @@
-"""Systems of a study compared sentence by sentence, by the counts that are kept of each run.
+"""Comparisons of a study's systems sentence by sentence, by the n-gram counts of each run.
 
-The counts are in ``sentences.csv`` of a run, the comparisons in ``comparisons.json`` beside the runs.
+The counts are in a run's ``sentences.csv``, the comparisons in ``comparisons.json`` beside the runs.
 """
 
 import csv
@@ -16,39 +16,38 @@ from sacrebleu.metrics import BLEU
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes import scores
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.comparison import SentenceCounter, p_value
 from smoe_fairseq.recipes.folders import Folders, read_json
-from smoe_fairseq.recipes.statistics import SentenceCounter, p_value
-from smoe_fairseq.recipes.study_results import SENTENCES, Result, Systems, folder_of
+from smoe_fairseq.recipes.study.results import SENTENCES, Result, Systems, folder_of
 
 FILE = "comparisons.json"
 LEVEL = 0.05
 ORDERS = 4  # of n-grams
 COLUMNS = ("direction", "tokens", "reference", *(f"matches_{n + 1}" for n in range(ORDERS)))
-Counts = Mapping[
-    str, np.ndarray
-]  # by direction, a row for each sentence as sacreBLEU's BLEU has it
+# By direction, a row for each sentence, as sacreBLEU's BLEU counts.
+Counts = Mapping[str, np.ndarray]
 
 
 def keep(dataset: Dataset, results: Iterable[Result]) -> None:
-    """Write the counts of runs that have none, if the translations that were scored are there."""
+    """Write the counts of runs that lack them, where the scored translations still exist."""
     counters: dict[str, SentenceCounter] = {}
     for result in results:
         try:
-            if not _are_kept(result):
+            if not _has_counts(result):
                 _keep(dataset, result, counters)
         except UsageError:  # no translations, or no references
             continue
 
 
-def _are_kept(result: Result) -> bool:
+def _has_counts(result: Result) -> bool:
     return (result.folder / SENTENCES).exists()
 
 
 def _keep(dataset: Dataset, result: Result, counters: dict[str, SentenceCounter]) -> None:
     run = Folders(dataset.name).run(result.name)
-    if scores.read(run) != result.scores:  # another run of the same name
+    if scores.read(run) != result.scores:  # translations of another run with this name
         return
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -90,7 +89,7 @@ class Compared:
     seeds: int
 
     def in_words(self, seeds: int) -> str:
-        """How many directions are significantly above, and below; ``seeds`` is how many there are."""
+        """How many directions are significantly above or below; ``seeds`` is how many both systems have."""
         above = sum(d > 0 and p < LEVEL for d, p in self.directions.values())
         below = sum(d < 0 and p < LEVEL for d, p in self.directions.values())
         words = f"{above} above, {below} below, of {len(self.directions)}"
@@ -100,9 +99,9 @@ class Compared:
 def compared(
     dataset: Dataset, systems: Systems, pairs: Iterable[tuple[str, str]]
 ) -> dict[tuple[str, str], Compared]:
-    """By pair of systems, over the seeds that both have with counts.
+    """Compare pairs of systems over their common seeds that have counts.
 
-    An earlier comparison of more seeds stays. A pair without any is left out.
+    An earlier comparison over more seeds is kept. A pair without a comparison is left out.
     """
     file = folder_of(dataset.name) / FILE
     before = _read_comparisons(file)
@@ -112,7 +111,7 @@ def compared(
     found = {}
     for pair in dict.fromkeys(pairs):
         key = " ".join(pair)
-        first, second = ({r.seed: r for r in systems[m] if _are_kept(r)} for m in pair)
+        first, second = ({r.seed: r for r in systems[m] if _has_counts(r)} for m in pair)
         common = [seed for seed in first if seed in second]
         both = [result for seed in common for result in (first[seed], second[seed])]
         runs = {result.name: everything[result.name] for result in both}
@@ -145,7 +144,7 @@ def _read_comparisons(file: Path) -> dict[str, dict]:
 def _directions(
     first: Sequence[Result], second: Sequence[Result], counted: Mapping[str, Counts]
 ) -> dict[str, tuple[float, float]]:
-    """A sentence is drawn with the translations of all seeds."""
+    """By direction: the difference in BLEU, and the p-value, drawing a sentence with all seeds at once."""
     found = {}
     for direction in first[0].scores:
         references = counted[first[0].name][direction][:, 1]
@@ -159,6 +158,6 @@ def _directions(
             statistics.fmean(r.scores[direction].bleu for r in rs) for rs in (first, second)
         )
         sums = (sum(counted[r.name][direction] for r in rs) for rs in (first, second))
-        metric = BLEU(references=[[""]])  # it wants some; those that count are in the counts
+        metric = BLEU(references=[[""]])  # required, but the counts include the references
         found[direction] = (other - one, p_value(metric, *sums))
     return found

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.recipes import scores, study_results
 from smoe_fairseq.recipes.config import Dataset, given_flags, has_strata, method_flags, tables
+from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
-from smoe_fairseq.recipes.launcher import cores, launch, visible_gpus
 from smoe_fairseq.recipes.processes import (
     Groups,
     dry_run,
@@ -25,7 +23,9 @@ from smoe_fairseq.recipes.processes import (
     step,
     whole_number,
 )
-from smoe_fairseq.recipes.study_report import write_report
+from smoe_fairseq.recipes.study import results
+from smoe_fairseq.recipes.study.report import write_report
+from smoe_fairseq.recipes.training.launcher import divide_cpu, launch, visible_gpus
 
 POLL_SECONDS = 1
 NEWS_SECONDS = 600  # between two lines on what is running, unless there is a terminal
@@ -36,14 +36,14 @@ _UPDATES = re.compile(rb"num_updates[=: ]+(\d+)")
 
 @dataclass
 class Run:
-    """A method and a seed; ``updates`` is how many it will make."""
+    """A method with a seed; ``updates`` is how many updates it is trained for."""
 
     dataset: Dataset
     method: str
     seed: int
     flags: tuple[str, ...]
     updates: int
-    strata: bool  # whether there are several, at which tokens may stop
+    strata: bool  # whether the model has several strata at which tokens may stop
     process: subprocess.Popen | None = field(default=None, repr=False)
 
     @property
@@ -56,17 +56,17 @@ class Run:
 
     @property
     def line(self) -> str:
-        """The commands; training and evaluation do nothing if they are done."""
+        """The commands; training and evaluation that are complete are not repeated."""
         steps = [
             step("train", self.dataset.name, self.method, *self.flags),
             step("evaluate", self.dataset.name, self.method),
         ]
         if self.strata:
-            steps += study_results.commands(self.dataset, self.folder)
+            steps += results.commands(self.dataset, self.folder)
         return " && ".join(steps)
 
     def done(self) -> int:
-        """Updates so far, by its log."""
+        """The updates so far, according to its log."""
         try:
             with open(self.folder / "train.log", "rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - 50_000))
@@ -77,20 +77,20 @@ class Run:
 
 
 def study(dataset: Dataset, flags: Sequence[str]) -> None:
-    """Train and score the runs that are not done; ``flags`` are methods, then flags of fairseq-train.
+    """Train and score the runs that have no results; ``flags`` are methods, then flags of fairseq-train.
 
-    When a run ends its results are kept and the report is written anew. A run that fails does not end the
-    others.
+    Whenever a run ends, its results are kept and the report is written again. The other runs go on if one
+    fails.
 
     Raises:
-        UsageError: a method or a seed is unknown, nothing can be kept, or a run failed.
-        SystemExit: a signal was received, and has stopped all runs; the next start resumes them.
+        UsageError: a method or a seed is unknown, or a run failed.
+        SystemExit: a signal stopped all runs; the next start resumes them.
     """
     runs = _runs(dataset, flags)
     left = []
     for run in runs:
-        if study_results.there(dataset, run.name):
-            study_results.check_flags(dataset, run.name, run.flags)
+        if results.are_kept(dataset, run.name):
+            results.check_flags(dataset, run.name, run.flags)
         else:
             left.append(run)
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are left", flush=True)
@@ -98,13 +98,10 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         for run in left:
             print(f"SEED={run.seed} {run.line}")
         return
-    if not Folders(dataset.name).binary.exists():
-        raise UsageError(
-            f"{Folders(dataset.name).binary} is missing: run scripts/prepare.sh {dataset.name} first"
-        )
-    for run in left:  # raises before hours of work, not after
-        study_results.summary_of_starts(run.folder)
-    study_results.make_folder(dataset.name)
+    Folders(dataset.name).check_prepared()
+    for run in left:  # raises UsageError before the work rather than after it
+        results.summary_of_starts(run.folder)
+    results.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)
     failed = _work(dataset, left) if left else []
     if failed:
         with suppress(UsageError):  # no run may be kept
@@ -124,7 +121,7 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
     if not methods:
         raise UsageError(f"{dataset.name} has no methods to study: name them behind it")
     runs = []
-    for seed in seeds_of(dataset):  # all methods with the first seed come first
+    for seed in seeds_of(dataset):  # all methods are trained with the first seed first
         for method in methods:
             given = dataset.train | method_flags(method, dataset)
             asked = given_flags(flags).get("--max-update", "")
@@ -170,19 +167,19 @@ def _work(dataset: Dataset, left: list[Run]) -> list[Run]:
                         report(f"{run.name} failed: {run.folder / LOG}")
                     elif _keep(run):
                         new = True
-                        _tell(run, count, len(left))
+                        _print_scores(run, count, len(left))
                         continue
                     failed.append(run)
             if bar.disable and time.monotonic() > news + NEWS_SECONDS:
                 news = time.monotonic()
-                _tell_news(running, updates, updates - before, total, news - started)
+                _print_progress(running, updates, updates - before, total, news - started)
     return failed
 
 
 def _keep(run: Run) -> bool:
     """Keep the results; returns False, with a warning, if that fails."""
     try:
-        study_results.keep(run.dataset, run.name, f"SEED={run.seed} {run.line}")
+        results.keep(run.dataset, run.name, f"SEED={run.seed} {run.line}")
     except (UsageError, OSError, ValueError) as error:
         report(f"{run.name} is trained and scored, and its results cannot be kept: {error}")
         return False
@@ -190,24 +187,21 @@ def _keep(run: Run) -> bool:
 
 
 def _slots() -> dict[int, dict[str, str]]:
-    """The variables of each place in which a run is trained at a time.
+    """The slots in which runs are trained side by side, with the environment variables of each.
 
-    Without a GPU there are ``JOBS`` places, by default as many as the machine has cores and memory for. With
-    GPUs there is one place with all of them, or ``JOBS`` places that share them.
+    Without a GPU there are ``JOBS`` slots, by default as many as cores and memory allow. With GPUs there is
+    one slot with all of them, or ``JOBS`` slots that divide them.
     """
-    asked = whole_number("JOBS", least=1)
     where = launch(())
     if where.cpu:
-        fit = max(1, (machine_memory() or 1 << 62) // _MEMORY)
-        places = asked or min(cores(), fit)
-        threads = str(max(1, cores() // places))
-        one = {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": threads}
-        return {i: one for i in range(places)}
-    places = min(asked or 1, where.gpus)
-    if places == 1:
+        slots, threads = divide_cpu(_MEMORY)
+        one = {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": str(threads)}
+        return {i: one for i in range(slots)}
+    slots = min(whole_number("JOBS", least=1, default=1), where.gpus)
+    if slots == 1:
         return {0: {"GPUS": str(where.gpus), "JOBS": ""}}
     gpus = visible_gpus(where.gpus)
-    shares = [gpus[i::places] for i in range(places)]
+    shares = [gpus[i::slots] for i in range(slots)]
     return {
         i: {"CUDA_VISIBLE_DEVICES": ",".join(share), "GPUS": str(len(share)), "JOBS": ""}
         for i, share in enumerate(shares)
@@ -216,7 +210,7 @@ def _slots() -> dict[int, dict[str, str]]:
 
 def _start(groups: Groups, run: Run, variables: dict[str, str]) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
-    study_results.note(run.folder, variables)
+    results.note(run.folder, variables)
     variables = environment() | variables | {"SEED": str(run.seed)}
     with open(run.folder / LOG, "ab") as log:
         run.process = groups.start(
@@ -224,14 +218,14 @@ def _start(groups: Groups, run: Run, variables: dict[str, str]) -> None:
         )
 
 
-def _tell(run: Run, count: int, total: int) -> None:
+def _print_scores(run: Run, count: int, total: int) -> None:
     found = scores.read(run.folder)
     bleu = scores.mean_bleu(found)
     mean = "no scores" if bleu is None else f"BLEU {bleu:.2f} over {len(found)} directions"
     print(f"# {run.name}: {mean} ({count} of {total} runs)", flush=True)
 
 
-def _tell_news(running: dict[int, Run], updates: int, made: int, total: int, seconds: float):
+def _print_progress(running: dict[int, Run], updates: int, made: int, total: int, seconds: float):
     where = ", ".join(f"{run.name} {run.done()} of {run.updates}" for run in running.values())
     hours = ""
     if total > made > 0:

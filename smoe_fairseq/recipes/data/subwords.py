@@ -1,4 +1,4 @@
-"""Subwords: a sentencepiece model learnt from text, and text as its pieces; also ``smoe subwords``."""
+"""Subwords: learn a sentencepiece model from text, and encode text; also ``smoe subwords``."""
 
 import io
 from argparse import ArgumentParser, Namespace
@@ -13,12 +13,12 @@ from smoe_fairseq.errors import UsageError, positive
 from smoe_fairseq.files import whole_files, whole_folder
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.commands import add_learning
+from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk, count_lines
 from smoe_fairseq.recipes.folders import shard_names
 from smoe_fairseq.recipes.processes import report
-from smoe_fairseq.recipes.text_files import Chunk, chunks, count_lines, progress, shared
 
-_SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq's dictionary adds by itself
-# Bytes of memory for each byte of the text that is learnt from; measured, docs/reproduce.md.
+_SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq adds to every dictionary
+# Bytes of memory per byte of training text, as measured (docs/reproduce.md).
 _BYTES_PER_BYTE = {"unigram": 21, "bpe": 6}
 _LEARN = (
     "learn a sentencepiece model; writes DIR/spm.model and DIR/dict.txt, which is for --srcdict and "
@@ -45,7 +45,7 @@ def add_subwords_arguments(parser: ArgumentParser) -> None:
 
 
 def run_subwords(args: Namespace) -> None:
-    """Raises UsageError if text or model cannot be read, or the folder exists."""
+    """Raises UsageError if the text or the model cannot be read, or if the folder exists."""
     for file in args.text:
         if not file.is_file():
             raise UsageError(f"{file} is not a file: expected text, a sentence per line")
@@ -63,7 +63,7 @@ def run_subwords(args: Namespace) -> None:
 
 
 def learn(raw: Path, output: Path, **options) -> None:
-    """`learn_from` the files ``train.*`` of ``raw``."""
+    """Call `learn_from` with the files ``train.*`` of ``raw``."""
     files = sorted(raw.glob("train.*"))
     if not files:
         raise UsageError(f"{raw} has no training text (train.eng-xxx.eng and so on)")
@@ -73,7 +73,8 @@ def learn(raw: Path, output: Path, **options) -> None:
 def learn_from(files: list[Path], output: Path, **options) -> None:
     """Train a model on files of text; writes ``output/spm.model`` and ``output/dict.txt``.
 
-    ``options`` are sentencepiece's own. Text that is too small for the vocabulary size gives a smaller one.
+    ``options`` are sentencepiece's. If the text is too small for the vocabulary size, the vocabulary is
+    smaller.
 
     Raises:
         UsageError: there is no text, sentencepiece cannot learn from it, or it takes too much memory.
@@ -93,7 +94,7 @@ def learn_from(files: list[Path], output: Path, **options) -> None:
         raise UsageError(f"sentencepiece cannot learn from {raw}: {error}") from None
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
-    # fairseq's format is a piece and its count on each line; the counts matter only for sorting.
+    # fairseq's format is a piece and its count per line; the counts are used for sorting only.
     dictionary = "".join(f"{piece} 1\n" for piece in pieces[_SPECIAL_PIECES:])
     written = [output / "dict.txt", output / "spm.model"]
     with whole_files(written, parents=True) as (words, pieces_file):
@@ -106,7 +107,7 @@ def learn_from(files: list[Path], output: Path, **options) -> None:
 
 
 def _check_memory(raw: Path, files: list[Path], options: dict) -> None:
-    """Raise UsageError before learning would fill the machine's memory, perhaps after an hour."""
+    """Raise UsageError if learning would run out of memory, which may happen after an hour."""
     memory = machine_memory()
     size = sum(file.stat().st_size for file in files)
     needed = _BYTES_PER_BYTE[options.get("model_type", "unigram")]
@@ -137,11 +138,11 @@ def load_model(path: Path) -> sentencepiece.SentencePieceProcessor:
 def encode(
     model: Path, raw: Path, output: Path, shards: int = 1, longest: int = 0, workers: int = 1
 ) -> None:
-    """Write every file of ``raw`` to ``output`` as pieces, the same for any number of ``workers``.
+    """Write every file of ``raw`` to ``output`` as pieces; ``workers`` do not change the result.
 
     With several ``shards``, line ``n`` of a training file goes to ``output/shardI`` with ``I = n % shards``,
-    and other splits go to the first. Of the other splits, lines are cut off after ``longest`` pieces (0:
-    never), and how many were is reported.
+    and other splits go to the first shard. In the other splits, lines are cut off after ``longest`` pieces
+    (0: never), and their number is reported.
     """
     loaded = load_model(model)
     files = sorted(raw.glob("*.*-*.*"))
@@ -155,9 +156,9 @@ def encode(
 
 @dataclass(frozen=True)
 class _Encoder:
-    """For a chunk: its encoded lines by shard, how many were cut off, and the number of lines.
+    """Maps a chunk to its encoded lines by shard, the number of lines cut off, and the number of lines.
 
-    Lines are dealt to shards as if the chunk began its file.
+    The chunk's first line is in the first of these shards, wherever the chunk is in its file.
     """
 
     model: sentencepiece.SentencePieceProcessor
@@ -189,26 +190,19 @@ def encode_files(
 ) -> int:
     """Write files of the same names to ``folders``, one for each shard; returns the number of lines."""
     encoder = _Encoder(model, len(folders), longest)
-    parts = {file: list(chunks(file)) for file in files}
-    size = sum(file.stat().st_size for file in files)
     total = 0
-    with ExitStack() as stack:
-        advance = stack.enter_context(progress("encode", size))
-        each = stack.enter_context(shared(encoder, workers, size))
-        results = each(chunk for file in files for chunk in parts[file])
-        for file in files:
+    with by_chunk("encode", encoder, files, workers) as by_file:
+        for file, results in by_file:
             line = cuts = 0
             with ExitStack() as opened:
                 outputs = [
                     opened.enter_context(open(folder / file.name, "wb"))
                     for folder in folders[: encoder.shards_of(file)]
                 ]
-                for chunk in parts[file]:
-                    dealt, cut, lines = next(results)
+                for dealt, cut, lines in results:
                     for i, text in enumerate(dealt):
                         outputs[(line + i) % len(outputs)].write(text)
                     line, cuts = line + lines, cuts + cut
-                    advance(chunk.size)
             if cuts:
                 report(f"{cuts} lines of {file} have more than {longest} pieces and are cut off")
             total += line

@@ -13,45 +13,48 @@ from matplotlib.figure import Figure
 from smoe_fairseq.analysis.figures import new, save, styled
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes import study_results, study_sentences, study_tables
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.evaluation.table import Grid, markdown, system_costs
 from smoe_fairseq.recipes.folders import method_of, order
-from smoe_fairseq.recipes.grid import Grid, markdown
 from smoe_fairseq.recipes.processes import dry_run
-from smoe_fairseq.recipes.study_claims import claims_table, planned_claims
-from smoe_fairseq.recipes.study_results import Result, Systems, folder_of, groups
-from smoe_fairseq.recipes.table import system_costs
+from smoe_fairseq.recipes.study import sentences, tables
+from smoe_fairseq.recipes.study.claims import claims_table, planned_claims
+from smoe_fairseq.recipes.study.results import (
+    Result,
+    Systems,
+    folder_of,
+    groups,
+    mean_capacity,
+    mean_experts_per_token,
+    read,
+)
 
 FILE = "report.md"
 BASELINES = ("moe", "moe-16")  # the first of these that the study has
-ROW = 8  # systems that can be told apart in a row of a picture
+ROW = 8  # the most systems in a row of a picture, so that they can be told apart
 COLOURS = (
     *("black", "#3f6ea8", "#9dbcdc", "#777777", "#a2641b", "#d9a066"),
     *("#bbbbbb", "#8a8a5c", "#b0413e", "#e08a87", "#5b8c5a", "#a9cba4"),
 )
 
 
-def report_study(dataset: Dataset) -> None:
-    """The recipe: `write_report`, or nothing in a dry run."""
-    if not dry_run():
-        write_report(dataset)
-
-
-def write_report(dataset: Dataset) -> Path:
-    """Write ``results/DATASET/report.md`` and the pictures in it.
+def write_report(dataset: Dataset) -> None:
+    """Write ``results/DATASET/report.md`` and the pictures in it; a dry run does nothing.
 
     Raises:
-        UsageError: no run is kept.
+        UsageError: there are no results.
     """
+    if dry_run():
+        return
     folder = folder_of(dataset.name)
     systems = _systems(dataset)
-    study_sentences.keep(dataset, [result for results in systems.values() for result in results])
+    sentences.keep(dataset, [result for results in systems.values() for result in results])
     costs = {
         method: system_costs(
             dataset,
             method,
-            study_results.mean_capacity(results),
-            study_results.mean_experts_per_token(results),
+            mean_capacity(results),
+            mean_experts_per_token(results),
         )
         for method, results in systems.items()
     }
@@ -63,27 +66,26 @@ def write_report(dataset: Dataset) -> Path:
     def add(title: str, grid: Grid) -> None:
         parts.extend([f"## {title}", markdown(grid)] if grid.rows else [])
 
-    parts.append(markdown(study_tables.systems_table(dataset, systems, beside, costs, baseline)))
-    add("At equal cost", study_tables.equal_cost_table(systems, flops, baseline))
+    parts.append(markdown(tables.systems_table(dataset, systems, beside, costs, baseline)))
+    add("At equal cost", tables.equal_cost_table(systems, flops, baseline))
     add("The paper's claims", claims_table(dataset, systems, flops, baseline))
     if dataset.claims:
         add("Claims written down before", planned_claims(dataset, systems, flops))
-        add("By other measures", study_tables.other_measures(systems, baseline))
+        add("By other measures", tables.other_measures(systems, baseline))
     if dataset.classes:
-        add("By resource", study_tables.by_class(dataset, systems))
-        add("Requested capacity by target language", study_tables.by_target(dataset, systems))
-    add("BLEU by direction", study_tables.directions_table(dataset, beside))
+        add("By resource", tables.by_class(dataset, systems))
+        add("Requested capacity by target language", tables.by_target(dataset, systems))
+    add("BLEU by direction", tables.directions_table(dataset, beside))
     shown = groups(dataset.study, systems, baseline, largest=ROW)
     parts += ["## Pictures", *_pictures(folder, shown, flops, baseline)]
-    add("Runs", study_tables.runs_table(dataset, systems))
+    add("Runs", tables.runs_table(dataset, systems))
     write_whole(folder / FILE, "\n\n".join(part.rstrip() for part in parts) + "\n")
     print(f"# {folder / FILE}: what {sum(map(len, systems.values()))} runs show", flush=True)
-    return folder / FILE
 
 
 def _systems(dataset: Dataset) -> dict[str, list[Result]]:
-    """By method in the study's order, the runs in the order of their seeds."""
-    results = sorted(study_results.read(dataset.name), key=lambda result: order(result.name))
+    """The results by method, in the study's order, each method's ordered by seed."""
+    results = sorted(read(dataset.name), key=lambda result: order(result.name))
     if not results:
         raise UsageError(f"{folder_of(dataset.name)} holds no runs: scripts/study.sh makes them")
     for result in results[1:]:  # means over different directions cannot be compared
@@ -112,11 +114,11 @@ def _pictures(
 
 @styled
 def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
-    """Validation loss over FLOPs of training (``flops``: forward, per target token) and over hours.
+    """Validation loss over training FLOPs (``flops``: forward, per target token) and over hours.
 
-    The second half of each run's updates, in which systems can be told apart; a row for each group. Seeds
-    are thin lines, their mean is thick. Hours are those of the machine that trained most of a row's systems,
-    and of the seeds that it trained all of them with.
+    Only the second half of training, where systems can be told apart; a row for each group. Thin lines are
+    seeds, a thick line is their mean. Hours are of the machine that trained most of a row's systems, and of
+    the seeds with which it trained all of them.
     """
     rows, colours = len(groups), _colours(groups)
     figure, axes = new(rows, 2, width=9.0, height=3.6 * rows + 0.4, sharey="row")
@@ -144,7 +146,7 @@ def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
 
 
 def _machine(systems: Systems) -> str:
-    """The machine that trained most systems and, of two such, more runs."""
+    """The machine that trained most systems; of several such, the one that trained most runs."""
     runs = [(r.machine, method) for method, results in systems.items() for r in results if r.time]
     count = Counter(machine for machine, _ in runs)
     of_systems = Counter(machine for machine, _ in set(runs))
@@ -152,7 +154,7 @@ def _machine(systems: Systems) -> str:
 
 
 def _timed(systems: Systems, machine: str) -> dict[str, list[Result]]:
-    """Runs that were timed on the machine, of the seeds that all of their systems have, if there are any."""
+    """By method, the runs timed on the machine; only those of common seeds, if there are such seeds."""
     there = {m: [r for r in rs if r.time and r.machine == machine] for m, rs in systems.items()}
     there = {method: results for method, results in there.items() if results}
     seeds = [{r.seed for r in results} for results in there.values()]
@@ -161,13 +163,13 @@ def _timed(systems: Systems, machine: str) -> dict[str, list[Result]]:
 
 
 def _draw_curves(ax, colour: str, curves: Sequence[dict], column: str, label: str | None = None):
-    """Loss over a column; the mean is over the updates at which all seeds were validated."""
+    """Plot loss over a column; the mean takes the updates at which all seeds were validated."""
     if not curves:
         return
     for curve in curves if len(curves) > 1 else ():
         ax.plot(curve[column], curve["loss"], lw=0.6, color=colour, alpha=0.6)
     common = set.intersection(*(set(curve["update"]) for curve in curves))
-    if not common:  # of seeds that were validated at other updates
+    if not common:  # seeds were validated at different updates
         common, curves = set(curves[0]["update"]), curves[:1]
     at = [np.isin(curve["update"], sorted(common)) for curve in curves]
     x, y = (
@@ -187,12 +189,12 @@ def _second_half(result: Result) -> dict[str, np.ndarray]:
 
 @styled
 def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
-    """BLEU less the baseline's: a column for the mean and for each direction, a line for each method.
+    """BLEU less the baseline's: a column for the mean and for each direction, a bar for each method.
 
-    Bars are means over the seeds that both have, dots are the seeds. A row for each group that has the
-    baseline. None if nothing can be compared.
+    Bars are means over common seeds, dots are single seeds. A row for each group that has the baseline. None
+    if nothing can be compared.
     """
-    shown = [(systems, others) for systems in groups if (others := _beside(systems, baseline))]
+    shown = [(systems, others) for systems in groups if (others := _comparable(systems, baseline))]
     if not shown:
         return None
     directions = list(shown[0][0][baseline][0].scores)
@@ -226,8 +228,8 @@ def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
     return figure
 
 
-def _beside(systems: Systems, baseline: str) -> list[str]:
-    """The methods with a seed that the baseline has."""
+def _comparable(systems: Systems, baseline: str) -> list[str]:
+    """The methods that have a seed in common with the baseline."""
     of_baseline = {result.seed for result in systems.get(baseline, ())}
     return [
         method
@@ -241,7 +243,7 @@ def _bleu(result: Result, directions: Sequence[str]) -> float:
 
 
 def _colours(groups: Sequence[Systems]) -> dict[str, str]:
-    """A colour for each method, the same in all pictures, and different within a group while they last."""
+    """A colour for each method: the same in all pictures, and if possible different within a group."""
     found: dict[str, str] = {}
     for systems in groups:
         free = [c for c in COLOURS if c not in {found.get(method) for method in systems}]

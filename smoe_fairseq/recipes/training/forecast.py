@@ -1,4 +1,4 @@
-"""What ``scripts/train.sh`` says before it starts: the model's size, the memory it takes, what takes less."""
+"""The forecast of ``scripts/train.sh``: the model's size, the memory it takes, and flags that take less."""
 
 import os
 import subprocess
@@ -8,10 +8,11 @@ from pathlib import Path
 
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.data.text_files import count_lines
 from smoe_fairseq.recipes.folders import Folders, shard_names
-from smoe_fairseq.recipes.launcher import Launch
+from smoe_fairseq.recipes.training.launcher import Launch
 
-SECONDS = 120  # that training waits for the forecast at most
+SECONDS = 120  # timeout of the forecast
 # Memory beside the tensors, as measured (docs/cost.md). On a GPU: its context and gaps between blocks, as
 # a share of all. On a CPU: the bytes of a process, and gaps that malloc leaves, as a share of the tensors.
 GPU_SHARE = 0.1
@@ -22,8 +23,8 @@ _WARNING = "warning: "
 def forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Comments and warnings about a run of ``fairseq-train WORDS``; none with ``FORECAST=0``.
 
-    It is made in a process of its own, because fairseq and torch would stay in memory during training, and
-    an error in a forecast is no reason not to train.
+    A separate process makes it: fairseq and torch would stay in this one's memory during training, and an
+    error in a forecast should not stop training.
     """
     if os.environ.get("FORECAST") == "0":
         return [], []
@@ -124,10 +125,7 @@ def vocabulary(dataset: Dataset) -> int:
     from fairseq.data import Dictionary
 
     files = sorted(Folders(dataset.name).binary.glob("**/dict*.txt"))
-    words = dataset.subwords["vocab-size"]
-    if files:
-        with open(files[0], encoding="utf-8") as lines:
-            words = sum(1 for _ in lines)
+    words = count_lines(files[0]) if files else dataset.subwords["vocab-size"]
     return words + len(Dictionary()) + len(dataset.languages)
 
 

@@ -1,7 +1,7 @@
-"""Raw text: from a publisher's layout to the one that all data sets share.
+"""Raw text: from a publisher's layout to the layout that all data sets share.
 
-That is one folder with ``{split}.{pair}.{language}`` for the splits train, valid and test, in UTF-8; line
-``n`` of both sides of a pair is the same sentence.
+The shared layout is one folder with files ``{split}.{pair}.{language}`` for the splits train, valid and test,
+in UTF-8. Line ``n`` of both sides of a pair is the same sentence.
 """
 
 import functools
@@ -17,9 +17,9 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.data.text_files import count_lines, progress, shared
 from smoe_fairseq.recipes.folders import SIZES
 from smoe_fairseq.recipes.processes import report
-from smoe_fairseq.recipes.text_files import count_lines, progress, shared
 
 SPLITS = ("train", "valid", "test")
 SHARED = "{split}.{pair}.{language}"
@@ -27,7 +27,7 @@ SHARED = "{split}.{pair}.{language}"
 
 @dataclass(frozen=True)
 class Section:
-    """Lines ``start`` to ``stop`` (None: the end) of a file for each of a pair's languages."""
+    """Lines ``start`` to ``stop`` (None: the end) of a file per language of a pair."""
 
     files: dict[str, Path]
     start: int = 0
@@ -35,7 +35,7 @@ class Section:
 
     @property
     def size(self) -> int:
-        """Bytes, as a measure of the work; compressed ones count three times."""
+        """Bytes, as a measure of the work: compressed files count three times."""
         files = self.files.values()
         return sum(file.stat().st_size * (3 if file.suffix == ".gz" else 1) for file in files)
 
@@ -43,16 +43,16 @@ class Section:
 def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:
     """Bring the text of a folder (see `find`), or of an archive of messages, into the shared layout.
 
-    Runs of white space become single spaces, and with them the line separators at which other programs
-    would break a sentence. Training pairs with an empty side are left out. A pair without test files is
-    reported. The numbers of training pairs go to ``sizes.json`` beside ``target``.
+    Runs of white space become single spaces; this includes separators at which other programs would break
+    a line. Training pairs with an empty side are left out. A pair without test files is reported. The
+    numbers of training pairs go to ``sizes.json`` beside ``target``.
 
     Raises:
-        UsageError: a file is missing or damaged, or sides differ in length. An existing ``target`` is as
-            it was.
+        UsageError: a file is missing or damaged, or two sides differ in length. An existing ``target`` stays
+            unchanged.
     """
     if dataset.raw.get("messages") and not any(source.glob("train.*")):
-        from smoe_fairseq.recipes.messages import gather_messages
+        from smoe_fairseq.recipes.data.messages import gather_messages
 
         gather_messages(dataset, source, target)
         return
@@ -66,7 +66,9 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
         for pair in dataset.pairs
         if (section := _section(dataset, source, split, pair))
     ]
-    parts.sort(key=lambda part: -part[2].size)  # the longest first, so that no process ends late
+    parts.sort(
+        key=lambda part: -part[2].size
+    )  # the longest first, so that all processes end together
     size = sum(section.size for *_, section in parts)
     counts = {}
     with whole_folder(target, replace=True) as partial:
@@ -86,10 +88,10 @@ def write_sizes(raw: Path, sizes: dict[str, int]) -> None:
 
 
 def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
-    """The text of a pair; None, which is reported, if there is no test text.
+    """The text of a pair; None with a warning if it has no test text.
 
     Raises:
-        UsageError: other text is missing.
+        UsageError: training or validation text is missing.
     """
     section = find(dataset, source, split, pair)
     if isinstance(section, Section):
@@ -109,11 +111,11 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
 
 
 def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Path:
-    """The text of a pair in ``source``, or the path of a file that is missing there.
+    """The text of a pair in ``source``, or the path of a missing file.
 
-    A file, plain or ``.gz``, may be where its publisher has it, directly in ``source`` under the same name,
-    or there under the shared layout's name. A folder with one ``{language}.txt`` for each language is split
-    as ``raw.parallel`` says.
+    A file, plain or ``.gz``, may have its publisher's path, its publisher's name directly in ``source``, or
+    the shared layout's name there. A folder with one ``{language}.txt`` for each language is split as
+    ``raw.parallel`` says.
     """
     files = {}
     for language in pair.split("-"):
@@ -128,10 +130,10 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
 
 
 def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> tuple[str, ...]:
-    """The names that a publisher may give a file, by ``raw.files``, with either order of the pair.
+    """The names that a publisher's file may have, by the pattern ``raw.files`` with the pair in either order.
 
-    In the pattern ``{code}`` is the publisher's code for the language (``raw.codes``), ``{sorted}`` the pair
-    in alphabetical order, and ``{split}`` as ``raw.splits`` has it.
+    In the pattern, ``{code}`` is the publisher's code of the language (``raw.codes``), ``{sorted}`` is the
+    pair in alphabetical order, and ``{split}`` is the split's name in ``raw.splits``.
     """
     patterns = dataset.raw.get("files", SHARED)
     pattern = patterns if isinstance(patterns, str) else patterns[split]
@@ -150,7 +152,7 @@ def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> t
 
 
 def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
-    """For each of a publisher's files the names that it may have."""
+    """The names that each of a publisher's files may have."""
     files = (
         publisher_names(dataset, split, pair, language)
         for split in SPLITS
@@ -161,7 +163,7 @@ def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
 
 
 def _parallel(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
-    """The pair's part of ``{language}.txt``; None if ``source`` is not such a folder."""
+    """The pair's lines of ``{language}.txt``; None if ``source`` has no such files."""
     files = {language: source / f"{language}.txt" for language in dataset.languages}
     if not all(file.is_file() for file in files.values()):
         return None
@@ -237,8 +239,6 @@ def _lines(path: Path) -> Iterator[str]:
         raise UsageError(f"{path} is not UTF-8 text: {error.reason}") from None
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise UsageError(f"{path} is damaged: delete it and get it again") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def check(
@@ -249,14 +249,14 @@ def check(
     for pair in dataset.pairs:
         for split in (*needed, "test"):
             files = [raw / f"{split}.{pair}.{language}" for language in pair.split("-")]
-            missing = [file for file in files if not file.exists()]
-            if split == "test" and not missing:
+            there = [file for file in files if file.exists()]
+            for file in there:
+                _refuse_empty(file, split, pair)
+            if there == files and split == "test":
                 tested.append(pair)
-            elif split != "test" and missing:
-                raise UsageError(f"{missing[0]} is missing: {pair} needs it to {split}")
-            for file in files:
-                if file not in missing:
-                    _refuse_empty(file, split, pair)
+            elif there != files and split != "test":
+                missing = next(file for file in files if file not in there)
+                raise UsageError(f"{missing} is missing: {pair} needs it to {split}")
     return tuple(tested)
 
 

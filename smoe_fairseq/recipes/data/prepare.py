@@ -6,11 +6,11 @@ from pathlib import Path
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.adopt import binarised_folder
 from smoe_fairseq.recipes.config import Dataset, arguments
-from smoe_fairseq.recipes.download import remote_files
+from smoe_fairseq.recipes.data.binarise import binarised_folder
+from smoe_fairseq.recipes.data.download import remote_files
+from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.folders import Folders, given_path
-from smoe_fairseq.recipes.launcher import cores
 from smoe_fairseq.recipes.processes import (
     command,
     dry_run,
@@ -20,15 +20,15 @@ from smoe_fairseq.recipes.processes import (
     unfinished,
     whole_number,
 )
-from smoe_fairseq.recipes.raw import check
+from smoe_fairseq.recipes.training.launcher import cores
 
 FAIRSEQ_POSITIONS = 1024  # the default of --max-source-positions
 
 
 def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
-    """Fetch the text or take it from ``RAW``, learn subwords and binarise every pair, once.
+    """Download the text or take it from ``RAW``, learn subwords, and binarise every pair.
 
-    ``flags`` go to the step that learns the subwords.
+    Does nothing if that is done already. ``flags`` go to the step that learns subwords.
     """
     folders = Folders(dataset.name)
     if dry_run():
@@ -36,10 +36,7 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
         return
     if _is_prepared(folders):
         return
-    try:
-        folders.data.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"DATA_DIR: {folders.data} cannot be made: {error.strerror}") from None
+    folders.data.mkdir(parents=True, exist_ok=True)
     files.take(folders.data, files.PREPARATION)
     try:
         if not _is_prepared(folders):  # by another process meanwhile
@@ -82,12 +79,12 @@ def _partial(folder: Path) -> Path:
 
 
 def _archive(dataset: Dataset, folders: Folders, given: Path | None) -> Path | None:
-    """The archive of binarised text, or its folder; None if the data set is made of text."""
+    """The archive of binarised text, or its folder; None if the data set is prepared from text."""
     if not dataset.raw.get("binarised"):
         return None
     if given:
         return given if given.is_file() or binarised_folder(dataset, given) else None
-    if any(folders.raw.glob("train.*")):  # gathered before, or put there
+    if any(folders.raw.glob("train.*")):  # text from before, or put there by the user
         return None
     return folders.download / remote_files(dataset)[0].name
 
@@ -142,7 +139,7 @@ def _binarised(
 
 
 def _longest(dataset: Dataset) -> int:
-    """Pieces of a source sentence of the test set; with language token and end they fit the model."""
+    """The most pieces of a test sentence that fit the model beside the language token and the end."""
     return dataset.train.get("max-source-positions", FAIRSEQ_POSITIONS) - 2
 
 

@@ -1,0 +1,350 @@
+"""Binarised text: what ``fairseq-preprocess`` writes, byte for byte, or other people's as it is.
+
+The format is fairseq 0.12.2's ``MMapIndexedDataset``: a ``.bin`` file of all token numbers, and an ``.idx``
+file with the sentences' lengths and where they begin.
+"""
+
+import os
+import shutil
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import whole_files, whole_folder
+from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.data.download import extract
+from smoe_fairseq.recipes.data.raw import SPLITS, Section, copy_pair, write_sizes
+from smoe_fairseq.recipes.data.subwords import encode_files, load_model
+from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk
+from smoe_fairseq.recipes.folders import shard_folders
+
+SUFFIXES = ("bin", "idx")
+SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # the first entries of every dictionary of fairseq
+EOS, UNKNOWN = SPECIAL.index("</s>"), SPECIAL.index("<unk>")
+_HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the numbers' type, sentences
+_MAGIC = b"MMIDIDX\0\0"
+_CODES = {np.dtype(np.uint16): 8, np.dtype(np.uint32): 9}
+
+
+def binarise(
+    dataset: Dataset, text: Path, dictionary: Path, output: Path, workers: int = 1
+) -> None:
+    """Binarise every pair's splits in ``text`` (and its shards) to ``output``.
+
+    Each shard gets ``{split}.{pair}.{language}.bin`` and ``.idx``, which serve both directions of a pair,
+    and a copy of the dictionary for each language. ``workers`` do not change the result.
+
+    Raises:
+        UsageError: a pair has no text to train or validate; or see `read_dictionary`.
+    """
+    files = {
+        output / folder.relative_to(text) / file.name: file
+        for i, folder in enumerate(shard_folders(text))
+        for pair in dataset.pairs
+        for file in _files(folder, pair, training_only=i > 0)
+    }
+    shards = sorted({target.parent for target in files})
+    copies = [shard / f"dict.{lang}.txt" for shard in shards for lang in dataset.languages]
+    vocabulary = read_dictionary(dictionary)
+    targets = [f"{target}.{suffix}" for target in files for suffix in SUFFIXES]
+    for shard in shards:
+        shard.mkdir(parents=True, exist_ok=True)
+    with whole_files([*copies, *targets], called=str(output)) as partials:
+        for copy in partials[: len(copies)]:
+            Path(copy).write_bytes(dictionary.read_bytes())
+        pairs = zip(partials[len(copies) :: 2], partials[len(copies) + 1 :: 2], strict=True)
+        written = dict(zip(files.values(), pairs, strict=True))
+        told = binarise_files(vocabulary, written, workers)
+    print(f"{output}: {len(files)} files, {told}", flush=True)
+
+
+def _files(folder: Path, pair: str, training_only: bool) -> Iterator[Path]:
+    """The pair's files; fairseq looks for validation and test in the first shard only."""
+    for split in SPLITS[:1] if training_only else SPLITS:
+        files = [folder / f"{split}.{pair}.{language}" for language in pair.split("-")]
+        missing = [file for file in files if not file.is_file()]
+        if not missing:
+            yield from files
+        elif split != "test":
+            raise UsageError(f"{missing[0]} is missing: {pair} needs it to {split}")
+
+
+class Vocabulary(dict[str, int]):
+    """Maps each word of a dictionary to its number, and any other word to that of ``<unk>``."""
+
+    def __missing__(self, _word: str) -> int:
+        return UNKNOWN
+
+
+def read_dictionary(file: Path) -> Vocabulary:
+    """Read a dictionary in fairseq's format: a word and its count per line, numbered after the special words.
+
+    Raises:
+        UsageError: the file has another format, or has a word twice.
+    """
+    words = Vocabulary({word: number for number, word in enumerate(SPECIAL)})
+    try:
+        with open(file, encoding="utf-8") as lines:
+            for line in lines:
+                word, separator, count = line.rstrip().rpartition(" ")
+                if not separator or not count.lstrip("-").isdecimal() or word in words:
+                    raise UsageError(
+                        f"{file} is not a dictionary: expected a word that no other line has, a space and a "
+                        f"count, not {line.rstrip()!r}"
+                    )
+                words[word] = len(words)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 text: {error.reason}") from None
+    return words
+
+
+@dataclass(frozen=True)
+class _Binariser:
+    """Maps a chunk to the bytes of its numbers, its sentences' lengths and its number of unknown words."""
+
+    vocabulary: Vocabulary
+    kind: np.dtype
+
+    def __call__(self, chunk: Chunk) -> tuple[bytes, np.ndarray, int]:
+        numbers, lengths = array("i"), array("i")
+        for line in chunk.lines():
+            words = line.split()
+            numbers.extend(map(self.vocabulary.__getitem__, words))
+            numbers.append(EOS)
+            lengths.append(len(words) + 1)
+        content = np.frombuffer(numbers, dtype=np.int32)
+        unknown = int((content == UNKNOWN).sum())
+        return content.astype(self.kind).tobytes(), np.array(lengths, dtype=np.int32), unknown
+
+
+def binarise_files(
+    vocabulary: Vocabulary, files: dict[Path, tuple[str, str]], workers: int = 1
+) -> str:
+    """Write the ``.bin`` and the ``.idx`` given for each file; returns the counts, as words to print."""
+    kind = np.dtype(np.uint16 if len(vocabulary) < 65500 else np.uint32)  # as fairseq chooses
+    sentences = tokens = unknown = 0
+    with by_chunk("binarise", _Binariser(vocabulary, kind), files, workers) as by_file:
+        for file, results in by_file:
+            data, index = files[file]
+            lengths = [np.zeros(0, dtype=np.int32)]
+            with open(data, "wb") as output:
+                for content, of_chunk, count in results:
+                    output.write(content)
+                    lengths.append(of_chunk)
+                    unknown += count
+            whole = np.concatenate(lengths)
+            Path(index).write_bytes(_index(whole, kind))
+            sentences += len(whole)
+            tokens += int(whole.sum(dtype=np.int64))
+    return f"{sentences:,} sentences, {tokens:,} tokens, {unknown:,} of them unknown"
+
+
+def _index(lengths: np.ndarray, kind: np.dtype) -> bytes:
+    """The content of an ``.idx`` file: ``lengths`` (int32) of sentences with numbers of type ``kind``."""
+    starts = np.zeros(len(lengths), dtype=np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=starts[1:])
+    header = _HEADER.pack(_MAGIC, 1, _CODES[kind], len(lengths))
+    return header + lengths.tobytes() + (starts * kind.itemsize).tobytes()
+
+
+def count_sentences(index: Path) -> int:
+    """The number of sentences in an ``.idx`` file; raises UsageError if it is no such file, or cut off."""
+    with open(index, "rb") as file:
+        header = file.read(_HEADER.size)
+    if len(header) == _HEADER.size and header.startswith(_MAGIC):
+        sentences = _HEADER.unpack(header)[-1]
+        if index.stat().st_size == _HEADER.size + 12 * sentences:  # an int32 and an int64 of each
+            return sentences
+    raise UsageError(f"{index} is cut off, or not an index of fairseq-preprocess")
+
+
+# Binarised text of other authors, as an archive or a folder, which is checked and used as it is.
+
+
+def adopt(dataset: Dataset, source: Path, raw: Path, output: Path, longest: int = 0) -> None:
+    """Take an archive, or the folder it was unpacked to, as the data for training and evaluation.
+
+    The numbers of training pairs go to ``sizes.json`` beside ``raw``.
+
+    Args:
+        raw: gets the test text, in the layout that all data sets share.
+        output: gets the binarised text, its dictionary and ``spm.model``. Test sets that the archive has as
+            text only are encoded and binarised. Files of a folder are linked if possible.
+        longest: pieces after which a line of such a test set is cut off; 0: never.
+
+    Raises:
+        UsageError: the archive lacks a part, or a part has the wrong content.
+    """
+    with whole_folder(output) as numbers, whole_folder(raw, replace=True) as text:
+        given = text / "given"
+        wanted = _wanted(dataset, numbers, given)
+        if source.is_dir():
+            _link(binarised_folder(dataset, source) or source, wanted)
+        else:
+            extract(source, wanted)
+        archive = _Archive(dataset, source, numbers, given)
+        archive.check_subwords()
+        archive.complete_dictionaries()
+        sizes = {pair.split("-")[1]: archive.count(pair) for pair in dataset.pairs}
+        archive.take_tests(text, longest)
+        shutil.rmtree(given)
+        write_sizes(raw, sizes)
+    print(f"{output}: {sum(sizes.values()):,} training pairs as they are in {source}", flush=True)
+
+
+def binarised_folder(dataset: Dataset, folder: Path) -> Path | None:
+    """The folder below which ``raw.binarised`` has its paths; None if there is none.
+
+    It is ``folder``, a folder in it, or the one above if ``folder`` is the top folder of the archive.
+    """
+    if not (layout := dataset.raw.get("binarised")) or not folder.is_dir():
+        return None
+    places = [folder, *sorted(folder.iterdir())]
+    if folder.resolve().name == Path(layout["text"]).parts[0]:
+        places.append(folder.resolve().parent)
+    return next((place for place in places if (place / layout["text"]).is_dir()), None)
+
+
+def _wanted(dataset: Dataset, numbers: Path, given: Path) -> dict[str, Path]:
+    """The file to write for each name of interest in the archive."""
+    layout = dataset.raw["binarised"]
+    wanted = {layout["vocabulary"]: numbers / "spm.model"}
+    names = ["dict.txt", *(f"dict.{language}.txt" for language in dataset.languages)]
+    for pair in dataset.pairs:
+        for order in _orders(pair):
+            names += [file for split in SPLITS for file in _names(split, order)]
+            for language in pair.split("-"):
+                name = layout["test"].format(pair=order, language=language)
+                wanted[name] = given / f"{order}.{language}"
+    return wanted | {f"{layout['text']}/{name}": numbers / name for name in names}
+
+
+def _orders(pair: str) -> tuple[str, str]:
+    return pair, "-".join(reversed(pair.split("-")))
+
+
+def _names(split: str, order: str) -> Iterator[str]:
+    for language in order.split("-"):
+        for suffix in SUFFIXES:
+            yield f"{split}.{order}.{language}.{suffix}"
+
+
+def _link(folder: Path, wanted: dict[str, Path]) -> None:
+    for name, target in wanted.items():
+        if (file := folder / name).is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file.resolve(), target)
+            except OSError:  # on another disk
+                shutil.copyfile(file, target)
+
+
+class _Archive:
+    """The parts of an archive that were extracted: binarised text to ``numbers``, test text to ``given``."""
+
+    def __init__(self, dataset: Dataset, source: Path, numbers: Path, given: Path):
+        self.dataset = dataset
+        self.layout = dataset.raw["binarised"]
+        self.source = source
+        self.numbers = numbers
+        self.given = given
+
+    def missing(self, name: str, use: str) -> UsageError:
+        return UsageError(
+            f"{self.source} has no {name}, {use}: expected the archive of docs/reproduce.md, whole, or "
+            f"RAW=folder with {self.dataset.name}'s text"
+        )
+
+    def check_subwords(self) -> None:
+        model = self.numbers / "spm.model"
+        if not model.exists():
+            raise self.missing(self.layout["vocabulary"], "the model of the subwords")
+        try:
+            load_model(model)
+        except UsageError:
+            raise UsageError(
+                f"{self.source}: {self.layout['vocabulary']} is not a sentencepiece model"
+            ) from None
+
+    def complete_dictionaries(self) -> None:
+        """Write the one dictionary under every name that it should have."""
+        names = ["dict.txt", *(f"dict.{language}.txt" for language in self.dataset.languages)]
+        found = sorted(self.numbers.glob("dict*.txt"))
+        if not found:
+            raise self.missing(f"{self.layout['text']}/{names[1]}", "the dictionary")
+        content = found[0].read_bytes()
+        for file in found[1:]:
+            if file.read_bytes() != content:
+                raise UsageError(
+                    f"{self.source}: {found[0].name} and {file.name} differ; expected one dictionary for all "
+                    "languages"
+                )
+        for name in names:
+            file = self.numbers / name
+            if not file.exists():  # an existing one may be a link to the user's file
+                file.write_bytes(content)
+
+    def count(self, pair: str) -> int:
+        """The number of training sentences; raises UsageError without any, or without validation text."""
+        for split in ("valid", "train"):
+            if not (sentences := self.sentences(split, pair)):
+                name = f"{self.layout['text']}/{next(_names(split, pair))}"
+                raise self.missing(name, f"which {pair} needs to {split}")
+        return sentences
+
+    def sentences(self, split: str, pair: str) -> int:
+        """The number of sentences in a pair's split, 0 without one; the pair may be named in either order."""
+        counts = []
+        for order in _orders(pair):
+            names = list(_names(split, order))
+            there = [name for name in names if (self.numbers / name).exists()]
+            if not there:
+                continue
+            if lost := sorted(set(names) - set(there)):
+                raise self.missing(f"{self.layout['text']}/{lost[0]}", f"though it has {there[0]}")
+            indices = [name for name in names if name.endswith(".idx")]
+            sides = {index: count_sentences(self.numbers / index) for index in indices}
+            if len(set(sides.values())) > 1:
+                told = " and ".join(f"{count} in {name}" for name, count in sides.items())
+                raise UsageError(f"{self.source} has {told}: expected as many sentences in both")
+            counts.append(next(iter(sides.values())))
+        return counts[0] if counts else 0
+
+    def take_tests(self, text: Path, longest: int) -> None:
+        """Copy the test text to ``text``, and binarise the tests that are there as text only."""
+        to_binarise = []
+        for pair in self.dataset.pairs:
+            lines = self.copy_test(pair, text)
+            sentences = self.sentences("test", pair)
+            if not sentences:
+                to_binarise += [text / f"test.{pair}.{language}" for language in pair.split("-")]
+            elif sentences != lines:
+                raise UsageError(
+                    f"{self.source} has {sentences} sentences of the test of {pair} binarised, and {lines} "
+                    "as text: expected as many"
+                )
+        if not to_binarise:
+            return
+        pieces = self.given / "pieces"
+        pieces.mkdir()
+        encode_files(load_model(self.numbers / "spm.model"), to_binarise, [pieces], longest)
+        outputs = {
+            pieces / file.name: tuple(str(self.numbers / f"{file.name}.{s}") for s in SUFFIXES)
+            for file in to_binarise
+        }
+        told = binarise_files(read_dictionary(self.numbers / "dict.txt"), outputs)
+        print(f"tests, which are there as text only: {told}", flush=True)
+
+    def copy_test(self, pair: str, text: Path) -> int:
+        for order in _orders(pair):
+            files = {lang: self.given / f"{order}.{lang}" for lang in pair.split("-")}
+            if all(file.exists() for file in files.values()):
+                if lines := copy_pair(Section(files), text / f"test.{pair}", keep_empty=True):
+                    return lines
+        name = self.layout["test"].format(pair=pair, language=pair.split("-")[0])
+        raise self.missing(name, f"or no line in it, which scores of {pair} are made with")

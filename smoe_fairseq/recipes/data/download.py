@@ -1,0 +1,336 @@
+"""A data set's files from the network and from archives: downloads that resume and are checked."""
+
+import gzip
+import hashlib
+import http.client
+import os
+import shutil
+import stat
+import struct
+import sys
+import tarfile
+import urllib.error
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from lzma import LZMAError
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import check_plain, put_in_place, whole_folder
+from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.data.raw import all_publisher_names
+
+ATTEMPTS = 3
+TIMEOUT_SECONDS = 60
+_BLOCK = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file to download; ``size`` in bytes and ``sha256`` if they are known."""
+
+    url: str
+    name: str
+    size: int | None = None
+    sha256: str | None = None
+
+
+def remote_files(dataset: Dataset) -> list[Remote]:
+    """The files to download for a data set: single files (``raw.url``) or ``raw.archives``."""
+    if url := dataset.raw.get("url"):
+        checksums = dataset.raw.get("sha256", {})
+        urls = (url.format(file=names[0]) for names in all_publisher_names(dataset))
+        named = ((address, address.rsplit("/", 1)[-1]) for address in urls)
+        return [Remote(address, name, None, checksums.get(name)) for address, name in named]
+    return [
+        Remote(
+            entry["url"],
+            entry.get("file") or entry["url"].rsplit("/", 1)[-1],
+            entry.get("size"),
+            entry.get("sha256"),
+        )
+        for entry in dataset.raw.get("archives", [])
+    ]
+
+
+def fetch(dataset: Dataset, folder: Path) -> None:
+    """Download the data set's files that ``folder`` lacks, and check the existing ones."""
+    for remote in remote_files(dataset):
+        target = folder / remote.name
+        if target.exists():
+            if fault := _fault(remote, target):
+                raise UsageError(f"{target} has {fault}: delete it and get it again")
+            continue
+        try:
+            download(remote, target)
+        except OSError as error:
+            raise UsageError(
+                f"cannot download {remote.url} ({error}): go online and repeat, put the file at "
+                f"{target}, or give a folder with {dataset.name}'s files as RAW=folder"
+            ) from None
+
+
+def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
+    """Extract from the data set's archives the files that ``raw.files`` names, to ``target``.
+
+    Raises:
+        UsageError: an archive is missing, or see `extract`.
+    """
+    if target.exists():
+        print(f"{target} is unpacked already: delete it to unpack it again", flush=True)
+        return
+    names = {name for names in all_publisher_names(dataset) for name in names}
+    names |= {f"{name}.gz" for name in names}
+    archives = [downloads / remote.name for remote in remote_files(dataset)]
+    for archive in archives:
+        if not archive.is_file():
+            raise UsageError(
+                f"{archive} is missing: run scripts/prepare.sh {dataset.name} to fetch it"
+            )
+    with whole_folder(target) as partial:
+        wanted = {name: partial / name for name in names}
+        counts = {archive: extract(archive, wanted) for archive in archives}
+    for archive, count in counts.items():
+        print(f"{archive}: {count} files unpacked", flush=True)
+
+
+def download(remote: Remote, target: Path) -> None:
+    """Download to ``target.part`` and rename it; resume the ``.part`` of an earlier attempt.
+
+    Raises:
+        OSError: the server cannot be reached, or breaks off repeatedly.
+        UsageError: the content is not the expected one, or the disk is full.
+    """
+    part = target.with_name(f"{target.name}.part")
+    with _writing(part):
+        part.parent.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            _append_rest(remote.url, part)
+            break
+        except urllib.error.HTTPError as error:
+            if error.code < 500 or attempt == ATTEMPTS:
+                raise
+        except (OSError, http.client.HTTPException) as error:
+            if attempt == ATTEMPTS:
+                raise OSError(str(error)) from error
+        print(f"{target.name}: interrupted, resuming", file=sys.stderr, flush=True)
+    if fault := _fault(remote, part):
+        part.unlink()
+        raise UsageError(f"{remote.url} has {fault}")
+    with _writing(part):
+        put_in_place(part, target)
+
+
+def _append_rest(url: str, part: Path) -> None:
+    """Download what ``part`` still lacks; raises ConnectionError if the connection breaks off."""
+    have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
+    except urllib.error.HTTPError as error:
+        if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+            raise
+        if error.headers.get("Content-Range") == f"bytes */{have}":
+            return  # complete: an earlier attempt ended just before renaming it
+        part.unlink()  # longer than the server's file, so perhaps of another file
+        return _append_rest(url, part)
+    with response:
+        resumed = response.status == http.client.PARTIAL_CONTENT
+        have = have if resumed else 0
+        length = response.headers.get("Content-Length")
+        with _writing(part):
+            output = open(part, "ab" if resumed else "wb")
+        try:
+            while block := response.read(_BLOCK):
+                with _writing(part):
+                    output.write(block)
+        finally:
+            with _writing(part):
+                output.close()
+        size = part.stat().st_size
+    if length is not None and size < have + int(length):
+        raise ConnectionError(f"cut off after {size} of {have + int(length)} bytes")
+    print(f"{url}: {size:,} bytes", flush=True)
+
+
+@contextmanager
+def _writing(part: Path) -> Iterator[None]:
+    """Raise UsageError for an error of the disk, so that the network is not tried again."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{part} cannot be written: {error.strerror}; what is there already is used by the next attempt"
+        ) from None
+
+
+def _fault(remote: Remote, path: Path) -> str | None:
+    """What is wrong with a file, judged by its size and checksum where these are known."""
+    if remote.size and (size := path.stat().st_size) != remote.size:
+        return f"{size} bytes, not {remote.size} as expected"
+    if remote.sha256:
+        with open(path, "rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != remote.sha256:
+            return f"the SHA-256 checksum {found}, not {remote.sha256} as expected"
+    return None
+
+
+def fetch_tokenizer(name: str) -> None:
+    """Download the model of a sacreBLEU tokenizer (``flores200``) to where sacreBLEU looks for it.
+
+    sacreBLEU would download it after everything is translated, and take the empty file that a failed
+    download leaves for the model.
+    """
+    url, target = _tokenizer(name)
+    if tokenizer_file(name):
+        return
+    try:
+        download(Remote(url, target.name), target)
+    except OSError as error:
+        raise UsageError(
+            f"cannot fetch sacreBLEU's {name} tokenizer ({error}): download {url} where there is a "
+            f"network and put it at {target} (the folder is $SACREBLEU, or else ~/.sacrebleu)"
+        ) from None
+
+
+def tokenizer_file(name: str) -> Path | None:
+    """The model's file if it exists."""
+    file = _tokenizer(name)[1]
+    return file if file.exists() and file.stat().st_size else None
+
+
+def _tokenizer(name: str) -> tuple[str, Path]:
+    """The model's address, and where sacreBLEU looks for it."""
+    from sacrebleu.tokenizers.tokenizer_spm import SPM_MODELS
+    from sacrebleu.utils import SACREBLEU_DIR
+
+    url = SPM_MODELS[name]["url"]
+    return url, Path(SACREBLEU_DIR) / "models" / Path(url).name
+
+
+# Zip and tar archives with any compression. Only the wanted files are extracted.
+
+_DAMAGE = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, gzip.BadGzipFile),
+    *(struct.error, ValueError),  # from headers of nonsense
+)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A member of an archive; ``open`` returns the content of a regular file."""
+
+    name: str
+    regular: bool
+    size: int
+    open: Callable[[], IO[bytes]]
+
+
+def read_members(
+    archive: Path, wanted: Callable[[PurePosixPath], bool]
+) -> Iterator[tuple[PurePosixPath, bytes]]:
+    """Yield name and content of the wanted regular files, in the archive's order.
+
+    Raises:
+        UsageError: the archive is missing, damaged, or has a password.
+    """
+    with _naming(archive):
+        for member in _members(archive):
+            path = PurePosixPath(member.name)
+            if member.regular and wanted(path):
+                with member.open() as content:
+                    yield path, content.read()
+
+
+def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
+    """Write the wanted members; returns how many there were.
+
+    Args:
+        wanted: the file to write for each name. A member matches a name that is the end of its path.
+
+    Raises:
+        UsageError: the archive is missing, damaged, has a password, or has a member with an absolute path or
+            ".."; or a wanted member is no plain file, is larger than the free space, or comes twice.
+    """
+    found = {}
+    with _naming(archive, os.path.commonpath(wanted.values()) if wanted else None):
+        for member in _members(archive):
+            path = PurePosixPath(member.name.replace("\\", "/"))
+            if path.is_absolute() or ".." in path.parts:
+                raise UsageError(f"{archive} holds {member.name!r}, outside of it: do not trust it")
+            endings = ("/".join(path.parts[i:]) for i in range(len(path.parts)))
+            name = next((ending for ending in endings if ending in wanted), None)
+            if name is None:
+                continue
+            if not member.regular:
+                raise UsageError(f"{archive} holds {member.name!r}, which is not a plain file")
+            if name in found:
+                raise UsageError(
+                    f"{archive} holds {found[name]!r} and {member.name!r} for one file"
+                )
+            found[name] = member.name
+            output = wanted[name]
+            output.parent.mkdir(parents=True, exist_ok=True)
+            if member.size > shutil.disk_usage(output.parent).free:
+                raise UsageError(
+                    f"{archive} holds {member.name!r} of {member.size:,} bytes, for which "
+                    f"{output.parent} has no room"
+                )
+            with member.open() as content, open(output, "wb") as copy:
+                shutil.copyfileobj(content, copy)
+    return len(found)
+
+
+@contextmanager
+def _naming(archive: Path, folder: str | None = None) -> Iterator[None]:
+    """Turn errors into a UsageError that names the archive and the ``folder`` to which it is extracted."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # bz2's error for damage
+            raise _damaged(archive, error) from None
+        what = f"unpacked to {folder}" if folder else "read"
+        raise UsageError(f"{archive} cannot be {what}: {error.strerror}") from None
+    except _DAMAGE as error:
+        raise _damaged(archive, error) from None
+    except RuntimeError as error:  # zipfile's, for a password or an unknown method
+        raise UsageError(
+            f"{archive} cannot be unpacked ({error}): expected an archive without a password, zip or tar, "
+            "compressed by deflate, gzip, bzip2 or xz"
+        ) from None
+
+
+def _damaged(archive: Path, error: Exception) -> UsageError:
+    reason = " ".join(str(error).split())  # tarfile's has a line for each compression
+    return UsageError(f"{archive} cannot be unpacked ({reason}): delete it and get it again")
+
+
+def _members(archive: Path) -> Iterator[_Member]:
+    """All members except folders, in the archive's order; each has to be read before the next."""
+    check_plain(archive)
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as content:
+            for info in content.infolist():
+                kind = stat.S_IFMT(info.external_attr >> 16)  # 0 if it was not packed on Unix
+                if not info.is_dir():
+                    regular = kind in (0, stat.S_IFREG)
+                    read = partial(content.open, info)
+                    yield _Member(info.filename, regular, info.file_size, read)
+    else:
+        with tarfile.open(archive) as content:
+            for info in content:
+                if not info.isdir():
+                    read = partial(content.extractfile, info)
+                    yield _Member(info.name, info.isreg(), info.size, read)
+            while content.fileobj.read(
+                2**20
+            ):  # to the end, which checks the compression's checksum
+                pass

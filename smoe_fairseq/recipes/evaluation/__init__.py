@@ -1,0 +1,1 @@
+"""Translations, their scores, and tables of these."""

@@ -1,0 +1,337 @@
+"""Is one system better than another: intervals over seeds, the bootstrap over sentences, ``--compare``."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics.base import Metric
+from sacrebleu.significance import PairedTest
+
+from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.table import Grid, number
+from smoe_fairseq.recipes.folders import Folders, method_of, order, seed_in, tested_text
+
+SAMPLES = 1000  # of the bootstrap
+BySeed = Mapping[int | None, float]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A ``mean`` over ``count`` seeds with its 95 percent interval; no interval for a single seed."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    count: int
+
+    def map(self, function: Callable[[float], float]) -> "Difference":
+        """The same in other units, by an increasing function."""
+        ends = (None if end is None else function(end) for end in (self.low, self.high))
+        return Difference(function(self.mean), *ends, self.count)
+
+    def __format__(self, spec: str) -> str:
+        """``spec`` is the format of each number."""
+        numbers = (self.mean, self.low, self.high)
+        mean, low, high = (None if n is None else format(n, spec or "+.2f") for n in numbers)
+        return mean if low is None else f"{mean} [{low}, {high}]"
+
+    def interval(self, spec: str) -> str:
+        """The interval alone; empty if there is none."""
+        return format(self, spec).partition(" ")[2]
+
+
+def _around(values: Sequence[float], error: float, freedom: int) -> Difference:
+    """The mean of ``values``, given their mean's standard ``error`` and its degrees of freedom."""
+    mean = statistics.fmean(values)
+    if not freedom:
+        return Difference(mean, None, None, len(values))
+    from scipy import special  # slow to import, and only a study needs it
+
+    width = float(special.stdtrit(freedom, 0.975)) * error
+    return Difference(mean, mean - width, mean + width, len(values))
+
+
+def interval(values: Sequence[float]) -> Difference:
+    """The mean and the interval of Student's t-test."""
+    count = len(values)
+    error = float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+    return _around(values, error, count - 1)
+
+
+def paired(first: BySeed, second: BySeed) -> Difference | None:
+    """``second`` less ``first`` over their common seeds, with the interval of the paired t-test.
+
+    Pairs are by seed because a seed gives all systems the same batches in the same order. None without a
+    common seed.
+    """
+    common = [seed for seed in first if seed in second]
+    return interval([second[seed] - first[seed] for seed in common]) if common else None
+
+
+@dataclass(frozen=True)
+class Chance:
+    """The standard deviation of a run's residual, and its degrees of freedom.
+
+    ``shares`` are the systems' shares of the sum of squares. If one system has most of it, chance is not
+    equally wide for all systems.
+    """
+
+    deviation: float
+    freedom: int
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+    def between(self, first: BySeed, second: BySeed) -> Difference | None:
+        """``second`` less ``first`` over their common seeds; None without one."""
+        apart = [second[seed] - first[seed] for seed in first if seed in second]
+        return self.around(apart) if apart else None
+
+    def around(self, apart: Sequence[float]) -> Difference:
+        """The mean of two systems' differences, one for each seed, with its interval."""
+        return _around(apart, self.deviation * math.sqrt(2 / len(apart)), self.freedom)
+
+
+def chance(points: Mapping[str, BySeed]) -> Chance:
+    """The residuals of the model ``number = effect of the system + effect of the seed + residual``.
+
+    The effects are fitted by least squares. Values that are not finite (of runs that diverged) are left out.
+    With two systems this is the paired t-test.
+    """
+    cells = [(s, seed) for s in points for seed, x in points[s].items() if math.isfinite(x)]
+    if not cells:
+        return Chance(0.0, 0)
+    values = np.array([points[system][seed] for system, seed in cells])
+    systems, seeds = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    sums = np.zeros((len(cells), len(systems) + len(seeds)))
+    for row, (system, seed) in enumerate(cells):
+        sums[row, systems.index(system)] = sums[row, len(systems) + seeds.index(seed)] = 1
+    found, _, rank, _ = np.linalg.lstsq(sums, values, rcond=None)
+    freedom = len(cells) - int(rank)
+    squares: dict[str, float] = {}
+    for (system, _), left in zip(cells, values - sums @ found, strict=True):
+        squares[system] = squares.get(system, 0.0) + float(left) ** 2
+    total = math.fsum(squares.values())
+    if not freedom or not total:
+        return Chance(0.0, freedom)
+    shares = {system: each / total for system, each in squares.items()}
+    return Chance(math.sqrt(total / freedom), freedom, shares)
+
+
+def spearman(first: np.ndarray, second: np.ndarray) -> float:
+    """Spearman's rank correlation; NaN if all values of one are equal."""
+    from scipy import stats
+
+    with quietly():  # scipy warns of equal values
+        return float(stats.spearmanr(first, second).statistic)
+
+
+class SentenceCounter:
+    """Counts what a metric (one of `scores.METRICS`) is made of, in each sentence of a direction.
+
+    Raises:
+        UsageError: the references are missing.
+    """
+
+    def __init__(self, dataset: Dataset, direction: str, metric: str):
+        self.reference = tested_text(dataset, direction, direction.split("-")[1])
+        references = _lines(self.reference)
+        self.sentences = len(references)
+        if metric == scores.CHRF:
+            self.metric: Metric = CHRF(word_order=2, references=[references])
+        else:
+            own = str(dataset.sacrebleu.get("tokenize", "13a"))
+            tokenize = scores.SPBLEU_TOKENIZER if metric == scores.SPBLEU else own
+            self.metric = BLEU(tokenize=tokenize, references=[references])
+
+    def count(self, translations: Path) -> np.ndarray:
+        """The counts as sacreBLEU makes them, of shape ``(sentences, numbers)``.
+
+        Raises:
+            UsageError: translations are missing, or more or fewer than the references.
+        """
+        lines = _lines(translations)
+        if len(lines) != self.sentences:
+            raise UsageError(
+                f"{translations} has {len(lines)} lines and {self.reference} has {self.sentences}: "
+                "evaluate again"
+            )
+        with quietly():
+            return np.array(self.metric._extract_corpus_statistics(lines, None))
+
+
+def p_value(metric: Metric, first: np.ndarray, second: np.ndarray) -> float:
+    """The p-value of sacreBLEU's paired bootstrap, given the `SentenceCounter.count` of two systems.
+
+    Counts of several translations of a sentence may be added, which draws them together. The random seed is
+    sacreBLEU's (``SACREBLEU_SEED``), so a comparison can be repeated exactly.
+    """
+    metric._extract_corpus_statistics = lambda counts, references: counts
+    with quietly():
+        test = PairedTest(
+            [("first", first), ("second", second)],
+            {"": metric},
+            references=None,
+            test_type="bs",
+            n_samples=SAMPLES,
+        )
+        (result,) = (values for name, values in test()[1].items() if name != "System")
+    return result[1].p_value
+
+
+def _lines(path: Path) -> Sequence[str]:
+    """The lines, split at line feeds alone, as sacreBLEU's command does."""
+    try:
+        return path.read_text("utf-8").split("\n")[:-1]
+    except FileNotFoundError:
+        raise UsageError(f"{path} is missing: evaluate again") from None
+
+
+# ``--compare A B``
+
+
+def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU) -> Grid:
+    """By direction: the means over seeds, their difference and p-values.
+
+    ``first`` and ``second`` are methods, with all seeds that are scored, or runs (``moe.seed-2``).
+    "p (sentences)" is of sacreBLEU's paired bootstrap, which draws a sentence together with its
+    translations of all seeds; "p (seeds)" is of an exact permutation test over the runs.
+
+    Raises:
+        UsageError: one is not scored, they have no common direction, or their signatures differ.
+    """
+    if first == second:
+        raise UsageError(f"--compare {first} {second}: expected two different methods")
+    if metric == scores.COMET:
+        raise UsageError("--metric comet: --compare takes bleu, chrf++ or spbleu only")
+    systems = {name: _System(dataset, name, metric) for name in (first, second)}
+    one, other = systems.values()
+    if shared := sorted({*one.runs} & {*other.runs}):
+        raise UsageError(
+            f"--compare {first} {second}: {', '.join(shared)} is of both; expected two that share no run"
+        )
+    common = [d for d in dataset.directions if one.has(d) and other.has(d)]
+    if not common:
+        runs = ", ".join([*one.runs, *other.runs])
+        raise UsageError(
+            f"no direction is scored in all of {runs}: run scripts/evaluate.sh {dataset.name} for each "
+            "of them"
+        )
+    several = len(one.runs) + len(other.runs) > 2
+    rows, signatures = [], set()
+    for direction in dataset.directions:
+        if direction not in common:
+            rows.append([direction, *(number(None) for _ in range(4 + several))])
+            continue
+        kinds = one.signatures(direction) | other.signatures(direction)
+        if len(kinds) > 1:
+            raise UsageError(
+                f"{first} and {second} were scored differently on {direction} "
+                f"({' and '.join(sorted(kinds))}): evaluate both again with the same settings"
+            )
+        signatures |= kinds
+        points = [system.points([direction]) for system in systems.values()]
+        rows.append([direction, *_row(points, _bootstrap(dataset, direction, one, other, metric))])
+        if several:
+            rows[-1].append(number(by_seeds(*points), digits=4))
+    names = [f"{name}, mean of {len(s.runs)}" if several else name for name, s in systems.items()]
+    header = ["direction", *names, "difference", "p (sentences)" if several else "p"]
+    notes = [f"paired bootstrap, {SAMPLES} samples: the difference is significant where p < 0.05"]
+    if several:
+        header.append("p (seeds)")
+        points = [system.points(common) for system in systems.values()]
+        rows.append(["average", *_row(points, None), number(by_seeds(*points), digits=4)])
+        notes += [f"{name}: {', '.join(system.runs)}" for name, system in systems.items()]
+        notes.append(_smallest(*points))
+        notes += _within_seeds(systems.values(), points)
+    said = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
+    notes += [f"{said} {signature}" for signature in sorted(signatures)]
+    return Grid(header, rows, notes)
+
+
+class _System:
+    """The scored runs of a method, or one run."""
+
+    def __init__(self, dataset: Dataset, name: str, metric: str):
+        self.metric, self.folder = metric, Folders(dataset.name).runs
+        found = sorted((p.name for p in self.folder.glob("*") if p.is_dir()), key=order)
+        runs = [run for run in found if name in (run, method_of(run))]
+        self.runs = {run: scores.read(self.folder / run) for run in runs}
+        self.runs = {run: result for run, result in self.runs.items() if result}
+        if not self.runs:
+            raise UsageError(
+                f"{self.folder / name / scores.FILE} is missing: run scripts/evaluate.sh "
+                f"{dataset.name} {name} first"
+            )
+
+    def has(self, direction: str) -> bool:
+        return all(
+            direction in result and result[direction].of(self.metric)
+            for result in self.runs.values()
+        )
+
+    def signatures(self, direction: str) -> set[str]:
+        return {result[direction].of(self.metric)[1] for result in self.runs.values()}
+
+    def points(self, directions: Sequence[str]) -> list[float]:
+        """The mean of each run."""
+        return [
+            statistics.fmean(result[d].of(self.metric)[0] for d in directions)
+            for result in self.runs.values()
+        ]
+
+    def translations(self, direction: str) -> list[Path]:
+        return [self.folder / run / "test" / f"{direction}.txt" for run in self.runs]
+
+
+def by_seeds(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """The two-sided p-value of the permutation test; None unless both have two runs."""
+    if min(len(first), len(second)) < 2:
+        return None
+    everything = [*first, *second]
+    total, far = sum(everything), abs(statistics.fmean(first) - statistics.fmean(second))
+
+    def distance(chosen: tuple[float, ...]) -> float:
+        rest = (total - sum(chosen)) / len(second)
+        return abs(sum(chosen) / len(first) - rest)
+
+    distances = [distance(c) for c in itertools.combinations(everything, len(first))]
+    return sum(d >= far - 1e-9 for d in distances) / len(distances)
+
+
+def _smallest(first: Sequence[float], second: Sequence[float]) -> str:
+    """A note on the smallest p-value that the permutation test can give for so many runs."""
+    if by_seeds(first, second) is None:
+        return "p (seeds) takes two runs of each"
+    apart = by_seeds(range(len(first)), range(100, 100 + len(second)))
+    return f"p (seeds): permutation test over the runs; with so many it is at least {apart:.4f}"
+
+
+def _within_seeds(systems: Collection["_System"], points: Sequence[Sequence[float]]) -> list[str]:
+    by_seed = [
+        dict(zip(map(seed_in, system.runs), of_runs, strict=True))
+        for system, of_runs in zip(systems, points, strict=True)
+    ]
+    apart = paired(*by_seed)
+    if apart is None or apart.low is None:
+        return []
+    return [f"within the {apart.count} seeds of both: {apart}, 95 percent interval (paired t)"]
+
+
+def _row(points: Sequence[Sequence[float]], p: float | None) -> list[str]:
+    means = [statistics.fmean(values) for values in points]
+    difference = number(means[1] - means[0], sign=True)
+    return [*(number(mean) for mean in means), difference, number(p, digits=4)]
+
+
+def _bootstrap(
+    dataset: Dataset, direction: str, first: _System, second: _System, metric: str
+) -> float:
+    counter = SentenceCounter(dataset, direction, metric)
+    counts = (sum(map(counter.count, system.translations(direction))) for system in (first, second))
+    return p_value(counter.metric, *counts)

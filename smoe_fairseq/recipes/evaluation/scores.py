@@ -1,0 +1,263 @@
+"""Scores of one run, by sacreBLEU and COMET: ``scores.json`` beside its checkpoints."""
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import write_whole
+from smoe_fairseq.recipes.folders import read_json
+from smoe_fairseq.recipes.processes import command, run_quietly
+
+FILE = "scores.json"
+UNFINISHED = "test.partial"  # beside it: the folder of an incomplete evaluation
+SPBLEU_TOKENIZER = "flores200"
+BLEU, CHRF, SPBLEU, COMET = METRICS = ("BLEU", "chrF++", "spBLEU", "COMET")
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score of a direction: BLEU in points (0 to 100), with sacreBLEU's signature.
+
+    ``length_ratio`` is the number of tokens in the translations over that in the references, as sacreBLEU
+    counts; None in older files. ``others`` has points and signature of the other `METRICS`.
+    """
+
+    bleu: float
+    signature: str
+    sentences: int
+    length_ratio: float | None = None
+    others: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        said = [f"BLEU {self.bleu:.2f}"]
+        if self.length_ratio is not None:
+            said.append(f"{self.length_ratio:.2f} of the references' length")
+        return ", ".join([*said, *(f"{name} {self.others[name][0]:.2f}" for name in self.others)])
+
+    def of(self, metric: str) -> tuple[float, str] | None:
+        """Points and signature of one of `METRICS`; None if it was not computed."""
+        return (self.bleu, self.signature) if metric == BLEU else self.others.get(metric)
+
+    @property
+    def unpenalized(self) -> float | None:
+        """BLEU without its brevity penalty, within 0.2 percent; None in older files."""
+        if not self.length_ratio:
+            return None
+        return self.bleu / math.exp(min(0.0, 1 - 1 / self.length_ratio))
+
+    @property
+    def has_odd_length(self) -> bool:
+        """Whether translations seem not to end, or end too early."""
+        return self.length_ratio is not None and not 0.8 <= self.length_ratio <= 1.2
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether all fields have the right type, and numbers are finite and not negative."""
+        ratio = 1 if self.length_ratio is None else self.length_ratio
+        found = [self.of(metric) for metric in (BLEU, *self.others)]
+        numbers = (self.sentences, ratio, *(points for points, _ in found))
+        return all(isinstance(signature, str) for _, signature in found) and all(
+            isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < math.inf
+            for n in numbers
+        )
+
+
+def read_score(folder: Path, direction: str) -> Score:
+    """Read a direction's score from sacreBLEU's ``DIRECTION.json`` and, if they exist, its
+    ``DIRECTION.spbleu.json`` and COMET's ``DIRECTION.comet.json``."""
+    results = {}
+    for file in (f"{direction}{kind}.json" for kind in ("", ".spbleu", ".comet")):
+        if (folder / file).exists():
+            found = json.loads((folder / file).read_text("utf-8"))
+            for result in found if isinstance(found, list) else [found]:
+                name = CHRF if result["name"] == "chrF2++" else result["name"]  # 2: its beta
+                results.setdefault(SPBLEU if file.endswith(".spbleu.json") else name, result)
+    bleu = results.pop(BLEU)
+    others = {name: (result["score"], result["signature"]) for name, result in results.items()}
+    if "tok:flores" in bleu["signature"]:
+        others[SPBLEU] = (bleu["score"], bleu["signature"])
+    sentences = (folder / f"{direction}.txt").read_text("utf-8").count("\n")
+    # sacreBLEU has the ratio only in "62.1/36.8/... (BP = 0.984 ratio = 0.984 hyp_len = ...".
+    ratio = re.search(r"ratio = ([\d.]+)", bleu.get("verbose_score", ""))
+    return Score(bleu["score"], bleu["signature"], sentences, ratio and float(ratio[1]), others)
+
+
+def write(folder: Path, scores: dict[str, Score], checkpoint: str, settings: Sequence[str]) -> None:
+    """Write ``folder/scores.json``.
+
+    Args:
+        scores: by direction.
+        checkpoint: its name.
+        settings: the flags of the search.
+    """
+    content = {
+        "checkpoint": checkpoint,
+        "generate": " ".join(settings),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "scores": {direction: asdict(score) for direction, score in scores.items()},
+    }
+    write_whole(folder / FILE, json.dumps(content, indent=2) + "\n")
+
+
+def read(folder: Path) -> dict[str, Score]:
+    """Scores by direction, also of an unfinished evaluation; empty without any.
+
+    Raises:
+        UsageError: the file does not hold scores.
+    """
+    path = _path(folder)
+    otherwise = "is not a file of scores: delete it and run scripts/evaluate.sh again"
+    return read_json(path, _parse, otherwise) if path.exists() else {}
+
+
+def _parse(content: dict) -> dict[str, Score]:
+    found = {}
+    for direction, values in content["scores"].items():
+        others = {
+            metric: tuple(each) for metric, each in (values.pop("others", None) or {}).items()
+        }
+        found[direction] = Score(**values, others=others)
+    if not all(score.is_valid for score in found.values()):
+        raise ValueError
+    return found
+
+
+def search_flags(folder: Path) -> str:
+    """The search flags with which the translations were made; call `read` first, which checks the file."""
+    path = _path(folder)
+    return str(json.loads(path.read_text("utf-8")).get("generate", "")) if path.exists() else ""
+
+
+def _path(folder: Path) -> Path:
+    complete = folder / FILE
+    return complete if complete.exists() else folder / UNFINISHED / FILE
+
+
+def mean_of(found: Mapping[str, Score], of: Callable[[Score], float | None]) -> float:
+    """The mean of a number over the directions; NaN if one has none."""
+    values = [of(score) for score in found.values()]
+    return math.nan if None in values or not values else statistics.fmean(values)
+
+
+def mean_bleu(found: Mapping[str, Score]) -> float | None:
+    """The mean BLEU over the directions; None without any."""
+    return mean_of(found, lambda score: score.bleu) if found else None
+
+
+def chrf(score: Score) -> float | None:
+    """chrF++ in points."""
+    return score.others[CHRF][0] if CHRF in score.others else None
+
+
+# COMET beside sacreBLEU's scores, by the program ``comet-score`` of another environment.
+#
+# ``unbabel-comet`` 2.2.7 needs numpy below 2 and transformers below 5, and this package numpy 2: they
+# cannot be installed side by side. ``COMET`` names the program, ``COMET_MODEL`` the model.
+
+MODEL = "Unbabel/wmt22-comet-da"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The files of one direction, with as many lines each."""
+
+    source: Path
+    translation: Path
+    reference: Path
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """``program`` with its own flags, and the name or the ``.ckpt`` file of a model."""
+
+    program: tuple[str, ...]
+    model: str
+
+    def command(self, texts: Texts, output: Path) -> str:
+        """The command that writes a score for each line to ``output``."""
+        files = ["-s", texts.source, "-t", texts.translation, "-r", texts.reference]
+        return command(*self.program, *files, "--model", self.model, "--quiet", "--to_json", output)
+
+    def score(self, directions: Mapping[str, Texts], folder: Path) -> None:
+        """Write ``folder/DIRECTION.comet.json`` for each direction that this model has not scored yet.
+
+        The lines of all directions are scored as one text, so that the model is loaded once.
+
+        Raises:
+            UsageError: the program failed, or its scores are not between 0 and 1.
+        """
+        left = {name: t for name, t in directions.items() if not self._is_there(folder, name)}
+        if not left:
+            return
+        print(f"# {COMET} of {len(left)} directions by {self.model}", flush=True)
+        lines = {name: len(_lines(texts.translation)) for name, texts in left.items()}
+        with tempfile.TemporaryDirectory() as name:
+            together = Texts(*(Path(name, part) for part in ("source", "translation", "reference")))
+            for part, file in vars(together).items():
+                texts = (line for t in left.values() for line in _lines(getattr(t, part)))
+                file.write_text("".join(f"{line}\n" for line in texts), "utf-8")
+            scored = Path(name, "scores.json")
+            run_quietly(f"{self.command(together, scored)} > /dev/null")
+            scores = self._read(scored, sum(lines.values()))
+        for direction, count in lines.items():
+            own, scores = scores[:count], scores[count:]
+            result = {"name": COMET, "score": 100 * statistics.fmean(own)}
+            result |= {"signature": f"model:{self.model}", "sentences": own}
+            write_whole(_file(folder, direction), json.dumps(result) + "\n")
+
+    def _is_there(self, folder: Path, direction: str) -> bool:
+        try:
+            found = json.loads(_file(folder, direction).read_text("utf-8"))
+            return found["signature"] == f"model:{self.model}"
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def _read(self, file: Path, count: int) -> Sequence[float]:
+        try:
+            (segments,) = json.loads(file.read_text("utf-8")).values()
+            scores = [float(segment[COMET]) for segment in segments]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{self.program[0]} wrote no scores ({error})") from None
+        if len(scores) != count:
+            raise UsageError(f"{self.program[0]} scored {len(scores)} of {count} lines")
+        if not 0 <= statistics.fmean(scores) <= 1:
+            raise UsageError(
+                f"COMET_MODEL={self.model} has a mean score of {statistics.fmean(scores):.2f}: "
+                f"expected a model whose scores are between 0 and 1, such as {MODEL}"
+            )
+        return scores
+
+
+def scorer() -> Scorer | None:
+    """The scorer that ``COMET`` names; None if it is not set.
+
+    Raises:
+        UsageError: there is no such program.
+    """
+    program = shlex.split(os.environ.get("COMET", ""))
+    if not program:
+        return None
+    if shutil.which(program[0]) is None:
+        raise UsageError(
+            f"COMET={program[0]}: there is no such program; expected the comet-score of an environment "
+            "in which unbabel-comet is installed (docs/recipes.md)"
+        )
+    return Scorer(tuple(program), os.environ.get("COMET_MODEL") or MODEL)
+
+
+def _file(folder: Path, direction: str) -> Path:
+    return folder / f"{direction}.comet.json"
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text("utf-8").removesuffix("\n").split("\n")

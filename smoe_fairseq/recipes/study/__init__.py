@@ -1,0 +1,1 @@
+"""Many runs: make them, keep their results, and report what they show."""

@@ -1,0 +1,272 @@
+"""Where training runs: processes, machines, torchrun or SLURM; and how the batch is divided over them."""
+
+import math
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.recipes.config import Dataset, given_flags
+from smoe_fairseq.recipes.processes import dry_run, whole_number
+
+LAUNCHERS = ("plain", "torchrun", "slurm")
+PATIENCE = 5  # seconds in which a torchrun answers at its port
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``gpus`` processes on each of ``nodes`` machines, one for each GPU; one process if ``gpus`` is 0.
+
+    ``cpu``: the processes compute on the CPU, because there are no GPUs or because of ``--cpu``.
+    """
+
+    launcher: str
+    nodes: int
+    gpus: int
+    cpu: bool = False
+
+    @property
+    def processes(self) -> int:
+        """Over all machines: the world size of distributed training."""
+        return self.nodes * max(1, self.gpus)
+
+    @property
+    def meets_at_port(self) -> bool:
+        """Whether ``MASTER_PORT`` is used; otherwise torchrun takes a free port."""
+        return self.launcher == "slurm" or (self.launcher == "torchrun" and self.nodes > 1)
+
+    def words(self, program: str) -> list[str]:
+        """The command that starts a program in every process."""
+        if self.launcher == "plain":
+            return [program]
+        each = ["--nproc-per-node", str(max(1, self.gpus)), "--no-python", program]
+        if not self.meets_at_port:
+            return ["torchrun", "--standalone", *each]
+        address, port = endpoint()
+        start = ["torchrun", "--nnodes", str(self.nodes), "--rdzv-backend", "c10d"]
+        start += ["--rdzv-id", os.environ.get("SLURM_JOB_ID") or "smoe"]
+        start += ["--rdzv-endpoint", f"{address}:{port}", *each]
+        if self.launcher == "slurm":
+            srun = ["srun", "--kill-on-bad-exit", "--nodes", str(self.nodes)]
+            return [*srun, "--ntasks-per-node", "1", *start]
+        return start
+
+    def flags(self) -> dict[str, object]:
+        """The flags of fairseq-train for this launch."""
+        flags = {"cpu": self.cpu}
+        if self.cpu and self.launcher != "plain":
+            flags["distributed-backend"] = "gloo"  # fairseq's default is for GPUs only
+        if self.processes > 1:
+            return flags | {"ddp-backend": "legacy_ddp"}
+        # Without this flag, fairseq starts a process for every GPU that it sees.
+        return flags | {"distributed-world-size": 1}
+
+
+def launch(extra: Sequence[str]) -> Launch:
+    """The launch that ``GPUS``, ``NODES`` and ``LAUNCHER`` ask for.
+
+    By default all GPUs of this machine, 1 node, and torchrun if there are several processes. The ``GPUS``
+    processes compute on the CPU if the flags ``extra`` have ``--cpu`` or this machine has no GPU; a dry run
+    and SLURM do not look at this machine's GPUs, since they are for other machines.
+    """
+    gpus = whole_number("GPUS", least=0)
+    nodes = whole_number("NODES", least=1, default=1)
+    if gpus is None:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    several = nodes * gpus > 1 or nodes > 1
+    launcher = os.environ.get("LAUNCHER") or ("torchrun" if several else "plain")
+    if launcher not in LAUNCHERS:
+        raise UsageError(f"LAUNCHER={launcher}: choose one of {', '.join(LAUNCHERS)}")
+    if launcher == "plain" and several:
+        raise UsageError(
+            f"LAUNCHER=plain is for one process, not for NODES={nodes} with GPUS={gpus}: choose "
+            "torchrun or slurm"
+        )
+    cpu = gpus == 0 or "--cpu" in extra
+    if not cpu and launcher != "slurm" and not dry_run():
+        cpu = not _has_gpus(gpus)
+    return Launch(launcher, nodes, gpus, cpu)
+
+
+def _has_gpus(wanted: int) -> bool:
+    """Whether this machine has GPUs; raises UsageError if it has some, but fewer than ``wanted``."""
+    import torch
+
+    there = torch.cuda.device_count()
+    if 0 < there < wanted:
+        raise UsageError(
+            f"GPUS={wanted}: this machine has {there}; expected at most as many, or --cpu behind the method"
+        )
+    return there > 0
+
+
+def visible_gpus(count: int) -> list[str]:
+    """The first ``count`` GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ""
+    named = [name.strip() for name in visible.split(",") if name.strip()]
+    return (named or [str(i) for i in range(count)])[:count]
+
+
+def divide_cpu(bytes_each: int, most: float = math.inf) -> tuple[int, int]:
+    """How many processes to run side by side on the CPU, at most ``most``, and the threads of each.
+
+    ``JOBS``, or as many as there are cores, and memory at ``bytes_each``.
+    """
+    fit = (machine_memory() or 1 << 62) // bytes_each
+    processes = min(most, whole_number("JOBS", least=1) or max(1, min(cores(), fit)))
+    return processes, max(1, cores() // processes)
+
+
+def cores() -> int:
+    """The number of CPU cores that this process may use, which in a batch job are not all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# The port at which the machines of a run meet: ``MASTER_ADDR`` and ``MASTER_PORT``. It is checked first,
+# because torchrun waits for minutes or forever at a port that another program uses.
+
+
+def endpoint() -> tuple[str, int]:
+    """Address and port, the same on all machines; raises UsageError if the port is no port."""
+    port = os.environ.get("MASTER_PORT") or "29500"
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UsageError(f"MASTER_PORT={port}: expected a port, a number from 1 to 65535")
+    return os.environ.get("MASTER_ADDR") or "localhost", int(port)
+
+
+def check_port(torchrun: bool = True) -> None:
+    """Raise UsageError if another program uses the port on this machine.
+
+    torchrun: whether a torchrun may use it, such as that of a second "machine" on this one.
+    """
+    address, port = endpoint()
+    if _is_taken(address, port) and not (torchrun and _is_torchruns(address, port)):
+        raise UsageError(
+            f"MASTER_PORT {port} is in use by another program on this machine: set MASTER_PORT to a free "
+            "port, the same on all machines"
+        )
+
+
+def _is_taken(address: str, port: int) -> bool:
+    """Whether the address is this machine's and a program listens on the port."""
+    try:
+        socket.create_server((address, 0)).close()
+    except OSError:  # the address of another machine
+        return False
+    everywhere = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    try:
+        options = everywhere if socket.has_dualstack_ipv6() else {}
+        socket.create_server(("", port), **options).close()
+    except OSError:
+        return True
+    return False
+
+
+def _is_torchruns(address: str, port: int) -> bool:
+    from torch.distributed import TCPStore
+
+    answered = []
+
+    def ask() -> None:
+        limit = timedelta(seconds=PATIENCE)
+        with suppress(RuntimeError):
+            TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
+            answered.append(True)
+
+    # In a thread, because a program that never answers blocks it for longer than torch's timeout.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE + 1)
+    return bool(answered)
+
+
+# The batch of a run: ``BATCH`` tokens per update, divided over processes and forward passes.
+
+TOLERANCE = 0.02  # of the tokens asked for
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``processes`` times ``max_tokens`` times ``update_freq`` tokens per update; ``wanted`` were asked for.
+
+    ``max_tokens`` is fairseq's: tokens of one forward pass on one GPU, on the longer side.
+    """
+
+    name: str
+    wanted: int
+    processes: int
+    max_tokens: int
+    update_freq: int
+
+    @property
+    def tokens(self) -> int:
+        """Per update, over all processes."""
+        return self.processes * self.max_tokens * self.update_freq
+
+    @property
+    def kept(self) -> bool:
+        """Whether ``tokens`` are about as many as wanted."""
+        return abs(self.tokens - self.wanted) <= TOLERANCE * self.wanted
+
+    def __str__(self) -> str:
+        plural = "es" if self.processes > 1 else ""
+        return (
+            f"{self.tokens:,} tokens per update = {self.processes} process{plural} x "
+            f"{self.max_tokens:,} (--max-tokens) x {self.update_freq} (--update-freq); asked for "
+            f"(BATCH={self.name}): {self.wanted:,}"
+        )
+
+
+def batch_sizes(dataset: Dataset) -> dict[str, int]:
+    """Tokens per update, by the data set's names of batches."""
+    return {name: size for name, size in dataset.batch.items() if name != "max-tokens"}
+
+
+def batch_choices(dataset: Dataset) -> str:
+    """The values of ``BATCH``, in words."""
+    sizes = batch_sizes(dataset).items()
+    return ", ".join(f"{name} ({size:,})" for name, size in sizes) + " or a number"
+
+
+def plan_batch(dataset: Dataset, processes: int, extra: Sequence[str]) -> Batch:
+    """The batch that ``BATCH`` asks for: a name such as ``paper``, or a number of tokens per update.
+
+    ``--max-tokens`` and ``--update-freq`` among the flags ``extra`` are kept. A forward pass always has
+    room for the longest sentence.
+
+    Raises:
+        UsageError: ``BATCH`` is neither, or a flag has no number.
+    """
+    sizes = batch_sizes(dataset)
+    name = os.environ.get("BATCH") or "paper"
+    if name not in sizes and not (name.isdecimal() and int(name)):
+        raise UsageError(f"BATCH={name}: {dataset.name} has {batch_choices(dataset)} of tokens")
+    wanted = sizes.get(name) or int(name)
+    per_update = wanted / processes
+    frequency = _given(extra, "--update-freq")
+    if tokens := _given(extra, "--max-tokens"):
+        frequency = frequency or max(1, round(per_update / tokens))
+    else:
+        longest = dataset.train.get("max-source-positions", 1)
+        most = max(longest, dataset.batch["max-tokens"])
+        frequency = frequency or -int(-per_update // most)
+        tokens = min(most, max(longest, int(per_update / frequency)))
+    return Batch(name, wanted, processes, tokens, frequency)
+
+
+def _given(words: Sequence[str], flag: str) -> int | None:
+    value = given_flags(words).get(flag)
+    if value is None:
+        return None
+    if not value.isdecimal() or not int(value):
+        raise UsageError(f"{flag} {value}: expected a whole number of at least 1")
+    return int(value)
