@@ -12,35 +12,39 @@ from smoe_fairseq.errors import positive, quietly
 RECIPES = {
     "prepare": (
         "data.prepare:prepare",
-        "fetch, segment and binarise a data set; FLAGS go to learn",
+        "download and binarise a data set; FLAGS are those of `smoe subwords learn`",
         "DATASET [FLAGS]",
     ),
     "train": (
         "training.train:train",
-        "train a method on a data set, or resume; FLAGS go to fairseq-train",
+        "train a method on a data set, or resume training; FLAGS go to fairseq-train",
         "DATASET METHOD [FLAGS]",
     ),
     "evaluate": (
         "evaluation.evaluate:evaluate",
-        "translate and score the test sets; FLAGS go to fairseq-generate",
+        "translate the test sets and score them; FLAGS go to fairseq-generate",
         "DATASET METHOD [FLAGS]",
     ),
     "study": (
         "study.runs:study",
-        "train and score methods with SEEDS; METHODS, then flags of fairseq-train",
+        "train and score METHODS in all SEEDS; flags behind them go to fairseq-train",
         "DATASET [METHODS]",
     ),
     "report": (
         "study.report:write_report",
-        "tables and pictures of the runs of a study that are kept",
+        "write tables and pictures of the runs of a study",
         "DATASET",
     ),
     "table": (
         "evaluation.table:print_table",
-        "the scores of a data set's runs, beside the paper's",
+        "print the scores of a data set's runs beside the paper's",
         "DATASET --format --metric --compare",
     ),
-    "demo": ("demo:demo", "prepare, train and evaluate, and show the model", "DATASET METHOD"),
+    "demo": (
+        "demo:demo",
+        "prepare a data set, train a method, evaluate it and show translations",
+        "DATASET METHOD",
+    ),
 }
 # Steps that the recipes run, and `DRY_RUN=1` prints, as `python -m smoe_fairseq.recipes STEP`.
 STEPS = {
@@ -114,12 +118,12 @@ _OPTIONS = {
     },
     "--metric": {
         **{"choices": ("bleu", "chrf++", "spbleu", "comet"), "default": "bleu"},
-        "help": "default: bleu; the paper's numbers are beside this one only",
+        "help": "default: bleu, the only one with the paper's numbers beside it",
     },
     "--compare": {
         **{"nargs": 2, "metavar": ("A", "B")},
-        "help": "is B better or worse than A, by direction? over all seeds of both methods (A.seed-2 is "
-        "one): paired bootstrap over sentences, permutations of the seeds",
+        "help": "compare method B with A in each direction, over all seeds that both have: paired bootstrap "
+        "over sentences, permutation test over seeds",
     },
 }
 
