@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import gc
 import os
 import random
 import signal
@@ -37,6 +38,9 @@ def pytest_collection_finish():
         import composing
 
         composing.install()
+    # What modules hold is not searched for garbage again and again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
