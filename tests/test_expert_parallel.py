@@ -12,7 +12,7 @@ from sampling import rest, sample, soak
 from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.modules.parallel import Placement
 
-UPDATES = 5
+UPDATES = 3
 
 
 def flags(data, save_dir, *more):

@@ -17,12 +17,13 @@ LAST = "checkpoint_last.pt"
 
 @pytest.fixture(scope="module")
 def saves(ranks, small_corpus, tmp_path_factory):
-    """Folders with the sets of 4 ranks after 2 and after 3 updates."""
-    folders = {}
-    for updates in (2, 3):
-        folders[updates] = tmp_path_factory.mktemp(f"updates-{updates}")
-        arguments = flags(small_corpus, folders[updates], "--expert-parallel")
-        ranks.train(folders[updates], 4, *arguments, "--max-update", updates)
+    """Folders with the sets of 4 ranks after 2 and after 3 updates, of one run."""
+    folders = {updates: tmp_path_factory.mktemp(f"updates-{updates}") for updates in (2, 3)}
+    arguments = flags(small_corpus, folders[3], "--expert-parallel", "--max-update", 3)
+    ranks.train(folders[3], 4, *arguments, "--save-interval-updates", 1)
+    for rank in range(4):
+        saved = rank_file(folders[3] / "checkpoint_1_2.pt", rank)
+        shutil.copy(saved, rank_file(folders[2] / LAST, rank))
     return folders
 
 
