@@ -6,6 +6,7 @@ import pytest
 import torch
 from commands import PLUGIN, TINY, run
 from ranks import free_port
+from sampling import soak
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoints.io import pending, rank_file
@@ -40,7 +41,7 @@ def half_published(saves, folder, renamed=(0,), count=4):
     return {path: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("world_size", [2, soak(8)])
 def test_another_number_of_ranks_touches_nothing(ranks, small_corpus, saves, tmp_path, world_size):
     before = half_published(saves, tmp_path / "run")
     arguments = flags(small_corpus, tmp_path / "run", "--expert-parallel", "--max-update", 5)

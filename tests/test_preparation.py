@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 from commands import run
-from sampling import soak, some
+from sampling import sample, soak, some
 from test_full_disk import limited, sentence, tree
 from test_recipes import write_dataset
 from test_recipes_archives import step
@@ -263,8 +263,12 @@ def steps(raw: Path, prepared: Path, workers: str) -> dict[str, list]:
     }
 
 
-@pytest.mark.parametrize("workers", ["1", "3"])
-@pytest.mark.parametrize("name", ["gather", "encode", "binarise"])
+STEPS = ("gather", "encode", "binarise")
+
+
+@pytest.mark.parametrize(
+    "name, workers", sample([("binarise", "3"), *((n, "1") for n in STEPS)], STEPS, ("1", "3"))
+)
 def test_full_disk(tmp_path, raw, given, prepared, name, workers):
     words = ["-m", "smoe_fairseq.recipes", *steps(raw, prepared, workers)[name]]
     said = sentence(limited(100_000, "python", *words, cwd=tmp_path, **given))
