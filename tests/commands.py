@@ -38,7 +38,7 @@ TINY = """--arch transformer --encoder-layers 2 --decoder-layers 2 --encoder-emb
     --encoder-ffn-embed-dim 64 --encoder-attention-heads 2 --decoder-embed-dim 32
     --decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --optimizer adam --lr 0.01
     --lr-scheduler inverse_sqrt --warmup-updates 4 --criterion label_smoothed_cross_entropy
-    --max-tokens 300 --max-epoch 2 --no-epoch-checkpoints --cpu""".split()
+    --max-tokens 300 --max-epoch 2 --no-epoch-checkpoints --cpu --num-workers 0""".split()
 
 
 def run(
@@ -181,7 +181,8 @@ def generate(data, checkpoint, *flags):
 
 
 def generation(data, checkpoint):
-    return [data, "--path", checkpoint, "--beam", "3", "--max-len-b", "12", "--cpu"]
+    search = ("--beam", "3", "--max-len-b", "12")
+    return [data, "--path", checkpoint, *search, "--cpu", "--num-workers", "0"]
 
 
 def hypotheses(output):

@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import gc
 import os
 import random
 import signal
@@ -37,6 +38,9 @@ def pytest_collection_finish():
         import composing
 
         composing.install()
+    # What modules hold is not searched for garbage again and again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -125,9 +129,12 @@ def pre_norm(corpus, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def post_norm(corpus, tmp_path_factory) -> Path:
-    """A checkpoint of fairseq's stock model, post-norm, whose meters hold numpy arrays."""
+    """A checkpoint of fairseq's stock model, post-norm, whose meters hold numpy arrays.
+
+    Its batches are read as they are by default, by a process of their own.
+    """
     folder = tmp_path_factory.mktemp("post-norm")
-    train(corpus, folder, "--eval-bleu", "--eval-bleu-remove-bpe")
+    train(corpus, folder, "--eval-bleu", "--eval-bleu-remove-bpe", "--num-workers", 1)
     return folder / "checkpoint_last.pt"
 
 

@@ -8,6 +8,7 @@ import selectors
 import signal
 import socket
 import sys
+import weakref
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -29,6 +30,10 @@ def serve(listener: int) -> dict | None:
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     os.close(nowhere)
+    # Each child would take back at its end what modules have set up, torch 175 libraries, for most of what a
+    # small program computes.
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()  # so that children do not touch, and the system not copy, the memory of all modules
     return _Server(socket.socket(fileno=listener), control).serve()

@@ -3,6 +3,7 @@
 import csv
 import random
 from pathlib import Path
+from unittest import mock
 
 import torch
 from commands import run
@@ -120,6 +121,16 @@ def symbols(language_tokens):
 def read(path: Path) -> list[dict]:
     with open(path, encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def analyze(data: Path, checkpoint: Path, output: Path) -> None:
+    """``smoe analyze`` but for its pictures, which take seconds: for tests of the numbers."""
+    from smoe_fairseq.cli import main
+
+    words = ("analyze", data, "--path", checkpoint, "--output", output, "--cpu")
+    with mock.patch("smoe_fairseq.analysis.report.draw", return_value=[]) as draw:
+        assert main([str(word) for word in words]) == 0
+    draw.assert_called_once()
 
 
 def one_direction(data: Path, checkpoint: Path) -> list[str]:

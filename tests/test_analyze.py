@@ -17,6 +17,7 @@ from handmade import (
     PLUGIN,
     ROUTES,
     SPECIAL,
+    analyze,
     class_of,
     fix_gates,
     one_direction,
@@ -248,17 +249,7 @@ def test_shapes_that_do_not_depend_on_the_routing(loaded):
 def test_one_direction_with_the_translation_task(three_languages, tmp_path):
     train(three_languages, tmp_path, "--task", "translation", "-s", "bb", "-t", "aa")
     checkpoint = fix_gates(tmp_path / "checkpoint_last.pt", symbols(0))
-    main(
-        [
-            "analyze",
-            str(three_languages),
-            "--path",
-            str(checkpoint),
-            "--output",
-            str(tmp_path / "out"),
-            "--cpu",
-        ]
-    )
+    analyze(three_languages, checkpoint, tmp_path / "out")
     rows = [row for row in read(tmp_path / "out" / "blocks.csv") if row["kind"] == "text"]
     assert [row["direction"] for row in rows] == ["bb-aa"] * 4
     for row in rows:
@@ -311,18 +302,7 @@ def test_losses_with_and_without_the_limit_are_those_of_validation(three_languag
 @pytest.mark.soak
 def test_naive_stacking(three_languages, tmp_path):
     train(three_languages, tmp_path, *MULTILINGUAL, "--moe-stacked", "--smoe-strata", "4-4")
-    checkpoint = str(tmp_path / "checkpoint_last.pt")
-    main(
-        [
-            "analyze",
-            str(three_languages),
-            "--path",
-            checkpoint,
-            "--output",
-            str(tmp_path / "out"),
-            "--cpu",
-        ]
-    )
+    analyze(three_languages, tmp_path / "checkpoint_last.pt", tmp_path / "out")
     rows = read(tmp_path / "out" / "flow.csv")
     assert {(row["stratum"], row["chosen_stratum"]) for row in rows} == {("0", "0"), ("1", "1")}
     assert {row["requested_capacity"] for row in read(tmp_path / "out" / "blocks.csv")} == {

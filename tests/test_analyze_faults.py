@@ -33,6 +33,7 @@ def no_room(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.soak
 def test_without_room_for_a_picture_the_numbers_and_the_others_stay(
     three_languages, gates_by_hand, tmp_path, monkeypatch
 ):

@@ -153,6 +153,7 @@ def test_sets_of_several_processes(small_corpus, run_of_two, tmp_path):
 
 def assert_translates(corpus, path: Path) -> None:
     arguments = [corpus, "--user-dir", PLUGIN, "--path", path, "--cpu", "--max-len-b", 9]
+    arguments += ["--num-workers", 0]
     output = run("fairseq-generate", *arguments).stdout
     assert len(re.findall(r"^H-", output, re.M)) == 50
 

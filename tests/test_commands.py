@@ -30,7 +30,7 @@ def test_pre_norm_model_translates(corpus, pre_norm):
 
 
 def test_post_norm_model_translates_with_and_without_the_plugin(corpus, post_norm):
-    translations = generate(corpus, post_norm)
+    translations = generate(corpus, post_norm, "--num-workers", 1)
     assert sorted(translations) == list(range(16))
     assert translations == generate(
         corpus, post_norm, "--user-dir", Path(smoe_fairseq.__file__).parent

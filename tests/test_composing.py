@@ -5,6 +5,7 @@ import pytest
 from fairseq import options
 from fairseq.dataclass import utils
 from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
 
 import smoe_fairseq.models  # noqa: F401  (as --user-dir does)
 
@@ -24,6 +25,8 @@ GENERATION = "data --path a:b --beam 4 --max-len-b 10 --cpu --scoring chrf --rem
 
 def assert_same(found, want):
     assert type(found) is type(want)
+    if hasattr(want, "_metadata"):
+        assert found._metadata == want._metadata
     if hasattr(want, "items"):
         assert [*found.keys()] == [*want.keys()]
         for key in want:
@@ -42,8 +45,10 @@ def test_composed_as_by_hydra(monkeypatch, name):
         args = options.parse_args_and_arch(parser, COMMANDS[name].split())
     monkeypatch.setattr(utils, "compose", composing.compose_by_hydra)
     monkeypatch.setattr(utils, "initialize", composing.initialize_by_hydra)
+    monkeypatch.setattr(utils, "OmegaConf", OmegaConf)
     want = utils.convert_namespace_to_omegaconf(args)
     monkeypatch.setattr(utils, "initialize", composing.initialize)
+    monkeypatch.setattr(utils, "OmegaConf", composing.Values)
     monkeypatch.setattr(
         utils, "compose", lambda _, overrides, strict: composing.composed(overrides)
     )

@@ -17,7 +17,7 @@ from smoe_fairseq.checkpoints.io import Record, open_checkpoint, rank_file
 from smoe_fairseq.errors import UsageError
 
 KILLS = 6
-UPDATES = 8
+UPDATES = 6
 ZERO = ("--zero-sharding", "os")  # changes no bit of what is trained and saved
 
 
@@ -167,7 +167,7 @@ def test_files_of_two_updates_are_not_mixed(ranks, small_corpus, tmp_path, unint
     reference, _ = uninterrupted
     for path in reference.glob("checkpoint*.pt"):
         shutil.copy(path, tmp_path)
-    older = rank_file(tmp_path / "checkpoint_1_7.pt", 1)
+    older = rank_file(tmp_path / f"checkpoint_1_{UPDATES - 1}.pt", 1)
     last = rank_file(tmp_path / "checkpoint_last.pt", 1)
     shutil.copy(older, last)
     before = {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
@@ -175,7 +175,7 @@ def test_files_of_two_updates_are_not_mixed(ranks, small_corpus, tmp_path, unint
     assert run.wait(60) == [1, 1]
     for rank in (0, 1):
         assert run.output(rank).strip().splitlines()[-1] == (
-            f"error: {last} is of another save (update 7) than "
-            f"{rank_file(tmp_path / 'checkpoint_last.pt', 0)} (update 8)"
+            f"error: {last} is of another save (update {UPDATES - 1}) than "
+            f"{rank_file(tmp_path / 'checkpoint_last.pt', 0)} (update {UPDATES})"
         )
     assert {path: path.read_bytes() for path in tmp_path.glob("*.pt")} == before

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from commands import run
+from commands import WITH_PLUGIN, run, start
 from ranks import free_port
 from sampling import soak
 from test_expert_parallel import averages, flags
@@ -129,15 +129,15 @@ def test_groups_do_not_wait_for_one_another(ranks, tmp_path):
 
 
 def test_epochs_and_validation_of_uneven_length(ranks, small_corpus, tmp_path):
-    """25 batches of training for 4 ranks, one of validation: the others get dummy batches."""
-    arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--max-update", 14)
+    """10 batches of training for 4 ranks, one of validation: the others get dummy batches."""
+    arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--max-update", 6)
     arguments = [a for a in arguments if a != "--disable-validation"]
     run = ranks.start(
-        tmp_path, 4, *arguments, "--batch-size-valid", 50, "--batch-size", 2, "--save-interval", 9
+        tmp_path, 4, *arguments, "--batch-size-valid", 50, "--batch-size", 5, "--save-interval", 9
     )
     assert run.wait(120) == [0] * 4, run.output()[-3000:]
     assert re.search(r'"epoch": 2, "valid_loss"', run.output(0))
-    assert averages(tmp_path)["bsz"] <= 8
+    assert averages(tmp_path)["bsz"] <= 20
 
 
 def train_until(moment: str, arguments):
@@ -169,8 +169,8 @@ def train_until(moment: str, arguments):
 )
 def test_a_process_that_fails_ends_all(ranks, small_corpus, tmp_path, moment, words):
     arguments = list(map(str, flags(small_corpus, tmp_path, "--expert-parallel")))
-    run = ranks.start(tmp_path, 3 + 1, moment, arguments, function=train_until)
-    assert run.wait(60) == [1] * 4
+    run = ranks.start(tmp_path, 2, moment, arguments, function=train_until)
+    assert run.wait(60) == [1] * 2
     assert words in run.output(1)
 
 
@@ -203,8 +203,9 @@ def test_a_process_that_is_killed_ends_all(small_corpus, tmp_path, launcher, kil
         tmp_path / "killed.py",
         *flags(small_corpus, tmp_path / "run", "--expert-parallel"),
     ]
-    if launcher == "torchrun":
-        command = ("torchrun", "--standalone", "--nproc-per-node", 2, *arguments)
+    if launcher == "torchrun":  # whose processes each wait for a forked one
+        ranks = ("--standalone", "--nproc-per-node", 2, "--no-python", *start(WITH_PLUGIN))
+        command = ("torchrun", *ranks, *arguments)
     else:
         port = ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}")
         command = ("python", *arguments, "--distributed-world-size", 2, *port)

@@ -28,7 +28,8 @@ from smoe_fairseq.modules import StratifiedMoE
 @pytest.fixture(scope="module")
 def dense(small_corpus, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dense")
-    train_smoe(small_corpus, folder, "--moe-freq", 0, "--max-update", 150)
+    at_the_end = ("--disable-validation", "--save-interval", 1000)
+    train_smoe(small_corpus, folder, "--moe-freq", 0, "--max-update", 150, *at_the_end)
     return folder / "checkpoint_last.pt"
 
 

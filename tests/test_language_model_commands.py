@@ -61,7 +61,7 @@ def eval_lm(data, checkpoint, *more) -> tuple[float, float, int]:
     """Loss, perplexity and number of tokens."""
     output = run(
         *("fairseq-eval-lm", data, "--user-dir", PLUGIN, "--path", checkpoint, "--cpu"),
-        *("--gen-subset", "valid", "--tokens-per-sample", 48, *more),
+        *("--gen-subset", "valid", "--tokens-per-sample", 48, "--num-workers", 0, *more),
     ).stdout
     found = re.search(r"Loss \(base 2\): ([\d.]+), Perplexity: ([\d.]+)", output)
     tokens = int(re.search(r"Evaluated (\d+) tokens", output)[1])

@@ -130,6 +130,7 @@ KINDS = [
 ]
 # What brings a model to the setting.
 WITH = {
+    "fconv": {"encoder_layers": "[(8, 3)]", "decoder_layers": "[(8, 3)]"},  # the default are 20
     "character_filters": {"character_embeddings": True, "character_embedding_dim": 4},
     "lightconv": {"encoder_conv_type": "lightweight", "decoder_conv_type": "lightweight"}
     | {"weight_softmax": True},

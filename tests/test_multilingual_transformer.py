@@ -177,7 +177,7 @@ def test_it_translates_each_pair(three_languages, trained, more):
         direction = ("-s", source, "-t", target, *tokens)
         output = run(
             *("fairseq-generate", three_languages, *TASK, *direction, "--path", checkpoint),
-            *("--cpu", "--gen-subset", "valid", "--beam", 2, "--max-len-b", 8),
+            *("--cpu", "--num-workers", 0, "--gen-subset", "valid", "--beam", 2, "--max-len-b", 8),
         ).stdout
         assert len(re.findall(r"^H-\d+\t", output, re.MULTILINE)) == len(LENGTHS)
     told = run(

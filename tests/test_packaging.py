@@ -174,6 +174,7 @@ def torch_alone(tmp_path):
     return python
 
 
+@pytest.mark.soak
 def test_the_layer_needs_torch_alone(source, torch_alone, tmp_path):
     """As docs/install.md has it: ``pip install --no-deps`` beside a torch."""
     install(torch_alone, wheel_of(source, tmp_path))

@@ -5,12 +5,13 @@ import select
 import signal
 from pathlib import Path
 
+from commands import TORCH
 from programs import Server
 
 
 def test_a_program_ends_while_its_client_goes(tmp_path):
     """The server hears both at once: it neither forgets its other clients nor ends."""
-    server = Server(None, "import_torch")
+    server = Server(TORCH, "import_torch")
     output = os.open(tmp_path / "output", os.O_CREAT | os.O_RDWR)
 
     def start(code):

@@ -50,9 +50,9 @@ def assert_equal(one, other, where: str) -> None:
 
 
 CASES = [
-    soak(2, "smoe", "legacy_ddp"),
+    (2, "smoe", "legacy_ddp"),
     soak(2, "smoe", "pytorch_ddp"),
-    (4, "smoe", "legacy_ddp"),
+    soak(4, "smoe", "legacy_ddp"),
     soak(2, "stock", "pytorch_ddp"),
     (2, "stock", "legacy_ddp"),
     soak(4, "stock", "pytorch_ddp"),

@@ -195,7 +195,7 @@ def test_analysis_has_the_columns_of_all_layers(three_languages, tmp_path):
     handmade.train(three_languages, tmp_path, *handmade.MULTILINGUAL, *words, "--max-update", 1)
     output = tmp_path / "analysis"
     path = tmp_path / "checkpoint_last.pt"
-    run("smoe", "analyze", three_languages, "--path", path, "--output", output, "--cpu")
+    handmade.analyze(three_languages, path, output)
     rows = handmade.read(output / "tokens.csv")
     experts = {
         "encoder": [*(f"stratum0_expert{e}" for e in range(4)), "stratum1_expert2"],

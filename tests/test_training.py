@@ -79,7 +79,7 @@ def test_overfits_to_the_label_smoothing_floor(overfitted):
 def generate(data, checkpoint, *flags):
     process = run(
         *("fairseq-generate", data, "--user-dir", PLUGIN, "--path", checkpoint, "--cpu"),
-        *("--beam", 5, "--lenpen", 1.0, "--gen-subset", "test", *flags),
+        *("--beam", 5, "--lenpen", 1.0, "--gen-subset", "test", "--num-workers", 0, *flags),
     )
     hypotheses = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", process.stdout, re.M)
     return {int(i): (text, float(score)) for i, score, text in hypotheses}, process.stdout

@@ -6,6 +6,8 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,7 @@ def test_text_as_it_comes(folder):
     assert translate(folder, *words, text="\u200b\n")[0] == "\n"  # a blank of no width
 
 
+@pytest.mark.soak
 def test_text_is_utf8_whatever_the_terminal_takes(folder):
     process = started(
         folder, "--json", stdout=subprocess.PIPE, fresh=True, PYTHONIOENCODING="ascii"
@@ -200,7 +203,10 @@ def test_text_is_utf8_whatever_the_terminal_takes(folder):
 
 @pytest.mark.parametrize(
     ("closing", "sentence"),
-    [soak("<&-", "standard input is closed: exp"), (">&-", "standard output is closed: exp")],
+    [
+        soak("<&-", "standard input is closed: exp"),
+        soak(">&-", "standard output is closed: exp"),
+    ],
 )
 def test_closed_streams_are_named(folder, closing, sentence):
     line = f'exec "{SCRIPTS / "smoe"}" translate run --to fr {closing}'
@@ -258,17 +264,50 @@ def test_numbers_that_are_none(folder, flag, value):
     assert f"{value!r}: expected a" in result.stdout
 
 
+def command_of(*words) -> list[str]:
+    return [str(SCRIPTS / "smoe"), "translate", "run", "--to", "fr", *map(str, (*SEARCH, *words))]
+
+
 def started(folder, *words, stdout=None, fresh=False, **environment) -> subprocess.Popen:
-    """``fresh``, where it is sent a signal: a forked one gets it from its client, and later."""
-    command = [SCRIPTS / "smoe", "translate", "run", "--to", "fr", *map(str, (*SEARCH, *words))]
     return subprocess.Popen(
-        [*([] if fresh else start(SMOE)), *command],
+        [*([] if fresh else start(SMOE)), *command_of(*words)],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdout=stdout,
     )
+
+
+class Typed:
+    """Started, with what it is given to translate to be written; a signal is sent to the program itself.
+
+    By the client of `started` it would get it later.
+    """
+
+    def __init__(self, folder, *words, **environment):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        self.log = tempfile.TemporaryFile("w+")
+        reading, writing = os.pipe()
+        files = (reading, self.log.fileno(), self.log.fileno())
+        self.program = SMOE.start(command_of(*words), environment, folder, files)
+        os.close(reading)
+        self.stdin = open(writing, "wb")
+
+    def poll(self) -> int | None:
+        return self.program.wait(0)
+
+    def communicate(self) -> tuple[str]:
+        self.log.seek(0)
+        return (self.log.read(),)
+
+    def end(self, number: int) -> tuple[int, str]:
+        """By a signal: the exit status, and what was said."""
+        os.kill(self.program.pid, number)
+        status = self.program.wait(60)
+        with suppress(BrokenPipeError):
+            self.stdin.close()
+        return status, *self.communicate()
 
 
 def test_a_line_that_is_not_utf8_is_named(folder):
@@ -292,17 +331,15 @@ def test_a_reader_that_has_gone(folder):
 
 @pytest.mark.parametrize("threads", [soak("1"), "2"])
 def test_an_interruption_of_a_search(folder, threads):
-    process = started(
-        folder, "--output", "never.txt", "--max-tokens", 200, OMP_NUM_THREADS=threads, fresh=True
-    )
+    words = ("--output", "never.txt", "--max-tokens", 200)
+    process = Typed(folder, *words, OMP_NUM_THREADS=threads)
     process.stdin.write(b"1 2 3 4 5 6 7 8 9\n" * 3999)
     process.stdin.flush()
     wait_for(lambda: list(folder.glob("never.txt.smoe.*.tmp")), process)
     process.stdin.write(b"1\n" * 2)  # what is asked for at once, and one more
     process.stdin.flush()
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and b"Traceback" not in said
+    status, said = process.end(signal.SIGINT)
+    assert status == 130 and "Traceback" not in said
     assert not list(folder.glob("never*"))
 
 
@@ -312,14 +349,13 @@ def test_an_interruption_of_a_search(folder, threads):
 def test_an_interruption_leaves_the_file_as_it_was(folder, number):
     output = folder / "kept.txt"
     output.write_text("as it was\n")
-    process = started(folder, "--output", output.name, fresh=True)
+    process = Typed(folder, "--output", output.name)
     wait_for(lambda: list(folder.glob("kept.txt.smoe.*.tmp")), process)  # it waits for text now
     (partial,) = folder.glob("kept.txt.smoe.*.tmp")
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert output.read_text() == "as it was\n" and b"Traceback" not in said
+    status, said = process.end(number)
+    assert output.read_text() == "as it was\n" and "Traceback" not in said
     if number != signal.SIGKILL:
-        assert process.returncode == 128 + number and not partial.exists()
+        assert status == 128 + number and not partial.exists()
     partial.unlink(missing_ok=True)
 
 

@@ -187,7 +187,8 @@ def test_runs_that_cannot_be_used(prepared, one_pair, tmp_path, monkeypatch):
 
 
 def validation(data, path, *more):
-    return ("fairseq-validate", data, "--path", path, "--max-tokens", 300, "--cpu", *more)
+    words = ("fairseq-validate", data, "--path", path, "--max-tokens", 300, "--cpu")
+    return (*words, "--num-workers", 0, *more)
 
 
 def losses(process) -> list[str]:

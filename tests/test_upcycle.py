@@ -27,7 +27,8 @@ SIZES = "--encoder-embed-dim 48 --encoder-ffn-embed-dim 64".split()
 def dense(small_corpus, tmp_path_factory) -> Path:
     """A dense model of ours, trained long enough to have something to lose."""
     folder = tmp_path_factory.mktemp("dense")
-    train_smoe(small_corpus, folder, "--moe-freq", 0, "--max-update", 40, "--dropout", 0.05)
+    more = ("--dropout", 0.05, "--disable-validation", "--save-interval", 1000)
+    train_smoe(small_corpus, folder, "--moe-freq", 0, "--max-update", 40, *more)
     return folder / "checkpoint_last.pt"
 
 

@@ -139,6 +139,9 @@ def enter(request: dict) -> None:
     os.chdir(request["folder"])
     for setting in filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")):
         warnings._setoption(setting)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit():  # which torch has read at its import
+        sys.modules["torch"].set_num_threads(int(threads))
 
 
 def run_program(words: list[str]) -> None:
