@@ -74,4 +74,4 @@ class HashTopKGate(TopKGate):
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None, id_T: Tensor) -> Routing:
         """As of `TopKGate`, with the first choice of each id in ``id_T``."""
-        return self.route(x_TD, active_T, first_T1=self.table[id_T].unsqueeze(1))
+        return super().forward(x_TD, active_T, first_T1=self.table[id_T].unsqueeze(1))

@@ -141,26 +141,17 @@ class TopKGate(LinearGate):
         return self.free_experts > 0
 
     def forward(
-        self, x_TD: Tensor, active_T: Tensor | None = None, earlier_TE: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        active_T: Tensor | None = None,
+        earlier_TE: Tensor | None = None,
+        first_T1: Tensor | None = None,
     ) -> Routing:
         """Route the tokens ``x_TD`` that ``active_T`` marks (all when None).
 
         Args:
             earlier_TE: ``(T, V)``, logits of an earlier gate, of which the last are those of the experts
                 that this one sees; 0 where there was none. Only a gate with a residual needs them.
-        """
-        return self.route(x_TD, active_T, earlier_TE)
-
-    def route(
-        self,
-        x_TD: Tensor,
-        active_T: Tensor | None,
-        earlier_TE: Tensor | None = None,
-        first_T1: Tensor | None = None,
-    ) -> Routing:
-        """As `forward`.
-
-        Args:
             first_T1: first choices that are given; None: those of highest score.
         """
         if active_T is None:
