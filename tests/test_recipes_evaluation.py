@@ -232,6 +232,13 @@ def kill_session(session: int, number: int = signal.SIGKILL) -> None:
             continue
 
 
+def kill(process: subprocess.Popen, folder: Path) -> None:
+    """Kill a recipe and its session, and wait until no process works in the folder any more."""
+    kill_session(process.pid)
+    process.wait()
+    wait_until(lambda: not works_in(folder))  # nobody goes on for a dead process
+
+
 def wait_until(happens, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not happens():
@@ -297,9 +304,7 @@ def test_a_killed_evaluation_goes_on_with_what_is_left(tiny, unevaluated):
     run = unevaluated / "runs/tiny/smoe-2-2"
     process = start_evaluation(unevaluated, "runs", JOBS="1")
     wait_until(lambda: list(run.glob("test.partial/scores.json")) or process.poll() is not None)
-    kill_session(process.pid)
-    process.wait()
-    wait_until(lambda: not works_in(unevaluated))  # nobody translates for a dead process
+    kill(process, unevaluated)
     assert not (run / "scores.json").exists()
     (done,) = json.loads((run / "test.partial/scores.json").read_text())["scores"]
     told = table(unevaluated, "tiny", CONFIG_DIR=str(unevaluated / "configs"))
@@ -320,8 +325,7 @@ def test_killed_at_any_time_it_ends_in_the_same_scores(tiny, unevaluated, second
     run = unevaluated / "runs/tiny/smoe-2-2"
     process = start_evaluation(unevaluated, "runs")
     time.sleep(seconds)
-    kill_session(process.pid)
-    process.wait()
+    kill(process, unevaluated)
     again = evaluate_again(unevaluated)
     assert again.returncode == 0, again.stderr
     assert result_of(run) == result_of(tiny[0] / "runs/tiny/smoe-2-2")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
-from test_recipes_evaluation import kill_session, wait_until
+from test_recipes_evaluation import kill, wait_until
 
 from smoe_fairseq.recipes.study import results as study_results
 
@@ -58,8 +58,7 @@ def studied(data):
     )
     report = folder / "results/tiny/report.md"
     wait_until(lambda: report.exists() or first.poll() is not None)
-    kill_session(first.pid)
-    first.wait()
+    kill(first, folder)
     (done,) = kept_runs(folder)
     before = (folder / "results/tiny" / done / study_results.FILE).stat().st_mtime_ns
     absolute = {"RUN_DIR": str(folder / "runs")}
