@@ -136,20 +136,22 @@ def _place() -> str:
 
 
 def _flag_of(frame: FrameType, line: int) -> str | None:
-    """The first flag whose name or path is in a variable of its own, or else in this line of the source."""
+    """The first flag whose value is in a variable, or else whose name is in this line of the source."""
     source = linecache.getline(frame.f_code.co_filename, line)
     local = frame.f_locals
+    words = {each for each in local.values() if isinstance(each, str)}
+    in_line = None
     for name, value in _given_flags().items():
+        flag = f"--{name.replace('_', '-')} {value}"
         if name in local:
             listed = isinstance(local[name], list | tuple)
-            found = value == (",".join(map(str, local[name])) if listed else str(local[name]))
-        elif os.sep in value:
-            found = value in (each for each in local.values() if isinstance(each, str))
-        else:
-            found = re.search(rf"\b{re.escape(name)}\b", source)
-        if value and found:
-            return f"--{name.replace('_', '-')} {value}"
-    return None
+            if value and value == (",".join(map(str, local[name])) if listed else str(local[name])):
+                return flag
+        elif len(value) > 1 and value in words:
+            return flag
+        elif value and os.sep not in value and re.search(rf"\b{re.escape(name)}\b", source):
+            in_line = in_line or flag
+    return in_line
 
 
 def _file_of(frame: FrameType) -> str | None:

@@ -201,3 +201,18 @@ def test_the_flag_whose_value_the_error_repeats_is_named(monkeypatch):
     with pytest.raises(FileNotFoundError) as error:
         raise FileNotFoundError("Dataset not found: nope (bin)")
     assert one_line(error.value).startswith("--train-subset nope: FileNotFoundError: Dataset")
+
+
+def test_the_flag_whose_value_a_variable_holds_comes_before_one_that_the_line_names(monkeypatch):
+    words = ["x", "--lang-pairs", "de-en", "--train-subset", "nope"]
+    monkeypatch.setattr(sys, "argv", words)
+
+    class Manager:
+        lang_pairs = {}
+
+        def load(self, split: str):
+            return self.lang_pairs[f"main:{len(split)}"]
+
+    with pytest.raises(KeyError) as error:
+        Manager().load("nope")
+    assert one_line(error.value).startswith("--train-subset nope: KeyError: 'main:4'")
