@@ -40,6 +40,7 @@ _LIBRARIES = ("omegaconf", "hydra", "sentencepiece")  # whose errors are about s
 # How RuntimeErrors of bad input begin: torch's for other shapes, and fairseq's about its flags.
 _MISFITS = ("Error(s) in loading state_dict", "--")
 _NULL = re.compile(r"override \w+\.(\w+)=null")  # hydra's words for an option without a value
+_SETTING = re.compile(r"--([\w-]+) (?:\S+|'[^']*'): ")  # how a sentence about a flag's value begins
 _FILES = ("file", "filename", "path", "f", "model_file")  # local variables that hold one
 _PLACES = ("destdir", "results_path", "save_dir")  # flags by which commands are told where to write
 _NEAR = 3  # innermost frames in which a flag is looked for: others use many
@@ -99,13 +100,17 @@ def blaming(path: os.PathLike | str) -> Iterator[None]:
 
     Raises:
         UsageError: ``PATH: its settings cannot be used (KeyError 'nope')``; where the stack trace tells
-            of another file, such as a dictionary, that one is named. A UsageError, an OSError of
-            another file, and what fairseq raises as a plain Exception pass as they are.
+            of another file, such as a dictionary, that one is named. An OSError of another file, what
+            fairseq raises as a plain Exception, and a UsageError pass as they are, unless that begins
+            with a flag and its value that the user has not given: then it is the file's.
     """
     try:
         yield
-    except UsageError:
-        raise
+    except UsageError as error:
+        setting = _SETTING.match(str(error))
+        if setting is None or setting[1].replace("-", "_") in _given_flags():
+            raise
+        raise UsageError(f"{path}: its settings cannot be used ({error})") from error
     except Exception as error:
         names_file = isinstance(error, OSError) and error.filename
         if type(error) is Exception or names_file or one_line(error) is None:

@@ -10,10 +10,12 @@ import shutil
 import socket
 import stat
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import BinaryIO
 
 from smoe_fairseq.errors import UsageError
 
@@ -69,15 +71,15 @@ def whole_files(
     paths = [os.fspath(path) for path in paths]
     partials, replacing = [], []
     try:
+        _remove_left_over(paths, "tmp")
         for path in paths:
             if _is_special(path):
                 partials.append(path)
                 continue
             if parents:
                 os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            _remove_left_over(path)
             # A signal may end the process as soon as the file exists, so it is noted before.
-            partial = f"{path}{_OURS}.{os.getpid()}-{secrets.token_hex(4)}.tmp"  # as fairseq's
+            partial = _temporary(path, "tmp")
             partials.append(partial)
             replacing.append((partial, path))
             _create(partial, path)
@@ -113,13 +115,30 @@ def _check_written(partial: str) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), partial)
 
 
-def _remove_left_over(path: str) -> None:
-    """Remove temporary files of ``path`` whose writers were killed."""
-    name = re.compile(rf"{re.escape(os.path.basename(path) + _OURS)}\.(\d+)-[0-9a-f]{{8}}\.tmp")
-    for file in Path(path).absolute().parent.glob(f"*{_OURS}.*.tmp"):
-        if (found := name.fullmatch(file.name)) and not _lives(int(found[1])):
-            with suppress(OSError):
-                file.unlink()
+def _temporary(path: str, ending: str) -> str:
+    """A name for what will replace ``path``; ``tmp`` is the ending of fairseq's temporary files too."""
+    return f"{path}{_OURS}.{os.getpid()}-{secrets.token_hex(4)}.{ending}"
+
+
+def _remove_left_over(paths: Iterable[str], ending: str) -> None:
+    """Remove what has a `_temporary` name of one of ``paths``, and whose writer was killed."""
+    folders = defaultdict(set)
+    for path in paths:
+        folder, name = os.path.split(os.path.abspath(path))
+        folders[folder].add(name)
+    pattern = re.compile(rf"(.+){re.escape(_OURS)}\.(\d+)-[0-9a-f]{{8}}\.{ending}")
+    for folder, names in folders.items():
+        for file in Path(folder).glob(f"*{_OURS}.*.{ending}"):
+            found = pattern.fullmatch(file.name)
+            if found and found[1] in names and not _lives(int(found[2])):
+                _remove(file)
+
+
+def _remove(path: str | Path) -> None:
+    """Remove a file or a folder, if it is there and the system lets us."""
+    with suppress(OSError):
+        os.unlink(path)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _lives(process: int) -> bool:
@@ -145,6 +164,30 @@ def write_whole(path: Path | str, content: str | bytes, called: str | None = Non
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def open_plain(path: Path, append: bool = False) -> BinaryIO:
+    """Open a file for writing, or for appending to it, that is written over several attempts.
+
+    Raises:
+        UsageError: there is a link or something else than a plain file.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    if not path.is_symlink():
+        opened = os.open(path, flags | (os.O_APPEND if append else 0), 0o666)
+        if _is_plain(opened):
+            if not append:
+                os.ftruncate(opened, 0)
+            return open(opened, "ab" if append else "wb")
+        os.close(opened)
+    raise UsageError(f"{path} is a link or no plain file: remove it")
+
+
+def _is_plain(opened: int) -> bool:
+    """Whether an open file is a plain one with a single name."""
+    state = os.fstat(opened)
+    return stat.S_ISREG(state.st_mode) and state.st_nlink == 1
+
+
 def put_in_place(partial: Path, path: Path) -> None:
     """Rename a finished ``partial`` to ``path``; raises OSError, and then ``partial`` is kept."""
     _bring_to_disk(partial)
@@ -167,26 +210,24 @@ def whole_folder(folder: Path, replace: bool = False, called: str | None = None)
         refuse_existing(folder, called)
     if folder.is_symlink():  # replace the link's target, not the link
         folder = Path(os.path.realpath(folder))
-    partial, old = (
-        folder.with_name(f"{folder.name}{_OURS}.{suffix}") for suffix in ("partial", "old")
-    )
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove_left_over([str(folder)], "partial")
+    partial = Path(_temporary(str(folder), "partial"))
     try:
         partial.mkdir(parents=True)
         yield partial
         for file in partial.rglob("*"):
             if file.is_file():
                 _bring_to_disk(file)
-        _exchange(partial, folder, old)
+        _exchange(partial, folder)
     except (OSError, RuntimeError) as error:
         raise _refusal(error, called, [str(partial)]) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _exchange(partial: Path, folder: Path, old: Path) -> None:
+def _exchange(partial: Path, folder: Path) -> None:
     """Rename ``partial`` to ``folder``. Unlike a file, an existing folder has to be moved away first."""
-    shutil.rmtree(old, ignore_errors=True)
+    old = Path(_temporary(str(folder), "old"))
     if folder.exists():
         os.replace(folder, old)
     try:
@@ -196,6 +237,7 @@ def _exchange(partial: Path, folder: Path, old: Path) -> None:
             os.replace(old, folder)
         raise
     shutil.rmtree(old, ignore_errors=True)
+    _remove_left_over([str(folder)], "old")
 
 
 def refuse_existing(folder: Path, called: str) -> None:
@@ -300,8 +342,7 @@ def _lock(file: Path) -> int | None:
             if file.is_symlink():
                 raise UsageError(_NO_LOCK_FILE.format(file)) from None
             raise UsageError(f"{file} cannot be written: {error.strerror}") from None
-        state = os.fstat(opened)
-        if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1:
+        if not _is_plain(opened):
             os.close(opened)
             raise UsageError(_NO_LOCK_FILE.format(file))
         try:

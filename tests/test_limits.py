@@ -165,7 +165,57 @@ def test_weights_that_are_no_finite_real_numbers(recorded, tmp_path, value, word
 
 
 @pytest.mark.parametrize(
-    "key, value", [("num_experts", "x"), ("rank", 5), ("parameters", [1]), ("world_size", 0)]
+    "name, value, most",
+    [
+        ("encoder_layers", 100_000, "2,000"),
+        ("decoder_embed_dim", 10**18, "1,000,000"),
+        ("encoder_ffn_embed_dim", 10**18, "1,000,000"),
+    ],
+)
+def test_sizes_that_a_checkpoint_gives_are_refused_before_they_are_built(
+    recorded, tmp_path, monkeypatch, name, value, most
+):
+    """The sentence is about the file: its flag is none that the user has given."""
+    path = changed(recorded, tmp_path, "cfg", "model", name, value=value)
+    words = ["translate", str(path), "--data", str(GOLDEN / "text")]
+    monkeypatch.setattr(sys, "argv", ["smoe", *words])
+    with pytest.raises(SystemExit) as error:
+        main(words)
+    flag = "--" + name.replace("_", "-")
+    why = f"{flag} {value}: expected at most {most}"
+    assert str(error.value) == f"error: {path}: its settings cannot be used ({why})"
+
+
+@pytest.mark.parametrize("size", ["--encoder-layers 400000", f"--encoder-embed-dim {10**18}"])
+def test_sizes_that_a_user_gives_are_refused_before_they_are_built(monkeypatch, size):
+    words = ["cost", *size.split()]
+    monkeypatch.setattr(sys, "argv", ["smoe", *words])
+    with pytest.raises(SystemExit) as error:
+        main(words)
+    assert str(error.value).startswith(f"error: {size}: expected at most ")
+
+
+def test_a_dictionary_of_fewer_words_is_named(recorded, tmp_path):
+    (tmp_path / "run").mkdir()
+    for name in ("dict.src.txt", "dict.tgt.txt"):
+        (tmp_path / "run" / name).write_text("a 1\n")
+    with pytest.raises(SystemExit) as error:
+        main(["translate", str(recorded), "--data", str(tmp_path / "run")])
+    assert "tokens in encoder.embed_tokens.weight, and the dictionary of this model 5" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("num_updates", None),
+        ("num_updates", -1),
+        ("num_experts", "x"),
+        ("rank", 5),
+        ("parameters", [1]),
+        ("world_size", 0),
+    ],
 )
 def test_a_record_of_experts_that_is_damaged(recorded, tmp_path, key, value):
     path = changed(recorded, tmp_path, "smoe_experts", key, value=value)

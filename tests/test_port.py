@@ -2,19 +2,23 @@
 
 import os
 import socket
+import subprocess
+import sys
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
+from ranks import free_port
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import load_dataset
 from smoe_fairseq.recipes.training import launcher, train
 from smoe_fairseq.recipes.training.launcher import Launch
+from smoe_fairseq.training import launch
 
 
 def test_port_in_use_is_named(monkeypatch):
     import torch.distributed as dist
-
-    from smoe_fairseq.training import launch
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -97,3 +101,66 @@ def test_port_that_is_none(monkeypatch, port):
     with pytest.raises(UsageError, match=f"^MASTER_PORT={port}: expected a port, a number from 1"):
         Launch("torchrun", 2, 1).words("fairseq-train")
     assert "--standalone" in Launch("torchrun", 1, 2).words("fairseq-train")
+
+
+def meeting(rank: int, port: int, size: int = 2) -> Namespace:
+    return Namespace(
+        distributed_rank=rank,
+        distributed_world_size=size,
+        distributed_init_method=f"tcp://127.0.0.1:{port}",
+    )
+
+
+def test_ranks_wait_for_one_another(monkeypatch):
+    port = free_port()
+    with ThreadPoolExecutor() as threads:
+        given = [threads.submit(launch.wait_for_all, meeting(rank, port, 3)) for rank in (2, 0)]
+        wait(given, 0.5)
+        assert not any(each.done() for each in given)
+        given.append(threads.submit(launch.wait_for_all, meeting(1, port, 3)))
+        assert all(each.result(60) is not None for each in given)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_come_is_named(monkeypatch, caplog, rank):
+    monkeypatch.setattr(launch, "_NEWS", 0.3)
+    monkeypatch.setattr(launch, "_PATIENCE", 1)
+    port = free_port()
+    with pytest.raises(UsageError, match=f"^rank {1 - rank} has not come to 127.0.0.1:{port} "):
+        launch.wait_for_all(meeting(rank, port))
+    assert f"waiting for rank {1 - rank} at 127.0.0.1:{port}" in caplog.messages
+
+
+def test_a_first_rank_that_ends_ends_the_others(monkeypatch):
+    """Such as one that was killed, or that did not like its flags."""
+    port = free_port()
+    first = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            "import sys, time; from datetime import timedelta; from torch.distributed import TCPStore;"
+            f"store = TCPStore('127.0.0.1', {port}, None, True, timedelta(seconds=60),"
+            " wait_for_workers=False); store.wait(['smoe rank 1'])",
+        ]
+    )
+    with pytest.raises(UsageError, match="^rank 0 has ended before all ranks had come"):
+        launch.wait_for_all(meeting(1, port))
+    assert first.wait() == 0
+
+
+@pytest.mark.parametrize(
+    "method, place",
+    [
+        ("tcp://[::1]:80", ("::1", 80)),
+        ("file:///tmp/x", None),
+        ("tcp://host:99999999", None),
+        ("None", None),
+        ("env://", ("a", 5)),
+    ],
+)
+def test_where_ranks_meet(monkeypatch, method, place):
+    monkeypatch.setenv("MASTER_ADDR", "a")
+    monkeypatch.setenv("MASTER_PORT", "5")
+    given = Namespace(distributed_init_method=method)
+    assert launch._meeting_place(given) == place
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert method != "env://" or launch._meeting_place(given) is None

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,13 @@ def test_a_file_stands_on_its_base(configs):
         ("checkpoint: ${\n", "is not valid YAML: "),
         (b"\xff\xfe\xfa", "is not valid YAML: "),
         (
-            "train:\n  a: &a [1]\n" + "  b: *a\n" * 21,
-            " has 21 aliases: expected at most 20",
+            f"train:\n  a: &a [{'1, ' * 1000}]\n"
+            + "".join(f"  {b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefgh")),
+            " has 255,513 values, with what its aliases repeat: expected at most 100,000",
+        ),
+        (
+            "train:\n  a: &a\n    b: *a\n",
+            " has inf values, with what its aliases repeat: expected at most 100,000",
         ),
         ({"pairs": ["a-b"], "train": 5}, "`train` has to hold keys and values"),
         ({"pairs": ["ab"]}, "`pairs` has to list language pairs such as [eng-nso"),

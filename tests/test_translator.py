@@ -265,6 +265,12 @@ def test_training_without_the_plugin(corpus, words):
     assert last.startswith("error: --arch smoe_transformer") and "$(smoe path)" in last
 
 
+def test_a_mistyped_name_of_the_plugins_own(corpus):
+    words = ("fairseq-train", corpus, "--user-dir", PLUGIN, "--arch", "smoe_transformr")
+    last = run(*words, check=False).stdout.splitlines()[-1]
+    assert last == "error: --arch smoe_transformr: did you mean smoe_transformer?"
+
+
 def test_training_on_from_another_model_has_fairseqs_sentence(post_norm, corpus, tmp_path):
     """Of the same plugin, or none, the flags are what differs."""
     more = ("--restore-file", post_norm, "--encoder-layers", 1)

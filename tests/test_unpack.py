@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from test_recipes_archives import step, tar
 
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.data.download import read_members
+
 
 def unpacked(tmp_path: Path, archive: bytes) -> str:
     """What unpacking says, having failed; nothing may be left of it, nor lie outside of it."""
@@ -90,6 +93,15 @@ def test_a_sparse_member_larger_than_the_disk_is_refused(tmp_path):
     info.size = 2**60
     sentence = unpacked(tmp_path, info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
     assert WANTED in sentence and "has no room" in sentence
+
+
+def test_a_sparse_member_larger_than_a_text_is_not_read_into_memory(tmp_path):
+    info = tarfile.TarInfo("translations/source/de/x.po")
+    info.size = 2**43
+    archive = tmp_path / "messages.tar"
+    archive.write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    with pytest.raises(UsageError, match="x.po' of 8,796,093,022,208 bytes: expected at most"):
+        list(read_members(archive, lambda path: True))
 
 
 def test_two_members_for_one_file_are_refused(tmp_path):

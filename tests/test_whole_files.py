@@ -103,14 +103,15 @@ def test_a_folder_replaces_another_at_the_end_alone(tmp_path):
 
 def test_nothing_of_the_user_is_taken_for_half_written(tmp_path):
     """Names such as routing.old and model.pt.tmp are what people call their own copies."""
-    for name in ("routing.old/mine", "routing.partial/mine", "routing/first"):
+    others = ("routing.old", "routing.partial", "routing.smoe.old", "routing.smoe.partial")
+    for name in (*(f"{other}/mine" for other in others), "routing/first"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
     (tmp_path / "model.pt.tmp").write_text("mine")
     with whole_folder(tmp_path / "routing", replace=True) as partial:
         (partial / "second").write_text("new")
     write_whole(tmp_path / "model.pt", "new")
-    mine = dict.fromkeys(["routing.old/mine", "routing.partial/mine", "model.pt.tmp"], "mine")
+    mine = dict.fromkeys([*(f"{other}/mine" for other in others), "model.pt.tmp"], "mine")
     assert contents(tmp_path) == {**mine, "routing/second": "new", "model.pt": "new"}
 
 
@@ -126,7 +127,7 @@ def test_links_with_the_names_of_half_written_files_are_not_written_through(tmp_
     with pytest.raises(UsageError, match="a cannot be saved: File exists"):
         write_whole(tmp_path / "a", "newer")
     assert contents(tmp_path) == {"victim": "mine", "a.smoe.tmp": "mine", "a": "new"}
-    (tmp_path / "folder.smoe.partial").symlink_to(tmp_path)
+    (tmp_path / f"folder.smoe.{os.getpid()}-00000000.partial").symlink_to(tmp_path)
     with pytest.raises(UsageError, match="folder cannot be saved: File exists"):
         with whole_folder(tmp_path / "folder"):
             pass
@@ -143,6 +144,45 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
         (tmp_path / name).write_text("half")
     write_whole(tmp_path / "a", "new")
     assert contents(tmp_path) == dict.fromkeys(kept, "half") | {"a": "new"}
+
+
+def test_a_folder_that_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
+    """The old folder not before a new one is in place: it may be all that is left."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    for ending in ("partial", "old"):
+        (tmp_path / f"a.smoe.{process.pid}-00000000.{ending}/in").mkdir(parents=True)
+    with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "a"):
+        1 / 0  # noqa: B018
+    assert [path.suffix for path in tmp_path.iterdir()] == [".old"]
+    with whole_folder(tmp_path / "a") as partial:
+        (partial / "file").write_text("new")
+    assert contents(tmp_path) == {"a/file": "new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_thousands_of_files_in_one_folder(tmp_path, monkeypatch):
+    """Their folder is searched once for what killed processes left, and not for each file."""
+    searched = []
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: searched.append(self) or [])
+    with whole_files([tmp_path / str(i) for i in range(100)]) as partials:
+        for partial in partials:
+            Path(partial).write_text("1")
+    assert searched == [tmp_path]
+
+
+@pytest.mark.parametrize("kind", ["link", "second name", "pipe"])
+def test_what_is_written_over_several_attempts_is_a_plain_file(tmp_path, kind):
+    victim, part = tmp_path / "victim", tmp_path / "part"
+    victim.write_text("mine")
+    make = {"link": part.symlink_to, "second name": part.hardlink_to, "pipe": None}[kind]
+    os.mkfifo(part) if make is None else make(victim)
+    reader = os.open(part, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without one cannot be opened
+    for append in (False, True):
+        with pytest.raises(UsageError, match="part is a link or no plain file: remove it"):
+            files.open_plain(part, append)
+    os.close(reader)
+    assert victim.read_text() == "mine"
 
 
 def test_what_is_no_file_is_written_to(tmp_path):

@@ -24,7 +24,7 @@ from smoe_fairseq.checkpoints.model import (
     saved_options,
     target_model,
 )
-from smoe_fairseq.checkpoints.sets import OPTIMIZER, check_plain, with_model_options
+from smoe_fairseq.checkpoints.sets import OPTIMIZER, check_tensors, with_model_options
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
@@ -196,11 +196,11 @@ def read_set(path: Path) -> dict:
     """
     shared, *ranks = files_of(path)
     state = {**open_checkpoint(shared)}
-    check_plain(shared, state["model"])
+    check_tensors(shared, state["model"])
     weights = dict(state["model"])
     for file in ranks:
         own = open_checkpoint(file)["model"]
-        check_plain(file, own)
+        check_tensors(file, own)
         weights |= _numbered(file, own, weights)
     state["model"] = weights
     return state

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.model import SIDES, plain_config, target_model
-from smoe_fairseq.checkpoints.sets import check_plain
+from smoe_fairseq.checkpoints.sets import check_tensors
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.options import SMoETransformerConfig
 
@@ -41,7 +41,7 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
             f"huggingface writes it, or {NLLB}"
         )
     weights = _tensors(folder)
-    check_plain(folder, weights)
+    check_tensors(folder, weights)
     if kind == NLLB:
         options, weights = _of_nllb(folder, config, weights)
         text, task = {}, ["--task", "translation", "-s", "src", "-t", "tgt"]

@@ -150,10 +150,12 @@ class Record:
     def _is_sound(self) -> bool:
         """Whether all is of its type, and the numbers are some that a run may have."""
         numbers = (self.num_experts, self.world_size, *self.other_layers.values())
-        if not all(type(n) is int and 0 < n for n in numbers) or type(self.rank) is not int:
+        if not all(type(n) is int and 0 < n for n in numbers):
+            return False
+        if not all(type(n) is int and 0 <= n for n in (self.rank, self.num_updates)):
             return False
         names = (self.save, *self.parameters, *self.other_layers)
-        return 0 <= self.rank < self.world_size and all(isinstance(n, str) for n in names)
+        return self.rank < self.world_size and all(isinstance(n, str) for n in names)
 
 
 def record_of(path: Path | str) -> Record | None:

@@ -259,7 +259,7 @@ def weights_of(path: Path) -> dict:
         path: a file, or the name of a set of ``--expert-parallel``, whose experts are put together.
 
     Raises:
-        UsageError: it is missing, damaged, or no whole set; or `check_plain` refuses its model.
+        UsageError: it is missing, damaged, or no whole set; or `check_tensors` refuses its model.
     """
     name = set_name(path)
     is_set = rank_of(path) is not None or rank_files(name) or rank_files(name, PENDING)
@@ -267,11 +267,11 @@ def weights_of(path: Path) -> dict:
         shards = Shards.open(path, optimizer_state=False)
         for state in shards.states:
             state["extra_state"] = _without(state["extra_state"], EMA)
-            check_plain(path, state["model"])
+            check_tensors(path, state["model"])
         shards.check_agreement()
         return shards.state_for(Placement(shards.record.num_experts))
     state = _without(open_checkpoint(path), (OPTIMIZER,))
-    check_plain(path, state["model"])
+    check_tensors(path, state["model"])
     return {**state, "extra_state": _without(state.get("extra_state", {}), EMA)}
 
 
@@ -279,7 +279,7 @@ def _without(content: Mapping, keys: Iterable[str]) -> dict:
     return {key: value for key, value in content.items() if key not in keys}
 
 
-def check_plain(path: Path, model: Mapping) -> None:
+def check_tensors(path: Path, model: Mapping) -> None:
     """Raise UsageError unless all of a model are tensors of finite real numbers in memory."""
     for name, tensor in model.items():
         if not (isinstance(name, str) and torch.is_tensor(tensor) and _is_plain(tensor)):

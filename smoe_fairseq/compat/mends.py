@@ -180,6 +180,7 @@ _BOUNDS = {  # option: lowest and highest value, each of them where it is a list
     "optimization.update_freq": (1, _LARGEST),
     "optimizer.adam_eps": (0, math.inf),
     "optimizer.weight_decay": (0, math.inf),
+    "lr_scheduler.warmup_updates": (0, _LARGEST),
     "task.sampling_temperature": (0.01, math.inf),
 }
 
@@ -334,8 +335,10 @@ def name_unknown_model_to_train(options: ModuleType) -> None:
         name = words.parse_known_args(sys.argv[1:])[0].arch
         if name and (sentence := _problem(models, name)):
             near = difflib.get_close_matches(name, models.ARCH_MODEL_REGISTRY, 1, cutoff=0)
-            ours = name.startswith(_OURS)
-            raise UsageError(f"--arch {name}: {sentence if ours else f'did you mean {near[0]}?'}")
+            lacks_ours = name.startswith(_OURS) and not near[0].startswith(_OURS)
+            raise UsageError(
+                f"--arch {name}: {sentence if lacks_ours else f'did you mean {near[0]}?'}"
+            )
         return parser
 
     options.get_training_parser = get_training_parser

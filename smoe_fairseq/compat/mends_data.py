@@ -6,6 +6,7 @@ import weakref
 from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 
 from .mends import MENDS, mends
@@ -120,6 +121,33 @@ def index_without_shell(fasta_dataset: ModuleType) -> None:
         return np.array(offsets, dtype=np.int64), np.array(lengths, dtype=np.int64)
 
     fasta_dataset.FastaDataset._build_index = _build_index
+
+
+# Names the data that a model of several languages lacks.
+#
+# For fairseq 0.12.2 on any Python, whose own answer to a mistyped ``--train-subset``, or to a language
+# pair that is not in the folder, is ``KeyError: 'main:de-en'``.
+
+
+@mends("fairseq.data.multilingual.multilingual_data_manager")
+def name_missing_data(multilingual_data_manager: ModuleType) -> None:
+    manager = multilingual_data_manager.MultilingualDatasetManager
+    original = manager.get_split_data_param_list
+
+    @functools.wraps(original)
+    def get_split_data_param_list(self, split, *others, **options):
+        try:
+            return original(self, split, *others, **options)
+        except KeyError as error:
+            kind, _, pair = str(error.args[0]).rpartition(":")
+            if not kind:
+                raise
+            raise UsageError(
+                f"{self.args.data} has no data {split!r} of {pair}: expected files such as "
+                f"{split}.{pair}.*.bin"
+            ) from None
+
+    manager.get_split_data_param_list = get_split_data_param_list
 
 
 # Ends data-loading processes together with their iterator.

@@ -357,7 +357,7 @@ def _checked(load):
                 state = load(path, *others, **options)
         except CutOffCheckpoint as error:
             raise UsageError(
-                f"{error}: resume from another one with --restore-file, or remove it to start anew"
+                f"{error}: take another one (with --restore-file in training), or remove it to train anew"
             ) from None
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise UnreadableCheckpoint(

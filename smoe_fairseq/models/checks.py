@@ -22,7 +22,8 @@ from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.gates import GATES
 
 BYTES = 4  # of a weight
-MOST_LAYERS = 1_000_000  # of a side: no list is made of more
+MOST_LAYERS = 2_000  # of a side: more would take minutes to build, and then not fit
+MOST_UNITS = 1_000_000  # of a layer
 # Modules and tensors as Python objects: what is left on the meta device, where weights take no memory.
 LAYER_OBJECTS, GATE_OBJECTS = 50_000, 5_000
 
@@ -306,6 +307,13 @@ def _check_numbers(config: DecoderOptions) -> None:
             raise ValueError(
                 f"{flag(name)} {getattr(config, name)}: expected at most {MOST_LAYERS:,}"
             )
+    for name in (
+        f"{side}_{width}_dim" for side in config.SIDES for width in ("embed", "ffn_embed")
+    ):
+        if getattr(config, name) > MOST_UNITS:
+            raise ValueError(
+                f"{flag(name)} {getattr(config, name)}: expected at most {MOST_UNITS:,}"
+            )
     dropouts = ("dropout", "attention_dropout", "activation_dropout")
     for name in (*dropouts, *(f"{side}_layerdrop" for side in config.SIDES)):
         if not 0 <= getattr(config, name) < 1:  # nan is neither
@@ -416,6 +424,13 @@ def check_checkpoint(model, state_dict) -> None:
             f"the checkpoint has {loaded[share][0]} of the {own[share][0]} experts of each MoE "
             "layer, one process's share: make one checkpoint of all with smoe consolidate"
         )
+    for name in (n for n in own if n.endswith("embed_tokens.weight")):
+        here, there = own[name], loaded.get(name, ())
+        if there[1:] == here[1:] and there != here:
+            raise UsageError(
+                f"the checkpoint has {there[0]} tokens in {name}, and the dictionary of this model "
+                f"{here[0]}: give the data with the dictionary of its training"
+            )
     name = next(n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n))
     raise UsageError(
         f"the checkpoint is of another architecture: {name} is {loaded.get(name, 'missing')} in it "

@@ -18,7 +18,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 
 Flags = dict[str, Any]
-MOST_ALIASES = 20  # in a YAML file: nested aliases multiply, so a few make gigabytes
+MOST_VALUES = 100_000  # of a YAML file: nested aliases multiply, so a few make gigabytes
 
 
 def arguments(flags: Flags) -> list[str]:
@@ -97,9 +97,12 @@ def read(path: Path, keys: Collection[str]) -> DictConfig:
     check_plain(path)
     try:
         with open(path, encoding="utf-8") as file:
-            aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(file))
-        if aliases > MOST_ALIASES:
-            raise UsageError(f"{path} has {aliases:,} aliases: expected at most {MOST_ALIASES}")
+            values = _values(yaml.compose(file), {})
+        if values > MOST_VALUES:
+            raise UsageError(
+                f"{path} has {values:,} values, with what its aliases repeat: expected at most "
+                f"{MOST_VALUES:,}"
+            )
         content = OmegaConf.load(path)
     except FileNotFoundError:
         raise UsageError(f"{path} is missing") from None
@@ -120,6 +123,19 @@ def read(path: Path, keys: Collection[str]) -> DictConfig:
         elif key in _SECTIONS and not isinstance(value, dict):
             raise UsageError(f"{path}: `{key}` has to hold keys and values such as `lr: 0.001`")
     return content
+
+
+def _values(node: yaml.Node | None, known: dict[int, float]) -> float:
+    """How many values a part of a YAML file has, each alias counted as what it stands for."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf  # of one that holds itself
+        parts = node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        known[id(node)] = 1 + sum(_values(part, known) for part in parts)
+    return known[id(node)]
 
 
 _KEYS = {

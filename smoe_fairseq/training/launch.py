@@ -1,12 +1,16 @@
 """What the ranks of a run do and check before training starts."""
 
+import functools
 import inspect
 import logging
 import os
+import time
 from argparse import Namespace
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import urlparse
 
 import torch.distributed as dist
 from omegaconf import OmegaConf
@@ -265,11 +269,22 @@ def _compare(own: dict[str, str]) -> None:
 # Kept light: a process that fairseq spawns imports this file before anything else of the plugin.
 
 _fairseqs = []  # its own function, which ours takes the place of
+_NEWS, _PATIENCE = 30, 600  # seconds: between two lines about missing ranks, and until the end
 
 
 def start_together(utils: ModuleType) -> None:
     _fairseqs.append(inspect.unwrap(utils.distributed_main))
     utils.distributed_main = distributed_main
+    original = utils.distributed_init
+
+    @functools.wraps(original)
+    def distributed_init(cfg):
+        store = wait_for_all(getattr(cfg, "distributed_training", cfg))
+        rank = original(cfg)
+        del store  # torch has its own on the same port now
+        return rank
+
+    utils.distributed_init = distributed_init
 
 
 @ends_with_sentence
@@ -291,6 +306,79 @@ def distributed_main(i, main, cfg, kwargs):
         if "EADDRINUSE" in str(error):
             raise _port_in_use(cfg) from None
         raise
+
+
+def wait_for_all(distributed) -> dist.TCPStore | None:
+    """Wait until all ranks of a run are there; every 30 seconds a line says which are missing.
+
+    torch alone waits for half an hour and says nothing: where ranks that were started by hand have
+    different ports, or where one has ended at its flags.
+
+    Args:
+        distributed: fairseq's ``DistributedTrainingConfig``.
+
+    Returns:
+        The store over which they met, to be kept until torch has one; None where a launcher looks after
+        the ranks (torchrun), and where they do not meet at a port.
+
+    Raises:
+        UsageError: after ten minutes a rank is missing, or the first one has ended.
+    """
+    where = _meeting_place(distributed)
+    rank, size = distributed.distributed_rank, distributed.distributed_world_size
+    if where is None or size < 2 or dist.is_initialized():
+        return None
+    end = time.monotonic() + _PATIENCE
+
+    def miss(who: str) -> None:
+        if time.monotonic() >= end:
+            raise UsageError(
+                f"{who} has not come to {where[0]}:{where[1]} within {_PATIENCE // 60} minutes: start all "
+                f"{size} ranks of a run, with the same address and port"
+            )
+        logger.warning(f"waiting for {who} at {where[0]}:{where[1]}")
+
+    news, store = timedelta(seconds=_NEWS), None
+    while store is None:
+        try:
+            store = dist.TCPStore(
+                *where, None, rank == 0, news, wait_for_workers=False, multi_tenant=True
+            )
+        except dist.DistNetworkError:
+            if rank == 0:  # the port is in use
+                raise
+            miss("rank 0")
+    store.set(f"smoe rank {rank}", "")
+    missing = [f"smoe rank {other}" for other in range(1, size)] if rank == 0 else ["smoe all"]
+    while missing:
+        try:
+            store.wait(missing, news)
+            missing = []
+        except dist.DistNetworkError:
+            raise UsageError(
+                "rank 0 has ended before all ranks had come: its output says why"
+            ) from None
+        except dist.DistStoreError:  # not yet
+            missing = [key for key in missing if not store.check([key])]
+            ranks = ", ".join(key.removeprefix("smoe rank ") for key in missing[:10])
+            more = ", ..." if len(missing) > 10 else ""
+            if missing:
+                miss(f"rank {ranks}{more}" if rank == 0 else "another rank")
+    if rank == 0:
+        store.set("smoe all", "")
+    return store
+
+
+def _meeting_place(distributed) -> tuple[str, int] | None:
+    """Host and port."""
+    method = str(distributed.distributed_init_method)
+    if method == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        method = f"tcp://{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        place = urlparse(method)
+        return (place.hostname, place.port) if place.scheme == "tcp" and place.port else None
+    except ValueError:  # no number; torch says so
+        return None
 
 
 def _port_in_use(cfg) -> UsageError:

@@ -22,7 +22,7 @@ from scipy import sparse
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError, at_least, quietly
-from smoe_fairseq.files import whole_file
+from smoe_fairseq.files import check_plain, whole_file
 
 FILE = "shortlist.npz"
 SHORTLIST_HELP = (
@@ -44,6 +44,7 @@ class Shortlist:
         self.always: dict[str, Tensor] = {}
         named = f"--shortlist {file}"
         dictionaries = _dictionaries(task)
+        check_plain(file)
         try:
             with np.load(file, allow_pickle=False) as content:
                 self._check(content, dictionaries, named)

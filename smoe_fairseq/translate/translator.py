@@ -159,15 +159,17 @@ class Translation:
     parts: int = 1
 
 
-def joined(source: str, parts: list[Translation], lenpen: float) -> Translation:
+def joined(source: str, parts: list[Translation], options: "Options") -> Translation:
     """The translation of a text by those of its parts: of each rank the hypotheses of that rank in a row.
 
-    A text without parts has one hypothesis without words.
+    A text without parts has ``nbest`` hypotheses without words.
     """
     if len(parts) == 1:
         return replace(parts[0], source=source)
-    number = min((len(part.hypotheses) for part in parts), default=1)
-    hypotheses = [_in_a_row([part.hypotheses[n] for part in parts], lenpen) for n in range(number)]
+    number = min((len(part.hypotheses) for part in parts), default=options.nbest)
+    hypotheses = [
+        _in_a_row([part.hypotheses[n] for part in parts], options.lenpen) for n in range(number)
+    ]
     return Translation(
         source,
         hypotheses,
@@ -356,7 +358,7 @@ class BatchTranslator:
         options: Options = Options(),
         done: Callable[[int], None] = lambda number: None,
     ) -> list[Translation]:
-        """Translations in the order of the texts; one without words has an empty hypothesis.
+        """Translations in the order of the texts; one without words has empty hypotheses.
 
         A text of more than ``divide_above`` tokens, or than the model takes, is divided at the ends of its
         sentences, and the translations of the parts are joined with blanks.
@@ -385,7 +387,7 @@ class BatchTranslator:
             done(complete)
         remaining = iter(found[index] for index in range(len(flat)))
         return [
-            joined(text, [next(remaining) for _ in of_text], options.lenpen)
+            joined(text, [next(remaining) for _ in of_text], options)
             for text, of_text in zip(texts, parts, strict=True)
         ]
 

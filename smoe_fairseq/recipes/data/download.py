@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import check_plain, put_in_place, whole_folder
+from smoe_fairseq.files import check_plain, open_plain, put_in_place, whole_folder
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.raw import all_publisher_names
 
@@ -146,7 +146,7 @@ def _append_rest(url: str, part: Path) -> None:
         have = have if resumed else 0
         length = response.headers.get("Content-Length")
         with _writing(part):
-            output = open(part, "ab" if resumed else "wb")
+            output = open_plain(part, append=resumed)
         try:
             while block := response.read(_BLOCK):
                 with _writing(part):
@@ -218,6 +218,7 @@ def _tokenizer(name: str) -> tuple[str, Path]:
 
 # Zip and tar archives with any compression. Only the wanted files are extracted.
 
+MOST_READ = 1 << 30  # bytes of a member that is read into memory; LibreOffice's have 2 MB
 _DAMAGE = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, gzip.BadGzipFile),
     *(struct.error, ValueError),  # from headers of nonsense
@@ -240,12 +241,18 @@ def read_members(
     """Yield name and content of the wanted regular files, in the archive's order.
 
     Raises:
-        UsageError: the archive is missing, damaged, or has a password.
+        UsageError: the archive is missing, damaged, or has a password; or a wanted member is larger than
+            `MOST_READ`.
     """
     with _naming(archive):
         for member in _members(archive):
             path = PurePosixPath(member.name)
             if member.regular and wanted(path):
+                if member.size > MOST_READ:
+                    raise UsageError(
+                        f"{archive} holds {member.name!r} of {member.size:,} bytes: expected at most "
+                        f"{MOST_READ:,}"
+                    )
                 with member.open() as content:
                     yield path, content.read()
 
