@@ -18,7 +18,8 @@ TWO = {"GPUS": "0", "OMP_NUM_THREADS": "2"}
 def gpus(monkeypatch):
     """A machine of four."""
     monkeypatch.setattr(study, "launch", lambda _: Launch("plain", 1, 4))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "JOBS"):  # make test JOBS=2 sets the latter
+        monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 

@@ -80,7 +80,9 @@ def write_report(dataset: Dataset) -> None:
     parts += ["## Pictures", *_pictures(folder, shown, flops, baseline)]
     add("Runs", tables.runs_table(dataset, systems))
     write_whole(folder / FILE, "\n\n".join(part.rstrip() for part in parts) + "\n")
-    print(f"# {folder / FILE}: what {sum(map(len, systems.values()))} runs show", flush=True)
+    runs = sum(map(len, systems.values()))
+    what = f"what {runs} runs show" if runs > 1 else "what one run shows"
+    print(f"# {folder / FILE}: {what}", flush=True)
 
 
 def _systems(dataset: Dataset) -> dict[str, list[Result]]:
@@ -118,26 +120,31 @@ def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
 
     Only the second half of training, where systems can be told apart; a row for each group. Thin lines are
     seeds, a thick line is their mean. Hours are of the machine that trained most of a row's systems, and of
-    the seeds with which it trained all of them.
+    the seeds with which it trained all of them; there are none where fewer than two systems were timed.
     """
     rows, colours = len(groups), _colours(groups)
-    figure, axes = new(rows, 2, width=9.0, height=3.6 * rows + 0.4, sharey="row")
-    for (by_flops, by_hours), systems in zip(axes, groups, strict=True):
-        machine = _machine(systems)
-        timed = _timed(systems, machine)
+    machines = [_machine(systems) for systems in groups]
+    times = [_timed(*each) for each in zip(groups, machines, strict=True)]
+    columns = 2 if any(len(timed) > 1 for timed in times) else 1
+    size = {"width": 2.0 + 3.5 * columns, "height": 3.6 * rows + 0.4}
+    figure, axes = new(rows, columns, **size, sharey="row")
+    for of_row, systems, machine, timed in zip(axes, groups, machines, times, strict=True):
+        by_flops, beside = of_row[0], of_row[-1]
         for method, results in systems.items():
             curves = {result.name: _second_half(result) for result in results if result.logged}
             for curve in curves.values():
                 curve["tflop"] = 3e-12 * flops.get(method, math.nan) * curve["words"]
             _draw_curves(by_flops, colours[method], list(curves.values()), "tflop", method)
-            there = [curves[r.name] for r in timed.get(method, ())] if len(timed) > 1 else []
-            _draw_curves(by_hours, colours[method], there, "hours")
-        of_row = by_flops.get_legend_handles_labels()
-        by_hours.legend(*of_row, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+            if len(timed) > 1:
+                there = [curves[r.name] for r in timed.get(method, ())]
+                _draw_curves(beside, colours[method], there, "hours")
+        labels = by_flops.get_legend_handles_labels()
+        beside.legend(*labels, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
         by_flops.set_xlabel("training, TFLOP")
-        by_hours.set_xlabel(f"hours of training, {machine}")
-        if len(timed) < 2:  # which is beside nothing
-            by_hours.set_axis_off()
+        if len(timed) > 1:
+            beside.set_xlabel(f"hours of training, {machine}")
+        elif columns > 1:
+            beside.set_axis_off()
     title = "Validation loss (bits per token), second half of training"
     if any(len(results) > 1 for systems in groups for results in systems.values()):
         title += " (thin: seeds, thick: their mean)"
