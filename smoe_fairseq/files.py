@@ -171,21 +171,31 @@ def open_plain(path: Path, append: bool = False) -> BinaryIO:
         UsageError: there is a link or something else than a plain file.
         OSError: it cannot be opened.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    if not path.is_symlink():
-        opened = os.open(path, flags | (os.O_APPEND if append else 0), 0o666)
-        if _is_plain(opened):
-            if not append:
-                os.ftruncate(opened, 0)
-            return open(opened, "ab" if append else "wb")
-        os.close(opened)
-    raise UsageError(f"{path} is a link or no plain file: remove it")
+    opened = _open_plain(path, os.O_WRONLY | (os.O_APPEND if append else 0))
+    if opened is None:
+        raise UsageError(f"{path} is a link or no plain file: remove it")
+    if not append:
+        os.ftruncate(opened, 0)
+    return open(opened, "ab" if append else "wb")
 
 
-def _is_plain(opened: int) -> bool:
-    """Whether an open file is a plain one with a single name."""
+def _open_plain(path: Path, flags: int) -> int | None:
+    """The descriptor of a plain file with a single name, made where there is none; None for all else.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    try:
+        opened = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError:
+        if path.is_symlink():
+            return None
+        raise
     state = os.fstat(opened)
-    return stat.S_ISREG(state.st_mode) and state.st_nlink == 1
+    if stat.S_ISREG(state.st_mode) and state.st_nlink <= 1:
+        return opened
+    os.close(opened)
+    return None
 
 
 def put_in_place(partial: Path, path: Path) -> None:
@@ -337,13 +347,10 @@ def _lock(file: Path) -> int | None:
     """The locked file's descriptor; None, with a warning, if the file system has no locks."""
     while True:
         try:
-            opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            opened = _open_plain(file, os.O_RDWR)
         except OSError as error:
-            if file.is_symlink():
-                raise UsageError(_NO_LOCK_FILE.format(file)) from None
             raise UsageError(f"{file} cannot be written: {error.strerror}") from None
-        if not _is_plain(opened):
-            os.close(opened)
+        if opened is None:
             raise UsageError(_NO_LOCK_FILE.format(file))
         try:
             fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -111,7 +111,7 @@ def meeting(rank: int, port: int, size: int = 2) -> Namespace:
     )
 
 
-def test_ranks_wait_for_one_another(monkeypatch):
+def test_ranks_wait_for_one_another():
     port = free_port()
     with ThreadPoolExecutor() as threads:
         given = [threads.submit(launch.wait_for_all, meeting(rank, port, 3)) for rank in (2, 0)]
@@ -131,13 +131,13 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch, caplog, rank):
     assert f"waiting for rank {1 - rank} at 127.0.0.1:{port}" in caplog.messages
 
 
-def test_a_first_rank_that_ends_ends_the_others(monkeypatch):
+def test_a_first_rank_that_ends_ends_the_others():
     """Such as one that was killed, or that did not like its flags."""
     port = free_port()
     first = subprocess.Popen(
         [
             *(sys.executable, "-c"),
-            "import sys, time; from datetime import timedelta; from torch.distributed import TCPStore;"
+            "from datetime import timedelta; from torch.distributed import TCPStore;"
             f"store = TCPStore('127.0.0.1', {port}, None, True, timedelta(seconds=60),"
             " wait_for_workers=False); store.wait(['smoe rank 1'])",
         ]

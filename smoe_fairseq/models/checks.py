@@ -22,8 +22,8 @@ from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.gates import GATES
 
 BYTES = 4  # of a weight
-MOST_LAYERS = 2_000  # of a side: more would take minutes to build, and then not fit
-MOST_UNITS = 1_000_000  # of a layer
+# Of a side and of a layer; what is larger would take minutes to build, and then not fit.
+MOST = {"layers": 2_000, "embed_dim": 1_000_000, "ffn_embed_dim": 1_000_000}
 # Modules and tensors as Python objects: what is left on the meta device, where weights take no memory.
 LAYER_OBJECTS, GATE_OBJECTS = 50_000, 5_000
 
@@ -302,18 +302,10 @@ def _check_numbers(config: DecoderOptions) -> None:
             raise ValueError(
                 f"{flag(name)} {getattr(config, name)}: expected a whole number of at least 1"
             )
-    for name in (f"{side}_layers" for side in config.SIDES):
-        if getattr(config, name) > MOST_LAYERS:
-            raise ValueError(
-                f"{flag(name)} {getattr(config, name)}: expected at most {MOST_LAYERS:,}"
-            )
-    for name in (
-        f"{side}_{width}_dim" for side in config.SIDES for width in ("embed", "ffn_embed")
-    ):
-        if getattr(config, name) > MOST_UNITS:
-            raise ValueError(
-                f"{flag(name)} {getattr(config, name)}: expected at most {MOST_UNITS:,}"
-            )
+    for name in sizes:
+        most = MOST.get(name.partition("_")[2])
+        if most and getattr(config, name) > most:
+            raise ValueError(f"{flag(name)} {getattr(config, name)}: expected at most {most:,}")
     dropouts = ("dropout", "attention_dropout", "activation_dropout")
     for name in (*dropouts, *(f"{side}_layerdrop" for side in config.SIDES)):
         if not 0 <= getattr(config, name) < 1:  # nan is neither

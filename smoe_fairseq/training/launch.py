@@ -308,7 +308,7 @@ def distributed_main(i, main, cfg, kwargs):
         raise
 
 
-def wait_for_all(distributed) -> dist.TCPStore | None:
+def wait_for_all(distributed) -> "dist.TCPStore | None":
     """Wait until all ranks of a run are there; every 30 seconds a line says which are missing.
 
     torch alone waits for half an hour and says nothing: where ranks that were started by hand have
@@ -331,12 +331,12 @@ def wait_for_all(distributed) -> dist.TCPStore | None:
     end = time.monotonic() + _PATIENCE
 
     def miss(who: str) -> None:
+        logger.warning(f"waiting for {who} at {where[0]}:{where[1]}")
         if time.monotonic() >= end:
             raise UsageError(
                 f"{who} has not come to {where[0]}:{where[1]} within {_PATIENCE // 60} minutes: start all "
                 f"{size} ranks of a run, with the same address and port"
             )
-        logger.warning(f"waiting for {who} at {where[0]}:{where[1]}")
 
     news, store = timedelta(seconds=_NEWS), None
     while store is None:
