@@ -74,7 +74,7 @@ def main() -> None:
     checkpoints = dict(run.split("=", 1) for run in args.runs)
     runs = {n: measure(Path(path), args.data, args.sentences) for n, path in checkpoints.items()}
     result = {**describe(torch.device("cpu")), "sentences": args.sentences, "runs": runs}
-    write_whole(args.output, json.dumps(result, indent=1) + "\n", parents=True)
+    write_whole(args.output, json.dumps(result, indent=1) + "\n")
     print(f"| {' | '.join(HEADER)} |\n|---|{'---:|' * (len(HEADER) - 1)}")
     print("\n".join(row(name, found) for name, found in runs.items()))
 

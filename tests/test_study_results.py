@@ -16,6 +16,7 @@ from smoe_fairseq.recipes.study import results as study_results
 ROOT = Path(__file__).parents[1]
 REPORTS = sorted((ROOT / "results").rglob("report.md"))
 MULTI30K = ROOT / "results/multi30k/report.md"
+LIBREOFFICE = ROOT / "results/libreoffice/report.md"
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -33,12 +34,13 @@ def test_a_report_is_made_of_the_files_beside_it(report, tmp_path, monkeypatch):
     assert again == report.read_text(), f"RESULTS_DIR={where} scripts/report.sh {dataset}"
 
 
-def test_every_run_that_is_kept_is_in_the_report():
-    runs = {file.parent.name for file in MULTI30K.parent.glob(f"*/{study_results.FILE}")}
-    made = MULTI30K.read_text().split("## Runs")[1]
+@pytest.mark.parametrize("report", [MULTI30K, LIBREOFFICE], ids=lambda path: path.parent.name)
+def test_every_run_that_is_kept_is_in_the_report(report):
+    runs = {file.parent.name for file in report.parent.glob(f"*/{study_results.FILE}")}
+    made = report.read_text().split("## Runs")[1]
     assert runs == {line.split("|")[1].strip() for line in made.splitlines()[4:] if "|" in line}
     for run in runs:
-        about = json.loads((MULTI30K.parent / run / study_results.FILE).read_text())
+        about = json.loads((report.parent / run / study_results.FILE).read_text())
         assert about["commit"] and about["machine"] and about["command"].startswith("SEED=")
         assert " /" not in about["command"]  # of any machine
 
@@ -46,11 +48,17 @@ def test_every_run_that_is_kept_is_in_the_report():
 def test_the_docs_have_the_reports_tables():
     """Whole, so that no row of before is left beside them."""
     docs = (ROOT / "docs/study.md").read_text()
-    shown = MULTI30K.read_text().split("## Pictures")[0]
-    tables = re.findall(r"(?:^\|.*\n)+", shown, re.MULTILINE)
-    assert len(tables) == 6
-    for table in tables:
-        assert f"\n\n{table}\n" in docs, "docs/study.md is older than results/multi30k/report.md"
+    shown = tables(MULTI30K, MULTI30K.read_text().split("## Pictures")[0])
+    assert len(shown) == 6
+    of_libreoffice = LIBREOFFICE.read_text().split("## Claims written down before")[1]
+    shown += tables(LIBREOFFICE, of_libreoffice.split("## BLEU by direction")[0])
+    assert len(shown) == 6 + 4
+    for report, table in shown:
+        assert f"\n\n{table}\n" in docs, f"docs/study.md is older than {report}"
+
+
+def tables(report: Path, text: str) -> list[tuple[Path, str]]:
+    return [(report, table) for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("page", ["docs/study.md", "README.md"])
@@ -58,7 +66,8 @@ def test_the_intervals_in_the_docs_prose_are_in_the_tables(page):
     docs = (ROOT / page).read_text()
     prose = "\n".join(line for line in docs.splitlines() if not line.startswith("|"))
     found = re.findall(r"\[[-+\d.]+%?, [-+\d.]+%?\]", prose)
-    assert found and all(interval in MULTI30K.read_text() for interval in found), found
+    reports = MULTI30K.read_text() + LIBREOFFICE.read_text()
+    assert found and all(interval in reports for interval in found), found
 
 
 def test_the_docs_table_of_learning_rates_is_that_of_the_curves():

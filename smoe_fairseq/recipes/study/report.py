@@ -14,7 +14,7 @@ from smoe_fairseq.analysis.figures import new, save, styled
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.evaluation.table import Grid, markdown, system_costs
+from smoe_fairseq.recipes.evaluation.table import Grid, columns, markdown, system_costs
 from smoe_fairseq.recipes.folders import method_of, order
 from smoe_fairseq.recipes.processes import dry_run
 from smoe_fairseq.recipes.study import sentences, tables
@@ -77,7 +77,7 @@ def write_report(dataset: Dataset) -> None:
         add("Requested capacity by target language", tables.by_target(dataset, systems))
     add("BLEU by direction", tables.directions_table(dataset, beside))
     shown = groups(dataset.study, systems, baseline, largest=ROW)
-    parts += ["## Pictures", *_pictures(folder, shown, flops, baseline)]
+    parts += ["## Pictures", *_pictures(dataset, folder, shown, flops, baseline)]
     add("Runs", tables.runs_table(dataset, systems))
     write_whole(folder / FILE, "\n\n".join(part.rstrip() for part in parts) + "\n")
     runs = sum(map(len, systems.values()))
@@ -102,11 +102,15 @@ def _systems(dataset: Dataset) -> dict[str, list[Result]]:
 
 
 def _pictures(
-    folder: Path, shown: Sequence[Systems], flops: Mapping[str, float], baseline: str
+    dataset: Dataset,
+    folder: Path,
+    shown: Sequence[Systems],
+    flops: Mapping[str, float],
+    baseline: str,
 ) -> list[str]:
     drawn = {
         "costs": draw_costs(shown, {m: 1e6 * value for m, value in flops.items()}),
-        "directions": draw_directions(shown, baseline),
+        "directions": draw_directions(dataset, shown, baseline),
     }
     drawn = {name: figure for name, figure in drawn.items() if figure is not None}
     for name, figure in drawn.items():
@@ -195,21 +199,25 @@ def _second_half(result: Result) -> dict[str, np.ndarray]:
 
 
 @styled
-def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
-    """BLEU less the baseline's: a column for the mean and for each direction, a bar for each method.
+def draw_directions(dataset: Dataset, groups: Sequence[Systems], baseline: str) -> Figure | None:
+    """BLEU less the baseline's: a panel for the mean and for each direction, a bar for each method.
 
-    Bars are means over common seeds, dots are single seeds. A row for each group that has the baseline. None
-    if nothing can be compared.
+    Where languages have classes, a panel is a mean over a class in place of one direction. Bars are means
+    over common seeds, dots are single seeds. A row for each group that has the baseline. None if nothing
+    can be compared.
     """
     shown = [(systems, others) for systems in groups if (others := _comparable(systems, baseline))]
     if not shown:
         return None
-    directions = list(shown[0][0][baseline][0].scores)
-    columns = [("mean", directions), *((d, [d]) for d in directions)]
+    scored = shown[0][0][baseline][0].scores
+    panels = [("mean", tuple(scored))]
+    for column in columns(dataset)[:-1]:
+        if column.directions and scored.keys() >= set(column.directions):
+            panels.append((column.name, column.directions))
     lines = [len(others) for _, others in shown]
     figure, axes = new(
         len(shown),
-        len(columns),
+        len(panels),
         width=11.0,
         height=0.8 + 0.4 * len(shown) + 0.21 * sum(lines),
         sharex="row",
@@ -219,7 +227,7 @@ def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
     colours = _colours(groups)
     for of_row, (systems, others) in zip(axes, shown, strict=True):
         at = range(len(others))
-        for ax, (_, of_column) in zip(of_row, columns, strict=True):
+        for ax, (_, of_column) in zip(of_row, panels, strict=True):
             base = {result.seed: _bleu(result, of_column) for result in systems[baseline]}
             for y, method in zip(at, others, strict=True):
                 of_both = [result for result in systems[method] if result.seed in base]
@@ -229,8 +237,8 @@ def draw_directions(groups: Sequence[Systems], baseline: str) -> Figure | None:
             ax.axvline(0, color="black", lw=0.8)
         of_row[0].set_yticks(at, others, fontsize=8)
         of_row[0].set_ylim(len(others) - 0.4, -0.6)
-    for ax, (name, _) in zip(axes[0], columns, strict=True):
-        ax.set_title(name)
+    for ax, (name, _) in zip(axes[0], panels, strict=True):
+        ax.set_title(name.replace(" ", "\n"))
     figure.supxlabel(f"BLEU above {baseline}", fontsize=10)
     return figure
 
