@@ -24,7 +24,8 @@ from smoe_fairseq.recipes.evaluation.table import MISSING, Grid
 from smoe_fairseq.recipes.study import sentences
 from smoe_fairseq.recipes.study.results import Result, Systems, by_seed
 
-CONFIRMED, OPEN, REFUTED = "confirmed here", "not confirmed here", "refuted here"
+CONFIRMED, OPEN, REFUTED, MIXED = "confirmed", "open", "refuted", "mixed"
+NO_SEED, SINGLE_SEED = f"{OPEN}: no seed that both have", f"{OPEN}: a single seed"
 MARGIN = 0.3  # a model "reaches" another one if it is at most so much BLEU behind
 NEAR = 0.1  # relative difference allowed between measured time and what FLOPs predict
 SHARE = (
@@ -93,9 +94,9 @@ def decide(claim: str, found: Difference | None, least=-math.inf, most=math.inf,
     It is open with a single seed, or if the interval contains ``least`` or ``most``.
     """
     if found is None:
-        verdict = f"{OPEN}: no seed that both have"
+        verdict = NO_SEED
     elif found.count < 2 or found.low is None:
-        verdict = f"{OPEN}: a single seed"
+        verdict = SINGLE_SEED
     elif least < found.low and found.high < most:
         verdict = CONFIRMED
     else:
@@ -317,14 +318,14 @@ def _row(verdict: Verdict, loss: str, directions: str) -> list[str]:
 def verdict(loss: Difference | None, chrf: Difference | None) -> str:
     """The verdict by the difference in loss; "mixed" if chrF++ says the opposite."""
     if loss is None:
-        return "open: no seed that both have"
+        return NO_SEED
     if loss.low is None or loss.count < 2:
-        return "open: a single seed"
-    found = "confirmed" if loss.high < 0 else "refuted" if loss.low > 0 else "open"
+        return SINGLE_SEED
+    found = CONFIRMED if loss.high < 0 else REFUTED if loss.low > 0 else OPEN
     if chrf is None or chrf.low is None:
         return found
-    against = {"confirmed": chrf.high < 0, "refuted": chrf.low > 0, "open": False}[found]
-    return "mixed" if against else found
+    against = {CONFIRMED: chrf.high < 0, REFUTED: chrf.low > 0, OPEN: False}[found]
+    return MIXED if against else found
 
 
 def planned_claims(dataset: Dataset, systems: Systems, flops: Mapping[str, float]) -> Grid:
