@@ -23,10 +23,10 @@ from smoe_fairseq.analysis.exit_curve import nll
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.recipes.config import load_dataset
 from smoe_fairseq.recipes.evaluation.comparison import spearman
+from smoe_fairseq.recipes.evaluation.scores import CHRF, chrf
 from smoe_fairseq.recipes.evaluation.table import columns
+from smoe_fairseq.recipes.folders import Folders, run_name
 from smoe_fairseq.recipes.study.results import read
-
-CHRF = "chrF++"
 
 
 @torch.no_grad()
@@ -51,30 +51,29 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("direction_losses.json"))
     args = parser.parse_args()
     dataset = load_dataset(args.dataset)
-    kept = {result.name: result for result in read(args.dataset)}
-    found, differences = {}, []
+    folders = Folders(args.dataset)
+    scored = {result.name: result.scores for result in read(args.dataset)}
+    found, by_loss, by_chrf = {}, [], []
     for seed in args.seeds:
-        runs = [f"{m}.seed-{seed}" if seed > 1 else m for m in (args.method, args.baseline)]
-        for run in runs:
-            checkpoint = Path("runs", args.dataset, run, "checkpoint_best.pt")
-            found[run] = losses(checkpoint, f"data/{args.dataset}/bin")
-        first, second = (
-            {d: s.others[CHRF][0] for d, s in kept[run].scores.items()} for run in runs
-        )
-        loss = {d: found[runs[0]][d] - found[runs[1]][d] for d in dataset.directions}
-        differences.append((loss, {d: first[d] - second[d] for d in dataset.directions}))
+        first, second = (run_name(dataset, m, seed) for m in (args.method, args.baseline))
+        for run in (first, second):
+            checkpoint = folders.run(run) / "checkpoint_best.pt"
+            found[run] = losses(checkpoint, str(folders.binary))
+        a, b = scored[first], scored[second]
+        by_loss.append({d: found[first][d] - found[second][d] for d in dataset.directions})
+        by_chrf.append({d: chrf(a[d]) - chrf(b[d]) for d in dataset.directions})
     result = {**describe(torch.device("cpu")), "losses": found}
     write_whole(args.output, json.dumps(result, indent=1) + "\n")
     header = ["", *(f"{what}, seed {seed}" for what in ("loss", CHRF) for seed in args.seeds)]
     print(f"| {' | '.join(header)} |\n|---|{'---:|' * (len(header) - 1)}")
     for column in columns(dataset):
         cells = [
-            f"{statistics.fmean(pair[i][d] for d in column.directions):+.{3 - i}f}"
-            for i in (0, 1)
-            for pair in differences
+            f"{statistics.fmean(values[d] for d in column.directions):+.{digits}f}"
+            for of_seeds, digits in ((by_loss, 3), (by_chrf, 2))
+            for values in of_seeds
         ]
         print(f"| {' | '.join([column.name, *cells])} |")
-    for seed, pair in zip(args.seeds, differences, strict=True):
+    for seed, *pair in zip(args.seeds, by_loss, by_chrf, strict=True):
         alike = spearman(*(np.array(list(values.values())) for values in pair))
         print(f"seed {seed}: rank correlation over the directions {alike:.2f}")
 

@@ -48,17 +48,16 @@ def test_every_run_that_is_kept_is_in_the_report(report):
 def test_the_docs_have_the_reports_tables():
     """Whole, so that no row of before is left beside them."""
     docs = (ROOT / "docs/study.md").read_text()
-    shown = tables(MULTI30K, MULTI30K.read_text().split("## Pictures")[0])
-    assert len(shown) == 6
-    of_libreoffice = LIBREOFFICE.read_text().split("## Claims written down before")[1]
-    shown += tables(LIBREOFFICE, of_libreoffice.split("## BLEU by direction")[0])
-    assert len(shown) == 6 + 4
-    for report, table in shown:
-        assert f"\n\n{table}\n" in docs, f"docs/study.md is older than {report}"
-
-
-def tables(report: Path, text: str) -> list[tuple[Path, str]]:
-    return [(report, table) for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
+    parts = [
+        (MULTI30K, "# Study", "## Pictures", 6),
+        (LIBREOFFICE, "## Claims written down before", "## BLEU by direction", 4),
+    ]
+    for report, first, end, count in parts:
+        shown = report.read_text().split(first)[1].split(end)[0]
+        tables = re.findall(r"(?:^\|.*\n)+", shown, re.MULTILINE)
+        assert len(tables) == count
+        for table in tables:
+            assert f"\n\n{table}\n" in docs, f"docs/study.md is older than {report}"
 
 
 @pytest.mark.parametrize("page", ["docs/study.md", "README.md"])

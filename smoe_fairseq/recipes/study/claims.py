@@ -88,20 +88,23 @@ class Verdict:
     directions: str = ""
 
 
-def decide(claim: str, found: Difference | None, least=-math.inf, most=math.inf, **more) -> Verdict:
-    """The verdict on the claim that ``found`` is above ``least`` and below ``most``.
+def judge(found: Difference | None, least=-math.inf, most=math.inf) -> str:
+    """Whether ``found`` is above ``least`` and below ``most``.
 
     It is open with a single seed, or if the interval contains ``least`` or ``most``.
     """
     if found is None:
-        verdict = NO_SEED
-    elif found.count < 2 or found.low is None:
-        verdict = SINGLE_SEED
-    elif least < found.low and found.high < most:
-        verdict = CONFIRMED
-    else:
-        verdict = REFUTED if found.high < least or most < found.low else OPEN
-    return Verdict(claim, found, verdict, **more)
+        return NO_SEED
+    if found.count < 2 or found.low is None:
+        return SINGLE_SEED
+    if least < found.low and found.high < most:
+        return CONFIRMED
+    return REFUTED if found.high < least or most < found.low else OPEN
+
+
+def decide(claim: str, found: Difference | None, least=-math.inf, most=math.inf, **more) -> Verdict:
+    """The verdict on the claim that ``found`` is above ``least`` and below ``most``."""
+    return Verdict(claim, found, judge(found, least, most), **more)
 
 
 def strata(method: str) -> tuple[int, ...]:
@@ -317,15 +320,11 @@ def _row(verdict: Verdict, loss: str, directions: str) -> list[str]:
 
 def verdict(loss: Difference | None, chrf: Difference | None) -> str:
     """The verdict by the difference in loss; "mixed" if chrF++ says the opposite."""
-    if loss is None:
-        return NO_SEED
-    if loss.low is None or loss.count < 2:
-        return SINGLE_SEED
-    found = CONFIRMED if loss.high < 0 else REFUTED if loss.low > 0 else OPEN
+    found = judge(loss, most=0)
     if chrf is None or chrf.low is None:
         return found
-    against = {CONFIRMED: chrf.high < 0, REFUTED: chrf.low > 0, OPEN: False}[found]
-    return MIXED if against else found
+    against = {CONFIRMED: chrf.high < 0, REFUTED: chrf.low > 0}
+    return MIXED if against.get(found) else found
 
 
 def planned_claims(dataset: Dataset, systems: Systems, flops: Mapping[str, float]) -> Grid:
