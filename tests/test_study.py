@@ -123,8 +123,9 @@ def test_the_curve_is_that_of_the_log(studied):
 def test_experts_per_token_are_those_of_all_updates(studied):
     folder, _ = studied
     log = (folder / "runs/tiny/smoe-2-2/train.log").read_text()
-    lines = re.findall(r"experts_per_token=([\d.]+), .*wpb=([\d.]+), .*num_updates=", log)
-    experts, words = (np.array(column, float) for column in zip(*lines, strict=True))
+    pattern = r"experts_per_token=([\d.]+), .*wpb=([\d.]+), .*num_updates=(\d+)"
+    lines = {update: numbers for *numbers, update in re.findall(pattern, log)}  # the last of each
+    experts, words = (np.array(column, float) for column in zip(*lines.values(), strict=True))
     assert len(lines) == 2
     about = json.loads((folder / "results/tiny/smoe-2-2" / study_results.FILE).read_text())
     assert about["experts_per_token"] == pytest.approx(np.average(experts, weights=words), abs=1e-3)
