@@ -215,7 +215,7 @@ def test_times_that_are_not_to_be_compared_are_left_out(two_runs):
     assert rows(report, "Study: multi30k")["smoe-4-4"][2] == "-"
     cells = rows(report, "At equal cost")["smoe-4-4"]
     assert float(cells[1]) < 0 and cells[2:] == ["-", "-"]
-    assert "(e)" not in report.split("## BLEU")[0].split("Found,")[0]
+    assert "(e)" not in report
     assert rows(report, "Runs")["smoe-4-4"][2] == "m (times left out: of another job)"
 
 

@@ -32,6 +32,36 @@ SHARE = (
     0.2  # bound for the range of requested capacity of one target language, over that of the others
 )
 HEADER = ["claim", "seeds", "found", "of these alone", "loss", "directions", "verdict"]
+_SCORES = ("(a)", "(b)", "(c)", "(d)")
+NOTES = (  # below the table, on claims that are in it
+    (
+        _SCORES,
+        "- **(a) to (d)**: found is the difference of the mean BLEU over the seeds that both systems have. "
+        "Loss is that of the validation loss, in bits per token, where below zero is better.",
+    ),
+    (
+        _SCORES,
+        "- **of these alone** is the interval of the paired t-test of the two systems, which does not use "
+        "the other runs. A verdict that it does not bear out is weak.",
+    ),
+    (
+        _SCORES,
+        "- **directions** of (a) to (d) are those in which the two systems differ by sacreBLEU's paired "
+        f"bootstrap over sentences (p < {sentences.LEVEL} on each side, so two equal systems differ in one "
+        "direction of ten). Of the others it is the sign of the mean over seeds.",
+    ),
+    (
+        ("(e)",),
+        "- **(e)**: how much more time a token takes in training, on the same machine (paired t-test). "
+        "Other work on the machine counts.",
+    ),
+    (
+        ("(f)", "(g)", "(h)"),
+        "- **(f) to (h)** are measured on the test set's text, with the references as decoder input "
+        "(t-test over the seeds). If a test set is parallel in all languages, the targets in one language "
+        "are the same sentences for all sources.",
+    ),
+)
 _SMOE = re.compile(r"smoe((?:-\d+){2,})")  # the paper's SMoE systems
 Routing = dict  # as `results.summary` returns it
 
@@ -273,37 +303,30 @@ def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Gr
         }
     )
     rows += [_row(v, loss="", directions=v.directions) for v in rest]
-    scale = _chance_in_words(bleu.chance, losses.chance)
     notes = [
-        "Found, of scores: the difference of the mean BLEU over the seeds that both have, with its 95 "
-        "percent interval; of these alone: the interval of the paired t-test of these two systems, which "
-        "knows nothing of the others (a verdict goes by the first, and is weak where this one does not "
-        "bear it out); loss: the difference of the validation loss, in bits per token, where below zero is "
-        f"better. {scale}Directions, of scores: those that differ by sentences "
-        f"(sacreBLEU's paired bootstrap of both systems' seeds, p < {sentences.LEVEL}: of two equal "
-        "systems one direction in ten, since that p-value knows one side); of the rest: the sign of the "
-        "mean over seeds. (e): how much more time a token takes, from what training took on the same "
-        "machine, beside whatever else ran on it (paired t). (f) to (h): of the text of the test set, with "
-        "the references as the decoder's input (t over the seeds); where a test set is parallel in all "
-        "languages, targets in one language are the same sentences whatever the source."
+        "- **Verdicts**: confirmed where the 95 percent interval of what was found excludes the opposite "
+        "of the claim, refuted where it excludes the claim, else open. A single seed has no verdict.",
+        *_chance_in_words(bleu.chance, losses.chance),
+        *(text for letters, text in NOTES if any(row[0][:3] in letters for row in rows)),
     ]
     return Grid(HEADER, rows, notes, texts=len(HEADER))
 
 
-def _chance_in_words(of_bleu: Chance, of_losses: Chance) -> str:
-    """The standard deviation by chance, in words; empty if too few seeds are there to estimate it."""
+def _chance_in_words(of_bleu: Chance, of_losses: Chance) -> list[str]:
+    """A note on the standard deviation by chance; none if too few seeds are there to estimate it."""
     if not of_bleu.shares or not of_losses.shares:
-        return ""
+        return []
     most = (
-        f"{max(c.shares.values()):.0%} by {max(c.shares, key=c.shares.get)}"
-        for c in (of_bleu, of_losses)
+        f"{max(c.shares.values()):.0%} from {max(c.shares, key=c.shares.get)} in {name}"
+        for c, name in ((of_bleu, "BLEU"), (of_losses, "loss"))
     )
-    return (
-        "A score is taken to be what its system does, what its seed does, and chance, as wide for all; by "
-        f"all runs together {of_bleu.deviation:.2f} BLEU and {of_losses.deviation:.3f} bits (standard "
-        f"deviation in a run, known from {of_bleu.freedom} degrees of freedom; of its squares "
-        f"{' and '.join(most)}). The intervals are made of that. "
-    )
+    return [
+        "- **Intervals of scores** come from a randomized block design: a score is the effect of its "
+        "system, plus the effect of its seed, plus chance, which is as wide for all systems. From all runs "
+        f"together, chance has a standard deviation of {of_bleu.deviation:.2f} BLEU and "
+        f"{of_losses.deviation:.3f} bits ({of_bleu.freedom} degrees of freedom). The largest share of its "
+        f"squares: {' and '.join(most)}.",
+    ]
 
 
 def _row(verdict: Verdict, loss: str, directions: str) -> list[str]:
@@ -342,8 +365,9 @@ def planned_claims(dataset: Dataset, systems: Systems, flops: Mapping[str, float
         rows.append([name, f"{first} is ahead of {second}", str(seeds), cost, *cells, said])
     header = ["", "claim", "seeds", "FLOPs", *MEASURES, "verdict"]
     notes = [
-        "The first less the second, over the seeds of both, with 95 percent intervals. A verdict goes by "
-        "the validation loss, in bits per target token, where below zero is better; it is mixed where the "
-        "interval of chrF++ lies on the other side. FLOPs: how much more a token costs with the first."
+        "The first system less the second, over the seeds that both have, with 95 percent intervals. "
+        "FLOPs: how much more a token costs with the first. The validation loss decides (bits per target "
+        "token; below zero is better): confirmed if its interval is below zero, refuted if it is above, "
+        "else open; mixed if the interval of chrF++ says the opposite."
     ]
     return Grid(header, rows, notes, texts=2)

@@ -59,14 +59,17 @@ def systems_table(
     header = ["method", "parameters (M)", "FLOPs/token (M)", *of_machines, "seeds", "updates"]
     header += ["validation loss", f"less {baseline}'s", "BLEU", f"less {baseline}'s"]
     notes = [
-        "FLOPs of a forward pass (at the requested capacity of the test set's text, where a model has "
-        "strata; with the experts per token of training, where a gate learns how many; of others copies "
-        "count that an expert had no room for, as in the paper), time of a whole "
-        "update (the median), per target token. Validation loss in bits per target token, the lowest of "
-        "a run; BLEU mean over the directions. Mean over the row's seeds and, behind it, their standard "
-        "deviation; less the baseline's over those of them that it has, with a 95 percent interval (how "
-        "chance is told, is said below the claims). Below the study's systems are the others, and seeds "
-        "that few have, beside the baseline of the same seeds."
+        "- **FLOPs** are those of a forward pass per target token. Models with strata are counted at the "
+        "requested capacity of the test set's text, and gates that learn how many experts a token has at "
+        "the experts per token of training. For the others, the copies that an expert had no room for "
+        "count too, as in the paper.",
+        "- **Time** is that of a whole update per target token (the median).",
+        "- **Validation loss** is the lowest of a run, in bits per target token. **BLEU** is the mean over "
+        "the directions. A row has the mean and the standard deviation over its seeds.",
+        f"- **less {baseline}'s**: the difference over the seeds that both have, with its 95 percent "
+        "interval (explained below the claims).",
+        "- Below the study's own systems are others, and seeds that few systems have, beside the baseline "
+        "of the same seeds.",
     ]
     return Grid(header, rows, notes)
 
@@ -109,10 +112,10 @@ def equal_cost_table(systems: Systems, flops: Mapping[str, float], baseline: str
     ]
     header = ["method", "FLOPs/token", "loss at equal FLOPs", "time/token", "loss at equal time"]
     notes = [
-        f"Beside {baseline}, over the seeds that both have: how much more a token costs, and what lies "
-        "between the lowest losses (bits per token; below zero is better), with its 95 percent interval, "
-        "when both had cost as much as the one that ends first. Between validations the loss is taken to "
-        "fall in line with the logarithm of the cost. Time is of seeds that one machine made."
+        f"Compared with {baseline}, over the seeds that both have: how much more a token costs, and the "
+        "difference between the lowest losses (bits per token; below zero is better) when both had cost as "
+        "much as the one that ends first. Between validations, the loss is interpolated linearly in the "
+        "logarithm of the cost. Times are compared only between runs of one machine."
     ]
     return Grid(header, rows, notes)
 
@@ -179,9 +182,10 @@ def other_measures(systems: Systems, baseline: str) -> Grid:
     for name in measures:
         header += [name, f"less {baseline}'s"]
     notes = [
-        "Means over directions and over a system's seeds, differences over the seeds that both have. BLEU "
-        "without its penalty for short translations does not fall where a run happens to end sentences "
-        "early; length: of the translations over that of the references."
+        "Means are over directions and a system's seeds, differences over the seeds that both have. Rows "
+        "have different seeds, so compare systems by the differences. BLEU has a penalty for translations "
+        "that are shorter than the references; without it, a run that happens to end sentences early "
+        "loses nothing. Length is that of the translations over that of the references."
     ]
     return Grid([*header, "length"], rows, notes)
 
