@@ -151,7 +151,7 @@ def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
             beside.set_axis_off()
     title = "Validation loss (bits per token), second half of training"
     if any(len(results) > 1 for systems in groups for results in systems.values()):
-        title += " (thin: seeds, thick: their mean)"
+        title += "\n(thin: seeds, thick: their mean)"
     figure.suptitle(title, fontsize=11)
     return figure
 
