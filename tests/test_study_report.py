@@ -96,6 +96,25 @@ def test_numbers_and_verdicts(two_runs):
         assert (folder / f"results/multi30k/{name}.png").stat().st_size > 10_000
 
 
+def test_costs_are_those_of_the_flags_that_a_run_was_trained_with(two_runs):
+    """Experts of half the width have half of the parameters; table.sh counts them, too."""
+    folder, _ = two_runs
+    before = rows(made(folder), "Study: multi30k")["moe"]
+    kept = folder / "results/multi30k/moe" / study_results.FILE
+    about = json.loads(kept.read_text())
+    about["flags"] |= {"--moe-expert-ffn-dim": "128"}
+    kept.write_text(json.dumps(about))
+    after = rows(made(folder), "Study: multi30k")["moe"]
+    experts = 2 * 8 * 128 * (2 * 128 + 1) / 1e6  # of two layers: products and the first one's bias
+    assert float(before[0]) - float(after[0]) == pytest.approx(experts, abs=0.11)
+    assert float(after[1]) < float(before[1])
+    identity = {"method": "moe", "dictionary": "d", "flags": about["flags"]}
+    (folder / "runs/multi30k/moe/identity.json").write_text(json.dumps(identity))
+    shown = step_here("table", "multi30k", cwd=folder, CONFIG_DIR=str(ROOT / "configs")).stdout
+    (line,) = (line for line in shown.splitlines() if line.startswith("| moe "))
+    assert [cell.strip() for cell in line.split("|")[2:4]] == after[:2]
+
+
 def test_systems_are_compared_over_the_seeds_that_both_have(two_runs):
     folder, apart = two_runs
     results = folder / "results/multi30k"

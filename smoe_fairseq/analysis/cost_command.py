@@ -42,9 +42,14 @@ def system_cost(
     context: int = CONTEXT,
     requested_capacity: Mapping[str, float] | None = None,
     experts_per_token: float | None = None,
+    flags: Mapping[str, str] | None = None,
 ) -> Cost:
-    """The cost of a method's model for a data set; raises UsageError for an unknown method."""
-    args = parse_model(arguments(dataset.train | method_flags(method, dataset)))
+    """The cost of a method's model for a data set; raises UsageError for an unknown method.
+
+    ``flags`` are those that a run was trained with; where they differ from the method's, they count.
+    """
+    words = [word for flag, value in (flags or {}).items() for word in (flag, *value.split())]
+    args = parse_model([*arguments(dataset.train | method_flags(method, dataset)), *words])
     model = build_meta_model(args, int(dataset.subwords["vocab-size"]))
     return count(model, context, requested_capacity, experts_per_token)
 

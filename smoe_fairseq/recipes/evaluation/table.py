@@ -23,6 +23,7 @@ from smoe_fairseq.recipes.config import (
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import SIZES, Folders, method_of, order, read_json
 from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import plan_batch
 
 MISSING = "-"
@@ -172,7 +173,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
         scored = {run: result for run, result in results.items() if result} or results
         each = [[average(result, column, metric) for column in found] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
-        cost = system_costs(dataset, name)
+        cost = system_costs(dataset, name, flags=identity.flags_of(folder / next(iter(scored))))
         count = f", mean of {len(scored)} seeds" if len(scored) > 1 else ""
         label = [name, f"ours{count}"] if paper else [f"{name}{count}"]
         rows.append([*label, *_cells(cost, bleu)])
@@ -232,9 +233,11 @@ def system_costs(
     method: str,
     requested_capacity: Mapping[str, float] | None = None,
     experts_per_token: float | None = None,
+    flags: Mapping[str, str] | None = None,
 ) -> list[float | None]:
     """Parameters and FLOPs per token, in millions, of the model that the recipe's flags describe.
 
+    ``flags`` are those that a run was trained with; where they differ from the recipe's, they count.
     ``requested_capacity`` (by MoE layer) and ``experts_per_token`` are measured values; the default is
     uniform routing. None for a folder that is not named after a method, or a model that cannot be built.
     """
@@ -251,6 +254,7 @@ def system_costs(
                 method,
                 requested_capacity=requested_capacity,
                 experts_per_token=experts_per_token,
+                flags=flags,
             )
         except (UsageError, ValueError) as error:  # training refused it too, and left its folder
             report(f"{Folders(dataset.name).runs / method} has no cost: {error}")

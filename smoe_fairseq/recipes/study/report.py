@@ -55,6 +55,7 @@ def write_report(dataset: Dataset) -> None:
             method,
             mean_capacity(results),
             mean_experts_per_token(results),
+            results[0].about.get("flags"),
         )
         for method, results in systems.items()
     }

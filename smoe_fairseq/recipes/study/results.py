@@ -158,7 +158,7 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
     curve = _curve(log, logged)
     content = {
         "command": line,
-        "flags": json.loads((run / "identity.json").read_text("utf-8"))["flags"],
+        "flags": identity.flags_of(run),
         **summary_of_starts(run),
         "versions": {p: version(p) for p in ("torch", "fairseq", "sacrebleu")},
         "python": platform.python_version(),

@@ -184,6 +184,11 @@ def _write(file: Path, content: dict) -> None:
     write_whole(file, json.dumps(content, indent=2) + "\n")
 
 
+def flags_of(run: Path) -> dict[str, str]:
+    """The flags that a run is trained with, each with its value; none if its folder does not say."""
+    return _read(run / FILE)["flags"] if (run / FILE).exists() else {}
+
+
 def _read(file: Path) -> dict:
     def parse(content: dict) -> dict:
         if not all(isinstance(content[name], kind) for name, kind in _KEYS.items()):
