@@ -190,7 +190,7 @@ def test_a_loss_that_is_no_number_stays_in_the_curve(tmp_path, monkeypatch):
         "epoch 001 | valid on 'valid' subset | loss {0} | nll_loss {0} | wps 1 | num_updates {1}\n"
     )
     (run / "train.log").write_text(valid.format("4.5", 500) + valid.format("nan", 1000))
-    (run / "identity.json").write_text('{"flags": {}}')
+    (run / "identity.json").write_text('{"method": "moe", "dictionary": "d", "flags": {}}')
     (run / "scores.json").write_text('{"scores": {}}')
     study_results.keep(load_dataset("multi30k"), "moe", "command")
     rows = (tmp_path / "results/multi30k/moe" / study_results.CURVE).read_text().splitlines()[1:]
