@@ -32,36 +32,20 @@ SHARE = (
     0.2  # bound for the range of requested capacity of one target language, over that of the others
 )
 HEADER = ["claim", "seeds", "found", "of these alone", "loss", "directions", "verdict"]
-_SCORES = ("(a)", "(b)", "(c)", "(d)")
-NOTES = (  # below the table, on claims that are in it
-    (
-        _SCORES,
-        "- **(a) to (d)**: found is the difference of the mean BLEU over the seeds that both systems have. "
-        "Loss is that of the validation loss, in bits per token, where below zero is better.",
-    ),
-    (
-        _SCORES,
-        "- **of these alone** is the interval of the paired t-test of the two systems, which does not use "
-        "the other runs. A verdict that it does not bear out is weak.",
-    ),
-    (
-        _SCORES,
-        "- **directions** of (a) to (d) are those in which the two systems differ by sacreBLEU's paired "
-        f"bootstrap over sentences (p < {sentences.LEVEL} on each side, so two equal systems differ in one "
-        "direction of ten). Of the others it is the sign of the mean over seeds.",
-    ),
-    (
-        ("(e)",),
-        "- **(e)**: how much more time a token takes in training, on the same machine (paired t-test). "
-        "Other work on the machine counts.",
-    ),
-    (
-        ("(f)", "(g)", "(h)"),
-        "- **(f) to (h)** are measured on the test set's text, with the references as decoder input "
-        "(t-test over the seeds). If a test set is parallel in all languages, the targets in one language "
-        "are the same sentences for all sources.",
-    ),
-)
+NOTES = {  # below the table, by the letters of the claims that they are about
+    "abcd": "- **(a) to (d)**: found is the difference of the mean BLEU over the seeds that both systems "
+    "have. Loss is that of the validation loss, in bits per token, where below zero is better.\n"
+    "- **of these alone** is the interval of the paired t-test of the two systems, which does not use "
+    "the other runs. A verdict that it does not bear out is weak.\n"
+    "- **directions** of (a) to (d) are those in which the two systems differ by sacreBLEU's paired "
+    f"bootstrap over sentences (p < {sentences.LEVEL} on each side, so two equal systems differ in one "
+    "direction of ten). Of the others it is the sign of the mean over seeds.",
+    "e": "- **(e)**: how much more time a token takes in training, on the same machine (paired t-test). "
+    "Other work on the machine counts.",
+    "fgh": "- **(f) to (h)** are measured on the test set's text, with the references as decoder input "
+    "(t-test over the seeds). If a test set is parallel in all languages, the targets in one language "
+    "are the same sentences for all sources.",
+}
 _SMOE = re.compile(r"smoe((?:-\d+){2,})")  # the paper's SMoE systems
 Routing = dict  # as `results.summary` returns it
 
@@ -307,7 +291,7 @@ def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Gr
         "- **Verdicts**: confirmed where the 95 percent interval of what was found excludes the opposite "
         "of the claim, refuted where it excludes the claim, else open. A single seed has no verdict.",
         *_chance_in_words(bleu.chance, losses.chance),
-        *(text for letters, text in NOTES if any(row[0][:3] in letters for row in rows)),
+        *(text for letters, text in NOTES.items() if any(row[0][1] in letters for row in rows)),
     ]
     return Grid(HEADER, rows, notes, texts=len(HEADER))
 
