@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from commands import run
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 HOOK_FILES = {"smoe_fairseq.pth", "_smoe_fairseq_startup.py"}
@@ -179,3 +181,17 @@ def test_the_layer_needs_torch_alone(source, torch_alone, tmp_path):
     """As docs/install.md has it: ``pip install --no-deps`` beside a torch."""
     install(torch_alone, wheel_of(source, tmp_path))
     assert execute(torch_alone, TORCH_ALONE).startswith("trained without fairseq")
+
+
+def test_the_constraints_suit_every_python_that_setup_py_admits():
+    """Debian 12 has 3.11.2, and a version that needs 3.11.5 cannot be installed there."""
+    installed = {canonicalize_name(dist.name): dist for dist in metadata.distributions()}
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    found = 0
+    for pin in map(Requirement, pins):
+        dist = installed.get(canonicalize_name(pin.name))
+        if dist and pin.specifier.contains(dist.version, prereleases=True):
+            found += 1
+            needed = SpecifierSet(dist.metadata["Requires-Python"] or "")
+            assert "3.11.0" in needed, f"{pin} needs Python {needed}"
+    assert found
