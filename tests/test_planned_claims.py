@@ -67,7 +67,7 @@ def test_tables_of_claims_and_of_other_measures(tmp_path):
 def test_languages_of_a_study(tmp_path):
     """Scores of classes, and whether the same language asks for more in every seed."""
     from smoe_fairseq.recipes.config import load_dataset
-    from smoe_fairseq.recipes.study.report import draw_directions
+    from smoe_fairseq.recipes.study.report import colours, draw_directions
     from smoe_fairseq.recipes.study.results import Result
     from smoe_fairseq.recipes.study.tables import by_class, by_target
 
@@ -98,7 +98,8 @@ def test_languages_of_a_study(tmp_path):
     first = [points[language] for language in dataset.classes["high"]]
     assert cells["eng-xxx high"] == cells["xxx-eng high"] == f"{sum(first) / 5:.2f}"
     assert cells["average"] == "7.00"
-    picture = draw_directions(dataset, [systems | {"moe-16": [result("moe-16", 1)]}], "moe-16")
+    shown = [systems | {"moe-16": [result("moe-16", 1)]}]
+    picture = draw_directions(dataset, shown, "moe-16", colours(shown))
     panels = [axes.get_title().replace("\n", " ") for axes in picture.axes]
     assert panels == ["mean", *grid.header[2:-1]]  # not one for each of the thirty directions
     capacity = by_target(dataset, systems)

@@ -109,10 +109,13 @@ def _pictures(
     flops: Mapping[str, float],
     baseline: str,
 ) -> list[str]:
-    drawn = {
-        "costs": draw_costs(shown, {m: 1e6 * value for m, value in flops.items()}),
-        "directions": draw_directions(dataset, shown, baseline),
-    }
+    """Of the study's own systems, and of all others; returns the lines that show them."""
+    colour, per_token = colours(shown), {m: 1e6 * value for m, value in flops.items()}
+    drawn = {}
+    for suffix, of_picture in (("", shown[:1]), ("_others", shown[1:])):
+        if of_picture:
+            drawn[f"costs{suffix}"] = draw_costs(of_picture, per_token, colour)
+            drawn[f"directions{suffix}"] = draw_directions(dataset, of_picture, baseline, colour)
     drawn = {name: figure for name, figure in drawn.items() if figure is not None}
     for name, figure in drawn.items():
         save(figure, folder / name)
@@ -120,14 +123,16 @@ def _pictures(
 
 
 @styled
-def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
+def draw_costs(
+    groups: Sequence[Systems], flops: Mapping[str, float], colour: Mapping[str, str]
+) -> Figure:
     """Validation loss over training FLOPs (``flops``: forward, per target token) and over hours.
 
     Only the second half of training, where systems can be told apart; a row for each group. Thin lines are
     seeds, a thick line is their mean. Hours are of the machine that trained most of a row's systems, and of
     the seeds with which it trained all of them; there are none where fewer than two systems were timed.
     """
-    rows, colours = len(groups), _colours(groups)
+    rows = len(groups)
     machines = [_machine(systems) for systems in groups]
     times = [_timed(*each) for each in zip(groups, machines, strict=True)]
     columns = 2 if any(len(timed) > 1 for timed in times) else 1
@@ -139,10 +144,10 @@ def draw_costs(groups: Sequence[Systems], flops: Mapping[str, float]) -> Figure:
             curves = {result.name: _second_half(result) for result in results if result.logged}
             for curve in curves.values():
                 curve["tflop"] = 3e-12 * flops.get(method, math.nan) * curve["words"]
-            _draw_curves(by_flops, colours[method], list(curves.values()), "tflop", method)
+            _draw_curves(by_flops, colour[method], list(curves.values()), "tflop", method)
             if len(timed) > 1:
                 there = [curves[r.name] for r in timed.get(method, ())]
-                _draw_curves(beside, colours[method], there, "hours")
+                _draw_curves(beside, colour[method], there, "hours")
         labels = by_flops.get_legend_handles_labels()
         beside.legend(*labels, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
         by_flops.set_xlabel("training, TFLOP")
@@ -200,7 +205,9 @@ def _second_half(result: Result) -> dict[str, np.ndarray]:
 
 
 @styled
-def draw_directions(dataset: Dataset, groups: Sequence[Systems], baseline: str) -> Figure | None:
+def draw_directions(
+    dataset: Dataset, groups: Sequence[Systems], baseline: str, colour: Mapping[str, str]
+) -> Figure | None:
     """BLEU less the baseline's: a panel for the mean and for each direction, a bar for each method.
 
     Where languages have classes, a panel is a mean over a class in place of one direction. Bars are means
@@ -225,7 +232,6 @@ def draw_directions(dataset: Dataset, groups: Sequence[Systems], baseline: str) 
         sharey="row",
         height_ratios=[n + 0.5 for n in lines],
     )
-    colours = _colours(groups)
     for of_row, (systems, others) in zip(axes, shown, strict=True):
         at = range(len(others))
         for ax, (_, of_column) in zip(of_row, panels, strict=True):
@@ -233,7 +239,7 @@ def draw_directions(dataset: Dataset, groups: Sequence[Systems], baseline: str) 
             for y, method in zip(at, others, strict=True):
                 of_both = [result for result in systems[method] if result.seed in base]
                 above = [_bleu(result, of_column) - base[result.seed] for result in of_both]
-                ax.barh(y, statistics.fmean(above), height=0.75, color=colours[method])
+                ax.barh(y, statistics.fmean(above), height=0.75, color=colour[method])
                 ax.plot(above, [y] * len(above), "o", ms=3, color="black", mec="white", mew=0.5)
             ax.axvline(0, color="black", lw=0.8)
         of_row[0].set_yticks(at, others, fontsize=8)
@@ -258,8 +264,8 @@ def _bleu(result: Result, directions: Sequence[str]) -> float:
     return statistics.fmean(result.scores[d].bleu for d in directions)
 
 
-def _colours(groups: Sequence[Systems]) -> dict[str, str]:
-    """A colour for each method: the same in all pictures, and if possible different within a group."""
+def colours(groups: Sequence[Systems]) -> dict[str, str]:
+    """A colour for each method: one in all groups, and if possible different within a group."""
     found: dict[str, str] = {}
     for systems in groups:
         free = [c for c in COLOURS if c not in {found.get(method) for method in systems}]
