@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ ROOT = Path(__file__).parents[1]
 REPORTS = sorted((ROOT / "results").rglob("report.md"))
 MULTI30K = ROOT / "results/multi30k/report.md"
 LIBREOFFICE = ROOT / "results/libreoffice/report.md"
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip(" `*") for cell in line.strip("| \n").split("|")]
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -55,19 +60,54 @@ def test_the_docs_have_the_reports_tables_of_claims():
 
 
 def test_the_docs_have_the_verdicts_on_the_papers_claims_about_scores():
-    def cells(line: str) -> list[str]:
-        return [cell.strip(" `*") for cell in line.strip("| \n").split("|")]
-
     def of(page: str) -> dict[str, list[str]]:
         lines = [cells(line) for line in page.splitlines() if re.match(r"\| \([a-d]\)", line)]
         return {claim.replace("`", ""): rest for claim, *rest in lines}
 
     reported = of(MULTI30K.read_text())
-    shown = of((ROOT / "docs/study.md").read_text())
+    shown = of((ROOT / "docs/study.md").read_text().split("\n## ")[0])
     assert shown == {
         claim: [seeds, found, loss, verdict]
         for claim, (seeds, found, _, loss, _, verdict) in reported.items()
     }
+
+
+def test_the_docs_tables_of_the_runs_that_were_repeated(tmp_path, monkeypatch):
+    """What they say by themselves, and of the claims if they take the place of the study's."""
+    monkeypatch.setattr(study_report, "save", lambda figure, stem: plt.close(figure))
+    again, study, replaced = (
+        ROOT / "results/repeated/multi30k",
+        MULTI30K.parent,
+        tmp_path / "multi30k",
+    )
+    shutil.copytree(study, replaced)
+    shutil.copytree(again, replaced, dirs_exist_ok=True)
+    given = {"CONFIG_DIR": str(ROOT / "configs"), "RESULTS_DIR": str(tmp_path)}
+    result = step_here("report", "multi30k", cwd=tmp_path, **given)
+    assert result.returncode == 0, result.stderr
+
+    def of_run(run: Path) -> list[str]:
+        with open(run / study_results.CURVE, encoding="utf-8", newline="") as lines:
+            losses = [row["validation_nll"] for row in csv.DictReader(lines)]
+        scores = json.loads((run / "scores.json").read_text())["scores"].values()
+        chrf = statistics.fmean(score["others"]["chrF++"][0] for score in scores)
+        bleu = statistics.fmean(score["bleu"] for score in scores)
+        return [f"{min(float(loss) for loss in losses if loss):.3f}", f"{chrf:.2f}", f"{bleu:.2f}"]
+
+    def of_claims(report: Path) -> list[str]:
+        lines = (cells(line) for line in report.read_text().splitlines())
+        rows = {line[0]: line for line in lines if re.match(r"M1|\(c\)", line[0])}
+        by_bleu = [row[2] for claim, row in rows.items() if claim.startswith("(c)")]
+        return [*rows["M1"][4:7], *by_bleu]
+
+    section = (ROOT / "docs/study.md").read_text().split("### The same seed again")[1]
+    lines = [cells(line) for line in section.split("\n## ")[0].splitlines() if "|" in line]
+    seeds = {line[0]: line[2:] for line in lines if line[0].startswith("seed")}
+    runs = {"seed 1": "moe-16", "seed 2": "moe-16.seed-2", "seed 3": "moe-16.seed-3"}
+    assert seeds == {seed: of_run(study / run) + of_run(again / run) for seed, run in runs.items()}
+    claims = [line[2:] for line in lines if re.match(r"M1|\(c\)", line[0])]
+    both = zip(of_claims(MULTI30K), of_claims(replaced / "report.md"), strict=True)
+    assert claims == [list(pair) for pair in both]
 
 
 @pytest.mark.parametrize("page", ["docs/study.md", "README.md"])
