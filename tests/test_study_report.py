@@ -155,6 +155,7 @@ def test_times_are_compared_within_a_machine(two_runs):
     assert table["method"][2:4] == ["time/token (us), m", "time/token (us), n"]
     assert table["moe"][2:4] == ["500", "1000"]
     assert table["smoe-4-4"][2:4] == ["500", "3100"]
+    assert "trained these pairs, in the seeds in brackets: moe and smoe-4-4 (2)." in report
     claims = rows(report, "The paper's claims")
     (e,) = (cells for claim, cells in claims.items() if claim.startswith("(e)"))
     assert e[0] == "2" and e[1].startswith(f"{100 * (1.2**0.5 - 1):+.1f}% [")

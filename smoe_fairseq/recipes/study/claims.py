@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from smoe_fairseq.recipes.evaluation.comparison import (
     paired,
 )
 from smoe_fairseq.recipes.evaluation.table import MISSING, Grid
+from smoe_fairseq.recipes.folders import seed_in
 from smoe_fairseq.recipes.study import sentences
 from smoe_fairseq.recipes.study.results import Result, Systems, by_seed
 
@@ -291,6 +292,7 @@ def claims_table(dataset: Dataset, systems: Systems, flops, baseline: str) -> Gr
         "- **Verdicts**: confirmed where the 95 percent interval of what was found excludes the opposite "
         "of the claim, refuted where it excludes the claim, else open. A single seed has no verdict.",
         *_chance_in_words(bleu.chance, losses.chance),
+        *_across_machines(dataset, systems, [v.methods for v in scored]),
         *(text for letters, text in NOTES.items() if any(row[0][1] in letters for row in rows)),
     ]
     return Grid(HEADER, rows, notes, texts=len(HEADER))
@@ -310,6 +312,27 @@ def _chance_in_words(of_bleu: Chance, of_losses: Chance) -> list[str]:
         f"together, chance has a standard deviation of {of_bleu.deviation:.2f} BLEU and "
         f"{of_losses.deviation:.3f} bits ({of_bleu.freedom} degrees of freedom). The largest share of its "
         f"squares: {' and '.join(most)}.",
+    ]
+
+
+def _across_machines(
+    dataset: Dataset, systems: Systems, pairs: Iterable[Sequence[str]]
+) -> list[str]:
+    """A note on the pairs whose runs of one seed were trained on two machines; none if there are none."""
+    found = []
+    for pair in pairs:
+        first, second = (
+            {seed_in(r.name, dataset): r.machine for r in systems.get(method, ())}
+            for method in pair
+        )
+        common = sorted(first.keys() & second.keys())
+        if seeds := [str(seed) for seed in common if first[seed] != second[seed]]:
+            found.append(f"{' and '.join(pair)} ({', '.join(seeds)})")
+    if not found:
+        return []
+    return [
+        "- **Two machines** (or numbers of threads) trained these pairs, in the seeds in brackets: "
+        f"{'; '.join(found)}. Machines round differently, which makes another run of the same seed."
     ]
 
 
@@ -349,9 +372,10 @@ def planned_claims(dataset: Dataset, systems: Systems, flops: Mapping[str, float
         rows.append([name, f"{first} is ahead of {second}", str(seeds), cost, *cells, said])
     header = ["", "claim", "seeds", "FLOPs", *MEASURES, "verdict"]
     notes = [
-        "The first system less the second, over the seeds that both have, with 95 percent intervals. "
-        "FLOPs: how much more a token costs with the first. The validation loss decides (bits per target "
-        "token; below zero is better): confirmed if its interval is below zero, refuted if it is above, "
-        "else open; mixed if the interval of chrF++ says the opposite."
+        "- **Differences** are the first system less the second, over the seeds that both have, with 95 "
+        "percent intervals. FLOPs: how much more a token costs with the first. The validation loss decides "
+        "(bits per target token; below zero is better): confirmed if its interval is below zero, refuted "
+        "if it is above, else open; mixed if the interval of chrF++ says the opposite.",
+        *_across_machines(dataset, systems, dataset.claims.values()),
     ]
     return Grid(header, rows, notes, texts=2)
