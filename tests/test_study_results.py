@@ -102,9 +102,9 @@ def test_the_docs_tables_of_the_runs_that_were_repeated(tmp_path, monkeypatch):
 
     section = (ROOT / "docs/study.md").read_text().split("### The same seed again")[1]
     lines = [cells(line) for line in section.split("\n## ")[0].splitlines() if "|" in line]
-    seeds = {line[0]: line[2:] for line in lines if line[0].startswith("seed")}
-    runs = {"seed 1": "moe-16", "seed 2": "moe-16.seed-2", "seed 3": "moe-16.seed-3"}
-    assert seeds == {seed: of_run(study / run) + of_run(again / run) for seed, run in runs.items()}
+    shown = {line[0].replace("`, seed ", ".seed-"): line[2:] for line in lines if "seed" in line[0]}
+    runs = {run.name: of_run(study / run.name) + of_run(run) for run in again.iterdir()}
+    assert shown == {run if "." in run else f"{run}.seed-1": found for run, found in runs.items()}
     claims = [line[2:] for line in lines if re.match(r"M1|\(c\)", line[0])]
     both = zip(of_claims(MULTI30K), of_claims(replaced / "report.md"), strict=True)
     assert claims == [list(pair) for pair in both]
