@@ -2,7 +2,6 @@
 
 import json
 import re
-import tarfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -14,7 +13,13 @@ from fairseq.data import Dictionary
 from sampling import some
 from test_expert_parallel_checkpoints import call, refusal
 from test_export import without
-from test_golden import CHECKPOINTS, SYSTEMS_WITH_CHECKPOINT, TEXT, TRANSLATED, read_json
+from test_golden import (
+    SYSTEMS_WITH_CHECKPOINT,
+    TEXT,
+    TRANSLATED,
+    read_json,
+    unpack_checkpoints,
+)
 
 from smoe_fairseq.checkpoints.model import known_options, plain_config
 from smoe_fairseq.errors import UsageError
@@ -32,8 +37,7 @@ import smoe_fairseq.huggingface  # noqa: E402, F401
 def trained(tmp_path_factory) -> Path:
     """A folder of small checkpoints of all systems, with the text that they have learnt."""
     folder = tmp_path_factory.mktemp("trained")
-    with tarfile.open(CHECKPOINTS) as archive:
-        archive.extractall(folder, filter="data")
+    unpack_checkpoints(folder)
     for file in TEXT.iterdir():
         (folder / file.name).symlink_to(file)
     return folder
