@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import shutil
-import statistics
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from matplotlib import pyplot as plt
 
 from smoe_fairseq.recipes.study import report as study_report
 from smoe_fairseq.recipes.study import results as study_results
+from smoe_fairseq.recipes.study.claims import MEASURES
 
 ROOT = Path(__file__).parents[1]
 REPORTS = sorted((ROOT / "results").rglob("report.md"))
@@ -24,17 +24,21 @@ def cells(line: str) -> list[str]:
     return [cell.strip(" `*") for cell in line.strip("| \n").split("|")]
 
 
+def report_of(results: Path, monkeypatch) -> str:
+    monkeypatch.setattr(study_report, "save", lambda figure, stem: plt.close(figure))
+    given = {"CONFIG_DIR": str(ROOT / "configs"), "RESULTS_DIR": str(results.parent)}
+    result = step_here("report", results.name, cwd=results, **given)
+    assert result.returncode == 0, result.stderr
+    return (results / "report.md").read_text()
+
+
 @pytest.mark.parametrize("report", REPORTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_report_is_made_of_the_files_beside_it(report, tmp_path, monkeypatch):
     """But for its pictures, whose figures are made and not saved."""
-    monkeypatch.setattr(study_report, "save", lambda figure, stem: plt.close(figure))
     dataset = report.parent.name
     shutil.copytree(report.parent, tmp_path / dataset)
     (tmp_path / dataset / "report.md").unlink()
-    given = {"CONFIG_DIR": str(ROOT / "configs"), "RESULTS_DIR": str(tmp_path)}
-    result = step_here("report", dataset, cwd=tmp_path, **given)
-    assert result.returncode == 0, result.stderr
-    again = (tmp_path / dataset / "report.md").read_text()
+    again = report_of(tmp_path / dataset, monkeypatch)
     where = report.parent.parent.relative_to(ROOT)
     assert again == report.read_text(), f"RESULTS_DIR={where} scripts/report.sh {dataset}"
 
@@ -74,39 +78,33 @@ def test_the_docs_have_the_verdicts_on_the_papers_claims_about_scores():
 
 def test_the_docs_tables_of_the_runs_that_were_repeated(tmp_path, monkeypatch):
     """What they say by themselves, and of the claims if they take the place of the study's."""
-    monkeypatch.setattr(study_report, "save", lambda figure, stem: plt.close(figure))
-    again, study, replaced = (
-        ROOT / "results/repeated/multi30k",
-        MULTI30K.parent,
-        tmp_path / "multi30k",
-    )
-    shutil.copytree(study, replaced)
-    shutil.copytree(again, replaced, dirs_exist_ok=True)
-    given = {"CONFIG_DIR": str(ROOT / "configs"), "RESULTS_DIR": str(tmp_path)}
-    result = step_here("report", "multi30k", cwd=tmp_path, **given)
-    assert result.returncode == 0, result.stderr
+    repeated, replaced = ROOT / "results/repeated", tmp_path / "multi30k"
+    shutil.copytree(MULTI30K.parent, replaced)
+    shutil.copytree(repeated / "multi30k", replaced, dirs_exist_ok=True)
 
-    def of_run(run: Path) -> list[str]:
-        with open(run / study_results.CURVE, encoding="utf-8", newline="") as lines:
-            losses = [row["validation_nll"] for row in csv.DictReader(lines)]
-        scores = json.loads((run / "scores.json").read_text())["scores"].values()
-        chrf = statistics.fmean(score["others"]["chrF++"][0] for score in scores)
-        bleu = statistics.fmean(score["bleu"] for score in scores)
-        return [f"{min(float(loss) for loss in losses if loss):.3f}", f"{chrf:.2f}", f"{bleu:.2f}"]
+    def of_runs(results: Path) -> dict[str, list[str]]:
+        monkeypatch.setenv("RESULTS_DIR", str(results))
+        measures = {"loss": ".3f", "chrF++": ".2f", "BLEU": ".2f"}
+        return {
+            run.name: [format(MEASURES[name](run), spec) for name, spec in measures.items()]
+            for run in study_results.read("multi30k")
+        }
 
-    def of_claims(report: Path) -> list[str]:
-        lines = (cells(line) for line in report.read_text().splitlines())
-        rows = {line[0]: line for line in lines if re.match(r"M1|\(c\)", line[0])}
-        by_bleu = [row[2] for claim, row in rows.items() if claim.startswith("(c)")]
-        return [*rows["M1"][4:7], *by_bleu]
+    def of_claims(report: str) -> list[str]:
+        found = {line[0]: line for line in map(cells, report.splitlines())}
+        by_bleu = [line[2] for claim, line in found.items() if claim.startswith("(c)")]
+        return [*found["M1"][4:7], *by_bleu]
 
     section = (ROOT / "docs/study.md").read_text().split("### The same seed again")[1]
     lines = [cells(line) for line in section.split("\n## ")[0].splitlines() if "|" in line]
     shown = {line[0].replace("`, seed ", ".seed-"): line[2:] for line in lines if "seed" in line[0]}
-    runs = {run.name: of_run(study / run.name) + of_run(run) for run in again.iterdir()}
-    assert shown == {run if "." in run else f"{run}.seed-1": found for run, found in runs.items()}
+    before, again = of_runs(ROOT / "results"), of_runs(repeated)
+    assert shown == {
+        run if "." in run else f"{run}.seed-1": before[run] + found for run, found in again.items()
+    }
     claims = [line[2:] for line in lines if re.match(r"M1|\(c\)", line[0])]
-    both = zip(of_claims(MULTI30K), of_claims(replaced / "report.md"), strict=True)
+    reports = MULTI30K.read_text(), report_of(replaced, monkeypatch)
+    both = zip(*map(of_claims, reports), strict=True)
     assert claims == [list(pair) for pair in both]
 
 

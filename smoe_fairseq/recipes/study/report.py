@@ -109,7 +109,7 @@ def _pictures(
     flops: Mapping[str, float],
     baseline: str,
 ) -> list[str]:
-    """Of the study's own systems, and of all others; returns the lines that show them."""
+    """Save pictures of the study's own systems, and of all others; return the lines that show them."""
     colour, per_token = colours(shown), {m: 1e6 * value for m, value in flops.items()}
     drawn = {}
     for suffix, of_picture in (("", shown[:1]), ("_others", shown[1:])):
