@@ -181,6 +181,14 @@ def test_logged_numbers_leave_in_one_transfer():
     assert found[1] == {"loss": 2.5, "many": 2**40 + 1}
 
 
+def test_numbers_of_two_devices_are_logged_together():
+    """fairseq-train --cpu where there is a GPU: fairseq keeps the gradients' norm on the GPU."""
+    here, there = torch.tensor(1.5), torch.tensor(2.5, device="meta")
+    with HostReads() as calls, pytest.raises(NotImplementedError):  # meta has no numbers to read
+        on_host([{"loss": here}, {"norm": there}])
+    assert calls.calls["cpu"] == 2
+
+
 def test_an_update_logs_by_one_transfer(training):
     """The criterion's metrics, from a batch with all kinds of them."""
     criterion, model, sample = training

@@ -108,6 +108,71 @@ def measure(case: Case, device: torch.device, tiny: bool) -> dict:
     return {"ok": None, **found}
 
 
+class PaddedProducts(nn.Module):
+    """One batched product over experts padded to the largest; ``GroupedProducts`` without grouped_mm."""
+
+    def __init__(self, counts_E: list[int], width: int, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        experts, inner = len(counts_E), 4 * width
+        self.w1 = nn.Parameter(torch.randn(experts, width, inner, device=device, dtype=dtype) / 30)
+        self.w2 = nn.Parameter(torch.randn(experts, inner, width, device=device, dtype=dtype) / 30)
+        shape = experts, max(counts_E), width
+        self.x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+
+    def step(self) -> list[Tensor]:
+        y = torch.bmm(torch.bmm(self.x, self.w1).relu(), self.w2)
+        return torch.autograd.grad(y, [self.w1, self.w2, self.x], torch.ones_like(y))
+
+
+class SingleProducts(PaddedProducts):
+    """A product per expert on its own rows, whose number the host knows already."""
+
+    def __init__(self, counts_E: list[int], width: int, device: torch.device, dtype: torch.dtype):
+        super().__init__(counts_E, width, device, dtype)
+        self.counts_E = counts_E
+
+    def step(self) -> list[Tensor]:
+        outputs = []
+        for x, count, w1, w2 in zip(self.x, self.counts_E, self.w1, self.w2, strict=True):
+            outputs.append((x[:count] @ w1).relu() @ w2)
+        ones = [torch.ones_like(y) for y in outputs]
+        return torch.autograd.grad(outputs, [self.w1, self.w2, self.x], ones)
+
+
+def products(context: Context) -> Iterator[dict]:
+    """Three ways to the products of 8 experts, top-2: which one a device should take, by type and size.
+
+    The largest expert has 1.0 or 1.5 times the mean number of rows.
+    """
+    device = torch.device(context.device)
+    sizes = [(64, 16)] if context.tiny else [(4096, 512), (16384, 512), (65536, 512), (8192, 1024)]
+    for (tokens, width), skew in itertools.product(sizes, (1.0, 1.5)):
+        mean = 2 * tokens // 8
+        most = int(mean * skew)
+        counts_E = [most, 2 * mean - most] + [mean] * 6
+        for dtype in (torch.bfloat16, torch.float16):
+            name = f"{str(dtype).removeprefix('torch.')}, {tokens} tokens, D {width}, skew {skew}"
+            made = (counts_E, width, device, dtype)
+            yield attempt(name, lambda made=made: three_ways(*made, context.tiny))
+
+
+def three_ways(counts_E, width, device, dtype, tiny) -> dict:
+    ways = {
+        "padded": PaddedProducts(counts_E, width, device, dtype).step,
+        "per expert": SingleProducts(counts_E, width, device, dtype).step,
+    }
+    case = Case("8", 0, width, 4 * width, "train")
+    grouped = GroupedProducts(case, [counts_E], device, dtype)
+    try:
+        grouped.step()
+        ways["grouped"] = grouped.step
+    except RuntimeError:
+        pass  # no grouped product in this type here
+    times = in_turns(ways, device, 0.1 if tiny else 0.4)
+    medians = {name: 1000 * sorted(of)[len(of) // 2] for name, of in times.items()}
+    return {"ok": None, **{f"{name} ms": ms for name, ms in medians.items()}}
+
+
 def host_waits(step) -> int:
     """How often the host waits for the device in one step; the profiler's own wait is left out."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -169,14 +234,19 @@ def update(context: Context) -> Iterator[dict]:
     runs = Runs(context) if context.tiny else Runs(context, 20000, VOCABULARY)
     for name, flags in MODELS.items():
         yield attempt(name, lambda f=flags, n=name: trained(runs, n, f, context.tiny))
+    for name in () if context.tiny else ("dense", "moe-8", "4-4"):
+        flags = MODELS[name]
+        yield attempt(
+            f"{name}, fp16", lambda f=flags, n=name: trained(runs, n, f, False, ["--fp16"])
+        )
 
 
-def trained(runs: Runs, name: str, flags: list, tiny: bool) -> dict:
+def trained(runs: Runs, name: str, flags: list, tiny: bool, precision=("--bf16",)) -> dict:
     if tiny:
         text = runs.train(name, *flags, "--max-update", 3)
         return {"ok": None, "tokens/s": speed(text), "share of peak": "-"}
     model = ["--arch", "smoe_transformer_base", *flags]
-    words = ["--bf16", "--max-tokens", 16384, "--max-update", 20, "--no-save"]
+    words = [*precision, "--max-tokens", 16384, "--max-update", 20, "--no-save"]
     rate = speed(runs.train(name, *model, *words, tiny=False))
     share = share_of_peak(rate, flops_per_token(model), torch.cuda.get_device_name())
     return {"ok": None, "tokens/s": rate, "share of peak": share}

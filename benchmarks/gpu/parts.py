@@ -41,6 +41,7 @@ class Context:
 PARTS = (
     Part("right-block", "right:block", 60, "block with every gate and option against plain loops"),
     Part("fast-block", "fast:block", 90, "block over its bare products: time, memory, host waits"),
+    Part("fast-products", "fast:products", 30, "products of experts: grouped, padded, one by one"),
     Part("right-precision", "training:precision", 90, "fp16, bf16, --amp with a forced overflow"),
     Part("fast-update", "fast:update", 90, "training of smoe_transformer_base: tokens/s, of peak"),
     Part("fast-peers", "peers:peers", 60, "other packages' layers that are installed, and ours"),

@@ -279,16 +279,23 @@ def on_host(logs: list[Mapping]) -> list[dict]:
     tensors = [value for log in logs for value in log.values() if torch.is_tensor(value)]
     if not tensors:
         return [dict(log) for log in logs]
-    # One copy for each type there is, and one to the host.
-    types = {tensor.dtype: None for tensor in tensors}
-    of_type = {t: [each for each in tensors if each.dtype == t] for t in types}
-    parts = [torch.cat([each.detach().flatten() for each in of_type[t]]).double() for t in types]
-    flat = torch.cat(parts).cpu().numpy()
-    start, values = 0, {}
-    for dtype, group in of_type.items():
+    # One copy for each type there is, and one to the host; fairseq with --cpu has its norm on the GPU.
+    kinds = {(tensor.device, tensor.dtype): [] for tensor in tensors}
+    for tensor in tensors:
+        kinds[tensor.device, tensor.dtype].append(tensor)
+    joined = {kind: torch.cat([t.detach().flatten() for t in of]) for kind, of in kinds.items()}
+    flat = {
+        device: torch.cat([v.double() for (of, _), v in joined.items() if of == device])
+        .cpu()
+        .numpy()
+        for device in {tensor.device: None for tensor in tensors}
+    }
+    start, values = dict.fromkeys(flat, 0), {}
+    for (device, dtype), group in kinds.items():
         for each in group:
-            value = flat[start : start + each.numel()].reshape(tuple(each.shape))
-            start += each.numel()
+            first = start[device]
+            value = flat[device][first : first + each.numel()].reshape(tuple(each.shape))
+            start[device] += each.numel()
             if not dtype.is_floating_point:
                 value = value.astype("int64")
             values[id(each)] = value if each.dim() else value.item()
