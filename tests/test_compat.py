@@ -1,4 +1,4 @@
-"""The start-up hook, registration, the mends, each with what happens without it, and versions."""
+"""The start-up hook, registration, the patches, each with what happens without it, and versions."""
 
 from pathlib import Path
 
@@ -18,8 +18,8 @@ left_out, program, *arguments = sys.argv[1:]
 startup.load("smoe_fairseq.errors")
 startup.load("smoe_fairseq.files")
 compat = startup.load("smoe_fairseq.compat")
-kept = [patch for patch in compat.MENDS if patch[1].__name__ != left_out]
-assert len(kept) < len(compat.MENDS)
+kept = [patch for patch in compat.PATCHES if patch[1].__name__ != left_out]
+assert len(kept) < len(compat.PATCHES)
 compat.install(kept)
 sys.argv = [program, *arguments]
 runpy.run_path(program, run_name="__main__")
@@ -59,6 +59,7 @@ def test_importing_the_package_loads_nothing_heavy():
         soak("import smoe_fairseq.models.transformer"),
         soak("import smoe_fairseq.criterions"),
         soak("import smoe_fairseq, fairseq; user_dir()"),
+        "import importlib.util as i, smoe_fairseq; i.find_spec('fairseq'); import fairseq",
         "import fairseq; user_dir(); import smoe_fairseq; user_dir()",
     ],
 )
@@ -98,7 +99,7 @@ def test_deprecation_of_jit_is_not_told_to_those_who_cannot_help_it(tmp_path):
     assert message in run_without("quiet_jit", program).stdout
 
 
-def test_mended_dataclass_names_its_options():
+def test_patched_dataclass_names_its_options():
     """torch 2.6 asks it for them."""
     program = (
         "import dataclasses, fairseq; print('kw_only' in dataclasses.dataclass.__kwdefaults__)"

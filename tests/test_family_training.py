@@ -246,7 +246,7 @@ def test_analysis_counts_every_token(three_languages, tmp_path, member):
 
 @pytest.mark.parametrize("more", [[], soak(["--ema-fp32"])])
 def test_an_average_of_parameters_has_the_bias_as_it_is(ranks, small_corpus, tmp_path, more):
-    """Without the mend fairseq ends in a stack trace over whole numbers."""
+    """Without the patch fairseq ends in a stack trace over whole numbers."""
     averaged = ["--store-ema", "--ema-decay", 0.5, *more]
     arguments = member_flags("bias", small_corpus, tmp_path, *averaged)
     ranks.train(tmp_path, 1, *arguments, one=True)
@@ -279,7 +279,7 @@ def test_a_checkpoint_loads_with_options_that_training_would_refuse(ranks, small
 
 @pytest.mark.parametrize("more", [[], soak(["--ema-fp32"])])
 def test_an_average_begins_at_a_checkpoint_without_one(ranks, small_corpus, tmp_path, more):
-    """Without the mend fairseq looks for parameters that it has removed."""
+    """Without the patch fairseq looks for parameters that it has removed."""
     ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, "--max-update", 2), one=True)
     before = content(tmp_path)["model"]
     averaged = ["--store-ema", "--ema-decay", 0.75, *more, "--lr", 0.1]

@@ -144,9 +144,9 @@ WRONG = {
         "import importlib\nimportlib.import_module('smoe_fairseq.recipes.training.identity')",
         "training/start.py:2 imports smoe_fairseq.recipes.training.identity, which is not below training",
     ),
-    "compat/mends.py": (
+    "compat/patches.py": (
         "ADDITIONS = ('smoe_fairseq.models:add',)",
-        "compat/mends.py:1 imports smoe_fairseq.models, which is not below compat",
+        "compat/patches.py:1 imports smoe_fairseq.models, which is not below compat",
     ),
     "modules/experts.py": (
         "class Experts:\n    def f(self):\n        import fairseq.utils",
@@ -159,7 +159,7 @@ WRONG = {
     "tools/new.py": ("", "tools/new.py is of no layer"),
 }
 RIGHT = {
-    "compat/__init__.py": "from .mends import a\nADDITIONS = (('fairseq', 'smoe_fairseq.models'),)",
+    "compat/__init__.py": "from .patches import a\nADDITIONS = (('fairseq', 'smoe_fairseq.models'),)",
     "recipes/train.py": "import smoe_fairseq\nfrom smoe_fairseq.analysis.cost import count",
     "analysis/figures.py": "from . import results\nimport matplotlib",
     "analysis/cost.py": "from fairseq import utils\n'''smoe_fairseq.recipes is above.'''",

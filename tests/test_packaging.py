@@ -1,7 +1,7 @@
 """Installing the package brings the start-up hook along: from a wheel, and in editable mode.
 
 The installations go into a bare environment that sees the packages of this one, but not its `.pth`
-files, so that nothing mends fairseq but what has been installed there.
+files, so that nothing patches fairseq but what has been installed there.
 """
 
 import json

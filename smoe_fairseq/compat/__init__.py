@@ -1,7 +1,7 @@
 """All changes to fairseq 0.12.2, whose files stay unmodified.
 
-`MENDS` make it work on current Python, torch and numpy, for every fairseq command, with the plugin or
-without. Each is one function; the comment above it says what it mends and why. `ADDITIONS` are
+`PATCHES` make it work on current Python, torch and numpy, for every fairseq command, with the plugin or
+without. Each is one function; the comment above it says what it patches and why. `ADDITIONS` are
 what the plugin (``--user-dir``) brings: models, criterion, and changes to training. They are listed here
 by name only: nothing in this package imports what is above it (tests/test_layers.py). Both are called with
 the module that they change as soon as it has been imported, so they load nothing heavy themselves.
@@ -11,7 +11,6 @@ The start-up hook loads this package without its parent. Write ``from .file impo
 """
 
 import importlib
-import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from types import ModuleType
 
 from smoe_fairseq.errors import UsageError
 
-from .mends_training import MENDS as OTHERS
+from .patches_training import PATCHES as OTHERS
 from .safe_load import (
     EVALUATING,
     allow_checkpoint_types,
@@ -28,9 +27,9 @@ from .safe_load import (
     name_unreadable_checkpoints,
 )
 
-__all__ = ["ADDITIONS", "MENDS", "install", "register", "require_fairseq", "when_imported"]
+__all__ = ["ADDITIONS", "PATCHES", "install", "register", "require_fairseq", "when_imported"]
 
-# The version of fairseq that the mends are for.
+# The version of fairseq that the patches are for.
 
 FAIRSEQ_VERSION = "0.12.2"
 REMEDY = f"run `pip install --no-deps fairseq=={FAIRSEQ_VERSION}`"
@@ -91,25 +90,24 @@ class _WaitingFinder:
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        actions = cls.actions.pop(name, None)
-        if actions is None:
+        if name not in cls.actions:
             return None
-        spec = importlib.util.find_spec(name)
+        others = (finder for finder in sys.meta_path if finder is not cls)
+        spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
         if spec is None:
-            cls.actions[name] = actions
             return None
         execute = spec.loader.exec_module
 
         def execute_then_act(module: ModuleType) -> None:
             execute(module)
-            for action in actions:
+            for action in tuple(cls.actions[name]):
                 action(module)
 
         spec.loader.exec_module = execute_then_act
         return spec
 
 
-MENDS = (
+PATCHES = (
     ("torch.serialization", allow_checkpoint_types),
     *((module, evaluate_literals_only) for module in EVALUATING),
     ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
@@ -139,8 +137,8 @@ ADDITIONS = (
 _installed = False
 
 
-def install(mends: Sequence[tuple[str, Action]] = MENDS) -> None:
-    """Install the mends, once; another version of fairseq is left alone, with a warning."""
+def install(patches: Sequence[tuple[str, Action]] = PATCHES) -> None:
+    """Install the patches, once; another version of fairseq is left alone, with a warning."""
     global _installed
     if _installed:
         return
@@ -149,8 +147,8 @@ def install(mends: Sequence[tuple[str, Action]] = MENDS) -> None:
         if is_installed():
             warnings.warn(sentence, stacklevel=2)
         return
-    for module, mend in mends:
-        when_imported(module, mend)
+    for module, patch in patches:
+        when_imported(module, patch)
 
 
 def register() -> None:

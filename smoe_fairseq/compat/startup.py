@@ -1,9 +1,9 @@
 """What the start-up hook does when fairseq is first imported.
 
-fairseq has to be mended before its own first line runs, long before it reads ``--user-dir``, and no
+fairseq has to be patched before its own first line runs, long before it reads ``--user-dir``, and no
 code of ours runs then. So setup.py installs, beside the package, ``smoe_fairseq.pth``, a line that
 Python runs whenever it starts, and a copy of this file as ``_smoe_fairseq_startup``. The line puts
-a finder in front of ``sys.meta_path`` that calls ``mend_fairseq`` when fairseq is imported, and
+a finder in front of ``sys.meta_path`` that calls ``patch_fairseq`` when fairseq is imported, and
 finds nothing itself. Until then it does not even import this file: in an empty program the first
 import from disk would cost more than all the rest of the line.
 """
@@ -13,8 +13,8 @@ import importlib.util
 import sys
 
 
-def mend_fairseq() -> None:
-    """Installs the mends, so that the import of fairseq that is under way succeeds."""
+def patch_fairseq() -> None:
+    """Installs the patches, so that the import of fairseq that is under way succeeds."""
     load("smoe_fairseq.errors")
     load("smoe_fairseq.files")
     if compat := load("smoe_fairseq.compat"):

@@ -168,7 +168,7 @@ def log_block(name: str, strata: list[_Row]) -> None:
       ``.../unused_expert1_count``: as for all layers
 
     ``encoder.layer.1/overflow_fifth1`` to ``5`` are as for all layers. Lines on the console leave these
-    per-layer fields out (compat/mends.py).
+    per-layer fields out (compat/patches.py).
     """
     tokens = strata[0].tokens
 

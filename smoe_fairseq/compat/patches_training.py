@@ -1,4 +1,4 @@
-"""Mends of fairseq's training: processes, precision, averages and written checkpoints."""
+"""Patches of fairseq's training: processes, precision, averages and written checkpoints."""
 
 import functools
 import logging
@@ -8,9 +8,9 @@ from types import ModuleType
 
 from smoe_fairseq.files import whole_file
 
-from .mends_data import MENDS, mends
+from .patches_data import PATCHES, patches
 
-__all__ = ["MENDS"]  # all that there are: of commands, data and training
+__all__ = ["PATCHES"]  # all that there are: of commands, data and training
 
 # Lets ``--cpu`` train over several processes with ``--ddp-backend pytorch_ddp``, fairseq's
 # default.
@@ -20,7 +20,7 @@ __all__ = ["MENDS"]  # all that there are: of commands, data and training
 # modules").
 
 
-@mends("fairseq.models.distributed_fairseq_model")
+@patches("fairseq.models.distributed_fairseq_model")
 def name_no_gpu(distributed_fairseq_model: ModuleType) -> None:
     original = distributed_fairseq_model.DistributedDataParallel
 
@@ -49,7 +49,7 @@ _COPIES = tuple(
 )
 
 
-@mends("fairseq.models.distributed_fairseq_model")
+@patches("fairseq.models.distributed_fairseq_model")
 def leave_copies_alone(distributed_fairseq_model: ModuleType) -> None:
     original = distributed_fairseq_model.DistributedDataParallel
 
@@ -79,7 +79,7 @@ def leave_copies_alone(distributed_fairseq_model: ModuleType) -> None:
 # got past its first updates.
 
 
-@mends("fairseq.trainer")
+@patches("fairseq.trainer")
 def skip_overflow_on_cpu(trainer: ModuleType) -> None:
     original, torch = trainer.Trainer.train_step, trainer.torch
 
@@ -105,7 +105,7 @@ def skip_overflow_on_cpu(trainer: ModuleType) -> None:
 # module as well, and the norms of all gradients are logged in any case.
 
 
-@mends("fairseq.nan_detector")
+@patches("fairseq.nan_detector")
 def hook_forward_only(nan_detector: ModuleType) -> None:
     detector = nan_detector.NanDetector
 
@@ -123,7 +123,7 @@ def hook_forward_only(nan_detector: ModuleType) -> None:
 # it did.
 
 
-@mends("fairseq.modules.checkpoint_activations")
+@patches("fairseq.modules.checkpoint_activations")
 def keep_autocast(checkpoint_activations: ModuleType) -> None:
     function = checkpoint_activations.CheckpointFunction
     original = function.forward
@@ -169,7 +169,7 @@ def _as_here(run_function):
 # copied instead; they are made to be among them.
 
 
-@mends("fairseq.models.ema.ema")
+@patches("fairseq.models.ema.ema")
 def copy_integers(ema: ModuleType) -> None:
     original = ema.EMA.__init__
 
@@ -193,7 +193,7 @@ def copy_integers(ema: ModuleType) -> None:
 logger = logging.getLogger(__name__)
 
 
-@mends("fairseq.trainer")
+@patches("fairseq.trainer")
 def begin_average_at_model(trainer: ModuleType) -> None:
     original = trainer.Trainer.load_checkpoint
 
@@ -236,7 +236,7 @@ def _restore(trainer, extra_state: dict, filename: str) -> None:
 _CONFIG = "__config__"  # the one key of a dictionary that stands for a config
 
 
-@mends("fairseq.distributed.utils")
+@patches("fairseq.distributed.utils")
 def send_plain_state(utils: ModuleType) -> None:
     import torch
     from omegaconf import OmegaConf
@@ -285,7 +285,7 @@ def _each(change, value):
 # communicates on, and any size.
 
 
-@mends("fairseq.distributed.utils")
+@patches("fairseq.distributed.utils")
 def gather_on_any_device(utils: ModuleType) -> None:
     import torch.distributed as dist
 
@@ -311,7 +311,7 @@ def gather_on_any_device(utils: ModuleType) -> None:
 # parameters, by fairscale; one process ends in "Default process group has not been initialized".
 
 
-@mends("fairseq.optim.shard")
+@patches("fairseq.optim.shard")
 def leave_one_process_whole(shard: ModuleType) -> None:
     import torch.distributed as dist
 
@@ -332,7 +332,7 @@ def leave_one_process_whole(shard: ModuleType) -> None:
 # an empty batch is one without loss, of which nothing is logged.
 
 
-@mends("fairseq.checkpoint_utils")
+@patches("fairseq.checkpoint_utils")
 def validate_uneven_shares(checkpoint_utils: ModuleType) -> None:
     """Training is not affected: it makes its task another way, and replaces empty batches itself."""
     import torch.distributed as dist
@@ -368,7 +368,7 @@ def validate_uneven_shares(checkpoint_utils: ModuleType) -> None:
 # refuses is one sentence.
 
 
-@mends("fairseq.checkpoint_utils")
+@patches("fairseq.checkpoint_utils")
 def publish_checkpoints(checkpoint_utils: ModuleType) -> None:
     paths, save = checkpoint_utils.PathManager, checkpoint_utils.torch_persistent_save
 

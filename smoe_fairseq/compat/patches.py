@@ -1,4 +1,4 @@
-"""Mends of fairseq's commands, options and models: what runs before and around training."""
+"""Patches of fairseq's commands, options and models: what runs before and around training."""
 
 import argparse
 import difflib
@@ -15,14 +15,16 @@ from smoe_fairseq.errors import UsageError, checks_first, ends_with_sentence, on
 
 from .safe_load import evaluate, saved_name
 
-MENDS: list[tuple[str, Callable[[ModuleType], None]]] = []  # module of fairseq's, and what mends it
+PATCHES: list[
+    tuple[str, Callable[[ModuleType], None]]
+] = []  # module of fairseq's, and what patches it
 
 
-def mends(module: str) -> Callable:
+def patches(module: str) -> Callable:
     """Adds the decorated function, which is called with the module once that has been imported."""
 
     def add(function: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-        MENDS.append((module, function))
+        PATCHES.append((module, function))
         return function
 
     return add
@@ -37,7 +39,7 @@ def mends(module: str) -> Callable:
 # takes.
 
 
-@mends("dataclasses")
+@patches("dataclasses")
 def hash_dataclasses(dataclasses: ModuleType) -> None:
     original = dataclasses.dataclass
 
@@ -61,7 +63,7 @@ def hash_dataclasses(dataclasses: ModuleType) -> None:
 # untouched.
 
 
-@mends("torch.jit")
+@patches("torch.jit")
 def quiet_jit(jit: ModuleType) -> None:
     message = r"`torch\.jit\.script` is (deprecated|not supported)"
     warnings.filterwarnings("ignore", message, FutureWarning)
@@ -75,7 +77,7 @@ def quiet_jit(jit: ModuleType) -> None:
 # anywhere else, are untouched.
 
 
-@mends("fairseq.dataclass.utils")
+@patches("fairseq.dataclass.utils")
 def quiet_hydra(dataclass_utils: ModuleType) -> None:
     original = dataclass_utils.convert_namespace_to_omegaconf
 
@@ -94,7 +96,7 @@ def quiet_hydra(dataclass_utils: ModuleType) -> None:
 # when ``model=`` and ``criterion=`` had to be known already; here it is imported first.
 
 
-@mends("fairseq.dataclass.initialize")
+@patches("fairseq.dataclass.initialize")
 def import_user_dir_first(initialize: ModuleType) -> None:
     original = initialize.hydra_init
 
@@ -118,7 +120,7 @@ def import_user_dir_first(initialize: ModuleType) -> None:
 # others.
 
 
-@mends("fairseq.distributed.utils")
+@patches("fairseq.distributed.utils")
 def end_commands_with_sentence(utils: ModuleType) -> None:
     """Most commands do their work in ``call_main``, or in processes of their own; others have the hook."""
     for name in ("call_main", "distributed_main"):
@@ -185,7 +187,7 @@ _BOUNDS = {  # option: lowest and highest value, each of them where it is a list
 }
 
 
-@mends("fairseq.distributed.utils")
+@patches("fairseq.distributed.utils")
 def check_values(utils: ModuleType) -> None:
     utils.call_main = checks_first(utils.call_main, _check_values)
 
@@ -236,7 +238,7 @@ def _are_betas(value) -> bool:
 # ``--tpu``.
 
 
-@mends("fairseq.options")
+@patches("fairseq.options")
 def keep_bf16_off_tpu(options: ModuleType) -> None:
     original = options.parse_args_and_arch
 
@@ -260,7 +262,7 @@ def keep_bf16_off_tpu(options: ModuleType) -> None:
 # task in any case.
 
 
-@mends("fairseq.options")
+@patches("fairseq.options")
 def take_task_of_checkpoint(options: ModuleType) -> None:
     original = options.get_validation_parser
 
@@ -305,7 +307,7 @@ def _task_of_checkpoint(words: list[str]) -> str | None:
 _OURS = "smoe_"
 
 
-@mends("fairseq.models")
+@patches("fairseq.models")
 def name_unknown_model(models: ModuleType) -> None:
     """Of commands that build the checkpoint's model."""
     original = models.build_model
@@ -320,7 +322,7 @@ def name_unknown_model(models: ModuleType) -> None:
     models.build_model = build_model
 
 
-@mends("fairseq.options")
+@patches("fairseq.options")
 def name_unknown_model_to_train(options: ModuleType) -> None:
     """Of ``fairseq-train --arch``, whose own answer is a list of some two hundred."""
     original = options.get_training_parser
@@ -362,7 +364,7 @@ def _problem(models: ModuleType, name: str | None) -> str | None:
 # follow; it is None unless it is asked for.
 
 
-@mends("fairseq.tasks.translation_multi_simple_epoch")
+@patches("fairseq.tasks.translation_multi_simple_epoch")
 def take_prefix_function(task: ModuleType) -> None:
     original = task.TranslationMultiSimpleEpochTask.build_generator
 
@@ -385,7 +387,7 @@ def take_prefix_function(task: ModuleType) -> None:
 # kernel the layer computes the same function by its ordinary code.
 
 
-@mends("fairseq.modules.transformer_layer")
+@patches("fairseq.modules.transformer_layer")
 def avoid_fast_path(transformer_layer: ModuleType) -> None:
     layer = transformer_layer.TransformerEncoderLayerBase
     original = layer._load_from_state_dict
@@ -404,7 +406,7 @@ def avoid_fast_path(transformer_layer: ModuleType) -> None:
 # TensorBoard, Weights & Biases and lines in JSON, which programs read, have them all.
 
 
-@mends("fairseq.logging.progress_bar")
+@patches("fairseq.logging.progress_bar")
 def keep_lines_short(progress_bar: ModuleType) -> None:
     original = progress_bar.BaseProgressBar._format_stats
 

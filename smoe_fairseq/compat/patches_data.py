@@ -1,4 +1,4 @@
-"""Mends of fairseq's data sets and of the processes that load them."""
+"""Patches of fairseq's data sets and of the processes that load them."""
 
 import functools
 import inspect
@@ -9,9 +9,9 @@ from types import ModuleType, SimpleNamespace
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 
-from .mends import MENDS, mends
+from .patches import PATCHES, patches
 
-__all__ = ["MENDS", "mends"]  # those of commands, options and models, and these
+__all__ = ["PATCHES", "patches"]  # those of commands, options and models, and these
 
 # Lets data sets of the older format (``--dataset-impl lazy`` or ``cached``) train.
 #
@@ -20,7 +20,7 @@ __all__ = ["MENDS", "mends"]  # those of commands, options and models, and these
 # lacks.
 
 
-@mends("fairseq.data.indexed_dataset")
+@patches("fairseq.data.indexed_dataset")
 def read_past_cache(indexed_dataset: ModuleType) -> None:
     cached = indexed_dataset.IndexedCachedDataset
     from_cache = cached.__getitem__
@@ -38,7 +38,7 @@ def read_past_cache(indexed_dataset: ModuleType) -> None:
 # a stack trace of that below the first error.
 
 
-@mends("fairseq.data.indexed_dataset")
+@patches("fairseq.data.indexed_dataset")
 def put_away_half_made(indexed_dataset: ModuleType) -> None:
     original = indexed_dataset.MMapIndexedDataset.__del__
 
@@ -55,7 +55,7 @@ def put_away_half_made(indexed_dataset: ModuleType) -> None:
 # writer.
 
 
-@mends("fairseq.data.indexed_dataset")
+@patches("fairseq.data.indexed_dataset")
 def open_plain_files(indexed_dataset: ModuleType) -> None:
     for name in ("index_file_path", "data_file_path"):
         setattr(indexed_dataset, name, _plain(getattr(indexed_dataset, name)))
@@ -89,7 +89,7 @@ class _WithLong:
         return getattr(self._numpy, name)
 
 
-@mends("fairseq.data.token_block_dataset")
+@patches("fairseq.data.token_block_dataset")
 def keep_long(module: ModuleType) -> None:
     if not hasattr(module.np, "compat"):
         module.np = _WithLong(module.np)
@@ -104,7 +104,7 @@ def keep_long(module: ModuleType) -> None:
 # sequence below it is.
 
 
-@mends("fairseq.data.fasta_dataset")
+@patches("fairseq.data.fasta_dataset")
 def index_without_shell(fasta_dataset: ModuleType) -> None:
     import numpy as np
 
@@ -129,7 +129,7 @@ def index_without_shell(fasta_dataset: ModuleType) -> None:
 # pair that is not in the folder, is ``KeyError: 'main:de-en'``.
 
 
-@mends("fairseq.data.multilingual.multilingual_data_manager")
+@patches("fairseq.data.multilingual.multilingual_data_manager")
 def name_missing_data(multilingual_data_manager: ModuleType) -> None:
     manager = multilingual_data_manager.MultilingualDatasetManager
     original = manager.get_split_data_param_list
@@ -160,7 +160,7 @@ def name_missing_data(multilingual_data_manager: ModuleType) -> None:
 # milliseconds. Only the iterator itself calls the method, so the reference is alive.
 
 
-@mends("fairseq.data.iterators")
+@patches("fairseq.data.iterators")
 def end_loading_processes(iterators: ModuleType) -> None:
     """`FrozenBatchSampler` does not keep the iterator that has made it."""
     original = iterators.FrozenBatchSampler.__init__
