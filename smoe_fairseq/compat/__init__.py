@@ -118,7 +118,11 @@ PATCHES = (
 ADDITIONS = (
     ("fairseq.criterions", "smoe_fairseq.criterions"),
     ("fairseq.models", "smoe_fairseq.models"),
+    ("fairseq.utils", "smoe_fairseq.training.foreach:norm_together"),
     ("fairseq.utils", "smoe_fairseq.training.gradients:norm_over_all_experts"),
+    ("fairseq.optim.adam", "smoe_fairseq.training.foreach:step_together"),
+    ("fairseq.optim.fairseq_optimizer", "smoe_fairseq.training.foreach:multiply_together"),
+    ("fairseq.optim.fp16_optimizer", "smoe_fairseq.training.foreach:copy_together"),
     ("fairseq.optim", "smoe_fairseq.training.gradients:spread_shared_state"),
     (
         "fairseq.distributed.legacy_distributed_data_parallel",

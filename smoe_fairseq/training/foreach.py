@@ -1,0 +1,188 @@
+"""fairseq's optimizer steps with a few kernels for all parameters, not a dozen for each.
+
+A GPU waits for the host that launches them: in bf16 these steps are three quarters of the kernels of
+a dense update. The arithmetic is fairseq's, operation by operation; on a CPU all bits are equal.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**24  # elements whose temporary copies are in memory at a time
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def step_together(adam: ModuleType) -> None:
+    """Replace ``Adam.step``, which fairseq uses unless NVIDIA's apex is installed."""
+    original = adam.Adam.step
+
+    @functools.wraps(original)
+    @torch.no_grad()
+    def step(self, closure=None):
+        groups = [
+            (group, [p for p in group["params"] if p.grad is not None])
+            for group in self.param_groups
+        ]
+        if any(group.get("amsgrad") or any(p.grad.is_sparse for p in ps) for group, ps in groups):
+            return original(self, closure)
+        loss = None if closure is None else closure()
+        for group, parameters in groups:
+            for chunk in _chunks(parameters):
+                _adam_step(group, chunk, [self.state[p] for p in chunk])
+        return loss
+
+    adam.Adam.step = step
+
+
+def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of one device and type, with at most `CHUNK` elements unless one has more."""
+    chunk, size = [], 0
+    for tensor in tensors:
+        fits = size + tensor.numel() <= CHUNK
+        if chunk and not (fits and _kind(tensor) == _kind(chunk[0])):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(tensor)
+        size += tensor.numel()
+    if chunk:
+        yield chunk
+
+
+def _kind(parameter: Tensor) -> tuple:
+    return parameter.device, parameter.dtype, parameter.grad.dtype
+
+
+def _adam_step(group: dict, parameters: list[Tensor], states: list[dict]) -> None:
+    """One step of fairseq's Adam; parameters and gradients in half precision are computed in float32."""
+    gradients, values = (
+        [_full(p.grad.data) for p in parameters],
+        [_full(p.data) for p in parameters],
+    )
+    for state, value in zip(states, values, strict=True):
+        if len(state) == 0:
+            state["step"] = 0
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(value) for _ in range(2))
+        for name in ("exp_avg", "exp_avg_sq"):  # which a checkpoint may have on another device
+            state[name] = state[name].to(value)
+        state["step"] += 1
+    averages, squares = ([state[n] for state in states] for n in ("exp_avg", "exp_avg_sq"))
+    beta1, beta2 = group["betas"]
+    torch._foreach_mul_(averages, beta1)
+    torch._foreach_add_(averages, gradients, alpha=1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+    divisors = torch._foreach_sqrt(squares)
+    torch._foreach_add_(divisors, group["eps"])
+    if group["weight_decay"] != 0:
+        torch._foreach_add_(values, values, alpha=-group["weight_decay"] * group["lr"])
+    sizes = [-_step_size(group["lr"], beta1, beta2, state["step"]) for state in states]
+    torch._foreach_addcdiv_(values, averages, divisors, sizes)
+    if parameters[0].dtype in _HALF:
+        torch._foreach_copy_([p.data for p in parameters], values)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
+
+
+@functools.lru_cache(maxsize=8)
+def _step_size(lr: float, beta1: float, beta2: float, step: int) -> float:
+    return lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+
+
+def multiply_together(fairseq_optimizer: ModuleType) -> None:
+    """Replace ``FairseqOptimizer.multiply_grads``."""
+
+    @functools.wraps(fairseq_optimizer.FairseqOptimizer.multiply_grads)
+    def multiply_grads(self, c):
+        """Multiplies all gradients by a number, or by a scalar tensor."""
+        by_device = {}
+        for p in self.params:
+            if p.grad is not None:
+                by_device.setdefault(p.grad.device, []).append(p.grad.data)
+        for device, gradients in by_device.items():
+            torch._foreach_mul_(gradients, c.to(device) if torch.is_tensor(c) else c)
+
+    fairseq_optimizer.FairseqOptimizer.multiply_grads = multiply_grads
+
+
+def norm_together(utils: ModuleType) -> None:
+    """Replace ``clip_grad_norm_``, except with apex or FSDP, which bring their own."""
+    original = utils.clip_grad_norm_
+
+    @functools.wraps(original)
+    @torch.no_grad()
+    def clip_grad_norm_(params, max_norm, aggregate_norm_fn=None):
+        params = [params] if torch.is_tensor(params) else list(params)
+        present = [p for p in params if p is not None and p.grad is not None]
+        shared = [p.grad for p in present if not hasattr(p, "expert")]
+        one_kind = len({(g.device, g.dtype) for g in shared}) == 1
+        if aggregate_norm_fn or utils.multi_tensor_l2norm_available or not one_kind:
+            return original(params, max_norm, aggregate_norm_fn)
+        norm = torch.norm(torch.stack(torch._foreach_norm(shared, 2, dtype=torch.float32)))
+        if max_norm > 0:
+            factor = (float(max_norm) / (norm + 1e-6)).clamp_(max=1)
+            torch._foreach_mul_([p.grad for p in present], factor)
+        return norm
+
+    utils.clip_grad_norm_ = clip_grad_norm_
+
+
+def copy_together(fp16_optimizer: ModuleType) -> None:
+    """Replace the copies between half-precision parameters and their float32 ones."""
+    mixin = fp16_optimizer._FP16OptimizerMixin
+
+    @functools.wraps(mixin.zero_grad)
+    def zero_grad(self):
+        for p in self.fp16_params:
+            p.grad = None
+        flat = self.fp32_params.values() if self.has_flat_params else self.fp32_params
+        torch._foreach_zero_([p.grad for p in flat])
+        self._needs_sync = False
+        if self.scaler is not None:
+            self._multiply_factor = 1.0 / float(self.scaler.loss_scale)
+
+    @functools.wraps(mixin._sync_fp16_grads_to_fp32)
+    def _sync_fp16_grads_to_fp32(self):
+        if not self._needs_sync:
+            return
+        targets, sources = [], []
+        for p, full in zip(self.fp16_params, _float32(self, "grad"), strict=True):
+            if p.grad is None:
+                full.zero_()
+            else:
+                targets.append(full)
+                sources.append(p.grad.data)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self._needs_sync = False
+
+    @functools.wraps(mixin._sync_fp32_params_to_fp16)
+    def _sync_fp32_params_to_fp16(self):
+        torch._foreach_copy_([p.data for p in self.fp16_params], _float32(self, "data"))
+
+    mixin.zero_grad = zero_grad
+    mixin._sync_fp16_grads_to_fp32 = _sync_fp16_grads_to_fp32
+    mixin._sync_fp32_params_to_fp16 = _sync_fp32_params_to_fp16
+
+
+def _float32(optimizer, of: str) -> list[Tensor]:
+    """The ``data`` or ``grad`` of an optimizer's float32 parameters, in the shape of the others.
+
+    They are flattened into one per device, unless ``--fp16-no-flatten-grads`` or ``--bf16``.
+    """
+    if not optimizer.has_flat_params:
+        return [getattr(p, of).detach() for p in optimizer.fp32_params]
+    on_device = {}
+    for p in optimizer.fp16_params:
+        on_device.setdefault(p.device.index, []).append(p)
+    parts = {}
+    for device, parameters in on_device.items():
+        flat = getattr(optimizer.fp32_params[device], of).detach()
+        pieces = flat.split([p.numel() for p in parameters])
+        parts |= {p: piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)}
+    return [parts[p] for p in optimizer.fp16_params]
