@@ -16,7 +16,7 @@ from smoe_fairseq.recipes.commands import RECIPES, add_arguments
 COMMANDS = {
     "path": ("smoe_fairseq.cli", "print the package's path, for fairseq's --user-dir"),
     "cost": (
-        "smoe_fairseq.analysis.cost_command",
+        "smoe_fairseq.recipes.cost",
         "count a model's parameters and FLOPs per token, and forecast the memory of training",
     ),
     "analyze": (
@@ -56,11 +56,11 @@ COMMANDS = {
         "convert a checkpoint for other tools: fairseq, CTranslate2, transformers, safetensors",
     ),
     "import": (
-        "smoe_fairseq.checkpoints.foreign",
+        "smoe_fairseq.checkpoints.imports",
         "convert a checkpoint of fairseq's MoE branch, the SMoE paper's code or transformers",
     ),
     "prune": (
-        "smoe_fairseq.checkpoints.prune",
+        "smoe_fairseq.analysis.prune",
         "remove the experts that some directions use little",
     ),
     "subwords": (

@@ -31,7 +31,7 @@ FAIRSEQ = Server(TORCH, "import_fairseq")
 WITH_PLUGIN = Server(FAIRSEQ, "import_plugin")
 SMOE = Server(WITH_PLUGIN, "import_smoe")
 RECIPES = Server(TORCH, "import_recipes")
-STEP = ("-m", "smoe_fairseq.recipes")  # what Python is given for a recipe or one step of it
+STEP = ("-P", "-m", "smoe_fairseq.recipes")  # what Python is given for a recipe or one step of it
 
 # The stock model, small and shortly trained.
 TINY = """--arch transformer --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32
@@ -53,7 +53,7 @@ def run(
     program, *arguments = map(str, command)
     path = sys.executable if program == "python" else str(SCRIPTS / program)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    if not fresh and (program in COMMANDS or tuple(arguments[:2]) == STEP):
+    if not fresh and (program in COMMANDS or tuple(arguments[:3]) == STEP):
         server = {"python": RECIPES, "smoe": SMOE}.get(program) or server_of(arguments)
         path = [] if program == "python" else [path]
         result = _fork(server, [*path, *arguments], environment, cwd or os.getcwd(), stdin)
@@ -88,7 +88,7 @@ def run_python(
 
 
 def run_step(*words, cwd, **environment) -> subprocess.CompletedProcess:
-    """What ``scripts/`` call: ``python -m smoe_fairseq.recipes WORDS``, forked; its outputs by themselves."""
+    """What ``scripts/`` call: ``python -P -m smoe_fairseq.recipes WORDS``, forked; outputs by themselves."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return _fork(RECIPES, [*STEP, *map(str, words)], environment, cwd, "", apart=True)
 
@@ -132,8 +132,8 @@ def bash_functions() -> dict[str, str]:
     functions = {f"BASH_FUNC_{name}%%": function(name) for name in COMMANDS}
     generator, recipe = (shlex.join(start(server)) for server in (WITH_PLUGIN, RECIPES))
     functions["BASH_FUNC_python%%"] = (
-        '() { case "${2:-} ${3:-}" in '
-        f'"{STEP[1]} generator") {generator} "$@";; "{STEP[1]} "*) {recipe} "$@";; '
+        '() { case "${3:-} ${4:-}" in '
+        f'"{STEP[2]} generator") {generator} "$@";; "{STEP[2]} "*) {recipe} "$@";; '
         '*) command python "$@";; esac; }'
     )
     return functions

@@ -149,7 +149,7 @@ def test_a_folder_of_text_beside_the_archive_is_text(tmp_path, given, published,
     for pair in PAIRS:
         write_text(text, pair, train=50, valid=5, test=5)
     result = recipe(tmp_path, "prepare", "m4", DRY_RUN="1", RAW=str(text), **given)
-    steps = [words[3] for words in commands(result, "python")]
+    steps = [words[4] for words in commands(result, "python")]
     assert steps == ["gather", "learn", "encode", "binarise"]
 
 

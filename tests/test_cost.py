@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from smoe_fairseq.analysis.cost import count
-from smoe_fairseq.analysis.cost_command import compare
+from smoe_fairseq.recipes.cost import compare
 
 # The cells that no reading of the text explains: printed less the vanilla row's, ours.
 UNEXPLAINED = {("m4", "stacked-2-2-2-2"), ("m15", "smoe-8-4-4")}

@@ -461,7 +461,7 @@ def dry_runs() -> dict[str, dict[str, str]]:
 
 
 def recipe(*words: str) -> str:
-    """What ``python -m smoe_fairseq.recipes``, which ``scripts/`` call, prints."""
+    """What ``python -P -m smoe_fairseq.recipes``, which ``scripts/`` call, prints."""
     output = io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["recipes", *words]),

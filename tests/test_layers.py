@@ -1,4 +1,4 @@
-"""Which part of the package may import which: no arrow upwards, nothing heavy at the bottom.
+"""Which part of the package may import which: no arrow upwards, no circle, nothing heavy at the bottom.
 
 All imports are read, those within functions too, without running anything.
 """
@@ -6,6 +6,7 @@ All imports are read, those within functions too, without running anything.
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,6 @@ LAYERS = {
     "files": {"errors"},
     "host_memory": set(),
     "compat": {"errors", "files"},
-    "config": {"errors", "files"},
     "modules": set(),
     "models": {"errors", "host_memory", "modules"},
     "criterions": {"errors", "models", "modules"},
@@ -32,15 +32,12 @@ LAYERS = {
     },
     "training": {"checkpoints", "errors", "files", "host_memory", "models", "modules"},
     "translate": {"errors", "files", "host_memory", "models", "modules"},
-    "analysis": {ROOT, "checkpoints", "config", "errors", "files", "models", "modules"},
-    "prune": {"analysis", "checkpoints", "errors", "models", "modules"},
+    "analysis": {ROOT, "checkpoints", "errors", "files", "models", "modules"},
     "serve": {"analysis", "errors", "host_memory", "models", "translate"},
 }
-for top in ("recipes", "cli"):
+for top in ("recipes", "cli"):  # these import all below them
     LAYERS[top] = {ROOT, *LAYERS}
 LAYERS[ROOT] = {"compat"}
-# Files that are a layer of their own within their package.
-OWN_LAYER = {"recipes/config.py": "config", "checkpoints/prune.py": "prune"}
 
 # The one list of names of higher layers: what the plugin adds to fairseq, imported only with it.
 NAMED_BY_COMPAT = (Path("compat/__init__.py"), "ADDITIONS")
@@ -57,7 +54,7 @@ def violations(package: Path) -> list[str]:
         if layer not in LAYERS:
             found.append(f"{path} is of no layer")
             continue
-        for line, name, at_once in imports(ast.parse(file.read_text("utf-8")), path):
+        for line, name, _, at_once in imports(ast.parse(file.read_text("utf-8")), path):
             top, _, rest = name.partition(".")
             if top == ROOT:
                 used = layer_of(Path(*rest.split(".")).with_suffix(".py")) if rest else ROOT
@@ -70,15 +67,31 @@ def violations(package: Path) -> list[str]:
     return found
 
 
+def circle(package: Path) -> list[str]:
+    """Files that import each other in a circle, in its order; empty if there is none."""
+    files = {
+        ".".join([ROOT, *path.with_suffix("").parts]).removesuffix(".__init__"): path
+        for path in (file.relative_to(package) for file in package.rglob("*.py"))
+    }
+    graph = {}
+    for module, path in files.items():
+        found = imports(ast.parse((package / path).read_text("utf-8")), path)
+        used = (n if f"{n}.{a}" not in files else f"{n}.{a}" for _, n, a, _ in found)
+        graph[module] = {name for name in used if name in files and name != module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def layer_of(path: Path) -> str:
     """``cost`` for ``cost.py`` and for ``cost/table.py``; `ROOT` for the package's own door."""
-    if path == Path("__init__.py"):
-        return ROOT
-    return OWN_LAYER.get(path.as_posix(), path.parts[0].removesuffix(".py"))
+    return ROOT if path == Path("__init__.py") else path.parts[0].removesuffix(".py")
 
 
-def imports(tree: ast.Module, path: Path) -> Iterator[tuple[int, str, bool]]:
-    """(line, module, whether it is imported together with the file) of each import in it.
+def imports(tree: ast.Module, path: Path) -> Iterator[tuple[int, str, str, bool]]:
+    """(line, module, name from it or "", whether it is imported together with the file) of each import.
 
     A module's name as a string counts too, as importlib and ``python -m`` take it, except in
     `NAMED_BY_COMPAT`.
@@ -101,22 +114,35 @@ def imports(tree: ast.Module, path: Path) -> Iterator[tuple[int, str, bool]]:
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             start = parents[: len(parents) - node.level + 1] if node.level else []
             source = ".".join([*start, *([node.module] if node.module else [])])
             # What is taken from the package itself are its parts.
-            names = [f"{source}.{a.name}" if source == ROOT else source for a in node.names]
+            is_root = source == ROOT
+            names = [
+                (f"{source}.{a.name}", "") if is_root else (source, a.name) for a in node.names
+            ]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             module = node.value.partition(":")[0]
             if module.startswith(f"{ROOT}.") and module.replace(".", "").isidentifier():
-                names = [module] if node not in left_out else []
-        for name in names:
-            yield node.lineno, name, node not in later
+                names = [(module, "")] if node not in left_out else []
+        for name, attribute in names:
+            yield node.lineno, name, attribute, node not in later
 
 
 def test_the_package_keeps_its_layers():
     assert violations(PACKAGE) == []
+    assert circle(PACKAGE) == []
+
+
+def test_the_layers_are_those_of_contributing_and_each_imports_only_lower_ones():
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text("utf-8")
+    lines = text.partition("smoe_fairseq/\n")[2].partition("configs/")[0].splitlines()
+    order = [n for line in lines for n in line.strip().partition("  ")[0].split()][::-1]
+    assert [name for name in LAYERS if name != ROOT] == order
+    for number, name in enumerate(order):
+        assert LAYERS[name] <= {ROOT, *order[:number]}
 
 
 WRONG = {
@@ -133,12 +159,8 @@ WRONG = {
         "checkpoints/write.py:1 imports smoe_fairseq.analysis, which is not below checkpoints",
     ),
     "analysis/inputs.py": (
-        "from smoe_fairseq.checkpoints.prune import select",
-        "analysis/inputs.py:1 imports smoe_fairseq.checkpoints.prune, which is not below analysis",
-    ),
-    "recipes/config.py": (
-        "import smoe_fairseq",
-        "recipes/config.py:1 imports smoe_fairseq, which is not below config",
+        "from smoe_fairseq.recipes.config import load_dataset",
+        "analysis/inputs.py:1 imports smoe_fairseq.recipes.config, which is not below analysis",
     ),
     "training/start.py": (
         "import importlib\nimportlib.import_module('smoe_fairseq.recipes.training.identity')",
@@ -163,7 +185,7 @@ RIGHT = {
     "recipes/train.py": "import smoe_fairseq\nfrom smoe_fairseq.analysis.cost import count",
     "analysis/figures.py": "from . import results\nimport matplotlib",
     "analysis/cost.py": "from fairseq import utils\n'''smoe_fairseq.recipes is above.'''",
-    "checkpoints/prune.py": "from smoe_fairseq.analysis import inputs",
+    "analysis/prune.py": "from smoe_fairseq.analysis import inputs",
     "cli.py": "COMMANDS = {'cost': 'smoe_fairseq.analysis.cost'}",
 }
 
@@ -180,6 +202,17 @@ def made(folder: Path, files: dict[str, str]) -> Path:
 def test_what_is_wrong_is_found(tmp_path, name):
     source, sentence = WRONG[name]
     assert violations(made(tmp_path, RIGHT | {name: source})) == [sentence]
+
+
+def test_a_circle_is_found(tmp_path):
+    files = {
+        "models/a.py": "from smoe_fairseq.models import b, c",
+        "models/b.py": "def f():\n    from smoe_fairseq.models.c import g",
+        "models/c.py": "import smoe_fairseq.models.a",
+        "models/__init__.py": "from smoe_fairseq.models.a import x",
+    }
+    found = circle(made(tmp_path, RIGHT | files))
+    assert found[0] == found[-1] and {*found} <= {f"{ROOT}.models.{name}" for name in "abc"}
 
 
 def test_what_is_right_is_let_through(tmp_path):

@@ -20,8 +20,8 @@ from test_training import UNINITIALISED, generate
 from test_training import train as train_smoe
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.checkpoints.prune import Layer, PrunedLayer
-from smoe_fairseq.checkpoints.prune import prune as prune_content
+from smoe_fairseq.analysis.prune import Layer, PrunedLayer
+from smoe_fairseq.analysis.prune import prune as prune_content
 from smoe_fairseq.models.transformer import moe_blocks
 
 NEVER, SELDOM = -100.0, -3.0  # logits beside those of the other experts

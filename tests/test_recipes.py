@@ -123,8 +123,8 @@ def test_dry_run_prints_training(tmp_path, dataset, method):
 def test_dry_run_prints_preparation_and_evaluation(tmp_path, dataset):
     given = {"DRY_RUN": "1", "DATA_DIR": "d", "WORKERS": "3"}
     prepared = recipe(tmp_path, "prepare", dataset, **given)
-    steps = {words[3]: words for words in commands(prepared, "python") if len(words) > 4}
-    assert steps["binarise"][4:6] == [dataset, f"d/{dataset}/bin.partial/text"]
+    steps = {words[4]: words for words in commands(prepared, "python") if len(words) > 5}
+    assert steps["binarise"][5:7] == [dataset, f"d/{dataset}/bin.partial/text"]
     shared = [name for name, words in steps.items() if "--workers" in words]
     assert shared == [name for name in steps if name in ("gather", "encode", "binarise")]
     assert all(value(steps[name], "--workers") == "3" for name in shared)
@@ -270,10 +270,17 @@ class Files(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         start = int(self.headers.get("Range", "bytes=0-")[len("bytes=") : -1])
-        content = self.server.files[self.path.strip("/")]
+        content = self.server.files.get(self.path.strip("/"))
+        if self.headers.get("If-Range", self.server.version) != self.server.version:
+            start = 0
         self.server.starts.append(start)
+        if content is None:
+            self.send_error(self.server.status)
+            return
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(content) - start))
+        if self.server.version:
+            self.send_header("ETag", self.server.version)
         self.end_headers()
         self.wfile.write(content[start : start + self.server.bytes_per_reply])
 
@@ -290,6 +297,7 @@ def server():
             for language in ("en", "fr")
         }
         server.bytes_per_reply = 10_000
+        server.version = '"1"'
         server.starts = []
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -313,7 +321,7 @@ def test_interrupted_download_resumes(tmp_path, server):
     sentence = refusal(fetch_from(tmp_path, address))
     assert "/train.en (" in sentence and "RAW=folder" in sentence
     folder = tmp_path / "data/remote/download"
-    assert [path.name for path in folder.iterdir()] == ["train.en.part"]
+    assert {p.name for p in folder.iterdir()} == {"train.en.part", "train.en.part.version"}
     assert (folder / "train.en.part").read_bytes() == server.files["train.en"][:600]
 
     server.bytes_per_reply = 10_000
@@ -321,6 +329,39 @@ def test_interrupted_download_resumes(tmp_path, server):
     assert server.starts[:4] == [0, 200, 400, 600]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == server.files
     assert len(list((tmp_path / "data/remote/raw").iterdir())) == 6
+
+
+@pytest.mark.parametrize("version", ['"2"', ""])
+def test_versions_of_a_download_are_not_mixed(tmp_path, server, version):
+    address = f"127.0.0.1:{server.server_port}"
+    server.version = '"1"' if version else ""
+    server.bytes_per_reply = 200
+    refusal(fetch_from(tmp_path, address))
+    server.files = {name: content.swapcase() for name, content in server.files.items()}
+    server.version, server.bytes_per_reply = version, 10_000
+    fetch_from(tmp_path, address)
+    folder = tmp_path / "data/remote/download"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == server.files
+
+
+@pytest.mark.parametrize("status, attempts", [(404, 1), (403, 1), (503, 3)])
+def test_only_a_failure_of_the_server_is_tried_again(tmp_path, server, status, attempts):
+    server.files, server.status = {}, status
+    assert f"{status}" in refusal(fetch_from(tmp_path, f"127.0.0.1:{server.server_port}"))
+    assert server.starts == [0] * attempts
+
+
+def test_no_module_of_the_current_folder_is_run(tmp_path):
+    (tmp_path / "yaml.py").write_text("open('run', 'w')")
+    given = write_dataset(
+        tmp_path / "configs", "mine", pairs=["en-fr"], raw={}, subwords={"vocab-size": 9}
+    )
+    printed = recipe(tmp_path, "prepare", "mine", fresh=True, DRY_RUN="1", RAW="text", **given)
+    assert printed.returncode == 0, printed.stderr
+    step = next(line for line in printed.stdout.splitlines() if line.startswith("python "))
+    subprocess.run(["bash", "-c", step], cwd=tmp_path, env=surroundings(fresh=True))
+    refusal(recipe(tmp_path, "prepare", "mine", fresh=True, RAW="text", **given))
+    assert not (tmp_path / "run").exists()
 
 
 def test_corrupt_download_is_refused(tmp_path, server):

@@ -37,6 +37,7 @@ class Archives(Files):
 def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), Archives) as server:
         server.files, server.starts, server.bytes_per_reply = {}, [], 10**9
+        server.version = '"1"'
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -226,6 +227,7 @@ def test_download_that_only_lacked_its_name_is_not_repeated(tmp_path, server):
     download = tmp_path / "data/opus100/download"
     download.mkdir(parents=True)
     (download / "opus.tar.gz.part").write_bytes(server.files["opus.tar.gz"])
+    (download / "opus.tar.gz.part.version").write_text(server.version)
     step(tmp_path, given, "fetch", "opus100", download)
     assert server.starts == [len(server.files["opus.tar.gz"])]
     assert (download / "opus.tar.gz").read_bytes() == server.files["opus.tar.gz"]
@@ -235,7 +237,7 @@ def step(tmp_path: Path, given: dict, *words, check=True) -> subprocess.Complete
     """One of the steps that a recipe prints."""
     environment = given | {"NO_PROXY": "127.0.0.1"}
     return run(
-        "python", "-m", "smoe_fairseq.recipes", *words, cwd=tmp_path, check=check, **environment
+        "python", "-P", "-m", "smoe_fairseq.recipes", *words, cwd=tmp_path, check=check, **environment
     )
 
 

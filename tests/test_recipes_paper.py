@@ -100,7 +100,7 @@ def test_evaluation_is_the_papers(tmp_path, dataset):
     assert all((value(w, "--beam"), value(w, "--lenpen")) == ("5", "1.0") for w in generated)
     tokenize = "flores200" if dataset == "opus100" else "13a"
     assert all(value(words, "--tokenize") == tokenize for words in scored)
-    fetched = [w for w in commands(result, "python") if w[3] == "tokenizer"]
+    fetched = [w for w in commands(result, "python") if w[4] == "tokenizer"]
     assert len(fetched) == (dataset == "opus100")
 
 
@@ -110,7 +110,7 @@ def test_evaluation_is_the_papers(tmp_path, dataset):
 )
 def test_preparation(tmp_path, dataset, vocabulary, shards):
     result = dry(tmp_path, "prepare", dataset, RAW="text" if dataset in NLLB else "")
-    steps = {words[3]: words for words in commands(result, "python")}
+    steps = {words[4]: words for words in commands(result, "python")}
     fetched = [] if dataset in NLLB else ["fetch", "unpack"]
     assert list(steps) == [*fetched, "gather", "learn", "encode", "binarise"]
     assert value(steps["learn"], "--vocab-size") == vocabulary
@@ -121,9 +121,9 @@ def test_preparation(tmp_path, dataset, vocabulary, shards):
 def test_preparation_from_the_authors_archive(tmp_path, dataset):
     result = dry(tmp_path, "prepare", dataset)
     fetched, adopted = commands(result, "python")
-    assert fetched[3:] == ["fetch", dataset, f"data/{dataset}/download"]
+    assert fetched[4:] == ["fetch", dataset, f"data/{dataset}/download"]
     folders = [f"data/{dataset}/{name}" for name in ("download/m15.zip", "raw", "bin")]
-    assert adopted[3:] == ["adopt", dataset, *folders, "--longest", "510"]
+    assert adopted[4:] == ["adopt", dataset, *folders, "--longest", "510"]
 
 
 @pytest.mark.parametrize("dataset, shards", [("m4", 1), ("m15", 1), ("opus100", 8)])

@@ -178,7 +178,9 @@ def test_a_dry_run_prints_what_is_left(data, tmp_path):
     result = recipe(tmp_path, "study", "tiny", "dense", "--lr", "1", DRY_RUN="1", **given)
     lines = result.stdout.splitlines()
     assert lines[0] == "# tiny: 2 of 2 runs are left"
-    assert lines[2].startswith("SEED=2 python -m smoe_fairseq.recipes train tiny dense --lr 1 && ")
+    assert lines[2].startswith(
+        "SEED=2 python -P -m smoe_fairseq.recipes train tiny dense --lr 1 && "
+    )
     assert list(tmp_path.iterdir()) == []
 
 

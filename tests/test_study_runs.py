@@ -122,9 +122,7 @@ def test_flags_that_a_kept_run_was_not_made_with(tmp_path, monkeypatch, command,
     """How long is trained is one of them, though a run may go on with another."""
     monkeypatch.setenv("RESULTS_DIR", str(tmp_path))
     dataset = load_dataset("multi30k")
-    line = (
-        f"SEED=1 python -m smoe_fairseq.recipes train multi30k moe {command} && python -m evaluate"
-    )
+    line = f"SEED=1 python -P -m smoe_fairseq.recipes train multi30k moe {command} && python -m evaluate"
     about = {"command": line, "commit": "1", "machine": "m", "versions": {}, "updates": 2500}
     (tmp_path / "multi30k/moe").mkdir(parents=True)
     (tmp_path / "multi30k/moe" / study_results.FILE).write_text(

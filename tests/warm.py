@@ -146,6 +146,7 @@ def enter(request: dict) -> None:
 
 def run_program(words: list[str]) -> None:
     """A program by its path, or what follows ``python``: ``-c`` and what it is to do, ``-m`` and a module."""
+    words = words[words[0] == "-P" :]
     if words[0] == "-c":
         sys.path[0] = ""
         sys.argv = ["-c", *words[2:]]

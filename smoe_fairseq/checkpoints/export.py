@@ -1,10 +1,6 @@
 """``smoe export``: checkpoints for stock fairseq, models for CTranslate2, and safetensors."""
 
 import importlib.util
-import json
-import os
-import re
-import stat
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import fields
@@ -16,28 +12,24 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterionConfig,
 )
 from fairseq.models import ARCH_CONFIG_REGISTRY
-from torch import Tensor
 
+from smoe_fairseq.checkpoints.huggingface import write_huggingface
 from smoe_fairseq.checkpoints.io import files_read
 from smoe_fairseq.checkpoints.model import (
-    SIDES,
     STOCK,
-    known_options,
     model_values,
-    plain_config,
     transformer_options,
 )
 from smoe_fairseq.checkpoints.sets import (
     add_output_arguments,
     check_output,
-    place_of,
     weights_of,
     write_converted,
 )
-from smoe_fairseq.errors import UsageError, blaming, quietly
-from smoe_fairseq.files import whole_files, whole_folder
+from smoe_fairseq.checkpoints.tensors import config_file, write_safetensors
+from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.files import whole_folder
 from smoe_fairseq.models.hub import data_of
-from smoe_fairseq.models.options import SMoETransformerConfig
 
 _CRITERION = "label_smoothed_cross_entropy"
 
@@ -99,120 +91,6 @@ def _without_plugin(part):
         if not name.startswith(("moe_", "smoe_", "cmr_", "encoder_moe", "decoder_moe"))
     }
     return Namespace(**values) if isinstance(part, Namespace) else values
-
-
-# A model as safetensors and JSON: weights that no program can hide in, and all options as plain
-# data.
-
-_UNUSED = (".version", "._float_tensor")  # buffers that say nothing of the model
-
-
-def config_file(output: Path) -> Path:
-    """The JSON beside the weights."""
-    return output.with_suffix(".json")
-
-
-def write_safetensors(path: Path, output: Path, half: bool = False) -> None:
-    """Writes ``output`` and the JSON beside it, both or none.
-
-    The JSON has ``model``, all options; ``blocks``, the arguments of `StratifiedMoE` by the prefix of each
-    block's parameters; ``tied``, names whose tensor is another name's and is there once; and
-    ``dictionaries``, what the checkpoint says of them (words and checksum).
-
-    Args:
-        half: see `halved`.
-
-    Raises:
-        UsageError: ``path`` cannot be read, the system refuses the files, or see `halved`.
-    """
-    state = weights_of(path)
-    options = known_options(path, state)
-    tensors, tied = unique_tensors(state["model"])
-    content = {
-        "model": plain_config(options),
-        "blocks": blocks(path, SMoETransformerConfig(**options), tensors),
-        "tied": tied,
-        "dictionaries": state.get("smoe_dictionaries", {}),
-    }
-    files = [output, config_file(output)]
-    if half:
-        tensors = halved(path, tensors)
-    with whole_files(files, called=f"--output {output}", parents=True) as (weights, config):
-        save_tensors(tensors, weights)
-        Path(config).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-
-
-def blocks(
-    path: Path, config: SMoETransformerConfig, tensors: Mapping[str, Tensor]
-) -> dict[str, dict]:
-    """Arguments of the `StratifiedMoE` of each MoE layer, as plain data, by the prefix of its parameters.
-
-    A hash gate's ``hash_table`` is not among them: it is ``PREFIX.gates.0.table`` of the weights.
-    """
-    found = {}
-    for side in SIDES:
-        freq = config.moe_freq_of(side)
-        with blaming(path):
-            of_layers = config.moe_options(side)
-        for number, options in enumerate(of_layers, start=1):
-            prefix = f"{side}.layers.{number * freq - 1}.moe"
-            options |= {"activation_fn": str(config.activation_fn), "expert_parallel": False}
-            sizes = {
-                name: getattr(config, f"{side}_{name}") for name in ("embed_dim", "ffn_embed_dim")
-            }
-            found[prefix] = sizes | options
-    missing = {name.partition(".moe.")[0] + ".moe" for name in tensors if ".moe." in name} ^ set(
-        found
-    )
-    if missing:
-        raise UsageError(f"{path}: {min(missing)} is not where its options have a MoE layer")
-    return found
-
-
-def unique_tensors(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors in order, and by name those that are another one, such as tied embeddings."""
-    tensors, tied, places = {}, {}, {}
-    for name, tensor in model.items():
-        if name.endswith(_UNUSED):
-            continue
-        owner = places.setdefault(place_of(tensor), name)
-        if owner == name:
-            tensors[name] = tensor.contiguous()
-        else:
-            tied[name] = owner
-    return tensors, tied
-
-
-def halved(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those in floating point as float16.
-
-    Raises:
-        UsageError: a weight is too large for it.
-    """
-    found = {n: t.half() if t.is_floating_point() else t for n, t in tensors.items()}
-    for name, tensor in found.items():
-        if not tensor.isfinite().all():
-            most = torch.finfo(torch.float16).max
-            raise UsageError(
-                f"{path}: {name} has values above {most:.0f}, the largest of --fp16; leave it out"
-            )
-    return found
-
-
-def save_tensors(tensors: dict, path: str) -> None:
-    """As the library does, with the rights of any new file; what the system says is an OSError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    Path(path).touch()
-    rights = stat.S_IMODE(os.stat(path).st_mode)
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-        os.chmod(path, rights)  # the library's are the owner's alone
-    except SafetensorError as error:
-        if number := re.search(r"(?:os error|Os { code:) (\d+)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
-        raise
 
 
 # A folder of CTranslate2, whose own converter reads a checkpoint of fairseq's transformer.
@@ -294,8 +172,6 @@ def run_export(args: Namespace) -> None:
     if args.fp16 and args.to not in ("huggingface", "safetensors"):
         raise UsageError(f"--fp16 with --to {args.to}: expected --to huggingface or safetensors")
     if args.to == "huggingface":
-        from smoe_fairseq.checkpoints.huggingface import write_huggingface
-
         with quietly():
             write_huggingface(path, output, args.force, args.fp16)
         print(f"{output}: a model for transformers, with its tokenizer")

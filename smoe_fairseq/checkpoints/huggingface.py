@@ -11,9 +11,9 @@ from fairseq import tasks
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.export import blocks, halved, save_tensors, unique_tensors
 from smoe_fairseq.checkpoints.model import known_options, plain_config
 from smoe_fairseq.checkpoints.sets import weights_of
+from smoe_fairseq.checkpoints.tensors import blocks, halved, save_tensors, unique_tensors
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder
 from smoe_fairseq.models.hub import checkpoint_of, data_of, subwords_of

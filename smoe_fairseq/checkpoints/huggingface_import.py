@@ -13,6 +13,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from smoe_fairseq.checkpoints.foreign import EXPECTED, fitted, renamed
 from smoe_fairseq.checkpoints.model import SIDES, plain_config, target_model
 from smoe_fairseq.checkpoints.sets import check_tensors
 from smoe_fairseq.errors import UsageError
@@ -92,8 +93,6 @@ def _checkpoint(
     folder: Path, options: dict, config: Mapping, weights: dict[str, Tensor], task: list[str]
 ) -> dict:
     """The content of a checkpoint, with the settings that ``fairseq-train`` would give it."""
-    from smoe_fairseq.checkpoints.foreign import EXPECTED, fitted
-
     for name in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
         if name not in weights and "encoder.embed_tokens.weight" in weights:
             own = "encoder" if options.get("share_all_embeddings") else "decoder"
@@ -184,8 +183,6 @@ def _of_nllb(
 
     A limit of experts in evaluation (``moe_eval_capacity_token_fraction`` below 1) is not taken over.
     """
-    from smoe_fairseq.checkpoints.foreign import renamed
-
     if config.get("router_bias"):
         raise UsageError(f"{folder / _CONFIG}: router_bias has no place here; expected false")
     named = {}

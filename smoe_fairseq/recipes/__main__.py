@@ -1,4 +1,4 @@
-"""``python -m smoe_fairseq.recipes``: what ``scripts/`` call, and the steps that recipes print."""
+"""``python -P -m smoe_fairseq.recipes``: what ``scripts/`` call, and the steps that recipes print."""
 
 import os
 import sys

@@ -46,7 +46,7 @@ RECIPES = {
         "DATASET METHOD",
     ),
 }
-# Steps that the recipes run, and `DRY_RUN=1` prints, as `python -m smoe_fairseq.recipes STEP`.
+# Steps that the recipes run, and `DRY_RUN=1` prints, as `python -P -m smoe_fairseq.recipes STEP`.
 STEPS = {
     "fetch": ("data.download:fetch", "step: download the raw files", "DATASET FOLDER"),
     "unpack": (
@@ -59,7 +59,7 @@ STEPS = {
         "step: binarised text as it is",
         "DATASET SOURCE RAW OUTPUT --longest",
     ),
-    "gather": ("data.raw:gather", "step: one text layout", "DATASET SOURCE TARGET --workers"),
+    "gather": ("data.prepare:gather", "step: one text layout", "DATASET SOURCE TARGET --workers"),
     "learn": ("data.subwords:learn", "step: sentencepiece model", "RAW OUTPUT --learning"),
     "encode": (
         "data.subwords:encode",

@@ -9,7 +9,8 @@ from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.prepare import prepare
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import evaluate
-from smoe_fairseq.recipes.evaluation.table import markdown, side_by_side
+from smoe_fairseq.recipes.evaluation.grid import markdown
+from smoe_fairseq.recipes.evaluation.table import side_by_side
 from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
 from smoe_fairseq.recipes.processes import command, dry_run, run
 from smoe_fairseq.recipes.training.train import train

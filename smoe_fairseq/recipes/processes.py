@@ -19,6 +19,7 @@ STARTED = "SMOE_RECIPE"  # set in the environment of every command that a recipe
 PATIENCE = (
     60  # seconds for the processes of a stopped command to end; torchrun gives its workers 30
 )
+PYTHON = ("python", "-P")  # -P: no module of the current folder is imported
 # Programs that explain their failure in a sentence of their own.
 _TELL = {"python", "smoe", "fairseq-train", "fairseq-generate", "torchrun", "srun"}
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
@@ -33,7 +34,7 @@ def command(*words: object, output: object = None) -> str:
 
 def step(name: str, *words: object) -> str:
     """The command that runs a step of a recipe (commands.py)."""
-    return command("python", "-m", "smoe_fairseq.recipes", name, *words)
+    return command(*PYTHON, "-m", "smoe_fairseq.recipes", name, *words)
 
 
 def dry_run() -> bool:
@@ -72,6 +73,7 @@ def environment() -> dict[str, str]:
         "GOMP_SPINCOUNT": "2000",
         **os.environ,
         STARTED: "1",
+        "PYTHONSAFEPATH": "1",
         "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}",
     }
 

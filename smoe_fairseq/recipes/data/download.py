@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import check_plain, open_plain, put_in_place, whole_folder
+from smoe_fairseq.files import check_plain, open_plain, put_in_place, whole_folder, write_whole
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.raw import all_publisher_names
 
@@ -103,6 +103,9 @@ def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
 def download(remote: Remote, target: Path) -> None:
     """Download to ``target.part`` and rename it; resume the ``.part`` of an earlier attempt.
 
+    It is resumed only if the server's file is still the same, by what the server told of its version
+    (``target.part.version``), or if the checksum is known.
+
     Raises:
         OSError: the server cannot be reached, or breaks off repeatedly.
         UsageError: the content is not the expected one, or the disk is full.
@@ -112,7 +115,7 @@ def download(remote: Remote, target: Path) -> None:
         part.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            _append_rest(remote.url, part)
+            _append_rest(remote, part)
             break
         except urllib.error.HTTPError as error:
             if error.code < 500 or attempt == ATTEMPTS:
@@ -123,15 +126,27 @@ def download(remote: Remote, target: Path) -> None:
         print(f"{target.name}: interrupted, resuming", file=sys.stderr, flush=True)
     if fault := _fault(remote, part):
         part.unlink()
+    else:
+        with _writing(part):
+            put_in_place(part, target)
+    _version_file(part).unlink(missing_ok=True)
+    if fault:
         raise UsageError(f"{remote.url} has {fault}")
-    with _writing(part):
-        put_in_place(part, target)
 
 
-def _append_rest(url: str, part: Path) -> None:
+def _version_file(part: Path) -> Path:
+    return part.with_name(f"{part.name}.version")
+
+
+def _append_rest(remote: Remote, part: Path) -> None:
     """Download what ``part`` still lacks; raises ConnectionError if the connection breaks off."""
+    url, version = remote.url, _version_file(part)
     have = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    known = version.read_text("utf-8") if version.is_file() else ""
+    headers = {}
+    if have and (known or remote.sha256):
+        headers = {"Range": f"bytes={have}-"} | ({"If-Range": known} if known else {})
+    request = urllib.request.Request(url, headers=headers)
     try:
         response = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
@@ -140,13 +155,15 @@ def _append_rest(url: str, part: Path) -> None:
         if error.headers.get("Content-Range") == f"bytes */{have}":
             return  # complete: an earlier attempt ended just before renaming it
         part.unlink()  # longer than the server's file, so perhaps of another file
-        return _append_rest(url, part)
+        return _append_rest(remote, part)
     with response:
         resumed = response.status == http.client.PARTIAL_CONTENT
         have = have if resumed else 0
         length = response.headers.get("Content-Length")
         with _writing(part):
             output = open_plain(part, append=resumed)
+            if not resumed:
+                write_whole(version, _version(response.headers))
         try:
             while block := response.read(_BLOCK):
                 with _writing(part):
@@ -158,6 +175,12 @@ def _append_rest(url: str, part: Path) -> None:
     if length is not None and size < have + int(length):
         raise ConnectionError(f"cut off after {size} of {have + int(length)} bytes")
     print(f"{url}: {size:,} bytes", flush=True)
+
+
+def _version(headers: Mapping[str, str]) -> str:
+    """What tells one version of the server's file from another, for If-Range; "" if nothing does."""
+    tag = headers.get("ETag") or ""
+    return tag if tag.startswith('"') else headers.get("Last-Modified") or ""
 
 
 @contextmanager

@@ -7,11 +7,12 @@ from pathlib import Path
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset, arguments
+from smoe_fairseq.recipes.data import raw
 from smoe_fairseq.recipes.data.binarise import binarised_folder
 from smoe_fairseq.recipes.data.download import remote_files
-from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.folders import Folders, given_path
 from smoe_fairseq.recipes.processes import (
+    PYTHON,
     command,
     dry_run,
     report,
@@ -67,7 +68,7 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
             run(_raw_text(dataset, folders, partial, given))
     tested = dataset.pairs
     if not dry_run() or folders.raw.exists():
-        tested = check(dataset, folders.raw)
+        tested = raw.check(dataset, folders.raw)
     for pair in sorted(set(dataset.pairs) - set(tested)):
         report(f"{folders.raw}/test.{pair}.* is missing: {pair} will not be scored")
     with unfinished(_partial(folders.binary)) as partial:
@@ -106,7 +107,7 @@ def _raw_text(
     if generator and not given:
         yield f"# {dataset.name}: generate the text"
         yield command("rm", "-rf", partial)
-        yield command("python", "-m", generator, partial)
+        yield command(*PYTHON, "-m", generator, partial)
         yield command("mv", partial, folders.raw)
         return
     if not given and not remote_files(dataset):
@@ -145,3 +146,13 @@ def _longest(dataset: Dataset) -> int:
 
 def _workers() -> tuple[str, object]:
     return "--workers", whole_number("WORKERS", least=1) or cores()
+
+
+def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:
+    """Bring the text of a folder, or of an archive of messages, into the shared layout."""
+    if dataset.raw.get("messages") and not any(source.glob("train.*")):
+        from smoe_fairseq.recipes.data.messages import gather_messages  # imports polib
+
+        gather_messages(dataset, source, target)
+    else:
+        raw.gather(dataset, source, target, workers)

@@ -41,7 +41,7 @@ class Section:
 
 
 def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:
-    """Bring the text of a folder (see `find`), or of an archive of messages, into the shared layout.
+    """Bring the text of a folder (see `find`) into the shared layout.
 
     Runs of white space become single spaces; this includes separators at which other programs would break
     a line. Training pairs with an empty side are left out. A pair without test files is reported. The
@@ -51,11 +51,6 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
         UsageError: a file is missing or damaged, or two sides differ in length. An existing ``target`` stays
             unchanged.
     """
-    if dataset.raw.get("messages") and not any(source.glob("train.*")):
-        from smoe_fairseq.recipes.data.messages import gather_messages
-
-        gather_messages(dataset, source, target)
-        return
     if not source.is_dir():
         raise UsageError(
             f"{source} is not a folder: RAW has to name one with {dataset.name}'s text"

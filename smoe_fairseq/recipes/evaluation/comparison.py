@@ -15,7 +15,7 @@ from sacrebleu.significance import PairedTest
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.evaluation.table import Grid, number
+from smoe_fairseq.recipes.evaluation.grid import Grid, number
 from smoe_fairseq.recipes.folders import Folders, method_of, order, seed_in, tested_text
 
 SAMPLES = 1000  # of the bootstrap

@@ -1,15 +1,11 @@
 """Tables: of the scores of all runs beside the paper's (``smoe table``), and of the GPU hours they take."""
 
-import csv
-import io
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-from tabulate import tabulate
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.recipes.config import (
@@ -21,60 +17,11 @@ from smoe_fairseq.recipes.config import (
     tables,
 )
 from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, markdown, number
 from smoe_fairseq.recipes.folders import SIZES, Folders, method_of, order, read_json
 from smoe_fairseq.recipes.processes import report
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import plan_batch
-
-MISSING = "-"
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table of words; the first ``texts`` columns are text, the others numbers or `MISSING`."""
-
-    header: list[str]
-    rows: list[list[str]]
-    notes: list[str] = field(default_factory=list)
-    texts: int = 1
-
-
-def number(value: float | None, digits: int = 2, sign: bool = False) -> str:
-    """A number as a word; `MISSING` for None."""
-    if value is None:
-        return MISSING
-    return f"{value:{'+' if sign else ''}.{digits}f}"
-
-
-def markdown(grid: Grid) -> str:
-    """The table and the notes below it."""
-    return "\n".join([_table(grid, "pipe"), "", *grid.notes])
-
-
-def as_csv(grid: Grid) -> str:
-    """Header and rows, without the notes."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([grid.header, *grid.rows])
-    return text.getvalue().rstrip("\n")
-
-
-def latex(grid: Grid) -> str:
-    """A tabular that needs no package, with the notes as comments before it."""
-    rows = [["--" if word == MISSING else word for word in row] for row in grid.rows]
-    comments = [f"% {note}" for note in grid.notes]
-    return "\n".join([*comments, _table(replace(grid, rows=rows), "latex")])
-
-
-def _table(grid: Grid, kind: str) -> str:
-    numbers = len(grid.header) - grid.texts
-    alignment = ["left"] * grid.texts + ["right"] * numbers
-    return tabulate(
-        grid.rows, grid.header, tablefmt=kind, colalign=alignment, disable_numparse=True
-    )
-
-
-FORMATS: dict[str, Callable[[Grid], str]] = {"markdown": markdown, "csv": as_csv, "latex": latex}
-
 
 # The scores of a data set's runs, beside the paper's.
 
@@ -246,7 +193,7 @@ def system_costs(
     except UsageError:  # a folder that is no method's, such as a copy
         return [None, None]
     with quietly():
-        from smoe_fairseq.analysis.cost_command import system_cost
+        from smoe_fairseq.recipes.cost import system_cost
 
         try:
             cost = system_cost(
@@ -314,7 +261,7 @@ def table_methods(dataset: Dataset) -> list[str]:
 def gpu_hours(dataset: Dataset, tflops: float) -> Grid:
     """FLOPs are those of ``smoe cost``, the number of tokens is what ``BATCH`` asks for."""
     with quietly():
-        from smoe_fairseq.analysis.cost_command import CONTEXT, system_cost
+        from smoe_fairseq.recipes.cost import CONTEXT, system_cost
 
         costs = {method: system_cost(dataset, method) for method in table_methods(dataset)}
     updates = int(dataset.train["max-update"])

@@ -20,7 +20,7 @@ from smoe_fairseq.recipes.evaluation.comparison import (
     interval,
     paired,
 )
-from smoe_fairseq.recipes.evaluation.table import MISSING, Grid
+from smoe_fairseq.recipes.evaluation.grid import MISSING, Grid
 from smoe_fairseq.recipes.folders import seed_in
 from smoe_fairseq.recipes.study import sentences
 from smoe_fairseq.recipes.study.results import Result, Systems, by_seed

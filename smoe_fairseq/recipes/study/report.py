@@ -14,7 +14,8 @@ from smoe_fairseq.analysis.figures import new, save, styled
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.evaluation.table import Grid, columns, markdown, system_costs
+from smoe_fairseq.recipes.evaluation.grid import Grid, markdown
+from smoe_fairseq.recipes.evaluation.table import columns, system_costs
 from smoe_fairseq.recipes.folders import method_of, order
 from smoe_fairseq.recipes.processes import dry_run
 from smoe_fairseq.recipes.study import sentences, tables

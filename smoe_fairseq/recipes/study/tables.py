@@ -11,8 +11,9 @@ import numpy as np
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset, method_flags
 from smoe_fairseq.recipes.evaluation.comparison import chance, spearman
+from smoe_fairseq.recipes.evaluation.grid import MISSING, Grid, number
 from smoe_fairseq.recipes.evaluation.scores import CHRF, mean_of
-from smoe_fairseq.recipes.evaluation.table import MISSING, Grid, average, columns, number
+from smoe_fairseq.recipes.evaluation.table import average, columns
 from smoe_fairseq.recipes.folders import method_of, seed_in
 from smoe_fairseq.recipes.study.claims import Measure
 from smoe_fairseq.recipes.study.results import Result, Systems, by_seed

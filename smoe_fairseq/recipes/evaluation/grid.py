@@ -1,0 +1,57 @@
+"""A table of words, as Markdown, CSV and LaTeX."""
+
+import csv
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from tabulate import tabulate
+
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of words; the first ``texts`` columns are text, the others numbers or `MISSING`."""
+
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    texts: int = 1
+
+
+def number(value: float | None, digits: int = 2, sign: bool = False) -> str:
+    """A number as a word; `MISSING` for None."""
+    if value is None:
+        return MISSING
+    return f"{value:{'+' if sign else ''}.{digits}f}"
+
+
+def markdown(grid: Grid) -> str:
+    """The table and the notes below it."""
+    return "\n".join([_table(grid, "pipe"), "", *grid.notes])
+
+
+def as_csv(grid: Grid) -> str:
+    """Header and rows, without the notes."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([grid.header, *grid.rows])
+    return text.getvalue().rstrip("\n")
+
+
+def latex(grid: Grid) -> str:
+    """A tabular that needs no package, with the notes as comments before it."""
+    rows = [["--" if word == MISSING else word for word in row] for row in grid.rows]
+    comments = [f"% {note}" for note in grid.notes]
+    return "\n".join([*comments, _table(replace(grid, rows=rows), "latex")])
+
+
+def _table(grid: Grid, kind: str) -> str:
+    numbers = len(grid.header) - grid.texts
+    alignment = ["left"] * grid.texts + ["right"] * numbers
+    return tabulate(
+        grid.rows, grid.header, tablefmt=kind, colalign=alignment, disable_numparse=True
+    )
+
+
+FORMATS: dict[str, Callable[[Grid], str]] = {"markdown": markdown, "csv": as_csv, "latex": latex}
