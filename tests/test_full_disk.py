@@ -150,7 +150,7 @@ def test_fetch(tmp_path, server):
     told = step(tmp_path, 5000, "fetch", "remote", "download", **given)
     assert told.startswith("download/train.en.part cannot be written: File too large; ")
     assert server.starts == [0]  # The network is well and is not asked again.
-    assert list(tree(tmp_path / "download")) == ["train.en.part", "train.en.part.version"]
+    assert set(tree(tmp_path / "download")) == {"train.en.part", "train.en.part.version"}
 
 
 def test_unpack(tmp_path):
@@ -176,7 +176,10 @@ def test_learn_and_encode(tmp_path, tiny):
     assert told.startswith("bin/dict.txt cannot be saved: File too large")
     assert tree(tmp_path / "bin") == {}
     assert (
-        limited(10**6, "python", "-P", "-m", "smoe_fairseq.recipes", *learn, cwd=tmp_path).returncode == 0
+        limited(
+            10**6, "python", "-P", "-m", "smoe_fairseq.recipes", *learn, cwd=tmp_path
+        ).returncode
+        == 0
     )
     told = step(tmp_path, 1000, "encode", "bin/spm.model", "text", "encoded")
     assert told.startswith("encoded cannot be saved: File too large")

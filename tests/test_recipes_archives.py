@@ -237,7 +237,14 @@ def step(tmp_path: Path, given: dict, *words, check=True) -> subprocess.Complete
     """One of the steps that a recipe prints."""
     environment = given | {"NO_PROXY": "127.0.0.1"}
     return run(
-        "python", "-P", "-m", "smoe_fairseq.recipes", *words, cwd=tmp_path, check=check, **environment
+        "python",
+        "-P",
+        "-m",
+        "smoe_fairseq.recipes",
+        *words,
+        cwd=tmp_path,
+        check=check,
+        **environment,
     )
 
 
