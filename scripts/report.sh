@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# What the runs of a study show that are there so far: scripts/report.sh DATASET
-# Writes the table, the paper's claims and the pictures into RESULTS_DIR (results), from the small files there alone.
+# Reports the results of a study so far: scripts/report.sh DATASET
+# Writes the table, the paper's claims and the pictures into --results-dir (results), from the small files there.
 exec "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/recipe" report "$@"

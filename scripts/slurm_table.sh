@@ -3,13 +3,13 @@
 # By default the methods of the paper's table. Each is trained by a job of slurm.sh, which says what NODES, GPUS
 # and sbatch's own variables do, and scored by a job with one GPU that starts when training has ended.
 # SEED, BATCH and folders are as in train.sh and evaluate.sh. DRY_RUN=1 prints the sbatch commands only.
-# `scripts/recipe gpu-hours DATASET` estimates what this takes.
+# docs/reproduce.md estimates the hours that this takes.
 set -euo pipefail
 scripts=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 dataset=${1:?scripts/slurm_table.sh DATASET [METHOD...]}
 shift
 if [[ $# == 0 ]]; then
-    names=$("$scripts/recipe" gpu-hours "$dataset" --names)
+    names=$("$scripts/recipe" methods "$dataset")
     mapfile -t methods <<< "$names"
 else
     methods=("$@")

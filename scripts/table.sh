@@ -1,4 +1,3 @@
 #!/usr/bin/env bash
-# Prints the scores of all methods: scripts/table.sh DATASET
-# Folders: RUN_DIR (runs), CONFIG_DIR (configs).
+# Prints the scores of all methods: scripts/table.sh DATASET; scripts/table.sh --help lists its flags.
 exec "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/recipe" table "$@"

@@ -1,15 +1,13 @@
 """The ``smoe`` command: a table of subcommands, each loaded when it is called."""
 
-import argparse
 import importlib
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import NoReturn
 
 from smoe_fairseq.compat import require_fairseq
-from smoe_fairseq.errors import ends_with_sentence, heeded, printable, quietly, writes_all
-from smoe_fairseq.recipes.commands import RECIPES, add_arguments
+from smoe_fairseq.errors import ends_with_sentence, heeded, quietly, writes_all
+from smoe_fairseq.recipes.commands import RECIPES, CommandParser, add_arguments
 
 # NAME: (module, one line of help). The module has `add_NAME_arguments(parser)` and `run_NAME(args)`,
 # which returns None or an exit status. The recipes have a table of their own (recipes/commands.py).
@@ -70,20 +68,13 @@ COMMANDS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """What is wrong is a sentence, and not the last line below all flags of a command."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {printable(message)}; {self.prog} --help says more\n")
-
-
 @heeded()
 @ends_with_sentence
 @writes_all
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = _Parser(prog="smoe", description="Tools of smoe_fairseq.")
+    parser = CommandParser(prog="smoe", description="Tools of smoe_fairseq.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     named = argv[0] if argv else None
     if named in (*COMMANDS, *RECIPES):
@@ -96,8 +87,12 @@ def main(argv: list[str] | None = None) -> int:
             getattr(command, f"add_{name}_arguments")(subparser)
             subparser.set_defaults(run=getattr(command, f"run_{name}"))
     for name, (_, summary, _) in RECIPES.items():
-        add_arguments(subparsers.add_parser(name, help=summary, description=summary), name)
-    args = parser.parse_args(argv)
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name == named:
+            add_arguments(subparser, name)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        subparsers.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args.run(args) or 0
 
 

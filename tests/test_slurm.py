@@ -1,7 +1,6 @@
 """``scripts/slurm.sh`` with stand-ins for SLURM's commands, which no machine here has."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,9 +11,7 @@ import pytest
 from sampling import soak
 from test_recipes import ROOT
 
-from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import load_dataset, tables
-from smoe_fairseq.recipes.evaluation import table
+from smoe_fairseq.recipes.config import tables
 
 STAND_INS = {
     "sbatch": 'echo "$@" > submitted; echo "$NODES $GPUS $LAUNCHER $SMOE_SCRIPTS" > exported',
@@ -110,30 +107,3 @@ def test_scores_of_a_table_wait_for_training(tmp_path, cluster):
     assert other == train.removesuffix("moe") + "smoe-4-12"
     assert "--dependency=afterok:1 " in score and "--kill-on-invalid-dep=yes" in score
     assert score.endswith(f"--wrap NODES=1 GPUS=1 {ROOT}/scripts/evaluate.sh m15 moe ")
-
-
-def test_gpu_hours_are_three_forward_passes_for_each_token(monkeypatch, capsys):
-    monkeypatch.setenv("BATCH", "20000")
-    rows = gpu_hours_of("m4", capsys, tflops=50.0)
-    flops, hours = next(numbers for method, *numbers in rows if method == "moe")
-    # 100,000 updates of 20,000 tokens
-    assert float(hours) == pytest.approx(3 * float(flops) * 1e6 * 2e9 / 50e12 / 3600, rel=0.01)
-    total = sum(float(hours) for *_, hours in rows[:-1])
-    assert rows[-1][0] == "all" and float(rows[-1][2]) == pytest.approx(total, abs=0.5)
-    with pytest.raises(UsageError, match="--tflops 0: expected a number above 0"):
-        gpu_hours_of("m4", capsys, tflops=0.0)
-
-
-@pytest.mark.parametrize("column, dataset", enumerate(["m4", "m15", "opus100"]))
-def test_gpu_hours_of_the_documentation_are_those_of_the_command(column, dataset, capsys):
-    page = (ROOT / "docs/reproduce.md").read_text("utf-8")
-    for method, _, hours in gpu_hours_of(dataset, capsys):
-        cells = re.search(rf"^\| {method} \|(.*)\|$", page, re.M)[1].split("|")
-        assert cells[column].strip() == hours, method
-
-
-def gpu_hours_of(dataset: str, capsys, tflops: float = 94.0) -> list[list[str]]:
-    """The rows that are printed: method, FLOPs and hours."""
-    table.print_gpu_hours(load_dataset(dataset), tflops, names=False)
-    rows = [line for line in capsys.readouterr().out.splitlines()[2:] if line.startswith("|")]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]

@@ -2,10 +2,9 @@
 
 import os
 import sys
-from argparse import ArgumentParser
 
 from smoe_fairseq.errors import ends_with_sentence, heeded, writes_all
-from smoe_fairseq.recipes.commands import RECIPES, STEPS, add_arguments
+from smoe_fairseq.recipes.commands import RECIPES, STEPS, CommandParser, add_arguments
 from smoe_fairseq.recipes.processes import STARTED, end_with_parent
 
 
@@ -16,12 +15,13 @@ def main() -> int:
     """Run one recipe or one step of it."""
     if os.environ.get(STARTED):  # another recipe started this one, and ends it
         end_with_parent()
-    parser = ArgumentParser(prog="smoe_fairseq.recipes", description=__doc__)
+    parser = CommandParser(prog="smoe_fairseq.recipes", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="RECIPE")
-
     for name, (_, text, _) in (RECIPES | STEPS).items():
         prog = None if name in STEPS else f"scripts/{name}.sh"
-        add_arguments(commands.add_parser(name, help=text, description=text, prog=prog), name)
+        command = commands.add_parser(name, help=text, description=text, prog=prog)
+        if name in sys.argv[1:2]:
+            add_arguments(command, name)
     given = parser.parse_args()
     given.run(given)
     return 0

@@ -1,158 +1,284 @@
-"""The recipes and their steps as commands: ``smoe train``, ``scripts/train.sh`` and the steps these run."""
+"""The recipes and their steps as commands: ``smoe train``, ``scripts/train.sh`` and the steps these run.
+
+A command is a function, and its signature declares operands and options. A setting is a flag whose default is
+an environment variable.
+"""
 
 import argparse
+import difflib
 import importlib
+import inspect
+import os
+import shlex
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
-from smoe_fairseq.errors import positive, quietly
+from smoe_fairseq.errors import UsageError, positive, printable, quietly
 
-# NAME: (file:function, one line of help, operands and options). The function gets the operands and options
-# as keyword arguments. `[FLAGS]` takes all remaining words.
+
+@dataclass(frozen=True)
+class Setting:
+    """A flag that sets an environment variable of the recipe, and so of what it starts.
+
+    Args:
+        metavar: of its value; "" for a switch, which sets ``value``.
+        default: in words.
+        flag: by default the variable in lower case.
+    """
+
+    variable: str
+    metavar: str
+    help: str
+    default: str
+    flag: str = ""
+    value: str = "1"
+
+    @property
+    def name(self) -> str:
+        return self.flag or "--" + self.variable.lower().replace("_", "-")
+
+    def add_to(self, parser: ArgumentParser) -> None:
+        kind = {"action": "store_const", "const": self.value}
+        if self.metavar:
+            kind = {"metavar": self.metavar}
+        words = f"{self.help} (default: ${self.variable}, else {self.default})"
+        parser.add_argument(self.name, dest=self.variable, help=words, **kind)
+
+
+SETTINGS = [
+    Setting("GPUS", "N", "GPUs of each machine; 0: the CPU", "all of this machine"),
+    Setting("NODES", "N", "machines", "1"),
+    Setting("LAUNCHER", "NAME", "plain, torchrun or slurm", "torchrun for several processes"),
+    Setting("SEED", "N", "random seed; each seed has its own folder", "the data set's"),
+    Setting("SEEDS", "N,N", "random seeds of each method", "the data set's"),
+    Setting("BATCH", "SIZE", "tokens per update: a number, or a name of the data set", "paper"),
+    Setting("PRECISION", "TYPE", "fp32, fp16 or bf16", "the data set's, if the device has it"),
+    Setting("JOBS", "N", "processes or runs side by side", "as cores and memory allow"),
+    Setting("WORKERS", "N", "processes of each step", "all cores"),
+    Setting("RAW", "PATH", "folder of text, or archive, to use", "download"),
+    Setting("DATA_DIR", "DIR", "folder of prepared data sets", "data"),
+    Setting("RUN_DIR", "DIR", "folder of runs", "runs"),
+    Setting("RESULTS_DIR", "DIR", "folder of a study's results", "results"),
+    Setting("CONFIG_DIR", "DIR", "folder of data sets and methods", "configs of the checkout"),
+    Setting("COMET", "PROGRAM", "comet-score, to add COMET scores", "no COMET"),
+    Setting("COMET_MODEL", "NAME", "model of COMET", "Unbabel/wmt22-comet-da"),
+    Setting("FORECAST", "", "do not forecast the memory", "forecast", "--no-forecast", "0"),
+    Setting("DRY_RUN", "", "print the commands and run nothing", "run them"),
+]
+NEAR = 0.85  # similarity from which a flag is taken for a mistyped setting
+_FOLDERS = ("DATA_DIR", "RUN_DIR", "CONFIG_DIR", "DRY_RUN")
+_TRAINING = ("GPUS", "NODES", "LAUNCHER", "BATCH", "PRECISION", "FORECAST")
+_COMET = ("COMET", "COMET_MODEL")
+
+
+class Command(NamedTuple):
+    """``place`` is FILE:FUNCTION below this package; ``settings`` are variables."""
+
+    place: str
+    summary: str
+    settings: tuple[str, ...] = ()
+
+
 RECIPES = {
-    "prepare": (
+    "prepare": Command(
         "data.prepare:prepare",
         "download and binarise a data set; FLAGS are those of `smoe subwords learn`",
-        "DATASET [FLAGS]",
+        ("RAW", "WORKERS", *_FOLDERS),
     ),
-    "train": (
+    "train": Command(
         "training.train:train",
         "train a method on a data set, or resume training; FLAGS go to fairseq-train",
-        "DATASET METHOD [FLAGS]",
+        ("SEED", *_TRAINING, *_FOLDERS),
     ),
-    "evaluate": (
+    "evaluate": Command(
         "evaluation.evaluate:evaluate",
         "translate the test sets and score them; FLAGS go to fairseq-generate",
-        "DATASET METHOD [FLAGS]",
+        ("SEED", "GPUS", "JOBS", *_COMET, *_FOLDERS),
     ),
-    "study": (
+    "study": Command(
         "study.runs:study",
-        "train and score METHODS in all SEEDS; flags behind them go to fairseq-train",
-        "DATASET [METHODS]",
+        "train and score methods in all seeds; FLAGS are methods, then flags of fairseq-train",
+        ("SEEDS", "JOBS", *_TRAINING, *_COMET, "RESULTS_DIR", *_FOLDERS),
     ),
-    "report": (
+    "report": Command(
         "study.report:write_report",
         "write tables and pictures of the runs of a study",
-        "DATASET",
+        ("RESULTS_DIR", "CONFIG_DIR"),
     ),
-    "table": (
+    "table": Command(
         "evaluation.table:print_table",
         "print the scores of a data set's runs beside the paper's",
-        "DATASET --format --metric --compare",
+        ("DATA_DIR", "RUN_DIR", "CONFIG_DIR"),
     ),
-    "demo": (
+    "demo": Command(
         "demo:demo",
         "prepare a data set, train a method, evaluate it and show translations",
-        "DATASET METHOD",
+        ("SEED", "GPUS", "JOBS", "RAW", *_FOLDERS),
     ),
 }
-# Steps that the recipes run, and `DRY_RUN=1` prints, as `python -P -m smoe_fairseq.recipes STEP`.
+# Steps that the recipes run, and a dry run prints, as `python -P -m smoe_fairseq.recipes STEP`.
 STEPS = {
-    "fetch": ("data.download:fetch", "step: download the raw files", "DATASET FOLDER"),
-    "unpack": (
-        "data.download:unpack",
-        "step: the archives' files that are needed",
-        "DATASET DOWNLOADS TARGET",
-    ),
-    "adopt": (
-        "data.binarise:adopt",
-        "step: binarised text as it is",
-        "DATASET SOURCE RAW OUTPUT --longest",
-    ),
-    "gather": ("data.prepare:gather", "step: one text layout", "DATASET SOURCE TARGET --workers"),
-    "learn": ("data.subwords:learn", "step: sentencepiece model", "RAW OUTPUT --learning"),
-    "encode": (
-        "data.subwords:encode",
-        "step: text to subwords",
-        "MODEL RAW OUTPUT --shards --longest --workers",
-    ),
-    "binarise": (
-        "data.binarise:binarise",
-        "step: subwords to numbers",
-        "DATASET TEXT DICTIONARY OUTPUT --workers",
-    ),
-    "gpu-hours": (
-        "evaluation.table:print_gpu_hours",
-        "estimate the hours of GPU that training a table takes",
-        "DATASET --tflops --names",
-    ),
-    "foretell": (
-        "training.forecast:print_forecast",
-        "step: what training takes of memory",
-        "DATASET processes on_machine [FLAGS]",
-    ),
-    "translate": (
+    "fetch": Command("data.download:fetch", "step: download the raw files"),
+    "unpack": Command("data.download:unpack", "step: the archives' files that are needed"),
+    "adopt": Command("data.binarise:adopt", "step: binarised text as it is"),
+    "gather": Command("data.prepare:gather", "step: one text layout"),
+    "learn": Command("data.subwords:learn", "step: sentencepiece model"),
+    "encode": Command("data.subwords:encode", "step: text to subwords"),
+    "binarise": Command("data.binarise:binarise", "step: subwords to numbers"),
+    "foretell": Command("training.forecast:print_forecast", "step: the memory of training"),
+    "translate": Command(
         "evaluation.evaluate:translate",
-        "step: the directions that are left; FLAGS go to fairseq-generate",
-        "DATASET METHOD [FLAGS]",
+        "step: the remaining directions; FLAGS go to fairseq-generate",
     ),
-    "generator": (
-        "evaluation.generate:serve",
-        "step: fairseq-generate for each line of standard input",
-        "",
+    "generator": Command(
+        "evaluation.generate:serve", "step: fairseq-generate for each line of standard input"
     ),
-    "tokenizer": ("data.download:fetch_tokenizer", "step: sacreBLEU's tokenizer model", "NAME"),
+    "tokenizer": Command("data.download:fetch_tokenizer", "step: sacreBLEU's tokenizer model"),
+    "methods": Command("evaluation.table:print_methods", "step: the methods of a table"),
 }
-
-
-def _dataset(name: str):
-    from smoe_fairseq.recipes.config import load_dataset  # imports omegaconf
-
-    return load_dataset(name)
-
-
-_TYPES = {"DATASET": _dataset, "METHOD": str, "NAME": str, "processes": int, "on_machine": int}
+_OPERANDS = {
+    "dataset": "a file of configs/datasets",
+    "method": "a file of configs/methods, such as moe or smoe-4-4",
+}
+# What signatures do not tell of their options.
 _OPTIONS = {
-    "--shards": {"type": int, "default": 1},
-    "--longest": {"type": int, "default": 0},
-    "--workers": {"type": positive, "default": 1, "help": "processes (1)"},
-    "--tflops": {
-        **{"type": float, "default": 94.0, "metavar": "N"},
-        "help": "10^12 floating-point operations that training makes in a second on one GPU; default: "
-        "%(default)g, 30 percent of the peak of an A100 in bf16",
-    },
-    "--names": {"action": "store_true", "help": "print the methods of the table alone"},
-    "--format": {
+    "workers": {"type": positive, "help": "processes (default: 1)"},
+    "format": {
         **{"choices": ("markdown", "csv", "latex"), "default": "markdown"},
         "help": "default: markdown",
     },
-    "--metric": {
+    "metric": {
         **{"choices": ("bleu", "chrf++", "spbleu", "comet"), "default": "bleu"},
         "help": "default: bleu, the only one with the paper's numbers beside it",
     },
-    "--compare": {
+    "compare": {
         **{"nargs": 2, "metavar": ("A", "B")},
         "help": "compare method B with A in each direction, over all seeds that both have: paired bootstrap "
         "over sentences, permutation test over seeds",
     },
+    "force_resume": {
+        "action": "store_true",
+        "help": "resume although the flags differ from those of the run's start",
+    },
 }
 
 
+class CommandParser(ArgumentParser):
+    """An error is one line that points to the command's help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(
+            2, f"{self.prog}: error: {printable(message)}; {self.prog} --help lists all flags\n"
+        )
+
+
+def function_of(command: Command) -> Callable[..., None]:
+    """The function of a command; imports its module."""
+    file, _, name = command.place.partition(":")
+    with quietly():
+        return getattr(importlib.import_module(f"{__package__}.{file}"), name)
+
+
 def add_arguments(parser: ArgumentParser, name: str) -> None:
-    """Add the operands and options of a recipe or a step."""
-    place, _, words = (RECIPES | STEPS)[name]
-    for word in words.split():
-        if word == "--learning":
-            add_learning(parser)
-        elif word.startswith("--"):
-            parser.add_argument(word, **_OPTIONS[word])
-        elif word.startswith("["):
-            rest = parser.add_argument("flags", metavar=word[1:-1], nargs=argparse.REMAINDER)
+    """Add the operands, options and settings of a recipe or a step."""
+    command = (RECIPES | STEPS)[name]
+    function = function_of(command)
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "flags":
+            rest = parser.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER)
             rest.required = False  # else argparse reports it, too, when another operand is missing
-        else:
-            shown = {"metavar": word} if word.isupper() else {}
-            parser.add_argument(word.lower(), type=_TYPES.get(word, Path), **shown)
-    parser.set_defaults(run=_run, place=place)
+        elif not _is_option(parameter):
+            kind = parameter.annotation if parameter.annotation in (int, Path) else str
+            shown = parameter.name if kind is int else parameter.name.upper()
+            words = _OPERANDS.get(parameter.name)
+            parser.add_argument(parameter.name, type=kind, metavar=shown, help=words)
+    _add_options(parser, command, function)
+    parser.set_defaults(run=_run, recipe=command, function=function)
+
+
+def _is_option(parameter: inspect.Parameter) -> bool:
+    return (
+        parameter.default is not parameter.empty
+        or parameter.name in _OPTIONS
+        or parameter.kind is parameter.VAR_KEYWORD
+    )
+
+
+def _add_options(parser: ArgumentParser, command: Command, function: Callable) -> None:
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            add_learning(parser)
+        elif parameter.name != "flags" and _is_option(parameter):
+            given = {} if parameter.default is parameter.empty else {"default": parameter.default}
+            options = _OPTIONS.get(parameter.name, {"type": parameter.annotation})
+            parser.add_argument(f"--{parameter.name.replace('_', '-')}", **given | options)
+    for setting in SETTINGS:
+        if setting.variable in command.settings:
+            setting.add_to(parser)
 
 
 def _run(given: Namespace) -> None:
-    options = {
-        name: v for name, v in vars(given).items() if name not in ("run", "place", "command")
+    if given.recipe.settings and hasattr(given, "flags"):
+        given.flags = _without_options(given)
+    settings = {
+        setting: value
+        for setting in SETTINGS
+        if (value := getattr(given, setting.variable, None)) is not None
     }
-    file, _, function = given.place.partition(":")
-    with quietly():
-        module = importlib.import_module(f"{__package__}.{file}")
-    getattr(module, function)(**options)
+    with _environment(settings):
+        options = vars(given).copy()
+        for name in ("run", "recipe", "function", "command", *(s.variable for s in SETTINGS)):
+            options.pop(name, None)
+        if "dataset" in options:
+            from smoe_fairseq.recipes.config import load_dataset  # imports omegaconf
+
+            options["dataset"] = load_dataset(given.dataset)
+        given.function(**options)
+
+
+def _without_options(given: Namespace) -> list[str]:
+    """The words behind the operands that are no options of the recipe; ``given`` gets those that are.
+
+    A flag that is nearly an option ends the program as argparse's errors do.
+    """
+    name = next(name for name, recipe in RECIPES.items() if recipe is given.recipe)
+    parser = CommandParser(prog=f"smoe {name}", add_help=False, allow_abbrev=False)
+    _add_options(parser, given.recipe, given.function)
+    _, words = parser.parse_known_args(given.flags, given)
+    options = [name for action in parser._actions for name in action.option_strings]
+    for word in words:
+        flag = word.partition("=")[0]
+        if word.startswith("--") and (near := difflib.get_close_matches(flag, options, 1, NEAR)):
+            parser.error(f"{flag}: no such flag; did you mean {near[0]}?")
+    return words
+
+
+@contextmanager
+def _environment(settings: dict[Setting, str]) -> Iterator[None]:
+    """Set the variables; an error names the flag."""
+    before = {setting.variable: os.environ.get(setting.variable) for setting in settings}
+    os.environ.update({setting.variable: value for setting, value in settings.items()})
+    if os.environ.get("DRY_RUN", "0") not in ("", "0"):
+        for setting, value in settings.items():
+            if setting.variable != "DRY_RUN":
+                print(f"export {setting.variable}={shlex.quote(value)}")
+    try:
+        yield
+    except UsageError as error:
+        sentence = str(error)
+        for setting, value in settings.items():
+            sentence = sentence.replace(f"{setting.variable}={value}", f"{setting.name} {value}")
+        raise UsageError(sentence) from None
+    finally:
+        for variable, value in before.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
 
 
 def add_learning(parser: ArgumentParser, vocab_size: int | None = None) -> None:

@@ -132,12 +132,12 @@ def seed_of(dataset: Dataset) -> int:
 
 
 def seeds_of(dataset: Dataset) -> tuple[int, ...]:
-    """``SEEDS``, separated by blanks, by default the data set's one seed.
+    """``SEEDS``, separated by blanks or commas, by default the data set's one seed.
 
     Raises:
         UsageError: one is no seed, or is given twice.
     """
-    given = os.environ.get("SEEDS", "").split()
+    given = os.environ.get("SEEDS", "").replace(",", " ").split()
     found = tuple(_seed("SEEDS", word) for word in given) or (_own_seed(dataset),)
     if len(set(found)) < len(found):
         raise UsageError(f"SEEDS={' '.join(given)}: expected each seed once")

@@ -1,4 +1,4 @@
-"""Tables: of the scores of all runs beside the paper's (``smoe table``), and of the GPU hours they take."""
+"""Tables: of the scores of all runs beside the paper's (``smoe table``)."""
 
 import itertools
 import statistics
@@ -17,11 +17,10 @@ from smoe_fairseq.recipes.config import (
     tables,
 )
 from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, markdown, number
+from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.folders import SIZES, Folders, method_of, order, read_json
 from smoe_fairseq.recipes.processes import report
 from smoe_fairseq.recipes.training import identity
-from smoe_fairseq.recipes.training.launcher import plan_batch
 
 # The scores of a data set's runs, beside the paper's.
 
@@ -234,20 +233,9 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
     return notes
 
 
-# ``scripts/recipe gpu-hours DATASET``: an estimate of what a table costs to train.
-
-BACKWARD = 2  # times the FLOPs of the forward pass
-
-
-def print_gpu_hours(dataset: Dataset, tflops: float, names: bool) -> None:
-    """Print a row for each method of the data set's table, or only the methods' names.
-
-    Args:
-        tflops: 10^12 floating-point operations that training makes in a second on one GPU.
-    """
-    if not 0 < tflops < float("inf"):
-        raise UsageError(f"--tflops {tflops:g}: expected a number above 0")
-    print("\n".join(table_methods(dataset)) if names else markdown(gpu_hours(dataset, tflops)))
+def print_methods(dataset: Dataset) -> None:
+    """Print the methods of a data set's table, for scripts/slurm_table.sh."""
+    print("\n".join(table_methods(dataset)))
 
 
 def table_methods(dataset: Dataset) -> list[str]:
@@ -256,26 +244,3 @@ def table_methods(dataset: Dataset) -> list[str]:
     if not found:
         raise UsageError(f"{dataset.name} has no table: name the methods behind it")
     return found
-
-
-def gpu_hours(dataset: Dataset, tflops: float) -> Grid:
-    """FLOPs are those of ``smoe cost``, the number of tokens is what ``BATCH`` asks for."""
-    with quietly():
-        from smoe_fairseq.recipes.cost import CONTEXT, system_cost
-
-        costs = {method: system_cost(dataset, method) for method in table_methods(dataset)}
-    updates = int(dataset.train["max-update"])
-    tokens = (
-        plan_batch(dataset, 1, []).wanted if dataset.batch else int(dataset.train["max-tokens"])
-    )
-    rows, total = [], 0.0
-    for method, cost in costs.items():
-        hours = (1 + BACKWARD) * cost.flops_per_token * tokens * updates / (tflops * 1e12) / 3600
-        rows.append([method, f"{cost.flops_per_token / 1e6:,.0f}", f"{hours:,.1f}"])
-        total += hours
-    rows.append(["all", "", f"{total:,.1f}"])
-    notes = [
-        f"{updates:,} updates of {tokens:,} tokens, {1 + BACKWARD} times the FLOPs of a forward pass "
-        f"(context {CONTEXT}, uniform routing), at {tflops:g} TFLOP/s per GPU"
-    ]
-    return Grid(["method", "FLOPs/token (M)", "GPU hours"], rows, notes)

@@ -28,7 +28,6 @@ from smoe_fairseq.recipes.training.launcher import (
 )
 from smoe_fairseq.training import screen
 
-FORCE = "--force-resume"
 LOG = "train.log"
 SCREEN_SECONDS = {True: 1, False: 30}  # between two lines, at a terminal and elsewhere
 # Required here, with an example each: fairseq-train misses some of them late, and has useless defaults for
@@ -47,14 +46,14 @@ _PRECISION_FLAGS = (
 _DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA under Windows, AMD
 
 
-def train(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
-    """Train a method, or resume from its last checkpoint; ``flags`` override those of the recipe.
+def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: bool = False) -> None:
+    """Train a method, or resume from its last checkpoint.
 
-    ``flags`` are those of fairseq-train and ``--force-resume``, which resumes a run although its flags
-    differ from before.
+    Args:
+        flags: of fairseq-train; they override those of the recipe.
+        force_resume: resume a run although its flags differ from before.
     """
-    force = FORCE in flags
-    extra = [word for word in flags if word != FORCE]
+    extra = list(flags)
     folders = Folders(dataset.name)
     recipe = dataset.train | method_flags(method, dataset) | {"seed": seed_of(dataset)}
     if not dry_run():
@@ -70,7 +69,9 @@ def train(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
             check_port()
         # With SLURM, one recipe starts all machines.
         machines = place.nodes if place.launcher == "torchrun" else 1
-        if not identity.claim(method, folders.binary, words, place.processes, force, machines):
+        if not identity.claim(
+            method, folders.binary, words, place.processes, force_resume, machines
+        ):
             print(
                 f"{folder} is trained already, as far as asked for: give a larger --max-update to go on, or "
                 "another SEED for another run"

@@ -1,0 +1,101 @@
+"""Flags of the recipes: their defaults are environment variables, and every command lists them."""
+
+import difflib
+import inspect
+import os
+
+import pytest
+from commands import run, step_here
+from test_recipes import ROOT
+
+from smoe_fairseq.recipes.commands import NEAR, RECIPES, SETTINGS, function_of
+
+GIVEN = {"CONFIG_DIR": str(ROOT / "configs"), "FORECAST": "0"}
+BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
+
+
+def dry(tmp_path, *words, **environment):
+    return step_here(*words, "--dry-run", cwd=tmp_path, **GIVEN | environment)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_lists_all_flags_with_their_defaults(name):
+    shown = " ".join(run("smoe", name, "--help").stdout.split())
+    for variable in RECIPES[name].settings:
+        setting = BY_VARIABLE[variable]
+        assert f"{setting.name} " in shown and f"${variable}, else" in shown
+    has_flags = "flags" in inspect.signature(function_of(RECIPES[name])).parameters
+    assert ("FLAGS" in shown) == has_flags
+
+
+@pytest.mark.parametrize(
+    "words, variables",
+    [
+        ("train multi30k moe --gpus 0 --seed 2 --lr 0.1", {"GPUS": "0", "SEED": "2"}),
+        ("train multi30k --gpus 0 --seed 2 moe --lr 0.1", {"GPUS": "0", "SEED": "2"}),
+        ("train m4 moe --lr 0.1 --gpus=8 --batch 20000", {"GPUS": "8", "BATCH": "20000"}),
+        ("train m4 moe --lr 0.1 --nodes 2 --gpus 8", {"GPUS": "8", "NODES": "2"}),
+        ("train m4 moe --lr 0.1 --precision bf16 --gpus 1", {"PRECISION": "bf16", "GPUS": "1"}),
+        ("study multi30k moe --seeds 1,2 --lr 0.1 --gpus 0", {"SEEDS": "1 2", "GPUS": "0"}),
+        ("prepare multi30k --raw text --workers 3", {"RAW": "text", "WORKERS": "3"}),
+        ("train multi30k moe --lr 0.1 --data-dir d --run-dir r", {"DATA_DIR": "d", "RUN_DIR": "r"}),
+    ],
+)
+def test_a_flag_does_what_its_variable_does(tmp_path, words, variables):
+    shown = dry(tmp_path, *words.split())
+    assert shown.returncode == 0, shown.stderr
+    names = {BY_VARIABLE[variable].name for variable in variables}
+    rest = [word for word in words.split() if word.partition("=")[0] not in names]
+    rest = [word for word in rest if word not in [*variables.values(), "1,2"]]
+    same = dry(tmp_path, *rest, **variables)
+    lines = [x for x in shown.stdout.splitlines() if not x.startswith("export ")]
+    assert lines == same.stdout.splitlines() and lines
+    assert {f"export {name}" for name in variables} == {
+        x.partition("=")[0] for x in shown.stdout.splitlines() if x.startswith("export ")
+    }
+
+
+def test_the_environment_is_as_before(tmp_path, monkeypatch):
+    monkeypatch.setenv("SEED", "7")
+    dry(tmp_path, "train", "multi30k", "moe", "--seed", "2", "--gpus", "0")
+    assert os.environ["SEED"] == "7" and "GPUS" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "words, status, named",
+    [
+        ("train multi30k moe --gpu 4", 2, "--gpus"),
+        ("train multi30k moe --seed", 2, "--seed"),
+        ("evaluate multi30k moe --job 3", 2, "--jobs"),
+        ("study multi30k --gpus 0 --seed 1", 2, "--seeds"),
+        ("train multi30k moe --gpus 0 --seed x", 1, "--seed x"),
+        ("train multi30k moe --gpus four", 1, "--gpus four"),
+        ("train m4 moe --gpus 1 --batch huge", 1, "--batch huge"),
+        ("train multi30k moe --gpus 0 --precision fp64", 1, "--precision fp64"),
+    ],
+)
+def test_what_is_wrong_is_said_of_the_flag(tmp_path, words, status, named):
+    result = dry(tmp_path, *words.split())
+    assert result.returncode == status and len(result.stderr.splitlines()) == 1
+    assert named in result.stderr and not result.stdout.startswith("fairseq-train")
+
+
+@pytest.mark.parametrize("command", ["train", "translate", "evaluate", "cost"])
+def test_an_error_points_to_the_help_of_its_command(command):
+    result = run("smoe", command, "--no-such-flag", check=False)
+    assert result.returncode == 2 and f"smoe {command} --help" in result.stdout.splitlines()[-1]
+
+
+def test_no_flag_of_fairseq_is_taken_for_a_mistyped_one():
+    from fairseq import options
+
+    flags = {
+        name
+        for parser in (options.get_training_parser(), options.get_generation_parser())
+        for action in parser._actions
+        for name in action.option_strings
+        if name.startswith("--")
+    }
+    own = {setting.name for setting in SETTINGS}
+    near = {name: difflib.get_close_matches(name, own, 1, NEAR) for name in flags - own}
+    assert len(flags) > 200 and not {name for name, found in near.items() if found}
