@@ -1,9 +1,12 @@
 """Random sentences, binarised: python -m benchmarks.synthetic FOLDER shows what `program.py` trains on."""
 
 import random
-import subprocess
 import sys
 from pathlib import Path
+
+from fairseq_cli import preprocess
+
+from benchmarks.forked import Forked, command
 
 SHORTEST, LONGEST = 10, 30  # words
 
@@ -25,11 +28,10 @@ def make_data(folder: Path, vocabulary: int, sentences: dict[str, int], seed: in
             lines = [" ".join(f"w{words.randrange(vocabulary)}" for _ in range(n)) for n in lengths]
             (folder / f"{split}.{language}").write_text("\n".join(lines) + "\n")
     destination = folder / "bin"
-    command = [sys.executable, "-m", "fairseq_cli.preprocess", "-s", "src", "-t", "tgt"]
-    command += ["--joined-dictionary", "--destdir", destination]
+    words = ["-s", "src", "-t", "tgt", "--joined-dictionary", "--destdir", destination]
     for split in sentences:
-        command += [f"--{split}pref", folder / split]
-    subprocess.run(command, check=True, capture_output=True)
+        words += [f"--{split}pref", folder / split]
+    Forked(command(preprocess.cli_main, words)).wait()
     return destination
 
 

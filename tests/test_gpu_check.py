@@ -1,67 +1,88 @@
 """`make gpu-check`: its schedule and report, and a rehearsal of the whole on the CPU."""
 
 import json
-import sys
+import time
 
 import pytest
 
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.parts import PARTS, Part, choose
-from benchmarks.gpu.report import goal, passed, report
-from benchmarks.gpu.schedule import MARK, announce, plan, run_all
+from benchmarks.gpu.report import goal, passed, report, summary
+from benchmarks.gpu.schedule import announce, plan, rounds, run_all
 
 
 def part(name, seconds=20, least=0):
     return Part(name, "none:none", seconds, "about it", least)
 
 
-def scheduled(tmp_path, programs, seconds=60, **limits):
-    """Results of parts that are Python programs, and what the file has of them."""
-    parts = [part(name, limits.get(name, 20)) for name in programs]
-
-    def command(which, limit):
-        return [sys.executable, "-I", "-S", "-c", programs[which.name]]
-
+def scheduled(tmp_path, functions, cores=2, **limits):
+    """Results of parts that are generator functions, and what the file has of them."""
+    parts = [part(name, limits.get(name, 20)) for name in functions]
     file = tmp_path / "results.jsonl"
-    found = run_all(parts, seconds, file, command)
+    found = run_all(parts, 60, file, lambda which, limit: functions[which.name](), cores)
     assert [json.loads(line) for line in file.read_text().splitlines()] == found
     return found
 
 
-def prints(*results):
-    return "\n".join(f"print({MARK + json.dumps(r)!r}, flush=True)" for r in results)
+def test_a_part_that_fails_or_hangs_keeps_its_results_and_the_next_runs(tmp_path, capsys):
+    def hangs():
+        yield {"case": "a", "ok": True}
+        time.sleep(60)
 
+    def fails():
+        yield {"case": "a", "ok": True}
+        print("why")
+        raise SystemExit(3)
 
-def test_a_part_that_fails_or_hangs_keeps_its_results_and_the_next_runs(tmp_path):
-    case = {"case": "a", "ok": True}
-    found = scheduled(
-        tmp_path,
-        {
-            "hangs": f"{prints(case)}\nimport time; time.sleep(60)",
-            "fails": f"{prints(case)}\nprint('why'); raise SystemExit(3)",
-            "works": prints(case, {"case": "b", "ok": False}),
-        },
-        hangs=1,
-    )
+    def works():
+        yield from ({"case": "a", "ok": True}, {"case": "b", "ok": False})
+
+    functions = {"hangs": hangs, "fails": fails, "works": works}
+    found = scheduled(tmp_path, functions, hangs=1)
     assert [r["part"] for r in found if "case" in r] == ["hangs", "fails", "works", "works"]
     status = {r["part"]: r["status"] for r in found if "status" in r}
     assert status == {"hangs": "time limit", "fails": "failed", "works": "done"}
     assert "why" in next(r["output"] for r in found if r.get("status") == "failed")
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(found) and "  works: b: WRONG" in printed
+
+
+def test_parts_that_time_nothing_run_side_by_side_and_the_others_alone(tmp_path):
+    def waits(name, other):
+        def run():
+            (tmp_path / name).touch()
+            for _ in range(500):
+                if (tmp_path / other).exists():
+                    yield {"case": name, "ok": True}
+                    return
+                time.sleep(0.01)
+
+        return run
+
+    functions = {"right-a": waits("a", "b"), "right-b": waits("b", "a")}
+    found = scheduled(tmp_path, functions, cores=4)
+    assert {r["case"] for r in found if "case" in r} == {"a", "b"}
+    names = [[p.name for p in round_] for round_ in rounds(PARTS, cores=16)]
+    assert names[0] == [p.name for p in PARTS if p.group == "right"]
+    assert all(len(round_) == 1 for round_ in names[1:])
+    assert max(map(len, rounds(PARTS, cores=2))) == 1
 
 
 def test_without_time_nothing_is_started(tmp_path):
-    def command(which, limit):
+    def run(which, limit):
         raise AssertionError("started")
 
-    found = run_all([part("late", least=5)], 1, tmp_path / "results.jsonl", command)
+    found = run_all([part("late", least=5)], 1, tmp_path / "results.jsonl", run)
     assert found == [{"part": "late", "status": "no time"}]
 
 
 @pytest.mark.parametrize("minutes", [0.05, 1.2, 9, 30])
 def test_the_announced_times_are_within_the_minutes(minutes):
-    limits = [limit for _, limit in plan(PARTS, 60 * minutes)]
-    assert sum(limits) <= 60 * minutes
-    assert all(limit <= part.seconds for part, limit in zip(PARTS, limits, strict=True))
+    for cores in (1, 16):
+        limits = dict(plan(PARTS, 60 * minutes, cores))
+        assert set(limits) == set(PARTS)
+        assert sum(max(limits[p] for p in r) for r in rounds(PARTS, cores)) <= 60 * minutes
+        assert all(limit <= part.seconds for part, limit in limits.items())
 
 
 def test_it_announces_the_time_of_each_part():
@@ -80,12 +101,32 @@ def test_the_report_says_what_is_wrong_and_that_a_rehearsal_is_one():
         {"part": "p", "status": "done", "seconds": 2.5},
     ]
     text = report({"device": "cpu"}, results)
-    assert "| p | done | 2.5 | 2 | 1 |" in text and "| one | right | ratio 1.235 |" in text
+    assert "| p | done | 2.5 | 2 | 1 |" in text and "1 cases are right: one." in text
     assert "| two | WRONG | error a / b |" in text and "rehearsal" in text
     assert "rehearsal" not in report({"device": "Some GPU"}, results)
     assert not passed(results) and passed([r for r in results if r.get("ok") is not False])
     assert not passed([{"part": "p", "status": "failed", "output": ""}])
     assert passed([{"part": "p", "status": "time limit"}])
+
+
+def test_tables_of_a_case_have_a_row_for_each_case():
+    results = [
+        {"part": "p", "case": "a", "ok": None, "ms": {"one": 1.0, "two": 2.0}},
+        {"part": "p", "case": "b", "ok": None, "ms": {"two": 4.0}},
+    ]
+    text = report({"device": "cpu"}, results)
+    assert "| ms | one | two |" in text and "| a | 1 | 2 |" in text and "| b |  | 4 |" in text
+
+
+def test_the_summary_fits_on_a_screen_and_begins_with_what_is_wrong():
+    results = [{"part": "p", "case": f"c{i}", "ok": True} for i in range(300)]
+    results += [{"part": "q", "case": f"m{i}", "ok": None, "ms": 1.0} for i in range(100)]
+    results += [{"part": "p", "case": "bad", "ok": False}]
+    results += [{"part": "r", "status": "failed", "seconds": 1.0, "output": "first\nlast"}]
+    lines = summary({"device": "cpu"}, results).splitlines()
+    assert len(lines) == 60 and "WRONG" in lines[0] and "bad" in lines[1]
+    assert "r: failed" in lines[2] and lines[4].strip() == "last"
+    assert not any("c17" in line for line in lines)
 
 
 def test_parts_are_chosen_by_name_and_by_group():
@@ -225,7 +266,7 @@ def test_a_case_that_failed_does_not_meet_the_goal():
     ],
 )
 def test_share_of_the_peak(device, tera):
-    from benchmarks.gpu.fast import share_of_peak
+    from benchmarks.gpu.update import share_of_peak
 
     share = share_of_peak(1e6, 1e8, device)
     assert share == (pytest.approx(3e14 / (tera * 1e12)) if tera else "-")
@@ -233,7 +274,7 @@ def test_share_of_the_peak(device, tera):
 
 def test_flops_of_a_model_leave_the_embedding_out():
     """The dense base model: 6 layers with D 512 and F 2,048 on both sides."""
-    from benchmarks.gpu.fast import MODELS, VOCABULARY, flops_per_token
+    from benchmarks.gpu.update import MODELS, VOCABULARY, flops_per_token
     from benchmarks.synthetic import LONGEST
 
     base = ["--arch", "smoe_transformer_base"]

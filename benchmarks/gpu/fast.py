@@ -1,10 +1,10 @@
-"""Speed and memory of the block, of a training and of decoding.
+"""Speed and memory of the block, and of the ways to the products of its experts.
 
 Shapes: T tokens, D embedding, F feed-forward, E experts, N rows.
 """
 
 import itertools
-import re
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from benchmarks.contenders import block_step, make_block
 from benchmarks.floor import routed_tokens
 from benchmarks.gpu.parts import Context
-from benchmarks.gpu.training import Runs, attempt, speed
-from benchmarks.synthetic import LONGEST
+from benchmarks.gpu.training import attempt
 from benchmarks.timing import in_turns, ratio
+from smoe_fairseq.modules.experts import EXECUTIONS
 
 STRATA = (1, 2, 4)
-VOCABULARY = 8000
 # Events of the profiler in which the host waits for the device.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
@@ -71,11 +70,17 @@ def cases(context: Context) -> Iterator[Case]:
 
 
 def block(context: Context) -> Iterator[dict]:
-    """bf16, forward and backward; ``ratio`` is of the block over its bare grouped products."""
+    """bf16, forward and backward, each execution; ``ratio`` is of the fastest over the bare products."""
     device = torch.device(context.device)
     for case in cases(context):
         name = f"{case.strata}, {case.tokens} tokens, D {case.embed_dim}"
         yield attempt(name, lambda c=case: measure(c, device, context.tiny))
+
+
+def executions(device: torch.device) -> list[str]:
+    """Those that are compared on a device; Triton's kernels need a GPU."""
+    ways = [way for way in EXECUTIONS if way != "auto"]
+    return [way for way in ways if way != "fused" or device.type == "cuda"]
 
 
 def measure(case: Case, device: torch.device, tiny: bool) -> dict:
@@ -85,26 +90,29 @@ def measure(case: Case, device: torch.device, tiny: bool) -> dict:
     floor = GroupedProducts(case, routed_tokens(made, x_TD), device, torch.bfloat16)
 
     class WithLoss(nn.Module):
-        def __init__(self):
+        def __init__(self, execution: str):
             super().__init__()
-            self.block = made
+            self.block, self.execution = made, execution
 
         def forward(self, x_TD):
+            self.block.execution = self.execution
             y_TD, stats = self.block(x_TD)
             return y_TD, stats.balance_loss
 
-    step = block_step(WithLoss(), x_TD, True)
-    times = in_turns({"block": step, "floor": floor.step}, device, 0.1 if tiny else 2.0)
-    over = ratio(times, "block", "floor")
+    steps = {way: block_step(WithLoss(way), x_TD, True) for way in executions(device)}
+    times = in_turns({**steps, "products": floor.step}, device, 0.1 if tiny else 1.5)
+    ms = {name: 1000 * statistics.median(of) for name, of in times.items()}
+    best = min(steps, key=ms.get)
     found = {
         "tokens": case.tokens,
-        "ms": 1000 * sorted(times["block"])[len(times["block"]) // 2],
-        "ratio": over["median"],
-        "host waits": host_waits(step),
+        "fastest": best,
+        "ratio": ratio(times, best, "products")["median"],
+        "host waits": {way: host_waits(step) for way, step in steps.items()},
+        "ms": ms,
     }
     if device.type == "cuda":
-        found["peak MiB"] = peak(step)
-        found["peak MiB of the products"] = peak(floor.step)
+        contenders = {**steps, "products": floor.step}
+        found["peak MiB"] = {name: peak(step) for name, step in contenders.items()}
     return {"ok": None, **found}
 
 
@@ -193,82 +201,3 @@ def peak(step) -> float:
     torch.cuda.reset_peak_memory_stats()
     step()
     return torch.cuda.max_memory_allocated() / 2**20
-
-
-# Dense bf16 TFLOP/s as the vendor states them, by words of the device's name; the first that fits.
-PEAKS = {
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H200 NVL": 835,
-    "H100": 989,
-    "H200": 989,
-    "GH200": 989,
-    "B200": 2250,
-    "A100": 312,
-    "L40S": 362,
-    "L4": 121,
-}
-
-
-def peak_flops(device: str) -> float | None:
-    """Of a device by its name; None if it is not in the table."""
-    words = set(re.split(r"[ -]", device))
-    return next((1e12 * n for key, n in PEAKS.items() if words >= set(key.split())), None)
-
-
-def share_of_peak(tokens_per_second: float, flops_per_token: float, device: str) -> float | str:
-    """Of an update, whose backward pass is counted as two forward passes; "-" for unknown devices."""
-    peak = peak_flops(device)
-    return 3 * tokens_per_second * flops_per_token / peak if peak else "-"
-
-
-MODELS = {
-    "dense": ["--moe-freq", 0],
-    "moe-8": ["--smoe-strata", "8"],
-    "4-4": ["--smoe-strata", "4-4"],
-    "2-2-2-2": ["--smoe-strata", "2-2-2-2"],
-}
-
-
-def update(context: Context) -> Iterator[dict]:
-    runs = Runs(context) if context.tiny else Runs(context, 20000, VOCABULARY)
-    for name, flags in MODELS.items():
-        yield attempt(name, lambda f=flags, n=name: trained(runs, n, f, context.tiny))
-    for name in () if context.tiny else ("dense", "moe-8", "4-4"):
-        flags = MODELS[name]
-        yield attempt(
-            f"{name}, fp16", lambda f=flags, n=name: trained(runs, n, f, False, ["--fp16"])
-        )
-
-
-def trained(runs: Runs, name: str, flags: list, tiny: bool, precision=("--bf16",)) -> dict:
-    if tiny:
-        text = runs.train(name, *flags, "--max-update", 3)
-        return {"ok": None, "tokens/s": speed(text), "share of peak": "-"}
-    model = ["--arch", "smoe_transformer_base", *flags]
-    words = [*precision, "--max-tokens", 16384, "--max-update", 20, "--no-save"]
-    rate = speed(runs.train(name, *model, *words, tiny=False))
-    share = share_of_peak(rate, flops_per_token(model), torch.cuda.get_device_name())
-    return {"ok": None, "tokens/s": rate, "share of peak": share}
-
-
-def flops_per_token(model: list) -> float:
-    """Products of a forward pass for the sentences that are trained on; looking up embeddings is none."""
-    from smoe_fairseq.analysis.cost import build_meta_model, count, parse_model
-
-    flops = count(build_meta_model(parse_model(list(map(str, model))), VOCABULARY), LONGEST).flops
-    return sum(number for part, number in flops.items() if part != "embedding")
-
-
-def decode(context: Context) -> Iterator[dict]:
-    """Beam 5, every sentence to the same length, because the model is hardly trained."""
-    runs = Runs(context)
-    sizes = [] if context.tiny else ["--arch", "smoe_transformer_base"]
-    for name, flags in MODELS.items():
-
-        def decoded(name=name, flags=flags):
-            runs.train(name, *sizes, *flags, "--max-update", 1, tiny=context.tiny)
-            text = runs.generate(name, "--min-len", 20, "--batch-size", 64)
-            return {"ok": None, "tokens/s": float(re.search(r"([\d.]+) tokens/s\)", text)[1])}
-
-        yield attempt(name, decoded)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from benchmarks.gpu.fast import executions
 from benchmarks.gpu.parts import Context
 from benchmarks.machine import ROOT
 from smoe_fairseq.modules import StratifiedMoE
@@ -53,10 +54,11 @@ SHARE = {torch.float32: 1.0, torch.bfloat16: 0.9}
 
 
 def block(context: Context) -> Iterator[dict]:
-    """Each case in fp32 and bf16, a product per expert and grouped."""
+    """Each case in fp32 and bf16, in each execution."""
+    ways = executions(torch.device(context.device))
     for name in CASES:
         for dtype in TOLERANCE:
-            for execution in ("per-expert", "grouped"):
+            for execution in ways:
                 case = f"{name}, {str(dtype).removeprefix('torch.')}, {execution}"
                 try:
                     found = compare(name, dtype, execution, torch.device(context.device))

@@ -1,51 +1,49 @@
-"""Runs parts one after the other, each in a process of its own, until the time is over.
+"""Runs parts, each in a forked process, until the time is over: the right ones side by side first.
 
-Results are written to a file of JSON lines as soon as they are there: an interruption keeps them.
+Results are printed and written to a file of JSON lines as soon as they are there: an interruption keeps
+them.
 """
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+from benchmarks.forked import Forked
 from benchmarks.gpu.parts import Part
+from benchmarks.gpu.report import line_of
 
 MARK = "gpu-check-result "  # a line of a part's output that is one of its results
+CORES_EACH = 2  # of parts that run side by side
 
 
-def emit(result: dict) -> None:
-    """Hands a result of a part to the schedule."""
-    print(MARK + json.dumps(result), flush=True)
+def rounds(parts: Sequence[Part], cores: int | None = None) -> list[list[Part]]:
+    """What runs side by side: the right parts, as many as the cores allow, then each other part alone."""
+    width = max(1, (cores or os.cpu_count()) // CORES_EACH)
+    right = [part for part in parts if not part.alone]
+    together = [right[i : i + width] for i in range(0, len(right), width)]
+    return together + [[part] for part in parts if part.alone]
 
 
-def command_of(part: Part, device: str, folder: Path, seconds: float) -> list[str]:
-    words = ["--device", device, "--out", str(folder), "--part", part.name]
-    return [sys.executable, "-m", "benchmarks.gpu", *words, "--minutes", str(seconds / 60)]
-
-
-def plan(parts: Sequence[Part], seconds: float) -> list[tuple[Part, float]]:
-    """The seconds set aside for each part, most important first; in total at most ``seconds``.
+def plan(parts: Sequence[Part], seconds: float, cores: int | None = None) -> Iterator[tuple]:
+    """(part, seconds set aside for it), at most ``seconds`` one after the other in total.
 
     0 for a part that runs only in the time that the others leave.
     """
-    found = []
-    for part in parts:
-        limit = min(part.seconds, seconds)
-        limit = 0 if limit < part.least else limit
-        found.append((part, limit))
-        seconds -= limit
-    return found
+    for round_ in rounds(parts, cores):
+        limits = [min(part.seconds, seconds) for part in round_]
+        limits = [0 if n < part.least else n for part, n in zip(round_, limits, strict=True)]
+        yield from zip(round_, limits, strict=True)
+        seconds -= max(limits)
 
 
-def announce(parts: Sequence[Part], seconds: float) -> str:
+def announce(parts: Sequence[Part], seconds: float, cores: int | None = None) -> str:
     """What will run and for how long at most, a line per part."""
     lines = []
-    for part, limit in plan(parts, seconds):
+    for part, limit in plan(parts, seconds, cores):
         time_of = f"at most {limit:.0f} s" if limit else "in the time that the others leave"
         lines.append(f"  {part.name}: {part.about} ({time_of})")
     return "\n".join(lines)
@@ -55,78 +53,66 @@ def run_all(
     parts: Sequence[Part],
     seconds: float,
     results: Path,
-    command: Callable[[Part, float], list[str]],
+    run: Callable[[Part, float], Iterator[dict]],
+    cores: int | None = None,
 ) -> list[dict]:
     """Runs the parts within ``seconds``; their results, and one of each part, also go to ``results``.
 
     The result of a part itself has ``status``: "done", "failed" (its process ended with an error),
     "time limit" or "no time" (not started).
+
+    Args:
+        run: yields the results of a part that has so many seconds, in a process of its own.
     """
     end = time.monotonic() + seconds
-    found = []
+    found, lock = [], threading.Lock()
     with results.open("w") as file:
 
         def keep(result: dict) -> None:
-            found.append(result)
-            file.write(json.dumps(result) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            with lock:
+                found.append(result)
+                file.write(json.dumps(result) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+                print(line_of(result), flush=True)
 
-        for part in parts:
-            left = end - time.monotonic()
-            if left < part.least:
-                keep({"part": part.name, "status": "no time"})
-                continue
-            limit = min(part.seconds, left)
-            print(f"{part.name}: {part.about} (at most {limit:.0f} s)", flush=True)
-            start = time.monotonic()
-            status, words = run_one(part, command(part, limit), limit, keep)
-            took = round(time.monotonic() - start, 1)
-            said = {} if status == "done" else {"output": words[-1500:]}
-            keep({"part": part.name, "status": status, "seconds": took, **said})
-            print(f"  {status} after {took} s", flush=True)
+        for round_ in rounds(parts, cores):
+            started = []
+            for part in round_:
+                limit = min(part.seconds, end - time.monotonic())
+                if limit < part.least:
+                    keep({"part": part.name, "status": "no time"})
+                    continue
+                # Forked before any thread of this round begins.
+                call = partial(_print_results, run, part, limit)
+                started.append((part, Forked(call, leads=True), limit, keep))
+            try:
+                threads = [threading.Thread(target=_follow, args=args) for args in started]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            finally:  # after an interruption, too
+                for _, forked, *_ in started:
+                    forked.kill()
     return found
 
 
-def run_one(
-    part: Part, command: list[str], limit: float, keep: Callable[[dict], None]
-) -> tuple[str, str]:
-    """Status and output of a part's process. It is ended with all that it started at ``limit``."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    over = threading.Event()
-
-    def stop() -> None:
-        over.set()
-        end_group(process)
-
-    timer = threading.Timer(limit, stop)
-    timer.start()
-    lines = []
-    try:
-        for line in process.stdout:
-            if line.startswith(MARK):
-                keep({"part": part.name, **json.loads(line.removeprefix(MARK))})
-            else:
-                lines.append(line)
-        process.wait()
-    finally:
-        timer.cancel()
-        end_group(process)
-        process.wait()
-    status = "time limit" if over.is_set() else "failed" if process.returncode else "done"
-    return status, "".join(lines)
+def _print_results(run: Callable, part: Part, seconds: float) -> None:
+    for result in run(part, seconds):
+        print(MARK + json.dumps(result), flush=True)
 
 
-def end_group(process: subprocess.Popen) -> None:
-    """Ends a process that leads a group, and whatever of the group is left."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+def _follow(part: Part, forked: Forked, limit: float, keep: Callable[[dict], None]) -> None:
+    """Keep the results of a part's process as they come, and then that of the part."""
+    start = time.monotonic()
+    others = []
+    for line in forked.lines(limit):
+        if line.startswith(MARK):
+            keep({"part": part.name, **json.loads(line.removeprefix(MARK))})
+        else:
+            others.append(line)
+    status = "time limit" if not forked.in_time else "failed" if forked.status else "done"
+    took = round(time.monotonic() - start, 1)
+    output = {} if status == "done" else {"output": "\n".join(others)[-1500:]}
+    keep({"part": part.name, "status": status, "seconds": took, **output})

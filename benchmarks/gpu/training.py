@@ -1,18 +1,19 @@
-"""fairseq-train and fairseq-generate on a device, through their commands."""
+"""fairseq-train and fairseq-generate on a device, forked from a process that has made their imports."""
 
-import os
 import re
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fairseq_cli.generate
+import fairseq_cli.train
 import torch
 
 from benchmarks.fairseq_runs import PACKAGE, updates
+from benchmarks.forked import Forked, command, value
 from benchmarks.gpu.parts import Context
 from benchmarks.synthetic import make_data
+from smoe_fairseq import cli
 
 SMALL = {
     "--encoder-embed-dim": 32,
@@ -27,21 +28,34 @@ STEADY = ["--dropout", 0, "--moe-capacity-factor", 0, "--moe-second-expert-polic
 class Runs:
     """Runs on one small data set; ``device`` is the context's unless a run says otherwise."""
 
-    def __init__(self, context: Context, sentences: int = 200, vocabulary: int = 90):
+    def __init__(
+        self, context: Context, sentences: int = 200, vocabulary: int = 90, test: int = 20
+    ):
         self.context = context
         self.folder = Path(context.folder)
-        sizes = {"train": sentences, "valid": 10, "test": 20}
+        sizes = {"train": sentences, "valid": 10, "test": test}
         self.data = make_data(self.folder / "data", vocabulary, sizes)
 
-    def train(self, name: str, *flags, device: str | None = None, ranks: int = 0, tiny=True) -> str:
+    def train(
+        self,
+        name: str,
+        *flags,
+        device: str | None = None,
+        ranks: int = 0,
+        tiny: bool = True,
+        around: Callable[[Callable], object] = lambda main: main(),
+    ) -> str:
         """What fairseq-train printed; its checkpoints are in ``folder/name``.
 
-        ranks: processes of a group; with 0 there is one process without a group.
+        Args:
+            ranks: processes of a group; with 0 there is one process without a group.
+            around: called in the process with the function that trains.
 
         Raises:
             RuntimeError: it failed; with the end of what it printed.
         """
-        words = ["--user-dir", PACKAGE, "--num-workers", 0, "--arch", "smoe_transformer_tiny"]
+        words = ["--user-dir", PACKAGE, "--num-workers", 0 if tiny else 2]
+        words += ["--arch", "smoe_transformer_tiny"]
         if tiny:
             words += [word for pair in SMALL.items() for word in pair]
             words += ["--smoe-strata", "2-2", *STEADY]
@@ -51,18 +65,22 @@ class Runs:
         words += ["--no-epoch-checkpoints", "--disable-validation"]
         words += ["--save-dir", self.folder / name]
         words += self._cpu(device)
-        command = [sys.executable, "-m", "fairseq_cli.train", self.data, *words, *flags]
-        text = run_ranks([list(map(str, command))] * max(1, ranks), grouped=ranks > 0)
+        main = command(fairseq_cli.train.cli_main, [self.data, *words, *flags])
+
+        text = run_ranks(lambda: around(main), ranks)
         if ranks and worlds(text) != [ranks] * len(worlds(text)):
             raise RuntimeError(f"world sizes {worlds(text)} in the log, started were {ranks}")
         return text
 
-    def generate(self, name: str, *flags, device: str | None = None) -> str:
+    def generate(
+        self, name: str, *flags, device: str | None = None, around=lambda main: main()
+    ) -> str:
         words = ["--user-dir", PACKAGE, "--path", self.folder / name / "checkpoint_last.pt"]
         words += ["--beam", 5, "--max-len-a", 0, "--max-len-b", 20, "--batch-size", 8]
         words += self._cpu(device)
-        command = [sys.executable, "-m", "fairseq_cli.generate", self.data, *words, *flags]
-        return run_ranks([list(map(str, command))])
+        main = command(fairseq_cli.generate.cli_main, [self.data, *words, *flags])
+
+        return run_ranks(lambda: around(main))
 
     def _cpu(self, device: str | None) -> list[str]:
         return ["--cpu"] if (device or self.context.device) == "cpu" else []
@@ -80,31 +98,27 @@ def worlds(text: str) -> list[int]:
     return found
 
 
-def run_ranks(commands: list[list[str]], grouped: bool = False) -> str:
-    """Output of all; if ``grouped`` they are the ranks of one run, on GPU 0 where there is only one."""
+def run_ranks(call: Callable[[], object], ranks: int = 0) -> str:
+    """Output of a process, or of the ranks of one run, which share GPU 0 where there is only one.
+
+    Raises:
+        RuntimeError: one failed; with the end of what it printed.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    processes = []
-    for rank, command in enumerate(commands):
-        environment = {**os.environ, "LOGLEVEL": "INFO", "PYTHONWARNINGS": "ignore"}
-        if grouped:
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            environment |= {"RANK": str(rank), "WORLD_SIZE": str(len(commands))}
-            environment |= {"LOCAL_RANK": str(rank % max(1, torch.cuda.device_count()))}
-        processes.append(
-            subprocess.Popen(
-                command,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    outputs = [process.communicate()[0] for process in processes]
-    for process, output in zip(processes, outputs, strict=True):
-        if process.returncode:
-            raise RuntimeError(output[-600:])
-    return "\n".join(outputs)
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    devices = max(1, gpus()) if ranks else 1
+    processes = [] if ranks else [Forked(call)]
+    for rank in range(ranks):
+        local = rank % devices
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(local)}
+        processes.append(Forked(call, **group, **of_rank))
+    return "\n".join(process.wait() for process in processes)
+
+
+def gpus() -> int:
+    """How many there are; asked in another process, since this one forks those that use them."""
+    return value(torch.cuda.device_count)
 
 
 def attempt(case: str, function) -> dict:
@@ -189,7 +203,7 @@ def ranks(context: Context) -> Iterator[dict]:
     One rank over NCCL, then two. NCCL wants a GPU for each rank; else two use gloo and one GPU.
     """
     runs = Runs(context)
-    nccl = not context.tiny and torch.cuda.device_count() > 1
+    nccl = not context.tiny and gpus() > 1
     backend = "nccl" if nccl else "gloo"
     alone = ["--batch-size", 2, "--update-freq", 2]
     want = losses(runs.train("one", *alone))
@@ -218,15 +232,8 @@ def ranks(context: Context) -> Iterator[dict]:
 
 def resharded(runs: Runs, name: str, flags: list, want: list[float]) -> dict:
     """The checkpoint of ``name`` for one rank, which trains on."""
-    smoe = Path(sys.executable).with_name("smoe")
     output = runs.folder / "resharded" / "checkpoint_last.pt"
     source = runs.folder / name / "checkpoint_last.pt"
-    run_ranks([[str(w) for w in (smoe, "reshard", source, "--world-size", 1, "--output", output)]])
+    words = ["reshard", str(source), "--world-size", "1", "--output", str(output)]
+    run_ranks(lambda: exit(cli.main(words)))
     return close(losses(runs.train("resharded", *flags)), want)
-
-
-def speed(text: str) -> float:
-    """Median of the words per second of the later half of the updates."""
-    rates = [float(update["wps"]) for update in updates(text)]
-    rates = sorted(rates[len(rates) // 2 :])
-    return rates[len(rates) // 2]
