@@ -17,11 +17,12 @@ from fairseq.models.transformer import (
     TransformerEncoderBase,
     TransformerModelBase,
 )
-from fairseq.modules import LayerNorm, MultiheadAttention
+from fairseq.modules import LayerNorm
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.attention import Attention, attention_mask
 from smoe_fairseq.models.checks import (
     check_checkpoint,
     check_config,
@@ -221,7 +222,7 @@ class TransformerLayer(nn.Module):
         self.dropout = cfg.dropout
         self.activation_dropout = cfg.activation_dropout
         self.normalize_before = side.normalize_before
-        self.self_attn = MultiheadAttention(
+        self.self_attn = Attention(
             side.embed_dim,
             side.attention_heads,
             dropout=cfg.attention_dropout,
@@ -251,7 +252,7 @@ class TransformerLayer(nn.Module):
         gate_logits: Tensor | None = None,
         with_stats: bool = True,
     ) -> tuple[Tensor, ...]:
-        """The feed-forward sublayer on ``x (S, B, D)``.
+        """The feed-forward sublayer on ``x (B, S, D)``.
 
         Args:
             ids: token ids ``(B, S)``, for hash gates.
@@ -261,10 +262,8 @@ class TransformerLayer(nn.Module):
             ``(y,)``, or ``(y, *RoutingStats)`` for a MoE layer.
         """
         if self.is_moe:
-            # Batch first, since capacity is given sentence by sentence (`StratifiedMoE.forward`). The
-            # transpose makes no copy: embeddings have this layout in memory.
-            y_BSD, stats = self.moe(x.transpose(0, 1), padding_mask, with_stats, ids, gate_logits)
-            return y_BSD.transpose(0, 1), *(stats or ())
+            y, stats = self.moe(x, padding_mask, with_stats, ids, gate_logits)
+            return y, *(stats or ())
         return (self.sublayer(x, self.final_layer_norm, self.dense),)
 
     def upgrade_state_dict_named(self, state_dict: dict, name: str) -> None:
@@ -296,16 +295,23 @@ class TransformerEncoderLayer(TransformerLayer):
         ids: Tensor | None = None,
         gate_logits: Tensor | None = None,
         with_stats: bool = True,
+        attn_mask: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """``x (S, B, D)``, padding mask and ids ``(B, S)``; returns ``(y,)`` or ``(y, *RoutingStats)``."""
+        """``x (S, B, D)``, padding mask and ids ``(B, S)``; returns ``(y,)`` or ``(y, *RoutingStats)``.
+
+        ``attn_mask`` is the `attention_mask` of the padding mask.
+        """
 
         def self_attention(h):
-            return self.self_attn(
-                h, h, h, key_padding_mask=encoder_padding_mask, need_weights=False
-            )[0]
+            h = h.transpose(0, 1)
+            return self.self_attn(h, h, h, need_weights=False, attn_mask=attn_mask)[0].transpose(
+                0, 1
+            )
 
+        x = x.transpose(0, 1)  # batch first, as embeddings are in memory
         x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
-        return self.feed_forward(x, encoder_padding_mask, ids, gate_logits, with_stats)
+        x, *stats = self.feed_forward(x, encoder_padding_mask, ids, gate_logits, with_stats)
+        return x.transpose(0, 1), *stats
 
 
 class TransformerDecoderLayer(TransformerLayer):
@@ -316,7 +322,7 @@ class TransformerDecoderLayer(TransformerLayer):
         self.encoder_attn = None
         if no_encoder_attn:
             return
-        self.encoder_attn = MultiheadAttention(
+        self.encoder_attn = Attention(
             side.embed_dim,
             side.attention_heads,
             kdim=cfg.encoder.embed_dim,
@@ -337,8 +343,11 @@ class TransformerDecoderLayer(TransformerLayer):
         need_attn: bool = False,
         ids: Tensor | None = None,
         gate_logits: Tensor | None = None,
+        encoder_attn_mask: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
         """``x (S, B, D)``, ``encoder_out (S', B, D)`` or None, padding masks and ids ``(B, S)``.
+
+        ``self_attn_mask`` and ``encoder_attn_mask`` are each an `attention_mask`, padding included.
 
         Returns:
             ``(y, attention)``, or ``(y, attention, *RoutingStats)`` for a MoE layer; with
@@ -348,7 +357,8 @@ class TransformerDecoderLayer(TransformerLayer):
         attention = None
 
         def self_attention(h):
-            return self.self_attn(
+            h = h.transpose(0, 1)
+            y, _ = self.self_attn(
                 h,
                 h,
                 h,
@@ -356,12 +366,13 @@ class TransformerDecoderLayer(TransformerLayer):
                 incremental_state=incremental_state,
                 need_weights=False,
                 attn_mask=self_attn_mask,
-            )[0]
+            )
+            return y.transpose(0, 1)
 
         def encoder_attention(h):
             nonlocal attention
-            h, attention = self.encoder_attn(
-                h,
+            y, attention = self.encoder_attn(
+                h.transpose(0, 1),
                 encoder_out,
                 encoder_out,
                 key_padding_mask=encoder_padding_mask,
@@ -369,16 +380,18 @@ class TransformerDecoderLayer(TransformerLayer):
                 static_kv=True,
                 need_weights=need_attn,
                 need_head_weights=need_attn,
+                attn_mask=None if need_attn else encoder_attn_mask,
             )
-            return h
+            return y.transpose(0, 1)
 
+        x = x.transpose(0, 1)  # batch first, as embeddings are in memory
         x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
         if self.encoder_attn is not None:
             x = self.sublayer(x, self.encoder_attn_layer_norm, encoder_attention)
         # Statistics of single decoding steps are not used.
         with_stats = incremental_state is None
         x, *stats = self.feed_forward(x, self_attn_padding_mask, ids, gate_logits, with_stats)
-        return x, attention, *stats
+        return x.transpose(0, 1), attention, *stats
 
 
 # ``--arch smoe_transformer``: fairseq's transformer with stratified MoE layers (paper, section 3).
@@ -485,17 +498,17 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
 
         hidden_states = [x]
         moe_stats, moe_layers, gate_logits = [], [], None
+        mask_or_none = padding_mask if has_padding else None
+        attn_mask = attention_mask(mask_or_none, None, x.dtype)
         for layer in self.layers:
-            x, *stats = layer(
-                x, padding_mask if has_padding else None, src_tokens, gate_logits, with_stats
-            )
+            x, *stats = layer(x, mask_or_none, src_tokens, gate_logits, with_stats, attn_mask)
             hidden_states.append(x)
             if stats:
                 moe_stats.append(RoutingStats(*stats))
                 gate_logits = moe_stats[-1].gate_logits
                 moe_layers.append(layer.name)
         if self.layer_norm is not None:
-            x = self.layer_norm(x)
+            x = self.layer_norm(x.transpose(0, 1)).transpose(0, 1)
 
         lengths = src_tokens.ne(self.padding_idx).sum(dim=1, dtype=torch.int32).reshape(-1, 1)
         return {
@@ -540,13 +553,16 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
         else:
             has_padding = may_have_padding(padding_mask)
         padding_mask = padding_mask if has_padding else None
-        future_mask = None
-        if incremental_state is None and not full_context_alignment:
-            future_mask = self.buffered_future_mask(x)
+        encoder_out = encoder_out or {}  # a language model has none
+        source_mask = _first(encoder_out.get("encoder_padding_mask"))
+        self_attn_mask = encoder_attn_mask = None
+        if incremental_state is None:
+            future_mask = None if full_context_alignment else self.buffered_future_mask(x)
+            self_attn_mask = attention_mask(padding_mask, future_mask, x.dtype)
+            encoder_attn_mask = attention_mask(source_mask, None, x.dtype)
 
         attention = None
         hidden_states = [x]
-        encoder_out = encoder_out or {}  # a language model has none
         moe_stats, moe_layers = (
             list(encoder_out.get(key, [])) for key in ("moe_stats", "moe_layers")
         )
@@ -555,13 +571,14 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
             x, layer_attention, *stats = layer(
                 x,
                 _first(encoder_out.get("encoder_out")),
-                _first(encoder_out.get("encoder_padding_mask")),
+                source_mask,
                 incremental_state,
-                self_attn_mask=future_mask,
+                self_attn_mask=self_attn_mask,
                 self_attn_padding_mask=padding_mask,
                 need_attn=needs_attention and i == attention_layer,
                 ids=ids,
                 gate_logits=gate_logits,
+                encoder_attn_mask=encoder_attn_mask,
             )
             hidden_states.append(x)
             if stats:
@@ -573,7 +590,7 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
         if attention is not None:
             attention = attention[:alignment_heads].mean(dim=0)
         if self.layer_norm is not None:
-            x = self.layer_norm(x)
+            x = self.layer_norm(x.transpose(0, 1)).transpose(0, 1)
         extra = {
             "attn": [attention],
             "inner_states": hidden_states,
@@ -600,20 +617,12 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
         return self.dropout_module(x).transpose(0, 1)
 
     def buffered_future_mask(self, tensor):
-        """True for future positions. Boolean like the padding mask, else torch warns of mixed types.
-
-        Where fairseq computes the attention itself (see translate/packed.py), which adds the mask to the
-        scores, it is 0 and minus infinity.
-        """
+        """True for future positions, ``(S, S)``."""
         size = tensor.size(0)
-        mask = self._future_mask
-        if mask.size(0) < size or mask.device != tensor.device:
-            mask = torch.ones(size, size, dtype=torch.bool, device=tensor.device).triu(1)
-            self._future_mask = mask
-        mask = mask[:size, :size]
-        if not self.layers[0].self_attn.skip_embed_dim_check:
-            return mask
-        return torch.zeros_like(mask, dtype=tensor.dtype).masked_fill(mask, float("-inf"))
+        if self._future_mask.size(0) < size or self._future_mask.device != tensor.device:
+            ones = torch.ones(size, size, dtype=torch.bool, device=tensor.device)
+            self._future_mask = ones.triu(1)
+        return self._future_mask[:size, :size]
 
 
 def may_have_padding(padding_mask: Tensor) -> bool:

@@ -163,7 +163,9 @@ class _Layer:
         layer = self.layer
         x_1RD = layer.sublayer(x_1RD, layer.self_attn_layer_norm, self_attention)
         x_1RD = layer.sublayer(x_1RD, layer.encoder_attn_layer_norm, source_attention)
-        return layer.feed_forward(x_1RD, None, ids_R1, gate_logits, with_stats=False)
+        x_R1D = x_1RD.transpose(0, 1)
+        y_R1D, *stats = layer.feed_forward(x_R1D, None, ids_R1, gate_logits, with_stats=False)
+        return y_R1D.transpose(0, 1), *stats
 
     def keep(self, places: list[int]) -> None:
         self.source_memory = moved_up(self.source_memory, places, 1)

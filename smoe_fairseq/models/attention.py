@@ -1,0 +1,81 @@
+"""fairseq's attention, with torch's fused kernels where nothing but the output is needed.
+
+Shapes: B sentences, T query positions, S key positions, D embedding, H heads.
+"""
+
+import torch
+import torch.nn.functional as F
+from fairseq.modules import MultiheadAttention
+from torch import Tensor, nn
+
+
+class Attention(MultiheadAttention):
+    """fairseq's `MultiheadAttention`, with its parameters.
+
+    fairseq's own computation is for a decoding step and for the weights of the attention. In any other
+    pass, the mask is one of `attention_mask`, and torch's fused attention does not keep the weights.
+    """
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        key_padding_mask=None,
+        incremental_state=None,
+        need_weights=True,
+        static_kv=False,
+        attn_mask=None,
+        **options,
+    ):
+        """``query (T, B, D)``, ``key (S, B, D)``; returns ``(T, B, D)`` and fairseq's weights or None."""
+        if not need_weights and incremental_state is None:
+            return self.fused(query, key, attn_mask), None
+        return super().forward(
+            query,
+            key,
+            value,
+            key_padding_mask,
+            incremental_state,
+            need_weights,
+            static_kv,
+            attn_mask,
+            **options,
+        )
+
+    def fused(self, query_TBD: Tensor, key_SBD: Tensor, mask_BXTS: Tensor | None) -> Tensor:
+        """The output ``(T, B, D)``. It is computed batch first, which is how the layers are in memory."""
+        query, key = query_TBD.transpose(0, 1), key_SBD.transpose(0, 1)
+        if query_TBD is key_SBD:
+            parts = _project(query, self.q_proj, self.k_proj, self.v_proj)
+        else:
+            parts = [self.q_proj(query), *_project(key, self.k_proj, self.v_proj)]
+        heads = [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts]
+        dropout = self.dropout_module.p if self.training else 0.0
+        y_BHTd = F.scaled_dot_product_attention(*heads, attn_mask=mask_BXTS, dropout_p=dropout)
+        return self.out_proj(y_BHTd.transpose(1, 2).flatten(2)).transpose(0, 1)
+
+
+def _project(x: Tensor, *maps: nn.Module) -> list[Tensor]:
+    """Each map of ``x``, by one product, for which a GPU waits less for the host than for several."""
+    if not all(type(each) is nn.Linear for each in maps):  # packed weights, for one
+        return [each(x) for each in maps]
+    weight, bias = (torch.cat([getattr(each, n) for each in maps]) for n in ("weight", "bias"))
+    return list(F.linear(x, weight, bias).chunk(len(maps), dim=-1))
+
+
+def attention_mask(
+    padding_BS: Tensor | None, future_TS: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """What all layers of a pass add to the scores, ``(B or 1, 1, T or 1, S)``: 0 or minus infinity.
+
+    Args:
+        padding_BS, future_TS: True where no query, or no earlier query, may look; None: nowhere.
+    """
+    if padding_BS is None and future_TS is None:
+        return None
+    hidden = None if padding_BS is None else padding_BS[:, None, None]
+    if future_TS is not None:
+        hidden = future_TS[None, None] if hidden is None else hidden | future_TS
+    zeros = torch.zeros((), dtype=dtype, device=hidden.device)
+    return zeros.masked_fill(hidden, float("-inf"))
