@@ -67,7 +67,7 @@ def test_a_file_stands_on_its_base(configs):
     [
         (
             {"pairs": ["a-b"], "trian": {}},
-            "unknown key `trian`: expected one of base, batch, checkpoint, claims, classes, experts",
+            "unknown key `trian`: expected one of base, batch, checkpoint, classes, experts",
         ),
         ("- a\n- b\n", "may only have the keys"),
         ("5\n", "may only have the keys"),

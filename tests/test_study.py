@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -143,15 +144,6 @@ def test_the_report_is_made_of_what_is_kept(studied, tmp_path):
     again = recipe(tmp_path, "study", "tiny", **given)
     assert again.returncode == 0 and "0 of 4 runs are left" in again.stdout, again.stderr
     assert (tmp_path / "results/tiny/report.md").read_text() == report
-    kept_pairs = json.loads((folder / "results/tiny/comparisons.json").read_text())
-    assert list(kept_pairs) == ["moe smoe-2-2"]
-    assert set(kept_pairs["moe smoe-2-2"]["directions"]) == {"en-fr", "fr-en"}
-    assert "(e) time per token of smoe-2-2 is within 10% of what FLOPs say" in report
-    routing = [
-        folder / "results/tiny" / n / "routing.json" for n in ("smoe-2-2", "smoe-2-2.seed-2")
-    ]
-    told = any(json.loads(file.read_text())["rank_correlation"] for file in routing)
-    assert ("(g) smoe-2-2: frequent tokens ask for less" in report) == told
     assert not (tmp_path / "results/tiny/moe/routing.json").exists()
     of_smoe = json.loads((tmp_path / "results/tiny/smoe-2-2/routing.json").read_text())
     assert set(of_smoe["requested_capacity"]["en-fr"]) == {"encoder.1", "decoder.1"}
@@ -164,10 +156,12 @@ def test_the_report_is_made_of_what_is_kept(studied, tmp_path):
     bleu = {n: sum(d["bleu"] for d in s["scores"].values()) / 2 for n, s in zip(RUNS, scores)}
     mean = (bleu["moe"] + bleu["moe.seed-2"]) / 2
     spread = abs(bleu["moe"] - bleu["moe.seed-2"]) / math.sqrt(2)
-    row = next(line for line in report.splitlines() if line.startswith("| moe "))
+    row = next(
+        line for line in report.split("## Systems")[1].splitlines() if line.startswith("| moe ")
+    )
     assert f"{mean:.2f} ± {spread:.2f}" in row and " 2 |" in row
-    assert "(a) smoe-2-2 is above moe" in report
-    for name in ("costs", "directions"):
+    assert "smoe-2-2 and moe" in report
+    for name in ("costs", "statements"):
         assert f"![{name}]({name}.png)" in report
         assert (tmp_path / f"results/tiny/{name}.png").stat().st_size > 10_000
 
@@ -230,3 +224,21 @@ def test_a_run_that_fails_does_not_end_the_others(data, tmp_path):
     assert kept_runs(tmp_path) == ["moe"]
     assert "\n| moe " in (tmp_path / "results/tiny/report.md").read_text()
     assert "checkpoint_last.pt" in (odd / "study.log").read_text()
+
+
+def test_a_second_study_in_a_folder_is_refused_before_it_notes_anything(data, tmp_path):
+    folder, given = data
+    for name in ("configs", "data"):
+        os.symlink(folder / name, tmp_path / name)
+    runs = tmp_path / "runs/tiny"
+    runs.mkdir(parents=True)
+    hold = "import sys, time; from pathlib import Path; from smoe_fairseq.files import take\n"
+    hold += "take(Path(sys.argv[1]), 'study.lock'); print('held', flush=True); time.sleep(600)"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, runs], stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout.readline() == "held\n"
+        said = refusal(recipe(tmp_path, "study", "tiny", "moe", **given))
+        first.kill()
+    assert "runs/tiny" in said and f"process {first.pid}" in said
+    assert [path.name for path in runs.iterdir()] == ["study.lock"]

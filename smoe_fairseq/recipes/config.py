@@ -69,7 +69,7 @@ def is_number(word: str) -> bool:
 
 # Keys of the YAML files that hold keys and values of their own.
 _SECTIONS = ("batch", "raw", "subwords", "task", "train", "generate", "sacrebleu")
-_SECTIONS += ("claims", "classes")
+_SECTIONS += ("methods", "margins", "statements", "classes")
 
 
 def config_folder() -> Path:
@@ -140,7 +140,8 @@ def _values(node: yaml.Node | None, known: dict[int, float]) -> float:
 
 _KEYS = {
     *("base", "pairs", "experts", "shards", "batch", "raw", "subwords"),
-    *("task", "train", "generate", "checkpoint", "sacrebleu", "study", "claims", "classes"),
+    *("task", "train", "generate", "checkpoint", "sacrebleu", "study", "classes"),
+    *("methods", "margins", "statements"),
 }
 
 
@@ -175,9 +176,10 @@ class Dataset:
 
     ``pairs`` are language pairs as their files are named (``eng-nso``); each gives two directions.
     ``experts`` is the number of experts in a layer, for methods that do not set it. ``batch`` has tokens per
-    update by name; it is empty if ``train`` sets the batch. ``study`` lists the methods that
-    ``scripts/study.sh`` compares; ``claims`` has pairs of methods by name, where the first is claimed to be
-    ahead of the second. ``classes`` has languages by the size of their text.
+    update by name; it is empty if ``train`` sets the batch. ``study`` lists the methods of a study;
+    ``statements`` has pairs of methods by name, of which its report compares the first with the second, and
+    ``margins`` the differences that do not matter, by measure. ``methods`` has flags of
+    single methods. ``classes`` has languages by the size of their text.
     """
 
     name: str
@@ -193,7 +195,9 @@ class Dataset:
     checkpoint: str
     sacrebleu: Flags
     study: list[str]
-    claims: dict[str, list[str]]
+    methods: dict[str, Flags]
+    margins: dict[str, float]
+    statements: dict[str, list[str]]
     classes: dict[str, list[str]]
 
     @property
@@ -265,7 +269,8 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
 
     In these files ``{experts}`` stands for the data set's number of experts, and ``{moe-freq}`` for its
     ``moe-freq`` (default: 2). In a family's file ``{strata}`` stands for the sizes behind the family's name
-    (``4-12``), and ``{layers}`` for the same with commas.
+    (``4-12``), and ``{layers}`` for the same with commas. What the data set's ``methods`` say of it counts
+    more.
 
     Raises:
         UsageError: there is no such method, or it needs ``experts`` and the data set has none.
@@ -299,7 +304,8 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
         return value.replace("{experts}", str(dataset.experts))
 
     flags = OmegaConf.to_container(read(path, _METHOD_KEYS)).get("train", {})
-    return {key: fill(value) for key, value in flags.items()}
+    own = dataset.methods.get(name, {})
+    return {key: fill(value) for key, value in (flags | own).items()}
 
 
 def has_strata(flags: Flags) -> bool:

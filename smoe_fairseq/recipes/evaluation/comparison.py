@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -73,54 +73,6 @@ def paired(first: BySeed, second: BySeed) -> Difference | None:
     """
     common = [seed for seed in first if seed in second]
     return interval([second[seed] - first[seed] for seed in common]) if common else None
-
-
-@dataclass(frozen=True)
-class Chance:
-    """The standard deviation of a run's residual, and its degrees of freedom.
-
-    ``shares`` are the systems' shares of the sum of squares. If one system has most of it, chance is not
-    equally wide for all systems.
-    """
-
-    deviation: float
-    freedom: int
-    shares: Mapping[str, float] = field(default_factory=dict)
-
-    def between(self, first: BySeed, second: BySeed) -> Difference | None:
-        """``second`` less ``first`` over their common seeds; None without one."""
-        apart = [second[seed] - first[seed] for seed in first if seed in second]
-        return self.around(apart) if apart else None
-
-    def around(self, apart: Sequence[float]) -> Difference:
-        """The mean of two systems' differences, one for each seed, with its interval."""
-        return _around(apart, self.deviation * math.sqrt(2 / len(apart)), self.freedom)
-
-
-def chance(points: Mapping[str, BySeed]) -> Chance:
-    """The residuals of the model ``number = effect of the system + effect of the seed + residual``.
-
-    The effects are fitted by least squares. Values that are not finite (of runs that diverged) are left out.
-    With two systems this is the paired t-test.
-    """
-    cells = [(s, seed) for s in points for seed, x in points[s].items() if math.isfinite(x)]
-    if not cells:
-        return Chance(0.0, 0)
-    values = np.array([points[system][seed] for system, seed in cells])
-    systems, seeds = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-    sums = np.zeros((len(cells), len(systems) + len(seeds)))
-    for row, (system, seed) in enumerate(cells):
-        sums[row, systems.index(system)] = sums[row, len(systems) + seeds.index(seed)] = 1
-    found, _, rank, _ = np.linalg.lstsq(sums, values, rcond=None)
-    freedom = len(cells) - int(rank)
-    squares: dict[str, float] = {}
-    for (system, _), left in zip(cells, values - sums @ found, strict=True):
-        squares[system] = squares.get(system, 0.0) + float(left) ** 2
-    total = math.fsum(squares.values())
-    if not freedom or not total:
-        return Chance(0.0, freedom)
-    shares = {system: each / total for system, each in squares.items()}
-    return Chance(math.sqrt(total / freedom), freedom, shares)
 
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float:

@@ -10,8 +10,8 @@ import shlex
 import shutil
 import statistics
 import subprocess
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,7 +25,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
 from smoe_fairseq.recipes.config import Dataset, arguments, given_flags
 from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.evaluation.comparison import BySeed, spearman
+from smoe_fairseq.recipes.evaluation.comparison import spearman
 from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.folders import Folders, given_path, read_json, seed_in
 from smoe_fairseq.recipes.processes import command
@@ -35,7 +35,6 @@ from smoe_fairseq.recipes.training.launcher import visible_gpus
 FILE = "run.json"
 CURVE = "curve.csv"
 ROUTING = "routing.json"
-SENTENCES = "sentences.csv"  # written by sentences.py
 STARTS_FILE = "starts.json"  # beside the checkpoints
 ANALYSIS = "routing"  # beside the checkpoints: the folder that `smoe analyze` writes
 EXPERTS = "experts_per_token"
@@ -83,8 +82,7 @@ def _starts(run: Path) -> list[dict[str, str]]:
 
     file = run / STARTS_FILE
     otherwise = (
-        "does not say with what the run was started: delete it, and the run is said to be of its next "
-        "start alone"
+        "does not say what started the run: delete it, and only the next start will be recorded"
     )
     return read_json(file, parse, otherwise) if file.exists() else []
 
@@ -117,6 +115,7 @@ def _machine(variables: Mapping[str, str]) -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     machine = f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
+    machine += f", {torch.backends.cpu.get_cpu_capability()}"  # which kernels round how
     threads = variables.get("OMP_NUM_THREADS", "1")
     return machine if threads == "1" else f"{machine}, {threads} threads"
 
@@ -369,11 +368,6 @@ def _read(folder: Path) -> Result:
     return found
 
 
-def by_seed(systems: Systems, of: Callable[[Result], float]) -> dict[str, BySeed]:
-    """A number of each run, by method and seed."""
-    return {method: {r.seed: of(r) for r in results} for method, results in systems.items()}
-
-
 def mean_capacity(results: Iterable[Result]) -> dict[str, float] | None:
     """Mean requested capacity over directions and runs, by MoE layer as `moe_blocks` names it."""
     found = defaultdict(list)
@@ -388,34 +382,3 @@ def mean_experts_per_token(results: Iterable[Result]) -> float | None:
     """Mean number of copies that experts took, per token and stratum in training; None if unknown."""
     there = [r.about[EXPERTS] for r in results if r.about.get(EXPERTS) is not None]
     return statistics.fmean(there) if there else None
-
-
-def groups(
-    study: Collection[str], systems: Systems, baseline: str, largest: float = math.inf
-) -> list[dict[str, list[Result]]]:
-    """Groups of systems that can be compared over the same seeds.
-
-    The first group has the study's systems, with the seeds that at least half of them have. The other runs
-    follow, grouped by their seeds: at most ``largest`` systems beside the baseline's runs of these seeds.
-    """
-    count = Counter(r.seed for method in study for r in systems.get(method, ()))
-    usual = {seed for seed, n in count.items() if 2 * n >= len(systems.keys() & study)}
-    first, others = {}, {}
-    for method, results in systems.items():
-        of_study = [r for r in results if method in study and r.seed in usual]
-        if of_study:
-            first[method] = of_study
-        if rest := [r for r in results if r not in of_study]:
-            others.setdefault(frozenset(r.seed for r in rest), {})[method] = rest
-    found = [first] if first else []
-    for seeds, members in others.items():
-        beside = [r for r in systems.get(baseline, ()) if r.seed in seeds]
-        beside = {baseline: beside} if beside else {}
-        members = {method: rest for method, rest in members.items() if method != baseline}
-        parts = max(1, math.ceil(len(members) / largest))
-        size = math.ceil(len(members) / parts)
-        names = list(members)
-        for i in range(parts):
-            of_part = names[i * size : (i + 1) * size]
-            found.append(beside | {name: members[name] for name in of_part})
-    return found

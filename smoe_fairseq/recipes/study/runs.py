@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import take
 from smoe_fairseq.recipes.config import Dataset, given_flags, has_strata, method_flags, tables
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
@@ -29,7 +30,7 @@ from smoe_fairseq.recipes.training.launcher import divide_cpu, launch, visible_g
 
 POLL_SECONDS = 1
 NEWS_SECONDS = 600  # between two lines on what is running, unless there is a terminal
-LOG = "study.log"
+LOG, LOCK = "study.log", "study.lock"
 _MEMORY = 3 << 30  # bytes that a run on a CPU may take
 _UPDATES = re.compile(rb"num_updates[=: ]+(\d+)")
 
@@ -79,8 +80,8 @@ class Run:
 def study(dataset: Dataset, flags: Sequence[str]) -> None:
     """Train and score the runs that have no results; ``flags`` are methods, then flags of fairseq-train.
 
-    Whenever a run ends, its results are kept and the report is written again. The other runs go on if one
-    fails.
+    One study at a time works in a folder. Whenever a run ends, its results are kept and the report is
+    written again. The other runs go on if one fails.
 
     Raises:
         UsageError: a method or a seed is unknown, or a run failed.
@@ -98,10 +99,13 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         for run in left:
             print(f"SEED={run.seed} {run.line}")
         return
-    Folders(dataset.name).check_prepared()
+    folders = Folders(dataset.name)
+    folders.check_prepared()
     for run in left:  # raises UsageError before the work rather than after it
         results.summary_of_starts(run.folder)
     results.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)
+    folders.runs.mkdir(parents=True, exist_ok=True)
+    take(folders.runs, LOCK)  # before anything is noted of a run
     failed = _work(dataset, left) if left else []
     if failed:
         with suppress(UsageError):  # no run may be kept

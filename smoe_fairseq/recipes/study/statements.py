@@ -1,0 +1,247 @@
+"""Statements of a study: a system and another one, a measure with a margin, and the verdict.
+
+Differences are paired by seed, since a seed gives all systems the same batches in the same order. Two
+one-sided t-tests decide whether two systems are equal within a margin, a two-sided t-test whether one is
+ahead. Both are corrected over the statements of a study by Holm's method.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from smoe_fairseq.analysis.figures import DARK, LIGHT, MIDDLE, new, styled
+from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.grid import MISSING, Grid
+from smoe_fairseq.recipes.study.results import Result, Systems
+
+LEVEL = 0.05
+AHEAD, BEHIND, EQUAL, OPEN = "ahead", "behind", "equal within the margin", "open"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a run. A difference of less than ``margin`` does not matter."""
+
+    of: Callable[[Result], float]
+    margin: float
+    sign: int  # 1 where higher is better, else -1
+    digits: int
+    unit: str
+
+    def format(self, value: float) -> str:
+        return f"{value:+.{self.digits}f}"
+
+
+# In the order in which they count: the first one decides.
+MEASURES = {
+    "loss": Measure(lambda r: r.validation, 0.02, -1, 3, "bits per token"),
+    "chrF++": Measure(lambda r: scores.mean_of(r.scores, scores.chrf), 0.5, 1, 2, "points"),
+    "BLEU": Measure(lambda r: r.bleu, 0.3, 1, 2, "points"),
+}
+
+
+@dataclass(frozen=True)
+class Statement:
+    """``first`` is compared with ``second``."""
+
+    name: str
+    first: str
+    second: str
+
+
+def statements_of(dataset: Dataset, systems: Systems) -> list[Statement]:
+    """Those of the data set; without any, each system compared with the first one (`moe` if it is there)."""
+    if dataset.statements:
+        return [Statement(name, *pair) for name, pair in dataset.statements.items()]
+    reference = "moe" if "moe" in systems else next(iter(systems))
+    return [Statement("", method, reference) for method in systems if method != reference]
+
+
+def margins_of(dataset: Dataset) -> dict[str, float]:
+    """By measure."""
+    unknown = [name for name in dataset.margins if name not in MEASURES]
+    if unknown:
+        raise UsageError(
+            f"{dataset.name}: margins have no measure {unknown[0]!r}: expected {', '.join(MEASURES)}"
+        )
+    return {name: measure.margin for name, measure in MEASURES.items()} | dataset.margins
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Values of the first system less those of the second, by seed."""
+
+    by_seed: Mapping[int | None, float]
+    margin: float
+
+    @property
+    def values(self) -> np.ndarray:
+        return np.array(list(self.by_seed.values()), dtype=float)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values) if len(self.values) else math.nan
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Of Student's t; NaN with fewer than two seeds."""
+        if len(self.values) < 2:
+            return math.nan, math.nan
+        low, high = self._test(0, "two-sided").confidence_interval(level)
+        return float(low), float(high)
+
+    def p_different(self) -> float:
+        """Of the two-sided t-test that the mean is not zero."""
+        return self._p(0, "two-sided")
+
+    def p_equal(self) -> float:
+        """Of the two one-sided t-tests that the mean is within the margin."""
+        return max(self._p(-self.margin, "greater"), self._p(self.margin, "less"))
+
+    def _p(self, mean: float, alternative: str) -> float:
+        p = float(self._test(mean, alternative).pvalue) if len(self.values) > 1 else math.nan
+        return 1.0 if math.isnan(p) else p
+
+    def _test(self, mean: float, alternative: str):
+        from scipy import stats  # slow to import
+
+        with quietly():  # scipy warns of values that are all equal
+            return stats.ttest_1samp(self.values, mean, alternative=alternative)
+
+
+def difference(systems: Systems, statement: Statement, name: str, margin: float) -> Difference:
+    """In one of `MEASURES`, over the seeds in which one machine trained both systems to finite values."""
+    first, second = (
+        {r.seed: r for r in systems.get(method, ())}
+        for method in (statement.first, statement.second)
+    )
+    of = MEASURES[name].of
+    pairs = {s: (r, second[s]) for s, r in first.items() if s in second}
+    pairs = {s: both for s, both in pairs.items() if both[0].machine == both[1].machine}
+    apart = {s: of(one) - of(other) for s, (one, other) in pairs.items()}
+    return Difference({s: value for s, value in apart.items() if math.isfinite(value)}, margin)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Corrected p-values (Holm 1979): each is compared with the level as it is."""
+    adjusted, highest = [1.0] * len(p_values), 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = highest
+    return adjusted
+
+
+def verdicts(differences: Sequence[Difference], sign: int) -> list[str]:
+    """Of the statements of a study, in one measure; ``sign`` is 1 where higher is better, else -1."""
+    equal = holm([d.p_equal() for d in differences])
+    different = holm([d.p_different() for d in differences])
+    found = []
+    for d, p_equal, p_different in zip(differences, equal, different, strict=True):
+        if p_equal < LEVEL:
+            found.append(EQUAL)
+        elif p_different < LEVEL:
+            found.append(AHEAD if sign * d.mean > 0 else BEHIND)
+        else:
+            found.append(OPEN)
+    return found
+
+
+def judged(
+    statements: Sequence[Statement], systems: Systems, margins: Mapping[str, float]
+) -> dict[str, list[tuple[Difference, str]]]:
+    """By measure, the difference and the verdict of each statement."""
+    found = {}
+    for name, measure in MEASURES.items():
+        apart = [difference(systems, s, name, margins[name]) for s in statements]
+        found[name] = list(zip(apart, verdicts(apart, measure.sign), strict=True))
+    return found
+
+
+def statements_table(
+    statements: Sequence[Statement],
+    systems: Systems,
+    margins: Mapping[str, float],
+    flops: Mapping[str, float],
+) -> Grid:
+    """A row for each statement; ``flops`` are per token, by method."""
+    found = judged(statements, systems, margins)
+    rows = []
+    for i, s in enumerate(statements):
+        both = s.first in flops and s.second in flops
+        cost = f"{flops[s.first] / flops[s.second] - 1:+.0%}" if both else MISSING
+        row = [s.name, f"{s.first} and {s.second}", str(len(found["loss"][i][0].by_seed)), cost]
+        for name in MEASURES:
+            apart, verdict = found[name][i]
+            row += [_cell(apart, MEASURES[name]), verdict]
+        rows.append(row)
+    header = ["statement", "systems", "seeds", "FLOPs"]
+    for name in MEASURES:
+        header += [name, "verdict"]
+    shown = ", ".join(f"{margins[name]:g} {m.unit} ({name})" for name, m in MEASURES.items())
+    notes = [
+        "- **Differences** are the first system less the second, the mean over the seeds in which one "
+        "machine trained both, with the 95 percent t interval. A lower loss is better. FLOPs: how much more "
+        "a token costs with the first.",
+        f"- **Verdicts**: *equal within the margin* if two one-sided t-tests show it (margins: {shown}), "
+        "otherwise *ahead* or *behind* if a two-sided t-test shows that the difference is not zero, "
+        "otherwise *open*. Both tests are corrected over the statements by Holm's method, at a level of "
+        f"{LEVEL:.0%}. The verdict of the loss decides.",
+        *_left_out(statements, systems),
+    ]
+    return Grid(header, rows, notes, texts=2)
+
+
+def _cell(apart: Difference, measure: Measure) -> str:
+    if not apart.by_seed:
+        return MISSING
+    ends = apart.interval()
+    if math.isnan(ends[0]):
+        return measure.format(apart.mean)
+    return f"{measure.format(apart.mean)} [{', '.join(map(measure.format, ends))}]"
+
+
+def _left_out(statements: Iterable[Statement], systems: Systems) -> list[str]:
+    """A note on the seeds that two machines trained."""
+    found = []
+    for s in statements:
+        first, second = (
+            {r.seed: r.machine for r in systems.get(m, ())} for m in (s.first, s.second)
+        )
+        seeds = [seed for seed in first if seed in second and first[seed] != second[seed]]
+        if seeds:
+            names = ", ".join("the first" if seed is None else str(seed) for seed in seeds)
+            found.append(f"{s.first} and {s.second} ({names})")
+    if not found:
+        return []
+    return [f"- **Seeds left out**, since two machines trained the systems: {'; '.join(found)}."]
+
+
+@styled
+def draw_statements(
+    statements: Sequence[Statement], systems: Systems, margins: Mapping[str, float]
+) -> Figure:
+    """A panel for each measure: differences with 95 percent intervals, seeds as dots, margins shaded."""
+    found = judged(statements, systems, margins)
+    height = 1.2 + 0.5 * len(statements)
+    figure, axes = new(1, len(MEASURES), width=11.0, height=height, sharey=True)
+    for ax, (name, measure) in zip(axes[0], MEASURES.items(), strict=True):
+        ax.axvspan(-margins[name], margins[name], color=LIGHT, alpha=0.35, lw=0)
+        ax.axvline(0, color=MIDDLE, lw=0.8)
+        for y, (apart, _) in enumerate(found[name]):
+            ax.plot(apart.values, [y] * len(apart.values), "o", ms=3, color=MIDDLE, alpha=0.7)
+            low, high = apart.interval()
+            if not math.isnan(low):
+                ax.plot([low, high], [y, y], "-", lw=2, color=DARK)
+            ax.plot([apart.mean], [y], "D", ms=5, color=DARK)
+        better = "left" if measure.sign < 0 else "right"
+        ax.set_title(f"{name}: the first is better on the {better}", fontsize=9)
+        ax.set_xlabel(measure.unit)
+    labels = [f"{s.first} − {s.second}" for s in statements]
+    axes[0][0].set_yticks(range(len(statements)), labels, fontsize=9)
+    axes[0][0].set_ylim(len(statements) - 0.4, -0.6)
+    return figure
