@@ -39,6 +39,13 @@ def rows(report: str, section: str) -> dict[str, list[str]]:
     return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
 
 
+def statement(report: str, systems: str) -> list[str]:
+    """Cells of the statement about two systems, from the number of seeds on."""
+    lines = [[cell.strip() for cell in line.split("|")] for line in report.splitlines()]
+    (found,) = (cells[3:] for cells in lines if cells[2:3] == [systems])
+    return found
+
+
 def report_of(folder: Path):
     configs = str(ROOT / "configs")
     return step_here("report", "multi30k", cwd=folder, CONFIG_DIR=configs)
@@ -77,8 +84,7 @@ def test_numbers_and_pictures(two_runs):
     assert table["moe"][3:6] == ["1", "2", "3.500"] and table["smoe-4-4"][5] == "3.250"
     assert table["moe"][7] == f"{abs(100 - apart):.2f}" and table["smoe-4-4"][7] == "100.00"
     assert table["moe"][2] == "500"  # 1 s for 2,000 words
-    (statement,) = (line.split("|") for line in report.splitlines() if "smoe-4-4 and moe" in line)
-    assert [cell.strip() for cell in statement[5:7]] == ["-0.250", "open"]
+    assert statement(report, "smoe-4-4 and moe")[2:4] == ["-0.250", "open"]
     # Only one of six directions is scored.
     assert rows(report, "BLEU by direction")["smoe-4-4"] == ["1", "100.00"]
     for name in ("costs", "statements"):
@@ -97,8 +103,7 @@ def test_seeds_and_machines(two_runs):
     table = rows(report, "Systems")
     assert table["method"][2:4] == ["time/token (us), m", "time/token (us), n"]
     assert table["smoe-4-4"][4] == "1 2" and table["smoe-4-4"][6] == "3.250 ± 0.000"
-    (statement,) = (line for line in report.splitlines() if "| smoe-4-4 and moe" in line)
-    assert statement.split("|")[3].strip() == "1"
+    assert statement(report, "smoe-4-4 and moe")[0] == "1"
     assert "smoe-4-4 and moe (2)" in report
     file.write_text(json.dumps(json.loads(file.read_text()) | {"untimed": "of another job"}))
     assert "n (times left out: of another job)" in made(folder)
@@ -168,8 +173,7 @@ def test_flops_are_those_of_the_measured_capacity(two_runs):
     apart = float(table["smoe-4-4"][1]) - float(table["moe"][1])
     assert apart == pytest.approx(more, abs=0.1)
     share = more / float(table["moe"][1])
-    (statement,) = (line for line in report.splitlines() if "smoe-4-4 and moe" in line)
-    assert f"{share:+.0%}" in statement
+    assert statement(report, "smoe-4-4 and moe")[1] == f"{share:+.0%}"
 
 
 def test_flops_are_those_of_the_experts_that_a_gate_learnt(two_runs):
