@@ -8,7 +8,7 @@ from commands import step_here
 from test_recipes import ROOT, commands, recipe, refusal, value
 
 from smoe_fairseq import cli
-from smoe_fairseq.recipes.training import train
+from smoe_fairseq.recipes.training import precision
 from smoe_fairseq.recipes.training.launcher import Launch
 
 PAPER = {
@@ -174,11 +174,41 @@ def test_max_tokens_and_update_freq_that_are_given_are_kept(tmp_path):
     assert value(words, "--max-tokens") == "1000" and words[-1] == "--update-freq=13"
 
 
-def test_too_many_gpus_for_the_batch_are_reported(tmp_path):
-    result = dry(tmp_path, "train", "m4", "moe", NODES="4", GPUS="8")
-    assert value(trained(result), "--max-tokens") == "512"  # The longest sentence has to fit in.
+def test_too_many_gpus_for_the_batch_are_refused(tmp_path):
+    """The longest sentence has to fit in; flags of one's own are one's own batch."""
+    sentence = refusal(dry(tmp_path, "train", "m4", "moe", NODES="4", GPUS="8"))
+    assert "32 ranks" in sentence and "13,000" in sentence and "25" in sentence
+    result = dry(tmp_path, "train", "m4", "moe", "--max-tokens", "512", NODES="4", GPUS="8")
     (warning,) = [x for x in result.stderr.splitlines() if x.startswith("warning: ")]
     assert "16,384 tokens per update" in warning and "13,000" in warning
+
+
+BATCHES = {  # of a data set that sets --max-tokens 4096 alone, by ranks and flags
+    (1, ""): ("4096", None),
+    (2, ""): ("2048", "1"),
+    (3, ""): ("1365", "1"),
+    (8, ""): ("512", "1"),
+    (1, "--max-tokens 1000"): ("1000", None),
+    (2, "--max-tokens 1000"): ("500", "1"),
+    (2, "--max-tokens=1000 --lr 1"): ("500", "1"),
+    (2, "--max-tokens 1000 --update-freq 3"): ("1000", "3"),  # as fairseq has them
+    (2, "--update-freq 3"): ("4096", "3"),
+    (1, "BATCH=16384"): ("4096", "4"),
+    (2, "BATCH=16384"): ("4096", "2"),
+    (2, "BATCH=16384 --max-tokens 2048"): ("2048", "4"),
+}
+
+
+@pytest.mark.parametrize("ranks, given", BATCHES)
+def test_ranks_share_the_batch_of_one(tmp_path, ranks, given):
+    set_to = dict(word.split("=") for word in given.split() if word.startswith("BATCH"))
+    flags = [word for word in given.split() if not word.startswith("BATCH")]
+    words = trained(dry(tmp_path, "train", "multi30k", "moe", *flags, GPUS=str(ranks), **set_to))
+    tokens, frequency = BATCHES[ranks, given]
+    assert value([w.replace("=", " ") for w in words], "--max-tokens") == tokens
+    assert ("--update-freq" in words) == (frequency is not None)
+    assert frequency is None or value(words, "--update-freq") == frequency
+    assert ("--lr" in flags) == (words[-2:] == ["--lr", "1"])
 
 
 @pytest.mark.parametrize(
@@ -218,10 +248,10 @@ def test_launchers(tmp_path):
     assert "torchrun or slurm" in sentence
 
 
-ASKED = "as PRECISION asks"
+ASKED = "as PRECISION requests"
 PRECISIONS = {  # flags, and what is said of them
-    ("GPUS=0",): (set(), "fp32, since the CPU has no fp16"),
-    ("GPUS=0", "PRECISION=fp16"): (set(), "fp32, since the CPU has no fp16"),
+    ("GPUS=0",): (set(), "fp32, which a CPU computes in"),
+    ("GPUS=0", "PRECISION=fp16"): (set(), "fp32, which a CPU computes in"),
     ("GPUS=1", "PRECISION=fp32"): (set(), f"fp32, {ASKED}"),
     ("GPUS=1", "PRECISION=fp16"): ({"--fp16"}, f"fp16, {ASKED}"),
     ("GPUS=0", "PRECISION=bf16"): ({"--bf16"}, f"bf16, {ASKED}"),  # a CPU has it
@@ -234,32 +264,37 @@ PRECISIONS = {  # flags, and what is said of them
 }
 
 
+@pytest.mark.parametrize("dataset", ["m4", "multi30k"])
 @pytest.mark.parametrize("given", PRECISIONS)
-def test_precision(tmp_path, given):
+def test_precision(tmp_path, dataset, given):
     set_to = dict(word.split("=") for word in given if "=" in word)
     flags = [word for word in given if word.startswith("--")]
-    result = dry(tmp_path, "train", "m4", "moe", *flags, **set_to)
+    result = dry(tmp_path, "train", dataset, "moe", *flags, **set_to)
     (words,) = commands(result, "fairseq-train")
     known = {"--fp16", "--bf16", "--amp", "--fp16-no-flatten-grads"}
     expected, said = PRECISIONS[given]
     assert known & set(words) == expected
-    assert f"# number type: {said}\n" in result.stdout
+    assert f"# number type: {said}" in result.stdout
 
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_precision_follows_the_gpu(monkeypatch, bf16):
+    """And stays, when the run resumes elsewhere."""
     monkeypatch.delenv("PRECISION", raising=False)
-    monkeypatch.setattr(train, "has_bf16", lambda: bf16)
-    flags, notes = train.precision_flags({"fp16": True}, Launch("plain", 1, 1, False), [])
-    assert flags == {"fp16": not bf16, "bf16": bf16}
-    assert ("which the GPU has" if bf16 else "no GPU here that has bf16") in notes[0]
-    flags, (note,) = train.precision_flags({}, Launch("plain", 1, 1, False), [])
-    assert flags == {} and note.startswith("# number type: fp32, since neither")
+    monkeypatch.setattr(precision, "has_bf16", lambda: bf16)
+    gpu, cpu = Launch("plain", 1, 1, False), Launch("plain", 1, 0, True)
+    flags, (note,) = precision.precision_flags("auto", gpu, [])
+    assert flags == {"bf16" if bf16 else "fp16": True}
+    assert ("this GPU supports" if bf16 else "no GPU here supports bf16") in note
+    for before, expected in (("--bf16", {"bf16": True}), ("--lr", {})):
+        for place in (gpu, cpu):
+            assert precision.precision_flags("auto", place, [], {before: ""})[0] == expected
+    assert precision.precision_flags("fp32", gpu, [])[0] == {}
 
 
 def test_a_precision_that_there_is_not(tmp_path):
     sentence = refusal(dry(tmp_path, "train", "m4", "moe", PRECISION="int8"))
-    assert "PRECISION=int8: choose one of bf16, fp16, fp32" in sentence
+    assert "PRECISION=int8: " in sentence and "bf16, fp16, fp32" in sentence
 
 
 def test_folders_whose_names_look_like_flags(tmp_path):

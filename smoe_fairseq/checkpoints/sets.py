@@ -225,7 +225,8 @@ class Shards:
                 **state[OPTIMIZER],
                 "state": {i: placed(names[i], values) for i, values in moments.items()},
             }
-        if iterator := extra.get("train_iterator"):  # not in a crash.pt; in batches of each rank
+        iterator = extra.get("train_iterator")  # not in a crash.pt
+        if iterator and "ranks" not in iterator:  # of an earlier version, in batches of each rank
             batches = iterator["iterations_in_epoch"] * len(self.files) // place.world_size
             extra["train_iterator"] = {**iterator, "iterations_in_epoch": batches}
         state[RECORD] = {**state[RECORD], "world_size": place.world_size, "rank": place.rank}

@@ -55,8 +55,8 @@ SETTINGS = [
     Setting("LAUNCHER", "NAME", "plain, torchrun or slurm", "torchrun for several processes"),
     Setting("SEED", "N", "random seed; each seed has its own folder", "the data set's"),
     Setting("SEEDS", "N,N", "random seeds of each method", "the data set's"),
-    Setting("BATCH", "SIZE", "tokens per update: a number, or a name of the data set", "paper"),
-    Setting("PRECISION", "TYPE", "fp32, fp16 or bf16", "the data set's, if the device has it"),
+    Setting("BATCH", "SIZE", "tokens per update: a number, or a name of the data set", "its own"),
+    Setting("PRECISION", "TYPE", "auto, bf16, fp16 or fp32", "the data set's, mostly auto"),
     Setting("JOBS", "N", "processes or runs side by side", "as cores and memory allow"),
     Setting("WORKERS", "N", "processes of each step", "all cores"),
     Setting("RAW", "PATH", "folder of text, or archive, to use", "download"),
@@ -129,6 +129,7 @@ STEPS = {
     "learn": Command("data.subwords:learn", "step: sentencepiece model"),
     "encode": Command("data.subwords:encode", "step: text to subwords"),
     "binarise": Command("data.binarise:binarise", "step: subwords to numbers"),
+    "reshard": Command("training.reshard:reshard", "step: checkpoints for other numbers of ranks"),
     "foretell": Command("training.forecast:print_forecast", "step: the memory of training"),
     "translate": Command(
         "evaluation.evaluate:translate",

@@ -139,7 +139,7 @@ def _values(node: yaml.Node | None, known: dict[int, float]) -> float:
 
 
 _KEYS = {
-    *("base", "pairs", "experts", "shards", "batch", "raw", "subwords"),
+    *("base", "pairs", "experts", "shards", "batch", "precision", "raw", "subwords"),
     *("task", "train", "generate", "checkpoint", "sacrebleu", "study", "classes"),
     *("methods", "margins", "statements"),
 }
@@ -176,7 +176,8 @@ class Dataset:
 
     ``pairs`` are language pairs as their files are named (``eng-nso``); each gives two directions.
     ``experts`` is the number of experts in a layer, for methods that do not set it. ``batch`` has tokens per
-    update by name; it is empty if ``train`` sets the batch. ``study`` lists the methods of a study;
+    update by name; it is empty if ``train`` sets the batch. ``precision`` is the number
+    type of training. ``study`` lists the methods of a study;
     ``statements`` has pairs of methods by name, of which its report compares the first with the second, and
     ``margins`` the differences that do not matter, by measure. ``methods`` has flags of
     single methods. ``classes`` has languages by the size of their text.
@@ -187,6 +188,7 @@ class Dataset:
     experts: int | None
     shards: int
     batch: dict[str, int]
+    precision: str
     raw: dict[str, Any]
     subwords: dict[str, Any]
     task: Flags

@@ -13,11 +13,12 @@ from smoe_fairseq.files import write_whole
 from smoe_fairseq.recipes.config import given_flags, is_number
 from smoe_fairseq.recipes.folders import read_json
 from smoe_fairseq.recipes.processes import report
-from smoe_fairseq.recipes.training.launcher import TOLERANCE
+from smoe_fairseq.recipes.training.batch import TOLERANCE
 
 FILE = "identity.json"  # in the run's folder
 PATIENCE = 60  # seconds until other machines see the first one's file: NFS may delay it
 _joined: set[Path] = set()  # folders of runs that another machine started
+_RANKS = "ranks"  # key in the file, for information; earlier versions did not write it
 _TRAINED = "trained"  # key in the file, written when training has ended: the values of `_LIMITS`
 _KEYS = {"method": str, "dictionary": str, "flags": dict}
 _SIZES = ("--max-tokens", "--batch-size")
@@ -82,7 +83,7 @@ def claim(
     folder = Path(given["--save-dir"])
     file = folder / FILE
     flags = _with_whole_batch(what_is_trained(given), processes)
-    own = {"method": method, "dictionary": _dictionary(data), "flags": flags}
+    own = {"method": method, "dictionary": _dictionary(data), "flags": flags, _RANKS: processes}
     folder.mkdir(parents=True, exist_ok=True)
     try:
         files.take(folder, files.RECIPE)
@@ -90,10 +91,10 @@ def claim(
         if machines == 1:
             raise
         _join(folder, own, data)
-        return not _is_saved(folder) or _is_unfinished(_read(file), given)
+        return not is_saved(folder) or _is_unfinished(_read(file), given)
     # fairseq-train has a lock of its own, and takes it only after reading its data.
     files.check_free(folder)
-    if _is_saved(folder) and file.exists():
+    if is_saved(folder) and file.exists():
         was = _read(file)
         difference = _difference(was, own, data)
         if not difference:
@@ -106,6 +107,8 @@ def claim(
             )
         if _difference(was, own | {"flags": was["flags"]}, data):
             raise UsageError(f"{folder} {difference}, which --force-resume is not for: {otherwise}")
+        if not _is_unfinished(was, given):
+            return False  # nothing is trained with the new flags
         report(f"{folder} {difference}, and goes on so, as --force-resume asks for")
     _write(file, own)
     return True
@@ -140,8 +143,14 @@ def finish(words: Sequence[str]) -> None:
         _write(folder / FILE, _read(folder / FILE) | {_TRAINED: limits(given)})
 
 
-def _is_saved(folder: Path) -> bool:
+def is_saved(folder: Path) -> bool:
+    """Whether a run has saved a checkpoint there."""
     return any(folder.glob("checkpoint*.pt"))
+
+
+def is_joined(folder: Path) -> bool:
+    """Whether another machine has started the run of this folder."""
+    return folder in _joined
 
 
 def _is_unfinished(was: dict, given: dict[str, str]) -> bool:
@@ -187,6 +196,14 @@ def _write(file: Path, content: dict) -> None:
 def flags_of(run: Path) -> dict[str, str]:
     """The flags that a run is trained with, each with its value; none if its folder does not say."""
     return _read(run / FILE)["flags"] if (run / FILE).exists() else {}
+
+
+def batch_of_earlier(run: Path) -> int | None:
+    """The batch of a run that an earlier version started; None for others."""
+    if not is_saved(run) or not (run / FILE).exists() or _RANKS in (was := _read(run / FILE)):
+        return None
+    sizes = (value for name, value in was["flags"].items() if name.endswith("="))
+    return next((int(size) for size in sizes if size.isdecimal()), None)
 
 
 def _read(file: Path) -> dict:

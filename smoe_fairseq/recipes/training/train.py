@@ -18,14 +18,16 @@ from smoe_fairseq.recipes.config import (
 from smoe_fairseq.recipes.folders import Folders, run_name, seed_of, user_dir
 from smoe_fairseq.recipes.processes import command, dry_run, report, run
 from smoe_fairseq.recipes.training import identity
-from smoe_fairseq.recipes.training.forecast import forecast
-from smoe_fairseq.recipes.training.launcher import (
-    Launch,
+from smoe_fairseq.recipes.training.batch import (
     batch_choices,
-    check_port,
-    launch,
+    longest_sentence,
     plan_batch,
+    without_sizes,
 )
+from smoe_fairseq.recipes.training.forecast import forecast
+from smoe_fairseq.recipes.training.launcher import Launch, check_port, launch
+from smoe_fairseq.recipes.training.precision import precision_flags
+from smoe_fairseq.recipes.training.reshard import reshard_lines
 from smoe_fairseq.training import screen
 
 LOG = "train.log"
@@ -38,12 +40,6 @@ NEEDED = {
     ("--max-tokens", "--batch-size"): "4096",
     ("--max-update", "--max-epoch"): "50000",
 }
-PRECISIONS = ("bf16", "fp16", "fp32")
-_PRECISION_FLAGS = (
-    *("--fp16", "--bf16", "--amp", "--memory-efficient-fp16"),
-    "--memory-efficient-bf16",
-)
-_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA under Windows, AMD
 
 
 def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: bool = False) -> None:
@@ -59,8 +55,9 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if not dry_run():
         folders.check_prepared()
     place = launch(extra)
-    recipe, notes = _for_place(dataset, recipe, place, extra)
-    folder = folders.run(run_name(dataset, method))
+    given = given_flags(extra)
+    folder = Path(given.get("--save-dir") or folders.run(run_name(dataset, method)))
+    recipe, extra, notes = _for_place(dataset, recipe, place, extra, folder)
     words = [*data_arguments(dataset), *arguments(recipe)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / LOG), *extra]
     _check_complete(dataset, words)
@@ -83,14 +80,18 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         for warning in warnings:
             report(warning)
     line = command(*place.words("fairseq-train"), *words)
+    sharded = "--expert-parallel" in given and recipe.get("moe-freq") != 0
     lines = [
         f"# {dataset.name} {folder.name}: train; resumes from checkpoint_last.pt if there is one",
         *notes,
+        *reshard_lines(folder, place.processes if sharded else 1),
         command("mkdir", "-p", folder),
         line,
     ]
+    if identity.is_joined(folder):
+        lines = lines[-1:]  # the machine that holds the folder prepares it
     if not dry_run():
-        lines.insert(-2, f"# the log is {folder / LOG}")
+        lines.insert(-1, f"# the log is {folder / LOG}")
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / LOG, "a", encoding="utf-8") as log:
             print(f"$ {line}", file=log)
@@ -100,28 +101,38 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
 
 
 def _for_place(
-    dataset: Dataset, recipe: Flags, place: Launch, extra: Sequence[str]
-) -> tuple[Flags, list[str]]:
-    """The recipe's flags with those for this launch, batch and precision; and comments on them."""
-    flags = recipe | place.flags()
-    notes = []
+    dataset: Dataset, recipe: Flags, place: Launch, extra: Sequence[str], folder: Path
+) -> tuple[Flags, list[str], list[str]]:
+    """The recipe's and the user's flags, with those for this launch, batch and precision; and comments."""
+    flags, extra, notes = recipe | place.flags(), list(extra), []
     if place.cpu and place.gpus:
         each = "process computes" if place.processes == 1 else "processes compute"
         notes.append(f"# {place.processes} {each} on the CPU")
     elif dry_run() and place.launcher == "torchrun":
         notes.append("# a machine without a GPU adds --cpu --distributed-backend gloo, less fp16")
-    if dataset.batch:
-        batch = plan_batch(dataset, place.processes, extra)
-        flags |= {"max-tokens": batch.max_tokens, "update-freq": batch.update_freq}
-        notes += [f"# {batch}", f"# BATCH: {batch_choices(dataset)}"]
+    resumed = identity.flags_of(folder) if identity.is_saved(folder) else {}
+    positions = flags.get("max-source-positions")
+    longest = longest_sentence(Folders(dataset.name).binary) or positions or 1
+    batch = plan_batch(
+        *(dataset, flags, place.processes, extra, min(longest, positions or longest)),
+        earlier=identity.batch_of_earlier(folder),
+    )
+    if batch and (batch.name or batch.ranks > 1):
+        sizes = batch.flags()
+        flags, extra = flags | sizes, extra if batch.name else without_sizes(extra, sizes)
+        notes.append(f"# {batch}")
+        if batch.name and dataset.batch:
+            notes.append(f"# BATCH: {batch_choices(dataset)}")
         if not batch.kept:
             report(f"the batch is not of the size asked for: {batch}")
         if batch.name == "release" and has_strata(flags) and "smoe-norm" not in flags:
             notes.append(
                 "# --smoe-norm released computes as the released code does (docs/reproduce.md)"
             )
-    precision, said = precision_flags(flags, place, extra)
-    return flags | precision, notes + said
+    # `fp16` among the flags of a data set is the earlier name of `precision: auto`.
+    flags.pop("fp16", None)
+    precision, said = precision_flags(dataset.precision, place, extra, resumed)
+    return flags | precision, extra, notes + said
 
 
 def _run(lines: Sequence[str], folder: Path, place: Launch) -> None:
@@ -169,51 +180,3 @@ def _check_complete(dataset: Dataset, words: Sequence[str]) -> None:
                 f"{flags[0]} is missing: expected it behind the method, or in `train` of {file}, such as "
                 f"`{flags[0].lstrip('-')}: {example}`"
             )
-
-
-def precision_flags(flags: Flags, place: Launch, extra: Sequence[str]) -> tuple[Flags, list[str]]:
-    """The flags to use in place of a recipe's ``fp16``, and comments on them.
-
-    Args:
-        extra: the user's own flags; if one of them sets the precision, nothing is added to it.
-
-    Raises:
-        UsageError: ``PRECISION`` is none of `PRECISIONS`.
-    """
-    asked = os.environ.get("PRECISION") or None
-    if asked not in (None, *PRECISIONS):
-        raise UsageError(f"PRECISION={asked}: choose one of {', '.join(PRECISIONS)}")
-    if own := [flag for flag in _PRECISION_FLAGS if flag in extra]:
-        return {"fp16": False}, [f"# number type: {own[0]}, as given behind the method"]
-    if asked is None and not flags.get("fp16"):
-        return {}, [
-            "# number type: fp32, since neither the data set nor PRECISION asks for another"
-        ]
-    if place.cpu and asked != "bf16":
-        why = "as PRECISION asks" if asked == "fp32" else "since the CPU has no fp16"
-        return {"fp16": False}, [f"# number type: fp32, {why}"]
-    chosen = asked or ("bf16" if has_bf16() else "fp16")
-    if asked:
-        why = "as PRECISION asks"
-    elif chosen == "bf16":
-        why = "which the GPU has, for the paper's fp16; PRECISION=fp16 trains in that"
-    else:
-        why = "the paper's, since there is no GPU here that has bf16; PRECISION=bf16 is for one that has"
-    notes = [f"# number type: {chosen}, {why}"]
-    result = {name: chosen == name for name in ("fp16", "bf16")}
-    if chosen == "fp16" and "--expert-parallel" in extra:
-        result["fp16-no-flatten-grads"] = True
-        notes.append("# with sharded experts, fp16 gradients are not flattened")
-    return result, notes
-
-
-def has_bf16() -> bool:
-    """Whether this machine's GPU has bf16; `torch.cuda.is_bf16_supported` includes emulation."""
-    if not any(os.path.exists(device) for device in _DEVICES):
-        return False  # without importing torch
-
-    import torch
-
-    if not torch.cuda.is_available():
-        return False
-    return bool(torch.version.hip) or torch.cuda.get_device_capability() >= (8, 0)

@@ -1,0 +1,196 @@
+"""The batch of a run: tokens (or sentences) per update, the same on any number of ranks."""
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.config import Dataset, Flags, given_flags
+from smoe_fairseq.recipes.folders import shard_folders
+
+TOLERANCE = 0.02  # of the tokens requested
+SIZES = ("max-tokens", "batch-size")  # of one forward pass on one rank, in tokens or in sentences
+_INDEX = struct.Struct("<9sQBQ")  # how fairseq's .idx files begin; 32-bit sizes follow
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``ranks`` times ``size`` times ``update_freq`` tokens per update; ``wanted`` were requested.
+
+    Attributes:
+        unit: ``max-tokens`` (on the longer side), or ``batch-size`` where a data set sets only that.
+        name: what ``BATCH`` is, if the batch is chosen by it.
+        sentences: at most, in one forward pass on one rank, where a number of tokens is not all.
+    """
+
+    unit: str
+    wanted: int
+    ranks: int
+    size: int
+    update_freq: int
+    name: str = ""
+    sentences: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Per update, over all ranks."""
+        return self.ranks * self.size * self.update_freq
+
+    @property
+    def kept(self) -> bool:
+        """Whether ``total`` is about as large as wanted."""
+        return abs(self.total - self.wanted) <= TOLERANCE * self.wanted
+
+    def flags(self) -> Flags:
+        """The flags of fairseq-train."""
+        sentences = {"batch-size": self.sentences} if self.sentences else {}
+        return {self.unit: self.size, **sentences, "update-freq": self.update_freq}
+
+    def __str__(self) -> str:
+        what = "tokens" if self.unit == "max-tokens" else "sentences"
+        plural = "s" if self.ranks > 1 else ""
+        text = (
+            f"{self.total:,} {what} per update = {self.ranks} rank{plural} x {self.size:,} "
+            f"(--{self.unit}) x {self.update_freq} (--update-freq)"
+        )
+        return text + (f"; requested (BATCH={self.name}): {self.wanted:,}" if self.name else "")
+
+
+def batch_choices(dataset: Dataset) -> str:
+    """The values of ``BATCH``, in words."""
+    names = [f"{name} ({size:,})" for name, size in _named(dataset).items()]
+    return ", ".join(names) + (" or a number" if names else "a number")
+
+
+def plan_batch(
+    dataset: Dataset,
+    flags: Flags,
+    ranks: int,
+    extra: Sequence[str] = (),
+    least: int = 1,
+    earlier: int | None = None,
+) -> Batch | None:
+    """The batch on so many ranks.
+
+    It is ``BATCH``, a name of the data set or a number of tokens; else the data set's ``batch: paper``;
+    else that of ``flags`` and ``extra`` on one rank. Ranks share it, in the same forward passes if their
+    number allows it. ``--max-tokens`` beside a ``BATCH``, and ``--update-freq``, stay as they are.
+
+    Args:
+        flags: those of the recipe; ``extra`` are the user's.
+        least: tokens that a forward pass has room for.
+        earlier: the batch of a run that an earlier version started, where each rank had the whole batch.
+
+    Returns:
+        None if neither sets a batch.
+
+    Raises:
+        UsageError: ``BATCH`` is neither name nor number, a flag has no number, or so many ranks cannot
+            share the batch.
+    """
+    given = {name: _number(extra, f"--{name}") for name in (*SIZES, "update-freq")}
+    if name := os.environ.get("BATCH") or ("paper" if _named(dataset) else ""):
+        wanted = _named(dataset).get(name)
+        if wanted is None and not (name.isdecimal() and int(name)):
+            raise UsageError(f"BATCH={name}: {dataset.name} has {batch_choices(dataset)} of tokens")
+        most = dataset.batch.get("max-tokens") or flags.get("max-tokens")
+        return _named_batch(name, wanted or int(name), most or int(name), ranks, given, least)
+    sizes = {unit: given[unit] or flags.get(unit) for unit in SIZES}
+    unit = next((unit for unit, size in sizes.items() if size), None)
+    if unit is None:
+        return None
+    size, frequency = int(sizes[unit]), given["update-freq"] or int(flags.get("update-freq", 1))
+    if given["update-freq"] or ranks == 1 and not earlier:
+        return Batch(unit, ranks * size * frequency, ranks, size, frequency)
+    wanted = size * frequency
+    if earlier and earlier % wanted == 0:
+        wanted = earlier
+    batch = _divided(unit, wanted, size, ranks, least if unit == "max-tokens" else 1)
+    if unit == "max-tokens" and (sentences := sizes["batch-size"]):
+        return replace(batch, sentences=max(1, round(int(sentences) * batch.size / size)))
+    return batch
+
+
+def _named(dataset: Dataset) -> dict[str, int]:
+    return {name: size for name, size in dataset.batch.items() if name != "max-tokens"}
+
+
+def _named_batch(name: str, wanted: int, most: int, ranks: int, given: dict, least: int) -> Batch:
+    frequency, size = given["update-freq"], given["max-tokens"]
+    if size or frequency:
+        if size:
+            frequency = frequency or max(1, round(wanted / ranks / size))
+        else:
+            size = min(max(least, most), max(least, int(wanted / ranks / frequency)))
+        return Batch("max-tokens", wanted, ranks, size, frequency, name)
+    return _divided("max-tokens", wanted, most, ranks, least, name)
+
+
+def _divided(unit: str, wanted: int, most: int, ranks: int, least: int, name: str = "") -> Batch:
+    """The batch in as few and large forward passes as ``most`` and ``least`` allow."""
+
+    def on(ranks: int) -> Batch:
+        frequency = -int(-wanted / ranks // max(least, most))
+        size = min(max(least, most), max(least, int(wanted / ranks / frequency)))
+        return Batch(unit, wanted, ranks, size, frequency, name)
+
+    batch = on(ranks)
+    if not batch.kept:
+        below = next((n for n in range(ranks - 1, 0, -1) if on(n).kept), None)
+        above = next((n for n in range(ranks + 1, 2 * ranks + 1) if on(n).kept), None)
+        near = " or ".join(str(n) for n in (below, above) if n)
+        room = f"; a rank needs room for a sentence of {least}" if least > 1 else ""
+        what = "tokens" if unit == "max-tokens" else "sentences"
+        raise UsageError(
+            f"{ranks} ranks (GPUS x NODES) cannot share a batch of {wanted:,} {what}{room}: the nearest "
+            f"number that can is {near}; or set BATCH"
+        )
+    return batch
+
+
+def _number(words: Sequence[str], flag: str) -> int | None:
+    value = given_flags(words).get(flag)
+    if value is None:
+        return None
+    if not value.isdecimal() or not int(value):
+        raise UsageError(f"{flag} {value}: expected a whole number of at least 1")
+    return int(value)
+
+
+def without_sizes(words: Sequence[str], flags: Flags) -> list[str]:
+    """The user's words without the flags that ``flags`` sets anew, with their values."""
+    names = {f"--{name}" for name in flags} | (
+        {"--max-sentences"} if "batch-size" in flags else set()
+    )
+    kept: list[str] = []
+    dropping = False
+    for word in words:
+        if word.startswith("-") and not word.lstrip("-").isdecimal():
+            dropping = word.partition("=")[0] in names
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def longest_sentence(folder: Path) -> int | None:
+    """Tokens of the longest sentence for training or validation, with its language token.
+
+    On either side, of the first shard; None without a readable index.
+    """
+    longest = 0
+    for split in ("train", "valid"):
+        for file in sorted(shard_folders(folder)[0].glob(f"{split}.*.idx")):
+            try:
+                with open(file, "rb") as index:
+                    magic, _, _, count = _INDEX.unpack(index.read(_INDEX.size))
+                    sizes = numpy.fromfile(index, "<i4", count)
+            except (OSError, ValueError, struct.error):
+                return None
+            if magic != b"MMIDIDX\x00\x00" or len(sizes) < count:
+                return None  # of another format, or cut off: training says so
+            longest = max(longest, int(sizes.max(initial=0)))
+    return longest + 1 if longest else None

@@ -1,0 +1,129 @@
+"""One batch on any number of ranks: a run resumes on another number by the same command."""
+
+import json
+import os
+import re
+
+import pytest
+import torch
+from commands import bash_torchrun
+from test_recipes import recipe, write_dataset
+
+from smoe_fairseq.checkpoints.io import open_checkpoint, rank_file
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.training.batch import plan_batch
+from smoe_fairseq.recipes.training.reshard import reshard
+
+LAST = "checkpoint_last.pt"
+
+
+@pytest.fixture
+def place(tmp_path, small_corpus) -> dict[str, str]:
+    """The environment of a machine without a GPU, where a tiny data set has been prepared."""
+    given = write_dataset(
+        *(tmp_path / "configs", "tiny"),
+        pairs=["src-tgt"],
+        raw={},
+        train={
+            **{"arch": "smoe_transformer_tiny", "encoder-embed-dim": 32},
+            **{"encoder-ffn-embed-dim": 48, "dropout": 0.0, "lr": 0.01, "num-workers": 0},
+            **{"moe-second-expert-policy": "all", "disable-validation": True},
+            **{"max-tokens": 60, "update-freq": 2, "log-format": "json", "log-interval": 1},
+        },
+    )
+    (tmp_path / "data/tiny").mkdir(parents=True)
+    (tmp_path / "data/tiny/bin").symlink_to(small_corpus)
+    return given | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | bash_torchrun()
+
+
+def trained(tmp_path, ranks: int, *words, **environment):
+    """What the recipe prints."""
+    result = recipe(tmp_path, "train", "tiny", *words, GPUS=str(ranks), **environment)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result
+
+
+def losses(folder) -> dict[int, float]:
+    """Of each update, from the log."""
+    lines = map(json.loads, re.findall(r'^\{"epoch.*\}$', (folder / "train.log").read_text(), re.M))
+    return {int(each["num_updates"]): float(each["loss"]) for each in lines if "loss" in each}
+
+
+def model(folder) -> dict[str, torch.Tensor]:
+    content = open_checkpoint(folder / LAST)["model"]
+    return {name: tensor for name, tensor in content.items() if not name.endswith("_float_tensor")}
+
+
+@pytest.mark.parametrize("how", ["replicated", "sharded"])
+def test_a_run_resumes_on_other_numbers_of_ranks(tmp_path, place, how):
+    """With the losses and the parameters of a run that was never interrupted."""
+    words = ["smoe-2-2", *(["--expert-parallel"] if how == "sharded" else [])]
+    trained(tmp_path, 1, *words, "--max-update", "9", **place, RUN_DIR="whole")
+    parts, said = tmp_path / "runs/tiny/smoe-2-2", []
+    for ranks, updates in ((1, 3), (2, 6), (1, 9)):
+        result = trained(tmp_path, ranks, *words, "--max-update", str(updates), **place)
+        said.append(result.stdout)
+    assert "2 ranks x 60 (--max-tokens) x 1 (--update-freq)" in said[1]
+    assert [text.count("resharded for") for text in said] == [0, *2 * [how == "sharded"]]
+    whole = tmp_path / "whole/tiny/smoe-2-2"
+    assert len(losses(whole)) == 9  # more than an epoch
+    assert losses(parts) == pytest.approx(losses(whole), rel=2e-3)  # of three digits each
+    expected = model(whole)
+    for name, tensor in model(parts).items():
+        assert torch.allclose(tensor, expected[name], atol=1e-5), name
+    kept = sorted(path.name for path in parts.glob("of-*/*"))
+    rank_files = [rank_file(LAST, rank).name for rank in range(2)]
+    assert kept == ([*rank_files, LAST] if how == "sharded" else [])
+    assert not list(parts.glob("resharded-*")) and not rank_file(parts / LAST, 0).exists()
+
+
+def test_resharding_that_was_cut_short_is_completed(tmp_path, place, monkeypatch):
+    """Wherever it is, one of the two sets is whole, and the next start takes the new one."""
+    words = ["smoe-2-2", "--expert-parallel", "--max-update", "1"]
+    trained(tmp_path, 2, *words, **place)
+    folder, replace = tmp_path / "runs/tiny/smoe-2-2", os.replace
+    saved = {path.name: path.read_bytes() for path in folder.glob("checkpoint*")}
+    for stop in range(1, 12):
+        left = [stop]
+
+        def cut_short(source, target, left=left):
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", cut_short)
+        try:
+            reshard(folder, 1)
+            break
+        except KeyboardInterrupt:
+            monkeypatch.setattr(os, "replace", replace)
+            reshard(folder, 1)
+        aside = {path.name: path.read_bytes() for path in folder.glob("of-2-ranks/*")}
+        assert aside == saved
+        assert [path.name for path in folder.glob("checkpoint*")] == [LAST]
+        (folder / LAST).unlink()
+        for path in folder.glob("of-2-ranks/*"):
+            replace(path, folder / path.name)
+    assert stop > 4
+
+
+def test_batches_of_sentences(monkeypatch):
+    monkeypatch.delenv("BATCH", raising=False)
+    dataset, flags = load_dataset("multi30k"), {"batch-size": 4}
+    assert plan_batch(dataset, flags, 2).flags() == {"batch-size": 2, "update-freq": 1}
+    with pytest.raises(UsageError, match="^3 ranks .* is 2 or 4; or set BATCH$"):
+        plan_batch(dataset, flags, 3)
+    both = plan_batch(dataset, {"max-tokens": 4096}, 4, ["--max-sentences", "64"])
+    assert both.flags() == {"max-tokens": 1024, "batch-size": 16, "update-freq": 1}
+    assert plan_batch(dataset, {}, 2) is None
+
+
+def test_a_run_of_an_earlier_version_keeps_its_batch(monkeypatch):
+    """Each of its two ranks had the whole batch."""
+    monkeypatch.delenv("BATCH", raising=False)
+    dataset, flags = load_dataset("multi30k"), {"max-tokens": 4096}
+    assert plan_batch(dataset, flags, 2, earlier=8192).flags()["max-tokens"] == 4096
+    assert plan_batch(dataset, flags, 1, earlier=8192).flags()["update-freq"] == 2
+    assert plan_batch(dataset, flags, 2, earlier=5000).flags()["max-tokens"] == 2048
