@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from smoe_fairseq.compat import require_fairseq
-from smoe_fairseq.errors import ends_with_sentence, heeded, quietly, writes_all
+from smoe_fairseq.errors import ends_with_sentence, exit_on_signals, flush_stdout, quietly
 from smoe_fairseq.recipes.commands import RECIPES, CommandParser, add_arguments
 
 # NAME: (module, one line of help). The module has `add_NAME_arguments(parser)` and `run_NAME(args)`,
@@ -68,9 +68,9 @@ COMMANDS = {
 }
 
 
-@heeded()
+@exit_on_signals()
 @ends_with_sentence
-@writes_all
+@flush_stdout
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv

@@ -3,7 +3,6 @@
 import codecs
 import errno
 import functools
-import linecache
 import logging
 import math
 import os
@@ -17,7 +16,6 @@ import warnings
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import TextIO
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # these have sentences of their own
@@ -41,18 +39,16 @@ _LIBRARIES = ("omegaconf", "hydra", "sentencepiece")  # whose errors are about s
 _MISFITS = ("Error(s) in loading state_dict", "--")
 _NULL = re.compile(r"override \w+\.(\w+)=null")  # hydra's words for an option without a value
 _SETTING = re.compile(r"--([\w-]+) (?:\S+|'[^']*'): ")  # how a sentence about a flag's value begins
-_FILES = ("file", "filename", "path", "f", "model_file")  # local variables that hold one
-_PLACES = ("destdir", "results_path", "save_dir")  # flags by which commands are told where to write
-_NEAR = 3  # innermost frames in which a flag is looked for: others use many
-_LONGEST = 300  # letters of a word, and of what others say
+_PLACES = ("--destdir", "--results-path", "--save-dir")
+_LONGEST = 300  # letters of a word, and of another program's message
 
 
 def one_line(error: BaseException) -> str | None:
     """The line that ends a command for an error of a kind that bad input causes; else None.
 
     A UsageError is its own sentence, an OSError of a file names that, and what fairseq raises as a plain
-    Exception is its own sentence too. Any other line begins with the flag or file that the innermost frame
-    of the stack trace tells of, and ends with the source line, since it may be a mistake of the program's.
+    Exception is its own sentence too. Any other line is the exception's own, with its type and the source
+    line, since it may be a mistake of the program's.
     """
     said = " ".join(str(error).split())
     if isinstance(error, UsageError):
@@ -63,11 +59,7 @@ def one_line(error: BaseException) -> str | None:
         return printable(f"{error.filename}: {error.strerror}")
     if type(error) is Exception and said:
         return printable(said)
-    trace = [*traceback.walk_tb(error.__traceback__)]
-    raised_in = trace[-1][0].f_globals.get("__name__", "") if trace else ""
-    of_library = {n.partition(".")[0] for n in (type(error).__module__, raised_in)} & {*_LIBRARIES}
-    misfit = isinstance(error, RuntimeError) and said.startswith(_MISFITS)
-    if not (isinstance(error, _OF_INPUT) or of_library or misfit):
+    if not _is_of_input(error):
         return None
     if missing := _NULL.search(said):  # what a value that has to be given is, where it is not
         return f"--{missing[1].replace('_', '-')} is missing"
@@ -77,101 +69,52 @@ def one_line(error: BaseException) -> str | None:
     if re.match(r"--\w", said):  # a sentence of fairseq's that begins with its flag
         return printable(said)
     words = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    if trace:
-        frame, line = trace[-1]
-        folder, name = os.path.split(frame.f_code.co_filename)
-        words += f" ({os.path.basename(folder)}/{name}, line {line}"
-        words += "; SMOE_DEBUG=1 shows the stack trace)"
-    inwards = trace[::-1]
-    in_words = (
-        f"--{name.replace('_', '-')} {value}"
-        for name, value in _given_flags().items()
-        if len(value) > 1 and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", said)
-    )
-    flags = (_flag_of(*each) for each in inwards[:_NEAR])
-    files = (_file_of(frame) for frame, _ in inwards)
-    named = next(filter(None, (*in_words, *flags, *files)), "")
-    return printable(f"{named}: {words}" if named and named not in said else words)
-
-
-@contextmanager
-def blaming(path: os.PathLike | str) -> Iterator[None]:
-    """What is made of a file's settings: an error of a kind that bad input causes names the file.
-
-    Raises:
-        UsageError: ``PATH: its settings cannot be used (KeyError 'nope')``; where the stack trace tells
-            of another file, such as a dictionary, that one is named. An OSError of another file, what
-            fairseq raises as a plain Exception, and a UsageError pass as they are, unless that begins
-            with a flag and its value that the user has not given: then it is the file's.
-    """
-    try:
-        yield
-    except UsageError as error:
-        setting = _SETTING.match(str(error))
-        if setting is None or setting[1].replace("-", "_") in _given_flags():
-            raise
-        raise UsageError(f"{path}: its settings cannot be used ({error})") from error
-    except Exception as error:
-        names_file = isinstance(error, OSError) and error.filename
-        if type(error) is Exception or names_file or one_line(error) is None:
-            raise
-        said = f"{type(error).__name__} {' '.join(str(error).split())[:_LONGEST]}".strip()
-        inwards = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
-        file = next(filter(None, map(_file_of, inwards)), None)
-        if file in (None, os.fspath(path)):
-            raise UsageError(f"{path}: its settings cannot be used ({said})") from error
-        raise UsageError(f"{file} cannot be used ({said})") from error
-
-
-def _given_flags() -> dict[str, str]:
-    """The flags that the command was called with, and the value of each, by the names of their variables."""
-    words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
-    flags = {}
-    for flag, value in zip(words, [*words[1:], ""]):
-        if flag.startswith("--") and flag != "--":
-            flags[flag[2:].replace("-", "_")] = "" if value.startswith("--") else value
-    return flags
+    trace = traceback.extract_tb(error.__traceback__)
+    if trace := [frame for frame in trace if not frame.filename.startswith("<")]:
+        folder, name = os.path.split(trace[-1].filename)
+        log = next(iter(_log_files()), None)
+        where = f"{log} has the stack trace" if log else "SMOE_DEBUG=1 shows the stack trace"
+        words += f" ({os.path.basename(folder)}/{name}, line {trace[-1].lineno}; {where})"
+    return printable(words)
 
 
 def _place() -> str:
-    """The likely place of a failed write that names no file: an output flag's, or standard output."""
-    flags = _given_flags()
-    named = (f"--{name.replace('_', '-')} {flags[name]}" for name in _PLACES if name in flags)
-    return next(named, "standard output")
+    """Where a command is told to write, for a failed write that names no file."""
+    flags = dict(zip(sys.argv, sys.argv[1:]))
+    return next((f"{flag} {flags[flag]}" for flag in _PLACES if flag in flags), "a file")
 
 
-def _flag_of(frame: FrameType, line: int) -> str | None:
-    """The first flag whose value is in a variable, or else whose name is in this line of the source."""
-    source = linecache.getline(frame.f_code.co_filename, line)
-    local = frame.f_locals
-    words = {each for each in local.values() if isinstance(each, str)}
-    in_line = None
-    for name, value in _given_flags().items():
-        flag = f"--{name.replace('_', '-')} {value}"
-        if name in local:
-            listed = isinstance(local[name], list | tuple)
-            if value and value == (",".join(map(str, local[name])) if listed else str(local[name])):
-                return flag
-        elif len(value) > 1 and value in words:
-            return flag
-        elif value and os.sep not in value and re.search(rf"\b{re.escape(name)}\b", source):
-            in_line = in_line or flag
-    return in_line
+def _is_of_input(error: BaseException) -> bool:
+    """Whether bad input causes errors of this kind, in the modules that it was raised in."""
+    *_, (frame, _) = [(None, 0), *traceback.walk_tb(error.__traceback__)]
+    raised_in = frame.f_globals.get("__name__", "") if frame else ""
+    of_library = {n.partition(".")[0] for n in (type(error).__module__, raised_in)} & {*_LIBRARIES}
+    misfit = isinstance(error, RuntimeError) and str(error).startswith(_MISFITS)
+    return isinstance(error, _OF_INPUT) or bool(of_library) or misfit
 
 
-def _file_of(frame: FrameType) -> str | None:
-    """The existing file whose path a usual variable of the frame holds; not a program."""
-    local = frame.f_locals
-    # fairseq's data are named without the ending.
-    of_object = getattr(local.get("self"), "__dict__", {}).get("_path")
-    ending = "idx" if "index" in frame.f_code.co_name else "bin"
-    for value in (*map(local.get, _FILES), of_object):
-        value = getattr(value, "name", value)
-        if isinstance(value, str | os.PathLike):
-            for file in (os.fspath(value), f"{os.fspath(value)}.{ending}"):
-                if os.path.isfile(file) and not file.endswith(".py"):
-                    return file
-    return None
+@contextmanager
+def naming_file(path: os.PathLike | str, what: str = "its settings") -> Iterator[None]:
+    """What is made of a file's content: an error of a kind that bad input causes names the file.
+
+    Raises:
+        UsageError: ``PATH: its settings cannot be used (KeyError 'nope')``, also for a UsageError about
+            the value of a flag, which is the file's. An OSError of another file, what fairseq raises as a
+            plain Exception, and any other UsageError pass as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())[:_LONGEST]
+        if isinstance(error, UsageError):
+            passes = not _SETTING.match(said)
+        else:
+            passes = type(error) is Exception or getattr(error, "filename", None)
+            passes = passes or not _is_of_input(error)
+            said = f"{type(error).__name__} {said}".strip()
+        if passes:
+            raise
+        raise UsageError(f"{path}: {what} cannot be used ({said})") from error
 
 
 def printable(words: str) -> str:
@@ -182,19 +125,33 @@ def printable(words: str) -> str:
 
 
 def ends_with_sentence(command: Callable) -> Callable:
-    """The command; an error of a kind that bad input causes ends it with one line and exit status 1."""
+    """The command; an error of a kind that bad input causes ends it with one line and exit status 1.
+
+    The stack trace of any error is written to the log files that are open.
+    """
 
     @functools.wraps(command)
     def run(*arguments, **options):
         try:
             return command(*arguments, **options)
         except Exception as error:
+            trace = (type(error), error, error.__traceback__)
+            record = logging.LogRecord(__name__, logging.ERROR, "", 0, "ended by", None, trace)
+            for handler in _log_files().values():
+                handler.handle(record)
             if (words := one_line(error)) is None:
                 raise
             show_trace(error)
             raise SystemExit(f"error: {words}") from None
 
     return run
+
+
+def _log_files() -> dict[str, logging.FileHandler]:
+    """Those of all loggers, such as fairseq's ``--log-file``, by path."""
+    loggers = (logging.root, *logging.root.manager.loggerDict.values())
+    handlers = (handler for each in loggers for handler in getattr(each, "handlers", ()))
+    return {h.baseFilename: h for h in handlers if isinstance(h, logging.FileHandler)}
 
 
 def show_trace(error: BaseException) -> None:
@@ -284,7 +241,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def heeded() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Each of `ENDING` raises SystemExit with a shell's status for it, 128 + n.
 
     What is ignored (nohup, a shell's background jobs) stays so.
@@ -337,7 +294,7 @@ class _Watched:
         return getattr(self.stream, name)
 
 
-def writes_all(command: Callable) -> Callable:
+def flush_stdout(command: Callable) -> Callable:
     """The command, with all that it prints written when it returns.
 
     Raises:

@@ -1,14 +1,19 @@
 """Files that can be read, and are not what a checkpoint of fairseq is: one sentence, in every command."""
 
+import errno
+
 import pytest
 import torch
-from commands import generation, run
+from commands import PLUGIN, generation, run, run_python
 from fairseq import checkpoint_utils
 from test_compat import run_without
 from test_training import train as train_smoe
 
-from smoe_fairseq.checkpoints.io import open_checkpoint
+from smoe_fairseq.checkpoints.io import open_checkpoint, pending, rank_file, record_of
+from smoe_fairseq.compat.safe_load import InaccessibleCheckpoint
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.modules.parallel import Placement
+from smoe_fairseq.training import sharded_checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +55,68 @@ def test_a_part_of_another_kind_is_refused(sparse, tmp_path, kind, load):
     assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("place", ["torch.load", "zipfile.ZipFile"])
-def test_memory_that_runs_out_is_no_fault_of_the_file(sparse, tmp_path, monkeypatch, place):
+# What the system and torch raise for want of memory or files, or from a failing disk.
+SHORTAGES = [
+    MemoryError(),
+    OSError(errno.EMFILE, "Too many open files"),
+    OSError(errno.EIO, "Input/output error"),
+    RuntimeError("unable to mmap 9 bytes from file <x.pt>: Cannot allocate memory (12)"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate"
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "place, error",
+    [("zipfile.ZipFile", e) for e in SHORTAGES[:3]] + [("torch.load", e) for e in SHORTAGES],
+)
+def test_a_shortage_is_no_fault_of_the_file(sparse, tmp_path, monkeypatch, place, error):
+    """It is named, without advice to remove it, and never taken for a useless one, which is removed."""
     file = changed(sparse, tmp_path / "checkpoint.pt", lambda state: None)
 
     def full(*_, **__):
-        raise MemoryError
+        raise error
 
     monkeypatch.setattr(place, full)
-    with pytest.raises(MemoryError):
-        open_checkpoint(file)
+    for load in (open_checkpoint, record_of, checkpoint_utils.load_checkpoint_to_cpu):
+        with pytest.raises(InaccessibleCheckpoint) as end:
+            load(str(file))
+        assert str(end.value).startswith(str(file)) and "remove" not in str(end.value)
+
+
+def test_a_pending_set_is_kept_for_want_of_memory(sparse, tmp_path, monkeypatch):
+    file = pending(rank_file(tmp_path / "checkpoint_last.pt", 0))
+    changed(sparse, file, lambda state: None)
+    monkeypatch.setattr(sharded_checkpoints, "from_all", lambda value: [value])
+
+    def full(*_, **__):
+        raise SHORTAGES[-1]
+
+    monkeypatch.setattr("torch.load", full)
+    with pytest.raises(UsageError, match="checkpoint_last-rank-0.pt.pending"):
+        sharded_checkpoints.recover(tmp_path, Placement(2, 1, 0))
+    assert file.exists()
+
+
+LIMITED = """
+import resource, sys, torch, fairseq.checkpoint_utils
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 30_000_000,) * 2)
+sys.path[0] = sys.argv.pop()
+from smoe_fairseq.compat.safe_load import InaccessibleCheckpoint
+try:
+    fairseq.checkpoint_utils.load_checkpoint_to_cpu(sys.argv[1])
+except InaccessibleCheckpoint:
+    sys.exit(7)
+"""
+
+
+def test_a_sound_checkpoint_that_does_not_fit_into_memory(tmp_path):
+    state = {"model": {"w": torch.zeros(20_000_000)}, "args": None, "cfg": {}}
+    torch.save(state, tmp_path / "large.pt")
+    result = run_python(LIMITED, tmp_path / "large.pt", PLUGIN.parent)
+    assert result.returncode == 7, result.stdout
 
 
 def test_an_empty_history_is_named_by_the_command(small_corpus, sparse, tmp_path):

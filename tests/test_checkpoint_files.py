@@ -248,7 +248,7 @@ def test_a_kill_while_saving_leaves_the_old_checkpoint(pre_norm, corpus, folder)
     """The copy of the newest checkpoint to checkpoint_last.pt is where the run ends."""
     before = contents(folder)
     program, *flags = resume(corpus, folder, "--max-epoch", 3)
-    result = run_python(KILLED + WITHOUT, "read_past_cache", SCRIPTS / program, *flags)
+    result = run_python(KILLED + WITHOUT, "find_last_bit", SCRIPTS / program, *flags)
     assert result.returncode == -9  # that patch has nothing to do with it
     assert (folder / "checkpoint_best.pt").exists()
     assert contents(folder).items() > before.items()
@@ -270,7 +270,7 @@ def test_without_room_the_old_checkpoint_stays(pre_norm, corpus, folder):
     assert pre_norm.stat().st_size > 150_000
     before = contents(folder)
     program, *flags = resume(corpus, folder, "--max-epoch", 3)
-    result = run_python(FULL + WITHOUT, "read_past_cache", SCRIPTS / program, *flags)
+    result = run_python(FULL + WITHOUT, "find_last_bit", SCRIPTS / program, *flags)
     assert result.returncode == 1 and "Traceback" not in result.stdout
     sentence = f"error: {folder / 'checkpoint_best.pt'} cannot be saved: File too large; files"
     assert result.stdout.splitlines()[-1].startswith(sentence)

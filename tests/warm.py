@@ -15,6 +15,7 @@ import os
 import runpy
 import sys
 import threading
+import types
 import warnings
 from pathlib import Path
 
@@ -157,7 +158,11 @@ def run_program(words: list[str]) -> None:
     else:
         sys.path[0] = str(Path(words[0]).parent)
         sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+        main = sys.modules["__main__"] = types.ModuleType(
+            "__main__"
+        )  # also while an error is printed
+        main.__file__ = words[0]
+        exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), vars(main))
 
 
 def status_of(function, *arguments) -> int:

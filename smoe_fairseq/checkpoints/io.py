@@ -17,10 +17,11 @@ from smoe_fairseq.compat.safe_load import (
     CutOffCheckpoint,
     InaccessibleCheckpoint,
     check_content,
+    check_there,
     is_archive,
     reading,
 )
-from smoe_fairseq.errors import UsageError, blaming
+from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import check_plain, rank_files
 from smoe_fairseq.modules.parallel import Placement
 
@@ -43,10 +44,8 @@ def open_checkpoint(path: Path | str) -> dict:
     try:
         with reading(path):
             state = torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=True)
-    except (UsageError, MemoryError):
+    except UsageError:
         raise
-    except FileNotFoundError:
-        raise UsageError(f"{path} is missing") from None
     except Exception:  # torch raises many kinds of errors for bytes that are no pickle
         raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
     check_content(path, state)
@@ -162,8 +161,8 @@ def record_of(path: Path | str) -> Record | None:
     """The record of a file; None if the file is missing, cut off, damaged, or has no record.
 
     Raises:
-        InaccessibleCheckpoint: this user may not read the file, which must not be taken for a useless
-            one and removed.
+        InaccessibleCheckpoint: the file cannot be read now, and must not be taken for a useless one and
+            removed.
     """
     try:
         return Record.of(open_checkpoint(path), path)
@@ -271,11 +270,12 @@ def remember_file(dictionary: ModuleType) -> None:
 
     @functools.wraps(original)
     def load(cls, f):
-        if isinstance(f, str):
-            check_plain(f)
-        loaded = original(cls, f)
-        if isinstance(f, str):
-            loaded.read_from = f
+        if not isinstance(f, str):
+            return original(cls, f)
+        check_plain(f)
+        with naming_file(f, "it"):
+            loaded = original(cls, f)
+        loaded.read_from = f
         return loaded
 
     dictionary.Dictionary.load = classmethod(load)
@@ -296,7 +296,14 @@ def compare_when_loaded(checkpoint_utils: ModuleType) -> None:
         given = parameters.bind(*arguments, **options)
         given.apply_defaults()
         given = given.arguments
-        with blaming(", ".join(map(str, given["filenames"]))):
+        for name in given["filenames"] if given["state"] is None else ():
+            for shard in range(given["num_shards"]):
+                check_there(
+                    checkpoint_utils.get_maybe_sharded_checkpoint_filename(
+                        name, given["suffix"], shard, given["num_shards"]
+                    )
+                )
+        with naming_file(", ".join(map(str, given["filenames"]))):
             models, config, task = original(*arguments, **options)
         for name, model in zip(given["filenames"], models, strict=False):
             path = checkpoint_utils.get_maybe_sharded_checkpoint_filename(

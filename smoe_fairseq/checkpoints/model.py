@@ -9,7 +9,7 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
 
-from smoe_fairseq.errors import UsageError, blaming
+from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
 from smoe_fairseq.models.transformer import SMoETransformerModel
 
@@ -66,7 +66,7 @@ def known_options(path: Path, state: Mapping) -> dict:
     Raises:
         UsageError: it has options that our model does not have, or is another model.
     """
-    with blaming(path):
+    with naming_file(path):
         model, values = model_values(path, state)
     for name in _WITHOUT_PLACE if model == STOCK else ():
         if values.get(name):
@@ -148,7 +148,7 @@ def target_model(path: Path, options: dict, weights: dict) -> SMoETransformerMod
         source_dictionary = _vocabulary(path, weights, "encoder")
         target_dictionary = _vocabulary(path, weights, "decoder")
 
-    with blaming(path), torch.device("meta"):
+    with naming_file(path), torch.device("meta"):
         return SMoETransformerModel.build_model(Namespace(**options), Task)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoints.model import SIDES, known_options, plain_config
 from smoe_fairseq.checkpoints.sets import place_of, weights_of
-from smoe_fairseq.errors import UsageError, blaming
+from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import whole_files
 from smoe_fairseq.models.options import SMoETransformerConfig
 
@@ -64,7 +64,7 @@ def blocks(
     found = {}
     for side in SIDES:
         freq = config.moe_freq_of(side)
-        with blaming(path):
+        with naming_file(path):
             of_layers = config.moe_options(side)
         for number, options in enumerate(of_layers, start=1):
             prefix = f"{side}.layers.{number * freq - 1}.moe"

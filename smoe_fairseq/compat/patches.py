@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import functools
+import logging
 import math
 import os
 import sys
@@ -12,12 +13,12 @@ from collections.abc import Callable
 from types import ModuleType
 
 from smoe_fairseq.errors import UsageError, checks_first, ends_with_sentence, one_line, show_trace
+from smoe_fairseq.files import rank_files
 
-from .safe_load import evaluate, saved_name
+from .safe_load import check_there, evaluate, saved_name
 
-PATCHES: list[
-    tuple[str, Callable[[ModuleType], None]]
-] = []  # module of fairseq's, and what patches it
+logger = logging.getLogger(__name__)
+PATCHES: list[tuple[str, Callable[[ModuleType], None]]] = []  # module of fairseq, and its patch
 
 
 def patches(module: str) -> Callable:
@@ -35,8 +36,8 @@ def patches(module: str) -> Callable:
 # For fairseq 0.12.2 on Python 3.11 and later. There ``@dataclass`` refuses a default value without
 # ``__hash__`` ("mutable default ... is not allowed"), which every plain dataclass instance is, and
 # ``fairseq.dataclass.configs.FairseqConfig`` is made of such defaults, so ``import fairseq``
-# fails. fairseq never changes these defaults in place; giving its dataclasses a hash is all it
-# takes.
+# fails. fairseq never changes these defaults in place; giving its dataclasses, and those that
+# plugins derive from them, a hash is all it takes.
 
 
 @patches("dataclasses")
@@ -47,7 +48,8 @@ def hash_dataclasses(dataclasses: ModuleType) -> None:
     def dataclass(cls=None, /, **options):
         if cls is None:
             return lambda decorated: dataclass(decorated, **options)
-        if cls.__module__.partition(".")[0] == "fairseq" and not options.get("frozen"):
+        of_fairseq = any(c.__module__.partition(".")[0] == "fairseq" for c in cls.__mro__)
+        if of_fairseq and not options.get("frozen"):
             options.setdefault("unsafe_hash", True)
         return original(cls, **options)
 
@@ -116,30 +118,26 @@ def import_user_dir_first(initialize: ModuleType) -> None:
 # One line for bad input of a fairseq command, where Python would print a stack trace.
 #
 # For whatever bad input raises in fairseq itself and in this package (`smoe_fairseq.errors.one_line`);
-# ``SMOE_DEBUG=1`` shows the stack trace. Anywhere else, in a notebook say, these are exceptions like
-# others.
+# ``SMOE_DEBUG=1`` shows the stack trace. In any other program (a notebook, a script that calls
+# ``train.main``) these are exceptions like others.
 
 
 @patches("fairseq.distributed.utils")
 def end_commands_with_sentence(utils: ModuleType) -> None:
-    """Most commands do their work in ``call_main``, or in processes of their own; others have the hook."""
+    """Most commands do their work in ``call_main``; others, and reading the options, have the hook."""
     for name in ("call_main", "distributed_main"):
         setattr(utils, name, _in_command(getattr(utils, name)))
     previous = sys.excepthook
 
     def print_sentence(kind, error, trace):
-        words = one_line(error) if is_fairseq_command() else None
-        if is_fairseq_command() and isinstance(error, KeyboardInterrupt):
-            words = "interrupted"
-        if words is None:
+        words = "interrupted" if isinstance(error, KeyboardInterrupt) else one_line(error)
+        if words is None or not is_fairseq_command():
             previous(kind, error, trace)
         else:
             show_trace(error)
             print(f"error: {words}", file=sys.stderr)
 
-    sys.excepthook = (
-        print_sentence  # options are read before, and fairseq-preprocess has no call_main
-    )
+    sys.excepthook = print_sentence
 
 
 def _in_command(function: Callable) -> Callable:
@@ -153,8 +151,12 @@ def _in_command(function: Callable) -> Callable:
 
 
 def is_fairseq_command() -> bool:
-    """Whether this process is one of fairseq's programs."""
-    return any(name.startswith("fairseq_cli.") for name in sys.modules)
+    """Whether the program of this process is one of fairseq's, by whatever it was started."""
+    main = sys.modules["__main__"]
+    folder, file = os.path.split(getattr(main, "__file__", None) or "")
+    spec = getattr(main, "__spec__", None)
+    names = (file, os.path.basename(folder), spec.name if spec else "")
+    return any(name.startswith(("fairseq-", "fairseq_cli")) for name in names)
 
 
 # Refuses values of fairseq's own options that it would take, and train something else than was meant.
@@ -206,14 +208,28 @@ def _check_values(cfg) -> None:
         raise UsageError(
             f"--adam-betas {betas}: expected two numbers from 0 to below 1, as in '(0.9, 0.98)'"
         )
-    file = _value(cfg, "checkpoint.restore_file")
-    if cfg.get("optimizer") is not None and file not in (None, "checkpoint_last.pt"):
-        first_of_set = "-rank-0".join(os.path.splitext(file))
-        elsewhere = "://" in file  # fairseq fetches it
-        if not (elsewhere or os.path.exists(file) or os.path.exists(first_of_set)):
+    if cfg.get("optimizer") is not None:
+        if rank_files(begin := _value(cfg, "checkpoint.finetune_from_model") or ""):
+            check_there(begin)
+        _check_restored(_value(cfg, "checkpoint.restore_file"), cfg.checkpoint.save_dir)
+
+
+def _check_restored(file: str, save_dir: str) -> None:
+    """Raise UsageError where ``--restore-file`` is missing and its name is likely to be mistyped.
+
+    fairseq's users write ``--restore-file x.pt`` for a new run: a name without a folder, and unlike that
+    of any file.
+    """
+    if file == "checkpoint_last.pt" or "://" in file or os.path.exists(file) or rank_files(file):
+        return
+    if os.path.dirname(file):
+        raise UsageError(f"--restore-file {file} is missing, or in a folder that cannot be read")
+    for folder in filter(os.path.isdir, (".", save_dir)):
+        if near := difflib.get_close_matches(file, os.listdir(folder), 1, cutoff=0.8):
             raise UsageError(
-                f"--restore-file {file} is missing, or in a folder that cannot be read"
+                f"--restore-file {file} is missing; did you mean {os.path.join(folder, near[0])}?"
             )
+    logger.warning("--restore-file %s is missing: a new run begins", file)
 
 
 def _value(cfg, name: str):
@@ -264,38 +280,46 @@ def keep_bf16_off_tpu(options: ModuleType) -> None:
 
 @patches("fairseq.options")
 def take_task_of_checkpoint(options: ModuleType) -> None:
-    original = options.get_validation_parser
-
-    @functools.wraps(original)
-    def get_validation_parser(default_task=None):
-        task = default_task or _task_of_checkpoint(sys.argv[1:])
-        parser = original(task)  # which imports --user-dir
-        from fairseq.tasks import TASK_REGISTRY
-
-        if task is not None and task not in TASK_REGISTRY:
-            raise UsageError(
-                f"--user-dir is missing or another: the checkpoint's task is {task}, which fairseq itself "
-                "does not have; expected --user-dir with the plugin that it is from"
-            )
-        return parser
-
-    options.get_validation_parser = get_validation_parser
+    _before_parsing(options, _set_task)
 
 
-def _task_of_checkpoint(words: list[str]) -> str | None:
-    """Its name; None where ``--task`` names one, or help is asked for."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--task", "--path"):
-        parser.add_argument(flag)
-    given, others = parser.parse_known_args(words)
-    if given.task or {"-h", "--help"} & set(others):
-        return None
+def _set_task(parser: argparse.ArgumentParser, given: Namespace) -> None:
+    """The parser's default for ``--task``, where it has none and no task is given."""
+    from fairseq.tasks import TASK_REGISTRY
+
+    has_task = any(action.dest == "task" for action in parser._actions)
+    if given.task or given.help or not has_task or parser.get_default("task"):
+        return
     if not given.path:
         raise UsageError("--path is missing: expected the checkpoint to validate")
-    found = saved_name(given.path, "task", "task")
-    if found is None:
+    task = saved_name(given.path, "task", "task")
+    if task is None:
         raise UsageError(f"{given.path} does not say of what task it is: expected --task")
-    return found
+    if task not in TASK_REGISTRY:
+        raise UsageError(
+            f"--user-dir is missing or another: the checkpoint's task is {task}, which fairseq itself "
+            "does not have; expected --user-dir with the plugin that it is from"
+        )
+    parser.set_defaults(task=task)
+
+
+def _before_parsing(options: ModuleType, check: Callable) -> None:
+    """Has ``check(parser, given)`` called before arguments are parsed; ``given`` are some of them."""
+    original = options.parse_args_and_arch
+    words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--user-dir", "--task", "--path", "--arch"):
+        words.add_argument(flag, nargs="?", **{"dest": "arch"} if flag == "--arch" else {})
+    words.add_argument("-a", nargs="?", dest="arch")
+    words.add_argument("-h", "--help", action="store_true")
+
+    @functools.wraps(original)
+    def parse_args_and_arch(parser, input_args=None, *others, **more):
+        given, _ = words.parse_known_args(input_args)
+        options.utils.import_user_module(given)
+        check(parser, given)
+        return original(parser, input_args, *others, **more)
+
+    options.parse_args_and_arch = parse_args_and_arch
 
 
 # One sentence for a checkpoint whose model fairseq does not have, as without ``--user-dir``.
@@ -325,25 +349,18 @@ def name_unknown_model(models: ModuleType) -> None:
 @patches("fairseq.options")
 def name_unknown_model_to_train(options: ModuleType) -> None:
     """Of ``fairseq-train --arch``, whose own answer is a list of some two hundred."""
-    original = options.get_training_parser
+    _before_parsing(options, _check_arch)
 
-    @functools.wraps(original)
-    def get_training_parser(*arguments, **more):
-        parser = original(*arguments, **more)  # which imports --user-dir
-        from fairseq import models
 
-        words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        words.add_argument("--arch", "-a", default="")
-        name = words.parse_known_args(sys.argv[1:])[0].arch
-        if name and (sentence := _problem(models, name)):
-            near = difflib.get_close_matches(name, models.ARCH_MODEL_REGISTRY, 1, cutoff=0)
-            lacks_ours = name.startswith(_OURS) and not near[0].startswith(_OURS)
-            raise UsageError(
-                f"--arch {name}: {sentence if lacks_ours else f'did you mean {near[0]}?'}"
-            )
-        return parser
+def _check_arch(_, given: Namespace) -> None:
+    from fairseq import models
 
-    options.get_training_parser = get_training_parser
+    if given.arch and (sentence := _problem(models, given.arch)):
+        near = difflib.get_close_matches(given.arch, models.ARCH_MODEL_REGISTRY, 1, cutoff=0)
+        lacks_ours = given.arch.startswith(_OURS) and not near[0].startswith(_OURS)
+        raise UsageError(
+            f"--arch {given.arch}: {sentence if lacks_ours else f'did you mean {near[0]}?'}"
+        )
 
 
 def _problem(models: ModuleType, name: str | None) -> str | None:

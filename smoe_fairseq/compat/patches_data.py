@@ -2,51 +2,75 @@
 
 import functools
 import inspect
+import os
 import weakref
 from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import check_plain
 
-from .patches import PATCHES, patches
+from .patches import PATCHES, is_fairseq_command, patches
 
 __all__ = ["PATCHES", "patches"]  # those of commands, options and models, and these
 
-# Lets data sets of the older format (``--dataset-impl lazy`` or ``cached``) train.
+# Refuses kinds of data sets whose code fails, or runs a shell.
 #
-# For fairseq 0.12.2 on any Python. Training reads the first batch before the cache of such a data
-# set has been filled, and the cache stops with a KeyError. Here it reads from the file what it
-# lacks.
+# For fairseq 0.12.2 on any Python. Training reads past the cache of those in the older format (``lazy``,
+# ``cached``), and ``fasta`` pastes the file's name, which a checkpoint's config may say, into a line of
+# shell.
 
 
 @patches("fairseq.data.indexed_dataset")
-def read_past_cache(indexed_dataset: ModuleType) -> None:
-    cached = indexed_dataset.IndexedCachedDataset
-    from_cache = cached.__getitem__
-    from_file = indexed_dataset.IndexedDataset.__getitem__
+def refuse_older_kinds(indexed_dataset: ModuleType) -> None:
+    """In commands alone: fairseq's own classes read and write these well enough for other programs."""
+    build, load = indexed_dataset.make_builder, indexed_dataset.make_dataset
 
-    def getitem(self, index):
-        return (from_cache if index in self.cache_index else from_file)(self, index)
+    @functools.wraps(build)
+    def make_builder(path, impl, *others, **options):
+        _refuse_kind(path, impl)
+        return build(path, impl, *others, **options)
 
-    cached.__getitem__ = getitem
+    @functools.wraps(load)
+    def make_dataset(path, impl, *others, **options):
+        if indexed_dataset.dataset_exists(path, impl):
+            _refuse_kind(path, impl)
+        return load(path, impl, *others, **options)
+
+    indexed_dataset.make_builder, indexed_dataset.make_dataset = make_builder, make_dataset
 
 
-# No second error where the files of a data set cannot be opened.
+@patches("fairseq.data.fasta_dataset")
+def refuse_fasta(fasta_dataset: ModuleType) -> None:
+    kind = fasta_dataset.FastaDataset
+    kind.__new__ = staticmethod(lambda cls, path, *_, **__: _refuse_kind(path, "fasta"))
+
+
+def _refuse_kind(path: str, kind: str) -> None:
+    if kind == "fasta" or kind in ("lazy", "cached") and is_fairseq_command():
+        raise UsageError(f"{path}: --dataset-impl {kind} is not supported; expected mmap")
+
+
+# Names the data file that cannot be opened, without a second error.
 #
 # For fairseq 0.12.2 on any Python. ``__del__`` closes files that were never opened, and Python prints
 # a stack trace of that below the first error.
 
 
 @patches("fairseq.data.indexed_dataset")
-def put_away_half_made(indexed_dataset: ModuleType) -> None:
-    original = indexed_dataset.MMapIndexedDataset.__del__
+def name_data_file(indexed_dataset: ModuleType) -> None:
+    kind = indexed_dataset.MMapIndexedDataset
+    delete, begin = kind.__del__, kind._do_init
 
     def __del__(self):
         with suppress(AttributeError):
-            original(self)
+            delete(self)
 
-    indexed_dataset.MMapIndexedDataset.__del__ = __del__
+    def _do_init(self, path):
+        with naming_file(f"{path}.idx", f"it or {os.path.basename(path)}.bin"):
+            begin(self, path)
+
+    kind.__del__, kind._do_init = __del__, _do_init
 
 
 # Refuses a pipe or a device in the place of a data file.
@@ -68,6 +92,20 @@ def _plain(path_of):
         return path
 
     return plain_path_of
+
+
+# Lets ``--dataset-impl huffman`` be read.
+#
+# For fairseq 0.12.2 and bitarray 3, which has no ``util.rindex`` any more: a method takes its place.
+
+
+@patches("fairseq.data.huffman.huffman_coder")
+def find_last_bit(huffman_coder: ModuleType) -> None:
+    def rindex(bits, value):
+        return bits.find(value, right=True)
+
+    if not hasattr(huffman_coder.util, "rindex"):
+        huffman_coder.util = SimpleNamespace(rindex=rindex)
 
 
 # Lets fairseq use ``np.compat.long``, which numpy 2 no longer has, as ``int``.
@@ -93,34 +131,6 @@ class _WithLong:
 def keep_long(module: ModuleType) -> None:
     if not hasattr(module.np, "compat"):
         module.np = _WithLong(module.np)
-
-
-# Keeps the names of data files from being run by a shell.
-#
-# For fairseq 0.12.2 on any system. It indexes data sets of the kind ``fasta`` with a line of shell
-# into which the file's name is pasted as it is. A checkpoint's config chooses kind and name (data
-# folder and languages), so that a file named ``; rm -r x;.fasta`` beside a checkpoint would be
-# enough. The same numbers, counted in Python: where each description starts, and how long the
-# sequence below it is.
-
-
-@patches("fairseq.data.fasta_dataset")
-def index_without_shell(fasta_dataset: ModuleType) -> None:
-    import numpy as np
-
-    def _build_index(self, path: str):
-        offsets, lengths, position = [], [], 0
-        with open(fasta_dataset.fasta_file_path(path), "rb") as file:
-            for line in file:
-                if line.startswith(b">"):
-                    offsets.append(position)
-                    lengths.append(0)
-                elif lengths:
-                    lengths[-1] += len(line.strip())
-                position += len(line)
-        return np.array(offsets, dtype=np.int64), np.array(lengths, dtype=np.int64)
-
-    fasta_dataset.FastaDataset._build_index = _build_index
 
 
 # Names the data that a model of several languages lacks.

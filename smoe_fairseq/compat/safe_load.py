@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import check_plain
+from smoe_fairseq.files import check_plain, rank_files
 
 _CHUNK = 1 << 20  # bytes
 _ARCHIVE = b"PK"  # how a zip archive begins: torch's format since 1.6
@@ -28,7 +28,9 @@ _LEGACY = b"\x80"  # how a pickle begins: the one before, which has no checksums
 _REFUSED = re.compile(
     r"GLOBAL (\S+) was not an allowed|GLOBAL (\S+) whose module|got <class '([^']+)'>"
 )
-_LONGEST = 100  # letters of a type's name that are shown
+# torch's words for bytes that are wrong, in a RuntimeError. All others are of the system or the memory.
+_OF_CONTENT = ("failed reading zip archive", "hasRecord", "mmap can only be used", "magic number")
+_LONGEST = 100  # letters that are shown of a type's name, or of an error
 _sound = set()  # files that this process has found to be so, by path and state
 
 
@@ -41,11 +43,23 @@ class CutOffCheckpoint(UnreadableCheckpoint):
 
 
 class InaccessibleCheckpoint(UnreadableCheckpoint):
-    """The system does not let this user read the file, which may well be sound."""
+    """It could not be read for want of memory, files or rights, or from a failing disk; it may be sound."""
 
 
 class RefusedCheckpoint(UnreadableCheckpoint):
     """It holds more than data, and building that could run a program of the file's."""
+
+
+def check_there(path: Path | str) -> None:
+    """Raise UsageError unless there is a checkpoint; the sentence tells a missing one from a set's name."""
+    if os.path.exists(path) or "://" in str(path):  # one that fairseq fetches from elsewhere
+        return
+    if files := rank_files(path):
+        raise UsageError(
+            f"{path} stands for a set of {len(files)} files (--expert-parallel): make one checkpoint of it "
+            f"with `smoe consolidate {path} --output FILE`"
+        )
+    raise UsageError(f"{path} is missing")
 
 
 @contextmanager
@@ -53,25 +67,32 @@ def reading(path: Path | str) -> Iterator[None]:
     """Check a checkpoint, then read it in this context.
 
     Raises:
-        UnreadableCheckpoint: whatever is wrong with it; a missing file is a FileNotFoundError.
+        UsageError: it is missing.
+        UnreadableCheckpoint: whatever is wrong with it.
     """
     try:
-        if Path(path).exists():  # not one that fairseq fetches from elsewhere
+        check_there(path)
+        if os.path.exists(path):
             check_plain(path)
             check_sums(path)
         yield
-    except FileNotFoundError:
-        raise
     except pickle.UnpicklingError as error:
         raise RefusedCheckpoint(_refusal(path, str(error))) from None
-    except (EOFError, OSError, RuntimeError, zipfile.BadZipFile) as error:
-        if isinstance(error, OSError) and error.strerror:
-            raise InaccessibleCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+    except (EOFError, zipfile.BadZipFile):
         raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
+    except (OSError, RuntimeError, MemoryError) as error:
+        said = getattr(error, "strerror", None) or " ".join(str(error).split()) or "no memory"
+        if isinstance(error, RuntimeError) and any(words in said for words in _OF_CONTENT):
+            raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
+        raise InaccessibleCheckpoint(f"{path} cannot be read: {said[:_LONGEST]}") from None
 
 
-def check_content(path: Path | str, state) -> None:
-    """Raise UnreadableCheckpoint unless the parts that every checkpoint of fairseq has are of their kinds."""
+def check_content(path: Path | str, state, has_config: bool = True) -> None:
+    """Raise UnreadableCheckpoint unless the parts that every checkpoint of fairseq has are of their kinds.
+
+    Args:
+        has_config: whether it has to say of what model it is.
+    """
     kinds = {"model": Mapping, "optimizer_history": list, "extra_state": Mapping, "cfg": Mapping}
     if not isinstance(state, Mapping) or "model" not in state:
         raise UnreadableCheckpoint(f"{path} is not a checkpoint of fairseq")
@@ -95,7 +116,7 @@ def check_content(path: Path | str, state) -> None:
         raise UnreadableCheckpoint(
             f"{path} is not a checkpoint of fairseq: train_iterator in it is of another kind"
         )
-    if state.get("cfg") is None and state.get("args") is None:
+    if has_config and state.get("cfg") is None and state.get("args") is None:
         raise UnreadableCheckpoint(
             f"{path} does not say of what model it is: neither cfg nor args is in it"
         )
@@ -288,11 +309,8 @@ def saved_name(path: str, part: str, older: str) -> str | None:
     """
     import torch
 
-    try:
-        with reading(path):
-            state = torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=True)
-    except FileNotFoundError:
-        raise UsageError(f"{path} is missing") from None
+    with reading(path):
+        state = torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=True)
     check_content(path, state)
     config = state.get("cfg")
     saved = state["args"] if config is None else config.get(part)
@@ -364,7 +382,7 @@ def _checked(load):
                 f"{path} is not a checkpoint of fairseq, or parts of it are missing: "
                 f"{type(error).__name__}: {' '.join(str(error).split())}"
             ) from None
-        check_content(path, state)
+        check_content(path, state, has_config="ema" not in load.__name__)
         return state
 
     return load_checked

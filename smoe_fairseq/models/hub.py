@@ -12,7 +12,7 @@ from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.utils import split_paths
 from omegaconf import OmegaConf
 
-from smoe_fairseq.errors import UsageError, blaming
+from smoe_fairseq.errors import UsageError, naming_file
 
 SUBWORDS = ("spm.model", "sentencepiece.bpe.model")  # names of our recipes and of fairseq
 _NAMES = ("checkpoint_best.pt", "checkpoint_last.pt")
@@ -117,7 +117,7 @@ class TrainedModel(GeneratorHubInterface):
             raise UsageError(
                 f"{checkpoint} does not say what its task is: cfg.task is missing in it"
             )
-        with blaming(checkpoint):
+        with naming_file(checkpoint):
             data = data_of(checkpoint, str(getattr(saved.task, "data", None) or ""), data)
             if prepare is not None:
                 prepare(saved, overrides)

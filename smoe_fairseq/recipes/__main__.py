@@ -3,14 +3,14 @@
 import os
 import sys
 
-from smoe_fairseq.errors import ends_with_sentence, heeded, writes_all
+from smoe_fairseq.errors import ends_with_sentence, exit_on_signals, flush_stdout
 from smoe_fairseq.recipes.commands import RECIPES, STEPS, CommandParser, add_arguments
 from smoe_fairseq.recipes.processes import STARTED, end_with_parent
 
 
-@heeded()
+@exit_on_signals()
 @ends_with_sentence
-@writes_all
+@flush_stdout
 def main() -> int:
     """Run one recipe or one step of it."""
     if os.environ.get(STARTED):  # another recipe started this one, and ends it

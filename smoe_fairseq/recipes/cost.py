@@ -27,7 +27,7 @@ from smoe_fairseq.analysis.processes import aligned, print_process_costs, proces
 from smoe_fairseq.analysis.record import requested_capacity
 from smoe_fairseq.checkpoints.io import open_checkpoint
 from smoe_fairseq.checkpoints.model import saved_options
-from smoe_fairseq.errors import UsageError, blaming, quietly
+from smoe_fairseq.errors import UsageError, naming_file, quietly
 from smoe_fairseq.recipes.config import Dataset, arguments, load_dataset, method_flags, tables
 
 WITH_COSTS = ("m4", "m15")
@@ -98,7 +98,7 @@ def expected_cost(checkpoint: Path, context: int) -> Cost:
             f"{', '.join(ARCHITECTURES)}"
         )
     args, weights = Namespace(**values | {"arch": arch}), state["model"]
-    with blaming(checkpoint):
+    with naming_file(checkpoint):
         vocabulary = len(weights["decoder.embed_tokens.weight"])
         outputs = vocabulary
         if is_language_model(args):

@@ -108,7 +108,13 @@ def recover(folder: Path, place: Placement) -> None:
     ]
     for name in sorted({name for names in from_all(own) for name in names}):
         file = rank_file(folder / name, place.rank)
-        final, waiting = record_of(file), record_of(pending(file))
+        final = waiting = unreadable = None
+        try:
+            final, waiting = record_of(file), record_of(pending(file))
+        except UsageError as error:  # not for its content, so that nothing is to be removed
+            unreadable = str(error)
+        if unreadable := next(filter(None, from_all(unreadable)), None):
+            raise UsageError(unreadable)
         found = from_all([record for record in (final, waiting) if record])
         if any(r.world_size != place.world_size for records in found for r in records):
             continue

@@ -2,12 +2,12 @@
 
 import argparse
 
-from smoe_fairseq.errors import ends_with_sentence, writes_all
+from smoe_fairseq.errors import ends_with_sentence, flush_stdout
 from smoe_fairseq.recipes.phrasebook.corpus import write_corpus
 
 
 @ends_with_sentence
-@writes_all
+@flush_stdout
 def main() -> None:
     """Writes the corpus and says how many sentences each split has."""
     parser = argparse.ArgumentParser(
