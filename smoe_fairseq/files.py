@@ -1,8 +1,10 @@
-"""Files that appear whole under their final name, and locks on what is being written."""
+"""Reading and writing: plain files only, whole under their final name; and locks on folders."""
 
 import atexit
 import errno
 import fcntl
+import functools
+import hashlib
 import os
 import re
 import secrets
@@ -10,6 +12,7 @@ import shutil
 import socket
 import stat
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +23,37 @@ from typing import BinaryIO
 from smoe_fairseq.errors import UsageError
 
 _OURS = ".smoe"  # marks the names of our temporary files and folders
+LARGEST = 1 << 28  # bytes of a file that is read into memory at once
+ABANDONED_SECONDS = (
+    24 * 3600
+)  # unchanged for so long, a temporary file of another host has no writer
+
+
+def read_plain(path: Path | str, largest: int = LARGEST) -> bytes:
+    """The content of a plain file.
+
+    Raises:
+        UsageError: it cannot be read, is a pipe or a device, or is larger than ``largest`` bytes.
+    """
+    check_plain(path)
+    try:
+        if os.stat(path).st_size > largest:
+            raise UsageError(f"{path} has more than {largest:,} bytes; expected a smaller file")
+        # The file may have been exchanged since: a pipe without a writer opens at once like this.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise UsageError(f"{path} is missing") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_text(path: Path | str, largest: int = LARGEST) -> str:
+    """The content of a plain file in UTF-8; raises UsageError as `read_plain` does, or if it is none."""
+    try:
+        return read_plain(path, largest).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error.reason}") from None
 
 
 def _is_special(path: str) -> bool:
@@ -52,9 +86,12 @@ def rank_files(path: Path | str, suffix: str = "") -> dict[int, Path]:
 
 @contextmanager
 def whole_files(
-    paths: Iterable[Path | str], called: str | None = None, parents: bool = False
+    paths: Iterable[Path | str],
+    called: str | None = None,
+    parents: bool = False,
+    replace: bool = True,
 ) -> Iterator[list[str]]:
-    """Yield temporary files to write to; at the end they replace all of ``paths``.
+    """Yield temporary files to write to; at the end they are renamed to ``paths``.
 
     Each is a new file with a random name in the folder of its path, so no existing link is written
     through. Temporary files that killed processes left for the same paths are removed.
@@ -63,13 +100,15 @@ def whole_files(
         called: the name for ``paths`` in an error message, such as ``--output out``; by default the
             first path.
         parents: whether to make missing folders.
+        replace: whether existing files are replaced.
 
     Raises:
-        UsageError: a file cannot be written (a full disk, for example). Files that existed before are
-            unchanged, and the temporary ones are removed.
+        UsageError: a file cannot be written (a full disk, for example), or exists and is not to be
+            replaced, even if it appeared meanwhile. Files that existed before are unchanged, and the
+            temporary ones are removed.
     """
     paths = [os.fspath(path) for path in paths]
-    partials, replacing = [], []
+    partials, replacing, published = [], [], []
     try:
         _remove_left_over(paths, "tmp")
         for path in paths:
@@ -85,16 +124,32 @@ def whole_files(
             _create(partial, path)
         yield partials
         for partial, _ in replacing:
-            _check_written(partial)
             _bring_to_disk(partial)
         for partial, path in replacing:
-            os.replace(partial, path)
+            os.replace(partial, path) if replace else _rename_to_new(partial, path)
+            published.append(path)
     except (OSError, RuntimeError) as error:
+        for path in published if not replace else ():
+            _remove(path)
         raise _refusal(error, called or paths[0], [*partials, *paths]) from None
     finally:
         for partial, _ in replacing:
             with suppress(OSError):
                 os.unlink(partial)
+
+
+def _rename_to_new(partial: str, path: str) -> None:
+    """Rename a file; raises FileExistsError if there is something of the new name."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+        os.replace(partial, path)
+    else:
+        os.unlink(partial)
 
 
 def _create(partial: str, path: str) -> None:
@@ -104,20 +159,21 @@ def _create(partial: str, path: str) -> None:
     except OSError as error:
         error.filename = path
         raise
-    os.utime(opened, (0, 0))
     os.close(opened)
-
-
-def _check_written(partial: str) -> None:
-    """Raise FileNotFoundError if the new file was never written to."""
-    state = os.stat(partial)
-    if state.st_size == 0 and state.st_mtime_ns == 0:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), partial)
 
 
 def _temporary(path: str, ending: str) -> str:
     """A name for what will replace ``path``; ``tmp`` is the ending of fairseq's temporary files too."""
-    return f"{path}{_OURS}.{os.getpid()}-{secrets.token_hex(4)}.{ending}"
+    return f"{path}{_OURS}.{host()}-{os.getpid()}-{secrets.token_hex(4)}.{ending}"
+
+
+@functools.cache
+def host() -> str:
+    """Eight hexadecimal digits for where process numbers are ours: this machine, or this container."""
+    name = socket.gethostname()
+    with suppress(OSError):
+        name += os.readlink("/proc/self/ns/pid")
+    return hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
 def _remove_left_over(paths: Iterable[str], ending: str) -> None:
@@ -126,12 +182,25 @@ def _remove_left_over(paths: Iterable[str], ending: str) -> None:
     for path in paths:
         folder, name = os.path.split(os.path.abspath(path))
         folders[folder].add(name)
-    pattern = re.compile(rf"(.+){re.escape(_OURS)}\.(\d+)-[0-9a-f]{{8}}\.{ending}")
+    pattern = re.compile(
+        rf"(.+){re.escape(_OURS)}\.(?:([0-9a-f]{{8}})-)?(\d+)-[0-9a-f]{{8}}\.{ending}"
+    )
     for folder, names in folders.items():
         for file in Path(folder).glob(f"*{_OURS}.*.{ending}"):
             found = pattern.fullmatch(file.name)
-            if found and found[1] in names and not _lives(int(found[2])):
+            if found and found[1] in names:
+                if _lives(int(found[3])) if found[2] == host() else not _is_abandoned(file):
+                    continue
                 _remove(file)
+
+
+def _is_abandoned(file: Path) -> bool:
+    """Whether a file or folder has not changed for long."""
+    try:
+        changed = max(path.lstat().st_ctime for path in (file, *file.rglob("*")))
+    except OSError:
+        return False
+    return time.time() - changed > ABANDONED_SECONDS
 
 
 def _remove(path: str | Path) -> None:
@@ -152,15 +221,19 @@ def _lives(process: int) -> bool:
 
 
 @contextmanager
-def whole_file(path: Path | str, called: str | None = None, parents: bool = False) -> Iterator[str]:
+def whole_file(
+    path: Path | str, called: str | None = None, parents: bool = False, replace: bool = True
+) -> Iterator[str]:
     """`whole_files` for one path."""
-    with whole_files([path], called, parents) as (partial,):
+    with whole_files([path], called, parents, replace) as (partial,):
         yield partial
 
 
-def write_whole(path: Path | str, content: str | bytes, called: str | None = None) -> None:
-    """Write a file (text as UTF-8) that replaces ``path`` when complete; raises as `whole_files` does."""
-    with whole_file(path, called) as partial, open(partial, "wb") as file:
+def write_whole(
+    path: Path | str, content: str | bytes, called: str | None = None, replace: bool = True
+) -> None:
+    """Write a file (text as UTF-8) as `whole_files` does."""
+    with whole_file(path, called, replace=replace) as partial, open(partial, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
@@ -188,7 +261,7 @@ def _open_plain(path: Path, flags: int) -> int | None:
     try:
         opened = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError:
-        if path.is_symlink():
+        if path.is_symlink() or _is_special(os.fspath(path)):
             return None
         raise
     state = os.fstat(opened)
@@ -213,7 +286,8 @@ def whole_folder(folder: Path, replace: bool = False, called: str | None = None)
         called: as in `whole_files`.
 
     Raises:
-        UsageError: the folder exists already, or cannot be written.
+        UsageError: the folder cannot be written, or exists and is not to be replaced, even if it
+            appeared meanwhile.
     """
     called = called or str(folder)
     if not replace:
@@ -228,9 +302,14 @@ def whole_folder(folder: Path, replace: bool = False, called: str | None = None)
         for file in partial.rglob("*"):
             if file.is_file():
                 _bring_to_disk(file)
-        _exchange(partial, folder)
+        if replace:
+            _exchange(partial, folder)
+        else:
+            folder.mkdir()  # fails if the folder appeared meanwhile
+            os.replace(partial, folder)  # an empty folder may be replaced
+        _remove_left_over([str(folder)], "old")
     except (OSError, RuntimeError) as error:
-        raise _refusal(error, called, [str(partial)]) from None
+        raise _refusal(error, called, [str(partial), str(folder)]) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -247,7 +326,6 @@ def _exchange(partial: Path, folder: Path) -> None:
             os.replace(old, folder)
         raise
     shutil.rmtree(old, ignore_errors=True)
-    _remove_left_over([str(folder)], "old")
 
 
 def refuse_existing(folder: Path, called: str) -> None:
@@ -311,7 +389,7 @@ class InUse(UsageError):
 _held: dict[Path, int] = {}  # this process's, with their descriptors
 
 
-def take(folder: Path, name: str = TRAINING) -> None:
+def lock_folder(folder: Path, name: str = TRAINING) -> None:
     """Hold the lock of a folder until this process ends; calling it again changes nothing.
 
     Raises:
@@ -385,7 +463,7 @@ def _is(opened: int, file: Path) -> bool:
         return False
 
 
-def release(folder: Path, name: str = TRAINING) -> None:
+def unlock_folder(folder: Path, name: str = TRAINING) -> None:
     """Release a lock before this process ends, if it holds it."""
     file = folder.resolve() / name
     if file in _held:

@@ -2,7 +2,10 @@
 
 import ctypes
 import os
-from pathlib import Path
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 # Of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -22,24 +25,42 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, -1))
 
 
-def machine_memory() -> int | None:
-    """Bytes of memory and swap that this process can use; None if unknown.
+def machine_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of memory, without swap, that this process can use; None if unknown.
 
-    The smaller of the machine's memory and the container's limit.
+    The smallest of the machine's memory and the limits of this process's control groups, such as those of
+    a container, a SLURM job or a systemd unit.
+
+    Args:
+        root: where /proc and /sys are.
     """
     limits = []
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kib = dict(line.split(":") for line in lines)
-        limits.append(1024 * sum(int(kib[name].split()[0]) for name in ("MemTotal", "SwapTotal")))
-    except (OSError, ValueError, KeyError):
-        try:
+        meminfo = (root / "proc/meminfo").read_text()
+        limits.append(1024 * int(re.search(r"^MemTotal:\s*(\d+)", meminfo, re.M)[1]))
+    except (OSError, TypeError):
+        with suppress(OSError, ValueError):
             limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        except (OSError, ValueError):
-            pass
-    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups 2 and 1
-        try:
-            limits.append(int(Path("/sys/fs/cgroup", file).read_text()))
-        except (OSError, ValueError):  # missing, or "max"
-            continue
+    for file in _limit_files(root):
+        with suppress(OSError, ValueError):  # missing, or "max"
+            limits.append(int(file.read_text()))
     return min(limits, default=None)
+
+
+def _limit_files(root: Path) -> Iterator[Path]:
+    """The files with the limits of this process's control groups, and of all groups around them."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:  # version 2
+            folder, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            folder, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the group's path may be that of the host, which is not mounted here.
+        for above in (PurePosixPath(group), *PurePosixPath(group).parents):
+            yield folder / str(above).strip("/") / name

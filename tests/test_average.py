@@ -311,6 +311,20 @@ def test_nothing_is_overwritten_unasked(run_of_one, tmp_path):
     assert "is a folder: add --last N" in sentence
 
 
+def test_a_file_that_appears_during_the_work_is_not_overwritten(run_of_one, tmp_path, monkeypatch):
+    output = tmp_path / "mean.pt"
+    save = torch.save
+
+    def meanwhile(state, file):
+        save(state, file)
+        output.write_text("another's")
+
+    monkeypatch.setattr(torch, "save", meanwhile)
+    files = [run_of_one / name for name in names()[:2]]
+    assert f"--output {output} cannot be saved" in refusal("average", *files, "--output", output)
+    assert contents(tmp_path) == {"mean.pt": b"another's"}
+
+
 def test_what_cannot_be_written_is_known_before_the_work(run_of_one, tmp_path, monkeypatch):
     """On a file system that may be read only, and below a file; what is read is not even there."""
     files = ["no-checkpoint-1.pt", "no-checkpoint-2.pt"]

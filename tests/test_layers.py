@@ -21,18 +21,19 @@ ROOT = PACKAGE.name
 LAYERS = {
     "errors": set(),
     "files": {"errors"},
+    "forms": {"errors", "files"},
     "host_memory": set(),
     "compat": {"errors", "files"},
     "modules": set(),
     "models": {"errors", "host_memory", "modules"},
     "criterions": {"errors", "models", "modules"},
-    "huggingface": {"errors", "modules"},
+    "huggingface": {"errors", "files", "forms", "modules"},
     "checkpoints": {
-        *("compat", "errors", "files", "host_memory", "huggingface", "models", "modules")
+        *("compat", "errors", "files", "forms", "host_memory", "huggingface", "models", "modules")
     },
     "training": {"checkpoints", "errors", "files", "host_memory", "models", "modules"},
     "translate": {"errors", "files", "host_memory", "models", "modules"},
-    "analysis": {ROOT, "checkpoints", "errors", "files", "models", "modules"},
+    "analysis": {ROOT, "checkpoints", "errors", "files", "forms", "models", "modules"},
     "serve": {"analysis", "errors", "host_memory", "models", "translate"},
 }
 for top in ("recipes", "cli"):  # these import all below them
@@ -41,7 +42,7 @@ LAYERS[ROOT] = {"compat"}
 
 # The one list of names of higher layers: what the plugin adds to fairseq, imported only with it.
 NAMED_BY_COMPAT = (Path("compat/__init__.py"), "ADDITIONS")
-WITHOUT_FAIRSEQ = ("errors", "files", "host_memory", "huggingface", "modules")
+WITHOUT_FAIRSEQ = ("errors", "files", "forms", "host_memory", "huggingface", "modules")
 STANDARD_LIBRARY_ONLY = ("errors", "files")  # at import time: the start-up hook waits for them
 
 

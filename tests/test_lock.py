@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from commands import PLUGIN
@@ -27,7 +28,7 @@ import sys, time
 from pathlib import Path
 from smoe_fairseq import files
 from smoe_fairseq.errors import ends_with_sentence
-ends_with_sentence(files.take)(Path(sys.argv[1]), *sys.argv[2:])
+ends_with_sentence(files.lock_folder)(Path(sys.argv[1]), *sys.argv[2:])
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -76,9 +77,9 @@ def test_a_data_set_is_prepared_by_one_alone(tmp_path):
 
 
 def test_what_is_released_may_be_taken(tmp_path):
-    files.take(tmp_path)
-    files.release(tmp_path)
-    files.release(tmp_path)
+    files.lock_folder(tmp_path)
+    files.unlock_folder(tmp_path)
+    files.unlock_folder(tmp_path)
     assert os.listdir(tmp_path) == []
     other = holder(tmp_path)
     assert other.line == "held\n"
@@ -97,6 +98,21 @@ def test_killed_process_leaves_no_lock(tmp_path):
     second.communicate()
 
 
+def test_a_forked_process_holds_no_lock_of_its_parent(tmp_path):
+    """Such as one that reads data. ``flock``, on which filelock 3 is built, would be inherited."""
+    program = HOLD.replace("print(", "import os\nif os.fork() == 0: time.sleep(60)\nprint(")
+    pipe = subprocess.PIPE
+    first = subprocess.Popen([sys.executable, "-c", program, tmp_path], stdin=pipe, stdout=pipe)
+    assert first.stdout.readline() == b"held\n"
+    children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+    first.kill()
+    first.wait()
+    try:
+        files.check_free(tmp_path)
+    finally:
+        os.kill(int(children[0]), signal.SIGKILL)
+
+
 def test_file_that_is_removed_in_between_is_no_lock(tmp_path, monkeypatch):
     """Whoever ends removes the file: one who has opened it before has locked nothing by it."""
     locked, lockf = [], fcntl.lockf
@@ -109,8 +125,8 @@ def test_file_that_is_removed_in_between_is_no_lock(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "lockf", remove_first)
     monkeypatch.setattr(files, "_held", {})
-    files.take(tmp_path)
-    files.take(tmp_path)
+    files.lock_folder(tmp_path)
+    files.lock_folder(tmp_path)
     assert len(locked) == 2 and (tmp_path / files.TRAINING).exists()
     files.release_all(os.getpid())
 
@@ -121,7 +137,7 @@ def test_file_system_without_locks(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
     monkeypatch.setattr(files, "_held", {})
-    files.take(tmp_path)
+    files.lock_folder(tmp_path)
     assert "without locks" in capsys.readouterr().err
 
 
@@ -136,13 +152,26 @@ def test_a_link_in_the_place_of_a_lock_is_refused(tmp_path, lie):
             os.mkfifo(run / name)
         else:
             getattr(run / name, lie)(victim)
-        for use in (files.take, files.check_free):
+        for use in (files.lock_folder, files.check_free):
             with pytest.raises(UsageError, match=f"{name} is a link or no plain file"):
                 use(run, name)
     (run / files.EVALUATION).symlink_to(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="is a link"):
-        files.take(run, files.EVALUATION)
+        files.lock_folder(run, files.EVALUATION)
     assert victim.read_text() == "mine" and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("lie", ["symlink_to", "hardlink_to", "fifo"])
+def test_a_link_in_the_place_of_the_log_is_refused(prepared, tmp_path, lie):
+    victim, log = tmp_path / "victim", tmp_path / "runs/tiny/dense/train.log"
+    victim.write_text("mine")
+    log.parent.mkdir(parents=True)
+    os.mkfifo(log) if lie == "fifo" else getattr(log, lie)(victim)
+    folders = {"DATA_DIR": str(prepared / "data"), "CONFIG_DIR": str(prepared / "configs")}
+    result = recipe(tmp_path, "train", "tiny", "dense", GPUS="0", **folders)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert "dense/train.log is a link or no plain file" in result.stderr
+    assert victim.read_text() == "mine"
 
 
 def train(ranks, tmp_path, small_corpus, world_size, *flags):

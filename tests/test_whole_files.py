@@ -70,12 +70,44 @@ def test_a_signal_that_comes_with_the_file_leaves_nothing(tmp_path, monkeypatch)
     assert contents(tmp_path) == {}
 
 
-def test_a_file_that_was_not_written_is_no_file(tmp_path):
-    with pytest.raises(UsageError, match="a cannot be saved: No such file"):
-        with whole_file(tmp_path / "a"):
-            pass
+def test_a_folder_that_is_missing_is_named(tmp_path):
     with pytest.raises(UsageError, match="none/a cannot be saved: No such file"):
         write_whole(tmp_path / "none/a", "text")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_appeared_meanwhile_is_not_replaced(tmp_path, monkeypatch, links):
+    """Whether something is there is asked when the work is done, not only before it."""
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "missing"))
+    with pytest.raises(UsageError, match="^--output x cannot be saved: File exists"):
+        with whole_files([tmp_path / "a", tmp_path / "b"], "--output x", replace=False) as partials:
+            for partial in partials:
+                Path(partial).write_text("new")
+            (tmp_path / "b").write_text("another's")
+    with pytest.raises(UsageError, match="folder cannot be saved: File exists"):
+        with whole_folder(tmp_path / "folder") as partial:
+            (partial / "file").write_text("new")
+            (tmp_path / "folder").mkdir()
+            (tmp_path / "folder/mine").write_text("another's")
+    assert contents(tmp_path) == {"b": "another's", "folder/mine": "another's"}
+    write_whole(tmp_path / "a", "new", replace=False)
+    assert contents(tmp_path)["a"] == "new" and len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large", "missing", "latin-1"])
+def test_what_cannot_be_read_whole_is_named(tmp_path, kind):
+    file = tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    elif kind == "folder":
+        file.mkdir()
+    elif kind != "missing":
+        file.write_bytes("abcé".encode("latin-1"))
+    with pytest.raises(UsageError, match=f"^{file} "):
+        files.read_text(file, largest=3 if kind == "large" else 4)
 
 
 @pytest.mark.parametrize("writer", [whole_file, whole_folder])
@@ -123,27 +155,33 @@ def test_links_with_the_names_of_half_written_files_are_not_written_through(tmp_
     write_whole(tmp_path / "a", "new")
     assert contents(tmp_path) == {"victim": "mine", "a.smoe.tmp": "mine", "a": "new"}
     monkeypatch.setattr(files.secrets, "token_hex", lambda _: "00000000")  # guessed
-    (tmp_path / f"a.smoe.{os.getpid()}-00000000.tmp").symlink_to(victim)
+    (tmp_path / f"a.smoe.{files.host()}-{os.getpid()}-00000000.tmp").symlink_to(victim)
     with pytest.raises(UsageError, match="a cannot be saved: File exists"):
         write_whole(tmp_path / "a", "newer")
     assert contents(tmp_path) == {"victim": "mine", "a.smoe.tmp": "mine", "a": "new"}
-    (tmp_path / f"folder.smoe.{os.getpid()}-00000000.partial").symlink_to(tmp_path)
+    (tmp_path / f"folder.smoe.{files.host()}-{os.getpid()}-00000000.partial").symlink_to(tmp_path)
     with pytest.raises(UsageError, match="folder cannot be saved: File exists"):
         with whole_folder(tmp_path / "folder"):
             pass
     assert victim.read_text() == "mine"
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
+def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path, monkeypatch):
     process = subprocess.Popen(["true"])
     process.wait()
     ended, here = process.pid, os.getpid()
+    ended, here = (f"{files.host()}-{pid}" for pid in (ended, here))
+    elsewhere = f"00000000-{process.pid}"  # whose process numbers say nothing here
     left = [f"a.smoe.{ended}-00000000.tmp", f"a.smoe.{ended}-1234abcd.tmp"]
     kept = [f"a.smoe.{here}-00000000.tmp", f"b.smoe.{ended}-00000000.tmp", "a.smoe.my-notes.tmp"]
+    kept += [f"a.smoe.{elsewhere}-00000000.tmp", f"a.smoe.{process.pid}-00000000.tmp"]
     for name in left + kept:
         (tmp_path / name).write_text("half")
     write_whole(tmp_path / "a", "new")
     assert contents(tmp_path) == dict.fromkeys(kept, "half") | {"a": "new"}
+    monkeypatch.setattr(files, "ABANDONED_SECONDS", -1)
+    write_whole(tmp_path / "a", "new")
+    assert contents(tmp_path) == dict.fromkeys(kept[:3], "half") | {"a": "new"}
 
 
 def test_a_folder_that_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
@@ -151,7 +189,7 @@ def test_a_folder_that_a_killed_process_left_is_removed_by_the_next_one(tmp_path
     process = subprocess.Popen(["true"])
     process.wait()
     for ending in ("partial", "old"):
-        (tmp_path / f"a.smoe.{process.pid}-00000000.{ending}/in").mkdir(parents=True)
+        (tmp_path / f"a.smoe.{files.host()}-{process.pid}-00000000.{ending}/in").mkdir(parents=True)
     with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "a"):
         1 / 0  # noqa: B018
     assert [path.suffix for path in tmp_path.iterdir()] == [".old"]

@@ -343,7 +343,7 @@ def run_prune(args: Namespace) -> None:
         kept = keep_loaded(layers, loads, args.min_load)
     pruned = {name: PrunedLayer.of(layers[name], kept[name]) for name in layers}
     state = prune(args.path, pruned)
-    write_converted(state, args.output)
+    write_converted(state, args.output, args.force)
     print(f"choices counted over {args.gen_subset} of {', '.join(directions)}")
     print(_table(pruned, {n: np.sum([use[n].choices for use in uses], axis=0) for n in layers}))
     if any(layer.weighs_all and pruned[name].removed for name, layer in layers.items()):

@@ -1,7 +1,6 @@
 """The report of an analysis, as a page."""
 
 import base64
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,8 +14,9 @@ from smoe_fairseq.analysis import figures
 from smoe_fairseq.analysis.exit_curve import CapacityCheck, Curve
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.forms import SCORES, read_json
 
-SCORES = "scores.json"  # as the recipes call it
 WORD_BEGINS = "\u2581"  # as sentencepiece marks it
 _NO_TEXT = re.compile(rf"<\w+>|</s>|__\w+__|{WORD_BEGINS}")  # tokens that are no part of a sentence
 
@@ -43,12 +43,12 @@ def summary(results: Results, checkpoint: Path) -> str:
 def _bleu(results: Results, checkpoint: Path) -> str | None:
     """A sentence on the BLEU that ``evaluate.sh`` found, or that of ``--exit-bias 0``; None if unknown."""
     try:
-        found = json.loads((checkpoint.parent / SCORES).read_text("utf-8"))
+        found = read_json(checkpoint.parent / "scores.json", SCORES)
         if found["checkpoint"] == checkpoint.name:
-            points = [float(found["scores"][name]["bleu"]) for name in results.directions]
+            points = [found["scores"][name]["bleu"] for name in results.directions]
             of = "" if len(points) == 1 else f", the mean of {len(points)} directions"
             return f"Its BLEU on the test set is {np.mean(points):.1f}{of}."
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UsageError, KeyError):
         pass  # not evaluated, or not all of these directions
     if results.curve is not None and 0 in results.curve.biases:
         points = results.curve.mean("bleu")[results.curve.biases.index(0)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from fairseq.data import Dictionary, data_utils
+from fairseq.data.indexed_dataset import MMapIndexedDataset
 
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.exit_curve import CapacityCheck, Curve
@@ -76,15 +77,17 @@ def _prefix(folder: Path, direction: str, language: str) -> str | None:
 
 
 def _count(prefix: str, vocabulary: int) -> np.ndarray:
+    """How often each type occurs in a binarised text."""
     sentences = data_utils.load_indexed_dataset(prefix, None)
     counts = np.zeros(vocabulary, dtype=np.int64)
-    part, size = [], 0
-    for i in range(len(sentences)):
-        part.append(sentences[i].numpy())
-        size += len(part[-1])
-        if size >= _PART or i == len(sentences) - 1:
-            counts += np.bincount(np.concatenate(part), minlength=vocabulary)[:vocabulary]
-            part, size = [], 0
+    if isinstance(sentences, MMapIndexedDataset):  # its sentences are one array
+        size = int(sentences.sizes.sum())
+        tokens = np.frombuffer(sentences._bin_buffer, sentences._index.dtype, size)
+        parts = (tokens[i : i + _PART] for i in range(0, len(tokens), _PART))
+    else:
+        parts = (sentences[i].numpy() for i in range(len(sentences)))
+    for part in parts:
+        counts += np.bincount(part, minlength=vocabulary)[:vocabulary]
     return counts
 
 

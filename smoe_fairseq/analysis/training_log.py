@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import check_plain
+from smoe_fairseq.files import read_text
 
 UPDATES = "num_updates"
+LARGEST_LOG = 1 << 32  # bytes
 NUMBER = re.compile(r"([\w./]+)[ =]([-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)(?=,| \||$)", re.ASCII)
 LAYER = re.compile(r"(?:encoder|decoder)\.layer\.\d+/", re.ASCII)
 TRAINING = re.compile(r"^(?:.*\| train_inner \| |.*INFO \| \S+ \| )?(epoch \d+:.*|\{.*\})$")
@@ -30,13 +30,7 @@ def read_lines(path: Path) -> Iterator[dict[str, float]]:
 
     Takes what ``--log-file`` or a redirected console holds, in fairseq's simple or JSON format.
     """
-    check_plain(path)
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not text"
-        raise UsageError(f"--log {path} cannot be read: {reason}") from None
-    for line in lines:
+    for line in read_text(path, LARGEST_LOG).splitlines():
         if UPDATES in (values := _values(line)):
             yield values
 

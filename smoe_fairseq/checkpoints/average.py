@@ -157,7 +157,7 @@ def run_average(args: Namespace) -> None:
     paths = chosen(args.paths, args.last, args.by)
     check_output([file for path in paths for file in files_read(path)], [args.output], args.force)
     state = average(paths)
-    write_converted(state, args.output)
+    write_converted(state, args.output, args.force)
     print(f"{args.output}: mean of {len(paths)} checkpoints, {paths[0]} to {paths[-1].name}")
     if any(name.endswith(COUNTS) for name in state["model"]):
         print(f"the experts' counts (*{COUNTS}), which are whole numbers, are those of {paths[-1]}")

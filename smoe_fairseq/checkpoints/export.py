@@ -182,7 +182,7 @@ def run_export(args: Namespace) -> None:
     elif args.to == "fairseq":
         check_output(read, [output], args.force)
         with quietly():
-            write_converted(as_stock(path), output)
+            write_converted(as_stock(path), output, args.force)
         print(f"{output}: fairseq's transformer, for its commands without --user-dir")
     else:
         if importlib.util.find_spec("safetensors") is None:
@@ -196,5 +196,5 @@ def run_export(args: Namespace) -> None:
             )
         check_output(read, [output, config_file(output)], args.force)
         with quietly():
-            write_safetensors(path, output, args.fp16)
+            write_safetensors(path, output, args.force, args.fp16)
         print(f"{output}: weights, with all options in {config_file(output)}")

@@ -15,7 +15,8 @@ from smoe_fairseq.checkpoints.model import known_options, plain_config
 from smoe_fairseq.checkpoints.sets import weights_of
 from smoe_fairseq.checkpoints.tensors import blocks, halved, save_tensors, unique_tensors
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import whole_folder
+from smoe_fairseq.files import read_plain, whole_folder
+from smoe_fairseq.forms import IDENTITY, SCORES, read_json
 from smoe_fairseq.models.hub import checkpoint_of, data_of, subwords_of
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.models.transformer import STOCK_LAYER_COPIES
@@ -78,10 +79,9 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool = False) 
 
 def _is_export(folder: Path) -> bool:
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        return read_json(folder / "config.json")["model_type"] == "smoe_transformer"
+    except (UsageError, KeyError):
         return False
-    return isinstance(config, dict) and config.get("model_type") == "smoe_transformer"
 
 
 def _task_of(path: Path, state: Mapping):
@@ -191,7 +191,7 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
     args = getattr(task, "args", None)
     subwords = subwords_of(str((args or task.cfg).data).split(":")[0])
     if subwords is not None:
-        (folder / "spm.model").write_bytes(subwords.read_bytes())
+        (folder / "spm.model").write_bytes(read_plain(subwords))
         files["sp_model_file"] = folder / "spm.model"
     elif any(symbol.startswith("\u2581") for symbol in task.source_dictionary.symbols):
         raise UsageError(f"{path}: spm.model is missing beside its dictionaries")
@@ -267,9 +267,9 @@ print(tokenizer.batch_decode(model.generate(**batch{forced}), skip_special_token
 def _scores(run: Path) -> str:
     """A table of the run's ``scores.json``; a sentence where there is none."""
     try:
-        content = json.loads((run / "scores.json").read_text("utf-8"))
+        content = read_json(run / "scores.json", SCORES)
         scores = content["scores"]
-        others = dict.fromkeys(m for score in scores.values() for m in score.get("others", {}))
+        others = dict.fromkeys(m for score in scores.values() for m in score.get("others") or {})
         rows, signatures = [], {}
         for direction, score in scores.items():
             found = {"BLEU": (score["bleu"], score["signature"])}
@@ -279,7 +279,7 @@ def _scores(run: Path) -> str:
             for metric, (_, signature) in found.items():
                 signatures.setdefault(f"{metric}: `{signature}`")
         checkpoint, search = content["checkpoint"], content["generate"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (UsageError, KeyError):  # none, or not for all directions
         return "The run has not been evaluated.\n"
     names = ["direction", "BLEU", *others, "sentences"]
     table = "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *rows])
@@ -291,8 +291,8 @@ def _scores(run: Path) -> str:
 def _training(run: Path) -> str:
     """The flags that a recipe trained the run with; empty where it was none."""
     try:
-        flags = json.loads((run / "identity.json").read_text("utf-8"))["flags"]
-        lines = [f"{name} {value}".rstrip() for name, value in flags.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        flags = read_json(run / "identity.json", IDENTITY)["flags"]
+    except UsageError:
         return ""
+    lines = [f"{name} {value}".rstrip() for name, value in flags.items()]
     return "\n".join(["\nHow it was trained:\n", "```", *lines, "```", ""])

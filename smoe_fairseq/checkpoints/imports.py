@@ -37,7 +37,7 @@ def run_import(args: Namespace) -> None:
         check_output(read, [args.output], args.force)
         with quietly():
             state = import_moe(args.path)
-    write_converted(state, args.output)
+    write_converted(state, args.output, args.force)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
     print(f"{args.output}: {layers} MoE layers, of {len(read)} file{'s' * (len(read) != 1)}")
 

@@ -339,9 +339,16 @@ def check_output(read: Iterable[Path], files: Iterable[Path], force: bool) -> No
             )
 
 
-def write_converted(state: Mapping, output: Path) -> None:
-    """Write a checkpoint, whole or not at all; UsageError if the system refuses it."""
-    with whole_file(output, called=f"--output {output}", parents=True) as partial:
+def write_converted(state: Mapping, output: Path, force: bool) -> None:
+    """Write a checkpoint, whole or not at all.
+
+    Args:
+        force: replace an existing file.
+
+    Raises:
+        UsageError: a file has appeared since `check_output`, or the system refuses it.
+    """
+    with whole_file(output, f"--output {output}", parents=True, replace=force) as partial:
         with open(partial, "wb") as opened:
             torch.save(state, opened)
 
@@ -367,7 +374,7 @@ def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> lis
     check_output(shards.files, [*files, *left_over], force)
     shards.check_agreement()
     shards.check_division(world_size)
-    with whole_files(files, called=f"--output {output}", parents=True) as partials:
+    with whole_files(files, f"--output {output}", parents=True, replace=force) as partials:
         pairs = zip(places, partials, strict=True)
         for place, partial in tqdm(pairs, output.name, world_size, unit=" files"):
             with open(partial, "wb") as opened:

@@ -24,7 +24,7 @@ def config_file(output: Path) -> Path:
     return output.with_suffix(".json")
 
 
-def write_safetensors(path: Path, output: Path, half: bool = False) -> None:
+def write_safetensors(path: Path, output: Path, force: bool, half: bool = False) -> None:
     """Writes ``output`` and the JSON beside it, both or none.
 
     The JSON has ``model``, all options; ``blocks``, the arguments of `StratifiedMoE` by the prefix of each
@@ -32,6 +32,7 @@ def write_safetensors(path: Path, output: Path, half: bool = False) -> None:
     ``dictionaries``, what the checkpoint says of them (words and checksum).
 
     Args:
+        force: replace existing files.
         half: see `halved`.
 
     Raises:
@@ -49,7 +50,8 @@ def write_safetensors(path: Path, output: Path, half: bool = False) -> None:
     files = [output, config_file(output)]
     if half:
         tensors = halved(path, tensors)
-    with whole_files(files, called=f"--output {output}", parents=True) as (weights, config):
+    called = f"--output {output}"
+    with whole_files(files, called, parents=True, replace=force) as (weights, config):
         save_tensors(tensors, weights)
         Path(config).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 

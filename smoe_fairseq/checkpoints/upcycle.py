@@ -204,7 +204,7 @@ def run_upcycle(args: Namespace) -> None:
     with quietly():
         torch.manual_seed(args.seed)
         state = upcycle(args.path, given, args.noise)
-        write_converted(state, args.output)
+        write_converted(state, args.output, args.force)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
     words = " ".join(_shown(name, value) for name, value in given.items())
     print(

@@ -1,12 +1,9 @@
 """Paths of a data set's files, and names of its runs (a run is a method with a seed)."""
 
-import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import smoe_fairseq
 from smoe_fairseq.errors import UsageError
@@ -93,20 +90,6 @@ def tested_text(dataset: Dataset, direction: str, language: str) -> Path:
     """A direction's raw test set in one of its two languages."""
     raw = Folders(dataset.name).raw
     return raw / f"test.{dataset.pair_of(direction)}.{language}"
-
-
-def read_json(file: Path, parse: Callable[[Any], Any], otherwise: str) -> Any:
-    """Read a JSON file; ``parse`` gets its content, and may raise ValueError, KeyError and the like.
-
-    Raises:
-        UsageError: the file cannot be read or parsed; ``otherwise`` completes the sentence.
-    """
-    try:
-        return parse(json.loads(file.read_text("utf-8")))
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise UsageError(f"{file} {otherwise}") from None
 
 
 def user_dir() -> str:

@@ -58,7 +58,7 @@ def hold_folder(checkpoint) -> None:
     # fairseq has made the folder; where it has not, nothing is going to be saved.
     if not (several() and dist.get_rank()) and not checkpoint.no_save and folder.is_dir():
         try:
-            files.take(folder)
+            files.lock_folder(folder)
         except UsageError as error:
             refusal = str(error)
     if several():

@@ -38,12 +38,12 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     if _is_prepared(folders):
         return
     folders.data.mkdir(parents=True, exist_ok=True)
-    files.take(folders.data, files.PREPARATION)
+    files.lock_folder(folders.data, files.PREPARATION)
     try:
         if not _is_prepared(folders):  # by another process meanwhile
             _prepare(dataset, folders, flags)
     finally:
-        files.release(folders.data, files.PREPARATION)
+        files.unlock_folder(folders.data, files.PREPARATION)
 
 
 def _is_prepared(folders: Folders) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import rank_files, write_whole
+from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
 from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
@@ -141,8 +142,8 @@ class Evaluation:
 
     def _is_of_this(self, folder: Path) -> bool:
         try:
-            return json.loads((folder / FILE).read_text("utf-8")) == self._key
-        except (OSError, ValueError):
+            return read_json(folder / FILE) == self._key
+        except UsageError:
             return False
 
     @property
@@ -263,7 +264,7 @@ def translate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
         UsageError: a translation or its scoring failed, or another process evaluates this run.
     """
     evaluation = plan(dataset, method, flags)
-    files.take(evaluation.folder, files.EVALUATION)
+    files.lock_folder(evaluation.folder, files.EVALUATION)
     scored = evaluation.resume()
     for direction, score in scored.items():
         _print_score(direction, score, "as it was")

@@ -9,13 +9,13 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes.folders import read_json
+from smoe_fairseq.forms import SCORES, read_json
 from smoe_fairseq.recipes.processes import command, run_quietly
 
 FILE = "scores.json"
@@ -59,17 +59,6 @@ class Score:
     def has_odd_length(self) -> bool:
         """Whether translations seem not to end, or end too early."""
         return self.length_ratio is not None and not 0.8 <= self.length_ratio <= 1.2
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether all fields have the right type, and numbers are finite and not negative."""
-        ratio = 1 if self.length_ratio is None else self.length_ratio
-        found = [self.of(metric) for metric in (BLEU, *self.others)]
-        numbers = (self.sentences, ratio, *(points for points, _ in found))
-        return all(isinstance(signature, str) for _, signature in found) and all(
-            isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < math.inf
-            for n in numbers
-        )
 
 
 def read_score(folder: Path, direction: str) -> Score:
@@ -115,32 +104,24 @@ def read(folder: Path) -> dict[str, Score]:
     Raises:
         UsageError: the file does not hold scores.
     """
-    path = _path(folder)
-    otherwise = "is not a file of scores: delete it and run scripts/evaluate.sh again"
-    return read_json(path, _parse, otherwise) if path.exists() else {}
-
-
-def _parse(content: dict) -> dict[str, Score]:
     found = {}
-    for direction, values in content["scores"].items():
-        others = {
-            metric: tuple(each) for metric, each in (values.pop("others", None) or {}).items()
-        }
-        found[direction] = Score(**values, others=others)
-    if not all(score.is_valid for score in found.values()):
-        raise ValueError
+    for direction, values in _content(folder)["scores"].items():
+        numbers = {f.name: values[f.name] for f in fields(Score) if f.name in values}
+        others = {metric: tuple(each) for metric, each in (values.get("others") or {}).items()}
+        found[direction] = Score(**numbers | {"others": others})
     return found
 
 
 def search_flags(folder: Path) -> str:
-    """The search flags with which the translations were made; call `read` first, which checks the file."""
-    path = _path(folder)
-    return str(json.loads(path.read_text("utf-8")).get("generate", "")) if path.exists() else ""
+    """The search flags with which the translations were made; raises UsageError as `read` does."""
+    return _content(folder).get("generate", "")
 
 
-def _path(folder: Path) -> Path:
-    complete = folder / FILE
-    return complete if complete.exists() else folder / UNFINISHED / FILE
+def _content(folder: Path) -> dict:
+    files = (folder / FILE, folder / UNFINISHED / FILE)
+    file = next((file for file in files if os.path.lexists(file)), None)
+    advice = "delete it and run scripts/evaluate.sh again"
+    return read_json(file, SCORES, advice) if file else {"scores": {}}
 
 
 def mean_of(found: Mapping[str, Score], of: Callable[[Score], float | None]) -> float:

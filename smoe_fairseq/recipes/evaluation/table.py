@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import (
     Dataset,
     arguments,
@@ -18,7 +19,7 @@ from smoe_fairseq.recipes.config import (
 )
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, number
-from smoe_fairseq.recipes.folders import SIZES, Folders, method_of, order, read_json
+from smoe_fairseq.recipes.folders import SIZES, Folders, method_of, order
 from smoe_fairseq.recipes.processes import report
 from smoe_fairseq.recipes.training import identity
 
@@ -48,16 +49,10 @@ def columns(dataset: Dataset) -> list[Column]:
 
 def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
     """Training sentence pairs by language, as prepare.sh counted them; None if it did not."""
-
-    def parse(sizes: dict) -> dict[str, int]:
-        if not all(isinstance(size, int) for size in sizes.values()):
-            raise TypeError
-        return sizes
-
     path = Folders(dataset.name).data / SIZES
     if not path.exists():
         return None
-    sizes = read_json(path, parse, "has to hold {language: sentence pairs} in JSON")
+    sizes = read_json(path, {str: int})
     missing = [language for language in dataset.languages[1:] if language not in sizes]
     if missing:
         raise UsageError(f"{path} has no size for {', '.join(missing)}: prepare the data again")

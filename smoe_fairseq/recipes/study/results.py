@@ -23,11 +23,12 @@ import smoe_fairseq
 from smoe_fairseq.analysis.training_log import UPDATES, read_lines
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
+from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import Dataset, arguments, given_flags
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.comparison import spearman
 from smoe_fairseq.recipes.evaluation.scores import Score
-from smoe_fairseq.recipes.folders import Folders, given_path, read_json, seed_in
+from smoe_fairseq.recipes.folders import Folders, given_path, seed_in
 from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import visible_gpus
@@ -77,14 +78,9 @@ def summary_of_starts(run: Path) -> dict[str, str]:
 
 
 def _starts(run: Path) -> list[dict[str, str]]:
-    def parse(starts: list) -> list:
-        return [{key: str(start[key]) for key in ("commit", "machine")} for start in starts]
-
     file = run / STARTS_FILE
-    otherwise = (
-        "does not say what started the run: delete it, and only the next start will be recorded"
-    )
-    return read_json(file, parse, otherwise) if file.exists() else []
+    advice = "delete it; only the next start will be recorded"
+    return read_json(file, [{"commit": str, "machine": str}], advice) if file.exists() else []
 
 
 def _commit() -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import take
+from smoe_fairseq.files import lock_folder, open_plain
 from smoe_fairseq.recipes.config import Dataset, given_flags, has_strata, method_flags, tables
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
@@ -105,7 +105,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         results.summary_of_starts(run.folder)
     results.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)
     folders.runs.mkdir(parents=True, exist_ok=True)
-    take(folders.runs, LOCK)  # before anything is noted of a run
+    lock_folder(folders.runs, LOCK)  # before anything is noted of a run
     failed = _work(dataset, left) if left else []
     if failed:
         with suppress(UsageError):  # no run may be kept
@@ -216,7 +216,7 @@ def _start(groups: Groups, run: Run, variables: dict[str, str]) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     results.note(run.folder, variables)
     variables = environment() | variables | {"SEED": str(run.seed)}
-    with open(run.folder / LOG, "ab") as log:
+    with open_plain(run.folder / LOG, append=True) as log:
         run.process = groups.start(
             ["bash", "-c", run.line], variables, stdout=log, stderr=subprocess.STDOUT
         )

@@ -10,8 +10,8 @@ from pathlib import Path
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
+from smoe_fairseq.forms import IDENTITY, read_json
 from smoe_fairseq.recipes.config import given_flags, is_number
-from smoe_fairseq.recipes.folders import read_json
 from smoe_fairseq.recipes.processes import report
 from smoe_fairseq.recipes.training.batch import TOLERANCE
 
@@ -20,7 +20,6 @@ PATIENCE = 60  # seconds until other machines see the first one's file: NFS may 
 _joined: set[Path] = set()  # folders of runs that another machine started
 _RANKS = "ranks"  # key in the file, for information; earlier versions did not write it
 _TRAINED = "trained"  # key in the file, written when training has ended: the values of `_LIMITS`
-_KEYS = {"method": str, "dictionary": str, "flags": dict}
 _SIZES = ("--max-tokens", "--batch-size")
 BATCH = (*_SIZES, "--update-freq")  # compared by product: size x frequency x processes
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
@@ -86,7 +85,7 @@ def claim(
     own = {"method": method, "dictionary": _dictionary(data), "flags": flags, _RANKS: processes}
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        files.take(folder, files.RECIPE)
+        files.lock_folder(folder, files.RECIPE)
     except files.InUse:
         if machines == 1:
             raise
@@ -207,16 +206,11 @@ def batch_of_earlier(run: Path) -> int | None:
 
 
 def _read(file: Path) -> dict:
-    def parse(content: dict) -> dict:
-        if not all(isinstance(content[name], kind) for name, kind in _KEYS.items()):
-            raise TypeError
-        return content
-
-    otherwise = (
-        "does not say what run this is: delete it if the flags given now are those that the run was "
-        "started with, or set RUN_DIR to another folder"
+    advice = (
+        "delete it if the flags given now are those that the run was started with, or set RUN_DIR to "
+        "another folder"
     )
-    return read_json(file, parse, otherwise)
+    return read_json(file, IDENTITY, advice)
 
 
 def _difference(was: dict, now: dict, data: Path) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import open_plain
 from smoe_fairseq.recipes.config import (
     Dataset,
     Flags,
@@ -93,8 +94,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if not dry_run():
         lines.insert(-1, f"# the log is {folder / LOG}")
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / LOG, "a", encoding="utf-8") as log:
-            print(f"$ {line}", file=log)
+        with open_plain(folder / LOG, append=True) as log:
+            log.write(f"$ {line}\n".encode())
     _run(lines, folder, place)
     if not dry_run():
         identity.finish(words)

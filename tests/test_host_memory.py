@@ -1,0 +1,40 @@
+"""How much memory this process can use: the machine's, or less by its control groups."""
+
+import pytest
+
+from smoe_fairseq.host_memory import machine_memory
+
+GIB = 2**30
+JOB = "/slurm/job_7/step_0"
+
+
+@pytest.mark.parametrize(
+    "groups, limits, expected",
+    [
+        ("0::/", {}, 8),
+        (f"0::{JOB}", {f"{JOB}/memory.max": "max", "/slurm/job_7/memory.max": 2 * GIB}, 2),
+        (f"0::{JOB}", {f"{JOB}/memory.max": 3 * GIB, "/slurm/memory.max": 2 * GIB}, 2),
+        (f"0::{JOB}", {f"{JOB}/memory.max": 64 * GIB}, 8),
+        ("0::/elsewhere", {f"{JOB}/memory.max": 2 * GIB}, 8),  # another job's
+        ("0::/on/the/host", {"/memory.max": 4 * GIB}, 4),
+        (
+            f"5:cpu,cpuacct:/\n3:memory:{JOB}\n0::/",
+            {f"/memory{JOB}/memory.limit_in_bytes": GIB, f"{JOB}/memory.max": 1},
+            1,
+        ),
+        (f"3:memory:{JOB}", {"/memory/memory.limit_in_bytes": 2**63 - 4096}, 8),
+    ],
+)
+def test_the_smallest_limit_counts(tmp_path, groups, limits, expected):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {8 * 2**20} kB\nSwapTotal: 99999999 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"{groups}\n")
+    for name, limit in limits.items():
+        file = tmp_path / f"sys/fs/cgroup{name}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{limit}\n")
+    assert machine_memory(tmp_path) == expected * GIB
+
+
+def test_this_machine():
+    assert machine_memory() > 2**20
