@@ -4,9 +4,8 @@ import random
 import sys
 from pathlib import Path
 
-from fairseq_cli import preprocess
-
-from benchmarks.forked import Forked, command
+import torch
+from fairseq.data import Dictionary, indexed_dataset
 
 SHORTEST, LONGEST = 10, 30  # words
 
@@ -21,18 +20,22 @@ def make_data(folder: Path, vocabulary: int, sentences: dict[str, int], seed: in
         the folder to give to fairseq.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    dictionary = Dictionary()
+    for i in range(vocabulary):
+        dictionary.add_symbol(f"w{i}")
+    dictionary.pad_to_multiple_(8)
     words = random.Random(seed)
     for split, number in sentences.items():
         lengths = [words.randint(SHORTEST, LONGEST) for _ in range(number)]
         for language in ("src", "tgt"):
-            lines = [" ".join(f"w{words.randrange(vocabulary)}" for _ in range(n)) for n in lengths]
-            (folder / f"{split}.{language}").write_text("\n".join(lines) + "\n")
-    destination = folder / "bin"
-    words = ["-s", "src", "-t", "tgt", "--joined-dictionary", "--destdir", destination]
-    for split in sentences:
-        words += [f"--{split}pref", folder / split]
-    Forked(command(preprocess.cli_main, words)).wait()
-    return destination
+            dictionary.save(str(folder / f"dict.{language}.txt"))
+            path = str(folder / f"{split}.src-tgt.{language}")
+            builder = indexed_dataset.make_builder(f"{path}.bin", "mmap", len(dictionary))
+            for length in lengths:
+                ids = [words.randrange(dictionary.nspecial, len(dictionary)) for _ in range(length)]
+                builder.add_item(torch.IntTensor([*ids, dictionary.eos()]))
+            builder.finalize(f"{path}.idx")
+    return folder
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -235,5 +236,5 @@ def resharded(runs: Runs, name: str, flags: list, want: list[float]) -> dict:
     output = runs.folder / "resharded" / "checkpoint_last.pt"
     source = runs.folder / name / "checkpoint_last.pt"
     words = ["reshard", str(source), "--world-size", "1", "--output", str(output)]
-    run_ranks(lambda: exit(cli.main(words)))
+    run_ranks(lambda: sys.exit(cli.main(words)))
     return close(losses(runs.train("resharded", *flags)), want)

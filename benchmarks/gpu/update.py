@@ -18,6 +18,7 @@ import torch
 from benchmarks.gpu.parts import Context
 from benchmarks.gpu.training import Runs, attempt
 from benchmarks.synthetic import LONGEST
+from smoe_fairseq.modules.experts import EXECUTIONS
 
 VOCABULARY = 8000
 MODELS = {
@@ -28,7 +29,7 @@ MODELS = {
 }
 # Updates of each kind, in this order: not counted, timed as they are, with the device awaited at the end of
 # each phase, with torch's profiler, with Python's.
-COUNTS = {"warm": 20, "plain": 20, "phases": 8, "kernels": 2, "python": 2}
+COUNTS = {"warm": 12, "plain": 16, "phases": 8, "kernels": 1, "python": 1}
 TINY_COUNTS = {"warm": 1, "plain": 2, "phases": 1, "kernels": 1, "python": 1}
 MARK = "update-times "
 # Phases of an update: (module, class, method) that each is; the rest of an update and the time between
@@ -134,7 +135,12 @@ class Watch:
             yield
             self._now()
         events = profiler.events()
-        kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+        kernels = [
+            event
+            for event in events
+            if event.device_type == torch.autograd.DeviceType.CUDA
+            and not getattr(event, "is_user_annotation", False)
+        ]
         self.found["kernels"] = len(kernels)
         self.found["kernels' ms"] = sum(e.time_range.elapsed_us() for e in kernels) / 1000
         operations = profiler.key_averages()
@@ -185,27 +191,32 @@ def _nothing() -> Iterator[None]:
 
 
 def update(context: Context) -> Iterator[dict]:
-    """Each model in bf16, then in fp16."""
-    runs = Runs(context) if context.tiny else Runs(context, 30000, VOCABULARY)
-    precisions = {"bf16": ["--bf16"]} if context.tiny else {"bf16": ["--bf16"], "fp16": ["--fp16"]}
-    for precision, flags in precisions.items():
-        for name in MODELS if precision == "bf16" else ("dense", "moe-8", "4-4"):
-            case = f"{name}, {precision}"
-            yield attempt(case, lambda n=name, f=flags, c=case: timed(runs, n, c, f, context))
+    """Each model in bf16, by Triton's kernels where there are some, and in fp16."""
+    runs = Runs(context) if context.tiny else Runs(context, 40000, VOCABULARY)
+    names = ["dense", "moe-8", "4-4"]
+    cases = [(name, "bf16", "auto") for name in names]
+    if not context.tiny:
+        cases += [(name, "bf16", "fused") for name in names[1:] if "fused" in EXECUTIONS]
+        cases += [(name, "fp16", "auto") for name in names]
+    for name, precision, execution in [*cases, ("2-2-2-2", "bf16", "auto")]:
+        case = f"{name}, {precision}" + (", fused" if execution == "fused" else "")
+        flags = [*MODELS[name], f"--{precision}"]
+        flags += ["--moe-execution", "fused"] if execution == "fused" else []
+        yield attempt(case, lambda f=flags, c=case: timed(runs, c, f, context))
 
 
-def timed(runs: Runs, name: str, case: str, precision: list, context: Context) -> dict:
+def timed(runs: Runs, case: str, flags: list, context: Context) -> dict:
     counts = TINY_COUNTS if context.tiny else COUNTS
     profile = Path(context.out) / f"update-{case.replace(', ', '-')}" if context.out else None
     watch = Watch(counts, profile)
-    words = [*MODELS[name], *precision, "--max-update", sum(counts.values()), "--no-save"]
+    words = [*flags, "--max-update", sum(counts.values()), "--no-save"]
     if not context.tiny:
         words = ["--arch", "smoe_transformer_base", "--max-tokens", 16384, *words]
 
     text = runs.train(case.replace(", ", "-"), *words, tiny=context.tiny, around=watch.around)
     line = next(line for line in text.splitlines() if line.startswith(MARK))
     found = json.loads(line.removeprefix(MARK))
-    model = ["--arch", "smoe_transformer_base", *MODELS[name]]
+    model = ["--arch", "smoe_transformer_base", *MODELS[case.split(",")[0]]]
     device = found.pop("device")
     share = share_of_peak(found["tokens/s"], flops_per_token(model), device) if device else "-"
     return {"ok": None, "share of peak": share, **found}
