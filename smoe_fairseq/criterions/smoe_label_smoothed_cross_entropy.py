@@ -32,17 +32,22 @@ class LabelSmoothedNLL(torch.autograd.Function):
 
     ``loss = (1 - eps - eps_i) nll + eps_i sum_v -log p_v`` with ``eps_i = eps / (V - 1)``. Its gradient
     with respect to a logit is ``p_v - eps_i``, minus ``1 - eps - eps_i`` at the target. ``nll_loss`` is
-    for the log and has no gradient.
+    for the log and has no gradient. Only the probabilities ``(N, V)`` are computed: their logarithms are
+    the logits minus a number per position, which the largest logit and its probability give.
     """
 
     @staticmethod
     def forward(ctx, logits_NV: Tensor, target_N: Tensor, epsilon: float, padding: int):
-        logp_NV = utils.log_softmax(logits_NV, dim=-1)
-        real_N = target_N != padding
-        eps_i = epsilon / (logp_NV.shape[1] - 1)
-        nll = -torch.where(real_N, logp_NV.gather(1, target_N.unsqueeze(1)).squeeze(1), 0).sum()
-        smooth = -torch.where(real_N, logp_NV.sum(1), 0).sum()
-        ctx.save_for_backward(logp_NV, target_N, real_N)
+        p_NV = logits_NV.softmax(-1, dtype=torch.float32)
+        largest_N, at_N = logits_NV.max(-1)
+        log_sum_N = largest_N.float() - p_NV.gather(1, at_N.unsqueeze(1)).squeeze(1).log()
+        real_N, vocabulary = target_N != padding, logits_NV.shape[1]
+        eps_i = epsilon / (vocabulary - 1)
+        of_target_N = logits_NV.gather(1, target_N.unsqueeze(1)).squeeze(1).float()
+        sum_N = logits_NV.sum(1, dtype=torch.float32)
+        nll = torch.where(real_N, log_sum_N - of_target_N, 0).sum()
+        smooth = torch.where(real_N, vocabulary * log_sum_N - sum_N, 0).sum()
+        ctx.save_for_backward(p_NV, target_N, real_N)
         ctx.eps_i, ctx.at_target, ctx.dtype = eps_i, 1 - epsilon - eps_i, logits_NV.dtype
         ctx.mark_non_differentiable(nll)
         return ctx.at_target * nll + eps_i * smooth, nll
@@ -50,12 +55,13 @@ class LabelSmoothedNLL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _):
-        logp_NV, target_N, real_N = ctx.saved_tensors
-        grad_NV = logp_NV.exp().sub_(ctx.eps_i)
-        at_target = grad_NV.new_full((len(target_N), 1), -ctx.at_target)
-        grad_NV.scatter_add_(1, target_N.unsqueeze(1), at_target)
-        grad_NV.mul_((real_N * grad).unsqueeze(1))
-        return grad_NV.to(ctx.dtype), None, None, None
+        p_NV, target_N, real_N = ctx.saved_tensors
+        grad_N1, target_N1 = (real_N * grad).unsqueeze(1), target_N.unsqueeze(1)
+        grad_NV = torch.empty_like(p_NV, dtype=ctx.dtype)
+        torch.addcmul(-ctx.eps_i * grad_N1, p_NV, grad_N1, out=grad_NV)
+        of_target_N1 = (p_NV.gather(1, target_N1) - (ctx.eps_i + ctx.at_target)) * grad_N1
+        grad_NV.scatter_(1, target_N1, of_target_N1.to(ctx.dtype))
+        return grad_NV, None, None, None
 
 
 # The capacity budget loss pulls the mean requested capacity to a given number of strata.
