@@ -97,13 +97,13 @@ def step(block: StratifiedMoE, x_TD: torch.Tensor) -> None:
 
 def wait_first(block: StratifiedMoE) -> None:
     """Lets it wait for the experts' outputs, and only then compute the shared network."""
-    mix = block.dispatcher.mix
+    dispatcher = block.dispatcher
 
-    def mix_first(x_TD, copies, run, next_T, beside):
-        mixed = mix(x_TD, copies, run, next_T, lambda: None)
-        return mixed._replace(beside=beside())
+    def dispatch_first(x_TD, copies, run, weights, branches):
+        *mixed, _ = dispatcher(x_TD, copies, run, weights, lambda: None)
+        return *mixed, branches()
 
-    block.dispatcher.mix = mix_first
+    block.dispatcher = dispatch_first
 
 
 class Exchanges:

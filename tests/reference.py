@@ -4,6 +4,7 @@ Slow and simple on purpose. `params` is the state dict of a block, in float64.
 """
 
 import math
+from fractions import Fraction
 
 import reference_gates as gates
 import torch
@@ -80,7 +81,7 @@ def run_gate(params, i, inputs, tokens, options):
         "relu",
         "threshold",
     ):
-        capacity = math.ceil(options["capacity_factor"] * len(inputs) / num_experts)
+        capacity = math.ceil(Fraction(str(options["capacity_factor"])) * len(inputs) / num_experts)
     scores, chosen, weights, first = ask(params, i, inputs, tokens, options)
     normalizes = options["gate"] in ("topk", "hash-topk") and options["top_k"] > 1
     if normalizes and normalization == "before-drop":

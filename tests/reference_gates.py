@@ -6,6 +6,7 @@ asks for, best first, with their weights; the expert that decides where it goes 
 
 import functools
 import math
+from fractions import Fraction
 
 import torch
 
@@ -174,7 +175,7 @@ def best_of_sentences(scores, experts, sentences, factor):
     taken = [[] for _ in scores]
     for sentence in set(sentences):
         members = [t for t, s in enumerate(sentences) if s == sentence]
-        number = math.ceil(factor * len(members) / experts)
+        number = math.ceil(Fraction(str(factor)) * len(members) / experts)
         for e in range(experts):
             members.sort(key=lambda t: -scores[t][e].item())
             for t in members[:number]:

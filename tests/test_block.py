@@ -1,15 +1,15 @@
 """The block against the plain loops of reference.py, in float64."""
 
 import math
-from unittest import mock
 
 import pytest
 import torch
 from reference import reference
+from torch.utils.checkpoint import checkpoint
 
 from smoe_fairseq.modules import StratifiedMoE, torch_features
-from smoe_fairseq.modules.experts import Grouped, PerExpert
-from smoe_fairseq.modules.grouped import can_group
+from smoe_fairseq.modules.grouped import Grouped, can_group
+from smoe_fairseq.modules.per_expert import PerExpert
 
 T, D, F = 18, 8, 6
 STRATA = ["8", "4-4", "4-12", "2-2-2-2", "1-1-1"]
@@ -66,15 +66,7 @@ def expected(block, x, mask, **options):
 
 
 def assert_agrees(block, x, mask, want=None, **options):
-    """Both as few rows and as many are computed (`MANY_ROWS`)."""
     want = want or expected(block, x, mask, **options)
-    if block.execution == "per-expert":
-        with mock.patch("smoe_fairseq.modules.experts.MANY_ROWS", 0):
-            assert_agrees_as_it_is(block, x, mask, want)
-    return assert_agrees_as_it_is(block, x, mask, want)
-
-
-def assert_agrees_as_it_is(block, x, mask, want):
     params = dict(block.named_parameters())
     drops = watch_drops(block)
     y, stats = block(x, mask)
@@ -146,11 +138,20 @@ def test_random_order_keeps_each_token_as_often():
     torch.manual_seed(0)
     gate = StratifiedMoE(D, F, "8", top_k=1, capacity_factor=2.0, drop_order="random").gates[0]
     torch.nn.init.zeros_(gate.weight)
-    for training in (True, False):  # evaluation is limited only where that is asked for
-        gate.train(training).capacity.eval_factor = 2.0
-        kept_T = sum((gate(torch.randn(16, D)).expert_TK[:, 0] == 0).long() for _ in range(2000))
-        assert int(kept_T.sum()) == 4 * 2000
-        assert (kept_T - 500).abs().max() < 100  # five standard deviations
+    kept_T = sum((gate(torch.randn(16, D)).expert_TK[:, 0] == 0).long() for _ in range(2000))
+    assert int(kept_T.sum()) == 4 * 2000
+    assert (kept_T - 500).abs().max() < 100  # five standard deviations
+
+
+def test_random_order_draws_nothing_in_evaluation():
+    """The same input gives the same output: the tokens of highest score are kept."""
+    block = make_block("4-4", drop_order="random", eval_capacity_factor=0.5).eval()
+    x, mask = make_input("some")
+    outputs = [block(x, mask)[0] for _ in range(2)]
+    for gate in block.gates:
+        gate.capacity.order = "score"
+    for y in outputs:
+        assert torch.equal(y, block(x, mask)[0])
 
 
 @pytest.mark.parametrize("execution", ["per-expert", "grouped"])
@@ -390,6 +391,62 @@ def test_a_pass_for_the_inputs_alone_leaves_nothing_behind(execution):
 
 
 @pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+@pytest.mark.parametrize("types", ["bfloat16", "autocast"])
+def test_recomputation_takes_the_way_of_the_first_pass(types, execution):
+    """Reentrant checkpointing computes without gradients first, and with them again: the same bits."""
+    torch.manual_seed(0)
+    block = StratifiedMoE(16, 32, "4-4-4-4", second_expert_policy="all", execution=execution)
+    x, passes = torch.randn(16384, 16), []
+
+    def run(x):
+        y, stats = block(x)
+        passes.append([y.detach(), stats.requested_capacity, stats.first_choices])
+        return y
+
+    if types == "bfloat16":
+        block, x = block.bfloat16(), x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=types == "autocast"):
+        y = checkpoint(run, x.requires_grad_(), use_reentrant=True)
+    y.float().sum().backward()
+    for first, again in zip(*passes, strict=True):
+        assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("name", ["relu", "gelu", "SiLU", "PReLU"])
+def test_gradient_of_the_activation(name, dropout, execution):
+    """By finite differences, of the activation's parameters too, which all experts share."""
+    torch.manual_seed(0)
+    function = {"SiLU": torch.nn.SiLU(inplace=True), "PReLU": torch.nn.PReLU()}.get(name, name)
+    block = StratifiedMoE(
+        *(4, 6, "2-2"), activation_fn=function, capacity_factor=0.0, second_expert_policy="all"
+    ).double()
+    block.execution, block.experts.activation_dropout = execution, dropout
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+
+    def run(x, *parameters):
+        torch.manual_seed(1)
+        return block(x)[0]
+
+    assert torch.autograd.gradcheck(run, (x, *block.experts.parameters()), fast_mode=True)
+
+
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+def test_frozen_experts_get_no_gradient(execution):
+    x, mask = make_input("some")
+    block = make_block("4-4", capacity_factor=0, execution=execution)
+    y, stats = block(x, mask)
+    want = gradients(y, stats.balance_loss, x, dict(block.named_parameters()))
+    block.experts.requires_grad_(False)
+    learning = {n: p for n, p in block.named_parameters() if p.requires_grad}
+    y, stats = block(x, mask)
+    assert not block.experts.w1.requires_grad
+    for name, got in gradients(y, stats.balance_loss, x, learning).items():
+        assert torch.allclose(got, want[name]), name
+
+
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 def test_second_derivatives_are_refused(execution):
     """They would lack what goes through the experts' weights; where torch differentiates, they are right."""
     if execution == "grouped" and torch_features.grouped_mm is None:
@@ -449,7 +506,7 @@ def test_without_statistics_the_output_is_the_same(strata):
     mask = torch.rand(6, 5) < 0.2
     (y, stats), (z, nothing) = block(x, mask), block(x, mask, with_stats=False)
     assert torch.equal(y, z) and stats is not None and nothing is None
-    with torch.no_grad():  # adds up the experts' outputs another way
+    with torch.no_grad():  # by another way: inference.py
         torch.testing.assert_close(block(x, mask)[0], y)
 
 

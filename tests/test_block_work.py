@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smoe_fairseq.modules import StratifiedMoE, grouped, torch_features
-from smoe_fairseq.modules.experts import PerExpert
 
 T, D, F, K = 96, 16, 64, 2
 STRATA = ["8", "4-4", "2-2-2-2"]
@@ -80,22 +79,18 @@ def test_grouped_products_per_stratum(strata):
 
 
 @pytest.mark.parametrize("strata", STRATA)
-def test_products_on_cpu(strata, monkeypatch):
-    """Two for each touched expert and one for the gate, twice as many backwards; none for the others."""
-    block = make_block(strata)
-    touched = []
-    compute = PerExpert.compute_expert
-    monkeypatch.setattr(
-        *(PerExpert, "compute_expert"),
-        lambda self, e, *rows: (touched.append(e), compute(self, e, *rows))[1],
-    )
+def test_products_on_cpu(strata):
+    """Two for each touched expert and one for the gate; backwards twice as many, and two for biases."""
+    block, touched = make_block(strata), []
+    for gate in block.gates:
+        gate.register_forward_hook(lambda _, inputs, routing: touched.extend(routing.kept_E > 0))
     forward, backward, _ = run_block(block, torch.randn(T, D, requires_grad=True))
-    gates = len(block.strata)
-    assert forward.calls(PRODUCTS) == 2 * len(touched) + gates
+    touched, gates = int(sum(touched)), len(block.strata)
+    assert forward.calls(PRODUCTS) == 2 * touched + gates
     # The gates get no gradient of their inputs' products beyond the usual two.
     in_place = backward.calls({"addmm_"})
-    assert backward.calls(PRODUCTS) + in_place == 4 * len(touched) + 2 * gates
-    assert len(touched) < gates * 8 or strata == "8"
+    assert backward.calls(PRODUCTS) + in_place == 6 * touched + 2 * gates
+    assert touched < gates * 8 or strata == "8"
 
 
 @pytest.mark.parametrize("strata", STRATA)
@@ -172,8 +167,8 @@ def test_memory_kept_for_the_backward_pass(strata):
 def test_compiles_without_graph_breaks(strata, dtype, tolerance, monkeypatch):
     """The gradient is ours, in which that of experts without rows is 0, whatever the kernel leaves there."""
     calls = []
-    gradient = grouped.weight_gradient
-    monkeypatch.setattr(grouped, "weight_gradient", lambda *a: calls.append(1) or gradient(*a))
+    gradient = grouped.grouped_outer
+    monkeypatch.setattr(grouped, "grouped_outer", lambda *a: calls.append(1) or gradient(*a))
     block = make_block(strata).to(dtype)
     block.execution = "grouped"  # which tracing asks for by itself
     x = torch.randn(T, D, dtype=dtype)

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import textwrap
+from fractions import Fraction
 
 import pytest
 import torch
@@ -121,8 +122,9 @@ def test_routing_makes_no_float64_on_mps(part):
         count_E = torch.empty(4, dtype=torch.long, device="mps")
         if part == "capacity":
             experts_TK = torch.empty(6, 2, dtype=torch.long, device="mps")
-            scores_TE, tokens = torch.empty(6, 4, device="mps"), count_E.sum()
-            found = Capacity()(experts_TK, scores_TE, tokens).kept_E
+            scores_TE = torch.empty(6, 4, device="mps")
+            active_T = torch.empty(6, dtype=torch.bool, device="mps")
+            found = Capacity()(experts_TK, scores_TE, active_T).kept_E
         elif part == "expert choice":
             found = most_copies(2.0, count_E, num_experts=4)
         else:
@@ -130,8 +132,12 @@ def test_routing_makes_no_float64_on_mps(part):
     assert found.device.type == "mps"
 
 
-@pytest.mark.parametrize("factor", [0.3, 1.1, 2.0])
-def test_an_expert_takes_the_ceiling(factor):
+@pytest.mark.parametrize("experts", [2, 3, 7])
+@pytest.mark.parametrize("factor", ["0.3", "1.1", "2.0", "2.2", "1e-9", "1e300"])
+def test_an_expert_takes_the_ceiling(factor, experts):
+    """Of the exact product: 1.1 * 20 / 2 is 11, and in floating point a little more."""
     tokens = torch.arange(0, 5000, 7)
-    want = [math.ceil(factor * count / 7) for count in tokens.tolist()]
-    assert most_copies(factor, tokens, num_experts=7).tolist() == want
+    found = most_copies(float(factor), tokens, experts).tolist()
+    share = Fraction(factor) / experts
+    for most, count in zip(found, tokens.tolist(), strict=True):
+        assert min(most, count) == min(math.ceil(share * count), count)

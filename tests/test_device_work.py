@@ -97,15 +97,15 @@ def test_the_counter_sees_what_it_counts(training):
 
 @pytest.mark.parametrize("strata", STRATA)
 def test_a_product_per_expert_reads_once_per_stratum(strata):
-    """The sizes of its experts, with the number of tokens of the next; and that of the first."""
+    """The sizes of its experts; on a CPU, which need not wait, also where the tokens are."""
     block = make_block(strata)
     x = torch.randn(T, D, requires_grad=True)
     mask = torch.zeros(T, dtype=torch.bool)
     with HostReads() as calls, Operations() as operations:
         y, _ = block(x, mask)
         y.sum().backward()
-    assert calls.calls == {"tolist": len(block.strata), "__int__": 1}
-    assert sum(operations.called[name] for name in READING) <= 1  # that of the first
+    assert calls.calls == {"tolist": len(block.strata), "nonzero": len(block.strata)}
+    assert operations.calls(READING) == len(block.strata)
 
 
 @pytest.mark.parametrize("execution", ["per-expert", "grouped"])

@@ -1,7 +1,6 @@
 """The wider family of gates and options, each against plain loops in float64; see test_block.py."""
 
 import math
-from unittest import mock
 
 import pytest
 import reference_gates
@@ -19,7 +18,7 @@ TABLE = torch.tensor([3, 0, 7, 3, 1, 6, 2])
 
 
 def assert_agrees(block, x, mask, ids=None, gate_logits=None, **options):
-    """Outputs, gradients, losses and statistics, both as few rows and as many are computed."""
+    """Outputs, gradients, losses and statistics."""
     params = dict(block.named_parameters())
     every = {**params, **dict(block.named_buffers())}
     if options.get("gate") in ("threshold", "depths"):
@@ -30,21 +29,19 @@ def assert_agrees(block, x, mask, ids=None, gate_logits=None, **options):
     want = reference(every, str(block.strata), flat, padding, ids=ids_T, **options)
     want_y, want_loss, want_rc, want_dropped, _ = want
     want_gradients = gradients(want_y.view_as(x), want_loss, x, params)
-    for many_rows in (0, 10**6):
-        with mock.patch("smoe_fairseq.modules.experts.MANY_ROWS", many_rows):
-            y, stats = block(x, mask, ids=ids, gate_logits=gate_logits)
-        assert torch.allclose(y.reshape(-1, D), want_y, rtol=1e-10, atol=1e-10)
-        assert torch.allclose(stats.balance_loss, want_loss, rtol=1e-10)
-        assert torch.equal(stats.requested_capacity.reshape(-1), want_rc)
-        assert stats.first_choices.sum() == want_rc.sum()
-        assert int(stats.dropped.sum()) == len(want_dropped)
-        want_of_token = torch.zeros_like(stats.dropped_choices).view(T, -1)
-        for _, t, k in want_dropped:
-            want_of_token[t, k] += 1
-        assert torch.equal(stats.dropped_choices.view(T, -1), want_of_token)
-        assert torch.equal(y[mask], x[mask])
-        for name, got in gradients(y, stats.balance_loss, x, params).items():
-            assert torch.allclose(got, want_gradients[name].expand_as(got), atol=1e-9), name
+    y, stats = block(x, mask, ids=ids, gate_logits=gate_logits)
+    assert torch.allclose(y.reshape(-1, D), want_y, rtol=1e-10, atol=1e-10)
+    assert torch.allclose(stats.balance_loss, want_loss, rtol=1e-10)
+    assert torch.equal(stats.requested_capacity.reshape(-1), want_rc)
+    assert stats.first_choices.sum() == want_rc.sum()
+    assert int(stats.dropped.sum()) == len(want_dropped)
+    want_of_token = torch.zeros_like(stats.dropped_choices).view(T, -1)
+    for _, t, k in want_dropped:
+        want_of_token[t, k] += 1
+    assert torch.equal(stats.dropped_choices.view(T, -1), want_of_token)
+    assert torch.equal(y[mask], x[mask])
+    for name, got in gradients(y, stats.balance_loss, x, params).items():
+        assert torch.allclose(got, want_gradients[name].expand_as(got), atol=1e-9), name
     return stats
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from smoe_fairseq.analysis.cost import build_meta_model, config_of, is_language_model
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.modules.experts import MANY_ROWS
 from smoe_fairseq.modules.grouped import can_group, one_kernel
 from smoe_fairseq.modules.layer import StratifiedMoE
 from smoe_fairseq.modules.parallel import Placement
@@ -295,7 +294,7 @@ class _Sublayers:
                 rows
             )  # in and out of the norm
             kept += self._network(received, width)
-            if grouped or place.is_sharded or copies < MANY_ROWS * visible:
+            if place.is_sharded:
                 kept += 2 * received * row  # what the experts get and return
             kept += place.is_sharded * copies * row  # copies that travel
             kept += grouped * rows

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.experts import Activation, activation
+from smoe_fairseq.modules.activation import Activation, activation
 from smoe_fairseq.modules.routing import Routing
 
 

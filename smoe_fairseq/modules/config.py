@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
-from smoe_fairseq.modules.experts import EXECUTIONS, Activation
+from smoe_fairseq.modules.activation import Activation
+from smoe_fairseq.modules.experts import EXECUTIONS
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.gates.top_k import GATE_NORMALIZATIONS, SCORES, SECOND_EXPERT_POLICIES
 from smoe_fairseq.modules.routing import DROP_ORDERS

@@ -1,10 +1,14 @@
-"""Linear maps of single experts, whose weights are stacked with those of all others.
+"""The experts of a stratum by one product for all of them, in shapes that do not depend on the routing.
 
-Plain autograd would make a gradient for each expert's weights, copy these into a stack, and add up one such
-stack per stratum: with few tokens per expert, half the time of the products. Here each product adds to its
-place in one stack.
+Nothing waits for a GPU where it computes such products in one kernel (`one_kernel`). torch 2.13 computes
+`torch.nn.functional.grouped_mm` in float32 and float16 too, but only knows the shape of its result, which
+`torch.compile` needs, in bfloat16; and on a GPU it does so one expert after the other, reading the ends on
+the host for every product. Its own gradient is not used, compiled or not: on GPUs of compute capability 10
+that of experts without rows was seen to be anything (pytorch issue 172439).
 
-Shapes: N rows of one expert, I inputs, O outputs, E experts.
+Rows lie by expert, and padding rows behind them. Products leave these uninitialised.
+
+Shapes: T tokens, K choices per token, N rows, D embedding, F feed-forward, I inputs, O outputs, E experts.
 """
 
 from collections.abc import Callable
@@ -13,176 +17,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from smoe_fairseq.modules import torch_features
-
-
-class SharedGradient:
-    """The gradient of stacked weights ``(E, O, I)`` and biases ``(E, O)`` that all uses add to.
-
-    A sum belongs to one backward pass. One that never fetches it (``torch.autograd.grad`` of the inputs
-    alone, or a pass that is interrupted) leaves nothing behind for the next.
-    """
-
-    def __init__(self):
-        self.backward_pass: int | None = None
-
-    def add(self, expert: int, y_grad_NO: Tensor, x_NI: Tensor, weight: Tensor) -> None:
-        """Adds the gradient from the rows of one expert."""
-        if self.backward_pass != backward_pass():
-            self.backward_pass = backward_pass()
-            self.weight = torch.empty_like(weight)
-            self.bias = weight.new_empty(weight.shape[:2])
-            self.written: set[int] = set()
-        if expert in self.written:
-            self.weight[expert].addmm_(y_grad_NO.t(), x_NI)
-            self.bias[expert] += y_grad_NO.sum(0)
-        else:
-            torch.mm(y_grad_NO.t(), x_NI, out=self.weight[expert])
-            torch.sum(y_grad_NO, 0, out=self.bias[expert])
-            self.written.add(expert)
-
-    def add_all(self, weight_grad: Tensor, bias_grad: Tensor) -> None:
-        """Adds the gradient from the rows of all experts; takes over both tensors."""
-        if self.backward_pass != backward_pass():
-            self.backward_pass = backward_pass()
-            self.weight, self.bias = weight_grad, bias_grad
-            self.written = set(range(len(weight_grad)))
-        else:
-            self.weight.add_(weight_grad)
-            self.bias.add_(bias_grad)
-
-    def take(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of this backward pass, 0 for experts without rows."""
-        if self.backward_pass != backward_pass():
-            return torch.zeros_like(weight), weight.new_zeros(weight.shape[:2])
-        for expert in set(range(len(weight))) - self.written:
-            self.weight[expert].zero_()
-            self.bias[expert].zero_()
-        gradients = self.weight, self.bias
-        self.backward_pass = self.weight = self.bias = None
-        return gradients
-
-
-def backward_pass() -> int:
-    """Number of the backward pass that is under way.
-
-    Private to torch, whose activation checkpointing asks for it too; tests/test_torch_features.py says what
-    is expected of it.
-    """
-    return torch._C._current_graph_task_id()
-
-
-class ShareGradient(torch.autograd.Function):
-    """Weights and biases as they are; going back, the gradient that their uses have added up."""
-
-    @staticmethod
-    def forward(ctx, weight: Tensor, bias: Tensor, gradient: SharedGradient):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(weight)
-        ctx.gradient = gradient
-        return weight.view_as(weight), bias.view_as(bias)
-
-    @staticmethod
-    def backward(ctx, *_):
-        # `once_differentiable` would look at the incoming gradients, and there are none.
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the experts' weights have no second derivative: expected create_graph=False"
-            )
-        return *ctx.gradient.take(*ctx.saved_tensors), None
-
-
-class StackedLinear(NamedTuple):
-    """The weights ``(E, O, I)`` and biases ``(E, O)`` of one linear map of each expert."""
-
-    weight: Tensor
-    bias: Tensor
-    gradient: SharedGradient | None = None  # sums the gradient; None: autograd does
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor) -> "StackedLinear":
-        """For the strata of one pass, which sum their gradients in one place."""
-        if not torch.is_grad_enabled():
-            return cls(weight, bias)
-        gradient = SharedGradient()
-        return cls(*ShareGradient.apply(weight, bias, gradient), gradient)
-
-
-def expert_linear(
-    x_NI: Tensor,
-    linear: StackedLinear,
-    expert: int,
-    scale_N: Tensor | None = None,
-    origin: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """``y = scale (W_e x + b_e)`` of one expert ``(N, O)``.
-
-    Args:
-        scale_N: None is 1. Its gradient needs no copy of the unscaled output.
-        origin: ``(z, index)`` with ``x = z[index]``, if z is kept anyway: the backward pass gathers ``x``
-            again instead of keeping it.
-    """
-    weight, bias, gradient = linear
-    if torch.is_grad_enabled():
-        kept = (x_NI, None) if origin is None else (origin[0].detach(), origin[1])
-        return _ExpertLinear.apply(x_NI, weight, bias, scale_N, *kept, expert, gradient)
-    return _scaled_linear(x_NI, weight[expert], bias[expert], scale_N)
-
-
-class _ExpertLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        x_NI: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        scale_N: Tensor | None,
-        kept: Tensor,
-        index_N: Tensor | None,
-        expert: int,
-        gradient: SharedGradient,
-    ) -> Tensor:
-        ctx.save_for_backward(weight, bias, scale_N, kept, index_N)
-        ctx.expert, ctx.gradient = expert, gradient
-        return _scaled_linear(x_NI, weight[expert], bias[expert], scale_N)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, y_grad_NO: Tensor):
-        weight, bias, scale_N, x_NI, index_N = ctx.saved_tensors
-        if index_N is not None:
-            x_NI = x_NI.index_select(0, index_N)
-        x_grad_NI = scale_grad_N = None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
-            x_grad_NI = y_grad_NO @ weight[ctx.expert]
-        if scale_N is not None:
-            if ctx.needs_input_grad[3]:  # <g, W x + b> = <W' g, x> + <g, b>
-                scale_grad_N = torch.linalg.vecdot(x_grad_NI, x_NI)
-                scale_grad_N.addmv_(y_grad_NO, bias[ctx.expert])
-            scale_N1 = scale_N.unsqueeze(1)
-            y_grad_NO = y_grad_NO * scale_N1
-            x_grad_NI = x_grad_NI.mul_(scale_N1) if ctx.needs_input_grad[0] else None
-        if ctx.needs_input_grad[1]:
-            ctx.gradient.add(ctx.expert, y_grad_NO, x_NI, weight)
-        return x_grad_NI, None, None, scale_grad_N, None, None, None, None
-
-
-def _scaled_linear(x_NI: Tensor, weight: Tensor, bias: Tensor, scale_N: Tensor | None) -> Tensor:
-    y_NO = F.linear(x_NI, weight, bias)
-    return y_NO if scale_N is None else y_NO.mul_(scale_N.unsqueeze(1))
-
-
-# Products of each expert's rows with its weights, in one kernel where torch has one.
-#
-# torch 2.13 computes `torch.nn.functional.grouped_mm` in float32 and float16 too, but only knows the shape
-# of its result, which `torch.compile` needs, in bfloat16; and on a GPU it does so one expert after the other,
-# reading the ends on the host for every product. Its own gradient is not used, compiled or not: on GPUs of
-# compute capability 10 that of experts without rows was seen to be anything (pytorch issue 172439).
-#
-# Shapes: N rows that lie by expert, I inputs, O outputs, E experts.
-
+from smoe_fairseq.modules.activation import Hidden
+from smoe_fairseq.modules.per_expert import Weights, refuse_second_derivative
+from smoe_fairseq.modules.rows import Copies, DispatchPlan, select
 
 _CAPABILITIES = (9, 10)  # major ones, for which torch has the kernel
 
@@ -201,68 +40,187 @@ def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device)[0] in _CAPABILITIES
 
 
-def grouped_linear(
-    x_NI: Tensor, linear: StackedLinear, ends_E: Tensor, expert_NE: Tensor
-) -> Tensor:
-    """``y = W_e x + b_e`` for the rows of each expert ``(N, O)``; rows past the last end are undefined.
+class Grouped:
+    """One product for all experts: nothing is read on the host."""
 
-    Args:
-        expert_NE: which rows are of which expert.
+    on_host = False
+
+    def __init__(self, experts):
+        self.experts = experts
+
+    def __call__(self, x_TD: Tensor, copies: Copies, weights: Weights) -> tuple[Tensor, Weights]:
+        """As of `PerExpert`."""
+        x_TD, hidden = x_TD.to(weights[0].dtype), self.experts.hidden
+        layout = Layout.of(copies, weights)
+        if torch.compiler.is_compiling():
+            return _differentiable_sum(x_TD, copies, weights, layout, hidden), weights
+        y_TD, *passed_on = GroupedSum.apply(
+            *(x_TD, copies.weight_TK, *weights, copies, hidden),
+            *(*layout, *hidden.parameters),
+        )
+        trains = any(w.requires_grad for w in weights)
+        return y_TD, tuple(passed_on) if trains else weights
+
+
+class Layout(NamedTuple):
+    """Where the copies of a stratum lie; E counts the experts that its gate sees."""
+
+    row_TK: Tensor  # as of `DispatchPlan`, as the next two
+    copy_N: Tensor
+    token_N: Tensor
+    ends_E: Tensor  # where each expert's rows end
+    expert_NE: Tensor  # 1 in the column of each row's expert, 0 for padding rows
+    padding_N1: Tensor
+
+    @classmethod
+    def of(cls, copies: Copies, weights: Weights) -> "Layout":
+        """A row for every copy, so that those without an expert leave padding rows."""
+        rows = copies.expert_TK.numel() + 1
+        ends_E = copies.kept_E.cumsum(0).int()
+        row_N1 = torch.arange(rows, device=ends_E.device, dtype=torch.int).unsqueeze(1)
+        expert_N1 = torch.searchsorted(ends_E, row_N1, right=True)
+        expert_NE = expert_N1 == torch.arange(len(ends_E), device=ends_E.device)
+        padding_N1 = expert_N1 == len(ends_E)
+        plan = DispatchPlan.of(copies, rows)
+        return cls(*plan, ends_E, expert_NE.to(weights[0].dtype), padding_N1)
+
+
+class GroupedSum(torch.autograd.Function):
+    """The weighted sum, and behind it the weights for the next stratum, as of `ExpertSum`.
+
+    Padding rows hold anything. Products skip them, sums read the last one alone, which is set to 0, and
+    what is multiplied with ``expert_NE`` is cleared there: NaN times 0 is NaN.
     """
-    weight, bias, gradient = linear
-    if gradient is None:
-        return _linear(x_NI, weight, bias, ends_E, expert_NE)
-    return _GroupedLinear.apply(x_NI, weight, bias, ends_E, expert_NE, gradient)
-
-
-def _linear(x_NI, weight, bias, ends_E, expert_NE):
-    # The bias by a product: the gradient of a gather of it would be a sum in which one warp walks all rows
-    # of an expert.
-    y_NO = grouped_mm(x_NI, weight.transpose(1, 2), ends_E)
-    return torch.addmm(y_NO, expert_NE.to(y_NO.dtype), bias)
-
-
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_NI, weight, bias, ends_E, expert_NE, gradient):
-        ctx.save_for_backward(x_NI, weight, ends_E, expert_NE)
-        ctx.gradient = gradient
-        return _linear(x_NI, weight, bias, ends_E, expert_NE)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, y_grad_NO: Tensor):
-        x_NI, weight, ends_E, expert_NE = ctx.saved_tensors
-        if ctx.needs_input_grad[1]:
-            bias_grad_EO = expert_NE.t().to(y_grad_NO.dtype) @ y_grad_NO
-            weight_grad_EOI = weight_gradient(y_grad_NO, x_NI, ends_E)
-            ctx.gradient.add_all(weight_grad_EOI, bias_grad_EO)
-        x_grad_NI = None
-        if ctx.needs_input_grad[0]:
-            x_grad_NI = grouped_mm(y_grad_NO, weight, ends_E)
-        return x_grad_NI, None, None, None, None, None
+    def forward(
+        ctx,
+        x_TD,
+        weight_TK,
+        w1,
+        b1,
+        w2,
+        b2,
+        copies,
+        hidden,
+        row_TK,
+        copy_N,
+        token_N,
+        ends_E,
+        *others,
+    ):
+        expert_NE, padding_N1 = others[:2]
+        ctx.set_materialize_grads(False)
+        seen = w1_E, b1_E, w2_E, b2_E = copies.of_experts((w1, b1, w2, b2))
+        h_NF = grouped_mm(select(x_TD, token_N), w1_E.transpose(1, 2), ends_E)
+        h_NF = h_NF.addmm_(expert_NE, b1_E).masked_fill_(padding_N1, 0)
+        h_NF, kept = hidden.forward(h_NF)
+        y_ND = grouped_mm(h_NF, w2_E.transpose(1, 2), ends_E).addmm_(expert_NE, b2_E)
+        weight_N1 = None
+        if weight_TK is not None:
+            weight_N1 = select(weight_TK.flatten(), copy_N).unsqueeze(1)
+            y_ND.mul_(weight_N1)
+        y_ND[-1] = 0
+        layout = row_TK, token_N, ends_E, expert_NE, padding_N1
+        ctx.save_for_backward(x_TD, weight_N1, *seen, *layout, *kept)
+        ctx.own, ctx.hidden, ctx.experts = copies.own, hidden, len(w1)
+        y_TD = F.embedding_bag(row_TK, y_ND, mode="sum")
+        return y_TD, *(w.view_as(w) for w in (w1, b1, w2, b2))
+
+    @staticmethod
+    def backward(ctx, grad_TD, *sums):
+        refuse_second_derivative()
+        x_TD, weight_N1, w1, _, w2, b2, *others = ctx.saved_tensors
+        row_TK, token_N, ends_E, expert_NE, padding_N1, *kept = others
+        if grad_TD is None:
+            grad_TD = torch.zeros_like(x_TD)
+        weight_grad_TK, scaled_NE = None, expert_NE
+        y_grad_ND, x_ND = select(grad_TD, token_N), select(x_TD, token_N)
+        h_NF, backward = ctx.hidden.reopen(*kept)
+        h_grad_NF = grouped_mm(y_grad_ND, w2, ends_E)
+        if weight_N1 is not None:
+            # As of `ExpertSum`.
+            weight_grad_N = torch.linalg.vecdot(h_grad_NF, h_NF)
+            weight_grad_N += ((y_grad_ND @ b2.t()) * expert_NE).sum(1)
+            weight_grad_N[-1] = 0
+            weight_grad_TK = weight_grad_N.to(weight_N1.dtype)[row_TK]
+            y_grad_ND.mul_(weight_N1)
+            x_ND.mul_(weight_N1)
+            scaled_NE = (expert_NE * weight_N1).to(expert_NE.dtype)
+        gradients = [grouped_outer(y_grad_ND, h_NF, ends_E), expert_NE.t() @ y_grad_ND]
+        h_grad_NF, *parameter_grads = backward(h_grad_NF.masked_fill_(padding_N1, 0), weight_N1)
+        gradients[:0] = grouped_outer(h_grad_NF, x_ND, ends_E), scaled_NE.t() @ h_grad_NF
+        x_grad_ND = grouped_mm(h_grad_NF, w1, ends_E)
+        if weight_N1 is not None:
+            x_grad_ND.mul_(weight_N1)
+        x_grad_ND[-1] = 0
+        x_grad_TD = F.embedding_bag(row_TK, x_grad_ND, mode="sum")
+        sums = [_add(*each, ctx.own, ctx.experts) for each in zip(sums, gradients, strict=True)]
+        return x_grad_TD, weight_grad_TK, *sums, *[None] * 8, *parameter_grads
 
 
-def weight_gradient(
+def _add(sum_E: Tensor | None, grad_V: Tensor, own: range, experts: int) -> Tensor:
+    """The gradient buffer of all experts, with the gradient of those that a gate sees added.
+
+    They begin with the stratum's ``own``, which no later stratum has written.
+    """
+    end = own.start + len(grad_V)
+    if sum_E is None:
+        if len(grad_V) == experts:
+            return grad_V
+        sum_E = grad_V.new_empty(experts, *grad_V.shape[1:])
+        sum_E[end:] = 0
+        sum_E[own.start : end] = grad_V
+    else:
+        sum_E[own.start : own.stop] = grad_V[: len(own)]
+        sum_E[own.stop : end] += grad_V[len(own) :]
+    return sum_E
+
+
+def _differentiable_sum(
+    x_TD: Tensor, copies: Copies, weights: Weights, layout: Layout, hidden: Hidden
+) -> Tensor:
+    """The weighted sum by operations that torch differentiates, and can trace."""
+    w1, b1, w2, b2 = copies.of_experts(weights)
+    plan = DispatchPlan(*layout[:3])
+
+    def linear(x_NI: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y_NO = grouped_mm(x_NI, weight.transpose(1, 2), layout.ends_E)
+        # NaN times 0 is NaN: `masked_fill` keeps what is uninitialised out in both directions.
+        return torch.addmm(y_NO, layout.expert_NE, bias).masked_fill(layout.padding_N1, 0)
+
+    x_ND = plan.take(x_TD).masked_fill(layout.padding_N1, 0)
+    return plan.weighted_sum(linear(hidden.plain(linear(x_ND, w1, b1)), w2, b2), copies.weight_TK)
+
+
+def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """``x W_e`` for the rows of each expert ``(N, O)``; padding rows are uninitialised.
+
+    Where torch has no grouped product, one after the other, and the ends are read on the host.
+    """
+    if can_group(w_EIO):
+        return _product(x_NI, w_EIO, ends_E)
+    *rows, rest = _split(x_NI, ends_E)
+    products = [x @ w_IO for x, w_IO in zip(rows, w_EIO, strict=True)]
+    return torch.cat([*products, rest.new_zeros(len(rest), w_EIO.shape[2])])
+
+
+def grouped_outer(
     y_grad_NO: Tensor, x_NI: Tensor, ends_E: Tensor, product: Callable | None = None
 ) -> Tensor:
-    """``(E, O, I)``: of the weights of each expert; 0 for those without rows, which kernels leave as is."""
+    """``(E, O, I)``: the gradient of each expert's weights; 0 without rows, where kernels leave anything."""
+    if product is None and not can_group(x_NI.new_empty(0, y_grad_NO.shape[1], x_NI.shape[1])):
+        pairs = zip(_split(y_grad_NO, ends_E)[:-1], _split(x_NI, ends_E)[:-1], strict=True)
+        return torch.stack([grad_nO.t() @ x_nI for grad_nO, x_nI in pairs])
     gradient_EOI = (product or _product)(y_grad_NO.t(), x_NI, ends_E)
     empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
     return gradient_EOI.masked_fill_(empty_E.view(-1, 1, 1), 0)
 
 
-def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """``x W_e`` for the rows of each expert ``(N, O)``; rows past the last end are uninitialised.
-
-    Where torch has no grouped product, one after the other, and the ends are read on the host.
-    """
-    if not can_group(w_EIO):
-        sizes = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).tolist()
-        *rows, rest = x_NI.split([*sizes, len(x_NI) - sum(sizes)])
-        products = [x @ w_IO for x, w_IO in zip(rows, w_EIO, strict=True)]
-        return torch.cat([*products, rest.new_zeros(len(rest), w_EIO.shape[2])])
-    return _product(x_NI, w_EIO, ends_E)
+def _split(x_N: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
+    """The rows of each expert, and the padding rows."""
+    ends = [0, *ends_E.tolist(), len(x_N)]
+    return x_N.split([end - start for start, end in zip(ends, ends[1:])])
 
 
 def _product(x: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
@@ -291,7 +249,7 @@ def _backward(ctx, grad_NO):
     x_NI, w_EIO, ends_E = ctx.saved_tensors
     # Called while torch traces, also where it does not say so (2.11).
     x_grad_NI = _traced(grad_NO, w_EIO.transpose(1, 2), ends_E)
-    w_grad_EOI = weight_gradient(grad_NO, x_NI, ends_E, _traced)
+    w_grad_EOI = grouped_outer(grad_NO, x_NI, ends_E, _traced)
     return x_grad_NI, w_grad_EOI.transpose(1, 2), None
 
 

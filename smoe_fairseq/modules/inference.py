@@ -55,8 +55,8 @@ def _is_plain(gate) -> bool:
 def forward(block, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
     """The block's output for ``x (..., D)``."""
     experts, strata, norms = block.experts, block.strata, block.layer_norms
-    execution = block.execution if callable(block.execution) else PerExpert
-    run = execution(experts, experts.w1, experts.b1, experts.w2, experts.b2)
+    run = (block.execution if callable(block.execution) else PerExpert)(experts)
+    weights = experts.w1, experts.b1, experts.w2, experts.b2
     stratum_E = block.stratum_of_expert.numpy()
     x_TD = x.reshape(-1, x.shape[-1])
     position_T = np.zeros(len(x_TD), dtype=np.int64)
@@ -73,7 +73,8 @@ def forward(block, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         expert_TK, weight_TK = best_experts(gate, h_TD)
         expert_TK = expert_TK + first
         position_T[index_T] = i + 1 if strata.fixed_depth else stratum_E[expert_TK[:, 0]] + 1
-        out_TD = mix(run, h_TD, expert_TK, weight_TK, len(stratum_E))
+        rows = lay_out(expert_TK, weight_TK, len(stratum_E))
+        out_TD = run.infer(h_TD, *rows, weights)
         y_TD = norms.leave(y_TD, out_TD, tokens)
     return norms.finish(x_TD, y_TD, tokens, padding_T).view_as(x)
 
@@ -111,21 +112,15 @@ def best_experts(gate: TopKGate, h_TD: Tensor) -> "tuple[np.ndarray, np.ndarray]
     return expert_TK, weight_TK
 
 
-def mix(
-    run: PerExpert, h_TD: Tensor, expert_TK: "np.ndarray", weight_TK: "np.ndarray", experts: int
-) -> Tensor:
-    """``(T, D)``: the weighted sum of each token's experts, as of `LocalDispatcher.mix`.
+def lay_out(
+    expert_TK: "np.ndarray", weight_TK: "np.ndarray", experts: int
+) -> tuple[Tensor, Tensor, list[int]]:
+    """The token and the weight of each copy ``(N,)`` and ``(N, 1)``, by expert, and copies of each expert.
 
-    A sum of two has the same bits in either order, so each expert adds its own while they are in the cache.
+    Of each expert first choices come before second ones, as in a `DispatchPlan`.
     """
-    # Copies lie by expert, and of each first choices before second ones, as in a `DispatchPlan`.
     expert_N = expert_TK.T.reshape(-1)
     order_N = expert_N.argsort(kind="stable")
-    sizes = np.bincount(expert_N, minlength=experts).tolist()
-    token_N = torch.from_numpy(order_N % len(h_TD))
+    token_N = torch.from_numpy(order_N % len(expert_TK))
     weight_N1 = torch.from_numpy(weight_TK.T.reshape(-1, 1)[order_N])
-    tokens, weights = token_N.split(sizes), weight_N1.split(sizes)
-    y_TD = torch.zeros_like(h_TD)
-    for e, y_ND in run.by_expert(h_TD.index_select(0, token_N), sizes):
-        y_TD.index_add_(0, tokens[e], y_ND.mul_(weights[e]))
-    return y_TD
+    return token_N, weight_N1, np.bincount(expert_N, minlength=experts).tolist()

@@ -28,8 +28,8 @@ from smoe_fairseq.modules.experts import Experts, start_pass
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.parallel import LocalDispatcher, Placement, ShardedDispatcher
 from smoe_fairseq.modules.routing import Routing
-from smoe_fairseq.modules.rows import Copies
-from smoe_fairseq.modules.statistics import Counting, RoutingStats, Visit, on_all_experts
+from smoe_fairseq.modules.rows import Copies, IndexedTokens, MaskedTokens
+from smoe_fairseq.modules.statistics import Counting, RoutingStats, Visit
 from smoe_fairseq.modules.strata import OptionError
 
 
@@ -153,19 +153,21 @@ class StratifiedMoE(nn.Module):
         with_stats = with_stats or self.hands_on_logits
         if not with_stats and inference.applies(self, x):
             return inference.forward(self, x, padding_mask), None
-        x_TD = x.reshape(-1, x.shape[-1])
-        run = start_pass(self.execution, self.experts, x)
+        x_TD, weights = x.reshape(-1, x.shape[-1]), self.experts.weights()
+        run = start_pass(self.execution, self.experts, weights)
         position_T = torch.zeros(x_TD.shape[0], dtype=torch.long, device=x.device)
         padding_T = padding_mask.reshape(-1) if padding_mask is not None else position_T > 0
         left_out_T = drop_gating(padding_T, self.gating_dropout, self.training)
         position_T = position_T.masked_fill(left_out_T, len(self.strata))
+        # Off a CPU the host would wait for the number of tokens.
+        indexes = run.on_host and x.device.type == "cpu"
         label_T = self._labels(x, ids, gate_logits)
         visits = []
         y_TD = self.layer_norms.start(x_TD)
-        next_T, number = position_T == 0, None  # who is at the next stratum, and how many they are
 
         for i, gate in enumerate(self.gates):
-            here_T, tokens = next_T, run.tokens(next_T, number)
+            here_T = position_T == i
+            tokens = (IndexedTokens if indexes else MaskedTokens)(here_T)
             # x' = LN_i(x) (paper, eq. 4)
             h_TD, y_TD = self.layer_norms.enter(i, y_TD, tokens)
             # G = softmax(W_i x'), and the top k of it (eq. 5)
@@ -177,10 +179,9 @@ class StratifiedMoE(nn.Module):
                 label_T = tokens.replace(label_T, F.pad(routing.own_logits_TE, (unseen, 0)))
             # The stratum j of the first choice: the token goes on to gate j + 1.
             position_T = tokens.replace(position_T, self._next_stratum(i, routing))
-            next_T = position_T == i + 1 if i + 1 < len(self.gates) else None
             # y = sum_e G_e FFN_e(x') (eq. 6), and the networks beside the experts
-            copies, beside = self._copies(i, routing), partial(self._beside, h_TD, routing)
-            out_TD, number, own = self.dispatcher.mix(h_TD, copies, run, next_T, beside)
+            copies, branches = self._copies(i, routing), partial(self._beside, h_TD, routing)
+            out_TD, weights, own = self.dispatcher(h_TD, copies, run, weights, branches)
             for branch, own_of_branch in zip(self.branches, own, strict=True):
                 out_TD = branch.combine(out_TD, own_of_branch)
             # x <- y + x (eq. 7)
@@ -195,16 +196,10 @@ class StratifiedMoE(nn.Module):
         return y_TD.view_as(x), self.counting.stats(visits, x.shape[:-1], cmr)
 
     def _copies(self, i: int, routing: Routing) -> Copies:
-        """What gate ``i`` decided, by the block's numbers of experts."""
-        no_expert_TK = routing.expert_TK == self.gates[i].num_experts
-        expert_TK = routing.expert_TK + self.strata.first_experts[i]
-        expert_TK = expert_TK.masked_fill(no_expert_TK, self.strata.num_experts)
-        # NaN * 0 is NaN, and copies without an expert share the padding row with those of other
-        # tokens: their weights are zeroed explicitly.
-        weight_TK = routing.weight_TK.masked_fill(no_expert_TK, 0)
-        weight_TK = mask_outputs(weight_TK, self.eom, self.training)
-        kept_E = on_all_experts(self.strata, i, routing.kept_E)
-        return Copies(expert_TK, weight_TK, routing.rank_TK, kept_E)
+        """What gate ``i`` decided, with expert output masking."""
+        weight_TK = mask_outputs(routing.weight_TK, self.eom, self.training)
+        own = self.strata.experts_of_gate[i]
+        return Copies(routing.expert_TK, weight_TK, routing.rank_TK, routing.kept_E, own)
 
     def _beside(self, h_TD: Tensor, routing: Routing) -> list:
         """What each branch computes while the experts' outputs may be on their way."""

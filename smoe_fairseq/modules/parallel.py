@@ -7,12 +7,14 @@ E experts.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from smoe_fairseq.modules.per_expert import Weights
 from smoe_fairseq.modules.rows import Copies, DispatchPlan, read_on_host
 
 
@@ -81,6 +83,15 @@ class Placement:
         first = self.rank % self.group_size * self.num_local
         return range(first, first + self.num_local)
 
+    def of_local(self, experts: range) -> range:
+        """Those of some experts that are on this process, by their numbers here.
+
+        The start is the last expert's at most, so that some expert is left from it on.
+        """
+        start, stop = (end - self.local.start for end in (experts.start, experts.stop))
+        start = min(max(start, 0), self.num_local - 1)
+        return range(start, max(start, min(stop, self.num_local)))
+
 
 @functools.cache
 def _groups(world: dist.ProcessGroup, world_size: int, size: int) -> list[dist.ProcessGroup]:
@@ -88,36 +99,29 @@ def _groups(world: dist.ProcessGroup, world_size: int, size: int) -> list[dist.P
     return [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]
 
 
-class Mixed(NamedTuple):
-    """What the experts of one stratum return."""
-
-    y_TD: Tensor  # sum_k weight[t, k] FFN_expert[t, k](x[t]); 0 for a token without any expert
-    number: int | None  # tokens at the next stratum; None: not known on the host
-    beside: Any  # what was computed beside the experts
-
-
 class LocalDispatcher:
     """All experts are on this rank."""
 
-    def mix(
+    def __call__(
         self,
         x_TD: Tensor,
         copies: Copies,
         run,
-        next_T: Tensor | None,
-        beside: Callable[[], Any],
-    ) -> Mixed:
+        weights: Weights,
+        branches: Callable[[], Any],
+    ) -> tuple[Tensor, Weights, Any]:
         """The weighted sum of each token's experts (paper, eq. 6).
 
         Args:
             run: computes the experts: a `PerExpert` or a `Grouped`.
-            next_T: marks the tokens at the next stratum; None: there is none.
-            beside: called once, computes what does not depend on the experts' outputs.
+            weights: of the experts, as `run` takes them.
+            branches: called once, computes what does not depend on the experts' outputs.
+
+        Returns:
+            ``sum_k weight[t, k] FFN_expert[t, k](x[t])``, 0 for a token without any expert; the weights for
+            the next stratum; what ``branches`` returned.
         """
-        ends, number = run.count(copies.kept_E, next_T)
-        plan = DispatchPlan.of(copies, run.num_rows(ends, copies.expert_TK.numel()))
-        y_TD = run.mix(x_TD, copies.weight_TK, plan, ends)
-        return Mixed(y_TD, number, beside())
+        return *run(x_TD, copies, weights), branches()
 
 
 class ShardedDispatcher:
@@ -131,50 +135,56 @@ class ShardedDispatcher:
     def __init__(self, placement: Placement):
         self.placement = placement
 
-    def mix(
+    def __call__(
         self,
         x_TD: Tensor,
         copies: Copies,
         run,
-        next_T: Tensor | None,
-        beside: Callable[[], Any],
-    ) -> Mixed:
-        """As `LocalDispatcher.mix`; ``beside`` runs while the outputs travel back."""
+        weights: Weights,
+        branches: Callable[[], Any],
+    ) -> tuple[Tensor, Weights, Any]:
+        """As of `LocalDispatcher`; ``branches`` are computed while the outputs travel back."""
         place, group = self.placement, self.placement.process_group()
-        to_send_PE = copies.kept_E.view(place.group_size, place.num_local)
+        end = copies.own.start + len(copies.kept_E)
+        kept_E = F.pad(copies.kept_E, (copies.own.start, place.num_experts - end))
+        to_send_PE = kept_E.view(place.group_size, place.num_local)
         received_PE = torch.empty_like(to_send_PE)
         dist.all_to_all_single(received_PE, to_send_PE, group=group)
-        of_expert_E = received_PE.sum(0)
-        counts = [to_send_PE.sum(1), received_PE.sum(1), of_expert_E]
-        if next_T is not None:
-            counts.append(next_T.sum().unsqueeze(0))
-        sent, received, sizes, *next_number = read_on_host(*counts)
+        own = place.of_local(copies.own)
+        received_PE = received_PE[:, own.start :]  # of others there are none
+        counts = to_send_PE.sum(1), received_PE.sum(1), received_PE.sum(0)
+        sent, received, sizes = read_on_host(*counts)
 
         plan = DispatchPlan.of(copies, sum(sent) + 1)
-        arrived_ND, _ = exchange(plan.take(x_TD), sent, received, group)
-        # The rows lie by sender, and are computed in the order of experts.
-        by_expert_N = by_expert(received_PE, sum(received))
-        y_ND = run.compute(arrived_ND.index_select(0, by_expert_N), run.ends(of_expert_E, sizes))
-        y_ND = torch.empty_like(y_ND).index_copy(0, by_expert_N, y_ND)
-        y_ND, own = exchange(y_ND, received, sent, group, beside)
-        number = next_number[0][0] if next_number else None
-        return Mixed(plan.weighted_sum(y_ND, copies.weight_TK), number, own)
+        # In the type that is computed in, which may be half as wide.
+        rows_ND = plan.take(x_TD.to(weights[0].dtype))
+        arrived_ND, _ = exchange(rows_ND, sent, received, group)
+        arrived = received_copies(received_PE, sizes, own)
+        y_ND, weights = run(arrived_ND, arrived, weights)
+        y_ND, computed = exchange(y_ND, received, sent, group, branches)
+        return plan.weighted_sum(y_ND, copies.weight_TK), weights, computed
 
 
-def by_expert(received_PE: Tensor, number: int) -> Tensor:
-    """Where rows that lie by sender, and by expert within a sender, are in the order of experts ``(N,)``.
+def received_copies(received_PE: Tensor, sizes: list[int], own: range) -> Copies:
+    """The copies that arrived, of one row each, and the padding row, which is of no expert.
 
-    Behind these ``number`` rows is the padding row.
+    They lie by sender, and by expert within a sender.
+
+    Args:
+        received_PE: how many.
+        sizes: ``received_PE.sum(0)`` on the host.
     """
-    counts_EP = received_PE.t()
-    starts_EP = (received_PE.flatten().cumsum(0).view_as(received_PE) - received_PE).t()
-    lie_N = torch.arange(number + 1, device=received_PE.device)
-    to_come_N = counts_EP.flatten().cumsum(0) - counts_EP.flatten()
-    move_N = (starts_EP.flatten() - to_come_N).repeat_interleave(
-        counts_EP.flatten(), output_size=number
-    )
-    lie_N[:-1] += move_N
-    return lie_N
+    senders, experts = received_PE.shape
+    number_B, rows = received_PE.flatten(), sum(sizes)  # B: of each sender and expert
+    # Of those of an expert, how many are from earlier senders; of all, how many came before.
+    rank_B = (received_PE.cumsum(0) - received_PE).flatten() - (number_B.cumsum(0) - number_B)
+    expert_B = torch.arange(experts, device=number_B.device).repeat(senders)
+    of_B = torch.stack([expert_B, rank_B], 1)
+    of_N = of_B.repeat_interleave(number_B, 0, output_size=rows)
+    of_N = torch.cat([of_N, of_N.new_tensor([[experts, -rows]])])
+    expert_N1, rank_N1 = of_N.split(1, 1)
+    rank_N1 = rank_N1 + torch.arange(rows + 1, device=rank_N1.device).unsqueeze(1)
+    return Copies(expert_N1, None, rank_N1, received_PE.sum(0), own, sizes)
 
 
 def exchange(
@@ -194,13 +204,13 @@ def exchange(
     Returns:
         The rows, behind them the padding row, 0 on arrival; and what ``meanwhile`` returned.
     """
-    transit = Transit(group)
-    y_ND = Depart.apply(x_ND, sent, received, transit)
+    transfer = AsyncAllToAll(group)
+    y_ND = Send.apply(x_ND, sent, received, transfer)
     result = meanwhile()
-    return Arrive.apply(y_ND, sent, received, transit), result
+    return Receive.apply(y_ND, sent, received, transfer), result
 
 
-class Transit:
+class AsyncAllToAll:
     """Rows on their way between the processes of ``group``, forward or backward."""
 
     def __init__(self, group: dist.ProcessGroup):
@@ -225,37 +235,36 @@ class Transit:
         return y_ND
 
 
-class Depart(torch.autograd.Function):
-    """Forward, rows depart. Backward, their gradients arrive."""
+class Send(torch.autograd.Function):
+    """Forward, rows are sent. Backward, their gradients are received."""
 
     @staticmethod
     def forward(
-        ctx, x_ND: Tensor, sent: list[int], received: list[int], transit: Transit
+        ctx, x_ND: Tensor, sent: list[int], received: list[int], transfer: AsyncAllToAll
     ) -> Tensor:
-        ctx.transit = transit
-        return transit.start(x_ND, sent, received)
+        ctx.transfer = transfer
+        return transfer.start(x_ND, sent, received)
 
     @staticmethod
     def backward(ctx, _):
-        return ctx.transit.wait(), None, None, None
+        return ctx.transfer.wait(), None, None, None
 
 
-class Arrive(torch.autograd.Function):
-    """Forward, rows arrive. Backward, their gradients depart.
+class Receive(torch.autograd.Function):
+    """Forward, rows are received. Backward, their gradients are sent.
 
-    A backward pass runs in reverse order, so what was computed between departure and arrival is between the
-    two there as well.
+    A backward pass runs in reverse order, so what was computed between the two is between them there too.
     """
 
     @staticmethod
     def forward(
-        ctx, y_ND: Tensor, sent: list[int], received: list[int], transit: Transit
+        ctx, y_ND: Tensor, sent: list[int], received: list[int], transfer: AsyncAllToAll
     ) -> Tensor:
-        ctx.sent, ctx.received, ctx.transit = sent, received, transit
-        transit.wait()
+        ctx.sent, ctx.received, ctx.transfer = sent, received, transfer
+        transfer.wait()
         return y_ND
 
     @staticmethod
     def backward(ctx, grad_ND: Tensor):
-        ctx.transit.start(grad_ND, ctx.received, ctx.sent)
+        ctx.transfer.start(grad_ND, ctx.received, ctx.sent)
         return grad_ND, None, None, None  # in place of what arrives, whose shape is another

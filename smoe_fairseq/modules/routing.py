@@ -3,6 +3,7 @@
 Shapes: T tokens, K choices per token, E experts that the gate sees, M free experts behind them.
 """
 
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,23 @@ class Places(NamedTuple):
     """The place of each copy among those that ask for its expert, and how many the experts keep."""
 
     rank_TK: Tensor  # copies of the same expert that come before it
-    kept_TK: Tensor  # whether it fits in; yes for a copy without an expert
+    fits_TK: Tensor | None  # whether it fits in; any for a copy without an expert; None: all do
     kept_E: Tensor  # copies that each expert keeps: those of ranks 0 to this - 1
+
+    @classmethod
+    def without_limit(cls, expert_TK: Tensor, num_experts: int) -> "Places":
+        """Each expert keeps all its copies; E is no expert."""
+        rank_TK, kept_E = rank_within_expert(expert_TK, num_experts)
+        return cls(rank_TK, None, kept_E)
+
+    @classmethod
+    def of_columns(cls, taken_TE: Tensor) -> "Places":
+        """Where choice e is expert e's: those that it takes."""
+        return cls(taken_TE.cumsum(0) - 1, None, taken_TE.sum(0))
+
+    def kept(self, taken_TK: Tensor) -> Tensor:
+        """Those of some choices that fit in."""
+        return taken_TK if self.fits_TK is None else taken_TK & self.fits_TK
 
 
 class Capacity(nn.Module):
@@ -28,7 +44,7 @@ class Capacity(nn.Module):
         order: whose copies are kept where an expert has too many. "sentence" keeps the first rows, which
             a layer lays sentence after sentence; "score" those of the tokens with the highest first
             probability (batch-prioritised routing, Riquelme et al. 2021); "random" draws an order each
-            time.
+            time in training, and in evaluation, which draws nothing, is "score".
     """
 
     @classmethod
@@ -47,39 +63,40 @@ class Capacity(nn.Module):
         """The factor of this mode; 0: no limit."""
         return self.factor if self.training else self.eval_factor
 
-    def forward(self, expert_TK: Tensor, probs_TE: Tensor, num_tokens: Tensor) -> Places:
+    def forward(self, expert_TK: Tensor, probs_TE: Tensor, active_T: Tensor) -> Places:
         """Which copies fit in ``(T, K)``; a copy for expert E or above needs no room.
 
         Args:
             probs_TE: the gate's probabilities, for `order`.
-            num_tokens: scalar, of tokens that count.
+            active_T: marks the tokens that count.
         """
         num_experts = probs_TE.shape[1]
-        order_T = self.row_order(probs_TE.detach()) if self.factor_in_force else None
-        rank_TK, asked_E = rank_within_expert(expert_TK, num_experts, order_T)
         if not self.factor_in_force:
-            return Places(rank_TK, torch.ones_like(expert_TK, dtype=torch.bool), asked_E)
-        most = most_copies(self.factor_in_force, num_tokens, num_experts)
+            return Places.without_limit(expert_TK, num_experts)
+        order_T = self.row_order(probs_TE.detach())
+        rank_TK, asked_E = rank_within_expert(expert_TK, num_experts, order_T)
+        most = most_copies(self.factor_in_force, active_T.sum(), num_experts)
         return Places(rank_TK, rank_TK < most, asked_E.minimum(most))
 
     def row_order(self, probs_TE: Tensor) -> Tensor | None:
         """Rows ``(T,)`` in the order in which capacity is given to them; None: as they come."""
-        if self.order == "score":
-            return probs_TE.amax(1).argsort(descending=True, stable=True)
-        if self.order == "random":
+        if self.order == "sentence":
+            return None
+        if self.order == "random" and self.training:
             return torch.rand_like(probs_TE[:, 0]).argsort()
-        return None
+        return probs_TE.amax(1).argsort(descending=True, stable=True)
 
 
 def most_copies(factor: float, num_tokens: Tensor, num_experts: int) -> Tensor:
-    """``ceil(factor * num_tokens / num_experts)`` of any number of counts, as integers.
+    """``ceil(factor * num_tokens / num_experts)`` of any number of counts, in exact arithmetic.
 
-    The counts stay on the device, so that routing does not wait for it, except where the device has no
-    float64 (MPS): there the host computes the same numbers.
+    The factor is the decimal number that it is written as. The counts stay on the device, so that routing
+    does not wait for it.
     """
-    where = torch.device("cpu") if num_tokens.device.type == "mps" else num_tokens.device
-    most = torch.ceil(factor * num_tokens.to(where).double() / num_experts)
-    return most.long().to(num_tokens.device)
+    # An expert has at most all tokens: a factor above E limits nothing, and could overflow.
+    share = Fraction(str(float(factor))).limit_denominator(10**9)
+    share = min(share, Fraction(num_experts)) / num_experts
+    return (num_tokens * share.numerator + share.denominator - 1) // share.denominator
 
 
 def rank_within_expert(
@@ -104,32 +121,76 @@ def rank_within_expert(
 
 
 class Routing(NamedTuple):
-    """What a gate decided for T tokens: all that a block needs of it.
+    """What a gate decided for T tokens: all that a block needs of it. Made by `of`."""
 
-    ``expert_TK`` numbers the experts that the gate sees, best first; ``E`` stands for "no expert": the
-    copy was dropped, not sampled, or its token is not active. ``weight_TK`` is 0 there.
-    """
-
-    expert_TK: Tensor
-    weight_TK: Tensor
+    choice_TK: Tensor  # the experts of each token's choices, best first; E and above for a free one
+    weight_TK: Tensor  # of each copy; 0 of a choice that is no copy
+    taken_TK: Tensor  # choices that count: neither of an inactive token nor left out by a draw
+    kept_TK: Tensor  # of these, copies for an expert and within its capacity
     rank_TK: Tensor  # how many copies that the same expert keeps come before
     kept_E: Tensor  # copies that each expert keeps
     first_choice_T: Tensor  # before dropping: it decides where the token stands next
     active_T: Tensor
-    logits_TE: Tensor | None  # (T, E + M), as the next; None of a gate without scores
-    probs_TE: Tensor
-    asked_TK: Tensor  # the expert of each choice before dropping; E + M for none
-    chosen_TK: Tensor  # choices that are copies for an expert, not for a null one
-    kept_TK: Tensor  # of those, copies within their expert's capacity
+    probs_TE: Tensor  # (T, E + M), as the next
+    logits_TE: Tensor | None  # None of a gate without scores
     simple_TS: Tensor | None = None  # weights of the simple experts of a `TopKGate`
     observed_N: Tensor | None = None  # what the gate's `update` takes, None where it takes nothing
     own_logits_TE: Tensor | None = None  # of a `TopKGate`, without an exit bias
     l1: Tensor | None = None  # scalar, with gradient: the loss of a ReLU gate, see `ReLUGate`
 
+    @classmethod
+    def of(
+        cls,
+        choice_TK: Tensor,
+        weight_TK: Tensor,
+        taken_TK: Tensor,
+        places: Places,
+        active_T: Tensor,
+        probs_TE: Tensor,
+        logits_TE: Tensor | None = None,
+        first_choice_T: Tensor | None = None,
+        **of_gate: Tensor | None,
+    ) -> "Routing":
+        """The routing, from choices, their weights, those that count, and those that are kept.
+
+        Args:
+            weight_TK: anything for choices that are not kept.
+            first_choice_T: None: the first of the choices.
+            of_gate: what only some gates have.
+        """
+        kept_TK = places.kept(taken_TK)
+        if probs_TE.shape[1] > len(places.kept_E):
+            kept_TK = kept_TK & (choice_TK < len(places.kept_E))
+        return cls(
+            choice_TK,
+            weight_TK.masked_fill(~kept_TK, 0),
+            taken_TK,
+            kept_TK,
+            places.rank_TK,
+            places.kept_E,
+            choice_TK[:, 0] if first_choice_T is None else first_choice_T,
+            active_T,
+            probs_TE,
+            logits_TE,
+            **of_gate,
+        )
+
     @property
     def num_experts(self) -> int:
         """E."""
         return len(self.kept_E)
+
+    @property
+    def expert_TK(self) -> Tensor:
+        """The expert of each copy; E for none."""
+        return self.choice_TK.masked_fill(~self.kept_TK, self.num_experts)
+
+    @property
+    def chosen_TK(self) -> Tensor:
+        """Choices that are copies for an expert, not for a free one."""
+        if self.probs_TE.shape[1] == self.num_experts:
+            return self.taken_TK
+        return self.taken_TK & (self.choice_TK < self.num_experts)
 
     @property
     def chosen_K(self) -> Tensor:
@@ -149,7 +210,8 @@ class Routing(NamedTuple):
     @property
     def asked_E(self) -> Tensor:
         """Choices per expert, before dropping, ``(E + M,)``."""
-        return count(self.asked_TK.flatten(), self.probs_TE.shape[1])
+        size = self.probs_TE.shape[1]
+        return count(self.choice_TK.masked_fill(~self.taken_TK, size).flatten(), size)
 
     @property
     def num_tokens(self) -> Tensor:

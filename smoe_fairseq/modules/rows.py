@@ -1,9 +1,8 @@
-"""Rows of copies: gathered by expert, summed by token, and the tokens of one stratum.
+"""Copies of tokens: where each lies, gathered by expert, summed by token; and the tokens of one stratum.
 
-Shapes: T tokens, K choices per token, N rows of copies and one padding row, D embedding.
+Shapes: T tokens, K choices per token, N rows of copies and one padding row, D embedding, E experts.
 """
 
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -11,49 +10,58 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Ends = list[int] | Tensor  # where each expert's rows end: on the host, or (E,) on the device
-
 
 class Copies(NamedTuple):
-    """The copies of T tokens for the experts of a block, numbered from the first stratum on."""
+    """The copies of T tokens for the E experts that a gate sees, which it numbers from 0."""
 
     expert_TK: Tensor  # of each copy; E for a copy without an expert
-    weight_TK: Tensor  # 0 for a copy without an expert
+    weight_TK: Tensor | None  # at least float32, 0 for a copy without an expert; None: all are 1
     rank_TK: Tensor  # how many copies of the same expert come before
     kept_E: Tensor  # copies of each expert
+    own: range  # the stratum's own experts, which no later gate sees, by the block's numbers
+    sizes: list[int] | None = None  # `kept_E` on the host, if it is known there
+
+    def of_experts(self, weights: tuple[Tensor, ...]) -> list[Tensor]:
+        """Of all experts' weights those of the E experts."""
+        return [w[self.own.start : self.own.start + len(self.kept_E)] for w in weights]
 
 
-class AddRows(torch.autograd.Function):
-    """``x.index_add(0, index, y)``: row n of ``y (N, D)`` added to row ``index[n]`` of ``x (T, D)``.
+class DispatchPlan(NamedTuple):
+    """Which copy is in which row.
 
-    torch's own keeps ``y``.
+    Copies lie by expert, and behind them is the padding row: a copy without an expert reads 0 there.
     """
 
-    @staticmethod
-    def forward(ctx, x_TD: Tensor, index_N: Tensor, y_ND: Tensor) -> Tensor:
-        ctx.save_for_backward(index_N)
-        return x_TD.index_add(0, index_N, y_ND)
+    row_TK: Tensor  # of each copy
+    copy_N: Tensor  # row n holds copy t * K + k
+    token_N: Tensor  # the token of each row; of padding rows, any
 
-    @staticmethod
-    def backward(ctx, grad_TD: Tensor):
-        (index_N,) = ctx.saved_tensors
-        return grad_TD, None, grad_TD.index_select(0, index_N)
+    @classmethod
+    def of(cls, copies: Copies, rows: int) -> "DispatchPlan":
+        """Each copy behind those before it for the same expert, and these behind all earlier experts'."""
+        kept_E = copies.kept_E
+        start_E1 = F.pad(kept_E.cumsum(0) - kept_E, (0, 1), value=2 * rows)
+        row_TK = start_E1.take(copies.expert_TK).add_(copies.rank_TK).clamp_(max=rows - 1)
+        copy_N = torch.arange(row_TK.numel(), device=row_TK.device)
+        copy_N = row_TK.new_zeros(rows).scatter_(0, row_TK.flatten(), copy_N)
+        return cls(row_TK, copy_N, copy_N // row_TK.shape[1])
 
+    def take(self, x_TD: Tensor) -> Tensor:
+        """``(N, D)``: what each row's token has."""
+        return TakeRows.apply(x_TD, self.token_N, self.row_TK)
 
-class AddRowsInPlace(AddRows):
-    """The same, in ``x`` itself."""
-
-    @staticmethod
-    def forward(ctx, x_TD: Tensor, index_N: Tensor, y_ND: Tensor) -> Tensor:
-        ctx.save_for_backward(index_N)
-        ctx.mark_dirty(x_TD)
-        return x_TD.index_add_(0, index_N, y_ND)
+    def weighted_sum(self, y_ND: Tensor, weight_TK: Tensor | None) -> Tensor:
+        """``sum_k weight[t, k] y[row[t, k]]`` of each token, ``(T, D)`` (paper, eq. 3)."""
+        if weight_TK is not None:
+            weight_N1 = TakeCopies.apply(weight_TK, self.copy_N, self.row_TK).unsqueeze(1)
+            y_ND = (y_ND * weight_N1).to(y_ND.dtype)
+        return SumRows.apply(y_ND, self.row_TK, self.token_N)
 
 
 class TakeRows(torch.autograd.Function):
     """Row n of the result ``(N, D)`` is row ``token[n]`` of ``x (T, D)``.
 
-    ``row (T, K)`` says the inverse: where each token's copies lie.
+    ``row (T, K)`` is the inverse: where each token's copies lie.
     """
 
     @staticmethod
@@ -68,9 +76,9 @@ class TakeRows(torch.autograd.Function):
 
 
 class SumRows(torch.autograd.Function):
-    """Row t of the result ``(T, D)`` sums ``y[row[t, k]]`` over k: what `TakeRows` does going back.
+    """Row t of the result ``(T, D)`` sums ``y[row[t, k]]`` over k: the backward pass of `TakeRows`.
 
-    ``token (N,)`` says the inverse.
+    ``token (N,)`` is the inverse.
     """
 
     @staticmethod
@@ -99,55 +107,35 @@ class TakeCopies(torch.autograd.Function):
 
 
 def select(x_T: Tensor, index_N: Tensor) -> Tensor:
-    """``x[index]``; 0 where there is nothing to take, as for the padding row of a batch without tokens."""
+    """``x[index]``; 0 if ``x`` is empty, as for the padding row of a batch without tokens."""
     return x_T.index_select(0, index_N) if len(x_T) else x_T.new_zeros(len(index_N), *x_T.shape[1:])
 
 
-@dataclass(frozen=True)
-class DispatchPlan:
-    """Which copy is in which row.
+class AddRows(torch.autograd.Function):
+    """``x.index_add(0, index, y)``: row n of ``y (N, D)`` added to row ``index[n]`` of ``x (T, D)``.
 
-    Copies lie by expert, and behind them is the padding row: a copy without an expert reads 0 there.
+    torch's own keeps ``y``.
     """
 
-    row_TK: Tensor  # of each copy
-    copy_N: Tensor  # row n holds copy t * K + k
-    token_N: Tensor  # the token of each row; of the padding row, any
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, index_N: Tensor, y_ND: Tensor) -> Tensor:
+        ctx.save_for_backward(index_N)
+        return x_TD.index_add(0, index_N, y_ND)
 
-    @classmethod
-    def of(cls, copies: Copies, rows: int) -> "DispatchPlan":
-        """Each copy behind those before it for the same expert, and these behind all earlier experts'."""
-        expert_TK, _, rank_TK, kept_E = copies
-        start_E1 = torch.cat([kept_E.new_zeros(1), kept_E.cumsum(0)])
-        row_TK = start_E1[expert_TK] + rank_TK
-        row_TK = row_TK.masked_fill_(expert_TK == len(kept_E), rows - 1)
-        copy_N = torch.arange(row_TK.numel(), device=row_TK.device)
-        copy_N = row_TK.new_zeros(rows).scatter_(0, row_TK.flatten(), copy_N)
-        return cls(row_TK, copy_N, copy_N // row_TK.shape[1])
-
-    def take(self, x_TD: Tensor) -> Tensor:
-        """``(N, D)``: what each row's token has."""
-        return TakeRows.apply(x_TD, self.token_N, self.row_TK)
-
-    def take_copies(self, x_TK: Tensor) -> Tensor:
-        """``(N,)``: what each row's copy has."""
-        return TakeCopies.apply(x_TK, self.copy_N, self.row_TK)
-
-    def weighted_sum(self, y_ND: Tensor, weight_TK: Tensor) -> Tensor:
-        """``sum_k weight[t, k] y[row[t, k]]`` of each token, ``(T, D)`` (paper, eq. 3)."""
-        weight_N = self.take_copies(weight_TK).to(y_ND.dtype)
-        return SumRows.apply(y_ND * weight_N.unsqueeze(1), self.row_TK, self.token_N)
+    @staticmethod
+    def backward(ctx, grad_TD: Tensor):
+        (index_N,) = ctx.saved_tensors
+        return grad_TD, None, grad_TD.index_select(0, index_N)
 
 
 class IndexedTokens:
-    """The ``number`` tokens that ``here_T`` marks, gathered: least work, and needs their number."""
+    """The tokens that ``here_T`` marks, gathered: least work, but their number is read on the host."""
 
     active_T = None  # every token that `take` returns counts
 
-    def __init__(self, here_T: Tensor, number: int):
-        self.all = number == len(here_T)
-        if not self.all:
-            self.index = positions(here_T, number)
+    def __init__(self, here_T: Tensor):
+        self.index = here_T.nonzero().squeeze(1)
+        self.all = len(self.index) == len(here_T)
 
     def take(self, x_T: Tensor) -> Tensor:
         return x_T if self.all else x_T.index_select(0, self.index)
@@ -178,13 +166,6 @@ class MaskedTokens:
 
     def _rows(self, x_T: Tensor) -> Tensor:
         return self.active_T.view(-1, *[1] * (x_T.dim() - 1))
-
-
-def positions(mask_T: Tensor, number: int) -> Tensor:
-    """``mask.nonzero()`` of a mask with ``number`` true elements, without waiting for the device."""
-    place_T = mask_T.cumsum(0).sub_(1).masked_fill_(~mask_T, number)
-    index = place_T.new_empty(number + 1)
-    return index.scatter_(0, place_T, torch.arange(len(mask_T), device=mask_T.device))[:number]
 
 
 def read_on_host(*values: Tensor) -> list[list[int]]:

@@ -102,6 +102,16 @@ class Strata:
         return self.visible if self.chain > 1 else list(self.sizes)
 
     @property
+    def experts_of_gate(self) -> list[range]:
+        """The experts that each gate is the last to see; they are the first that it sees."""
+        if self.chain > 1:
+            return [range(0)] * (self.chain - 1) + [range(self.num_experts)]
+        return [
+            range(first, first + size)
+            for first, size in zip(self.first_experts, self.sizes, strict=True)
+        ]
+
+    @property
     def stratum_of_expert(self) -> list[int]:
         return [i for i, size in enumerate(self.sizes) for _ in range(size)]
 

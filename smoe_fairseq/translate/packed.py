@@ -16,8 +16,9 @@ from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.modules.experts import Experts, PerExpert
-from smoe_fairseq.modules.rows import DispatchPlan
+from smoe_fairseq.modules.experts import Experts
+from smoe_fairseq.modules.per_expert import PerExpert, Weights
+from smoe_fairseq.modules.rows import Copies
 
 # A product of fewer weights takes less time than the call of oneDNN, or the conversion to int8.
 MIN_WEIGHTS = 1 << 17
@@ -59,20 +60,21 @@ def can_pack() -> bool:
 class MappedExperts(PerExpert):
     """An execution of experts by one map for each, in place of products with their stacked weights."""
 
-    def __init__(self, maps: list[list[nn.Module]], experts: Experts, *weights: Tensor):
-        super().__init__(experts, *weights)
+    def __init__(self, maps: list[list[nn.Module]], experts: Experts):
+        super().__init__(experts)
         self.maps = maps
 
-    def mix(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan, ends: list[int]) -> Tensor:
-        return plan.weighted_sum(self.compute(plan.take(x_TD), ends), weight_TK)
+    def __call__(self, x_TD: Tensor, copies: Copies, weights: Weights) -> tuple[Tensor, Weights]:
+        copy_N, sizes = self.lay_out(copies)
+        weight_N1 = copies.weight_TK.flatten()[copy_N].unsqueeze(1)
+        token_N, sizes = copy_N // copies.weight_TK.shape[1], [0] * copies.own.start + sizes
+        return self.infer(x_TD.float(), token_N, weight_N1, sizes, weights), weights
 
-    def compute(self, x_ND: Tensor, ends: list[int]) -> Tensor:
-        outputs = [y_ND for _, y_ND in self.by_expert(x_ND, self._sizes(ends, ends[-1])[:-1])]
-        return torch.cat([*outputs, x_ND.new_zeros(len(x_ND) - ends[-1], x_ND.shape[1])])
-
-    def by_expert(self, x_ND: Tensor, sizes: list[int]) -> Iterator[tuple[int, Tensor]]:
+    def by_expert(
+        self, x_ND: Tensor, sizes: list[int], weights: Weights
+    ) -> Iterator[tuple[int, Tensor]]:
         first, second = self.maps
-        rows, activation_fn = first[0].prepared(x_ND.float()), self.experts.activation_fn
+        rows, activation_fn = first[0].prepared(x_ND), self.experts.activation_fn
         end = 0
         for e, size in enumerate(sizes):
             start, end = end, end + size

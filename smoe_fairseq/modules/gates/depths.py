@@ -3,7 +3,6 @@
 Shapes: T tokens, D embedding, E experts; K is E here, and choice e is expert e's.
 """
 
-import torch
 from torch import Tensor
 
 from smoe_fairseq.modules.gates.expert_choice import ExpertChoiceGate
@@ -64,20 +63,7 @@ class DepthsGate(ExpertChoiceGate):
             taken_TE = self.take(logits_TE.detach(), sentence_T, active_T, self.factor)
         else:
             taken_TE = (logits_TE > self.threshold.value()) & active_T.unsqueeze(1)
-        expert_E = torch.arange(self.num_experts, device=x_TD.device)
-        asked_TE = expert_E.where(taken_TE, self.num_experts)
-        best_TE = logits_TE.detach().masked_fill(~taken_TE, float("-inf"))
-        return Routing(
-            expert_TK=asked_TE,
-            weight_TK=logits_TE * taken_TE,
-            rank_TK=taken_TE.cumsum(0) - 1,
-            kept_E=taken_TE.sum(0),
-            first_choice_T=best_TE.argmax(1),
-            active_T=active_T,
-            logits_TE=logits_TE,
-            probs_TE=logits_TE.softmax(dim=-1),
-            asked_TK=asked_TE,
-            chosen_TK=taken_TE,
-            kept_TK=taken_TE,
-            observed_N=self.threshold.observed(logits_TE.detach(), active_T, self.factor),
-        )
+        first_choice_T = logits_TE.detach().masked_fill(~taken_TE, float("-inf")).argmax(1)
+        scores = logits_TE.softmax(dim=-1), logits_TE, first_choice_T
+        observed_N = self.threshold.observed(logits_TE.detach(), active_T, self.factor)
+        return self.route(taken_TE, logits_TE, active_T, *scores, observed_N=observed_N)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from smoe_fairseq.modules.gates.linear import LinearGate, all_active
-from smoe_fairseq.modules.routing import Routing, most_copies
+from smoe_fairseq.modules.routing import Places, Routing, most_copies
 
 
 class ExpertChoiceGate(LinearGate):
@@ -59,22 +59,17 @@ class ExpertChoiceGate(LinearGate):
         factor = self.factor if self.training else self.eval_factor
         taken_TE = self.take(probs_TE.detach(), group_T, active_T, factor)
 
-        expert_E = torch.arange(self.num_experts, device=x_TD.device)
-        asked_TE = expert_E.where(taken_TE, self.num_experts)
-        return Routing(
-            expert_TK=asked_TE,
-            weight_TK=probs_TE * taken_TE,
-            rank_TK=taken_TE.cumsum(0) - 1,
-            kept_E=taken_TE.sum(0),
-            # For the statistics: the expert that weighs most of those that have taken the token, if any.
-            first_choice_T=(probs_TE + taken_TE).argmax(1),
-            active_T=active_T,
-            logits_TE=logits_TE,
-            probs_TE=probs_TE,
-            asked_TK=asked_TE,
-            chosen_TK=taken_TE,
-            kept_TK=taken_TE,
-        )
+        # For the statistics: the expert that weighs most of those that have taken the token, if any.
+        first_choice_T = (probs_TE + taken_TE).argmax(1)
+        return self.route(taken_TE, probs_TE, active_T, probs_TE, logits_TE, first_choice_T)
+
+    def route(
+        self, taken_TE: Tensor, weight_TE: Tensor, active_T: Tensor, *scores: Tensor, **of_gate
+    ) -> Routing:
+        """The routing of the tokens that each expert has taken; the others as of `Routing.of`."""
+        choice_TE = torch.arange(self.num_experts, device=taken_TE.device).expand_as(taken_TE)
+        places = Places.of_columns(taken_TE)
+        return Routing.of(choice_TE, weight_TE, taken_TE, places, active_T, *scores, **of_gate)
 
     def take(self, score_TE: Tensor, group_T: Tensor, active_T: Tensor, factor: float) -> Tensor:
         """``(T, E)``: whether the token is among the expert's best ``ceil(factor T_g / E)`` of its group."""

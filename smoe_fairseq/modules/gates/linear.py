@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.routing import Capacity, Routing, rank_within_expert
+from smoe_fairseq.modules.routing import Capacity, Places, Routing
 from smoe_fairseq.modules.torch_features import without_autocast
 
 
@@ -196,23 +196,10 @@ def route_to_one(
     logits_TE: Tensor | None = None,
 ) -> Routing:
     """The routing of a gate that gives each token one expert and limits none; K is 1."""
+    choice_T1, active_T1 = expert_T.unsqueeze(1), active_T.unsqueeze(1)
     num_experts = probs_TE.shape[1]
-    active_T1 = active_T.unsqueeze(1)
-    asked_T1 = expert_T.masked_fill(~active_T, num_experts).unsqueeze(1)
-    rank_T1, kept_E = rank_within_expert(asked_T1, num_experts)
-    return Routing(
-        expert_TK=asked_T1,
-        weight_TK=weight_T1 * active_T1,
-        rank_TK=rank_T1,
-        kept_E=kept_E,
-        first_choice_T=expert_T,
-        active_T=active_T,
-        logits_TE=logits_TE,
-        probs_TE=probs_TE,
-        asked_TK=asked_T1,
-        chosen_TK=active_T1,
-        kept_TK=active_T1,
-    )
+    places = Places.without_limit(choice_T1.masked_fill(~active_T1, num_experts), num_experts)
+    return Routing.of(choice_T1, weight_T1, active_T1, places, active_T, probs_TE, logits_TE)
 
 
 class AnyNumberGate(LinearGate):
@@ -271,18 +258,6 @@ class AnyNumberGate(LinearGate):
         """
         probs_TE = logits_TE.softmax(dim=-1)
         asked_TE = choice_TE.masked_fill(~chosen_TE, self.num_experts)
-        places = self.capacity(asked_TE, probs_TE, active_T.sum())
-        kept_TE = chosen_TE & places.kept_TK
-        return Routing(
-            expert_TK=choice_TE.masked_fill(~kept_TE, self.num_experts),
-            weight_TK=weight_TE * kept_TE,
-            rank_TK=places.rank_TK,
-            kept_E=places.kept_E,
-            first_choice_T=logits_TE.argmax(1),
-            active_T=active_T,
-            logits_TE=logits_TE,
-            probs_TE=probs_TE,
-            asked_TK=asked_TE,
-            chosen_TK=chosen_TE,
-            kept_TK=kept_TE,
-        )
+        places = self.capacity(asked_TE, probs_TE, active_T)
+        of_experts = active_T, probs_TE, logits_TE, logits_TE.argmax(1)
+        return Routing.of(choice_TE, weight_TE, chosen_TE, places, *of_experts)

@@ -156,60 +156,52 @@ class TopKGate(LinearGate):
         """
         if active_T is None:
             active_T = all_active(x_TD)
-        num_experts = self.num_experts
+        own_TE, logits_TE, score_TE, probs_TE = self.score(x_TD, earlier_TE)
+        choice_TK = self.select(score_TE.detach(), first_T1)
+        weight_TK = self.weigh(score_TE, choice_TK)
+        taken_TK = self.sample(weight_TK, choice_TK) & active_T.unsqueeze(1)
+        true_TE = probs_TE[:, : self.num_experts]
+        first_choice_T = true_TE.argmax(1) if self.free_experts else choice_TK[:, 0]
+
+        asked_TK = choice_TK.clamp(max=self.num_experts) if self.free_experts else choice_TK
+        asked_TK = asked_TK.masked_fill(~taken_TK, self.num_experts)
+        places = self.capacity(asked_TK, true_TE, active_T)
+        if self.normalization == "after-drop":
+            weighs_TK = places.kept(taken_TK)
+            if self.free_experts:
+                weighs_TK = weighs_TK | (taken_TK & (choice_TK >= self.num_experts))
+            weight_TK = normalize(weight_TK * weighs_TK)
+
+        routing = Routing.of(
+            *(choice_TK, weight_TK, taken_TK, places, active_T, probs_TE, logits_TE),
+            first_choice_T,
+            own_logits_TE=own_TE,
+        )
+        if self.bias is not None:
+            routing = routing._replace(observed_N=routing.asked_E)
+        if self.simple_experts:
+            every_TE = torch.zeros_like(probs_TE)
+            every_TE = every_TE.scatter_add(1, choice_TK, weight_TK * taken_TK)
+            last = self.num_experts + self.simple_experts
+            routing = routing._replace(simple_TS=every_TE[:, self.num_experts : last])
+        return routing
+
+    def score(
+        self, x_TD: Tensor, earlier_TE: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits, those with the exit bias, scores and probabilities (paper, eq. 2 and 5)."""
         own_TE = self.logits(x_TD)
         if self.residual_weight is not None:
             earlier_TE = earlier_TE[:, -own_TE.shape[1] :]
             own_TE = own_TE + wide_linear(earlier_TE, self.residual_weight)
         logits_TE = self.exit_bias(own_TE)
-        score_TE = probs_TE = logits_TE.softmax(dim=-1)  # G (paper, eq. 2 and 5)
-        if self.scores == "sigmoid":
-            score_TE = logits_TE.sigmoid()
-            least = torch.finfo(score_TE.dtype).tiny
-            probs_TE = score_TE / score_TE.sum(1, keepdim=True).clamp(min=least)
-        choice_TK = self.select(score_TE.detach(), first_T1)
-        weight_TK = score_TE.gather(1, choice_TK) * active_T.unsqueeze(1)
-        asked_TK, first_choice_T, true_TE = choice_TK, choice_TK[:, 0], probs_TE
-        if self.free_experts:
-            true_TE = probs_TE[:, :num_experts]
-            first_choice_T = true_TE.argmax(1)
-            weight_TK = weight_TK * (choice_TK < num_experts + self.simple_experts)
-        if self.normalization == "before-drop":
-            weight_TK = normalize(weight_TK)
-        taken_TK = self.sample(weight_TK, choice_TK) & active_T.unsqueeze(1)
-
-        asked_TK = choice_TK.masked_fill(~taken_TK, num_experts + self.free_experts)
-        wanted_TK, chosen_TK = asked_TK, taken_TK
-        if self.free_experts:
-            wanted_TK, chosen_TK = asked_TK.clamp(max=num_experts), asked_TK < num_experts
-        places = self.capacity(wanted_TK, true_TE, active_T.sum())
-        kept_TK = chosen_TK & places.kept_TK
-        weight_TK = weight_TK * (kept_TK | (taken_TK & ~chosen_TK))
-        if self.normalization == "after-drop":
-            weight_TK = normalize(weight_TK)
-
-        routing = Routing(
-            expert_TK=choice_TK.masked_fill(~kept_TK, num_experts),
-            weight_TK=weight_TK * kept_TK,
-            rank_TK=places.rank_TK,
-            kept_E=places.kept_E,
-            first_choice_T=first_choice_T,
-            active_T=active_T,
-            logits_TE=logits_TE,
-            own_logits_TE=own_TE,
-            probs_TE=probs_TE,
-            asked_TK=asked_TK,
-            chosen_TK=chosen_TK,
-            kept_TK=kept_TK,
-        )
-        if self.bias is not None:
-            routing = routing._replace(observed_N=routing.asked_E)
-        if self.simple_experts:
-            every_TE = torch.zeros_like(probs_TE[:, :1]).repeat(1, probs_TE.shape[1] + 1)
-            every_TE = every_TE.scatter_add(1, asked_TK, weight_TK)
-            last = num_experts + self.simple_experts
-            routing = routing._replace(simple_TS=every_TE[:, num_experts:last])
-        return routing
+        if self.scores == "softmax":
+            score_TE = logits_TE.softmax(dim=-1)
+            return own_TE, logits_TE, score_TE, score_TE
+        score_TE = logits_TE.sigmoid()
+        least = torch.finfo(score_TE.dtype).tiny
+        probs_TE = score_TE / score_TE.sum(1, keepdim=True).clamp(min=least)
+        return own_TE, logits_TE, score_TE, probs_TE
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """``(T, E + S + M)``, null experts last."""
@@ -236,6 +228,13 @@ class TopKGate(LinearGate):
         else:
             further_TK = scores_TE.topk(self.top_k - 1, dim=1).indices
         return torch.cat([first_T1, further_TK], dim=1)
+
+    def weigh(self, score_TE: Tensor, choice_TK: Tensor) -> Tensor:
+        """The weights ``(T, K)`` of the choices, before any is dropped; null experts have none."""
+        weight_TK = score_TE.gather(1, choice_TK)
+        if self.null_experts:
+            weight_TK = weight_TK * (choice_TK < self.num_experts + self.simple_experts)
+        return normalize(weight_TK) if self.normalization == "before-drop" else weight_TK
 
     def sample(self, weight_TK: Tensor, choice_TK: Tensor) -> Tensor:
         """Which of the selected experts are asked ``(T, K)``; free ones always, since that costs nothing."""

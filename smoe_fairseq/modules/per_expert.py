@@ -1,0 +1,208 @@
+"""The experts of a stratum by a product for each of them: least work, and fastest on a CPU.
+
+Shapes: T tokens, K choices per token, N rows of copies, n of one expert, D embedding, F feed-forward,
+E experts.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smoe_fairseq.modules.rows import Copies, DispatchPlan
+
+Weights = tuple[Tensor, Tensor, Tensor, Tensor]  # w1 (E, F, D), b1 (E, F), w2 (E, D, F), b2 (E, D)
+
+
+class PerExpert:
+    """A product for each expert that has copies, on just these; their numbers are read on the host."""
+
+    on_host = True
+
+    def __init__(self, experts):
+        self.experts = experts
+
+    def __call__(self, x_TD: Tensor, copies: Copies, weights: Weights) -> tuple[Tensor, Weights]:
+        """The weighted sum of each token's experts (paper, eq. 3 and 6).
+
+        Args:
+            x_TD: the tokens.
+            weights: of all experts, see `Experts.weights`; for a later stratum those that an earlier
+                one returned: so one gradient buffer for each is filled by every stratum that uses it.
+
+        Returns:
+            ``(T, D)`` in the weights' type, 0 for a token without an expert; and the weights.
+        """
+        hidden, trains = self.experts.hidden, any(w.requires_grad for w in weights)
+        layout = *self.lay_out(copies), copies.own
+        y_TD, *passed_on = ExpertSum.apply(
+            x_TD.to(weights[0].dtype),
+            copies.weight_TK,
+            *weights,
+            layout,
+            hidden,
+            *hidden.parameters,
+        )
+        return y_TD, tuple(passed_on) if trains else weights
+
+    @staticmethod
+    def lay_out(copies: Copies) -> tuple[Tensor, list[int]]:
+        """Which copy is in each row ``(N,)``, by expert, and the number of rows of each expert."""
+        sizes = copies.kept_E.tolist() if copies.sizes is None else copies.sizes
+        return DispatchPlan.of(copies, sum(sizes) + 1).copy_N[:-1], sizes
+
+    def by_expert(
+        self, x_ND: Tensor, sizes: list[int], weights: Weights
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Experts that have rows, with their outputs for them; for inference.
+
+        Args:
+            sizes: rows of each expert.
+        """
+        rows, activation_fn = x_ND.split(sizes), self.experts.activation_fn
+        w1, b1, w2, b2 = map(Tensor.unbind, weights)
+        for e, size in enumerate(sizes):
+            if size:
+                h_NF = activation_fn(F.linear(rows[e], w1[e], b1[e]))
+                yield e, F.linear(h_NF, w2[e], b2[e])
+
+    def infer(
+        self, x_TD: Tensor, token_N: Tensor, weight_N1: Tensor, sizes: list[int], weights: Weights
+    ) -> Tensor:
+        """The weighted sum without gradients; rows lie by expert, ``sizes`` of each."""
+        tokens, scales = token_N.split(sizes), weight_N1.split(sizes)
+        y_TD = torch.zeros_like(x_TD)
+        for e, y_ND in self.by_expert(x_TD.index_select(0, token_N), sizes, weights):
+            y_TD.index_add_(0, tokens[e], y_ND.mul_(scales[e]))
+        return y_TD
+
+
+class ExpertSum(torch.autograd.Function):
+    """The weighted sum, and behind it the weights for the next stratum.
+
+    Of all experts, those that the gate sees begin at the stratum's first one.
+
+    Each expert adds its outputs to the sum while they are in the cache. What is kept for the backward
+    pass is what is between its two products; the tokens are gathered again.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TD, weight_TK, w1, b1, w2, b2, layout, hidden, *parameters):
+        copy_N, sizes, own = layout
+        ctx.set_materialize_grads(False)
+        if weight_TK is None:
+            token_N, weight_N1 = copy_N, None
+        else:
+            token_N = copy_N // weight_TK.shape[1]
+            weight_N1 = weight_TK.reshape(-1).index_select(0, copy_N).unsqueeze(1)
+        y_TD, kept = torch.zeros_like(x_TD), []
+        for e, token_n, weight_n1 in _busy(own.start, sizes, token_N, weight_N1):
+            h_nF = F.linear(x_TD.index_select(0, token_n), w1[e], b1[e])
+            h_nF, saved = hidden.forward(h_nF)
+            y_nD = F.linear(h_nF, w2[e], b2[e])
+            y_TD.index_add_(0, token_n, y_nD if weight_n1 is None else y_nD.mul_(weight_n1))
+            kept += saved
+        ctx.save_for_backward(x_TD, w1, b1, w2, b2, copy_N, token_N, weight_N1, *kept)
+        ctx.sizes, ctx.own, ctx.hidden = sizes, own, hidden
+        ctx.shape_TK = None if weight_TK is None else weight_TK.shape
+        return y_TD, *(w.view_as(w) for w in (w1, b1, w2, b2))
+
+    @staticmethod
+    def backward(ctx, grad_TD, *sums):
+        refuse_second_derivative()
+        x_TD, w1, b1, w2, b2, copy_N, token_N, weight_N1, *kept = ctx.saved_tensors
+        if grad_TD is None:
+            grad_TD = torch.zeros_like(x_TD)
+        trains = any(ctx.needs_input_grad[2:6])
+        buffer = Gradients(ctx.sizes, ctx.own, (w1, b1, w2, b2), sums) if trains else None
+        x_grad_TD = torch.zeros_like(x_TD)
+        weight_grads, parameter_grads = [], [0.0] * len(ctx.hidden.parameters)
+        per_expert = len(kept) // max(sum(size > 0 for size in ctx.sizes), 1)
+        saved = zip(*[iter(kept)] * per_expert) if kept else iter(())
+        for e, token_n, weight_n1 in _busy(ctx.own.start, ctx.sizes, token_N, weight_N1):
+            y_grad_nD, x_nD = grad_TD.index_select(0, token_n), x_TD.index_select(0, token_n)
+            h_nF, backward = ctx.hidden.reopen(*next(saved))
+            h_grad_nF = y_grad_nD @ w2[e]
+            if weight_n1 is not None:
+                # <g, W h + b> = <W' g, h> + <g, b>: no copy of the unscaled output is needed.
+                weight_grads.append(torch.linalg.vecdot(h_grad_nF, h_nF).addmv_(y_grad_nD, b2[e]))
+                # In place of the scaled gradient of h (n, F), the factors that are smaller are scaled.
+                y_grad_nD.mul_(weight_n1)
+                x_nD.mul_(weight_n1)
+            if trains:
+                buffer.add(e, 2, y_grad_nD, h_nF, None)
+            h_grad_nF, *of_parameters = backward(h_grad_nF, weight_n1)
+            if trains:
+                buffer.add(e, 0, h_grad_nF, x_nD, weight_n1)
+            x_grad_nD = h_grad_nF @ w1[e]
+            if weight_n1 is not None:
+                x_grad_nD.mul_(weight_n1)
+            x_grad_TD.index_add_(0, token_n, x_grad_nD)
+            parameter_grads = [a + b for a, b in zip(parameter_grads, of_parameters, strict=True)]
+        weight_grad_TK = None
+        if ctx.shape_TK is not None:
+            weight_grad_TK = weight_N1.new_zeros(ctx.shape_TK)
+            if weight_grads:
+                weight_grad_TK.view(-1)[copy_N] = torch.cat(weight_grads).to(weight_N1.dtype)
+        sums = buffer.sums if trains else [None] * 4
+        return x_grad_TD, weight_grad_TK, *sums, None, None, *parameter_grads
+
+
+class Gradients:
+    """The gradients of the weights: one buffer for each, filled by every stratum that uses it.
+
+    A backward pass goes from the last stratum to the first, and each one returns the buffers to the one
+    before as the gradient of the weights that it passed on.
+
+    Args:
+        sizes: rows of each expert from the first one of ``own`` on.
+        own: experts that no later stratum has written.
+        sums: what the later strata have filled; of None: there are none.
+    """
+
+    def __init__(self, sizes: list[int], own: range, weights: Weights, sums: tuple):
+        fresh = sums[0] is None
+        self.sums = [torch.empty_like(w) for w in weights] if fresh else sums
+        self.written = range(own.start, len(weights[0])) if fresh else own
+        busy = {own.start + e for e, size in enumerate(sizes) if size}
+        for e in set(self.written) - busy:
+            for each in self.sums:
+                each[e].zero_()
+
+    def add(
+        self, expert: int, which: int, y_grad_nO: Tensor, x_nI: Tensor, scale_n1: Tensor | None
+    ) -> None:
+        """Add those of the ``which``-th weights and of their biases, from ``y = W x + b``.
+
+        Args:
+            scale_n1: of the rows, which is in ``x`` already and not in the gradient; None: 1.
+        """
+        weight_OI, bias_O1 = self.sums[which][expert], self.sums[which + 1][expert].unsqueeze(1)
+        if scale_n1 is None:
+            scale_n1 = x_nI.new_ones(len(x_nI), 1)
+        scale_n1 = scale_n1.to(x_nI.dtype)
+        if expert in self.written:
+            torch.mm(y_grad_nO.t(), x_nI, out=weight_OI)
+            torch.mm(y_grad_nO.t(), scale_n1, out=bias_O1)
+        else:
+            weight_OI.addmm_(y_grad_nO.t(), x_nI)
+            bias_O1.addmm_(y_grad_nO.t(), scale_n1)
+
+
+def _busy(
+    first: int, sizes: list[int], token_N: Tensor, weight_N1: Tensor | None
+) -> Iterator[tuple]:
+    """Each expert that has rows, with their tokens and weights; experts are numbered from ``first`` on."""
+    weights = [None] * len(sizes) if weight_N1 is None else weight_N1.split(sizes)
+    for e, of_expert in enumerate(zip(token_N.split(sizes), weights, strict=True)):
+        if sizes[e]:
+            yield first + e, *of_expert
+
+
+def refuse_second_derivative() -> None:
+    """Raise RuntimeError in a backward pass that is to be differentiated itself."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the experts' weights have no second derivative: expected create_graph=False"
+        )
