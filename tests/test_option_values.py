@@ -30,6 +30,7 @@ REFUSED = {  # by the table of bounds
     "--warmup-updates -5": "expected a number of at least 0",
     "--adam-eps -1": "expected a number of at least 0",
     "--restore-file none/nope.pt": "is missing",
+    "--best-checkpoint-metric bleu": "--eval-bleu",
     "--arch transfomer": "did you mean transformer?",
 }
 HANDLED = {  # by the words of what fairseq raises, in one line
@@ -142,6 +143,13 @@ class Mine(LabelSmoothedCrossEntropyCriterion):
     assert result.returncode == 1 and f"{error}: mine" in result.stdout.splitlines()[-1]
     assert ("Traceback" in result.stdout) == (error == "RuntimeError")
     assert log.read_text().count("Traceback (most recent call last)") == 1
+
+
+def test_a_metric_that_no_log_has_is_not_the_end_of_a_run(corpus, tmp_path):
+    flags = ("--best-checkpoint-metric", "none", "--max-epoch", 2)
+    result = run("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, *flags)
+    assert "--best-checkpoint-metric none: " in result.stdout
+    assert [file.name for file in tmp_path.glob("*.pt")] == ["checkpoint_last.pt"]
 
 
 @pytest.mark.soak

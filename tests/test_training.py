@@ -52,6 +52,8 @@ def log_lines(process, tag="train_inner"):
 
 
 def state_of(checkpoint):
+    import fairseq.checkpoint_utils  # noqa: F401  (for the types that fairseq's checkpoints hold)
+
     return torch.load(checkpoint, weights_only=True)
 
 
@@ -115,7 +117,14 @@ def test_interactive_and_validate(two_updates, small_corpus):
     assert "requested_capacity" in valid and "overflow_expert1 0" in valid
 
 
-@pytest.mark.parametrize("flags", [soak([]), ["--update-freq", "2"]], ids=["plain", "accumulated"])
+VIRTUAL = "--task translation_multi_simple_epoch --langs src,tgt --lang-pairs src-tgt --virtual-epoch-size 20"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [soak([]), ["--update-freq", "2"], VIRTUAL.split()],
+    ids=["plain", "accumulated", "virtual epochs"],
+)
 def test_resuming_equals_never_having_stopped(small_corpus, tmp_path, flags):
     """Dropout and sampled experts included: same losses, same parameters, bit for bit."""
     whole = train(small_corpus, tmp_path / "whole", "--max-update", 6, *flags)

@@ -208,6 +208,9 @@ def _check_values(cfg) -> None:
         raise UsageError(
             f"--adam-betas {betas}: expected two numbers from 0 to below 1, as in '(0.9, 0.98)'"
         )
+    metric = _value(cfg, "checkpoint.best_checkpoint_metric")
+    if metric == "bleu" and _value(cfg, "task.eval_bleu") is False:
+        raise UsageError("--best-checkpoint-metric bleu: expected it with --eval-bleu")
     if cfg.get("optimizer") is not None:
         if rank_files(begin := _value(cfg, "checkpoint.finetune_from_model") or ""):
             check_there(begin)

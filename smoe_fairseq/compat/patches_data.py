@@ -160,6 +160,27 @@ def name_missing_data(multilingual_data_manager: ModuleType) -> None:
     manager.get_split_data_param_list = get_split_data_param_list
 
 
+# Resumes exactly with ``--virtual-epoch-size``.
+#
+# For fairseq 0.12.2 on any Python. It draws the order of a pass over the data, which is several virtual
+# epochs, with the number of its first epoch, but with that of the resumed epoch where a run is resumed
+# within a pass.
+
+
+@patches("fairseq.data.multilingual.sampled_multi_epoch_dataset")
+def draw_by_first_epoch(module: ModuleType) -> None:
+    original = module.SampledMultiEpochDataset._next_virtual_epoch
+
+    @functools.wraps(original)
+    def _next_virtual_epoch(self, epoch):
+        first = epoch - (epoch - 1) % self.num_virtual_epochs
+        if self._random_global_indices is None and first < epoch:
+            original(self, first)
+        original(self, epoch)
+
+    module.SampledMultiEpochDataset._next_virtual_epoch = _next_virtual_epoch
+
+
 # Ends data-loading processes together with their iterator.
 #
 # For fairseq 0.12.2 on any torch. `EpochBatchIterator` refers to the sampler of its batches, and the

@@ -2,7 +2,9 @@
 
 import functools
 import logging
+import math
 import shutil
+from collections import OrderedDict
 from contextlib import ExitStack
 from types import ModuleType
 
@@ -356,6 +358,41 @@ def validate_uneven_shares(checkpoint_utils: ModuleType) -> None:
         return models, cfg, task
 
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
+
+
+# Lets training go on where a validation yields no number to compare checkpoints by.
+#
+# For fairseq 0.12.2 on any Python. A ``--best-checkpoint-metric`` that the log lacks ends it in a KeyError
+# behind the first epoch, before anything is saved; and one NaN is the best from then on. Here the metric
+# is NaN where it is missing, and a checkpoint without a number is saved without being compared.
+
+
+@patches("fairseq.logging.meters")
+def give_nan_for_missing(meters: ModuleType) -> None:
+    original = meters.MetersDict.get_smoothed_values
+
+    class Values(OrderedDict):
+        def __missing__(self, key):
+            return math.nan
+
+    meters.MetersDict.get_smoothed_values = lambda self: Values(original(self))
+
+
+@patches("fairseq.checkpoint_utils")
+def save_without_number(checkpoint_utils: ModuleType) -> None:
+    original = checkpoint_utils.save_checkpoint
+
+    @functools.wraps(original)
+    def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
+        if val_loss is not None and math.isnan(val_loss):
+            logger.warning(
+                "--best-checkpoint-metric %s: the validation yields no such number; checkpoint_best.pt stays",
+                cfg.best_checkpoint_metric,
+            )
+            val_loss = None
+        return original(cfg, trainer, epoch_itr, val_loss)
+
+    checkpoint_utils.save_checkpoint = save_checkpoint
 
 
 # Keeps the old checkpoint until the new one is complete, whatever ends the run in between.
