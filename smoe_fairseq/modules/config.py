@@ -321,7 +321,12 @@ class MoEConfig:
         None, "gate hash or hash-topk: the expert of each token id, of shape (V,)"
     )
     execution: str = option(
-        "auto", "how experts are computed, see `start_pass`", choices=EXECUTIONS
+        "auto",
+        "how experts are computed. per-expert: a product for each; grouped: one for all; fused: the "
+        "same, with all that is around it in a few kernels (Triton; a plain top-k gate on a GPU, or as "
+        "auto); auto: what the device is known to be best at",
+        "moe_execution",
+        choices=EXECUTIONS,
     )
 
     def __post_init__(self):

@@ -89,7 +89,7 @@ def mark_as_expert(parameter: nn.Parameter, world_size: int) -> None:
     parameter.register_hook(lambda gradient: gradient / world_size)
 
 
-EXECUTIONS = ("auto", "per-expert", "grouped")
+EXECUTIONS = ("auto", "per-expert", "grouped", "fused")
 logger = logging.getLogger(__name__)
 
 
@@ -105,7 +105,7 @@ def start_pass(
     """
     if callable(execution):
         return execution(experts)
-    if execution == "auto":
+    if execution in ("auto", "fused"):  # "fused": of a block that its kernels cannot compute
         execution = best_execution(weights[0].device, weights[0])
     return (Grouped if execution == "grouped" else PerExpert)(experts)
 

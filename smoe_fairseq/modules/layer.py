@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoe_fairseq.modules import inference
+from smoe_fairseq.modules import fused, inference
 from smoe_fairseq.modules.branches import (
     ConditionalRouting,
     OutputMasking,
@@ -150,6 +150,8 @@ class StratifiedMoE(nn.Module):
                 f"padding_mask is {padding_mask.dtype} of shape {tuple(padding_mask.shape)}: expected "
                 f"torch.bool of shape {tuple(x.shape[:-1])}, True at padding"
             )
+        if fused.applies(self, x):
+            return fused.forward(self, x, padding_mask)
         with_stats = with_stats or self.hands_on_logits
         if not with_stats and inference.applies(self, x):
             return inference.forward(self, x, padding_mask), None

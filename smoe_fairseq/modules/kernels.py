@@ -1,0 +1,649 @@
+"""The block in a few Triton kernels per stratum: seven launches forward, eight backward, products included.
+
+On a GPU a pass of the block is bound by the number of its kernels and then by the bytes between its products.
+Here a stratum is `route` (layer norm, logits, choice), `scan` (places within experts), `dispatch` (rows
+by expert), a grouped product, `activate`, a grouped product and `combine`; backward `spread`, four grouped
+products with `sums` between them, `settle` and `collect`. Rows behind the last end are neither read nor
+written, and nothing waits for the device. Sums are made in a fixed order: results repeat bit for bit.
+
+`applies` says which blocks can be computed so; they have the same results as any other execution.
+
+Shapes: T tokens, D embedding, F feed-forward, E experts that a gate sees, C experts of the block, K choices
+per token, N = T K rows of copies, L strata, S parts of a sum.
+"""
+
+import triton
+import triton.language as tl
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs the kernels on a CPU, to test them."""
+    return not isinstance(route, triton.JITFunction)
+
+
+@triton.jit
+def _moments(rows_T, live_T, EPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Mean and reciprocal deviation of the rows at these addresses."""
+    total_T = tl.zeros([rows_T.shape[0]], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        x = tl.load(rows_T[:, None] + d[None, :], live_T[:, None] & (d < D)[None, :], 0.0)
+        total_T += tl.sum(x.to(tl.float32), 1)
+    mean_T = total_T / D
+    square_T = mean_T * 0
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        inside = live_T[:, None] & (d < D)[None, :]
+        x = tl.load(rows_T[:, None] + d[None, :], inside, 0.0).to(tl.float32)
+        x = tl.where(inside, x - mean_T[:, None], 0.0)
+        square_T += tl.sum(x * x, 1)
+    return mean_T, 1 / tl.sqrt(square_T / D + EPS)
+
+
+@triton.jit
+def _normed(
+    rows_T, d, live_T, mean_T, scale_T, norm_weight, norm_bias, D: tl.constexpr, ROUND: tl.constexpr
+):
+    """Columns ``d`` of the layer norm of rows, rounded to their type where the layer norm does so."""
+    inside = live_T[:, None] & (d < D)[None, :]
+    x = tl.load(rows_T[:, None] + d[None, :], inside, 0.0)
+    h = (x.to(tl.float32) - mean_T[:, None]) * scale_T[:, None]
+    weight = tl.load(norm_weight + d, d < D, 0.0).to(tl.float32)
+    bias = tl.load(norm_bias + d, d < D, 0.0).to(tl.float32)
+    h = h * weight[None, :] + bias[None, :]
+    if ROUND:
+        h = h.to(x.dtype).to(tl.float32)
+    return h
+
+
+@triton.jit
+def _column(x_TK, k: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Column ``k`` of a tile."""
+    return tl.sum(tl.where(tl.arange(0, BLOCK_K)[None, :] == k, x_TK, 0), 1)
+
+
+@triton.jit
+def _of_expert(value_E, index_TK, BLOCK_E: tl.constexpr):
+    """``value[index]``."""
+    e = tl.arange(0, BLOCK_E)
+    return tl.sum(tl.where(index_TK[:, :, None] == e[None, None, :], value_E[None, None, :], 0), 2)
+
+
+@triton.jit
+def _softmax(logits, at_T, live_T, E, COLUMNS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Probabilities and the logarithm of their denominator, from stored logits."""
+    e = tl.arange(0, BLOCK_E)
+    seen = live_T[:, None] & (e < E)[None, :]
+    x = tl.load(logits + at_T[:, None] * COLUMNS + e[None, :], seen, 0.0)
+    x = tl.where((e < E)[None, :], x, -float("inf"))
+    most_T = tl.max(x, 1)
+    p = tl.exp(x - most_T[:, None])
+    sum_T = tl.sum(p, 1)
+    return p / sum_T[:, None], most_T + tl.log(sum_T)
+
+
+@triton.jit
+def _kept(total_KE, e, E, LIMIT: tl.constexpr):
+    """Tokens that count, copies that an expert takes at most, and those that each keeps."""
+    k = tl.arange(0, total_KE.shape[0])
+    tokens = tl.sum(tl.where(k[:, None] == 0, total_KE, 0))
+    total_E = tl.sum(total_KE, 0)
+    most = tokens * total_KE.shape[0]
+    if LIMIT > 0:
+        most = tl.ceil(LIMIT * tokens.to(tl.float64) / E).to(tl.int32)
+    return tokens, most, tl.minimum(total_E, most)
+
+
+@triton.jit(do_not_specialize=["tokens", "stratum", "E"])
+def route(
+    x, padding, norm_weight, norm_bias, gate_weight, seed,
+    positions, moments, logits, choices, weights, counts, sums,
+    tokens, stratum, E,
+    EPS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr,
+    STRATA: tl.constexpr, FIRST: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr,
+    POLICY: tl.constexpr, BEFORE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Layer norm, logits, the choice of each token, and per block of tokens how many chose each expert.
+
+    A choice that is not sampled is written as -1 minus its expert.
+    """
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    inside = t < tokens
+    at = stratum * tokens + t
+    if FIRST:
+        live = inside
+        if PADDED:
+            live = live & (tl.load(padding + t, inside, 1) == 0)
+        tl.store(positions + t, tl.where(live, 0, STRATA), inside)
+        rows = x + t.to(tl.int64) * D
+    else:
+        live = tl.load(positions + at, inside, -1) == stratum
+        rows = x + (at - tokens).to(tl.int64) * D
+    mean, scale = _moments(rows, live, EPS, D, BLOCK_D)
+    tl.store(moments + at * 2, mean, live)
+    tl.store(moments + at * 2 + 1, scale, live)
+    x_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        h = _normed(rows, d, live, mean, scale, norm_weight, norm_bias, D, ROUND)
+        seen = (d < D)[:, None] & (e < E)[None, :]
+        w = tl.load(gate_weight + e[None, :] * D + d[:, None], seen, 0.0)
+        if ROUND and x.dtype.element_ty == gate_weight.dtype.element_ty:
+            x_TE += tl.dot(h.to(w.dtype), w, input_precision="ieee")
+        else:
+            x_TE += tl.dot(h, w.to(tl.float32), input_precision="ieee")
+    tl.store(logits + at[:, None] * COLUMNS + e[None, :], x_TE, live[:, None] & (e < E)[None, :])
+    x_TE = tl.where((e < E)[None, :], x_TE, -float("inf"))
+    most = tl.max(x_TE, 1)
+    p = tl.exp(x_TE - most[:, None])
+    total = tl.sum(p, 1)
+    p = p / total[:, None]
+
+    score = tl.where((e < E)[None, :], p, -1.0)
+    choice_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
+    weight_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+    for i in tl.static_range(K):
+        if i == 1 and POLICY == "sampling":  # argmax(p / Exponential) draws in proportion to p
+            drawn = tl.rand(tl.load(seed) + 4 * stratum, at[:, None] * BLOCK_E + e[None, :])
+            noise = tl.maximum(-tl.log(1 - drawn), 1e-30)
+            score = tl.where(score < 0, score, p / noise)
+        best = tl.argmax(score, 1)
+        taken = e[None, :] == best[:, None]
+        weight = tl.sum(tl.where(taken, p, 0.0), 1)
+        choice_TK = tl.where((k == i)[None, :], best[:, None], choice_TK)
+        weight_TK = tl.where((k == i)[None, :], weight[:, None], weight_TK)
+        score = tl.where(taken, -1.0, score)
+    asked = live[:, None] & (k < K)[None, :]
+    if POLICY == "random":
+        drawn = tl.rand(tl.load(seed) + 4 * stratum, at[:, None] * BLOCK_K + k[None, :])
+        share = weight_TK
+        if BEFORE:
+            share = share / tl.maximum(tl.sum(share, 1), 1.1920929e-07)[:, None]
+        asked = asked & ((k == 0)[None, :] | (drawn < 2 * share))
+    mine = at[:, None] * K + k[None, :]
+    real = inside[:, None] & (k < K)[None, :]
+    tl.store(choices + mine, tl.where(asked, choice_TK, -1 - choice_TK), real)
+    tl.store(weights + mine, weight_TK, real)
+    chosen = (choice_TK[:, :, None] == e[None, None, :]) & asked[:, :, None]
+    to = counts + (k[:, None] * blocks + block) * COLUMNS + e[None, :]
+    tl.store(to, tl.sum(chosen.to(tl.int32), 0), (k < K)[:, None] & (e < E)[None, :])
+    to = sums + block * (COLUMNS + 1)
+    tl.store(to + e, tl.sum(tl.where(live[:, None], p, 0.0), 0), e < E)
+    log = most + tl.log(total)
+    tl.store(to + COLUMNS, tl.sum(tl.where(live, log * log, 0.0), 0))
+
+
+@triton.jit(do_not_specialize=["blocks", "stratum"])
+def scan(
+    counts,
+    sums,
+    totals,
+    means,
+    blocks,
+    stratum,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Turns the counts of one expert into how many copies come before each block's, and adds up the sums."""
+    e, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    if e < tl.num_programs(0) - 1:
+        before = tl.zeros([1], tl.int32)
+        for k in tl.static_range(K):
+            first = before
+            for start in range(0, blocks, BLOCK):
+                at = counts + (k * blocks + start + lane) * COLUMNS + e
+                inside = start + lane < blocks
+                number = tl.load(at, inside, 0)
+                tl.store(at, before + tl.cumsum(number, 0) - number, inside)
+                before += tl.sum(number, 0)
+            tl.store(totals + (stratum * K + k) * COLUMNS + e + tl.arange(0, 1), before - first)
+        column = e
+    else:
+        column = e * 0 + COLUMNS
+    total = tl.zeros([1], tl.float32)
+    for start in range(0, blocks, BLOCK):
+        at = sums + (start + lane) * (COLUMNS + 1) + column
+        total += tl.sum(tl.load(at, start + lane < blocks, 0.0), 0)
+    tl.store(means + stratum * (COLUMNS + 1) + column + tl.arange(0, 1), total)
+
+
+@triton.jit(do_not_specialize=["tokens", "stratum", "E", "first"])
+def dispatch(
+    x, norm_weight, norm_bias, stratum_of_expert, moments, choices, counts, totals, means,
+    positions, weights, rows, ends, copies, requested, dropped, numbers, balance, z_loss,
+    tokens, stratum, E, first,
+    D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRATA: tl.constexpr,
+    FIRST: tl.constexpr, ROUND: tl.constexpr, LIMIT: tl.constexpr, NORMALIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Places copies within their experts' capacity, writes their rows; weights, next strata, statistics."""
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    inside = t < tokens
+    at = stratum * tokens + t
+    position = tl.load(positions + at, inside, -1)
+    live = position == stratum
+    counted = (k < K)[:, None] & (e < E)[None, :]
+    total_KE = tl.load(totals + (stratum * K + k[:, None]) * COLUMNS + e[None, :], counted, 0)
+    number, most, kept_E = _kept(total_KE, e, E, LIMIT)
+    end_E = tl.cumsum(kept_E, 0)
+
+    mine = at[:, None] * K + k[None, :]
+    choice = tl.load(choices + mine, live[:, None] & (k < K)[None, :], -1)
+    asked = choice >= 0
+    place = tl.load(counts + (k[None, :] * blocks + block) * COLUMNS + choice, asked, 0)
+    other_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    other_live = tl.load(positions + stratum * tokens + other_t, other_t < tokens, -1) == stratum
+    other = (stratum * tokens + other_t)[:, None] * K + k[None, :]
+    other = tl.load(choices + other, other_live[:, None] & (k < K)[None, :], -1)
+    same = (choice[:, None, :] == other[None, :, :]) & (other >= 0)[None, :, :]
+    same = same & (other_t[None, :] < t[:, None])[:, :, None]
+    place += tl.sum(same.to(tl.int32), 1)
+    kept = asked & (place < most)
+    row = tl.where(kept, _of_expert(end_E - kept_E, choice, BLOCK_E) + place, -1)
+    tl.store(rows + mine, row, live[:, None] & (k < K)[None, :])
+
+    weight = tl.load(weights + mine, live[:, None] & (k < K)[None, :], 0.0)
+    if NORMALIZE == "after-drop":
+        weight = tl.where(kept, weight, 0.0)
+    if NORMALIZE != "none":
+        weight = weight / tl.maximum(tl.sum(weight, 1), 1.1920929e-07)[:, None]
+    tl.store(weights + mine, tl.where(kept, weight, 0.0), live[:, None] & (k < K)[None, :])
+
+    best = _column(tl.load(choices + mine, live[:, None] & (k < K)[None, :], 0), 0, BLOCK_K)
+    goes = tl.load(stratum_of_expert + first + best, live, 0).to(tl.int32) + 1
+    tl.store(positions + at + tokens, tl.where(live, goes, position), inside)
+    lost = (asked & ~kept).to(tl.int64)
+    own = t[:, None] * K + k[None, :]
+    real = inside[:, None] & (k < K)[None, :]
+    if FIRST:
+        tl.store(requested + t, live.to(tl.int64), inside)
+        tl.store(dropped + own, lost, real)
+    else:
+        tl.store(requested + t, tl.load(requested + t, live, 0) + 1, live)
+        some = lost > 0
+        tl.store(dropped + own, tl.load(dropped + own, some, 0) + lost, some)
+
+    mean = tl.load(moments + at * 2, live, 0.0)
+    scale = tl.load(moments + at * 2 + 1, live, 0.0)
+    source = x + t.to(tl.int64) * D
+    if not FIRST:
+        source = x + (at - tokens).to(tl.int64) * D
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        h = _normed(source, d, live, mean, scale, norm_weight, norm_bias, D, ROUND)
+        for i in tl.static_range(K):
+            to = _column(row, i, BLOCK_K)
+            target = copies + to.to(tl.int64)[:, None] * D + d[None, :]
+            tl.store(target, h, (live & (to >= 0))[:, None] & (d < D)[None, :])
+
+    if block == 0:
+        tl.store(ends + e, end_E, e < E)
+        first_E = tl.sum(tl.where((k == 0)[:, None], total_KE, 0), 0)
+        prob_E = tl.load(means + stratum * (COLUMNS + 1) + e, e < E, 0.0)
+        square = tl.load(means + stratum * (COLUMNS + 1) + COLUMNS)
+        n = tl.maximum(number, 1).to(tl.float32)
+        loss = tl.sum(first_E.to(tl.float32) / n * (prob_E / n), 0) * E / STRATA
+        z = square / n / STRATA
+        if not FIRST:
+            loss += tl.load(balance)
+            z += tl.load(z_loss)
+        tl.store(balance, loss)
+        tl.store(z_loss, z)
+        # first choices (L, C), unused (L,), chosen (L, K), dropped (L, K)
+        g = e - first  # only experts that this gate sees have choices
+        choice_E = tl.load(totals + stratum * K * COLUMNS + g, (g >= 0) & (g < E), 0)
+        tl.store(numbers + stratum * COLUMNS + e, choice_E.to(tl.int64), e < COLUMNS)
+        unused = tl.sum(((first_E == 0) & (e < E)).to(tl.int64), 0)
+        tl.store(numbers + STRATA * COLUMNS + stratum, unused)
+        earlier_KE = tl.cumsum(total_KE, 0) - total_KE
+        stay_KE = tl.minimum(tl.maximum(kept_E[None, :] - earlier_KE, 0), total_KE)
+        chosen_K = tl.sum(total_KE, 1).to(tl.int64)
+        to = numbers + STRATA * (COLUMNS + 1) + stratum * K + k
+        tl.store(to, chosen_K, k < K)
+        tl.store(to + STRATA * K, chosen_K - tl.sum(stay_KE, 1).to(tl.int64), k < K)
+
+
+@triton.jit
+def _expert_of(row, ends, E, BLOCK_E: tl.constexpr):
+    e = tl.arange(0, BLOCK_E)
+    end_E = tl.load(ends + e, e < E, 2147483647)
+    return tl.sum((row[:, None] >= end_E[None, :]).to(tl.int32), 1)
+
+
+@triton.jit(do_not_specialize=["stratum", "E", "first"])
+def activate(
+    h, bias, ends, seed, stratum, E, first,
+    F: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """``dropout(relu(h + bias))`` in place."""
+    total = tl.load(ends + E - 1)
+    across = tl.cdiv(F, BLOCK_F)
+    for tile in range(tl.program_id(0), tl.cdiv(total, BLOCK_N) * across, tl.num_programs(0)):
+        row = tile // across * BLOCK_N + tl.arange(0, BLOCK_N)
+        f = tile % across * BLOCK_F + tl.arange(0, BLOCK_F)
+        inside = (row < total)[:, None] & (f < F)[None, :]
+        expert = first + _expert_of(row, ends, E, BLOCK_E)
+        at = row.to(tl.int64)[:, None] * F + f[None, :]
+        x = tl.load(h + at, inside, 0.0).to(tl.float32)
+        x = x + tl.load(bias + expert[:, None] * F + f[None, :], inside, 0.0).to(tl.float32)
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if DROPOUT > 0:
+            drawn = tl.rand(tl.load(seed) + 4 * stratum + 1, row[:, None] * F + f[None, :])
+            x = tl.where(drawn >= DROPOUT, x / (1 - DROPOUT), 0.0)
+        tl.store(h + at, x, inside)
+
+
+@triton.jit
+def _dropped(x, seed, stratum, t, d, D: tl.constexpr, DROPOUT: tl.constexpr):
+    """Dropout of columns ``d`` of what a stratum adds to tokens ``t``; the same forward and backward."""
+    if DROPOUT > 0:
+        drawn = tl.rand(tl.load(seed) + 4 * stratum + 2, t[:, None] * D + d[None, :])
+        x = tl.where(drawn >= DROPOUT, x / (1 - DROPOUT), 0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=["tokens", "stratum", "first"])
+def combine(
+    x, outputs, bias, seed, positions, choices, rows, weights, stack, y,
+    tokens, stratum, first,
+    D: tl.constexpr, K: tl.constexpr, STRATA: tl.constexpr, FIRST: tl.constexpr,
+    DROPOUT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """``x + dropout(sum_k weight (output + bias))``, to where the token is read next, or left for good."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = t < tokens
+    at = stratum * tokens + t
+    live = tl.load(positions + at, inside, -1) == stratum
+    goes = tl.load(positions + at + tokens, inside, STRATA)
+    if FIRST:
+        live_or_padding = inside
+        source = x + t.to(tl.int64) * D
+    else:
+        live_or_padding = live
+        source = x + (at - tokens).to(tl.int64) * D
+    leaves = live_or_padding & (goes == STRATA)
+    stays = live & (goes < STRATA)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        sum_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        for k in tl.static_range(K):
+            row = tl.load(rows + at * K + k, live, -1)
+            weight = tl.load(weights + at * K + k, live, 0.0)
+            expert = first + tl.load(choices + at * K + k, live, 0)
+            has = (row >= 0)[:, None] & (d < D)[None, :]
+            out = tl.load(outputs + row.to(tl.int64)[:, None] * D + d[None, :], has, 0.0)
+            own = tl.load(bias + expert[:, None] * D + d[None, :], has, 0.0)
+            sum_TD += weight[:, None] * (out.to(tl.float32) + own.to(tl.float32))
+        sum_TD = _dropped(sum_TD, seed, stratum, t, d, D, DROPOUT)
+        real = live_or_padding[:, None] & (d < D)[None, :]
+        sum_TD += tl.load(source[:, None] + d[None, :], real, 0.0).to(tl.float32)
+        out = y + t.to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(out, sum_TD, leaves[:, None] & (d < D)[None, :])
+        on = stack + ((goes - 1) * tokens + t).to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(on, sum_TD, stays[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _gradient(grad_y, grad_x, t, d, leaves_T, stays_T, D: tl.constexpr):
+    """That of what a stratum returned for its tokens: of the block's output, or left by a later stratum."""
+    at = t.to(tl.int64)[:, None] * D + d[None, :]
+    fits = (d < D)[None, :]
+    g = tl.load(grad_y + at, leaves_T[:, None] & fits, 0.0).to(tl.float32)
+    return g + tl.load(grad_x + at, stays_T[:, None] & fits, 0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tokens", "stratum", "E", "first"])
+def spread(
+    grad_y, grad_x, grad_balance, grad_z, outputs, bias, seed,
+    positions, choices, rows, weights, logits, totals,
+    grad_outputs, grad_logits,
+    tokens, stratum, E, first,
+    D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRATA: tl.constexpr,
+    DROPOUT: tl.constexpr, NORMALIZE: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The gradients of `combine`, and of the logits by the weights and the losses."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    inside = t < tokens
+    at = stratum * tokens + t
+    live = tl.load(positions + at, inside, -1) == stratum
+    goes = tl.load(positions + at + tokens, inside, STRATA)
+    leaves, stays = live & (goes == STRATA), live & (goes < STRATA)
+    grad_weight = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        g = _gradient(grad_y, grad_x, t, d, leaves, stays, D)
+        g = _dropped(g, seed, stratum, t, d, D, DROPOUT)
+        for i in tl.static_range(K):
+            row = tl.load(rows + at * K + i, live, -1)
+            weight = tl.load(weights + at * K + i, live, 0.0)
+            expert = first + tl.load(choices + at * K + i, live, 0)
+            has = (row >= 0)[:, None] & (d < D)[None, :]
+            place = row.to(tl.int64)[:, None] * D + d[None, :]
+            out = tl.load(outputs + place, has, 0.0).to(tl.float32)
+            out += tl.load(bias + expert[:, None] * D + d[None, :], has, 0.0).to(tl.float32)
+            tl.store(grad_outputs + place, weight[:, None] * g, has)
+            grad_weight += tl.where((k == i)[None, :], tl.sum(g * out, 1)[:, None], 0.0)
+
+    mine = at[:, None] * K + k[None, :]
+    real = live[:, None] & (k < K)[None, :]
+    choice = tl.load(choices + mine, real, -1)
+    choice = tl.where(choice < 0, -1 - choice, choice)  # chosen, not sampled
+    kept = tl.load(rows + mine, real, -1) >= 0
+    grad_weight = tl.where(kept, grad_weight, 0.0)
+    p, log = _softmax(logits, at, live, E, COLUMNS, BLOCK_E)
+    if NORMALIZE != "none":
+        chosen = real & (kept | (NORMALIZE == "before-drop"))
+        raw = tl.where(choice[:, :, None] == e[None, None, :], p[:, None, :], 0.0)
+        raw = tl.where(chosen, tl.sum(raw, 2), 0.0)
+        weight = tl.load(weights + mine, real, 0.0)
+        mean = tl.sum(grad_weight * weight, 1)
+        share = tl.maximum(tl.sum(raw, 1), 1.1920929e-07)
+        grad_weight = tl.where(chosen, (grad_weight - mean[:, None]) / share[:, None], 0.0)
+    of = (choice[:, :, None] == e[None, None, :]) & real[:, :, None]
+    grad_p = tl.sum(tl.where(of, grad_weight[:, :, None], 0.0), 1)
+    first_E = tl.load(totals + stratum * K * COLUMNS + e, e < E, 0)
+    n = tl.maximum(tl.sum(first_E, 0), 1).to(tl.float32)
+    if BALANCE:
+        share_E = first_E.to(tl.float32) / n * (E / (n * STRATA))
+        grad_p += (tl.load(grad_balance).to(tl.float32) * share_E)[None, :]
+    grad = p * (grad_p - tl.sum(p * grad_p, 1)[:, None])
+    if Z:
+        grad += p * (tl.load(grad_z).to(tl.float32) * 2 / (n * STRATA) * log)[:, None]
+    tl.store(
+        grad_logits + t[:, None] * COLUMNS + e[None, :], grad, live[:, None] & (e < E)[None, :]
+    )
+
+
+@triton.jit
+def _bounds(ends, e, part, splits):
+    """Rows of a part of an expert's."""
+    start = tl.load(ends + e - 1, e > 0, 0)
+    end = tl.load(ends + e)
+    size = tl.cdiv(end - start, splits)
+    begin = tl.minimum(start + part * size, end)
+    return begin, tl.minimum(begin + size, end)
+
+
+@triton.jit
+def _add(to, sum_D, inside_D, is_new):
+    """Writes a part of a sum, or adds it to that of a later stratum."""
+    tl.store(to, sum_D + tl.load(to, inside_D & (is_new == 0), 0.0), inside_D)
+
+
+@triton.jit
+def _sum_of_gate(
+    x, grad_logits, norm_weight, norm_bias, positions, moments, to, part, splits, d, tokens, stratum, E,
+    D: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Columns ``d`` of the gradient of the gate's weights by a part of the tokens."""
+    e = tl.arange(0, BLOCK_E)
+    sum_EC = tl.zeros([BLOCK_E, BLOCK_C], tl.float32)
+    size = tl.cdiv(tokens, splits)
+    end = tl.minimum(part * size + size, tokens)
+    for start in range(part * size, end, BLOCK_N):
+        t = start + tl.arange(0, BLOCK_N)
+        at = stratum * tokens + t
+        live = tl.load(positions + at, t < end, -1) == stratum
+        mean = tl.load(moments + at * 2, live, 0.0)
+        scale = tl.load(moments + at * 2 + 1, live, 0.0)
+        source = x + (at if FIRST else at - tokens).to(tl.int64) * D
+        h = _normed(source, d, live, mean, scale, norm_weight, norm_bias, D, ROUND)
+        seen = live[None, :] & (e < E)[:, None]
+        g = tl.load(grad_logits + t[None, :] * COLUMNS + e[:, None], seen, 0.0)
+        sum_EC += tl.dot(g, h, input_precision="ieee" if EXACT else "tf32")
+    tl.store(to + e[:, None] * D + d[None, :], sum_EC, (e < E)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _sum_of_outputs(
+    grad_outputs, to, begin, end, d, is_new,
+    D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Columns ``d`` of the gradient of an expert's second bias."""
+    sum_C = tl.zeros([BLOCK_C], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)
+        inside = (row < end)[:, None] & (d < D)[None, :]
+        g = tl.load(grad_outputs + row.to(tl.int64)[:, None] * D + d[None, :], inside, 0.0)
+        sum_C += tl.sum(g.to(tl.float32), 0)
+    _add(to + d, sum_C, d < D, is_new)
+
+
+@triton.jit
+def _sum_of_hidden(
+    grad_hidden, hidden, to, begin, end, f, is_new,
+    F: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Columns ``f`` of the gradient of an expert's first bias; that of `activate`, in place."""
+    sum_C = tl.zeros([BLOCK_C], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)
+        inside = (row < end)[:, None] & (f < F)[None, :]
+        at = row.to(tl.int64)[:, None] * F + f[None, :]
+        g = tl.load(grad_hidden + at, inside, 0.0).to(tl.float32)
+        a = tl.load(hidden + at, inside, 0.0)
+        g = tl.where(a <= 0, 0.0, g / (1 - DROPOUT)).to(a.dtype)
+        tl.store(grad_hidden + at, g, inside)
+        sum_C += tl.sum(g.to(tl.float32), 0)
+    _add(to + f, sum_C, f < F, is_new)
+
+
+@triton.jit(do_not_specialize=["tokens", "stratum", "E", "first", "own", "gate", "splits"])
+def sums(
+    x, grad_hidden, hidden, grad_outputs, grad_logits, norm_weight, norm_bias, positions, moments, ends,
+    parts, splits, tokens, stratum, E, first, own, gate,
+    D: tl.constexpr, F: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
+    FIRST: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What is summed over rows or tokens: each program sums a part of the rows, of a block of columns.
+
+    A row of ``parts (S, SIZE)`` holds the gradients of b1 (C, F), b2 (C, D) and each gate's weights.
+    """
+    program, lane = tl.program_id(0), tl.arange(0, BLOCK_C)
+    across, wide = tl.cdiv(D, BLOCK_C), tl.cdiv(F, BLOCK_C)
+    gates, seconds = across * splits, E * across * splits
+    if program < gates:
+        part, d = program // across, program % across * BLOCK_C + lane
+        to = parts + part * SIZE + COLUMNS * (F + D) + gate * D
+        _sum_of_gate(
+            x, grad_logits, norm_weight, norm_bias, positions, moments, to, part, splits, d,
+            tokens, stratum, E,
+            D, COLUMNS, FIRST, ROUND, EXACT, BLOCK_E, BLOCK_C, BLOCK_N,
+        )  # fmt: skip
+    elif program < gates + seconds:
+        unit = (program - gates) // across
+        begin, end = _bounds(ends, unit // splits, unit % splits, splits)
+        to = parts + unit % splits * SIZE + COLUMNS * F + (first + unit // splits) * D
+        d = (program - gates) % across * BLOCK_C + lane
+        is_new = (unit // splits < own).to(tl.int32)
+        _sum_of_outputs(grad_outputs, to, begin, end, d, is_new, D, BLOCK_C, BLOCK_N)
+    else:
+        unit = (program - gates - seconds) // wide
+        begin, end = _bounds(ends, unit // splits, unit % splits, splits)
+        to = parts + unit % splits * SIZE + (first + unit // splits) * F
+        f = (program - gates - seconds) % wide * BLOCK_C + lane
+        is_new = (unit // splits < own).to(tl.int32)
+        _sum_of_hidden(grad_hidden, hidden, to, begin, end, f, is_new, F, DROPOUT, BLOCK_C, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["own"])
+def settle(
+    grad_w1, grad_w2, later_w1, later_w2, ends, own, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Weights' gradients of experts without rows become 0, and those of later strata are added."""
+    e, block = tl.program_id(0), tl.program_id(1)
+    rows = tl.load(ends + e) - tl.load(ends + e - 1, e > 0, 0)
+    if (rows == 0) | (e >= own):
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        at, has = e.to(tl.int64) * SIZE + i, (i < SIZE) & (rows > 0)
+        before = (e - own).to(tl.int64) * SIZE + i
+        later = (i < SIZE) & (e >= own)
+        g = tl.load(grad_w1 + at, has, 0.0) + tl.load(later_w1 + before, later, 0.0)
+        tl.store(grad_w1 + at, g, i < SIZE)
+        g = tl.load(grad_w2 + at, has, 0.0) + tl.load(later_w2 + before, later, 0.0)
+        tl.store(grad_w2 + at, g, i < SIZE)
+
+
+@triton.jit(do_not_specialize=["tokens", "stratum", "E"])
+def collect(
+    x, grad_y, grad_x, grad_copies, grad_logits, norm_weight, gate_weight, positions, moments, rows, parts,
+    tokens, stratum, E,
+    D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRATA: tl.constexpr,
+    FIRST: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a stratum's tokens, by their copies and logits, and of the layer norm.
+
+    A row of ``parts`` holds the gradients of each layer norm's weight and bias.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    d = tl.arange(0, BLOCK_D)
+    fits = (d < D)[None, :]
+    weight = tl.load(norm_weight + d, d < D, 0.0).to(tl.float32)
+    grad_weight = tl.zeros([BLOCK_D], tl.float32)
+    grad_bias = tl.zeros([BLOCK_D], tl.float32)
+    for block in range(program, tl.cdiv(tokens, BLOCK_T), programs):
+        t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+        inside = t < tokens
+        at = stratum * tokens + t
+        live = tl.load(positions + at, inside, -1) == stratum
+        goes = tl.load(positions + at + tokens, inside, STRATA)
+        leaves, stays = live & (goes == STRATA), live & (goes < STRATA)
+        if FIRST:
+            leaves = inside & (goes == STRATA)  # padding too
+        grad = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        for e in range(0, E):
+            g = tl.load(grad_logits + t * COLUMNS + e, live, 0.0)
+            w = tl.load(gate_weight + e * D + d, d < D, 0.0).to(tl.float32)
+            grad += g[:, None] * w[None, :]
+        for k in tl.static_range(K):
+            row = tl.load(rows + at * K + k, live, -1)
+            place = grad_copies + row.to(tl.int64)[:, None] * D + d[None, :]
+            grad += tl.load(place, (row >= 0)[:, None] & fits, 0.0).to(tl.float32)
+        mean = tl.load(moments + at * 2, live, 0.0)
+        scale = tl.load(moments + at * 2 + 1, live, 0.0)
+        source = x + (at if FIRST else at - tokens).to(tl.int64)[:, None] * D + d[None, :]
+        normed = tl.load(source, live[:, None] & fits, 0.0).to(tl.float32)
+        normed = tl.where(fits, (normed - mean[:, None]) * scale[:, None], 0.0)
+        grad_weight += tl.sum(grad * normed, 0)
+        grad_bias += tl.sum(grad, 0)
+        grad = grad * weight[None, :]
+        along = tl.sum(grad * normed, 1) / D
+        grad = scale[:, None] * (grad - (tl.sum(grad, 1) / D)[:, None] - normed * along[:, None])
+        grad += _gradient(grad_y, grad_x, t, d, leaves, stays, D)
+        to = grad_x + t.to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(to, grad, (inside if FIRST else live)[:, None] & fits)
+    to = parts + (program * STRATA + stratum) * 2 * D + d
+    tl.store(to, grad_weight, d < D)
+    tl.store(to + D, grad_bias, d < D)

@@ -1,0 +1,152 @@
+"""The fused kernels by Triton's interpreter, which a process has to ask for before it imports Triton.
+
+TRITON_INTERPRET=1 python tests/interpreted.py CASE ...     # prints what is wrong, as JSON, case by case
+TRITON_INTERPRET=1 python tests/interpreted.py --record FILE float32   # all launches
+"""
+
+import json
+import sys
+
+import torch
+
+from smoe_fairseq.modules import StratifiedMoE, fused
+
+CASES = {
+    "one expert of five": ("5", {"top_k": 1, "capacity_factor": 0.0}),
+    "two experts": ("5", {"capacity_factor": 0.0}),
+    "capacity": ("2-3", {"capacity_factor": 0.7}),
+    "weights before the drop": (
+        "2-3",
+        {"capacity_factor": 0.7, "gate_normalization": "before-drop"},
+    ),
+    "raw weights": ("2-3", {"capacity_factor": 0.7, "gate_normalization": "none"}),
+    "three of many": ("2-0-3-12", {"top_k": 3, "capacity_factor": 1.1}),
+    "empty strata and experts": ("1-2-2", {"capacity_factor": 0.0}),
+    "evaluation": ("2-3", {"capacity_factor": 0.5, "dropout": 0.3}),
+    "dropout of the layer": ("2-3", {"dropout": 0.3, "dropout_per": "layer"}),
+}
+NOISY = {
+    "drawn experts": ("2-3", {"second_expert_policy": "sampling"}),
+    "random second experts": ("2-3", {"second_expert_policy": "random"}),
+    "dropout": ("2-3", {"dropout": 0.3, "activation_dropout": 0.2, "second_expert_policy": "all"}),
+}
+
+
+def make_block(strata: str, width: int = 40, inner: int = 72, **options) -> StratifiedMoE:
+    torch.manual_seed(1)
+    options = {"second_expert_policy": "all", "execution": "fused", **options}
+    block = StratifiedMoE(width, inner, strata, **options)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return block
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.zeros(3, 13, dtype=torch.bool)
+    mask[0, 5:], mask[2, 0] = True, True
+    return torch.randn(3, 13, 40, generator=torch.Generator().manual_seed(2)), mask
+
+
+def objective(block, x, mask, seed: int = 4):
+    torch.manual_seed(seed)
+    y, stats = block(x, mask)
+    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+    return y, stats, (y * direction).sum() + 3 * stats.balance_loss + 0.1 * stats.z_loss
+
+
+def passed(block, execution: str) -> dict:
+    """All that a pass returns and all gradients, by name."""
+    block.execution = execution
+    x, mask = batch()
+    assert fused.applies(block, x) == (execution == "fused")
+    y, stats, loss = objective(block, x.requires_grad_(), mask)
+    inputs = {"x": x, **dict(block.named_parameters())}
+    gradients = torch.autograd.grad(loss, list(inputs.values()))
+    found = {f"gradient of {name}": g for name, g in zip(inputs, gradients, strict=True)}
+    return {"y": y, **found, **{k: v for k, v in stats._asdict().items() if v is not None}}
+
+
+def compare(name: str) -> list[str]:
+    """What differs between the kernels and a product per expert."""
+    strata, options = CASES[name]
+    block = make_block(strata, **options)
+    if name == "empty strata and experts":
+        with torch.no_grad():  # all tokens go to the first expert, and so past the other strata
+            block.layer_norms[0].weight.zero_()
+            block.layer_norms[0].bias.fill_(1)
+            block.gates[0].weight.copy_(torch.tensor([[9.0], [-9], [-9], [-9], [0]]))
+    block.train(name != "evaluation")
+    want, got = passed(block, "per-expert"), passed(block, "fused")
+    wrong = [f"{key} is only in one" for key in want.keys() ^ got.keys()]
+    for key in want.keys() & got.keys():
+        try:
+            torch.testing.assert_close(got[key], want[key], rtol=1e-4, atol=2e-4)
+        except AssertionError as error:
+            wrong.append(f"{key}: {error}")
+    return wrong
+
+
+def slope(name: str) -> list[str]:
+    """Whether gradients agree with differences, and a pass with itself, where it depends on drawn numbers."""
+    block = make_block(NOISY[name][0], **NOISY[name][1])
+    x, mask = batch()
+    y, _, loss = objective(block, x.requires_grad_(), mask)
+    values = [x, *block.parameters()]
+    gradients = torch.autograd.grad(loss, values)
+    again, *_ = objective(block, x, mask)
+    other, *_ = objective(block, x, mask, seed=5)
+    wrong = [] if torch.equal(y, again) else ["the same seed gives another output"]
+    wrong += [] if not torch.equal(y, other) else ["another seed gives the same output"]
+    for value, gradient in zip(values, gradients, strict=True):
+        step = torch.randn(value.shape, generator=torch.Generator().manual_seed(6)) * 2e-4
+        losses = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                value += sign * step
+                losses.append(objective(block, x, mask)[2].double().item())
+                value -= sign * step
+        found, expected = losses[0] - losses[1], 2 * (gradient * step).sum().item()
+        if abs(found - expected) > 0.03 * abs(expected) + 2e-3:
+            wrong.append(f"{tuple(value.shape)}: difference {found}, gradient {expected}")
+    return wrong
+
+
+def record(file: str, dtype: torch.dtype = torch.float32) -> None:
+    """Each launch of a pass and its gradients: name, grid, options, and the arguments before and after."""
+    found, module = [], fused.kernels()
+
+    class Recorder:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                before = [a.detach().clone() if torch.is_tensor(a) else a for a in args]
+                self.kernel[grid](*args, **options)
+                after = [a.detach().clone() if torch.is_tensor(a) else a for a in args]
+                found.append((self.name, grid, options, before, after))
+
+            return launch
+
+    for name, value in list(vars(module).items()):
+        if type(value).__name__ == "InterpretedFunction" and not name.startswith("_"):
+            setattr(module, name, Recorder(name, value))
+    options = {"dropout": 0.3, "activation_dropout": 0.2, "second_expert_policy": "sampling"}
+    block = make_block("2-3", capacity_factor=0.8, **options).to(dtype)
+    x, mask = batch()
+    y, stats, loss = objective(block, x.to(dtype).requires_grad_(), mask)
+    loss.backward()
+    torch.save(found, file)
+
+
+def main(words: list[str]) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    if words[0] == "--record":
+        return record(words[1], getattr(torch, words[2]))
+    for name in words:
+        print(json.dumps({name: compare(name) if name in CASES else slope(name)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

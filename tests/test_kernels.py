@@ -1,0 +1,104 @@
+"""The fused kernels: by Triton's interpreter against a product per expert, and compiled for three GPUs."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+import interpreted  # noqa: E402
+
+from smoe_fairseq.modules import StratifiedMoE, fused  # noqa: E402
+
+SHARED = {80: 163, 90: 227, 100: 227}  # KiB that a program can have, by compute capability
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
+
+
+@pytest.mark.parametrize("name", [*interpreted.CASES, *interpreted.NOISY])
+def test_kernels_compute_what_the_block_does(name):
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, Path(interpreted.__file__), name]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == {name: []}
+
+
+class Recorder:
+    """In the place of a kernel, notes what it is launched with."""
+
+    def __init__(self, kernel, launches: list):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return partial(self.launch, grid)
+
+    def launch(self, grid, *args, **options):
+        self.launches.append((self.kernel, args, options))
+
+
+def launches(width: int, inner: int, dtype: torch.dtype, **options) -> list:
+    """Kernels and arguments of a forward and backward pass over 4-4, without computing anything."""
+    spec = importlib.util.find_spec("smoe_fairseq.modules.kernels")
+    module, found = importlib.util.module_from_spec(spec), []
+    spec.loader.exec_module(module)
+    for name, value in list(vars(module).items()):
+        if isinstance(value, triton.JITFunction) and not name.startswith("_"):
+            setattr(module, name, Recorder(value, found))
+    with torch.device("meta"):
+        block = StratifiedMoE(width, inner, "4-4", execution="fused", **options).to(dtype)
+        x = torch.empty(8, 64, width, dtype=dtype, requires_grad=True)
+        mask = torch.empty(8, 64, dtype=torch.bool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "kernels", lambda: module)
+        y, stats = fused.forward(block, x, mask)
+        outputs = [y, stats.balance_loss, stats.z_loss]
+        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+    return found
+
+
+def compiled(kernel, args, options, capability: int):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attrs = {}, {}, {}
+    for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name], constants[name] = "constexpr", value
+        elif torch.is_tensor(value):
+            signature[name] = f"*{TYPES[value.dtype]}"
+            attrs[i,] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize(
+    ("capability", "width", "inner", "dtype"),
+    [(80, 1024, 4096, "fp16"), (90, 1024, 4096, "bf16"), (100, 512, 2048, "bf16")],
+)
+def test_kernels_compile_without_spills(capability, width, inner, dtype, tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        TYPES, torch.bfloat16, dtype
+    )  # torch traces its grouped product in bf16 alone
+    done = {}
+    for kernel, args, options in launches(width, inner, torch.bfloat16, dropout=0.1):
+        if kernel.__name__ not in done:
+            done[kernel.__name__] = compiled(kernel, args, options, capability)
+    assert len(done) == 9
+    for name, kernel in done.items():
+        file = tmp_path / f"{name}.cubin"
+        file.write_bytes(kernel.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True).stdout
+        assert "STACK:0 " in usage, usage
+        assert kernel.metadata.shared <= 1024 * SHARED[capability]
