@@ -61,6 +61,7 @@ def applies(block, x: Tensor) -> bool:
         and config.norms == "paper"
         and not block.strata.fixed_depth
         and block.experts.activation_fn is F.relu
+        and max(block.experts.activation_dropout, block.layer_norms.dropout) < 1
         and not (block.branches or block.eom or config.capacity_budget)
         and not (training and block.gating_dropout)
         and config.balance_over == "batch"
