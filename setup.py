@@ -91,7 +91,7 @@ setup(
     package_dir={"": "."},
     package_data={
         "smoe_fairseq.analysis": ["report.html.jinja"],
-        "smoe_fairseq.recipes": ["paper_tables.yaml"],
+        "smoe_fairseq.recipes": ["paper_tables.yaml", "phrasebook/*.tsv.xz"],
         "smoe_fairseq.compat": ["smoe_fairseq.pth"],
         "smoe_fairseq.serve": ["page/*"],
     },
@@ -104,6 +104,7 @@ setup(
         "hydra-core>=1.3.2,<1.4",
         "omegaconf>=2.3,<2.4",
         "jinja2>=3.1,<4",
+        "lxml>=4.9",
         "numpy>=2,<3",
         "polib>=1.2,<2",
         "bitarray>=2.6",
@@ -120,6 +121,7 @@ setup(
     extras_require={
         "analysis": ["matplotlib>=3.9"],
         "export": ["safetensors>=0.4.3"],
+        "datasets": ["datasets>=3", "zstandard>=0.22"],  # Hugging Face's data sets; .zst files
         "ctranslate2": ["ctranslate2>=4.6,<5"],  # apart: it takes 146 MB
         "huggingface": ["safetensors>=0.4.3", "transformers>=5,<6"],  # apart: 160 MB
         "serve": ["starlette>=0.40,<2", "uvicorn>=0.30,<1"],

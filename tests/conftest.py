@@ -110,11 +110,16 @@ def small_corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def english(tmp_path_factory) -> Path:
     """English sentences of the built-in corpus, as ``fairseq-preprocess --only-source`` makes them."""
-    from smoe_fairseq.recipes.phrasebook.corpus import write_corpus
+    from smoe_fairseq.recipes.data import readers
+    from smoe_fairseq.recipes.folders import package_folder
 
     raw, data = tmp_path_factory.mktemp("raw-english"), tmp_path_factory.mktemp("bin-english")
-    write_corpus(raw, train=400, valid=40, test=10)
-    texts = [f"--{split}pref={raw / split}.eng-cat.eng" for split in ("train", "valid", "test")]
+    file = Path(package_folder("recipes", "phrasebook")).absolute() / "train.tsv.xz"
+    lines = [english for english, _ in readers.pairs({"eng": file, "cat": file})]
+    texts = []
+    for split, start, stop in (("train", 0, 400), ("valid", 400, 440), ("test", 440, 450)):
+        (raw / f"{split}.eng").write_text("".join(f"{line}\n" for line in lines[start:stop]))
+        texts.append(f"--{split}pref={raw / split}.eng")
     run("fairseq-preprocess", "--only-source", "--destdir", data, *texts)
     return data
 

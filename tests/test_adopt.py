@@ -108,7 +108,7 @@ def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
     assert len(made) == 4 and all(made_by_fairseq[name] == made[name] for name in made)
     assert "tests, which are there as text only: 14 sentences" in said
 
-    assert json.loads((data / "sizes.json").read_text()) == {"nso": 90, "msa": 80}
+    assert json.loads((data / "sizes.json").read_text()) == {"eng-nso": 90, "eng-msa": 80}
     assert sorted(tree(data / "raw")) == sorted(
         f"test.{pair}.{language}" for pair in PAIRS for language in pair.split("-")
     )

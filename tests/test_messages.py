@@ -89,8 +89,8 @@ def test_texts_are_held_out_by_their_english_string_in_all_languages(tmp_path, g
     assert sizes["valid", "cy"] == sizes["valid", "ptbr"] == 20
     assert 190 < sizes["train", "ptbr"] < 230
     assert json.loads((tmp_path / "sizes.json").read_text()) == {
-        "cy": sizes["train", "cy"],
-        "ptbr": sizes["train", "ptbr"],
+        "en-cy": sizes["train", "cy"],
+        "en-ptbr": sizes["train", "ptbr"],
     }
     assert "601 pairs of 301 English texts, of which 300 are in two languages" in result.stdout
 

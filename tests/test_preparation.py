@@ -93,7 +93,7 @@ def test_gathered_text_does_not_depend_on_the_processes(tmp_path, raw, given, pr
     lines = (prepared / "raw/train.en-de.en").read_text("utf-8").split("\n")
     sizes = json.loads((prepared / "sizes.json").read_text())
     assert sizes == json.loads((tmp_path / "sizes.json").read_text())
-    assert sizes["de"] == len(lines) - 1 == 40 + len(ODD) + 1 - 2  # without those that are empty
+    assert sizes["en-de"] == len(lines) - 1 == 40 + len(ODD) + 1 - 2  # without those that are empty
     assert lines[40:44] == ["a b", "tab and wide", "☃ unseen ☃", "<unk> <s> </s> <pad>"]
 
 

@@ -77,7 +77,11 @@ def refusal(result: subprocess.CompletedProcess) -> str:
 
 
 def write_dataset(folder: Path, name: str, **content) -> dict[str, str]:
-    """A folder of recipes with one more data set; returns the environment that selects it."""
+    """A folder of recipes with one more data set; returns the environment that selects it.
+
+    Its subwords have no bytes among them, which would be more than all others of so little text.
+    """
+    content["subwords"] = {"byte-fallback": False, **content.get("subwords", {})}
     (folder / "datasets").mkdir(parents=True)
     for source in ("common.yaml", "methods"):
         (folder / source).symlink_to(ROOT / "configs" / source)

@@ -128,7 +128,7 @@ def test_opus100_from_archive_to_table(tmp_path, server):
     assert prepared.returncode == 0, prepared.stdout + prepared.stderr
     assert server.starts[0] == 3 * server.bytes_per_reply and len(server.starts) == 2
     assert (data / "download/opus.tar.gz").read_bytes() == server.files["opus.tar.gz"]
-    assert json.loads((data / "sizes.json").read_text()) == {"af": 60, "fr": 60}
+    assert json.loads((data / "sizes.json").read_text()) == {"en-af": 60, "en-fr": 60}
     unpacked = {path.name for path in (data / "unpacked").rglob("*") if path.is_file()}
     assert len(unpacked) == 12 and "opus.af-en-dev.af" in unpacked
     assert (data / "raw/test.en-af.en").read_bytes() == sentences("en", "test")

@@ -103,7 +103,7 @@ def prepare(tmp_path: Path, folder: Path):
 
 def test_parallel_text_too_short_to_split(tmp_path):
     sentence = refusal(prepare(tmp_path, parallel(tmp_path / "text", en=5, fr=5)))
-    assert "5 lines" in sentence and "raw.parallel" in sentence
+    assert "en.txt has 5 " in sentence and "raw.parallel" in sentence
 
 
 def test_parallel_text_of_different_lengths(tmp_path):

@@ -222,7 +222,7 @@ def test_opus100_averages_by_counted_sizes(tmp_path, monkeypatch):
         assert ours[f"eng-xxx {name}"] == f"{2 * mean:.2f}"
         assert ours[f"xxx-eng {name}"] == f"{mean:.2f}"
     path.write_text(json.dumps({x: n for x, n in sizes.items() if x != "af"}))
-    assert "has no size for af" in refusal(tmp_path, "opus100")
+    assert "has no size for en-af" in refusal(tmp_path, "opus100")
 
 
 def test_latex_is_one_tabular_of_even_rows(tmp_path):

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import re
 import weakref
 from contextlib import suppress
 from types import ModuleType, SimpleNamespace
@@ -49,6 +50,44 @@ def refuse_fasta(fasta_dataset: ModuleType) -> None:
 def _refuse_kind(path: str, kind: str) -> None:
     if kind == "fasta" or kind in ("lazy", "cached") and is_fairseq_command():
         raise UsageError(f"{path}: --dataset-impl {kind} is not supported; expected mmap")
+
+
+# Joins the bytes of sentencepiece's byte fallback to characters.
+#
+# For fairseq 0.12.2 on any Python, which leaves ``<0xE2> <0x82> <0xAC>`` in its output as it is. Only whole
+# pieces are bytes: a text that has these letters is of other pieces.
+
+_BYTES = re.compile(r"(?:(?<!\S)<0x[0-9A-F]{2}>(?:\s+|$))+")
+
+
+def join_bytes(pieces: str) -> str:
+    """Pieces with blanks between them, with each run of bytes as one piece."""
+    if "<0x" not in pieces:
+        return pieces
+
+    def characters(run: re.Match) -> str:
+        codes = (int(piece[3:5], 16) for piece in run[0].split())
+        return bytes(codes).decode("utf-8", "replace") + " "
+
+    return _BYTES.sub(characters, pieces)
+
+
+@patches("fairseq.data.data_utils")
+def join_bytes_of_output(data_utils: ModuleType) -> None:
+    original = data_utils.post_process
+
+    @functools.wraps(original)
+    def post_process(sentence, symbol):
+        return original(join_bytes(sentence) if symbol == "sentencepiece" else sentence, symbol)
+
+    data_utils.post_process = post_process
+
+
+@patches("fairseq.data.encoders.sentencepiece_bpe")
+def join_bytes_of_pieces(sentencepiece_bpe: ModuleType) -> None:
+    encoder = sentencepiece_bpe.SentencepieceBPE
+    original = encoder.decode
+    encoder.decode = lambda self, pieces: original(self, join_bytes(pieces))
 
 
 # Names the data file that cannot be opened, without a second error.

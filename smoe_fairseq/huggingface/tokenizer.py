@@ -1,8 +1,10 @@
 """A run's sentencepiece model and dictionaries, with its language tokens, as a tokenizer of transformers."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
@@ -11,6 +13,7 @@ from transformers import PreTrainedTokenizer
 from smoe_fairseq.errors import UsageError
 
 _BEGINS_WORD = "\u2581"  # how sentencepiece marks it
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a piece of sentencepiece's byte fallback
 
 
 class SMoETokenizer(PreTrainedTokenizer):
@@ -141,7 +144,15 @@ class SMoETokenizer(PreTrainedTokenizer):
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         if self._spm is None:
             return " ".join(tokens)
-        return "".join(tokens).replace(_BEGINS_WORD, " ").strip()
+        joined = ""
+        for are_bytes, run in groupby(tokens, lambda token: _BYTE.fullmatch(token) is not None):
+            text = "".join(run)
+            joined += (
+                bytes.fromhex(re.sub("<0x|>", "", text)).decode("utf-8", "replace")
+                if are_bytes
+                else text
+            )
+        return joined.replace(_BEGINS_WORD, " ").strip()
 
     def _decode(self, token_ids, skip_special_tokens: bool = False, **_) -> str:
         """Unknown words are ``<unk>``, as in fairseq, whether or not special tokens are left out."""

@@ -291,12 +291,26 @@ def add_learning(parser: ArgumentParser, vocab_size: int | None = None) -> None:
             **{"type": float, "default": 0.9995},
             "help": "share of the text's characters that get a subword",
         },
+        "--normalization": {
+            **{"default": "nfc", "metavar": "NAME"},
+            "help": "what is done to text first, also when the model is used: nfc (the same text for a "
+            "reader), nfkc (as sentencepiece does by itself; changes punctuation), identity, or a file of "
+            "sentencepiece's rules",
+        },
+        "--byte-fallback": {
+            "action": "store_true",
+            "help": "divide characters without a subword into bytes, which are 256 of the subwords",
+        },
+        "--user-defined-symbols": {
+            **{"nargs": "+", "default": [], "metavar": "SYMBOL"},
+            "help": "subwords that are never divided",
+        },
         "--model-type": {"default": "unigram", "choices": ("unigram", "bpe"), "help": "algorithm"},
         "--input-sentence-size": {
             **{"type": int, "default": 0},
             "help": "lines drawn at random to learn from; 0: all",
         },
     }.items():
-        if "default" in options:
+        if options.get("default"):
             options["help"] += " (default: %(default)s)"
         parser.add_argument(flag, **options)

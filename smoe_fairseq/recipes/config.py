@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
+from smoe_fairseq.recipes.schema import SCHEMA, check
 
 Flags = dict[str, Any]
 MOST_VALUES = 100_000  # of a YAML file: nested aliases multiply, so a few make gigabytes
@@ -67,11 +68,6 @@ def is_number(word: str) -> bool:
     return True
 
 
-# Keys of the YAML files that hold keys and values of their own.
-_SECTIONS = ("batch", "raw", "subwords", "task", "train", "generate", "sacrebleu")
-_SECTIONS += ("methods", "margins", "statements", "classes")
-
-
 def config_folder() -> Path:
     """``CONFIG_DIR``; by default ``configs`` of the installed package, or of the checkout."""
     if given := os.environ.get("CONFIG_DIR"):
@@ -112,16 +108,13 @@ def read(path: Path, keys: Collection[str]) -> DictConfig:
         if error.strerror:
             raise UsageError(f"{path} cannot be read: {error.strerror}") from None
         content = None  # OmegaConf raises it for a number
-    known = ", ".join(sorted(keys))
     if not isinstance(content, DictConfig):
-        raise UsageError(f"{path} may only have the keys {known}")
-    if unknown := [key for key in content if key not in keys]:
-        raise UsageError(f"{path}: unknown key `{unknown[0]}`: expected one of {known}")
-    for key, value in OmegaConf.to_container(content).items():
+        raise UsageError(f"{path} may only have the keys {', '.join(sorted(keys))}")
+    own = OmegaConf.to_container(content)
+    check(path, own, {key: SCHEMA[key] for key in keys})
+    for key, value in own.items():
         if value is None:
             del content[key]
-        elif key in _SECTIONS and not isinstance(value, dict):
-            raise UsageError(f"{path}: `{key}` has to hold keys and values such as `lr: 0.001`")
     return content
 
 
@@ -138,38 +131,6 @@ def _values(node: yaml.Node | None, known: dict[int, float]) -> float:
     return known[id(node)]
 
 
-_KEYS = {
-    *("base", "pairs", "experts", "shards", "batch", "precision", "raw", "subwords"),
-    *("task", "train", "generate", "checkpoint", "sacrebleu", "study", "classes"),
-    *("methods", "margins", "statements"),
-}
-
-
-# Keys below `raw`; None: a value, or keys that the data set chooses.
-_RAW_KEYS = {
-    **dict.fromkeys(("generator", "url", "sha256", "files", "splits", "codes")),
-    "archives": dict.fromkeys(("url", "file", "size", "sha256")),
-    "parallel": {"test": None, "valid": None},
-    "binarised": dict.fromkeys(("text", "test", "vocabulary")),
-    "messages": {
-        **dict.fromkeys(("layout", "words")),
-        **dict.fromkeys(("valid", "test"), dict.fromkeys(("share", "most"))),
-    },
-}
-
-
-def _check_raw(path: Path, content: Any, keys: dict[str, Any], above: str = "raw") -> None:
-    for part in content if isinstance(content, list) else [content]:
-        for key, value in part.items() if isinstance(part, dict) else ():
-            if key not in keys:
-                raise UsageError(
-                    f"{path}: unknown key `{key}` below `{above}`: expected one of "
-                    f"{', '.join(sorted(keys))}"
-                )
-            if keys[key]:
-                _check_raw(path, value, keys[key], key)
-
-
 @dataclass(frozen=True)
 class Dataset:
     """A file of ``configs/datasets`` merged over ``configs/common.yaml``, which explains the keys.
@@ -180,7 +141,8 @@ class Dataset:
     type of training. ``study`` lists the methods of a study;
     ``statements`` has pairs of methods by name, of which its report compares the first with the second, and
     ``margins`` the differences that do not matter, by measure. ``methods`` has flags of
-    single methods. ``classes`` has languages by the size of their text.
+    single methods. ``classes`` has languages by the size of their text. ``source`` names text that lies
+    elsewhere, ``clean`` the training pairs to leave out, ``validate`` how to validate by translations.
     """
 
     name: str
@@ -190,10 +152,13 @@ class Dataset:
     batch: dict[str, int]
     precision: str
     raw: dict[str, Any]
+    source: dict[str, Any]
+    clean: dict[str, Any]
     subwords: dict[str, Any]
     task: Flags
     train: Flags
     generate: Flags
+    validate: dict[str, Any]
     checkpoint: str
     sacrebleu: Flags
     study: list[str]
@@ -238,8 +203,13 @@ def load_dataset(name: str) -> Dataset:
         )
     if experts is not None and (type(experts) is not int or experts < 1):
         raise UsageError(f"{path}: `experts` is {experts}: expected a whole number of at least 1")
-    _check_raw(path, merged.get("raw"), _RAW_KEYS)
-    values = {key: merged.get(key) for key in _KEYS - {"base"}}
+    known_languages = {language for pair in pairs for language in pair.split("-")}
+    for name_of_class, languages in (merged.get("classes") or {}).items():
+        if others := sorted(set(languages) - known_languages):
+            raise UsageError(
+                f"{path}: `classes.{name_of_class}` has {others[0]}, which is in none of `pairs`"
+            )
+    values = {key: merged.get(key) for key in SCHEMA if key != "base"}
     return Dataset(name=name, **(values | {"pairs": tuple(pairs)}))
 
 
@@ -251,7 +221,7 @@ def _is_pair(name) -> bool:
 
 def _with_bases(path: Path, above: tuple[str, ...] = ()) -> DictConfig:
     """A file's content merged over its ``base``, and so on to ``common``; ``above`` are based on it."""
-    own = read(path, _KEYS)
+    own = read(path, SCHEMA)
     base = own.pop("base", "common")
     if path.stem == "common":
         return own

@@ -9,7 +9,9 @@ import smoe_fairseq
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset
 
-SIZES = "sizes.json"  # in a data set's folder: {language: training sentence pairs}
+# In a data set's folder.
+SIZES = "sizes.json"  # {pair: training sentence pairs}; of earlier versions {language: ...}
+LEFT_OUT = "left_out.json"  # {pair: {read, kept, and a number for each fault}} of training text
 LARGEST_SEED = 2**31 - 1
 _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
 
@@ -92,10 +94,15 @@ def tested_text(dataset: Dataset, direction: str, language: str) -> Path:
     return raw / f"test.{dataset.pair_of(direction)}.{language}"
 
 
-def user_dir() -> str:
-    """The plugin's path for ``--user-dir``, relative if it is below the current folder."""
-    path = Path(smoe_fairseq.__file__).parent
+def package_folder(*names: str) -> str:
+    """A folder of the package, relative if it is below the current folder."""
+    path = Path(smoe_fairseq.__file__).parent.joinpath(*names)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def user_dir() -> str:
+    """The plugin's path for ``--user-dir``."""
+    return package_folder()
 
 
 def _own_seed(dataset: Dataset) -> int:

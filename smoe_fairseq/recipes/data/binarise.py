@@ -18,7 +18,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_files, whole_folder
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.download import extract
-from smoe_fairseq.recipes.data.raw import SPLITS, Section, copy_pair, write_sizes
+from smoe_fairseq.recipes.data.raw import SPLITS, Section, copy_pairs, write_sizes
 from smoe_fairseq.recipes.data.subwords import encode_files, load_model
 from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk
 from smoe_fairseq.recipes.folders import shard_folders
@@ -152,6 +152,18 @@ def _index(lengths: np.ndarray, kind: np.dtype) -> bytes:
     return header + lengths.tobytes() + (starts * kind.itemsize).tobytes()
 
 
+def type_of(index: Path) -> np.dtype:
+    """The type of the numbers that an ``.idx`` file belongs to; of one that `count_sentences` accepts."""
+    with open(index, "rb") as file:
+        code = _HEADER.unpack(file.read(_HEADER.size))[2]
+    return next((kind for kind, number in _CODES.items() if number == code), np.dtype(np.int32))
+
+
+def read_index(index: Path) -> np.ndarray:
+    """The lengths of sentences with their ends, ``(sentences,)`` of int32; raises as `count_sentences`."""
+    return np.fromfile(index, np.int32, count_sentences(index), offset=_HEADER.size)
+
+
 def count_sentences(index: Path) -> int:
     """The number of sentences in an ``.idx`` file; raises UsageError if it is no such file, or cut off."""
     with open(index, "rb") as file:
@@ -190,7 +202,7 @@ def adopt(dataset: Dataset, source: Path, raw: Path, output: Path, longest: int 
         archive = _Archive(dataset, source, numbers, given)
         archive.check_subwords()
         archive.complete_dictionaries()
-        sizes = {pair.split("-")[1]: archive.count(pair) for pair in dataset.pairs}
+        sizes = {pair: archive.count(pair) for pair in dataset.pairs}
         archive.take_tests(text, longest)
         shutil.rmtree(given)
         write_sizes(raw, sizes)
@@ -344,7 +356,7 @@ class _Archive:
         for order in _orders(pair):
             files = {lang: self.given / f"{order}.{lang}" for lang in pair.split("-")}
             if all(file.exists() for file in files.values()):
-                if lines := copy_pair(Section(files), text / f"test.{pair}", keep_empty=True):
+                if lines := copy_pairs(Section(files), text / f"test.{pair}", None)["kept"]:
                     return lines
         name = self.layout["test"].format(pair=pair, language=pair.split("-")[0])
         raise self.missing(name, f"or no line in it, which scores of {pair} are made with")

@@ -4,7 +4,6 @@ A message is an English string with its translation. The English string alone de
 in, so that no sentence is trained on in one language and tested in another.
 """
 
-import hashlib
 import html
 import re
 from collections import Counter
@@ -16,7 +15,8 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.download import read_members
-from smoe_fairseq.recipes.data.raw import write_sizes
+from smoe_fairseq.recipes.data.normalization import plain as normalized
+from smoe_fairseq.recipes.data.raw import place, write_sizes
 from smoe_fairseq.recipes.processes import report
 
 ENGLISH = "en"
@@ -72,7 +72,7 @@ def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
                         f"{'train' if name == 'train' else 'validate'}: leave {ENGLISH}-{language} out of "
                         "`pairs`"
                     )
-            sizes[language] = len(parts["train"])
+            sizes[f"{ENGLISH}-{language}"] = len(parts["train"])
             counts = ", ".join(f"{len(part):,} {name}" for name, part in parts.items())
             print(f"{target}: {ENGLISH}-{language}: {counts}", flush=True)
         write_sizes(target, sizes)
@@ -124,7 +124,7 @@ def plain(text: str) -> str:
     text = _ESCAPE.sub(r"\1", text)
     text = html.unescape(_TAG.sub("", _BETWEEN_WORDS.sub(" ", text)))
     text = re.sub(r"~(?=\w)", "", text)
-    return " ".join(map(_without_mark, text.split()))
+    return " ".join(map(_without_mark, normalized(text).split()))
 
 
 def _without_mark(word: str) -> str:
@@ -150,12 +150,6 @@ def split(pairs: Pairs, settings: dict) -> dict[str, list[tuple[str, str]]]:
         found[name].sort(key=lambda pair: (places[pair[0]], pair[0]))
         del found[name][settings[name]["most"] :]
     return found
-
-
-def place(english: str) -> float:
-    """A hash in [0, 1) of the text's letters and digits, ignoring case."""
-    words = " ".join(re.findall(r"\w+", english.casefold()))
-    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8]) / 2**64
 
 
 def _archive(source: Path) -> Path:

@@ -9,10 +9,10 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset, arguments
 from smoe_fairseq.recipes.data import raw
 from smoe_fairseq.recipes.data.binarise import binarised_folder
+from smoe_fairseq.recipes.data.checks import FAIRSEQ_POSITIONS, print_checks
 from smoe_fairseq.recipes.data.download import remote_files
-from smoe_fairseq.recipes.folders import Folders, given_path
+from smoe_fairseq.recipes.folders import Folders, given_path, package_folder
 from smoe_fairseq.recipes.processes import (
-    PYTHON,
     command,
     dry_run,
     report,
@@ -22,8 +22,6 @@ from smoe_fairseq.recipes.processes import (
     whole_number,
 )
 from smoe_fairseq.recipes.training.launcher import cores
-
-FAIRSEQ_POSITIONS = 1024  # the default of --max-source-positions
 
 
 def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
@@ -73,6 +71,8 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         report(f"{folders.raw}/test.{pair}.* is missing: {pair} will not be scored")
     with unfinished(_partial(folders.binary)) as partial:
         run(_binarised(dataset, folders, partial, flags))
+    if not dry_run():
+        print_checks(dataset, _workers()[1])
 
 
 def _partial(folder: Path) -> Path:
@@ -103,18 +103,13 @@ def _adopted(
 def _raw_text(
     dataset: Dataset, folders: Folders, partial: Path, given: Path | None
 ) -> Iterator[str]:
-    generator = dataset.raw.get("generator")
-    if generator and not given:
-        yield f"# {dataset.name}: generate the text"
-        yield command("rm", "-rf", partial)
-        yield command(*PYTHON, "-m", generator, partial)
-        yield command("mv", partial, folders.raw)
-        return
-    if not given and not remote_files(dataset):
+    builtin = dataset.raw.get("builtin")
+    elsewhere = builtin or dataset.source.get("datasets")
+    if not (given or elsewhere or remote_files(dataset)):
         raise UsageError(f"{dataset.name} cannot be fetched: give its text with RAW=folder")
     yield f"# {dataset.name}: bring the text into one layout"
-    source = given or folders.download
-    if not given:
+    source = given or (package_folder("recipes", builtin) if builtin else folders.download)
+    if not given and not elsewhere:
         yield step("fetch", dataset.name, folders.download)
         if dataset.raw.get("messages"):
             source = folders.download / remote_files(dataset)[0].name

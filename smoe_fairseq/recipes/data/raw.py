@@ -5,20 +5,25 @@ in UTF-8. Line ``n`` of both sides of a pair is the same sentence.
 """
 
 import functools
-import gzip
+import hashlib
 import json
-import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.data.text_files import count_lines, progress, shared
-from smoe_fairseq.recipes.folders import SIZES
+from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.data.faults import Faults
+from smoe_fairseq.recipes.data.normalization import plain
+from smoe_fairseq.recipes.data.readers import COMPRESSED, READERS, Pair
+from smoe_fairseq.recipes.data.text_files import progress, shared
+from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES
 from smoe_fairseq.recipes.processes import report
 
 SPLITS = ("train", "valid", "test")
@@ -27,31 +32,54 @@ SHARED = "{split}.{pair}.{language}"
 
 @dataclass(frozen=True)
 class Section:
-    """Lines ``start`` to ``stop`` (None: the end) of a file per language of a pair."""
+    """Some of the sentences of a pair of languages.
 
-    files: dict[str, Path]
+    Args:
+        files: by language; a file that holds both is named twice.
+        start, stop: the first pair, and the one after the last (None: all).
+        places: only the pairs whose first side has a `place` from the first number up to the second.
+        source: of a data set of Hugging Face, in place of files; see `readers.of_datasets`.
+        split: its split.
+    """
+
+    files: dict[str, Path | None]
     start: int = 0
     stop: int | None = None
+    places: tuple[float, float] | None = None
+    source: Mapping[str, Any] | None = None
+    split: str = ""
 
     @property
     def size(self) -> int:
         """Bytes, as a measure of the work: compressed files count three times."""
-        files = self.files.values()
-        return sum(file.stat().st_size * (3 if file.suffix == ".gz" else 1) for file in files)
+        files = {file for file in self.files.values() if file is not None}
+        return sum(file.stat().st_size * (3 if file.suffix in COMPRESSED else 1) for file in files)
+
+    def pairs(self) -> Iterator[Pair]:
+        """The sentences, each on one line and without what `plain` removes; raises as `readers.pairs`."""
+        if self.source is not None:
+            found = readers.of_datasets(self.source, self.split, tuple(self.files))
+        else:
+            found = readers.pairs(self.files)
+        found = ((plain(first), plain(second)) for first, second in found)
+        if self.places is not None:
+            low, high = self.places
+            found = (pair for pair in found if low <= place(pair[0]) < high)
+        return islice(found, self.start, self.stop)
 
 
 def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:
     """Bring the text of a folder (see `find`) into the shared layout.
 
-    Runs of white space become single spaces; this includes separators at which other programs would break
-    a line. Training pairs with an empty side are left out. A pair without test files is reported. The
-    numbers of training pairs go to ``sizes.json`` beside ``target``.
+    Lines are cleaned by `plain`. Training pairs with an empty side are left out, and those that ``clean`` of
+    the data set names. A pair without test files is reported. The numbers of training pairs go to
+    ``sizes.json`` beside ``target``, and of those that were left out to ``left_out.json``.
 
     Raises:
         UsageError: a file is missing or damaged, or two sides differ in length. An existing ``target`` stays
             unchanged.
     """
-    if not source.is_dir():
+    if not source.is_dir() and not dataset.source.get("datasets"):
         raise UsageError(
             f"{source} is not a folder: RAW has to name one with {dataset.name}'s text"
         )
@@ -61,24 +89,29 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
         for pair in dataset.pairs
         if (section := _section(dataset, source, split, pair))
     ]
-    parts.sort(
-        key=lambda part: -part[2].size
-    )  # the longest first, so that all processes end together
+    # The longest first, so that all processes end together.
+    parts.sort(key=lambda part: -part[2].size)
     size = sum(section.size for *_, section in parts)
-    counts = {}
+    held_out = {
+        pair: [s for name, p, s in parts if p == pair and name != "train"] for pair in dataset.pairs
+    }
+    units = [(*part, held_out[part[1]]) for part in parts]
+    counts: dict[tuple[str, str], Counter] = {}
     with whole_folder(target, replace=True) as partial:
-        copy = functools.partial(_copy, partial)
+        copy = functools.partial(_copy, partial, dataset.clean)
         with progress("gather", size) as advance, shared(copy, workers, size) as each:
-            for (split, pair, section), count in zip(parts, each(parts), strict=True):
+            for (split, pair, section), count in zip(parts, each(units), strict=True):
                 counts[split, pair] = count
                 advance(section.size)
-        sizes = {pair.split("-")[1]: counts["train", pair] for pair in dataset.pairs}
-        write_sizes(target, sizes)
-    print(f"{target}: {2 * len(parts)} files, {sum(counts.values()):,} pairs of lines", flush=True)
+        write_sizes(target, {pair: counts["train", pair]["kept"] for pair in dataset.pairs})
+        left_out = {pair: dict(counts["train", pair]) for pair in dataset.pairs}
+        write_whole(target.with_name(LEFT_OUT), json.dumps(left_out, indent=2) + "\n")
+    kept = sum(count["kept"] for count in counts.values())
+    print(f"{target}: {2 * len(parts)} files, {kept:,} pairs of lines", flush=True)
 
 
 def write_sizes(raw: Path, sizes: dict[str, int]) -> None:
-    """Write the numbers of training pairs by language to ``sizes.json`` beside the raw text."""
+    """Write the numbers of training sentences by pair to ``sizes.json`` beside the raw text."""
     write_whole(raw.with_name(SIZES), json.dumps(sizes, indent=2) + "\n")
 
 
@@ -95,33 +128,63 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
         report(f"{section} is missing: {pair} has no test data and will not be scored")
         return None
     texts = [f"{language}.txt" for language in dataset.languages]
-    absent = [name for name in texts if not (source / name).is_file()]
+    absent = [name for name in texts if _existing(source / name) is None]
     if absent and len(absent) < len(texts):
         raise UsageError(f"{source} has no {absent[0]}: expected {', '.join(texts)}")
     shared_name = SHARED.format(split=split, pair=pair, language=pair.split("-")[0])
-    others = texts[0] if section.name == shared_name else f"{shared_name} or {texts[0]}"
+    names = [f"{split}.{pair}{ending}" for ending in (".tsv", ".jsonl", ".tmx")] + [
+        f"{pair}.tsv",
+        texts[0],
+    ]
+    if section.name != shared_name:
+        names.insert(0, shared_name)
     raise UsageError(
-        f"{section} (or .gz) is missing (nor has {source} such as {others}): {pair} needs it to {split}"
+        f"{section} is missing, plain or compressed, and so are {', '.join(names)} in {source}: {pair} needs "
+        f"one of these to {split}"
     )
 
 
 def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Path:
     """The text of a pair in ``source``, or the path of a missing file.
 
-    A file, plain or ``.gz``, may have its publisher's path, its publisher's name directly in ``source``, or
-    the shared layout's name there. A folder with one ``{language}.txt`` for each language is split as
-    ``raw.parallel`` says.
+    A file for each language may have its publisher's path, its publisher's name directly in ``source``, or
+    the shared layout's name there; a file for both has one of the names of `readers`, such as
+    ``train.en-ha.tsv`` or ``train.tmx``. Text that is not split, one ``{language}.txt`` for each language,
+    ``{pair}.{language}`` or ``{pair}.tsv``, is split as ``raw.parallel`` and ``raw.split`` say. All of these
+    may be compressed. ``source`` of the data set comes first.
     """
-    files = {}
-    for language in pair.split("-"):
+    languages = pair.split("-")
+    if dataset.source.get("datasets"):
+        return Section(dict.fromkeys(languages), source=dataset.source, split=split)
+    if split == "test" and (name := dataset.source.get("sacrebleu")):
+        return Section(readers.of_sacrebleu(name, tuple(languages)))
+    files, missing = {}, None
+    for language in languages:
         names = publisher_names(dataset, split, pair, language)
         names += tuple(Path(name).name for name in names)
         names += (SHARED.format(split=split, pair=pair, language=language),)
-        paths = [source / f"{name}{ending}" for name in names for ending in ("", ".gz")]
-        files[language] = next(filter(Path.is_file, paths), None)
-        if files[language] is None:
-            return _parallel(dataset, source, split, pair) or paths[0]
-    return Section(files)
+        files[language] = next(filter(None, (_existing(source / name) for name in names)), None)
+        missing = missing or (source / names[0] if files[language] is None else None)
+    if missing is None:
+        return Section(files)
+    if both := _of_both(source, [f"{split}.{order}" for order in _orders(pair)] + [split]):
+        return Section(dict.fromkeys(languages, both))
+    return _unsplit(dataset, source, split, pair) or missing
+
+
+def _existing(path: Path) -> Path | None:
+    """The file, plain or compressed."""
+    return next(filter(Path.is_file, (Path(f"{path}{ending}") for ending in COMPRESSED)), None)
+
+
+def _of_both(source: Path, stems: Iterable[str]) -> Path | None:
+    """The file of a kind that holds both languages, by its name without ending."""
+    files = (_existing(source / f"{stem}{ending}") for stem in stems for ending in READERS)
+    return next(filter(None, files), None)
+
+
+def _orders(pair: str) -> tuple[str, str]:
+    return pair, "-".join(reversed(pair.split("-")))
 
 
 def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> tuple[str, ...]:
@@ -157,83 +220,98 @@ def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
     return tuple(dict.fromkeys(files))
 
 
-def _parallel(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
-    """The pair's lines of ``{language}.txt``; None if ``source`` has no such files."""
-    files = {language: source / f"{language}.txt" for language in dataset.languages}
-    if not all(file.is_file() for file in files.values()):
+def _unsplit(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
+    """The split's part of text that is not split; None if ``source`` has none."""
+    files = {language: _existing(source / f"{language}.txt") for language in dataset.languages}
+    if None in files.values():
+        stems = {lang: f"{order}.{lang}" for order in _orders(pair) for lang in pair.split("-")}
+        files = {lang: _existing(source / stem) for lang, stem in stems.items()}
+    if None in files.values():
+        files = dict.fromkeys(pair.split("-"), _of_both(source, _orders(pair)))
+    if None in files.values():
         return None
-    lengths = {file: _count_once(file, file.stat().st_mtime_ns) for file in files.values()}
-    (first, total), *_ = lengths.items()
-    odd = next((file for file, length in lengths.items() if length != total), None)
-    if odd:
-        raise UsageError(
-            f"{first} has {total} lines and {odd} {lengths[odd]}: line n of all languages has to be "
-            "the same sentence"
-        )
-    test = total - dataset.raw["parallel"]["test"]
-    valid = test - dataset.raw["parallel"]["valid"]
+    total = _count(tuple(files.items()), tuple(f.stat().st_mtime_ns for f in files.values()))
+    sizes = {name: dataset.raw["parallel"][name] for name in ("valid", "test")}
+    valid = total - sum(sizes.values())
     if valid < 1:
         raise UsageError(
-            f"{source}/*.txt have {total} lines: expected more than the {total - valid} that are set "
-            "aside for validation and test (raw.parallel of the data set)"
+            f"{next(iter(files.values()))} has {total} pairs of lines: expected more than the "
+            f"{total - valid} that are set aside for validation and test (raw.parallel of the data set)"
         )
-    start, stop = {"train": (0, valid), "valid": (valid, test), "test": (test, total)}[split]
-    return Section({language: files[language] for language in pair.split("-")}, start, stop)
+    files = {language: files[language] for language in pair.split("-")}
+    if dataset.raw.get("split") == "hash":
+        test, held = sizes["test"] / total, sum(sizes.values()) / total
+        return Section(
+            files, places={"test": (0, test), "valid": (test, held), "train": (held, 1)}[split]
+        )
+    bounds = {
+        "train": (0, valid),
+        "valid": (valid, total - sizes["test"]),
+        "test": (total - sizes["test"], total),
+    }
+    return Section(files, *bounds[split])
 
 
-@functools.cache  # each pair asks for all languages
-def _count_once(file: Path, _changed: int) -> int:
-    return count_lines(file)
-
-
-def _copy(folder: Path, part: tuple[str, str, Section]) -> int:
-    """Write a part to ``folder`` in the shared layout; returns the number of lines."""
-    split, pair, section = part
-    count = copy_pair(section, folder / f"{split}.{pair}", keep_empty=split != "train")
-    if not count:
-        for file in section.files.values():
-            _refuse_empty(file, split, pair)
-        first, second = section.files.values()
+@functools.cache  # each split asks again, and each pair for all languages
+def _count(files: tuple[tuple[str, Path], ...], _changed: tuple[int, ...]) -> int:
+    """The number of pairs of lines; raises UsageError if files have different numbers of lines."""
+    (_, first), *others = files
+    if readers.ending_of(first):
+        return sum(1 for _ in readers.pairs(dict(files)))
+    lengths = {file: sum(1 for _ in readers.lines(file)) for _, file in files}
+    odd = next((file for _, file in others if lengths[file] != lengths[first]), None)
+    if odd:
         raise UsageError(
-            f"{first} and {second} have no line with text on both sides: {pair} needs one to {split}"
+            f"{first} has {lengths[first]} lines and {odd} {lengths[odd]}: line n of all languages has to "
+            "be the same sentence"
         )
-    return count
+    return lengths[first]
 
 
-def copy_pair(section: Section, prefix: Path, keep_empty: bool) -> int:
-    """Write ``PREFIX.{language}``; returns the number of lines."""
-    count = 0
-    with ExitStack() as stack:
-        outputs = [
-            stack.enter_context(open(f"{prefix}.{language}", "w", encoding="utf-8"))
-            for language in section.files
-        ]
-        pairs = zip(*map(_lines, section.files.values()), strict=True)
-        try:
-            for sides in islice(pairs, section.start, section.stop):
-                if keep_empty or all(sides):
-                    count += 1
-                    for output, side in zip(outputs, sides, strict=True):
-                        output.write(f"{side}\n")
-        except ValueError:
-            first, second = section.files.values()
-            raise UsageError(
-                f"{first} and {second} have different numbers of lines: line n of both has to be "
-                "the same sentence"
-            ) from None
-    return count
+def place(text: str) -> float:
+    """A hash in [0, 1) of the text's letters and digits, ignoring case."""
+    words = " ".join(re.findall(r"\w+", text.casefold()))
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8]) / 2**64
 
 
-def _lines(path: Path) -> Iterator[str]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opened(path, "rt", encoding="utf-8", newline="\n") as lines:
-            for line in lines:
-                yield " ".join(line.split())
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: {error.reason}") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error):
-        raise UsageError(f"{path} is damaged: delete it and get it again") from None
+def _copy(folder: Path, clean: Mapping[str, Any], unit: tuple) -> Counter:
+    """Write a part to ``folder`` in the shared layout; returns how many pairs were read and kept."""
+    split, pair, section, held_out = unit
+    faults = None
+    if split == "train":
+        reserved = held_out if clean.get("overlap") == "drop" else ()
+        faults = Faults.to_drop(clean, (pair for section in reserved for pair in section.pairs()))
+    counts = copy_pairs(section, folder / f"{split}.{pair}", faults)
+    if not counts["kept"]:
+        for file in filter(None, section.files.values()):
+            _refuse_empty(file, split, pair)
+        told = (
+            " and ".join(dict.fromkeys(map(str, filter(None, section.files.values()))))
+            or section.source
+        )
+        raise UsageError(
+            f"{told} have no line with text on both sides that is kept: {pair} needs one to {split}"
+        )
+    return counts
+
+
+def copy_pairs(section: Section, prefix: Path, faults: Faults | None) -> Counter:
+    """Write ``PREFIX.{language}``, without the pairs that have one of the faults; returns the counts."""
+    counts = Counter()
+    first, second = section.files
+    with (
+        open(f"{prefix}.{first}", "w", encoding="utf-8") as one,
+        open(f"{prefix}.{second}", "w", encoding="utf-8") as other,
+    ):
+        for sides in section.pairs():
+            counts["read"] += 1
+            if faults is not None and (found := faults.of(*sides)):
+                counts[found[0]] += 1
+                continue
+            counts["kept"] += 1
+            one.write(f"{sides[0]}\n")
+            other.write(f"{sides[1]}\n")
+    return counts
 
 
 def check(

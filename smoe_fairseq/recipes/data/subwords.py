@@ -1,8 +1,10 @@
 """Subwords: learn a sentencepiece model from text, and encode text; also ``smoe subwords``."""
 
 import io
+import tempfile
 from argparse import ArgumentParser, Namespace
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +12,11 @@ from pathlib import Path
 import sentencepiece
 
 from smoe_fairseq.errors import UsageError, positive
-from smoe_fairseq.files import whole_files, whole_folder
+from smoe_fairseq.files import whole_files, whole_folder, write_whole
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.commands import add_learning
+from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.data.normalization import nfc_rules
 from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk, count_lines
 from smoe_fairseq.recipes.folders import shard_names
 from smoe_fairseq.recipes.processes import report
@@ -24,6 +28,8 @@ _LEARN = (
     "learn a sentencepiece model; writes DIR/spm.model and DIR/dict.txt, which is for --srcdict and "
     "--tgtdict of fairseq-preprocess"
 )
+# Values of --normalization, and sentencepiece's names of their rules.
+_NAMES = {"nfkc": "nmt_nfkc", "identity": "identity"}
 _ENCODE = "text to subwords: writes a file of the same name to DIR for each"
 
 
@@ -50,16 +56,30 @@ def run_subwords(args: Namespace) -> None:
         if not file.is_file():
             raise UsageError(f"{file} is not a file: expected text, a sentence per line")
     if args.action == "learn":
-        names = ("vocab_size", "character_coverage", "model_type", "input_sentence_size")
-        learn_from(args.text, args.output, **{name: getattr(args, name) for name in names})
+        others = ("command", "run", "action", "text", "output")
+        options = {name: value for name, value in vars(args).items() if name not in others}
+        learn_from(args.text, args.output, **options)
         return
-    names = Counter(file.name for file in args.text)
+    names = Counter(
+        file.stem if file.suffix in readers.COMPRESSED else file.name for file in args.text
+    )
     if twice := [name for name, count in names.items() if count > 1]:
         raise UsageError(f"two files are called {twice[0]}: encode them to folders of their own")
     model = load_model(args.model)
-    with whole_folder(args.output) as folder:
-        lines = encode_files(model, args.text, [folder], workers=args.workers)
+    with whole_folder(args.output) as folder, tempfile.TemporaryDirectory() as plain:
+        files = [_plain(file, Path(plain)) for file in args.text]
+        lines = encode_files(model, files, [folder], workers=args.workers)
     print(f"{args.output}: {len(args.text)} files, {lines:,} lines", flush=True)
+
+
+def _plain(file: Path, folder: Path) -> Path:
+    """The file, or if it is compressed a plain copy in the folder."""
+    if file.suffix not in readers.COMPRESSED:
+        return file
+    copy = folder / file.stem
+    with open(copy, "w", encoding="utf-8") as output:
+        output.writelines(f"{line}\n" for line in readers.lines(file))
+    return copy
 
 
 def learn(raw: Path, output: Path, **options) -> None:
@@ -70,28 +90,56 @@ def learn(raw: Path, output: Path, **options) -> None:
     learn_from(files, output, **options)
 
 
-def learn_from(files: list[Path], output: Path, **options) -> None:
+def learn_from(
+    files: list[Path],
+    output: Path,
+    normalization: str = "nfc",
+    user_defined_symbols: Sequence[str] = (),
+    **options,
+) -> None:
     """Train a model on files of text; writes ``output/spm.model`` and ``output/dict.txt``.
 
-    ``options`` are sentencepiece's. If the text is too small for the vocabulary size, the vocabulary is
-    smaller.
+    If the text is too small for the vocabulary size, the vocabulary is smaller.
+
+    Args:
+        files: plain text in UTF-8, perhaps compressed.
+        normalization: what the model does to text before it divides it: ``nfc`` (see `normalization`),
+            ``nfkc`` (sentencepiece's ``nmt_nfkc``, which changes punctuation of Chinese and more),
+            ``identity``, or a file of sentencepiece's rules.
+        user_defined_symbols: pieces that are never divided.
+        options: others of sentencepiece.
 
     Raises:
-        UsageError: there is no text, sentencepiece cannot learn from it, or it takes too much memory.
+        UsageError: there is no text, it is not UTF-8, sentencepiece cannot learn from it, or that takes too
+            much memory.
     """
     raw = files[0] if len(files) == 1 else files[0].parent
     _check_memory(raw, files, options)
     model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            input=[str(file) for file in files],
-            model_writer=model,
-            hard_vocab_limit=False,
-            minloglevel=1,
-            **options,
-        )
-    except RuntimeError as error:
-        raise UsageError(f"sentencepiece cannot learn from {raw}: {error}") from None
+    with tempfile.TemporaryDirectory() as folder:
+        rules = {"normalization_rule_name": _NAMES.get(normalization)}
+        if normalization == "nfc":
+            write_whole(Path(folder, "nfc.tsv"), nfc_rules(), str(output / "dict.txt"))
+            rules = {"normalization_rule_tsv": f"{folder}/nfc.tsv"}
+        elif normalization not in _NAMES:
+            if not Path(normalization).is_file():
+                raise UsageError(
+                    f"--normalization {normalization}: expected nfc, {', '.join(_NAMES)}, or a file of "
+                    "sentencepiece's rules"
+                )
+            rules = {"normalization_rule_tsv": normalization}
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=(line for file in files for line in readers.lines(file)),
+                model_writer=model,
+                hard_vocab_limit=False,
+                minloglevel=1,
+                user_defined_symbols=list(user_defined_symbols),
+                **rules,
+                **options,
+            )
+        except RuntimeError as error:
+            raise UsageError(f"sentencepiece cannot learn from {raw}: {error}") from None
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     # fairseq's format is a piece and its count per line; the counts are used for sorting only.

@@ -53,10 +53,15 @@ def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
     if not path.exists():
         return None
     sizes = read_json(path, {str: int})
-    missing = [language for language in dataset.languages[1:] if language not in sizes]
-    if missing:
-        raise UsageError(f"{path} has no size for {', '.join(missing)}: prepare the data again")
-    return sizes
+    by_language: dict[str, int] = {}
+    for pair in dataset.pairs:
+        first, second = pair.split("-")
+        language = first if second == dataset.languages[0] else second
+        size = sizes.get(pair, sizes.get(second))  # the latter as of earlier versions
+        if size is None:
+            raise UsageError(f"{path} has no size for {pair}: prepare the data again")
+        by_language[language] = by_language.get(language, 0) + size
+    return by_language
 
 
 def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> list[Column]:

@@ -1,0 +1,185 @@
+"""The table at the end of preparation: what is odd about each pair's text, and the setting for it."""
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from tabulate import tabulate
+
+from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, type_of
+from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, Faults
+from smoe_fairseq.recipes.data.subwords import load_model
+from smoe_fairseq.recipes.data.text_files import shared
+from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
+from smoe_fairseq.recipes.folders import LEFT_OUT, Folders, shard_folders
+from smoe_fairseq.recipes.processes import report
+
+FAIRSEQ_POSITIONS = 1024  # the default of --max-source-positions and --max-target-positions
+REACHABLE = 99.9  # chrF++ below which subwords change too much
+_SHOWN = 20  # pairs of which all lines are printed
+
+
+@dataclass
+class Row:
+    """The numbers of one pair; each of `counts` is of training text unless its name says otherwise."""
+
+    pair: str
+    counts: dict[str, int] = field(default_factory=dict)
+    leaked: dict[str, int] = field(default_factory=dict)  # tests seen in training, by side
+    bleu: float | None = None  # best reachable, of the worse side; None without a test set
+    chrf: float | None = None
+
+
+def print_checks(dataset: Dataset, workers: int = 1) -> None:
+    """Print a row for each pair of a prepared data set, and a line with a setting for what is marked."""
+    folders = Folders(dataset.name)
+    sizes = (
+        sum((folders.raw / f"train.{pair}.{lang}").stat().st_size for lang in pair.split("-"))
+        for pair in dataset.pairs
+    )
+    with shared(functools.partial(_row, dataset, folders), workers, sum(sizes)) as each:
+        rows = list(each(dataset.pairs))
+    print(_table(rows), flush=True)
+    advice = [line for row in rows for line in _advice(row)]
+    for line in advice[:_SHOWN]:
+        report(line)
+    if len(advice) > _SHOWN:
+        report(f"and {len(advice) - _SHOWN} more lines like these; the table has all pairs")
+
+
+def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
+    languages = pair.split("-")
+    files = {
+        split: {lang: folders.raw / f"{split}.{pair}.{lang}" for lang in languages}
+        for split in ("train", "test")
+    }
+    tested = all(file.exists() for file in files["test"].values())
+    tests = list(readers.pairs(files["test"])) if tested else []
+    faults, row = Faults(tests), Row(pair)
+    left_out = _left_out(folders.raw.with_name(LEFT_OUT), pair)
+    counts = dict.fromkeys(("kept", "empty", "repeated", "equal", "max-ratio", "max-words"), 0)
+    for source, target in readers.pairs(files["train"]):
+        counts["kept"] += 1
+        for fault in faults.of(source, target):
+            if fault in counts:
+                counts[fault] += 1
+    counts["read"] = left_out.pop("read", counts["kept"])
+    for fault, number in left_out.items():
+        if fault != "kept":
+            counts[fault] = counts.get(fault, 0) + number
+    counts["empty tests"] = sum(not (source and target) for source, target in tests)
+    row.leaked = {side: len(found) for side, found in faults.leaked.items()}
+    counts |= _binarised(dataset, folders.binary, pair)
+    row.counts = counts
+    model = load_model(folders.binary / "spm.model")
+    for side, language in enumerate(languages if tested else ()):
+        bleu, chrf = reachable(
+            model, [test[side] for test in tests], tokenizer_of(dataset.sacrebleu, language)
+        )
+        if row.chrf is None or chrf < row.chrf:
+            row.bleu, row.chrf = bleu, chrf
+    return row
+
+
+def _left_out(file: Path, pair: str) -> dict[str, int]:
+    try:
+        return dict(json.loads(file.read_text("utf-8"))[pair])
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # of text from elsewhere, or of an earlier version
+        return {}
+
+
+def _binarised(dataset: Dataset, binary: Path, pair: str) -> dict[str, int]:
+    """Training pairs that are longer than the model's positions, and tokens without a subword."""
+    limits = [
+        int(dataset.train.get(f"max-{side}-positions", FAIRSEQ_POSITIONS))
+        for side in ("source", "target")
+    ]
+    long = unknown = 0
+    for folder in shard_folders(binary):
+        lengths = []
+        for language in pair.split("-"):
+            name = folder / f"train.{pair}.{language}"
+            lengths.append(read_index(Path(f"{name}.idx")))
+            content = np.fromfile(f"{name}.bin", dtype=type_of(Path(f"{name}.idx")))
+            unknown += int((content == UNKNOWN).sum())
+        # Both sides are a source and a target, beside the token of a language.
+        long += int((np.maximum(*lengths) + 1 > min(limits)).sum())
+    return {"too long": long, "unknown": unknown}
+
+
+def reachable(model, lines: list[str], tokenizer: str) -> tuple[float, float]:
+    """BLEU and chrF++ of text through the subwords and back: the most that any translation can have."""
+    from sacrebleu.metrics import BLEU, CHRF
+
+    back = model.decode(model.encode(lines))
+    lines = [" ".join(line.split()) for line in lines]
+    if back == lines:
+        return 100.0, 100.0
+    try:
+        bleu = BLEU(tokenize=tokenizer)
+    except (ImportError, RuntimeError):  # a tokenizer that is not installed; `evaluate` says so
+        bleu = BLEU(tokenize="char")
+    chrf = CHRF(word_order=2).corpus_score(back, [lines]).score
+    return bleu.corpus_score(back, [lines]).score, chrf
+
+
+def _table(rows: list[Row]) -> str:
+    header = ["pair", "read", "kept", "empty", "repeated", "equal", f"1:{MAX_RATIO}", "too long"]
+    header += ["tests in training", "unknown", "best BLEU", "best chrF++"]
+    body = []
+    for row in rows:
+        names = ("read", "kept", "empty", "repeated", "equal", "max-ratio", "too long")
+        leaked = " / ".join(str(row.leaked[side]) for side in ("source", "target", "both"))
+        scores = ["-" if x is None else f"{x:.1f}" for x in (row.bleu, row.chrf)]
+        marked = "" if row.chrf is None or row.chrf >= REACHABLE else " (!)"
+        leaked += " (!)" if any(row.leaked.values()) else ""
+        numbers = [f"{row.counts[name]:,}" for name in names]
+        unknown = f"{row.counts['unknown']:,}"
+        body.append([row.pair, *numbers, leaked, unknown, scores[0], scores[1] + marked])
+    alignment = ["left"] + ["right"] * (len(header) - 1)
+    return tabulate(body, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+
+
+def _advice(row: Row) -> Iterator[str]:
+    """A line for each thing that is bad about a pair."""
+    counts = row.counts
+    if any(row.leaked.values()):
+        told = ", ".join(f"{number:,} {side}" for side, number in row.leaked.items() if number)
+        yield (
+            f"{row.pair}: of the test set, {told} are in the training text: scores will be too good; "
+            "set `clean: {overlap: drop}`, or `raw: {split: hash}` for text that is split here"
+        )
+    if counts["empty tests"]:
+        yield f"{row.pair}: {counts['empty tests']:,} pairs of the test set have an empty side: remove them"
+    for name, words in (
+        ("repeated", "training pairs are repeated"),
+        ("equal", "training pairs are the same on both sides"),
+    ):
+        if counts[name] * 10 > counts["kept"]:
+            yield f"{row.pair}: {counts[name]:,} {words}: set `clean: {{{name}: drop}}`"
+    if counts["max-ratio"] * 100 > counts["kept"]:
+        yield (
+            f"{row.pair}: in {counts['max-ratio']:,} training pairs one side has more than {MAX_RATIO} times "
+            f"the words of the other: set `clean: {{max-ratio: {MAX_RATIO}}}`"
+        )
+    if counts["too long"]:
+        yield (
+            f"{row.pair}: {counts['too long']:,} training pairs are longer than the model's positions and "
+            f"are never trained on: set `clean: {{max-words: {MAX_WORDS}}}`, or --max-source-positions and "
+            "--max-target-positions in `train`"
+        )
+    if row.chrf is not None and row.chrf < REACHABLE:
+        yield (
+            f"{row.pair}: subwords change the text: no translation can have a chrF++ above {row.chrf:.1f}; "
+            "set `subwords: {normalization: nfc, byte-fallback: true}`"
+        )

@@ -1,0 +1,310 @@
+"""Pairs of sentences from files of every kind that people have; all commands read text by these functions.
+
+| a file's name ends in | it holds |
+|---|---|
+| `.tsv` | a column for each language, named in the first line or by the file (``train.en-ha.tsv``) |
+| `.jsonl`, `.json` | an object on each line, ``{"en": "...", "ha": "..."}``, perhaps below ``translation`` |
+| `.tmx` | translation units; a language is that of its code's first part (``en`` for ``en-US``) |
+| anything else | a sentence per line, with a file for each language |
+
+Each may be compressed: `.gz`, `.xz`, `.bz2`, `.zst`.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import IO
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import check_plain
+
+Pair = tuple[str, str]
+LONGEST = 1 << 24  # bytes of a line: more is no sentence, and may be a whole file without line ends
+_BYTES = "is not UTF-8 text"
+
+
+def _zstandard(path: Path) -> IO[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise UsageError(
+            f"{path}: install zstandard to read it, as `pip install zstandard` does, or decompress it"
+        ) from None
+    return zstandard.open(path, "rb")
+
+
+COMPRESSED: dict[str, Callable] = {
+    **{"": lambda path: open(path, "rb"), ".gz": gzip.open},
+    **{".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstandard},
+}
+
+
+def ending_of(path: Path) -> str:
+    """The part of a name that tells its kind, without that of its compression: ``.tsv``, or ""."""
+    suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSED]
+    return suffixes[-1] if suffixes and suffixes[-1] in READERS else ""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file's bytes, decompressed.
+
+    Raises:
+        UsageError: it is missing, a pipe or a device, or damaged; also while it is read in the context.
+    """
+    check_plain(path)
+    damage = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+    try:
+        with COMPRESSED.get(path.suffix, COMPRESSED[""])(path) as content:
+            yield content
+    except damage as error:
+        raise UsageError(f"{path} is damaged ({error}): delete it and get it again") from None
+    except OSError as error:
+        if error.filename is not None and Path(error.filename) != path:
+            raise
+        if error.errno is None or path.suffix == ".bz2":  # bz2 raises it for damage
+            raise UsageError(f"{path} is damaged ({error}): delete it and get it again") from None
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in ("zstandard", "zstd"):
+            raise
+        raise UsageError(f"{path} is damaged ({error}): delete it and get it again") from None
+
+
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, without line feeds; a byte order mark at the beginning is left out.
+
+    Raises:
+        UsageError: see `opened`; or a line is not UTF-8, or is longer than `LONGEST`.
+    """
+    number = 0
+    with opened(path) as content:
+        while line := content.readline(LONGEST + 1):
+            number += 1
+            if len(line) > LONGEST:
+                raise UsageError(f"{path}, line {number}: expected at most {LONGEST:,} bytes")
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"{path}, line {number}, {_BYTES}: {error.reason}; convert it, as `iconv -t utf-8` does"
+                ) from None
+            yield text.removesuffix("\n").removesuffix("\r")
+
+
+def pairs(files: Mapping[str, Path]) -> Iterator[Pair]:
+    """The pairs of sentences in the file, or the two files, of two languages, in the mapping's order.
+
+    Raises:
+        UsageError: a file is unreadable, has no record with both languages, or two files have different
+            numbers of lines.
+    """
+    first, second = files.values()
+    if first != second:
+        yield from _aligned(first, second)
+        return
+    languages = tuple(files)
+    yield from _some(READERS[ending_of(first)](first, languages), str(first), languages)
+
+
+def _some(found: Iterator[Pair], called: str, languages: Pair) -> Iterator[Pair]:
+    """The pairs; raises UsageError if there is none."""
+    first = next(found, None)
+    if first is None:
+        raise UsageError(f"{called} has no record with both {' and '.join(languages)}")
+    yield first
+    yield from found
+
+
+def _aligned(first: Path, second: Path) -> Iterator[Pair]:
+    both, counts = zip_longest(lines(first), lines(second)), 0
+    for one, other in both:
+        if one is None or other is None:
+            counts = [counts, counts + 1 + sum(1 for _ in both)]
+            more, less = (first, second) if other is None else (second, first)
+            raise UsageError(
+                f"{first} and {second} have different numbers of lines, {less.name} {counts[0]:,} and "
+                f"{more.name} {counts[1]:,}: line n of both has to be the same sentence"
+            )
+        counts += 1
+        yield one, other
+
+
+def _tab_separated(path: Path, languages: Pair) -> Iterator[Pair]:
+    columns, places = 0, None
+    for number, line in enumerate(lines(path), 1):
+        cells = line.split("\t")
+        if places is None:
+            columns = len(cells)
+            names = [cell.strip().lower() for cell in cells]
+            if set(languages) <= set(names):
+                places = [names.index(language) for language in languages]
+                continue
+            named = _named_in(path, languages)
+            if columns != 2 or named is None:
+                raise UsageError(
+                    f"{path}, line 1: expected names of columns, with {' and '.join(languages)} among them, "
+                    f"or two columns and a name such as train.{'-'.join(languages)}.tsv"
+                )
+            places = [named.index(language) for language in languages]
+        if len(cells) != columns:
+            raise UsageError(
+                f"{path}, line {number} has {len(cells)} columns: expected {columns}, as in line 1"
+            )
+        yield cells[places[0]], cells[places[1]]
+
+
+def _named_in(path: Path, languages: Pair) -> list[str] | None:
+    """The languages in the order of a name such as ``train.ha-en.tsv``."""
+    for part in path.name.split("."):
+        if sorted(part.split("-")) == sorted(languages):
+            return part.split("-")
+    return None
+
+
+def _json_lines(path: Path, languages: Pair) -> Iterator[Pair]:
+    for number, line in enumerate(lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}, line {number} is not JSON: {error}") from None
+        yield from record_pair(record, languages, f"{path}, line {number}")
+
+
+def record_pair(record: object, languages: Pair, place: str) -> Iterator[Pair]:
+    """The pair of a record, if it has both languages; raises UsageError if it holds something else."""
+    texts = record.get("translation", record) if isinstance(record, dict) else None
+    if not isinstance(texts, dict):
+        raise UsageError(
+            f"{place}: expected an object with a text for each language, such as "
+            '{"translation": {"en": "...", "ha": "..."}}'
+        )
+    found = [texts.get(language) for language in languages]
+    if None in found:
+        return
+    for language, text in zip(languages, found, strict=True):
+        if not isinstance(text, str):
+            raise UsageError(f"{place}: the value of {language} is {text!r}: expected text")
+    yield found[0], found[1]
+
+
+_CODES = {"bpt", "ept", "it", "ph", "ut"}  # elements that hold markup of another format, no text
+
+
+def _memory(path: Path, languages: Pair) -> Iterator[Pair]:
+    from lxml import etree
+
+    with opened(path) as content:
+        safe = {"resolve_entities": False, "no_network": True, "load_dtd": False}
+        try:
+            for _, unit in etree.iterparse(content, tag="{*}tu", **safe):
+                texts = {}
+                for variant in unit.iterfind("{*}tuv"):
+                    code = variant.get("{http://www.w3.org/XML/1998/namespace}lang")
+                    code = (code or variant.get("lang") or "").lower().replace("_", "-")
+                    for language in languages:
+                        if f"{code}-".startswith(f"{language.lower()}-"):
+                            segment = variant.find("{*}seg")
+                            texts.setdefault(language, "" if segment is None else _text(segment))
+                if len(texts) == 2:
+                    yield texts[languages[0]], texts[languages[1]]
+                unit.clear()
+                while unit.getprevious() is not None:  # else all units stay in memory
+                    del unit.getparent()[0]
+        except etree.XMLSyntaxError as error:
+            raise UsageError(f"{path} is not a TMX file: {error.msg}") from None
+
+
+def _text(element) -> str:
+    """Its text, and that of elements in it which are no codes."""
+    parts = [element.text or ""]
+    for child in element:
+        if isinstance(child.tag, str) and child.tag.rpartition("}")[2] not in _CODES:
+            parts.append(_text(child))
+        parts.append(child.tail or "")
+    return "".join(parts)
+
+
+READERS: dict[str, Callable[[Path, Pair], Iterator[Pair]]] = {
+    ".tsv": _tab_separated,
+    ".jsonl": _json_lines,
+    ".json": _json_lines,
+    ".tmx": _memory,
+}
+
+
+# Text that lies elsewhere: a Hugging Face data set, a test set of sacreBLEU.
+
+
+def of_datasets(source: Mapping, split: str, languages: Pair) -> Iterator[Pair]:
+    """The pairs of a split of a data set of Hugging Face's ``datasets``, or a folder of ``save_to_disk``.
+
+    Args:
+        source: ``datasets``, a name or a folder; ``config``; and ``splits``, its names of the splits.
+
+    Raises:
+        UsageError: ``datasets`` is not installed, or has no such data set, split or languages.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UsageError(
+            "`source: {datasets: ...}` needs the package datasets: pip install 'smoe-fairseq[datasets]'"
+        ) from None
+    name, config = str(source["datasets"]), source.get("config")
+    own = source.get("splits", {}).get(split, {"valid": "validation"}.get(split, split))
+    place = f"{name}{f' ({config})' * (config is not None)}, split {own}"
+    try:
+        if Path(name).is_dir() and not any(Path(name).glob("*.parquet")):
+            records = datasets.load_from_disk(name)[own]
+        else:
+            records = datasets.load_dataset(name, config, split=own)
+    except KeyError:
+        raise UsageError(f"{place}: there is no such split; name it in `source.splits`") from None
+    except Exception as error:  # of the hub, the network, the file system or pyarrow
+        said = " ".join(str(error).split())[:300]
+        raise UsageError(f"{place} cannot be loaded ({type(error).__name__}: {said})") from None
+    found = (
+        pair
+        for number, record in enumerate(records, 1)
+        for pair in record_pair(record, languages, f"{place}, record {number}")
+    )
+    yield from _some(found, place, languages)
+
+
+def of_sacrebleu(name: str, languages: Pair) -> dict[str, Path]:
+    """The files of a test set that sacreBLEU knows, by language; it downloads them once.
+
+    Raises:
+        UsageError: there is no such test set, it lacks the pair, or it cannot be downloaded.
+    """
+    from sacrebleu.utils import (
+        get_available_testsets,
+        get_langpairs_for_testset,
+        get_reference_files,
+        get_source_file,
+    )
+
+    if name not in get_available_testsets():
+        raise UsageError(f"`source.sacrebleu` {name}: `sacrebleu --list` has all test sets")
+    there = get_langpairs_for_testset(name)
+    for order in (languages, languages[::-1]):
+        pair = "-".join(order)
+        if pair in there:
+            try:
+                files = (get_source_file(name, pair), get_reference_files(name, pair)[0])
+            except (Exception, SystemExit) as error:
+                raise UsageError(
+                    f"sacreBLEU's {name} of {pair} cannot be loaded: {' '.join(str(error).split())}"
+                ) from None
+            by_language = dict(zip(order, map(Path, files), strict=True))
+            return {language: by_language[language] for language in languages}
+    raise UsageError(f"sacreBLEU's {name} has no {'-'.join(languages)}; it has {', '.join(there)}")

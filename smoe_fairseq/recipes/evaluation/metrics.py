@@ -1,0 +1,95 @@
+"""sacreBLEU's metrics in this process, with its command's flags, and the tokenizer of each language."""
+
+import contextlib
+import importlib.util
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.recipes.config import Flags, arguments
+
+AUTO = "auto"  # of `sacrebleu.tokenize`: by the language translated to
+DEFAULT = "13a"
+# What sacreBLEU advises for languages without blanks between words, by ISO 639-1 and -3 codes, and the extra
+# of sacreBLEU that the tokenizer needs.
+_BY_LANGUAGE = {
+    **dict.fromkeys(("zh", "zho", "cmn", "yue"), ("zh", "")),
+    **dict.fromkeys(("ja", "jpn"), ("ja-mecab", "ja")),
+    **dict.fromkeys(("ko", "kor"), ("ko-mecab", "ko")),
+}
+_MODULES = {"ja": "MeCab", "ko": "mecab_ko"}
+
+
+def tokenizer_of(settings: Flags, language: str) -> str:
+    """The tokenizer of BLEU into a language: the data set's own, unless that is `AUTO`."""
+    own = str(settings.get("tokenize", DEFAULT))
+    code = language.replace("_", "-").partition("-")[0].lower()
+    return _BY_LANGUAGE.get(code, (DEFAULT, ""))[0] if own == AUTO else own
+
+
+def with_tokenizer(settings: Flags, language: str) -> Flags:
+    """sacreBLEU's flags for translations into a language."""
+    return settings | {"tokenize": tokenizer_of(settings, language)}
+
+
+def check_tokenizer(settings: Flags, language: str) -> None:
+    """Raise UsageError if the tokenizer needs a package that is not installed."""
+    chosen = tokenizer_of(settings, language)
+    for name, extra in set(_BY_LANGUAGE.values()):
+        if chosen == name and extra and importlib.util.find_spec(_MODULES[extra]) is None:
+            raise UsageError(
+                f"sacreBLEU's tokenizer {name}, for {language}, is not installed: "
+                f"pip install 'sacrebleu[{extra}]', or set `sacrebleu: {{tokenize: char}}` in the data set"
+            )
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines as sacreBLEU's command reads them: divided at line feeds, without blanks at their ends."""
+    try:
+        return [line.rstrip() for line in file.read_text("utf-8").removesuffix("\n").split("\n")]
+    except FileNotFoundError:
+        raise UsageError(f"{file} is missing: evaluate again") from None
+
+
+def score(translations: Sequence[str], references: Sequence[str], settings: Flags) -> str:
+    """What ``sacrebleu REFERENCES -i TRANSLATIONS`` prints with flags: JSON.
+
+    Raises:
+        UsageError: a flag is not one of sacreBLEU's, or there are more or fewer translations than references.
+    """
+    from sacrebleu.metrics import METRICS
+    from sacrebleu.utils import args_to_dict
+
+    if len(translations) != len(references):
+        raise UsageError(
+            f"{len(translations):,} translations and {len(references):,} references: evaluate again"
+        )
+    given = _parsed(tuple(arguments(settings)))
+    results = []
+    with quietly():
+        for name in sorted(given.metrics):
+            own = args_to_dict(given, name.lower(), strip_prefix=True)
+            metric = METRICS[name.upper()](**own, references=[list(references)])
+            samples = given.confidence_n if given.confidence else 1
+            found = metric.corpus_score(list(translations), None, n_bootstrap=samples)
+            signature = metric.get_signature().format(False)
+            results.append(found.format(given.width, False, signature, True))
+    return results[0] if len(results) == 1 else "[\n" + ",\n".join(results) + "\n]"
+
+
+def _parsed(words: tuple[str, ...]):
+    """sacreBLEU's own reading of its flags, which is of ``sys.argv`` alone."""
+    from sacrebleu.sacrebleu import parse_args
+
+    before, said = sys.argv, io.StringIO()
+    sys.argv = ["sacrebleu", "references", *words]
+    try:
+        with contextlib.redirect_stderr(said):
+            return parse_args()
+    except SystemExit:
+        reason = (said.getvalue().splitlines() or [""])[-1].partition("error: ")[2]
+        raise UsageError(f"`sacrebleu` of the data set: {reason or ' '.join(words)}") from None
+    finally:
+        sys.argv = before

@@ -1,0 +1,403 @@
+"""Text in every format, cleaned, split and checked; and subwords that do not change it."""
+
+import bz2
+import gzip
+import json
+import lzma
+import random
+import unicodedata
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from commands import step_here
+from sacrebleu.metrics import CHRF
+from test_recipes import write_dataset, write_text
+
+from smoe_fairseq.cli import main
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.data.faults import words_in
+from smoe_fairseq.recipes.data.normalization import plain
+from smoe_fairseq.recipes.data.raw import gather, place
+from smoe_fairseq.recipes.data.subwords import learn_from
+
+SHARED = Path(__file__).parents[2] / "shared/data"
+PAIRS = [("one two", "daya biyu"), ("a & b < c", "á ƙ\u200b ɗ"), ("the last", "na ƙarshe")]
+
+
+def tmx(pairs, header="<header/>") -> str:
+    units = "".join(
+        f'<tu><tuv xml:lang="EN-us"><seg>{a.replace("&", "&amp;").replace("<", "&lt;")}</seg></tuv>'
+        f'<tuv xml:lang="fr"><seg>autre</seg></tuv>'
+        f'<tuv xml:lang="ha"><seg><bpt i="1">&lt;b&gt;</bpt>{b}<ept i="1">&lt;/b&gt;</ept></seg></tuv></tu>'
+        for a, b in pairs
+    )
+    return f'<?xml version="1.0"?><tmx version="1.4">{header}<body>{units}</body></tmx>'
+
+
+FORMATS = {
+    "en-ha.tsv": lambda pairs: "".join(f"{a}\t{b}\n" for a, b in pairs),
+    "ha-en.tsv": lambda pairs: "".join(f"{b}\t{a}\n" for a, b in pairs),
+    "tsv": lambda pairs: "fr\tha\tEN\n" + "".join(f"x\t{b}\t{a}\n" for a, b in pairs),
+    "en-ha.jsonl": lambda pairs: "".join(
+        json.dumps({"translation": {"ha": b, "en": a}}) + "\n" for a, b in pairs
+    ),
+    "json": lambda pairs: (
+        "".join(json.dumps({"en": a, "ha": b, "id": 7}) + "\n\n" for a, b in pairs)
+        + '{"en": "alone"}\n'
+    ),
+    "tmx": tmx,
+}
+
+
+@pytest.fixture
+def dataset(tmp_path, monkeypatch):
+    """Makes a data set of English and Hausa."""
+
+    def make(pairs=("en-ha",), **content):
+        for name, value in write_dataset(tmp_path / "c", "own", pairs=[*pairs], **content).items():
+            monkeypatch.setenv(name, value)
+        return load_dataset("own")
+
+    return make
+
+
+def lines(folder: Path, name: str) -> list[str]:
+    return (folder / name).read_text("utf-8").split("\n")[:-1]
+
+
+@pytest.mark.parametrize(
+    "compressed",
+    [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)],
+    ids=lambda each: each[0] or "plain",
+)
+@pytest.mark.parametrize("ending", FORMATS)
+def test_a_format(tmp_path, dataset, ending, compressed):
+    suffix, compress = compressed
+    for split in ("train", "valid", "test"):
+        content = FORMATS[ending]([*PAIRS, (split, split)])
+        (tmp_path / f"{split}.{ending}{suffix}").write_bytes(compress(content.encode()))
+    gather(dataset(), tmp_path, tmp_path / "data/raw")
+    for split in ("train", "valid", "test"):
+        expected = [*PAIRS, (split, split)]
+        assert lines(tmp_path / "data/raw", f"{split}.en-ha.en") == [a for a, _ in expected]
+        target = [b.replace("\u200b", "") for _, b in expected]
+        assert lines(tmp_path / "data/raw", f"{split}.en-ha.ha") == target
+    assert json.loads((tmp_path / "data/sizes.json").read_text()) == {"en-ha": 4}
+
+
+def test_plain_text_compressed_in_several_ways(tmp_path, dataset):
+    text = "".join(f"{n} words\n" for n in range(400)).encode()
+    (tmp_path / "en.txt.xz").write_bytes(lzma.compress(b"\xef\xbb\xbf" + text))
+    (tmp_path / "ha.txt.gz").write_bytes(gzip.compress(text))
+    gather(dataset(), tmp_path, tmp_path / "raw")
+    assert [len(lines(tmp_path / "raw", f"{s}.en-ha.en")) for s in ("train", "valid", "test")] == [
+        *(100, 100, 200)
+    ]
+    assert lines(tmp_path / "raw", "train.en-ha.en")[0] == "0 words"  # without a byte order mark
+
+
+def test_zstandard_is_read_if_it_is_installed(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    file = tmp_path / "a.en-ha.tsv.zst"
+    file.write_bytes(zstandard.compress(b"a\tb\n"))
+    assert [*readers.pairs({"en": file, "ha": file})] == [("a", "b")]
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(UsageError, match="a.en-ha.tsv.zst is damaged"):
+        list(readers.pairs({"en": file, "ha": file}))
+
+
+@pytest.mark.parametrize(
+    "name, content, named",
+    [
+        ("train.tsv", b"en\tha\na\tb\nc\n", "train.tsv, line 3"),
+        ("train.tsv", b"a\tb\n", "train.tsv, line 1"),
+        ("train.en-ha.tsv", b"a\tb\tc\n", "train.en-ha.tsv, line 1"),
+        ("train.jsonl", b'{"en": "a", "ha": "b"}\n{"en": "a"\n', "train.jsonl, line 2"),
+        ("train.jsonl", b'{"en": "a", "ha": 5}\n', "train.jsonl, line 1"),
+        ("train.jsonl", b"[" * 100_000, "train.jsonl, line 1"),
+        ("train.jsonl", b'["a", "b"]\n', "train.jsonl, line 1"),
+        (
+            "train.jsonl",
+            b'{"en": "a", "fr": "b"}\n',
+            "train.jsonl has no record with both en and ha",
+        ),
+        ("train.tmx", tmx(PAIRS)[:-30].encode(), "train.tmx"),
+        ("train.tmx", b"<tmx/>", "train.tmx has no record with both en and ha"),
+        ("train.tmx.gz", gzip.compress(tmx(PAIRS).encode())[:-20], "train.tmx.gz"),
+        ("train.tsv.xz", lzma.compress(b"en\tha\na\tb\n")[:-20], "train.tsv.xz"),
+        ("train.tsv.bz2", b"BZh9" + bytes(50), "train.tsv.bz2"),
+        ("train.en-ha.tsv", b"a\tb\n\xff\tc\n", "train.en-ha.tsv, line 2"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, dataset, name, content, named):
+    for split in ("valid", "test"):
+        (tmp_path / f"{split}.en-ha.tsv").write_text("a\tb\n")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError) as refused:
+        gather(dataset(), tmp_path, tmp_path / "raw")
+    assert named in str(refused.value) and "\n" not in str(refused.value)
+    assert not (tmp_path / "raw").exists()
+
+
+def test_entities_of_a_translation_memory_are_not_resolved(tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    declared = f'<!DOCTYPE tmx [<!ENTITY e SYSTEM "{tmp_path}/secret">]><tmx><body><tu>'
+    unit = '<tuv xml:lang="en"><seg>a&e;</seg></tuv><tuv xml:lang="ha"><seg>b</seg></tuv>'
+    (tmp_path / "a.tmx").write_text(f"{declared}{unit}</tu></body></tmx>")
+    found = list(readers.pairs(dict.fromkeys(("en", "ha"), tmp_path / "a.tmx")))
+    assert found == [("a", "b")]
+
+
+def test_files_of_different_lengths_are_named_with_both_numbers(tmp_path):
+    files = {"en": tmp_path / "a.en", "ha": tmp_path / "a.ha"}
+    files["en"].write_text("1\n2\n3\n4\n")
+    files["ha"].write_text("1\n2\n")
+    with pytest.raises(UsageError, match=r"a\.ha 2 and a\.en 4"):
+        list(readers.pairs(files))
+
+
+def test_a_hash_of_the_source_keeps_duplicates_in_one_split(tmp_path, dataset):
+    draw = random.Random(1)
+    sentences = [f"sentence number {draw.randint(0, 150)}" for _ in range(900)]
+    text = "".join(f"{s}\t{i}\n" for i, s in enumerate(sentences))
+    (tmp_path / "en-ha.tsv").write_text(text)
+    gather(
+        dataset(raw={"split": "hash", "parallel": {"valid": 90, "test": 180}}),
+        tmp_path,
+        tmp_path / "raw",
+    )
+    found = {s: lines(tmp_path / "raw", f"{s}.en-ha.en") for s in ("train", "valid", "test")}
+    assert sum(map(len, found.values())) == 900
+    assert not set(found["train"]) & {*found["valid"], *found["test"]}
+    assert 90 < len(found["test"]) < 300 and max(map(place, found["test"])) < 0.2
+
+
+def test_what_is_left_out_of_training(tmp_path, dataset):
+    rows = [
+        *[("a b", "c d")] * 3,
+        *(("same", "same"), ("", "x"), ("y", "\u200b"), ("in the test", "other")),
+        *(("short", "w " * 10), ("w " * 30, "x " * 30), ("stays", "too")),
+    ]
+    (tmp_path / "train.en-ha.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in rows))
+    (tmp_path / "valid.en-ha.tsv").write_text("v\tv\n")
+    (tmp_path / "test.en-ha.tsv").write_text("in the test\tt\n\tempty\n")
+    clean = {
+        "repeated": "drop",
+        "equal": "drop",
+        "overlap": "drop",
+        "max-ratio": 9,
+        "max-words": 20,
+    }
+    gather(dataset(clean=clean), tmp_path, tmp_path / "raw")
+    assert lines(tmp_path / "raw", "train.en-ha.en") == ["a b", "stays"]
+    assert lines(tmp_path / "raw", "test.en-ha.ha") == ["t", "empty"]
+    assert json.loads((tmp_path / "left_out.json").read_text())["en-ha"] == {
+        **{"read": 10, "kept": 2, "empty": 2, "repeated": 2, "equal": 1, "overlap": 1},
+        **{"max-ratio": 1, "max-words": 1},
+    }
+
+
+def test_words_of_scripts_without_blanks():
+    assert [words_in(text) for text in ("a b c", "日本語", "日本 and 語", "คน", "é à")] == [
+        3,
+        3,
+        4,
+        2,
+        2,
+    ]
+
+
+def test_a_data_set_of_hugging_face(tmp_path, dataset):
+    datasets = pytest.importorskip("datasets")
+    records = [{"translation": {"en": a, "ha": b}} for a, b in PAIRS]
+    splits = dict.fromkeys(("train", "dev", "test"), datasets.Dataset.from_list(records))
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    source = {"datasets": str(tmp_path / "saved"), "splits": {"valid": "dev"}}
+    gather(dataset(source=source), tmp_path, tmp_path / "raw")
+    assert lines(tmp_path / "raw", "valid.en-ha.en") == [a for a, _ in PAIRS]
+
+
+def test_a_test_set_of_sacrebleu(tmp_path, dataset, monkeypatch):
+    from sacrebleu.dataset import DATASETS
+
+    monkeypatch.setattr(DATASETS["wmt13"], "_outdir", str(tmp_path))
+    meta = [(name, "x\n") for name in ("docid", "genre", "origlang")]
+    for field, text in (("src", "Hund\n"), ("ref", "dog\n"), *meta):
+        (tmp_path / f"wmt13.de-en.{field}").write_text(text)
+    for split in ("train", "valid"):
+        (tmp_path / f"{split}.tsv").write_text("en\tde\na\tb\n")
+    monkeypatch.setattr(DATASETS["wmt13"], "langpairs", {"de-en": ["x", "y"]})
+    gather(dataset(["en-de"], source={"sacrebleu": "wmt13"}), tmp_path, tmp_path / "raw")
+    assert lines(tmp_path / "raw", "test.en-de.de") == ["Hund"]
+    assert lines(tmp_path / "raw", "test.en-de.en") == ["dog"]
+    with pytest.raises(UsageError, match="wmt13 has no fr-de"):
+        readers.of_sacrebleu("wmt13", ("fr", "de"))
+    with pytest.raises(UsageError, match="wmt99"):
+        readers.of_sacrebleu("wmt99", ("en", "de"))
+
+
+# Subwords
+
+
+NFD = [
+    unicodedata.normalize("NFD", text)
+    for text in ("Où est l’été ?", "Tiếng Việt", "한국어", "Ǟ ǭ ṩ")
+]
+ODD = [
+    *(
+        "\ufeffmark",
+        "zero\u200bwidth",
+        "soft\xadhyphen",
+        "bell\x07",
+        "tab\tand\u2028break\u3000wide",
+    ),
+    *(
+        "می\u200cخواهم",
+        "क्\u200dष",
+        "“Ça”, dit-il…",
+        "全角，文字。",
+        "ﬁ ½ ① ｶﾞ",
+        "\u212b \u2126",
+        "r\r",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def chinese() -> list[str]:
+    draw = random.Random(5)
+    letters = [chr(0x4E00 + 7 * i) for i in range(300)]
+    return [
+        "".join(draw.choices(letters, k=draw.randint(4, 20))) + "，" + draw.choice("。！？；：")
+        for _ in range(400)
+    ]
+
+
+def model_of(folder: Path, text: list[str], **options) -> sentencepiece.SentencePieceProcessor:
+    (folder / "text").write_text("".join(f"{line}\n" for line in text), "utf-8")
+    learn_from([folder / "text"], folder, **{"vocab_size": 900, **options})
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "spm.model"))
+
+
+def reachable(model, lines: list[str]) -> float:
+    return CHRF(word_order=2).corpus_score(model.decode(model.encode(lines)), [lines]).score
+
+
+def test_a_model_normalises_as_the_texts_are_cleaned(tmp_path):
+    model = model_of(tmp_path, ["some text", "other words"])
+    draw = random.Random(3)
+    marks = "".join(chr(code) for code in range(0x300, 0x330))
+    made = [
+        "".join(draw.choice("aeiouAEIOU") + draw.choice(marks) for _ in range(9)) for _ in range(50)
+    ]
+    for text in [*NFD, *ODD, *made]:
+        cleaned = plain(text)
+        assert model.normalize(text).replace("▁", " ").strip() == cleaned
+        assert unicodedata.is_normalized("NFC", cleaned)
+    assert plain(ODD[5]) == ODD[5] and plain(ODD[6]) == ODD[6]  # joiners stay
+
+
+def test_chinese_and_decomposed_text_can_be_reached(tmp_path, chinese):
+    japanese = [f"{line}の「カガ」です" for line in chinese[:100]]
+    text = [*map(plain, NFD * 20), *chinese[:300], *japanese]
+    model = model_of(tmp_path, text, byte_fallback=True, character_coverage=0.9995)
+    for tested in (chinese[300:], japanese, [plain(line) for line in NFD]):
+        assert reachable(model, tested) >= 99.9
+    changed = model_of(tmp_path, text, normalization="nfkc")
+    assert reachable(changed, chinese[300:]) < 95
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the data of ../shared are not here")
+@pytest.mark.parametrize("name", ["multi30k", "ntrex-m4"])
+def test_real_text_can_be_reached(tmp_path, name):
+    pattern = "*test*.gz" if name == "multi30k" else "*.txt"
+    files = sorted((SHARED / name).glob(pattern))
+    text = {file: [plain(line) for line in readers.lines(file)] for file in files}
+    learnt = [line for each in text.values() for line in each[: len(each) // 2]]
+    model = model_of(
+        tmp_path, learnt, vocab_size=3000, byte_fallback=True, character_coverage=0.9995
+    )
+    assert len(files) >= 4
+    for each in text.values():
+        assert reachable(model, each[len(each) // 2 :]) >= 99.9
+
+
+def test_normalisation_by_a_file_and_by_name(tmp_path):
+    (tmp_path / "rules.tsv").write_text("61\t62\n")  # a becomes b
+    text = ["aaa ccc", "ａ cc"]
+    assert (
+        model_of(tmp_path, text, normalization=str(tmp_path / "rules.tsv")).normalize("a") == "▁b"
+    )
+    assert model_of(tmp_path, text, normalization="identity").normalize("ａ") == "▁ａ"
+    assert (
+        model_of(tmp_path, text, user_defined_symbols=["<c>"]).encode("a<c>c", out_type=str)[-2]
+        == "<c>"
+    )
+    with pytest.raises(UsageError, match="--normalization absent"):
+        model_of(tmp_path, text, normalization="absent")
+
+
+@pytest.mark.parametrize(
+    "content", ["é".encode("latin-1"), "text".encode("utf-16")], ids=["latin-1", "utf-16"]
+)
+def test_subwords_are_not_learnt_from_what_is_no_text(tmp_path, content):
+    (tmp_path / "a").write_bytes(content + b"\n")
+    with pytest.raises(SystemExit, match=f"{tmp_path / 'a'}, line 1"):
+        main(["subwords", "learn", str(tmp_path / "a"), "--output", str(tmp_path / "o")])
+    assert not (tmp_path / "o").exists()
+
+
+def test_subwords_of_compressed_text(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text\n" * 9))
+    words = [str(tmp_path / "a.txt.gz"), "--output"]
+    main(["subwords", "learn", *words, str(tmp_path / "o"), "--vocab-size", "20"])
+    main(["subwords", "encode", str(tmp_path / "o/spm.model"), *words, str(tmp_path / "e")])
+    assert (tmp_path / "e/a.txt").read_text().replace(" ", "").splitlines() == ["▁some▁text"] * 9
+
+
+def test_bytes_are_joined_where_output_is_read(tmp_path):
+    from fairseq.data import data_utils
+
+    model = model_of(tmp_path, ["some text"], vocab_size=300, byte_fallback=True)
+    text = "some <0x41> 日本 €"
+    pieces = " ".join(model.encode(text, out_type=str))
+    assert "<0xE6>" in pieces and data_utils.post_process(pieces, "sentencepiece") == text
+    assert data_utils.post_process(pieces, None) == pieces
+    transformers = pytest.importorskip("smoe_fairseq.huggingface.tokenizer")
+    tokenizer = object.__new__(transformers.SMoETokenizer)
+    object.__setattr__(tokenizer, "_spm", model)
+    assert transformers.SMoETokenizer.convert_tokens_to_string(tokenizer, pieces.split()) == text
+
+
+# The table at the end
+
+
+def test_the_table_tells_what_is_odd(tmp_path, capfd):
+    raw = write_text(tmp_path / "text", "en-fr", train=300, valid=20, test=12)
+    for language in ("en", "fr"):  # the test set is in the training text
+        tests = (raw / f"test.en-fr.{language}").read_bytes()
+        with open(raw / f"train.en-fr.{language}", "ab") as train:
+            train.write(tests + b"same\n" + b"x\n\n"[: 2 + (language == "en")])
+    content = {"subwords": {"vocab-size": 60}, "train": {"max-source-positions": 30}}
+    given = write_dataset(tmp_path / "c", "tiny", pairs=["en-fr"], **content)
+    done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
+    assert done.returncode == 1 and "train.en-fr.fr 314" in capfd.readouterr().err
+    (raw / "train.en-fr.en").write_bytes((raw / "train.en-fr.en").read_bytes()[:-1])
+    done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
+    assert done.returncode == 0, done.stderr
+    (header, row) = (
+        [cell.strip() for cell in line.strip("|\n").split("|")]
+        for line in done.stdout.splitlines()
+        if line.startswith(("| pair", "| en-fr"))
+    )
+    found = dict(zip(header, row, strict=True))
+    assert found["tests in training"].startswith("12 / 12 / 12") and "overlap: drop" in done.stderr
+    assert found["read"] == "314" and found["best chrF++"] == "100.0"
+
+
+def test_lines_end_at_line_feeds_alone(tmp_path):
+    (tmp_path / "a").write_bytes("a\u2028b\r\nc\x85d\n\n".encode())
+    assert [*readers.lines(tmp_path / "a")] == ["a\u2028b", "c\x85d", ""]
