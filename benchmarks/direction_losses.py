@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.machine import describe
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.exit_curve import nll
+from smoe_fairseq.analysis.capacity import nll
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.recipes.config import load_dataset
 from smoe_fairseq.recipes.evaluation.comparison import spearman

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.machine import describe
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.exit_curve import nll, samples
+from smoe_fairseq.analysis.capacity import nll, samples
 from smoe_fairseq.analysis.training_log import read_lines
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.gates.top_k import TopKGate

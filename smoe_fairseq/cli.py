@@ -22,7 +22,7 @@ COMMANDS = {
         "report the requested capacity of a trained model by language, token and layer",
     ),
     "translate": (
-        "smoe_fairseq.translate.command",
+        "smoe_fairseq.serve.translate",
         "translate text, line by line",
     ),
     "shortlist": (

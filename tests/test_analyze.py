@@ -27,7 +27,8 @@ from handmade import (
     train,
 )
 
-from smoe_fairseq.analysis import exit_curve, inputs
+from smoe_fairseq.analysis import inputs
+from smoe_fairseq.analysis.capacity import check_capacity
 from smoe_fairseq.cli import main
 from smoe_fairseq.modules.statistics import capacities_of
 
@@ -289,7 +290,7 @@ def test_losses_with_and_without_the_limit_are_those_of_validation(three_languag
     model, task = inputs.load(multilingual, str(three_languages))
     for capacity in capacities_of(model):
         capacity.order = "score"
-    found = exit_curve.check_capacity(model, task, DIRECTIONS)
+    found = check_capacity(model, task, DIRECTIONS)
     assert found.nll_loss == pytest.approx(float(line["valid_nll_loss"]), abs=0.0006)
     assert found.limited_nll_loss == pytest.approx(float(line["valid_capacity_nll_loss"]), abs=6e-4)
     table = sum(found.fifths.values())

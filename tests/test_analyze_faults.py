@@ -137,34 +137,3 @@ def test_a_bad_checkpoint_gets_one_sentence(three_languages, tmp_path):
         assert process.stdout.startswith(f"error: {path}") and words in process.stdout
         assert len(process.stdout.splitlines()) == 1
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    "more, words",
-    [
-        (["--exit-bias", "0,x"], "0,x: expected numbers joined by commas, such as 0,0.5,1,2"),
-        (["--exit-bias", "nan"], "nan: expected numbers joined by commas"),
-        (["--exit-bias=-inf,0"], "-inf,0: expected numbers joined by commas"),
-        (["--exit-bias", "0,1", "--sentence", "aa0"], "--exit-bias with --sentence: biases are"),
-    ],
-)
-def test_exit_biases_that_are_none(three_languages, gates_by_hand, tmp_path, capsys, more, words):
-    given = one_direction(three_languages, gates_by_hand)
-    with pytest.raises(SystemExit) as error:
-        main([*given, "--output", str(tmp_path / "out"), *more])
-    assert words in f"{error.value} {capsys.readouterr().err}"
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "more", [["--smoe-strata", "4"], ["--moe-stacked", "--smoe-strata", "4-4"]]
-)
-def test_a_model_without_later_strata_has_no_exit_bias(three_languages, tmp_path, more):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    train(three_languages, folder, *MULTILINGUAL, *more)
-    given = one_direction(three_languages, folder / "checkpoint_last.pt")
-    with pytest.raises(SystemExit) as error:
-        main([*given, "--output", str(tmp_path / "out"), "--exit-bias", "0,1"])
-    words = "error: --exit-bias: no gate of this model sees later strata; expected one with several"
-    assert str(error.value).startswith(words) and not (tmp_path / "out").exists()

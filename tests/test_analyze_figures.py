@@ -142,30 +142,6 @@ def test_tokens_are_text(results, tmp_path):
     assert texts >= set(shown)
 
 
-def test_picture_of_the_exit_bias():
-    """Means over the directions; time of all sentences together."""
-    from smoe_fairseq.analysis import figures, report
-    from smoe_fairseq.analysis.exit_curve import Curve, Point
-
-    good, bad = ["a b c d e"] * 2, ["x"] * 2
-    points = [
-        Point("aa-bb", 2.0, 0.1, 4, 4, translations=bad, references=good),
-        Point("aa-bb", 0.0, 0.4, 8, 4, translations=good, references=good),
-        Point("bb-aa", 0.0, 0.8, 4, 4, translations=good[:1], references=good[:1]),
-        Point("bb-aa", 2.0, 0.5, 4, 4, translations=good[:1], references=good[:1]),
-    ]
-    axes = figures.draw_exit_bias(Curve(points)).axes
-    assert [ax.get_title() for ax in axes] == ["requested capacity", "BLEU", "ms per sentence"]
-    drawn = [line.get_xydata().tolist() for ax in axes for line in ax.lines]
-    assert drawn[0] == [[0, 1.5], [2, 1]]
-    assert drawn[1] == [[0, pytest.approx(100)], [2, pytest.approx(50)]]
-    assert drawn[2] == [[0, pytest.approx(400)], [2, pytest.approx(200)]]
-    assert report.exit_bias(Curve(points)) == (
-        "With the bias 0: a token stops at 1.50 strata, BLEU is 100.0 and a sentence takes 400.0 ms; "
-        "2: a token stops at 1.00 strata, BLEU is 50.0 and a sentence takes 200.0 ms."
-    )
-
-
 LINES = [  # of a log, none of which says anything
     "train_inner | epoch 001: 1 / 2 requested_capacity=1.5, num_updates=nan",
     "| train_inner | epoch 001: requested_capacity=1.2.3, num_updates=5",
@@ -200,7 +176,7 @@ def test_what_has_nothing_to_show_is_left_out(results):
     from dataclasses import replace
 
     from smoe_fairseq.analysis import report
-    from smoe_fairseq.analysis.exit_curve import CapacityCheck
+    from smoe_fairseq.analysis.capacity import CapacityCheck
 
     def names(found):
         return [section.name for section, _ in report._pictures(found, None, {}, 1)]

@@ -1,12 +1,10 @@
 """Budget and exit bias on the built-in corpus, as a user trains and translates."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 from commands import PLUGIN, run
-from handmade import read
 from test_recipes import recipe
 
 pytestmark = pytest.mark.soak
@@ -75,25 +73,3 @@ def test_one_model_translates_with_any_bias(phrasebook, budgeted):
     for lines in (plain, large, most):
         assert len({line.split("\t")[0] for line in lines}) == len(lines) == 100
     assert large != plain
-
-
-def test_curve_of_an_analysis(phrasebook, budgeted, tmp_path):
-    data, output = phrasebook / "data/phrasebook/bin", tmp_path / "out"
-    words = ["smoe", "analyze", data, "--path", budgeted, "--output", output, "--cpu"]
-    words += ["--lang-pairs", "eng-cat,cat-eng", "--sentences", 5]
-    run(*words, "--exit-bias=2,-4,0,30")
-    rows = read(output / "exit_bias.csv")
-    biases = ["-4", "0", "2", "30"]
-    assert [(r["direction"], r["exit_bias"]) for r in rows] == [
-        (direction, bias) for direction in ("eng-cat", "cat-eng") for bias in biases
-    ]
-    for of_direction in (rows[:4], rows[4:]):
-        requested = [float(row["requested_capacity"]) for row in of_direction]
-        assert requested == sorted(requested, reverse=True)
-        assert requested[0] > requested[1] > requested[-1]
-    for row in rows:
-        assert row["sentences"] == "5" and float(row["seconds"]) > 0
-        assert 0 <= float(row["bleu"]) <= 100 and float(row["nll_loss"]) > 0
-    page = (output / "report.html").read_text()
-    assert 'id="exit_bias"' in page and "With the bias -4: a token stops at" in page
-    assert json.loads((output / "run.json").read_text())["exit_bias"] == [-4, 0, 2, 30]

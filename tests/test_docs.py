@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,9 +75,9 @@ LEFT_OUT = ("make setup", ". .venv/bin/activate", "smoe serve")
 
 
 def commands_of(page: str) -> list[str]:
-    """The lines of a page's blocks of shell."""
+    """The lines of a page's blocks of shell, but for those that begin with "# not run"."""
     text = (ROOT / page).read_text("utf-8").replace("\\\n", " ")
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.M | re.DOTALL)
+    blocks = re.findall(r"^```bash\n(?!# not run)(.*?)^```", text, re.M | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
@@ -95,33 +96,110 @@ def write_captions(folder: Path) -> None:
             (folder.parent / f"{own}.{language}").write_text(lines, "utf-8")
 
 
-@pytest.mark.soak
-def test_the_commands_of_the_start_page(tmp_path):
-    """Each as it stands there, in this order, with a smaller model and other text."""
-    write_captions(tmp_path / "captions")
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+def run_commands(page: str, folder: Path, given: dict[str, str]) -> tuple[dict[str, str], set[str]]:
+    """Run a page's commands with smaller models; returns outputs by first words, and `SMALLER`'s used."""
+    (folder / "scripts").symlink_to(ROOT / "scripts")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    given = {"PATH": path, "RAW": str(tmp_path / "captions"), "GPUS": "0", "OMP_NUM_THREADS": "1"}
-    given |= {"JOBS": "1", "FORECAST": "0"}
+    given = given | {
+        "PATH": path,
+        "GPUS": "0",
+        "OMP_NUM_THREADS": "1",
+        "JOBS": "1",
+        "FORECAST": "0",
+    }
     outputs, used = {}, set()
-    for line in commands_of("docs/start.md"):
+    for line in commands_of(page):
         if line.startswith(LEFT_OUT):
             continue
         for command, flags in SMALLER.items():
             if line.removeprefix('echo "Ein Hund rennt." | ').startswith(command):
-                line, _ = f"{line} {flags}", used.add(command)
+                before, hash_, words = line.partition("  # ")
+                line = f"{before.rstrip()} {flags}"
+                used.add(command)
         done = subprocess.run(
             ["bash", "-c", line],
-            **{"cwd": tmp_path, "env": os.environ | given, "capture_output": True, "text": True},
+            **{"cwd": folder, "env": os.environ | given, "capture_output": True, "text": True},
         )
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         outputs[" ".join(line.split()[:2])] = done.stdout
+    return outputs, used
+
+
+@pytest.mark.soak
+def test_the_commands_of_the_start_page(tmp_path):
+    """Each as it stands there, in this order, with a smaller model and other text."""
+    write_captions(tmp_path / "captions")
+    outputs, used = run_commands("docs/start.md", tmp_path, {"RAW": str(tmp_path / "captions")})
     assert used == SMALLER.keys()
     assert outputs["scripts/evaluate.sh multi30k"].count(": BLEU ") >= 6
     assert "| smoe-2-2-2-2" in outputs["scripts/table.sh multi30k"]
     assert len(outputs['echo "Ein'].splitlines()) == 1
     assert outputs["fairseq-generate data-bin"].count("\nD-") == 8
     assert (tmp_path / "data-bin/spm.model").exists()
+
+
+@pytest.mark.soak
+def test_the_commands_of_the_tasks(tmp_path):
+    """Those that need no GPU, no download and no server."""
+    configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    content = re.search(r"```yaml\n(# configs/datasets/mine.yaml.*?)```", readme, re.DOTALL)[1]
+    for name in ("mine", "new"):
+        (configs / f"datasets/{name}.yaml").write_text(content)
+    write_captions(tmp_path / "captions")
+    for name in ("folder", "new"):
+        (tmp_path / name).mkdir()
+    for language, word in (("en", "number"), ("de", "Zahl")):
+        lines = [f"{word} {' '.join(str(number))}\n" for number in range(1000, 1400)]
+        (tmp_path / f"folder/{language}.txt").write_text("".join(lines))
+        (tmp_path / f"new/train.{language}").write_text("".join(lines[:50]))
+        (tmp_path / f"new/valid.{language}").write_text("".join(lines[50:60]))
+        (tmp_path / f"text.{language}").write_text("".join(lines[:2]))
+    outputs, _ = run_commands("docs/tasks.md", tmp_path, {"CONFIG_DIR": str(configs)})
+    assert "en-de: BLEU" in outputs["scripts/evaluate.sh mine"]
+    assert len(outputs["smoe translate"].splitlines()) == 2
+    assert "smoe-4-4" in outputs["scripts/table.sh mine"]
+    for run in ("runs/new/smoe-4-4", "upcycled/mine/smoe-4-4"):
+        assert (tmp_path / run / "checkpoint_last.pt").is_file()
+
+
+def test_the_gate_of_the_tasks(tmp_path):
+    """The file and the line that docs/tasks.md adds, in a copy of the package."""
+    page = (ROOT / "docs/tasks.md").read_text("utf-8")
+    (code,) = re.findall(
+        r"```python\n# smoe_fairseq/(modules/gates/\w+\.py)\n(.*?)```", page, re.DOTALL
+    )
+    package = tmp_path / "smoe_fairseq"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "smoe_fairseq", package, ignore=ignored)
+    (package / code[0]).write_text(code[1])
+    gates = package / "modules/gates/__init__.py"
+    (line,) = re.findall(r'`("cosine": \w+)`', page)
+    text = gates.read_text().replace("GATES = {", f"GATES = {{\n    {line},")
+    gates.write_text(f"from smoe_fairseq.modules.gates.cosine import CosineGate\n{text}")
+    program = """
+import torch
+from smoe_fairseq.modules import StratifiedMoE
+torch.manual_seed(0)
+block = StratifiedMoE(16, 32, strata="2-2", gate="cosine")
+x = torch.randn(4, 5, 16)
+y, stats = block(x)
+(y.sum() + stats.balance_loss).backward()
+assert all(gate.scale.grad is not None for gate in block.gates)
+gate = block.eval().gates[0]
+h = block.layer_norms[0](x.reshape(-1, 16))
+want = gate.scale * torch.nn.functional.cosine_similarity(h.unsqueeze(1), gate.weight, dim=2)
+assert torch.equal(gate(h).first_choice_T, want.argmax(1))
+with torch.inference_mode():
+    y, _ = block(x, with_stats=False)
+    assert torch.allclose(y, block(x)[0], atol=1e-6)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        **{"cwd": tmp_path, "capture_output": True, "text": True},
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_lines_are_short():

@@ -330,7 +330,6 @@ def test_what_has_no_languages_is_left_out_with_a_line(analysis):
     "more, words",
     [
         (["--lang-pairs", "a-b"], "--lang-pairs a-b: a language model has none"),
-        (["--exit-bias", "0,1"], "--exit-bias: translations are compared"),
         (["--gen-subset", "valid9"], "has no binarised text valid9.bin"),
     ],
 )

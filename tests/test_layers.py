@@ -25,16 +25,16 @@ LAYERS = {
     "host_memory": set(),
     "compat": {"errors", "files"},
     "modules": set(),
-    "models": {"errors", "host_memory", "modules"},
+    "translate": {"errors", "files", "modules"},
+    "models": {"errors", "host_memory", "modules", "translate"},
     "criterions": {"errors", "models", "modules"},
     "huggingface": {"errors", "files", "forms", "modules"},
     "checkpoints": {
         *("compat", "errors", "files", "forms", "host_memory", "huggingface", "models", "modules")
     },
     "training": {"checkpoints", "errors", "files", "host_memory", "models", "modules"},
-    "translate": {"errors", "files", "host_memory", "models", "modules"},
     "analysis": {ROOT, "checkpoints", "errors", "files", "forms", "models", "modules"},
-    "serve": {"analysis", "errors", "host_memory", "models", "translate"},
+    "serve": {"analysis", "errors", "files", "host_memory", "models", "translate"},
 }
 for top in ("recipes", "cli"):  # these import all below them
     LAYERS[top] = {ROOT, *LAYERS}

@@ -214,6 +214,34 @@ def test_other_requests_are_refused(server):
         assert server.request("GET", "/health", None, {"Host": host})[0] == 200
 
 
+def test_a_long_text_is_refused_before_it_is_divided_into_subwords(server):
+    """Within what a body may have; a text of so many characters takes seconds to divide."""
+    status, content = server.post(**GOOD | {"text": "1" * 200_000})
+    assert status == 422 and "200000 characters" in content["error"]
+    blanks = {"text": f"1 2{' ' * 3000}3"}  # characters that become few subwords
+    assert server.post(**GOOD | blanks)[0] == 200
+
+
+def test_numbers_for_prometheus(server):
+    server.translate("en", "fr", TEXTS[0])
+    status, headers, content = server.request("GET", "/metrics")
+    assert status == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    numbers = dict(line.split() for line in content.decode().splitlines() if line[0] != "#")
+    assert float(numbers["smoe_texts_translated_total"]) >= 1
+    assert numbers["smoe_texts_waiting"] == "0"
+    kinds = [line for line in content.decode().splitlines() if line.startswith("# TYPE ")]
+    assert len(kinds) == len(numbers) == 4
+
+
+def test_a_reverse_proxy_and_a_line_for_each_request(tiny_run):
+    """Its name is allowed; other names are not."""
+    more = ("--allow-host", "Translate.example", "--access-log")
+    with Serving(tiny_run, *more) as server:
+        for host, status in (("translate.example", 200), ("localhost", 200), ("evil.example", 403)):
+            assert server.request("GET", "/health", None, {"Host": host})[0] == status
+        assert server.output.count("GET /health HTTP/1.1") == 3
+
+
 def test_the_page_is_its_own_files(server):
     """Nothing comes from elsewhere, and a browser is told to take nothing from there."""
     for file in PAGE.iterdir():

@@ -49,7 +49,8 @@ def test_raw_text_is_translated_as_by_the_recipe(prepared, model, direction):
     generated = (prepared / f"runs/tiny/smoe-2-2/test/{direction}/generate-test.txt").read_text()
     scores = {number: score for number, (score, _) in hypotheses(generated).items()}
     assert len(set(scores.values())) == len(text)  # so each depends on all of its text
-    results = model.generate([model.encode(sentence) for sentence in text], **SEARCH)
+    tokens = [model.encode(sentence) for sentence in text]
+    results = model.generate(tokens, source_lang=source, target_lang=target, **SEARCH)
     for number, result in enumerate(results):
         assert result[0]["score"].item() / math.log(2) == pytest.approx(scores[number], abs=1e-4)
     assert model.translate(text[0], source_lang=source, target_lang=target, **SEARCH) == expected[0]
@@ -76,9 +77,7 @@ def test_with_all_that_it_needs_in_one_folder(prepared, tmp_path, monkeypatch):
         shutil.copy(file, tmp_path)
     text, expected = evaluated(prepared, "en-fr")
     direction = {"source_lang": "en", "target_lang": "fr"}
-    loaded = torch.hub.load(
-        str(PLUGIN.parent), "smoe_transformer", str(tmp_path), source="local", **direction
-    )
+    loaded = SMoETransformerModel.from_pretrained(str(tmp_path), **direction)
     assert loaded.translate(text, **SEARCH) == expected
 
     (tmp_path / "spm.model").unlink()
@@ -121,9 +120,10 @@ def test_directions(model):
     assert model.translate(["1 2"], source_lang="fr", target_lang="de", **SEARCH)  # never seen
 
 
-def test_a_sentence_that_is_too_long_is_named(model):
-    with pytest.raises(UsageError, match=r"tokens is longer than the model takes \(1024\): divide"):
-        model.translate(["1 2 3 " * 1000], source_lang="fr")
+def test_a_sentence_that_is_too_long_is_divided_or_named(model):
+    assert model.translate(["1 2 3. " * 600], source_lang="fr", beam=1, max_len_b=2)
+    with pytest.raises(UsageError, match="1024"):
+        model.encode("1 2 3 " * 1000)
 
 
 def test_one_direction_needs_no_other_word(one_pair, small_corpus):

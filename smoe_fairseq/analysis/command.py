@@ -1,8 +1,7 @@
 """``smoe analyze``."""
 
-import math
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TextIO
 
@@ -10,7 +9,6 @@ from torch import nn
 
 import smoe_fairseq
 from smoe_fairseq.analysis import (
-    exit_curve,
     figures,
     inputs,
     report,
@@ -18,6 +16,7 @@ from smoe_fairseq.analysis import (
     sentence,
     training_log,
 )
+from smoe_fairseq.analysis.capacity import check_capacity
 from smoe_fairseq.analysis.figures import draw_sentence
 from smoe_fairseq.analysis.record import collect
 from smoe_fairseq.errors import UsageError, positive, quietly
@@ -30,17 +29,13 @@ EXAMPLE_TOKENS = 16  # a sentence of about this many makes the report's example
 def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespace) -> str:
     """Writes numbers, pictures and report to ``args.output``; returns a line for the user."""
     series = _series(args)
-    if args.exit_bias:
-        exit_curve.check(model, task)
     of_subset = args.gen_subset, args.sentences, args.max_tokens
     found = results.Results(
         run={},
         dictionaries={side: inputs.dictionary_of(task, side) for side in inputs.sides(task)},
         ranks=results.ranks(task, directions),
         sizes=results.sizes(task, directions),
-        capacity=exit_curve.check_capacity(model, task, directions, *of_subset),
-        curve=args.exit_bias
-        and exit_curve.curve(model, task, directions, args.exit_bias, *of_subset),
+        capacity=check_capacity(model, task, directions, *of_subset),
     )
     sentences, too_long = {}, {}
     with whole_folder(args.output, called=f"--output {args.output}") as folder:
@@ -106,7 +101,6 @@ def _description(args: Namespace, model: nn.Module, found: results.Results, sent
         "sentences": sentences,
         "too_long": too_long,
         "min_count": args.min_count,
-        "exit_bias": args.exit_bias,
         "nll_loss": found.capacity and round(found.capacity.nll_loss, 6),
         "capacity_nll_loss": found.capacity and round(found.capacity.limited_nll_loss, 6),
     }
@@ -196,13 +190,6 @@ def add_analyze_arguments(parser: ArgumentParser) -> None:
         help="fairseq's log of the training; default: train.log beside the checkpoint, if it exists",
     )
     parser.add_argument(
-        "--exit-bias",
-        type=_numbers,
-        metavar="B,B,...",
-        help="also translate the subset with each of these values of --smoe-exit-bias, such as "
-        "0,0.5,1,2, and plot BLEU and time; write negative values as --exit-bias=-1,0",
-    )
-    parser.add_argument(
         "--max-tokens", type=positive, default=4096, help="tokens per batch; default: 4096"
     )
     parser.add_argument("--cpu", action="store_true", help="use the CPU even where there is a GPU")
@@ -212,10 +199,6 @@ def run_analyze(args: Namespace) -> None:
     """Writes the results to ``--output``, or prints one sentence's."""
     if args.sentence is None and args.output is None:
         raise UsageError("--output is missing: name a folder for the results")
-    if args.sentence is not None and args.exit_bias:
-        raise UsageError(
-            "--exit-bias with --sentence: biases are compared over a subset; leave one out"
-        )
     if args.output is not None:
         refuse_existing(args.output, f"--output {args.output}")
     with quietly():
@@ -227,13 +210,3 @@ def run_analyze(args: Namespace) -> None:
         else:
             text = analyze_sentence(model, task, directions, args.sentence, args.output, sys.stdout)
     print(text)
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        values = sorted({float(part) for part in text.split(",")})
-        if all(map(math.isfinite, values)):
-            return values
-    except ValueError:
-        pass
-    raise ArgumentTypeError(f"{text}: expected numbers joined by commas, such as 0,0.5,1,2")

@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from smoe_fairseq.analysis.exit_curve import CapacityCheck, Curve
+from smoe_fairseq.analysis.capacity import CapacityCheck
 from smoe_fairseq.analysis.record import Block, Counts
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide
@@ -169,39 +169,6 @@ def draw_by_direction(results: Results, stacked: bool = False) -> Figure:
         into = Patch(facecolor=DARK, label=f"into {pivot}")
         out = Patch(facecolor=LIGHT, edgecolor="black", hatch=HATCH, label=f"out of {pivot}")
         figure.legend(handles=[into, out], loc="outside upper center", ncols=2)
-    return figure
-
-
-# Requested capacity, quality and time over the exit bias.
-
-
-@styled
-def draw_exit_bias(curve: Curve, stacked: bool = False) -> Figure:
-    """A panel for each, over the biases."""
-    figure, axes = panels(3, stacked, width=9.0)
-    shown_over = {
-        "requested capacity": (curve.mean("requested_capacity"), "{:.2f}"),
-        "BLEU": (curve.mean("bleu"), "{:.1f}"),
-        "ms per sentence": (curve.milliseconds(), "{:.1f}"),
-    }
-    for ax, (title, (values, shown)) in zip(axes, shown_over.items()):
-        ax.plot(curve.biases, values, color=DARK, marker="o", lw=2)
-        for n, point in enumerate(zip(curve.biases, values)):
-            above = n % 2 == 0  # alternating, since biases may lie close together
-            ax.annotate(
-                shown.format(point[1]),
-                point,
-                (0, 6 if above else -6),
-                textcoords="offset points",
-                ha="center",
-                va="bottom" if above else "top",
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
-            )
-        ax.set_title(title)
-        ax.set_xlabel("exit bias")
-        ax.margins(x=0.12, y=0.2)
-        if title == "ms per sentence":
-            ax.set_ylim(0, 1.3 * max(values) or 1)
     return figure
 
 

@@ -11,7 +11,7 @@ import jinja2
 import numpy as np
 
 from smoe_fairseq.analysis import figures
-from smoe_fairseq.analysis.exit_curve import CapacityCheck, Curve
+from smoe_fairseq.analysis.capacity import CapacityCheck
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide
 from smoe_fairseq.errors import UsageError
@@ -41,7 +41,7 @@ def summary(results: Results, checkpoint: Path) -> str:
 
 
 def _bleu(results: Results, checkpoint: Path) -> str | None:
-    """A sentence on the BLEU that ``evaluate.sh`` found, or that of ``--exit-bias 0``; None if unknown."""
+    """A sentence on the BLEU that ``evaluate.sh`` found; None if unknown."""
     try:
         found = read_json(checkpoint.parent / "scores.json", SCORES)
         if found["checkpoint"] == checkpoint.name:
@@ -50,9 +50,6 @@ def _bleu(results: Results, checkpoint: Path) -> str | None:
             return f"Its BLEU on the test set is {np.mean(points):.1f}{of}."
     except (UsageError, KeyError):
         pass  # not evaluated, or not all of these directions
-    if results.curve is not None and 0 in results.curve.biases:
-        points = results.curve.mean("bleu")[results.curve.biases.index(0)]
-        return f"Its BLEU on {results.run['subset']} is {points:.1f}, against the binarised references."
     return None
 
 
@@ -147,18 +144,6 @@ def positions(check: CapacityCheck) -> str:
         f"of the sentence to the last. The loss is {check.limited_nll_loss:.3f} bits per token with that "
         f"limit and {check.nll_loss:.3f} without ({check.gap:+.3f})."
     )
-
-
-def exit_bias(curve: Curve) -> str:
-    """The two ends of the biases."""
-    bleu, time = curve.mean("bleu"), curve.milliseconds()
-    requested = curve.mean("requested_capacity")
-    parts = [
-        f"{curve.biases[n]:g}: a token stops at {requested[n]:.2f} strata, BLEU is {bleu[n]:.1f} and a "
-        f"sentence takes {time[n]:.1f} ms"
-        for n in dict.fromkeys((0, len(bleu) - 1))
-    ]
-    return f"With the bias {'; '.join(parts)}."
 
 
 def sentence(sides: list[SentenceSide]) -> str:
@@ -332,17 +317,6 @@ def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Ca
                 "(0.1 and more), the experts get tokens that they never saw in training.",
             ),
             partial(figures.draw_positions, check),
-        )
-    if (curve := results.curve) is not None:
-        yield (
-            Section(
-                "exit_bias",
-                "The exit bias: fewer stops, less time",
-                exit_bias(curve),
-                "The subset translated (beam 5) with --smoe-exit-bias, means over the directions; time is "
-                "that of the search, on a CPU the processor's. BLEU is against the binarised references.",
-            ),
-            partial(figures.draw_exit_bias, curve),
         )
     if example is not None:
         direction, sides = example

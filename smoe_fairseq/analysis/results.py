@@ -11,7 +11,7 @@ from fairseq.data import Dictionary, data_utils
 from fairseq.data.indexed_dataset import MMapIndexedDataset
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.exit_curve import CapacityCheck, Curve
+from smoe_fairseq.analysis.capacity import CapacityCheck
 from smoe_fairseq.analysis.inputs import TEXT
 from smoe_fairseq.analysis.record import Block, Counts, Direction, TypeCounts
 
@@ -99,7 +99,7 @@ def _rank(counts: np.ndarray) -> np.ndarray:
 
 # What an analysis found, in memory for the pictures and as CSV for everyone else.
 #
-# ``tokens.csv``, ``blocks.csv``, ``load.csv``, ``flow.csv``, ``positions.csv``, ``exit_bias.csv``
+# ``tokens.csv``, ``blocks.csv``, ``load.csv``, ``flow.csv``, ``positions.csv``
 # and ``run.json``; strata, experts and layers are numbered from 0, as in the state dict.
 
 KINDS = {False: "text", True: "special"}
@@ -136,7 +136,6 @@ class Results:
         ranks: training-frequency ranks of each side's types, or None.
         sizes: training sentences of each direction, or None.
         capacity: what training's capacity takes away, or None where it has no limit.
-        curve: over the exit bias, or None where that was not asked for.
     """
 
     run: dict
@@ -144,7 +143,6 @@ class Results:
     ranks: dict[str, np.ndarray] | None = None
     sizes: dict[str, int] | None = None
     capacity: CapacityCheck | None = None
-    curve: Curve | None = None
     directions: list[str] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     counts: dict[tuple[str, str, bool], Counts] = field(default_factory=dict)
@@ -270,20 +268,8 @@ def write(folder: Path, results: Results) -> None:
         ]
         header = ["side", "layer", "fifth", "first_choices", "dropped"]
         _write(folder / "positions.csv", header, positions)
-    if results.curve is not None:
-        _write_curve(folder / "exit_bias.csv", results.curve)
     text = json.dumps(results.run, indent=2, ensure_ascii=False)
     (folder / "run.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _write_curve(path: Path, curve: Curve) -> None:
-    header = ["direction", "exit_bias", "sentences", "requested_capacity", "nll_loss"]
-    header += ["bleu", "seconds"]
-    rows = []
-    for p in curve.points:
-        numbers = p.requested_capacity, p.nll_loss, p.bleu, p.seconds
-        rows.append([p.direction, f"{p.bias:g}", p.sentences, *(f"{n:.6f}" for n in numbers)])
-    _write(path, header, rows)
 
 
 def _names(direction: str, block: Block) -> list[str]:

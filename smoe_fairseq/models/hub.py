@@ -1,5 +1,6 @@
 """Trained models in Python, as ``torch.hub`` loads them."""
 
+import copy
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -198,16 +199,27 @@ class Translator(TrainedModel):
         cls, run, checkpoint_file=None, data=None, source_lang=None, target_lang=None, **overrides
     ) -> "Translator":
         """As `SMoETransformerModel.from_pretrained` says."""
+        first, *others = run if isinstance(run, list | tuple) else [run]
         languages = {"source_lang": source_lang, "target_lang": target_lang}
 
         def prepare(saved, overrides: dict) -> None:
             if instead := _OTHERS.get(_name(saved.task)):
-                raise UsageError(f"{run} {instead}")
+                raise UsageError(f"{first} {instead}")
             if not _is_multilingual(saved.task):  # a multilingual task gets its direction later
                 overrides |= {name: lang for name, lang in languages.items() if lang is not None}
 
-        translator = super().of_run(run, checkpoint_file, data, prepare, **overrides)
+        translator = super().of_run(first, checkpoint_file, data, prepare, **overrides)
         translator.source_lang, translator.target_lang = source_lang, target_lang
+        translator.engines = {}
+        for other in others:
+            more = cls.of_run(other, checkpoint_file, data, source_lang, target_lang, **overrides)
+            if (more.src_dict, more.tgt_dict) != (translator.src_dict, translator.tgt_dict):
+                raise UsageError(
+                    f"{other} has another dictionary than {first}: expected models of the same subwords"
+                )
+            translator.models.extend(more.models)
+            limits = zip(translator.max_positions, more.max_positions, strict=True)
+            translator.max_positions = tuple(map(min, limits))
         return translator
 
     def translate(
@@ -217,25 +229,104 @@ class Translator(TrainedModel):
         verbose: bool = False,
         source_lang: str | None = None,
         target_lang: str | None = None,
+        int8: bool = False,
         **options,
     ) -> str | list[str]:
         """Translate raw text; returns one translation per sentence, in order.
 
         Args:
-            beam: beam size; by default that of the checkpoint's settings, 5.
-            source_lang, target_lang: may be omitted if only one direction is possible.
-            options: fairseq's generation options, such as ``lenpen=1.2``.
+            beam, source_lang, target_lang, int8, options: as of `translations`. An option that only fairseq
+                has, such as ``diverse_beam_groups=2``, or ``verbose``, uses fairseq's search.
 
         Raises:
-            UsageError: the direction is unknown or ambiguous, or a sentence is too long.
+            UsageError: as of `translations`.
         """
-        if not isinstance(sentences, str) and not sentences:
-            return []
-        self.turn_to(source_lang or self.source_lang, target_lang or self.target_lang)
-        return super().translate(sentences, beam or self.cfg.generation.beam, verbose, **options)
+        if isinstance(sentences, str):
+            return self.translate(
+                *([sentences], beam, verbose, source_lang, target_lang, int8), **options
+            )[0]
+        direction = {"source_lang": source_lang, "target_lang": target_lang}
+        if verbose or options.keys() - self._defaults().keys():
+            self._check_options(options)
+            beam = beam or self.cfg.generation.beam
+            return super().translate(sentences, beam, verbose, **direction, **options)
+        found = self.translations(sentences, beam, **direction, int8=int8, **options)
+        return [each.hypotheses[0].text for each in found]
 
-    def turn_to(self, source: str | None, target: str | None, asked: str | None = None) -> None:
-        """Set the direction from ``source`` to ``target``; None if only one is possible.
+    def translations(
+        self,
+        sentences: list[str],
+        beam: int | None = None,
+        source_lang: str | None = None,
+        target_lang: str | None = None,
+        int8: bool = False,
+        **options,
+    ) -> list:
+        """Translate raw text by the search of ``smoe translate``; returns a `Translation` per sentence.
+
+        The first call on a CPU makes copies of the large weights that this search reads faster; later changes
+        of the weights have no effect on it.
+
+        Args:
+            beam: beam size; by default that of the checkpoint's settings, 5.
+            source_lang, target_lang: may be omitted if only one direction is possible.
+            int8: compute in 8-bit integers, on a CPU.
+            options: of `smoe_fairseq.translate.translator.Options`, by name: ``nbest=5``, ``lenpen=1.2``,
+                ``sampling=True``, ``prefix="..."``. Their defaults are the checkpoint's settings.
+
+        Raises:
+            UsageError: the direction is unknown or ambiguous, or there is no such option.
+        """
+        from smoe_fairseq.translate.translator import BatchTranslator, Options
+
+        self._check_options(options)
+        if beam is not None:
+            options["beam"] = beam
+        if int8 not in self.engines:
+            self.engines[int8] = BatchTranslator(self, int8=int8, keep=True)
+        source, target = source_lang or self.source_lang, target_lang or self.target_lang
+        return self.engines[int8].translate_batch(
+            sentences, source, target, Options(**self._defaults() | options)
+        )
+
+    def _defaults(self) -> dict:
+        """The options of our search: fairseq's among them as the checkpoint has them."""
+        from smoe_fairseq.translate.translator import Options
+
+        return {
+            name: getattr(self.cfg.generation, name, default)
+            for name, default in vars(Options()).items()
+            if name != "nbest"
+        } | {"nbest": 1}
+
+    def _check_options(self, options: dict) -> None:
+        known = self._defaults().keys() | set(_names_of(self.cfg.generation))
+        for name in options:
+            if name not in known:
+                raise UsageError(
+                    f"{name}: no such option; expected one of {', '.join(sorted(known))}"
+                )
+
+    def generate(
+        self, tokenized_sentences, *args, source_lang=None, target_lang=None, **options
+    ) -> list:
+        """fairseq's search, of `encode`'s results; ``sample`` calls it, too.
+
+        Raises:
+            UsageError: the direction is unknown or ambiguous.
+        """
+        source, target = source_lang or self.source_lang, target_lang or self.target_lang
+        turned = copy.copy(self)
+        turned.task = self.task_for(source, target)
+        turned.source_lang, turned.target_lang = source, target
+        return super(Translator, turned).generate(tokenized_sentences, *args, **options)
+
+    def _apply(self, *args, **options):
+        self.engines = {}  # whose weights are where these were
+        return super()._apply(*args, **options)
+
+    def task_for(self, source: str | None, target: str | None, asked: str | None = None):
+        """The task, for the direction from ``source`` to ``target``; None if only one is possible.
 
         Args:
             asked: the name of the request in an error message.
@@ -263,8 +354,12 @@ class Translator(TrainedModel):
             asked = asked or f"source_lang={source!r}, target_lang={target!r}"
             why = "several directions are possible" if found else "no such direction"
             raise UsageError(f"{asked}: {why}; expected one of {', '.join(known)}")
-        if multilingual:
-            options.source_lang, options.target_lang = found[0]
+        if not multilingual:
+            return self.task
+        task = copy.copy(self.task)  # calls for other directions may run at the same time
+        task.args = Namespace(**vars(options))
+        task.args.source_lang, task.args.target_lang = found[0]
+        return task
 
 
 def _is_multilingual(task_config) -> bool:

@@ -406,6 +406,7 @@ class SMoETransformerModel(SparseModel, TransformerModelBase):
     """
 
     config_class = SMoETransformerConfig
+    has_own_search = True  # that of translate/search.py
 
     @classmethod
     def build_model(cls, cfg, task):
@@ -437,7 +438,8 @@ class SMoETransformerModel(SparseModel, TransformerModelBase):
         """Load a trained model that translates raw text, with its dictionaries and subword model.
 
         Args:
-            run: the folder of a run (its best checkpoint, or else its last), or a checkpoint.
+            run: the folder of a run (its best checkpoint, or else its last), or a checkpoint; of a list
+                the probabilities are averaged.
             checkpoint_file: another checkpoint of the folder.
             data_name_or_path: folder of the dictionaries and ``spm.model``; by default the run's folder,
                 or else where training had them.

@@ -183,7 +183,7 @@ MAX_BODY = 1 << 18  # bytes
 SLOWEST_BODY = 10  # seconds until it has to be here
 RETRY_AFTER = "1"  # seconds
 LAST_BATCH = 1.0  # seconds for a batch that nobody waits for any more
-NOBODY = Response(status_code=499)  # for a client that has gone: nothing of it is sent
+CLIENT_CLOSED = Response(status_code=499)  # nothing of it is sent
 logger = logging.getLogger(__name__)
 
 
@@ -225,6 +225,7 @@ class WebApp:
         routes = [
             Route("/languages", self.languages),
             Route("/health", self.health),
+            Route("/metrics", self.metrics),
             Route("/translate", self.translate, methods=["POST"]),
             *(Route("/" if p.stem == "index" else f"/{p.name}", _file(p)) for p in PAGE.iterdir()),
         ]
@@ -268,6 +269,19 @@ class WebApp:
             }
         )
 
+    async def metrics(self, request: Request) -> Response:
+        """The same numbers in the text format of Prometheus."""
+        queue = self.queue
+        lines = []
+        for name, kind, value in (
+            ("texts_waiting", "gauge", queue.waiting),
+            ("texts_translating", "gauge", queue.translating),
+            ("texts_translated_total", "counter", queue.translated),
+            ("batches_total", "counter", queue.batches),
+        ):
+            lines += [f"# TYPE smoe_{name} {kind}", f"smoe_{name} {value}"]
+        return Response("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
+
     async def translate(self, request: Request) -> Response:
         """Translations of one text or several, in their order; an error is one sentence."""
         # Asked for by name, since a page elsewhere can send any other type without asking first.
@@ -278,7 +292,8 @@ class WebApp:
             async with asyncio.timeout(SLOWEST_BODY):
                 body = await body_of(request, MAX_BODY)
             wanted = read(body, self.max_texts)
-            self.engine.check(wanted.texts, wanted.search)
+            # In a thread: dividing a text into subwords takes longer than other requests should wait.
+            await asyncio.to_thread(self.engine.check, wanted.texts, wanted.search)
             futures = self.queue.submit(wanted.texts, wanted.search)
         except TooLarge:
             # The rest is not read, so that the connection is of no use any more.
@@ -288,7 +303,7 @@ class WebApp:
             sentence = f"the body was not here within {SLOWEST_BODY} s"
             return refusal(408, sentence, Connection="close")
         except ClientDisconnect:
-            return NOBODY
+            return CLIENT_CLOSED
         except MalformedRequest as error:
             return refusal(400, str(error))
         except UsageError as error:
@@ -319,7 +334,7 @@ class WebApp:
                 said = {"source": search.source, "target": search.target}
                 return JSONResponse(said | {"translations": await results})
             if gone.done():
-                return NOBODY
+                return CLIENT_CLOSED
             if too_late.done():
                 raise QueueClosed
             sentence = f"no translation within {self.limits.timeout:g} s: try again, with less text"
@@ -353,9 +368,8 @@ def _file(path: Path):
 
 async def _of_starlette(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
-        sentence = (
-            f"there is nothing at {request.url.path}: expected /, /languages, /health or /translate"
-        )
+        paths = "/, /languages, /health, /metrics or /translate"
+        sentence = f"there is nothing at {request.url.path}: expected {paths}"
         return refusal(404, sentence)
     allowed = (error.headers or {}).get("Allow", "")
     expected = f": expected {allowed}" if allowed else ""
@@ -371,8 +385,11 @@ async def _unforeseen(request: Request, error: Exception) -> Response:
 NEXT_REQUEST = 10  # seconds until it has to be here
 
 
-class Impatient(H11Protocol):
-    """Closes connections by which nothing is asked: as many as there may be would keep all others out."""
+class IdleTimeoutProtocol(H11Protocol):
+    """Closes idle connections, which would use up all sockets.
+
+    uvicorn's own limits begin with the first request, or refuse all clients.
+    """
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -407,15 +424,20 @@ def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
     """Answers requests until SIGINT or SIGTERM (as which SIGHUP counts) ends it, raised once more then."""
     limits = Limits(args.max_batch, args.max_queue, args.timeout)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if args.access_log:
+        access = logging.getLogger("uvicorn.access")
+        access.setLevel(logging.INFO)
+        access.addHandler(logging.StreamHandler())  # to standard error
     web = WebApp(engine, limits)
+    hosts = own_names(args.host)
     config = uvicorn.Config(
-        web.asgi(own_names(args.host)),
-        http=Impatient,
+        web.asgi(None if hosts is None else hosts | {name.lower() for name in args.allow_host}),
+        http=IdleTimeoutProtocol,
         loop="asyncio",
         ws="none",
         lifespan="on",
         log_config=None,
-        access_log=False,
+        access_log=args.access_log,
         proxy_headers=False,
         server_header=False,
         timeout_graceful_shutdown=int(limits.stopping) + 1,
@@ -452,6 +474,17 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
         "--host",
         default="127.0.0.1",
         help="address to listen on; with 0.0.0.0 other machines can connect (default: 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="answer requests for this host name too, such as that of a reverse proxy on this machine; "
+        "may be repeated",
+    )
+    parser.add_argument(
+        "--access-log", action="store_true", help="write a line per request to standard error"
     )
     for flag, kind, default, metavar, words in (
         ("--port", port, PORT, "N", "port; 0: any free one"),

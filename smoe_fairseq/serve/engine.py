@@ -20,6 +20,7 @@ from smoe_fairseq.translate.translator import BatchTranslator, Options, Readout,
 
 MAX_BEAM = 20
 MAX_TEXTS = 64
+CHARACTERS = 32  # per subword: longer texts are refused before they are divided into subwords
 EXAMPLE = '{"text": "Ein Hund.", "source": "de", "target": "en"}'
 _DEFAULTS = {"text": None, "texts": None, "source": None, "target": None}
 _DEFAULTS |= {"beam": 5, "nbest": 1, "lenpen": 1.0, "routing": False}
@@ -286,6 +287,7 @@ class Engine:
         self.model, self.name = model, name
         translator = self.translator = model.translator
         self.max_tokens = min(max_tokens, translator.max_positions[0] - 2)
+        self.max_characters = CHARACTERS * self.max_tokens
         self.max_len = max(Options().max_len_b, self.max_tokens)
         task = self.task = translator.task
         self.directions = inputs.directions(task)
@@ -344,6 +346,11 @@ class Engine:
                 f"{', '.join(self.directions)}"
             )
         for text in texts:
+            if len(text) > self.max_characters:
+                raise UsageError(
+                    f"a text of {len(text)} characters is longer than this server takes "
+                    f"({self.max_tokens} subwords): divide it; it begins with {text[:40]!r}"
+                )
             if not self.translator.has_words(text):
                 raise UsageError("a text is empty: expected at least one word")
             tokens = len(self.translator.encode(text)) - 1
@@ -364,16 +371,20 @@ class Engine:
         )
         with quietly():
             found = self.model.translate_batch(texts, search.source, search.target, options)
-            routing = self._routing(found) if search.routing else None
+            routing = self._routing(found, search) if search.routing else None
         answers = [_answer(translation) for translation in found]
         for answer, of_text in zip(answers, routing or (), strict=False):
             answer["routing"] = of_text
         return answers
 
-    def _routing(self, found: list[Translation]) -> list[dict]:
+    def _routing(self, found: list[Translation], search: Search) -> list[dict]:
         """Each token's way through the experts, of the texts and their best translations: one more pass."""
         source, target = self.task.source_dictionary, self.task.target_dictionary
-        first = Readout(self.translator).first
+        first = Readout(
+            self.translator,
+            self.model.models,
+            self.translator.task_for(search.source, search.target),
+        ).first
         read = [_ids(source, translation.tokens) for translation in found]
         given = [
             _ids(target, translation.hypotheses[0].tokens[:-1], first) for translation in found

@@ -15,7 +15,7 @@ import torch
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
-from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.per_expert import PerExpert, Weights
 from smoe_fairseq.modules.rows import Copies
@@ -116,7 +116,7 @@ def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | N
                 setattr(parent, name, packed := linear(child.weight, child.bias))
                 if name == "output_projection":  # often the embeddings, which are there anyway
                     packed.weight_OI = child.weight.detach()
-    for block in moe_blocks(model).values():
+    for block in [each for each in model.modules() if isinstance(each, StratifiedMoE)]:
         experts = block.experts
         if experts.w1.numel() and experts.w1[0].numel() >= min_weights:
             pairs = ((experts.w1, experts.b1), (experts.w2, experts.b2))

@@ -1,5 +1,6 @@
 """Beam search."""
 
+import math
 import threading
 import zlib
 from collections.abc import Callable
@@ -271,16 +272,15 @@ class BeamSearch:
         """Hypotheses of each sentence, best first, "tokens", "score" and "positional_scores" (to base e).
 
         Args:
-            models: one `SMoETransformerModel` in evaluation mode.
+            models: `SMoETransformerModel`, in evaluation mode; of several the probabilities are averaged.
             sample: fairseq's batch; "net_input" has "src_tokens" and "src_lengths".
-            prefix_tokens: (B, P) without padding, with which every hypothesis begins.
+            prefix_tokens: (B, P), with which a sentence's hypotheses begin; padding is free.
             bos_token: what the decoder is given first; by default the end of sentence.
         """
-        (model,) = models
         source_BS = sample["net_input"]["src_tokens"]
-        encoder_out = model.encoder(source_BS, with_stats=False)
-        limit_B = self._limits(model, source_BS)
-        run = _Run(self, model.decoder, encoder_out, limit_B, bos_token)
+        encoded = [model.encoder(source_BS, with_stats=False) for model in models]
+        limit_B = self._limits(models, source_BS)
+        run = _Run(self, [model.decoder for model in models], encoded, limit_B, bos_token)
         if self.shortlist is not None:
             run.restrict_to(self.shortlist(source_BS), prefix_tokens)
         if self.options.sampling:
@@ -293,11 +293,12 @@ class BeamSearch:
                 raise RuntimeError("the search was stopped")
         return run.results()
 
-    def _limits(self, model, source_BS: Tensor) -> Tensor:
+    def _limits(self, models: list, source_BS: Tensor) -> Tensor:
         """(B,): how many tokens a translation has at most, beside its end."""
         length_B = source_BS.ne(self.dictionary.pad()).sum(1)
         limit_B = self.options.max_len_a * length_B.double() + float(self.options.max_len_b)
-        return limit_B.clamp(max=model.max_decoder_positions() - 1).long()
+        most = min(model.max_decoder_positions() for model in models)
+        return limit_B.clamp(max=most - 1).long()
 
 
 def places_without(gone: set[int], number: int) -> list[int]:
@@ -322,15 +323,17 @@ class _Ended:
 class _Run:
     """The search for one batch."""
 
-    def __init__(self, search: BeamSearch, decoder, encoder_out: dict, limit_B: Tensor, bos):
-        self.options, self.decoder = search.options, decoder
+    def __init__(
+        self, search: BeamSearch, decoders: list, encoded: list[dict], limit_B: Tensor, bos
+    ):
+        self.options, self.decoders = search.options, decoders
         dictionary = search.dictionary
         self.eos, self.pad, self.unk = dictionary.eos(), dictionary.pad(), dictionary.unk()
         self.size = len(dictionary)  # V
         self.ids_V = None  # of a shortlist: the dictionary's index of each token
-        self.project = decoder.output_layer
+        self.projections = [decoder.output_layer for decoder in decoders]
         self.beam = min(self.options.beam, self.size - 1)
-        self.state = StepDecoder(decoder, encoder_out)
+        self.states = list(map(StepDecoder, decoders, encoded))
         batch, device = len(limit_B), limit_B.device
         self.limit_B = limit_B
         self.first_limit, self.last_step = int(limit_B.min()), int(limit_B.max())
@@ -349,7 +352,7 @@ class _Run:
             ids_V = torch.cat([ids_V, prefix_tokens.flatten()]).unique()
         if 2 * self.beam < len(ids_V) < self.size:
             self.ids_V, self.size = ids_V, len(ids_V)
-            self.project = rows_of(self.decoder.output_projection, ids_V)
+            self.projections = [rows_of(each.output_projection, ids_V) for each in self.decoders]
 
     def places(self, token: Tensor) -> Tensor:
         """Where tokens are among those that hypotheses consist of."""
@@ -371,8 +374,9 @@ class _Run:
 
     def step(self, step: int, forced_B: Tensor | None) -> bool:
         """Adds a token to each hypothesis; returns whether all sentences are finished."""
-        features_RD = self.state.features(self.tokens_BWT.flatten(0, 1), self.tokens_BWT.shape[1])
-        score_BC, index_BC = self._candidates(features_RD, step, forced_B)
+        tokens_RT, beam = self.tokens_BWT.flatten(0, 1), self.tokens_BWT.shape[1]
+        features = [state.features(tokens_RT, beam) for state in self.states]
+        score_BC, index_BC = self._candidates(features, step, forced_B)
         parent_BC, token_BC = index_BC // self.size, index_BC % self.size
         if self.ids_V is not None:
             token_BC = self.ids_V[token_BC]
@@ -396,7 +400,8 @@ class _Run:
             if self.options.sampling:
                 self.drawn_BWT = self.drawn_BWT.index_select(0, keep_B)
             self.first_limit = int(self.limit_B.min())
-            self.state.keep(keep)
+            for state in self.states:
+                state.keep(keep)
 
         # The best candidates that have not ended; where there are too few, ended ones that are ignored.
         candidates = score_BC.shape[1]
@@ -408,21 +413,22 @@ class _Run:
         return False
 
     def _candidates(
-        self, features_RD: Tensor, step: int, forced_B: Tensor | None
+        self, features: list[Tensor], step: int, forced_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Sums of log-probabilities and ``w V + token``, ``(B, C)``: the best, best first, or drawn ones."""
+        """Sums of log-probabilities and ``w V + token``, ``(B, C)``: the best, best first, or drawn ones.
+
+        Args:
+            features: ``(R, D)`` of each model.
+        """
         batch, beam = self.tokens_BWT.shape[:2]
-        size, temperature = self.size, self.options.temperature
+        size = self.size
         part = batch
-        if features_RD.device.type == "cpu":
+        if features[0].device.type == "cpu":
             part = max(1, _CACHED // (beam * size * 4))
         found = []
         for start in range(0, batch, part):
             sentences = slice(start, start + part)
-            logits_RV = self.project(features_RD[start * beam : (start + part) * beam])
-            if temperature != 1:
-                logits_RV = logits_RV.div_(temperature)
-            lprobs_RV = logits_RV.log_softmax(dim=-1, dtype=torch.float32)
+            lprobs_RV = self._lprobs(features, slice(start * beam, (start + part) * beam))
             lprobs_BWV = lprobs_RV.view(-1, beam, size)
             forced = None if forced_B is None else forced_B[sentences]
             self._restrict(
@@ -441,6 +447,18 @@ class _Run:
             found.append(best)
         score_BC, index_BC = map(torch.cat, zip(*found, strict=True))
         return score_BC, index_BC
+
+    def _lprobs(self, features: list[Tensor], rows: slice) -> Tensor:
+        """Log-probabilities of the next token of some rows: of the models' mean probabilities."""
+        found = []
+        for project, features_RD in zip(self.projections, features, strict=True):
+            logits_RV = project(features_RD[rows])
+            if self.options.temperature != 1:
+                logits_RV = logits_RV.div_(self.options.temperature)
+            found.append(logits_RV.log_softmax(dim=-1, dtype=torch.float32))
+        if len(found) == 1:
+            return found[0]
+        return torch.stack(found).logsumexp(0).sub_(math.log(len(found)))
 
     def _sampled(self, lprobs_BWV: Tensor, step: int, sentences: slice) -> tuple[Tensor, Tensor]:
         """A token for each of the W hypotheses, as of `_candidates`: score and index ``(B, W)``."""
@@ -485,8 +503,10 @@ class _Run:
         if forced_B is not None and step < self.first_limit:
             index_BW1 = self.places(forced_B).view(-1, 1, 1).expand(-1, lprobs_BWV.shape[1], 1)
             value_BW1 = lprobs_BWV.gather(2, index_BW1)
-            lprobs_BWV.fill_(_NEVER).scatter_(2, index_BW1, value_BW1)
-        elif step < options.min_len:
+            free_B = forced_B == self.pad
+            lprobs_BWV.masked_fill_(~free_B.view(-1, 1, 1), _NEVER)
+            lprobs_BWV.scatter_(2, index_BW1, value_BW1.masked_fill_(free_B.view(-1, 1, 1), _NEVER))
+        if step < options.min_len:
             lprobs_BWV[:, :, self.eos] = _NEVER
         said_BWT = tokens_BWT[:, :, 1:]  # without what the decoder is given first
         if 0 < (n := options.no_repeat_ngram_size) <= said_BWT.shape[2]:
@@ -525,7 +545,8 @@ class _Run:
         return finished
 
     def _go_on(self, parent_BW: Tensor, token_BW: Tensor, score_BW: Tensor) -> None:
-        self.state.follow(parent_BW)
+        for state in self.states:
+            state.follow(parent_BW)
         index_BW1 = parent_BW.unsqueeze(2)
         tokens, sums = (
             x.gather(1, index_BW1.expand(-1, -1, x.shape[2]))

@@ -1,6 +1,7 @@
 """Batches of sentences translated: encoding, search, and reading out the hypotheses."""
 
 import copy
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from fairseq import utils
+from fairseq.hub_utils import GeneratorHubInterface
 from omegaconf import open_dict
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.hub import Translator
-from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.translate.int8 import check_int8, quantize
 from smoe_fairseq.translate.packed import can_pack, pack
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions
@@ -201,7 +201,7 @@ def _chained(parts: list[list | None]) -> list | None:
 
 @torch.inference_mode()
 def requested_capacity(
-    model: SMoETransformerModel, source_BS: Tensor, given: list[Tensor], padding: int
+    model: nn.Module, source_BS: Tensor, given: list[Tensor], padding: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Strata that each token stopped at, means over the MoE layers of a side, ``(B, S)`` and ``(B, T)``.
 
@@ -229,13 +229,13 @@ def requested_capacity(
 
 
 class Readout:
-    """For the direction that the translator is turned to."""
+    """For the direction of ``task``, see `Translator.task_for`."""
 
-    def __init__(self, translator: Translator):
-        self.translator = translator
-        task = translator.task
+    def __init__(self, translator: GeneratorHubInterface, models: Sequence[nn.Module], task):
+        self.translator, self.models = translator, models
         self.source, self.target = task.source_dictionary, task.target_dictionary
         self.first = self.target.eos()  # what the decoder is given before the translation
+        self.forced: list[int] = []  # and with which the translation begins
         self.unsaid = {self.first}
         if hasattr(task, "data_manager"):  # of several directions
             spec = task.args.langtoks["main"][1]
@@ -244,6 +244,19 @@ class Readout:
                 self.unsaid.add(language)
                 if task.args.lang_tok_replacing_bos_eos:
                     self.first = language
+                else:
+                    self.forced = [language]
+
+    def prefixes(self, text: str, begins_B: list[bool]) -> Tensor | None:
+        """``(B, P)``: what each translation begins with, ``text`` where it is the first of a text's parts.
+
+        None: what the task itself has it begin with.
+        """
+        if not text or not any(begins_B):
+            return None
+        ids = encoded(self.translator, text, self.target).tolist()[:-1]
+        free = [self.target.pad()] * len(ids)
+        return torch.tensor([self.forced + (ids if begins else free) for begins in begins_B])
 
     def translations(
         self, texts: list[str], source_BS: Tensor, found: list[list[dict]], requested: bool
@@ -281,7 +294,7 @@ class Readout:
         """Of each source's tokens, and of those of each of its hypotheses."""
         of_source: list = [None] * len(found)
         of_target: list = [[None] * len(hypotheses) for hypotheses in found]
-        (model,) = self.translator.models
+        (model,) = self.models
         for n in range(max(map(len, found))):  # all first hypotheses at once, then all second ones
             rows = [b for b, hypotheses in enumerate(found) if n < len(hypotheses)]
             ids = [found[b][n]["tokens"] for b in rows]
@@ -297,6 +310,12 @@ class Readout:
         return of_source, of_target
 
 
+def encoded(translator: GeneratorHubInterface, text: str, dictionary) -> Tensor:
+    """The subwords of a text, and the end of sentence."""
+    subwords = translator.apply_bpe(translator.tokenize(text))
+    return dictionary.encode_line(subwords, add_if_not_exist=False).long()
+
+
 # Many texts at a time, to hypotheses with tokens, scores and requested capacity.
 
 MAX_TOKENS = 16384  # of source, padding included, that are translated at a time
@@ -304,51 +323,62 @@ MAX_TOKENS = 16384  # of source, padding included, that are translated at a time
 
 @dataclass(frozen=True)
 class Options(SearchOptions):
-    """How to translate."""
+    """How to translate.
+
+    Args:
+        nbest: hypotheses of each text, of the ``beam`` that are found.
+        prefix: text with which every translation begins.
+        divide_above: tokens of a text; as many as a translation may have.
+        requested: whether the requested capacity is wanted, which takes one more pass.
+    """
 
     nbest: int = 1
-    divide_above: int = 200  # tokens of a text; as many as a translation may have
-    requested: bool = False  # whether the requested capacity is wanted, which takes one more pass
+    prefix: str = ""
+    divide_above: int = 200
+    requested: bool = False
 
 
 class BatchTranslator:
-    """A loaded model.
+    """A loaded model, and the search for it.
 
     Args:
-        translator: of `SMoETransformerModel.from_pretrained`; its model may be one of fairseq's own, too,
-            which is then searched by fairseq's generator. On a CPU ours is packed (`pack`): it cannot be
-            trained or saved any more.
+        translator: of `SMoETransformerModel.from_pretrained`; its models may be fairseq's own, which are
+            then searched by fairseq's generator. On a CPU ours are packed (`pack`).
         max_tokens: see `MAX_TOKENS`.
-        int8: whether the model is to compute in int8, on a CPU; see `quantize`.
+        int8: whether the models are to compute in int8, on a CPU; see `quantize`.
         shortlist: a file of ``smoe shortlist``; directions that are not in it use all tokens.
+        keep: leaves the translator's own models as they are, and packs copies of their large weights. Else
+            these models cannot be trained or saved any more.
+
+    Calls may be made from several threads: they share nothing that they change.
 
     Raises:
-        UsageError: the model, or this CPU, cannot compute in int8; or the shortlist is not of its dictionary.
+        UsageError: a model, or this CPU, cannot compute in int8; or the shortlist is not of its dictionary.
     """
 
     def __init__(
         self,
-        translator: Translator,
+        translator: GeneratorHubInterface,
         max_tokens: int = MAX_TOKENS,
         int8: bool = False,
         shortlist: Path | str | None = None,
+        keep: bool = False,
     ):
-        self.translator = translator
-        self.task = translator.task
-        self.max_tokens = max_tokens
-        if int8:
-            if not self._is_ours():
-                raise UsageError("--int8: this model is fairseq's own; expected a smoe_transformer")
-            quantize(translator.models[0])
-        elif self._is_ours() and translator.device.type == "cpu" and can_pack():
-            pack(translator.models[0])
-        self.shortlist = None
-        if shortlist is not None:
-            if not self._is_ours():
+        self.translator, self.max_tokens = translator, max_tokens
+        self.models = list(translator.models)
+        self.ours = all(getattr(model, "has_own_search", False) for model in self.models)
+        for flag, given in (("--int8", int8), ("--shortlist", shortlist is not None)):
+            if given and not self.ours:
                 raise UsageError(
-                    "--shortlist: this model is fairseq's own; expected a smoe_transformer"
+                    f"{flag}: this model is fairseq's own; expected a smoe_transformer"
                 )
-            self.shortlist = Shortlist(shortlist, self.task)
+        on_cpu = translator.device.type == "cpu"
+        if int8 or (self.ours and on_cpu and can_pack()):
+            if keep:
+                self.models = [with_same_weights(model) for model in self.models]
+            for model in self.models:
+                quantize(model) if int8 else pack(model)
+        self.shortlist = None if shortlist is None else Shortlist(shortlist, translator.task)
 
     def translate_batch(
         self,
@@ -370,15 +400,15 @@ class BatchTranslator:
         Raises:
             UsageError: the direction is not known or not clear.
         """
-        self.translator.turn_to(source, target)
+        task = self.translator.task_for(source, target)
         parts = [self._parts(text, options) for text in texts]
-        flat = [part for of_text in parts for part in of_text]
+        flat = [(part, not n) for of_text in parts for n, part in enumerate(of_text)]
         done(sum(not of_text for of_text in parts))
         left, text_of = [len(of_text) for of_text in parts], []
         for number, of_text in enumerate(parts):
             text_of += [number] * len(of_text)
         found: dict[int, Translation] = {}
-        for batch, translations in self._translate(flat, options):
+        for batch, translations in self._translate(task, flat, options):
             found.update(zip(batch, translations, strict=True))
             complete = 0
             for index in batch:
@@ -402,36 +432,36 @@ class BatchTranslator:
             # A token has a letter at least; there may be one for the blank before, and one for the end. A
             # letter beyond ASCII may become several before that.
             few = part.isascii() and len(part) + 2 <= longest
-            return few or len(self._encode(part)) <= longest
+            return few or len(encoded(self.translator, part, self.translator.src_dict)) <= longest
 
         return divide(text, fits)
 
-    def _encode(self, text: str) -> Tensor:
-        translator = self.translator
-        return translator.binarize(translator.apply_bpe(translator.tokenize(text)))
-
     def _translate(
-        self, texts: list[str], options: Options
+        self, task, parts: list[tuple[str, bool]], options: Options
     ) -> Iterator[tuple[list[int], list[Translation]]]:
-        """Batches: indices and translations."""
-        ids = [self._encode(text) for text in texts]
+        """Batches: indices and translations, of texts and whether each begins its line."""
+        texts, begins = [text for text, _ in parts], [begins for _, begins in parts]
+        ids = [encoded(self.translator, text, task.source_dictionary) for text in texts]
         if not ids:
             return
         lengths = np.array([len(i) for i in ids])
-        dataset = self.task.build_dataset_for_inference(ids, lengths)
-        search, readout = self._search(options), Readout(self.translator)
+        dataset = task.build_dataset_for_inference(ids, lengths)
+        search, readout = self._search(task, options), Readout(self.translator, self.models, task)
 
         def translate(batch: list[int]) -> tuple[list[int], list[Translation]]:
             sample = dataset.collater([dataset[index] for index in batch])
-            sample = utils.apply_to_sample(lambda x: x.to(self.translator.device), sample)
-            with torch.inference_mode():
-                found = self.task.inference_step(search, self.translator.models, sample)
             order = sample["id"].tolist()
+            prefix = readout.prefixes(options.prefix, [begins[index] for index in order])
+            sample, prefix = utils.apply_to_sample(
+                lambda x: x.to(self.translator.device), (sample, prefix)
+            )
+            with torch.inference_mode():
+                found = task.inference_step(search, self.models, sample, prefix_tokens=prefix)
             return order, readout.translations(
                 [texts[index] for index in order],
                 sample["net_input"]["src_tokens"],
                 [hypotheses[: options.nbest] for hypotheses in found],
-                requested=options.requested and self._is_ours(),
+                requested=options.requested and self.ours and len(self.models) == 1,
             )
 
         batches = list(by_length(lengths.tolist(), self.max_tokens // self.threads))
@@ -443,13 +473,13 @@ class BatchTranslator:
     def threads(self) -> int:
         """Batches at a time."""
         on_cpu = self.translator.device.type == "cpu"
-        return torch.get_num_threads() if on_cpu and self._is_ours() else 1
+        return torch.get_num_threads() if on_cpu and self.ours else 1
 
-    def _search(self, options: Options):
+    def _search(self, task, options: Options):
         """Ours, or fairseq's for its own models."""
-        if self._is_ours():
-            shortlist = self.shortlist and self.shortlist.of(*direction_of(self.task))
-            return BeamSearch(self.task.target_dictionary, options, shortlist)
+        if self.ours:
+            shortlist = self.shortlist and self.shortlist.of(*direction_of(task))
+            return BeamSearch(task.target_dictionary, options, shortlist)
         settings = copy.deepcopy(self.translator.cfg.generation)
         with open_dict(settings):
             for name, value in vars(options).items():
@@ -457,8 +487,10 @@ class BatchTranslator:
                     setattr(settings, name, value)
         if options.sampling:
             torch.manual_seed(options.seed)
-        return self.task.build_generator(self.translator.models, settings)
+        return task.build_generator(self.models, settings)
 
-    def _is_ours(self) -> bool:
-        models = self.translator.models
-        return len(models) == 1 and isinstance(models[0], SMoETransformerModel)
+
+def with_same_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model that shares its parameters and buffers."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -65,7 +65,12 @@ AT_ONCE = 4000  # lines that are read and sorted by length; their translations a
 
 
 def add_translate_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN", help="folder of a run, or a checkpoint")
+    parser.add_argument(
+        "path",
+        metavar="RUN",
+        nargs="+",
+        help="folder of a run, or a checkpoint; the probabilities of several are averaged",
+    )
     parser.add_argument("--to", metavar="LANG", help="language to translate to")
     parser.add_argument(
         "--from",
@@ -79,6 +84,14 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         help="folder with dict.*.txt and spm.model; default: the run's",
     )
     parser.add_argument("--output", metavar="FILE", help="write here in place of standard output")
+    parser.add_argument(
+        "--line-by-line",
+        action="store_true",
+        help="answer each line before the next is read, for programs that wait for it; slower",
+    )
+    parser.add_argument(
+        "--prefix", default="", metavar="TEXT", help="text with which every translation begins"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object per line")
     parser.add_argument(
         *("--nbest", "-n"),
@@ -182,15 +195,16 @@ def run_translate(args: Namespace) -> None:
     asked = " ".join(
         f"{flag} {lang}" for flag, lang in (("--from", args.source), ("--to", args.to)) if lang
     )
-    model.translator.turn_to(args.source, args.to, asked or "neither --from nor --to is given")
-    if model.shortlist is not None and model.shortlist.of(*direction_of(model.task)) is None:
+    asked = asked or "neither --from nor --to is given"
+    direction = direction_of(model.translator.task_for(args.source, args.to, asked))
+    if model.shortlist is not None and model.shortlist.of(*direction) is None:
         raise UsageError(
-            f"--shortlist {args.shortlist}: it has no direction {'-'.join(direction_of(model.task))}; "
-            f"expected one of {', '.join(model.shortlist.tables)}"
+            f"--shortlist {args.shortlist}: it has no direction {'-'.join(direction)}; expected one of "
+            f"{', '.join(model.shortlist.tables)}"
         )
     begun, lines = time.monotonic(), 0
     with _output(args.output) as output, tqdm(unit=" lines", disable=None) as bar:
-        at_once = 1 if sys.stdin.isatty() else AT_ONCE
+        at_once = 1 if args.line_by_line or sys.stdin.isatty() else AT_ONCE
         for texts in text_lines(sys.stdin.buffer, at_once):
             with quietly():
                 found = model.translate_batch(texts, args.source, args.to, options, bar.update)

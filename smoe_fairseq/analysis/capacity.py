@@ -1,0 +1,118 @@
+"""What training's expert capacity takes away: dropped choices by position, and the loss with the limit."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from fairseq.data.multilingual.sampled_multi_dataset import SampledMultiDataset
+from torch import nn
+
+from smoe_fairseq.analysis import inputs
+from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules.layer import RoutingStats
+from smoe_fairseq.modules.statistics import (
+    FIFTHS,
+    by_position,
+    is_limited_in_training,
+    percent_dropped,
+    training_capacity,
+)
+
+
+@dataclass
+class CapacityCheck:
+    """The same batches without a limit and with training's, references as decoder input.
+
+    Args:
+        tokens: target tokens, </s> included.
+        nll_loss: in bits per target token, under evaluation's capacity: `inputs.load` takes all limits off.
+        limited_nll_loss: the same with experts limited as in training.
+        fifths: by MoE layer ``(2, FIFTHS)``, first choices by position and of these the dropped ones.
+    """
+
+    tokens: int = 0
+    nll_loss: float = 0.0
+    limited_nll_loss: float = 0.0
+    fifths: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def percent_dropped(self, side: str) -> np.ndarray:
+        """``(FIFTHS,)``, all MoE layers of one side taken together."""
+        return percent_dropped(sum(t for n, t in self.fifths.items() if n.startswith(side)))
+
+    def sides(self) -> list[str]:
+        return list(dict.fromkeys(name.split(".")[0] for name in self.fifths))
+
+    @property
+    def gap(self) -> float:
+        """Well above 0: experts get tokens that they were not trained on."""
+        return self.nll_loss - self.limited_nll_loss
+
+
+@torch.no_grad()
+def check_capacity(
+    model: nn.Module,
+    task,
+    directions: list[str],
+    subset: str = "valid",
+    sentences: int | None = None,
+    max_tokens: int = inputs.TOKENS_PER_BATCH,
+) -> CapacityCheck | None:
+    """Runs a model over a subset twice; None where training has no limit."""
+    if not is_limited_in_training(model):
+        return None
+    torch.manual_seed(inputs.SEED)  # for tokens that are drawn (`--moe-drop-order random`)
+    found = CapacityCheck(
+        fifths={name: np.zeros((2, FIFTHS), dtype=np.int64) for name in moe_blocks(model)}
+    )
+    for sample in samples(model, task, directions, subset, sentences, max_tokens):
+        found.tokens += sample["ntokens"]
+        found.nll_loss += nll(model, sample)[0]
+        with training_capacity(model):
+            limited, moe_stats = nll(model, sample)
+        found.limited_nll_loss += limited
+        for name, stats in moe_stats.items():
+            found.fifths[name] += by_position(stats).cpu().numpy()
+    tokens = max(found.tokens, 1)
+    found.nll_loss /= tokens
+    found.limited_nll_loss /= tokens
+    return found
+
+
+def samples(
+    model: nn.Module,
+    task,
+    directions: list[str],
+    subset: str = "valid",
+    sentences: int | None = None,
+    max_tokens: int = inputs.TOKENS_PER_BATCH,
+) -> Iterator[dict]:
+    """Batches as in training: sentences of about one length from all directions.
+
+    What is dropped depends on what else is in a batch. ``sentences``: how many to draw, on average of
+    each direction; None: all.
+    """
+    parts = [part for name in directions for part in inputs.datasets(task, name, subset)]
+    together = parts[0]
+    if len(parts) > 1:
+        shared = inputs.is_multilingual(task) and task.data_manager._shared_collater()
+        together = SampledMultiDataset(parts, shared_collater=shared, shuffle=False)
+    number = None if sentences is None else sentences * len(directions)
+    order = np.random.default_rng(inputs.SEED).permutation(len(together))
+    batches, _ = inputs.batches(together, inputs.longest(model, task), number, max_tokens, order)
+    for batch in batches:
+        yield inputs.on_device(model, together.collater([together[i] for i in batch]))
+
+
+def nll(model: nn.Module, sample: dict) -> tuple[float, dict[str, RoutingStats]]:
+    """Bits of all target tokens of a batch, and the statistics of the MoE layers that ran."""
+    logits, extra = model(**sample["net_input"])
+    target = sample["target"].view(-1)
+    padding = model.decoder.dictionary.pad()
+    nats = F.cross_entropy(
+        logits.view(len(target), -1).float(), target, ignore_index=padding, reduction="sum"
+    )
+    moe_stats = dict(zip(extra["moe_layers"], extra["moe_stats"], strict=True))
+    return nats.item() / math.log(2), moe_stats

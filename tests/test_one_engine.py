@@ -1,0 +1,186 @@
+"""One search behind every way in: Python, ``smoe translate`` and fairseq-generate agree, options too."""
+
+import json
+import re
+import subprocess
+import threading
+
+import pytest
+import torch
+from commands import PLUGIN, SCRIPTS, generation, run
+from test_translate import folder, translate  # noqa: F401  (a fixture)
+from test_translator import evaluated
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.translate.translator import BatchTranslator, Options
+
+GIVEN = {"beam": 4, "max_len_b": 10, "source_lang": "en", "target_lang": "fr"}
+WORDS = ("--from", "en", "--to", "fr", "--beam", 4, "--max-len-b", 10)
+
+
+@pytest.fixture
+def model(folder):  # noqa: F811
+    return SMoETransformerModel.from_pretrained(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def text(prepared) -> list[str]:
+    return evaluated(prepared, "en-fr")[0]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"nbest": 3, "lenpen": 0.6}, ("--nbest", 3, "--lenpen", 0.6)),
+        ({"sampling": True, "sampling_topk": 5, "seed": 3, "nbest": 2}, ()),
+        ({"int8": True, "nbest": 1}, ("--int8", "--nbest", 1)),
+        ({"prefix": "1 2", "nbest": 2}, ("--prefix", "1 2", "--nbest", 2)),
+    ],
+)
+def test_python_and_the_command(folder, model, text, options, words):  # noqa: F811
+    words = words or ("--sampling", "--sampling-topk", 5, "--seed", 3, "--nbest", 2)
+    rows, _ = translate(folder, "run", *WORDS, *words, text="\n".join(text))
+    want = [line.split("\t") for line in rows.splitlines()]
+    found = [
+        (str(number), f"{hypothesis.score:.4f}", hypothesis.text)
+        for number, each in enumerate(model.translations(text, **GIVEN, **options), 1)
+        for hypothesis in each.hypotheses
+    ]
+    assert found == [tuple(row) for row in want]
+    best = model.translate(text, **GIVEN, **{**options, "nbest": 1})
+    assert best == [row[2] for row in want if row[0] != ""][:: options["nbest"]]
+
+
+def test_weights_stay_as_they_are_and_int8_is_of_a_call(model, text, monkeypatch):
+    from smoe_fairseq.translate import packed
+
+    monkeypatch.setattr(packed, "MIN_WEIGHTS", 1)
+    before = {name: x.clone() for name, x in model.models[0].state_dict().items()}
+    plain = model.translate(text, **GIVEN)
+    assert len(model.translate(text, int8=True, **GIVEN)) == len(plain)
+    assert model.translate(text, **GIVEN) == plain
+    after = model.models[0].state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], x) for name, x in before.items())
+    assert model.double().models[0].encoder.embed_tokens.weight.dtype == torch.float64
+    assert not model.engines
+
+
+def test_fairseqs_own_options_use_fairseqs_search(model, text):
+    direction = {"source_lang": "en", "target_lang": "fr"}
+    groups = model.translate(text, beam=4, max_len_b=10, diverse_beam_groups=2, **direction)
+    assert len(groups) == len(text)
+    assert len(model.sample(text[:2], beam=2, max_len_b=5, **direction)) == 2
+    with pytest.raises(UsageError, match="beams"):
+        model.translate(text, beams=3, **direction)
+
+
+def test_a_long_text_is_divided_as_by_the_command(model):
+    (found,) = model.translations(["1 2 is a number. " * 60], **GIVEN, divide_above=50)
+    assert found.parts > 1
+
+
+def test_threads_that_ask_for_other_languages_do_not_meet(model, text):
+    """The direction belongs to the call."""
+    translator = BatchTranslator(model, max_tokens=60)
+    options = Options(beam=2, max_len_b=10)
+    want = {to: translator.translate_batch(text, "en", to, options) for to in ("fr", "de")}
+    assert want["fr"] != want["de"]
+    found: dict[str, list] = {"fr": [], "de": []}
+
+    def ask(to: str) -> None:
+        for _ in range(5):
+            found[to].append(translator.translate_batch(text, "en", to, options))
+
+    threads = [threading.Thread(target=ask, args=(to,)) for to in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(each == want[to] for to, several in found.items() for each in several)
+
+
+@pytest.fixture(scope="module")
+def two_models(multilingual, tmp_path_factory):
+    """The checkpoint, and one with other weights."""
+    state = torch.load(multilingual, weights_only=True)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in state["model"].items():
+        if weight.is_floating_point() and weight.dim() > 1:
+            state["model"][name] = weight + 0.05 * torch.randn(weight.shape, generator=generator)
+    other = tmp_path_factory.mktemp("ensemble") / "other.pt"
+    torch.save(state, other)
+    return multilingual, other
+
+
+def test_ensembles(two_models, three_languages, tmp_path):
+    """The probabilities of two models are averaged, as fairseq-generate does it."""
+    first, second = two_models
+    data = ("--source-lang", "cc", "--target-lang", "aa", "--lang-pairs", "cc-aa")
+    task = ("--task", "translation_multi_simple_epoch", "--encoder-langtok", "tgt")
+    output = run(
+        *("fairseq-generate", *generation(three_languages, f"{first}:{second}")),
+        *("--user-dir", PLUGIN, *task, *data, "--langs", "aa,bb,cc", "--gen-subset", "valid"),
+        *("--num-workers", 0),
+    ).stdout
+    text = dict(re.findall(r"^S-(\d+)\t(.*)$", output, re.M))
+    hypotheses = re.findall(r"^D-(\d+)\t(\S+)\t(.*)$", output, re.M)
+    want = {int(n): (float(score), words) for n, score, words in hypotheses}
+    lines = [text[n].removeprefix("__aa__ ") for n in sorted(text, key=int)]
+    short = [i for i, line in enumerate(lines) if len(line.split()) <= 12]
+    words = ("--data", three_languages, "--from", "cc", "--to", "aa", "--nbest", 1)
+    search = ("--beam", 3, "--max-len-b", 12)
+    given = "".join(f"{lines[i]}\n" for i in short)
+    found, _ = translate(tmp_path, first, second, *words, *search, text=given)
+    rows = [line.split("\t")[1:] for line in found.splitlines()]
+    assert len(rows) == len(short) >= 5
+    for i, (score, translation) in zip(short, rows, strict=True):
+        assert translation == want[i][1] and float(score) == pytest.approx(want[i][0], abs=1e-4)
+    alone, _ = translate(tmp_path, first, *words, *search, text=given)
+    assert alone != found
+    both = SMoETransformerModel.from_pretrained([first, second], data_name_or_path=three_languages)
+    options = {"source_lang": "cc", "target_lang": "aa", "beam": 3, "max_len_b": 12}
+    assert both.translate([lines[i] for i in short], **options) == [row[1] for row in rows]
+
+
+def test_models_of_other_subwords_are_no_ensemble(folder, two_models, three_languages):  # noqa: F811
+    command = ("smoe", "translate", folder / "run", two_models[0], "--to", "fr")
+    result = run(*command, check=False)
+    assert result.returncode == 1 and len(result.stdout.splitlines()) == 1
+
+
+def test_a_prefix_begins_every_translation(folder, text):  # noqa: F811
+    """Of a divided line, the first part's alone."""
+    long = " ".join(f"{line}." for line in text)
+    words = ("--prefix", "1 2", "--divide-above", 30, "--json")
+    found, _ = translate(folder, "run", *WORDS, *words, text="\n".join([*text, long]))
+    rows = [json.loads(line) for line in found.splitlines()]
+    assert rows[-1]["parts"] > 1
+    for row in rows:
+        assert all(each["text"].startswith("1 2") for each in row["hypotheses"])
+        assert all(len(each["scores"]) == len(each["tokens"]) for each in row["hypotheses"])
+
+
+def test_line_by_line_each_line_is_answered_before_the_next(folder, text):  # noqa: F811
+    """A program that waits for the answer, as a pipe of its own."""
+    command = [SCRIPTS / "smoe", "translate", "run", *WORDS, "--line-by-line"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    found = []
+    with subprocess.Popen(list(map(str, command)), cwd=folder, text=True, **pipes) as process:
+        for line in text[:3]:
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+            found.append(process.stdout.readline())
+        process.stdin.close()
+        assert process.wait() == 0
+    at_once, _ = translate(folder, "run", *WORDS, text="\n".join(text[:3]))
+    assert "".join(found) == at_once
+
+
+def test_defaults_are_those_of_fairseqs_flags():
+    from fairseq.dataclass.configs import GenerationConfig
+
+    fairseqs = vars(GenerationConfig())
+    ours = {name: value for name, value in vars(Options()).items() if name in fairseqs}
+    assert len(ours) > 10 and ours == {name: fairseqs[name] for name in ours}
