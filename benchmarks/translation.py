@@ -4,9 +4,10 @@
 
 Both translate the test set's text to text in one process, with the model loaded before, in turns; before
 that their translations are compared. Ours takes turns in float32, in int8 and with ``--shortlist``, and so
-do CTranslate2, with a dense model that is exported to it, and transformers' ``generate``, where it is
-installed. BLEU and chrF++ stand beside the speeds. With ``--programs`` also fairseq-generate and smoe
-translate, each as a process, by the speed that each reports and by its time from start to end.
+do ``model.translate`` in Python, CTranslate2, with a dense model that is exported to it, and
+transformers' ``generate``, where it is installed. BLEU and chrF++ stand beside the speeds. With
+``--programs`` also fairseq-generate and smoe translate, each as a process, by the speed that each reports
+and by its time from start to end.
 """
 
 import argparse
@@ -86,8 +87,9 @@ def in_process(
         return [translation.hypotheses[0].text for translation in found]
 
     contenders = {
-        "fairseq": lambda: model.translate(text, BEAM, **languages, **limits),
+        "fairseq": lambda: model.sample(text, BEAM, **languages, **limits),
         "smoe": lambda: best(ours),
+        "python": lambda: model.translate(text, BEAM, **languages, **limits),
     }
     others = {"smoe int8": {"int8": True}}
     if args.shortlist is not None:

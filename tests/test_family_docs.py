@@ -44,10 +44,10 @@ def test_what_goes_with_strata_and_with_cmr(row):
         strata, narrow = "no", ["--moe-expert-ffn-dim", "64"]
         assert is_taken(*narrow, "--smoe-strata", "8-8")
     said = strata.partition(";")[0]
-    assert said in ("yes", "no", "only")
+    assert said in ("yes", "no", "required")
     assert is_taken(*words, "--smoe-strata", "8-8") == (said != "no")
-    assert is_taken(*words, "--smoe-strata", "16") == (said != "only")
-    if said != "only":
+    assert is_taken(*words, "--smoe-strata", "16") == (said != "required")
+    if said != "required":
         assert is_taken(*words, "--smoe-strata", "16", "--moe-cmr") == (name != "residual")
 
 

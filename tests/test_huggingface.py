@@ -480,4 +480,4 @@ def test_what_cannot_be_exported_is_one_sentence(trained, tmp_path):
 def test_without_the_library_one_sentence_says_how_to_get_it(trained, tmp_path, monkeypatch):
     without(monkeypatch, "transformers")
     ask = ("export", trained / "dense.pt", "--to", "huggingface", "--output", tmp_path / "model")
-    assert "pip install 'smoe-fairseq[huggingface]'" in refusal(*ask)
+    assert "pip install 'transformers" in refusal(*ask)

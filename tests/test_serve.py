@@ -284,8 +284,8 @@ def test_without_what_it_needs():
     program = "import sys; sys.modules['uvicorn'] = None\n"
     program += "from smoe_fairseq.cli import main; main(['serve', 'none'])"
     result = run_python(program)
-    sentence = "error: smoe serve needs starlette and uvicorn: pip install 'smoe-fairseq[serve]'\n"
-    assert (result.returncode, result.stdout) == (1, sentence)
+    assert result.returncode == 1 and len(result.stdout.splitlines()) == 1
+    assert "pip install starlette uvicorn" in result.stdout
 
 
 def test_other_machines_are_let_in_with_a_warning(tiny_run):

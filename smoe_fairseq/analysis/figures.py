@@ -12,7 +12,7 @@ try:
     import matplotlib
 except ImportError:
     raise UsageError(
-        "matplotlib is missing, which draws the pictures: pip install 'smoe-fairseq[analysis]'"
+        "matplotlib is missing, which draws the pictures: pip install matplotlib"
     ) from None
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure

@@ -111,8 +111,7 @@ def write_ctranslate2(path: Path, output: Path, force: bool) -> None:
     """
     if importlib.util.find_spec("ctranslate2") is None:
         raise UsageError(
-            "--to ctranslate2: the package ctranslate2 is missing; install it with "
-            "pip install 'smoe-fairseq[ctranslate2]'"
+            "--to ctranslate2: the package ctranslate2 is missing; pip install ctranslate2"
         )
     if output.exists() and not (force and (output / _CT2_WEIGHTS).is_file()):
         advice = "--force replaces a model of CTranslate2 only" if force else "--force replaces it"
@@ -187,8 +186,7 @@ def run_export(args: Namespace) -> None:
     else:
         if importlib.util.find_spec("safetensors") is None:
             raise UsageError(
-                "--to safetensors: the package safetensors is missing; pip install "
-                "'smoe-fairseq[export]' has it"
+                "--to safetensors: the package safetensors is missing; pip install safetensors"
             )
         if output.suffix == ".json":
             raise UsageError(

@@ -45,8 +45,8 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool = False) 
     """
     if importlib.util.find_spec("transformers") is None:
         raise UsageError(
-            "--to huggingface: the package transformers is missing; install it with "
-            "pip install 'smoe-fairseq[huggingface]'"
+            "--to huggingface: the package transformers is missing; pip install 'transformers>=5,<6' "
+            "safetensors"
         )
     if output.exists() and not (force and _is_export(output)):
         advice = "--force replaces such an export only" if force else "--force replaces it"

@@ -40,7 +40,7 @@ try:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError:
     raise UsageError(
-        "smoe serve needs starlette and uvicorn: pip install 'smoe-fairseq[serve]'"
+        "smoe serve needs starlette and uvicorn: pip install starlette uvicorn"
     ) from None
 
 # The page is its own files and nothing else: no other host, no inline script or style, no frame around it.
