@@ -49,13 +49,13 @@ def applies(block, x: Tensor) -> bool:
     training = block.training
     return (
         block.execution == "fused"
+        and not torch.compiler.is_compiling()
         and kernels() is not None
         and (x.is_cuda or kernels().is_interpreted())
         and x.numel() > 0
         and x.dtype in TYPES
         and x.shape[-1] <= WIDEST
         and block.strata.num_experts <= MOST_EXPERTS
-        and not torch.compiler.is_compiling()
         and can_group(w1)
         and type(block.dispatcher) is LocalDispatcher
         and config.norms == "paper"
@@ -90,8 +90,7 @@ def forward(block, x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Rout
     norms, gates = block.layer_norms, block.gates
     parameters = [p for norm in norms for p in (norm.weight, norm.bias)]
     parameters += [gate.weight for gate in gates]
-    with torch_features.without_autocast(x.device):
-        y_TD, balance_loss, z_loss = _Block.apply(run, x_TD, *parameters, *block.experts.weights())
+    y_TD, balance_loss, z_loss = _Block.apply(run, x_TD, *parameters, *block.experts.weights())
     if block.layer_norms.dropout_per == "layer":
         y_TD = norms.finish(x_TD, y_TD, None, None)
     strata, choices = len(gates), run.K
@@ -192,6 +191,8 @@ class _Block(torch.autograd.Function):
         logits = floats(strata, tokens, columns)
         counts, sums = integers(top_k * blocks, columns), floats(blocks, columns + 1)
         totals, means = integers(strata, top_k, columns), floats(strata, columns + 1)
+        # Products of half precision numbers are exact in tf32.
+        exact = not run.ROUND or torch.float32 in (x_TD.dtype, gates[0].dtype)
         run.requested, run.dropped = longs(tokens), longs(tokens, top_k)
         run.numbers = longs(strata * (columns + 1 + 2 * top_k))
         balance_loss, z_loss = floats(()), floats(())
@@ -203,7 +204,7 @@ class _Block(torch.autograd.Function):
                 k.route, (blocks,),
                 (source, source if run.padding is None else run.padding, *norm, gate, run.seed,
                  positions, moments, logits, choices, weights, counts, sums, tokens, i, experts),
-                (run.eps, width, top_k, columns, strata, is_first, run.padding is not None, run.ROUND,
+                (run.eps, width, top_k, columns, strata, is_first, run.padding is not None, run.ROUND, exact,
                  run.POLICY, run.NORMALIZE == "before-drop",
                  run.BLOCK_D, run.BLOCK_E, run.BLOCK_K, TOKENS),
             )  # fmt: skip
@@ -259,7 +260,7 @@ class _Block(torch.autograd.Function):
         size = biases + starts[-1] * width
         splits, programs = min(PARTS, -(-tokens // 256)), min(2 * blocks, TILES["norm"][1])
         parts = floats(splits, size)
-        exact = x_TD.dtype == torch.float32
+        exact = not run.ROUND or torch.float32 in (x_TD.dtype, gates[0].dtype)
         norm_parts = floats(programs, strata * 2 * width)
         launch, later = Launcher(x_TD, grad_y, *parameters), None
         for i in reversed(range(strata)):

@@ -83,14 +83,15 @@ def _softmax(logits, at_T, live_T, E, COLUMNS: tl.constexpr, BLOCK_E: tl.constex
 
 
 @triton.jit
-def _kept(total_KE, e, E, LIMIT: tl.constexpr):
+def _kept(total_KE, E, LIMIT: tl.constexpr):
     """Tokens that count, copies that an expert takes at most, and those that each keeps."""
     k = tl.arange(0, total_KE.shape[0])
     tokens = tl.sum(tl.where(k[:, None] == 0, total_KE, 0))
     total_E = tl.sum(total_KE, 0)
     most = tokens * total_KE.shape[0]
     if LIMIT > 0:
-        most = tl.ceil(LIMIT * tokens.to(tl.float64) / E).to(tl.int32)
+        limit = tl.ceil(LIMIT * tokens.to(tl.float64) / E)
+        most = tl.minimum(limit, most.to(tl.float64)).to(tl.int32)
     return tokens, most, tl.minimum(total_E, most)
 
 
@@ -100,7 +101,7 @@ def route(
     positions, moments, logits, choices, weights, counts, sums,
     tokens, stratum, E,
     EPS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr,
-    STRATA: tl.constexpr, FIRST: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr,
+    STRATA: tl.constexpr, FIRST: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
     POLICY: tl.constexpr, BEFORE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -131,10 +132,7 @@ def route(
         h = _normed(rows, d, live, mean, scale, norm_weight, norm_bias, D, ROUND)
         seen = (d < D)[:, None] & (e < E)[None, :]
         w = tl.load(gate_weight + e[None, :] * D + d[:, None], seen, 0.0)
-        if ROUND and x.dtype.element_ty == gate_weight.dtype.element_ty:
-            x_TE += tl.dot(h.to(w.dtype), w, input_precision="ieee")
-        else:
-            x_TE += tl.dot(h, w.to(tl.float32), input_precision="ieee")
+        x_TE += tl.dot(h, w.to(tl.float32), input_precision="ieee" if EXACT else "tf32")
     tl.store(logits + at[:, None] * COLUMNS + e[None, :], x_TE, live[:, None] & (e < E)[None, :])
     x_TE = tl.where((e < E)[None, :], x_TE, -float("inf"))
     most = tl.max(x_TE, 1)
@@ -230,7 +228,7 @@ def dispatch(
     live = position == stratum
     counted = (k < K)[:, None] & (e < E)[None, :]
     total_KE = tl.load(totals + (stratum * K + k[:, None]) * COLUMNS + e[None, :], counted, 0)
-    number, most, kept_E = _kept(total_KE, e, E, LIMIT)
+    number, most, kept_E = _kept(total_KE, E, LIMIT)
     end_E = tl.cumsum(kept_E, 0)
 
     mine = at[:, None] * K + k[None, :]
@@ -533,7 +531,7 @@ def _sum_of_hidden(
         at = row.to(tl.int64)[:, None] * F + f[None, :]
         g = tl.load(grad_hidden + at, inside, 0.0).to(tl.float32)
         a = tl.load(hidden + at, inside, 0.0)
-        g = tl.where(a <= 0, 0.0, g / (1 - DROPOUT)).to(a.dtype)
+        g = tl.where(a.to(tl.float32) <= 0, 0.0, g / (1 - DROPOUT)).to(a.dtype)
         tl.store(grad_hidden + at, g, inside)
         sum_C += tl.sum(g.to(tl.float32), 0)
     _add(to + f, sum_C, f < F, is_new)
@@ -590,9 +588,11 @@ def settle(
         at, has = e.to(tl.int64) * SIZE + i, (i < SIZE) & (rows > 0)
         before = (e - own).to(tl.int64) * SIZE + i
         later = (i < SIZE) & (e >= own)
-        g = tl.load(grad_w1 + at, has, 0.0) + tl.load(later_w1 + before, later, 0.0)
+        g = tl.load(grad_w1 + at, has, 0.0).to(tl.float32)
+        g += tl.load(later_w1 + before, later, 0.0).to(tl.float32)
         tl.store(grad_w1 + at, g, i < SIZE)
-        g = tl.load(grad_w2 + at, has, 0.0) + tl.load(later_w2 + before, later, 0.0)
+        g = tl.load(grad_w2 + at, has, 0.0).to(tl.float32)
+        g += tl.load(later_w2 + before, later, 0.0).to(tl.float32)
         tl.store(grad_w2 + at, g, i < SIZE)
 
 
