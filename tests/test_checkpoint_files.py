@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import FAIRSEQ, SCRIPTS, TINY, generation, run, run_python
 from fairseq import checkpoint_utils
+from sampling import soak
 from test_compat import WITHOUT, run_without
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
@@ -214,6 +215,32 @@ def half(source, target, **_):
     os.kill(os.getpid(), signal.SIGKILL)
 shutil.copyfile = half
 """
+
+
+@pytest.mark.parametrize(
+    "program", ["generate", *map(soak, ("interactive", "validate", "eval-lm"))]
+)
+@pytest.mark.parametrize("there", ["nothing", "set"])
+def test_a_set_by_its_name_and_a_missing_file(corpus, tmp_path, program, there):
+    path = tmp_path / "checkpoint_last.pt"
+    if there == "set":
+        for rank in (0, 1):
+            (tmp_path / f"checkpoint_last-rank-{rank}.pt").touch()
+    task = ("--task", "language_modeling" if program == "eval-lm" else "translation")
+    result = run(f"fairseq-{program}", corpus, "--path", path, *task, "--cpu", check=False)
+    last = result.stdout.splitlines()[-1]
+    assert result.returncode == 1 and last.startswith(f"error: {path} ")
+    assert ("smoe consolidate" in last) == (there == "set")
+
+
+def test_a_set_to_begin_with_is_no_model(corpus, tmp_path):
+    for rank in (0, 1):
+        (tmp_path / f"base-rank-{rank}.pt").touch()
+    words = ("--save-dir", tmp_path / "new", *TINY, "--finetune-from-model", tmp_path / "base.pt")
+    result = run("fairseq-train", corpus, *words, check=False)
+    last = result.stdout.splitlines()[-1]
+    assert result.returncode == 1 and str(tmp_path / "base.pt") in last
+    assert "smoe consolidate" in last and not list(tmp_path.glob("new/*.pt"))
 
 
 # What fairseq-train does with files when it saves: (source, folder)

@@ -107,21 +107,52 @@ def test_a_checkpoint_that_does_not_say_is_loaded_as_before(ranks, data, trained
     call("cost", "--path", tmp_path / "old.pt", data[1])
 
 
-def test_languages_in_another_order(ranks, data, tmp_path):
+SEVERAL = ["--task", "translation_multi_simple_epoch", "--encoder-langtok", "tgt"]
+SEVERAL += ["--lang-pairs", "src-tgt,tgt-src"]
+
+
+@pytest.fixture(scope="module")
+def several(ranks, data, tmp_path_factory) -> Path:
+    """A model of two languages."""
+    folder = tmp_path_factory.mktemp("several")
+    words = ["--save-dir", folder, *MOE, *SEVERAL, "--langs", "src,tgt"]
+    ranks.train(folder / "logs", 1, data[0], *words, one=True)
+    return folder / "checkpoint_last.pt"
+
+
+def test_languages_in_another_order(data, several):
     """Their tokens are the last words of the dictionary: each would stand for another language."""
-    several = ["--task", "translation_multi_simple_epoch", "--encoder-langtok", "tgt"]
-    pairs = ["--lang-pairs", "src-tgt,tgt-src"]
-    words = ["--save-dir", tmp_path, *MOE, *several, *pairs, "--langs", "src,tgt"]
-    ranks.train(tmp_path / "logs", 1, data[0], *words, one=True)
-    trained = tmp_path / "checkpoint_last.pt"
-    given = [data[0], "--user-dir", PLUGIN, "--path", trained, "--cpu", "--max-len-b", 5, *several]
-    given += [*pairs, "-s", "src", "-t", "tgt", "--langs"]
+    given = [data[0], "--user-dir", PLUGIN, "--path", several, "--cpu", "--max-len-b", 5, *SEVERAL]
+    given += ["-s", "src", "-t", "tgt", "--langs"]
     result = run("fairseq-generate", *given, "tgt,src", check=False)
     assert result.returncode == 1
     last = result.stdout.splitlines()[-1]
-    assert last.startswith(f"error: {trained} was trained with another src dictionary than")
+    assert last.startswith(f"error: {several} was trained with another src dictionary than")
     assert str(data[0] / "dict.src.txt") in last and "--langs in the same order" in last
     assert "H-0\t" in run("fairseq-generate", *given, "src,tgt").stdout
+
+
+@pytest.mark.parametrize(
+    "flag", ["--encoder-langtok tgt", "--langs src,tgt", "--task translation_m"]
+)
+def test_a_flag_of_the_training_that_generation_lacks_is_named(data, several, flag):
+    """Without the language's token the translation would be wrong; else the data would be blamed."""
+    task = [
+        "--task",
+        "translation_multi_simple_epoch",
+        "--lang-pairs",
+        "src-tgt,tgt-src",
+        "--langs",
+    ]
+    given = {
+        "--encoder-langtok tgt": [*task, "src,tgt"],
+        "--langs src,tgt": [*task, "src,tgt,other", "--encoder-langtok", "tgt"],
+        "--task translation_m": ["--task", "translation"],
+    }[flag]
+    words = ["--user-dir", PLUGIN, "--path", several, "--cpu", "-s", "src", "-t", "tgt"]
+    result = run("fairseq-generate", data[0], *words, *given, check=False)
+    last = result.stdout.splitlines()[-1]
+    assert result.returncode == 1 and last.startswith(f"error: {several}: ") and flag in last
 
 
 # What is noted, of tasks of all kinds

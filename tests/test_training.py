@@ -177,6 +177,12 @@ def test_other_strata_on_resume_are_refused(small_corpus, finished):
     assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
+def test_experts_on_resume_of_a_dense_model(small_corpus, tmp_path):
+    train(small_corpus, tmp_path, "--max-update", 1, "--moe-freq", 0, "--smoe-strata", "2")
+    result = train(small_corpus, tmp_path, "--max-update", 2, check=False)
+    assert result.returncode == 1 and "smoe upcycle" in result.stdout.splitlines()[-1]
+
+
 @pytest.mark.parametrize("size", [0, 3_000, -100])
 def test_a_checkpoint_that_was_cut_off_is_named(small_corpus, finished, size):
     last = finished / "checkpoint_last.pt"

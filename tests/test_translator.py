@@ -171,7 +171,7 @@ def test_runs_that_cannot_be_used(prepared, one_pair, tmp_path, monkeypatch):
         ("none", {}, "none is missing: expected the folder of a run"),
         ("empty", {}, "empty has no checkpoint_best.pt or checkpoint_last.pt"),
         ("empty", {"checkpoint_file": "x.pt"}, "empty has no x.pt"),
-        ("set", {}, "set is of a run with --expert-parallel: make one checkpoint"),
+        ("set", {}, "set/checkpoint_last.pt stands for a set"),
         ("cut", {}, "checkpoint_last.pt is cut off or not a checkpoint"),
         ("alone", {}, "data/tiny/bin, with the dictionaries that alone/checkpoint_best.pt was"),
         ("alone", {"data_name_or_path": "empty"}, "empty has no dictionaries"),

@@ -17,7 +17,6 @@ from smoe_fairseq.compat.safe_load import (
     CutOffCheckpoint,
     InaccessibleCheckpoint,
     check_content,
-    check_there,
     is_archive,
     reading,
 )
@@ -296,15 +295,18 @@ def compare_when_loaded(checkpoint_utils: ModuleType) -> None:
         given = parameters.bind(*arguments, **options)
         given.apply_defaults()
         given = given.arguments
-        for name in given["filenames"] if given["state"] is None else ():
-            for shard in range(given["num_shards"]):
-                check_there(
-                    checkpoint_utils.get_maybe_sharded_checkpoint_filename(
-                        name, given["suffix"], shard, given["num_shards"]
-                    )
-                )
-        with naming_file(", ".join(map(str, given["filenames"]))):
-            models, config, task = original(*arguments, **options)
+        first = checkpoint_utils.get_maybe_sharded_checkpoint_filename(
+            given["filenames"][0], given["suffix"], 0, given["num_shards"]
+        )
+        others = other_flags(given["state"] or content_of(first), given["task"])
+        told = f"{first}: its training had {' '.join(others.values())}; expected the same here"
+        if others.keys() & LANGUAGE_TOKENS:
+            raise UsageError(told)
+        try:
+            with naming_file(", ".join(map(str, given["filenames"]))):
+                models, config, task = original(*arguments, **options)
+        except UsageError as error:
+            raise (UsageError(told) if others else error) from error
         for name, model in zip(given["filenames"], models, strict=False):
             path = checkpoint_utils.get_maybe_sharded_checkpoint_filename(
                 name, given["suffix"], 0, given["num_shards"]
@@ -315,6 +317,39 @@ def compare_when_loaded(checkpoint_utils: ModuleType) -> None:
         return models, config, task
 
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
+
+
+# Options of a task that put a language's token into the text: with others, a model translates wrongly and
+# nothing tells it.
+LANGUAGE_TOKENS = {"encoder_langtok", "decoder_langtok", "lang_tok_replacing_bos_eos"}
+
+
+def other_flags(content: Mapping, task) -> dict[str, str]:
+    """The flags of a checkpoint's task that ``task``, made by the command line, was made without.
+
+    By the names of the options; empty where there is no task yet, or it cannot be told.
+    """
+    config = content.get("cfg")
+    saved, now = (
+        given if isinstance(given, Mapping) else getattr(given, "__dict__", {})
+        for given in (
+            content.get("args") if config is None else config.get("task"),
+            getattr(task, "cfg", None) or getattr(task, "args", None),
+        )
+    )
+    found = {}
+    if not saved or not now:
+        return found
+    for name in ("task", "langs", *sorted(LANGUAGE_TOKENS)):
+        before, here = (
+            (each.get("_name") or each.get(name)) if name == "task" else each.get(name)
+            for each in (saved, now)
+        )
+        if (before or None) != (here or None):
+            shown = ",".join(before) if isinstance(before, list) else before
+            flag = f"--{name.replace('_', '-')}"
+            found[name] = flag if before is True else f"{flag} {shown}" if before else f"no {flag}"
+    return found
 
 
 def check_finite(path: Path | str, weights: Iterable[tuple[str, Tensor]]) -> None:

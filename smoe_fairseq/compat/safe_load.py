@@ -365,6 +365,14 @@ def _prefer(ours: dict[str, object]) -> None:
 def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:
     for name in ("load_checkpoint_to_cpu", "load_ema_from_checkpoint"):
         setattr(checkpoint_utils, name, _checked(getattr(checkpoint_utils, name)))
+    name_of = checkpoint_utils.get_maybe_sharded_checkpoint_filename
+
+    @functools.wraps(name_of)
+    def get_maybe_sharded_checkpoint_filename(*arguments):
+        check_there(path := name_of(*arguments))
+        return path
+
+    checkpoint_utils.get_maybe_sharded_checkpoint_filename = get_maybe_sharded_checkpoint_filename
 
 
 def _checked(load):

@@ -405,9 +405,11 @@ def check_checkpoint(model, state_dict) -> None:
         return
     wanted, found = _strata_of(own), _strata_of(loaded)
     if wanted != found:
+        dense = "; to begin with a dense one, make experts of it with smoe upcycle"
         raise UsageError(
             f"the checkpoint was trained with {found} and this model has {wanted}; pass the "
             "checkpoint's flags, or another --save-dir or --restore-file"
+            f"{dense if found == _DENSE else ''}"
         )
     experts = [n for n in own if n.endswith(".moe.experts.w1") and n in loaded]
     share = next((n for n in experts if loaded[n] != own[n]), None)
@@ -431,11 +433,14 @@ def check_checkpoint(model, state_dict) -> None:
     )
 
 
+_DENSE = "--moe-freq 0"
+
+
 def _strata_of(shapes: dict[str, tuple]) -> str:
     """The flags behind a state dict, read from its gates: gate I sees ``shape[0]`` experts."""
     blocks = dict.fromkeys(name.split("gates.")[0] for name in shapes if ".moe.gates." in name)
     if not blocks:
-        return "--moe-freq 0"
+        return _DENSE
     if any(f"{block}gates.0.table" in shapes for block in blocks):
         return "--moe-gate hash"
     sides, kinds = {}, set()

@@ -29,19 +29,25 @@ def checkpoint_of(run: Path | str, name: str | None = None) -> Path:
     if not run.is_dir():
         if run.exists():
             return run
+        _check_set(run)
         raise UsageError(f"{run} is missing: expected the folder of a run, or a checkpoint")
     names = (name,) if name else _NAMES
     found = next((run / each for each in names if (run / each).is_file()), None)
     if found:
         return found
-    if any(run.glob(f"{Path(names[-1]).stem}-rank-*.pt")):
-        raise UsageError(
-            f"{run} is of a run with --expert-parallel: make one checkpoint of its files with smoe "
-            "consolidate, and name that"
-        )
+    _check_set(run / names[-1])
     raise UsageError(
         f"{run} has no {' or '.join(names)}: expected the folder of a run, or a checkpoint"
     )
+
+
+def _check_set(name: Path) -> None:
+    """Raise UsageError if the name stands for the files of a run with --expert-parallel."""
+    if any(name.parent.glob(f"{name.stem}-rank-*.pt")):
+        raise UsageError(
+            f"{name} stands for a set of files (--expert-parallel): make one checkpoint of it with "
+            f"`smoe consolidate {name} --output FILE`"
+        )
 
 
 def data_of(checkpoint: Path, saved: str, given: Path | str | None = None) -> str:

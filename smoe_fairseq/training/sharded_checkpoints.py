@@ -203,10 +203,6 @@ def _check_unsharded(trainer, path: Path) -> None:
 
 def _check_whole(path: Path, reset_optimizer: bool) -> None:
     """A checkpoint with all experts, which --finetune-from-model may name: each process takes its own."""
-    if not path.exists() and rank_files(path):
-        raise UsageError(
-            f"{path} stands for a set: make one checkpoint of it with smoe consolidate"
-        )
     if path.exists() and not reset_optimizer:
         raise UsageError(
             f"{path} holds the optimizer's state of all experts: divide it first with smoe reshard"
@@ -247,10 +243,12 @@ def _check_sharded(trainer, path: Path, place) -> None:
 def _check_nothing(trainer, path: str) -> None:
     """No rank has a file: this is a new run, unless the user asked to resume."""
     name = set_name(path)
+    if rank_of(name) is not None:
+        raise UsageError(
+            f"{name} is the file of one rank: expected the set's name, {set_name(name)}"
+        )
     if name.exists():
         raise UsageError(
             f"{name} is of one process: divide it with smoe reshard {name} --world-size "
             f"{trainer.expert_placement.world_size} --output {name}, or choose another --save-dir"
         )
-    if trainer.cfg.checkpoint.restore_file != DEFAULT:
-        raise UsageError(f"--restore-file: {path} is missing")
