@@ -1,5 +1,6 @@
 """The block as a layer of any PyTorch model: without fairseq, under its parameters' own names."""
 
+import copy
 import math
 import subprocess
 import textwrap
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from smoe_fairseq.modules import OptionError, StratifiedMoE
+from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.modules.routing import Capacity, most_copies
 from smoe_fairseq.modules.statistics import average_null
@@ -103,6 +105,14 @@ def test_activation(given):
     torch.manual_seed(1)
     other = StratifiedMoE(8, 16, "4", activation_fn=torch.nn.functional.gelu).eval()
     assert torch.equal(block(x)[0], other(x)[0])
+
+
+def test_a_copy_of_sharded_experts_is_marked_as_they_are():
+    """As an average of the weights has one: fairseq's ``legacy_ddp`` asks for the mark."""
+    experts = copy.deepcopy(Experts(Placement(4, world_size=2), 8, 16))
+    sum(weight.sum() for weight in experts.weights()).backward()
+    for parameter in experts.parameters():
+        assert parameter.expert and torch.all(parameter.grad == 1 / 2)
 
 
 class NoFloat64OnMPS(TorchDispatchMode):

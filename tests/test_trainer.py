@@ -53,6 +53,35 @@ assert issubclass(SMoETrainer, Trainer)
     assert result.returncode == 0, result.stdout
 
 
+BIAS = ("--moe-balance", "bias", "--moe-second-expert-policy", "all")
+SUBCLASS = """
+import sys, fairseq_cli.train
+from fairseq.trainer import Trainer
+fairseq_cli.train.Trainer = type("Own", (Trainer,), {})
+sys.argv = sys.argv[1:]
+fairseq_cli.train.cli_main()
+"""
+
+
+@pytest.mark.parametrize(
+    "program, words",
+    [
+        (SUBCLASS, ("--moe-balance bias", "SMoETrainer")),
+        (RUN, ("--moe-balance bias", "--use-bmuf")),
+    ],
+    ids=["subclass", "bmuf"],
+)
+def test_gates_that_only_our_updates_teach(small_corpus, tmp_path, program, words):
+    """A bias would stay 0 for ever, or drift apart: refused in one sentence, and fine without it."""
+    bmuf = ["--use-bmuf"] if program == RUN else []
+    flags = (SCRIPTS / "fairseq-train", small_corpus, "--save-dir", tmp_path, *MOE, *bmuf)
+    result = run_python(program, *flags, *BIAS)
+    assert result.returncode == 1 and all(word in result.stdout for word in words), result.stdout
+    assert not list(tmp_path.glob("checkpoint*"))
+    if not bmuf:
+        assert run_python(program, *flags).returncode == 0
+
+
 def test_without_the_plugin_the_trainer_is_fairseqs():
     program = "from fairseq.trainer import Trainer as T; assert type(T.__new__(T)) is T"
     assert run_python(program).returncode == 0

@@ -326,6 +326,13 @@ def _check_gate(config: MoEOptions, sides: list[str]) -> None:
             "--moe-gate expert-choice: it is for the encoder, which has no MoE layer here; expected an "
             "--encoder-moe-freq above 0"
         )
+    for side in sides if config.moe_gate == "depths" and not _loading.get() else ():
+        fewest = min(strata.num_experts for strata in config.strata_of(side))
+        if (config.moe_capacity_factor or 0) >= fewest:
+            raise ValueError(
+                f"--moe-capacity-factor {config.moe_capacity_factor} with --moe-gate depths: experts would "
+                f"take all tokens; expected a number below {fewest}, such as 0.5"
+            )
     if config.moe_gate_residual == "layers":
         _check_residual_of_layers(config, sides)
 
@@ -371,7 +378,8 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
         )
     for name, (other, *values) in () if _loading.get() else OF_ONE_CHOICE.items():
         given = getattr(config, name)
-        if given != getattr(MoEOptions, name) and getattr(config, other) not in values:
+        harmless = map(str, (getattr(MoEOptions, name), *MoEConfig.harmless().get(name, ())))
+        if str(given) not in harmless and str(getattr(config, other)) not in values:
             raise ValueError(
                 f"{flag(name)} {given}: it is an option of {flag(other)} {' or '.join(values)}, not of "
                 f"{getattr(config, other)}"

@@ -6,6 +6,7 @@ The block's arguments, fairseq's flags (models/options.py) and the checks are ma
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import Optional
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ BALANCED_OVER = ("batch", "update")
 NORMS = ("paper", "released")
 DROPOUTS = ("stratum", "layer")
 GATE_RESIDUALS = ("none", "strata", "layers")
+_RANKED = ("topk", "hash-topk", "expert-choice")  # the last with top-k in the decoder
 FREE_EXPERTS = ("null_experts", "copy_experts", "constant_experts")
 
 
@@ -32,6 +34,7 @@ def option(
     check: Callable | None = None,
     alias: str = "",
     of: tuple[str, ...] = (),
+    harmless: tuple = (),
 ):
     """A field of `MoEConfig`.
 
@@ -41,9 +44,10 @@ def option(
         check: called with name and value, raises OptionError.
         alias: another flag for the same.
         of: another option, and the values without which this one has no effect.
+        harmless: values that may be given then, too.
     """
     metadata = {"help": help, "flag": flag, "choices": choices, "check": check, "alias": alias}
-    return field(default=default, metadata={**metadata, "of": of})
+    return field(default=default, metadata={**metadata, "of": of, "harmless": harmless})
 
 
 def _refuse(name: str, value, expected: str) -> None:
@@ -111,6 +115,8 @@ class MoEConfig:
         "experts per token and stratum, null experts included; for --moe-gate relu and threshold "
         "the mean to aim at",
         "moe_top_k",
+        of=("gate", *_RANKED, "relu", "threshold"),
+        harmless=(1,),
     )
     top_p: float = option(
         0.4,
@@ -215,17 +221,21 @@ class MoEConfig:
         "between them",
         "moe_stacked",
     )
-    capacity_factor: float = option(
-        2.0,
-        "in training an expert takes at most ceil(factor * tokens / experts) tokens; 0: no limit",
+    capacity_factor: Optional[float] = option(  # noqa: UP045 (fairseq reads no other form)
+        None,
+        "in training an expert takes at most ceil(factor * tokens / experts) tokens; 0: no limit; "
+        "default: 2.0, for --moe-gate depths 0.5, for top-p, relu and threshold 0",
         "moe_capacity_factor",
         check=factor,
+        of=("gate", *_RANKED, "top-p", "relu", "threshold", "depths"),
+        harmless=(2.0,),
     )
     eval_capacity_factor: float = option(
         0.0,
         "the same in evaluation; with 0, no limit, a translation does not depend on its batch",
         "moe_eval_capacity_factor",
         check=factor,
+        of=("gate", *_RANKED, "top-p", "relu", "threshold"),
     )
     second_expert_policy: str = option(
         "sampling",
@@ -233,6 +243,7 @@ class MoEConfig:
         "random: the best, kept with probability min(1, 2 * weight)",
         "moe_second_expert_policy",
         choices=SECOND_EXPERT_POLICIES,
+        of=("gate", *_RANKED),
     )
     gate_normalization: str = option(
         "after-drop",
@@ -240,6 +251,7 @@ class MoEConfig:
         "it, or never",
         "moe_gate_normalization",
         choices=GATE_NORMALIZATIONS,
+        of=("gate", *_RANKED),
     )
     drop_order: str = option(
         "sentence",
@@ -247,6 +259,7 @@ class MoEConfig:
         "of highest gate probability; random: a random choice",
         "moe_drop_order",
         choices=DROP_ORDERS,
+        of=("gate", *_RANKED, "top-p", "relu", "threshold"),
     )
     norms: str = option(
         "paper",
@@ -330,6 +343,8 @@ class MoEConfig:
     )
 
     def __post_init__(self):
+        if self.capacity_factor is None and self.gate in GATES:
+            object.__setattr__(self, "capacity_factor", GATES[self.gate].default_capacity)
         for each in fields(self):
             value, choices = getattr(self, each.name), each.metadata["choices"]
             if choices and value not in choices:
@@ -369,6 +384,11 @@ class MoEConfig:
         flags = cls.flags()
         found = {f.metadata["flag"]: f.metadata["of"] for f in fields(cls)}
         return {name: (flags[of[0]], *of[1:]) for name, of in found.items() if of}
+
+    @classmethod
+    def harmless(cls) -> dict[str, tuple]:
+        """Values of the models' options that are no contradiction where they have no effect."""
+        return {f.metadata["flag"]: (f.default, *f.metadata["harmless"]) for f in fields(cls)}
 
 
 # Rules across options, each with the sentence that the user reads.

@@ -47,9 +47,17 @@ class Experts(nn.Module):
         self.activation_dropout = activation_dropout
         self.output_init_scale = output_init_scale
         self.reset_parameters()
-        if placement.is_sharded:
+        self.mark()
+
+    def mark(self) -> None:
+        """Mark what other processes do not have: fairseq's ``legacy_ddp`` averages no such gradient."""
+        if self.placement.is_sharded:
             for parameter in self.parameters():
-                mark_as_expert(parameter, placement.world_size)
+                parameter.expert = True
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.mark()  # a copy of a parameter loses it
 
     def reset_parameters(self):
         """Draws the values of all experts, so that each has the same whatever the number of processes."""
@@ -70,7 +78,10 @@ class Experts(nn.Module):
     def weights(self) -> Weights:
         """``w1``, ``b1``, ``w2``, ``b2`` in the type that is computed in, autocast's where it is on."""
         dtype = autocast_dtype(self.w1.device) or self.w1.dtype
-        return tuple(p.to(dtype) for p in (self.w1, self.b1, self.w2, self.b2))
+        weights = self.w1, self.b1, self.w2, self.b2
+        if self.placement.is_sharded and torch.is_grad_enabled():
+            weights = (DividedGradient.apply(w, self.placement.world_size) for w in weights)
+        return tuple(w.to(dtype) for w in weights)
 
     @property
     def hidden(self) -> Hidden:
@@ -78,15 +89,20 @@ class Experts(nn.Module):
         return Hidden(self.activation_fn, self.activation_dropout if self.training else 0.0)
 
 
-def mark_as_expert(parameter: nn.Parameter, world_size: int) -> None:
-    """Marks what other processes do not have: whoever averages gradients over processes leaves it alone.
+class DividedGradient(torch.autograd.Function):
+    """The weights; their gradient is divided by a number of processes.
 
-    fairseq's ``legacy_ddp`` looks for the mark. The gradient sums over the tokens of all processes
-    already, and that of any other parameter becomes a mean over them: so the division is made up for
-    here.
+    It sums over the tokens of all processes, and that of any other parameter becomes a mean over them.
     """
-    parameter.expert = True
-    parameter.register_hook(lambda gradient: gradient / world_size)
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient / ctx.number, None
 
 
 EXECUTIONS = ("auto", "per-expert", "grouped", "fused")

@@ -68,15 +68,36 @@ logger = logging.getLogger(__name__)
 def ask_for_ours(trainer: ModuleType) -> None:
     """Make ``Trainer(...)`` return an `SMoETrainer`; subclasses of fairseq's Trainer do not change.
 
+    They raise UsageError for a model that only ours trains.
+
     ``fairseq_cli.train`` imports the class before it reads ``--user-dir``, so replacing the name in the
     module would come too late. Instead, the class's ``__new__`` is changed.
     """
     fairseqs = trainer.Trainer
 
     def __new__(cls, *arguments, **options):
-        return object.__new__(SMoETrainer if cls is fairseqs else cls)
+        if cls is fairseqs:
+            return object.__new__(SMoETrainer)
+        models = [each for each in (*arguments, *options.values()) if isinstance(each, nn.Module)]
+        if not issubclass(cls, SMoETrainer) and (flag := learns_by_updates(models)):
+            raise UsageError(
+                f"{flag} with {cls.__name__}: only SMoETrainer of smoe_fairseq.training.trainer updates such "
+                "gates; expected a subclass of it"
+            )
+        return object.__new__(cls)
 
     fairseqs.__new__ = staticmethod(__new__)
+
+
+def learns_by_updates(models: Iterable[nn.Module]) -> str | None:
+    """The flag by which gates learn from the counts of an update, and not by gradients alone."""
+    for block in (block for model in models for block in moe_blocks(model).values()):
+        if block.counting.observed:
+            bias = block.config.balance == "bias"
+            return "--moe-balance bias" if bias else f"--moe-gate {block.config.gate}"
+        if block.balance_over == "update" and block.learns_balance:
+            return "--moe-balance-over update"
+    return None
 
 
 class SMoETrainer(Trainer):
@@ -94,6 +115,11 @@ class SMoETrainer(Trainer):
     def __init__(self, cfg, task, model, *others, **options):
         check_flags(cfg, task)
         check_language_pairs(cfg, model)
+        if cfg.optimization.use_bmuf and (flag := learns_by_updates([model])):
+            raise UsageError(
+                f"{flag} with --use-bmuf: processes count for themselves between its synchronisations, and "
+                "their gates would differ; leave one of the two out"
+            )
         self.expert_placement = place = placement_of(model)
         self.save_name = None
         self.in_update = False

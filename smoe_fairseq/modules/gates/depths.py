@@ -25,6 +25,7 @@ class DepthsGate(ExpertChoiceGate):
     """
 
     learns_number = True
+    default_capacity = 0.5
     learns_by_counts = True
     weighs_all = False
 

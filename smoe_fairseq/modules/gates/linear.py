@@ -29,6 +29,7 @@ class Gate(nn.Module):
     of_one_stratum: bool = False  # whether it goes with a single stratum alone
     learns_number: bool = False  # whether the mean number of experts per token is learnt
     has_balance_loss: bool = False
+    default_capacity: float = 2.0  # ``capacity_factor`` where none is given
     fewest: int = 1  # experts that it has to see
     weighs_all: bool = True  # whether experts that are not chosen change the weights of the others
     needs_every_expert: str = (
@@ -211,6 +212,7 @@ class AnyNumberGate(LinearGate):
     """
 
     learns_number = True
+    default_capacity = 0.0
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
