@@ -223,11 +223,12 @@ def test_the_first_paragraph(results, tmp_path):
         "at 1.14 strata of a block in the decoder."
     )
     assert report.summary(found, checkpoint) == text
-    scores = {"aa-bb": {"bleu": 30.0}, "bb-aa": {"bleu": 31.0}}
+    first, second = ({"bleu": bleu, "signature": "s", "sentences": 3} for bleu in (30.0, 31.0))
+    scores = {"aa-bb": first, "bb-aa": second}
     for content, said in (
         ({"checkpoint": "best.pt", "scores": scores}, True),
         ({"checkpoint": "last.pt", "scores": scores}, False),
-        ({"checkpoint": "best.pt", "scores": {"aa-bb": {"bleu": 30.0}}}, False),
+        ({"checkpoint": "best.pt", "scores": {"aa-bb": first}}, False),
         (["no", "scores"], False),
     ):
         (tmp_path / "scores.json").write_text(json.dumps(content))

@@ -30,7 +30,8 @@ pytest.importorskip("transformers", reason="the package transformers is not inst
 
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer  # noqa: E402
 
-import smoe_fairseq.huggingface  # noqa: E402, F401
+from smoe_fairseq.huggingface import SMoEConfig, SMoETokenizer  # noqa: E402
+from smoe_fairseq.modules import StratifiedMoE  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -193,10 +194,12 @@ def test_gradient_checkpointing_changes_no_gradient(exported):
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     expected = gradients()
-    model.gradient_checkpointing_enable()
-    assert model.is_gradient_checkpointing
-    for name, gradient in gradients().items():
-        assert torch.allclose(gradient, expected[name], atol=1e-6), name
+    for reentrant in (False, True):  # the second recomputes the losses of the gates, too
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        assert model.is_gradient_checkpointing
+        for name, gradient in gradients().items():
+            assert torch.allclose(gradient, expected[name], atol=1e-6), name
 
 
 @pytest.mark.parametrize("system", ["strata-4-4", "hash"])
@@ -300,6 +303,48 @@ def link_text(folder: Path) -> Path:
     return folder
 
 
+def test_a_config_by_hand_has_the_defaults_of_the_block():
+    sizes = {f"{side}_embed_dim": 16 for side in ("encoder", "decoder")}
+    moe = {"encoder.layers.1.moe": {"strata": "2-2"}, "decoder.layers.0.moe": {"top_k": 1}}
+    config = SMoEConfig(vocab_size=30, encoder_ffn_embed_dim=24, **sizes, moe_blocks=moe)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    first, second = model.encoder.layers[1].moe, model.decoder.layers[0].moe
+    assert str(first.strata) == "2-2" and first.experts.w1.shape == (4, 24, 16)
+    assert str(second.strata) == StratifiedMoE(16, 24).config.strata and second.choices == 1
+    ids = torch.tensor([[5, 6, 2]])
+    model(ids, labels=ids).loss.backward()
+
+
+def test_the_loss_of_an_update_of_several_batches(exported):
+    """Divided by the labels of all batches, their losses add up to that of the whole."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported)  # nothing is dropped in evaluation
+    model.config.router_aux_loss_coef = 0.0  # whose products are of each batch by itself
+    source, labels = batch(model.config.vocab_size)
+    labels[labels == 1] = -100
+    whole = model(source, source != 1, labels=labels).loss
+    items = (labels != -100).sum()
+    parts = [
+        model(s, s != 1, labels=y, num_items_in_batch=items).loss
+        for s, y in ((source[:1], labels[:1]), (source[1:], labels[1:]))
+    ]
+    assert torch.allclose(sum(parts), whole, atol=1e-5)
+
+
+def test_smoothing_that_takes_the_labels_is_refused(exported, tmp_path):
+    """Else the gates would be trained without their losses."""
+    pytest.importorskip("accelerate", reason="the package accelerate is not installed")
+    from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported)
+    data = [tokenizer(line, text_target=line.upper()) for line in TRANSLATED]
+    settings = {"output_dir": str(tmp_path), "max_steps": 1, "report_to": [], "use_cpu": True}
+    settings = Seq2SeqTrainingArguments(**settings, label_smoothing_factor=0.1)
+    trainer = Seq2SeqTrainer(model, settings, DataCollatorForSeq2Seq(tokenizer, model), data)
+    with pytest.raises(UsageError, match="config.label_smoothing"):
+        trainer.train()
+
+
 def test_trainer_lowers_the_loss_and_lora_trains(exported, tmp_path):
     pytest.importorskip("accelerate", reason="the package accelerate is not installed")
     peft = pytest.importorskip("peft", reason="the package peft is not installed")
@@ -346,7 +391,7 @@ def test_subwords_are_sentencepieces(tmp_path):
     for piece in sorted({piece for line in lines for piece in bpe.encode(line).split()})[2:]:
         dictionary.add_symbol(piece)
     (tmp_path / "vocab.json").write_text(json.dumps(dictionary.symbols))
-    tokenizer = smoe_fairseq.huggingface.SMoETokenizer(
+    tokenizer = SMoETokenizer(
         str(tmp_path / "vocab.json"), sp_model_file=str(tmp_path / "spm.model")
     )
     for text in (*lines, "the </s> zebra", " two   blanks ", "", "<unk> <pad>", "the\u3000old"):
@@ -385,6 +430,20 @@ def test_languages(three_languages, tmp_path):
         tokenizer("aa1")
 
 
+def test_tokens_that_are_added(exported, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer.add_tokens(["<new>", "<new2>"])
+    word = TRANSLATED[0].split()[0]
+    ids = tokenizer(f"{word} <new2> {word} </s>")["input_ids"]
+    assert ids[1] == tokenizer.vocab_size + 1 and ids[0] == ids[2]
+    assert ids[3:] == tokenizer("</s>")["input_ids"] and len(ids) == 5  # text, as in fairseq
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(f"{word} <new2> {word} </s>")["input_ids"] == ids
+    assert again.get_vocab() == tokenizer.get_vocab() and "<new>" in again.get_vocab()
+    assert again.decode(ids[:3]) == f"{word} <new2> {word}"
+
+
 WITHOUT_FAIRSEQ = """
 import sys
 class Nothing:
@@ -420,7 +479,7 @@ def test_the_card_has_the_runs_scores(trained, tmp_path):
         "scores": {"src-tgt": score},
     }
     (folder / "scores.json").write_text(json.dumps(content))
-    flags = {"flags": {"--lr": "0.006", "--moe-stacked": ""}}
+    flags = {"method": "m", "dictionary": "d", "flags": {"--lr": "0.006", "--moe-stacked": ""}}
     (folder / "identity.json").write_text(json.dumps(flags))
     card = (export(folder, tmp_path / "model") / "README.md").read_text()
     assert "```\n--lr 0.006\n--moe-stacked\n```\n" in card

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_text
 
 UPDATES = "num_updates"
@@ -30,7 +31,11 @@ def read_lines(path: Path) -> Iterator[dict[str, float]]:
 
     Takes what ``--log-file`` or a redirected console holds, in fairseq's simple or JSON format.
     """
-    for line in read_text(path, LARGEST_LOG).splitlines():
+    try:
+        lines = read_text(path, LARGEST_LOG).splitlines()
+    except UsageError as error:
+        raise UsageError(f"--log {error}") from None
+    for line in lines:
         if UPDATES in (values := _values(line)):
             yield values
 

@@ -64,6 +64,7 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool = False) 
     search = SEARCH | {"suppress_tokens": [config.pad_token_id]}
     search |= {f"{n}_token_id": getattr(config, f"{n}_token_id") for n in ("bos", "eos", "pad")}
     search["decoder_start_token_id"] = config.decoder_start_token_id
+    search["forced_eos_token_id"] = config.eos_token_id  # at the greatest length
     search["max_new_tokens"] = min(search["max_new_tokens"], config.max_target_positions - 1)
     with whole_folder(output, force, f"--output {output}") as partial:
         save_tensors(tensors, str(partial / WEIGHTS))

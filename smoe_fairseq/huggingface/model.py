@@ -16,7 +16,9 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ModelOutput, Seq2SeqMoEOutput
 
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
+from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.gates import GATES
 
 SIDES = ("encoder", "decoder")
@@ -42,11 +44,12 @@ class SMoEConfig(PretrainedConfig):
         vocab_size: V, entries of the target dictionary.
         source_vocab_size: entries of the source dictionary; None: as many.
         moe_blocks: arguments of the `StratifiedMoE` of each MoE layer by its name
-            (``encoder.layers.1.moe``); empty: a dense model.
+            (``encoder.layers.1.moe``), such as ``{"strata": "4-4"}``; empty: a dense model.
         router_aux_loss_coef, router_z_loss_coef, router_entropy_loss_coef: weights of the gates' balance
             loss, z-loss, and (gate top-p) entropy in ``loss``.
         output_router_logits: whether outputs have the gates' logits.
-        label_smoothing: of the cross entropy in ``loss``.
+        label_smoothing: of the cross entropy in ``loss``. The Trainer's ``label_smoothing_factor`` is
+            not supported with experts, since it takes the labels away.
         options: the other options of the model.
     """
 
@@ -227,7 +230,7 @@ class Layer(GradientCheckpointingLayer):
         self.is_moe = options is not None
         if self.is_moe:
             entries = config.source_vocab_size if side == "encoder" else config.vocab_size
-            self.moe = block_of(options, entries)
+            self.moe = block_of(config, side, options, entries)
         else:
             self.activation_fn = ACTIVATIONS[config.activation_fn]
             self.fc1, self.fc2 = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
@@ -237,6 +240,7 @@ class Layer(GradientCheckpointingLayer):
         self,
         x: Tensor,
         source: Tensor | None = None,
+        gate_logits: Tensor | None = None,
         mask: Tensor | None = None,
         source_mask: Tensor | None = None,
         padding_BT: Tensor | None = None,
@@ -244,9 +248,11 @@ class Layer(GradientCheckpointingLayer):
         past_key_values: EncoderDecoderCache | None = None,
         weights: bool = False,
         with_stats: bool = False,
-        gate_logits: Tensor | None = None,
     ) -> tuple:
-        """``(y, self-attention, cross-attention, statistics of the routing)``; None where not asked for."""
+        """``(y, self-attention, cross-attention, *statistics of the routing)``; None where not requested.
+
+        What has a gradient is given by position and returned flat, which reentrant checkpointing needs.
+        """
 
         def look(name: str, *arguments) -> tuple[Tensor, Tensor | None]:
             norm = getattr(self, f"{name}_layer_norm")
@@ -259,20 +265,25 @@ class Layer(GradientCheckpointingLayer):
             x, cross = look("encoder_attn", source, source_mask, past_key_values, weights)
         if self.is_moe:
             x, stats = self.moe(x, padding_BT, with_stats, ids_BT, gate_logits)
-            return x, own, cross, stats
+            return x, own, cross, *(stats or ())
         h = self.activation_fn(self.fc1(self.final_layer_norm(x) if self.pre_norm else x))
         h = self.fc2(F.dropout(h, self.activation_dropout, self.training))
-        return self._add(x, h, self.final_layer_norm), own, cross, None
+        return self._add(x, h, self.final_layer_norm), own, cross
 
     def _add(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
         y = x + F.dropout(y, self.dropout, self.training)
         return y if self.pre_norm else norm(y)
 
 
-def block_of(options: dict, vocabulary: int) -> StratifiedMoE:
-    """The block of these arguments; a hash gate's table, which is among the weights, is empty yet."""
-    options = {**options, "activation_fn": ACTIVATIONS[options["activation_fn"]]}
-    if GATES[options["gate"]].asks_for == "id":
+def block_of(config: SMoEConfig, side: str, options: dict, vocabulary: int) -> StratifiedMoE:
+    """The block of these arguments; a hash gate's table, which is among the weights, is empty yet.
+
+    Sizes and activation are by default those of the side, all else is that of `StratifiedMoE`.
+    """
+    given = {name: config.of(side, name) for name in ("embed_dim", "ffn_embed_dim")}
+    options = {**given, "activation_fn": config.activation_fn, **options}
+    options["activation_fn"] = ACTIVATIONS[options["activation_fn"]]
+    if GATES[options.get("gate", MoEConfig.gate)].asks_for == "id":
         options["hash_table"] = torch.zeros(vocabulary, dtype=torch.long)
     output_norm = options.pop("output_norm", True)
     block = StratifiedMoE(**options)
@@ -327,7 +338,9 @@ class Side(nn.Module):
             x = self.layernorm_embedding(x)
         return F.dropout(x, self.dropout, self.training)
 
-    def run(self, x: Tensor, router_logits: bool, weights: bool, **arguments) -> dict:
+    def run(
+        self, x: Tensor, source: Tensor | None, router_logits: bool, weights: bool, **arguments
+    ) -> dict:
         """All layers and the last norm.
 
         Returns:
@@ -346,12 +359,11 @@ class Side(nn.Module):
                     keep = lambda _, given, routing, here=logits: here.append(routing.logits_TE)  # noqa: E731
                     hooks.append(gate.register_forward_hook(keep))
             try:
-                x, own, cross, stats = layer(
-                    x, weights=weights, gate_logits=gate_logits, **arguments
-                )
+                x, own, cross, *stats = layer(x, source, gate_logits, weights=weights, **arguments)
             finally:
                 for hook in hooks:
                     hook.remove()
+            stats = RoutingStats(*stats) if stats else None
             if stats is not None:
                 gate_logits = stats.gate_logits
             for name, value in (("hidden", x), ("own", own), ("cross", cross), ("stats", stats)):
@@ -387,6 +399,7 @@ class Encoder(Side):
         padding_BS = padding_BS if may_have_padding(padding_BS) else None
         found = self.run(
             x,
+            None,
             bool(output_router_logits),
             bool(output_attentions),
             mask=None if padding_BS is None else ~padding_BS[:, None, None],
@@ -438,9 +451,9 @@ class Decoder(Side):
             mask = (ones.tril(past) & ~all_BT[:, None, None]) | own
         return self.run(
             x,
+            source,
             router_logits,
             weights,
-            source=source,
             mask=mask,
             source_mask=(
                 ~source_padding_BS[:, None, None] if may_have_padding(source_padding_BS) else None
@@ -492,7 +505,7 @@ class SMoEForConditionalGeneration(SMoEPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {}  # of each model its own
-    accepts_loss_kwargs = False  # the loss is a mean over the batch's tokens
+    accepts_loss_kwargs = True  # the Trainer tells for how many labels the loss is
 
     def __init__(self, config: SMoEConfig):
         super().__init__(config)
@@ -550,23 +563,36 @@ class SMoEForConditionalGeneration(SMoEPreTrainedModel, GenerationMixin):
         output_router_logits: bool | None = None,
         return_dict: bool | None = None,
         cache: EncoderDecoderCache | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **unused,
     ) -> Seq2SeqMoEOutput | tuple:
         """Logits ``(B, T, V)``, and the loss with ``labels (B, T)``, which are -100 where they do not count.
 
         ``cache`` is what transformers 5.24 and later call ``past_key_values``; both names are taken.
+        ``num_items_in_batch`` is the number of labels in all batches of an update (default: in this one),
+        by which the Trainer has the losses divided.
         Embeddings that are given are scaled already. Router logits are, for each MoE layer, a tensor
         ``(tokens, experts seen)`` for each stratum, of the tokens that its gate was given.
 
         Returns:
             ``loss`` is the mean cross entropy over the labels, plus ``encoder_aux_loss`` and
             ``decoder_aux_loss``: each side's part of the gates' weighted losses.
+
+        Raises:
+            UsageError: the Trainer keeps the labels to itself, for its ``label_smoothing_factor`` or a loss
+                function, and router logits are not requested: gates would be trained without their losses.
         """
         config = self.config
         attentions = _or(output_attentions, config.output_attentions)
         hidden = _or(output_hidden_states, config.output_hidden_states)
         logits_too = _or(output_router_logits, config.output_router_logits)
         with_stats = labels is not None
+        if num_items_in_batch is not None and config.moe_blocks and not (with_stats or logits_too):
+            raise UsageError(
+                "the Trainer passed no labels, so the gates' losses would be left out: set "
+                "config.label_smoothing in place of label_smoothing_factor, or for a loss function of "
+                "your own config.output_router_logits"
+            )
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids, attention_mask, inputs_embeds, hidden, attentions, logits_too, with_stats
@@ -596,13 +622,16 @@ class SMoEForConditionalGeneration(SMoEPreTrainedModel, GenerationMixin):
         if labels is not None:
             # fairseq shares the smoothing among the other entries, torch among all.
             smoothing = config.label_smoothing * config.vocab_size / (config.vocab_size - 1)
+            labels = labels.flatten().to(logits.device)
+            count = (labels != -100).sum()
+            items = count if num_items_in_batch is None else num_items_in_batch
             loss = F.cross_entropy(
-                logits.flatten(0, 1).float(),
-                labels.flatten().to(logits.device),
-                label_smoothing=smoothing,
+                logits.flatten(0, 1).float(), labels, reduction="sum", label_smoothing=smoothing
             )
-            of_encoder, of_decoder = self.gate_losses(
-                getattr(encoder_outputs, "routing", None) or (), found["stats"], loss
+            loss = loss / items
+            routing = getattr(encoder_outputs, "routing", None) or (), found["stats"]
+            of_encoder, of_decoder = (
+                part * (count / items) for part in self.gate_losses(*routing, loss)
             )
             loss = loss + of_encoder + of_decoder
         output = Seq2SeqMoEOutput(

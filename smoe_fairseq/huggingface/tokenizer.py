@@ -1,6 +1,5 @@
 """A run's sentencepiece model and dictionaries, with its language tokens, as a tokenizer of transformers."""
 
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -11,6 +10,8 @@ from sentencepiece import SentencePieceProcessor
 from transformers import PreTrainedTokenizer
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import check_plain
+from smoe_fairseq.forms import read_json
 
 _BEGINS_WORD = "\u2581"  # how sentencepiece marks it
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a piece of sentencepiece's byte fallback
@@ -57,15 +58,14 @@ class SMoETokenizer(PreTrainedTokenizer):
             "target_vocab_file": target_vocab_file,
             "sp_model_file": sp_model_file,
         }
-        self.source = json.loads(Path(vocab_file).read_text("utf-8"))
-        self.target = self.source
-        if target_vocab_file:
-            self.target = json.loads(Path(target_vocab_file).read_text("utf-8"))
+        self.source = read_json(vocab_file, [str])
+        self.target = read_json(target_vocab_file, [str]) if target_vocab_file else self.source
         self._source_ids = {token: i for i, token in enumerate(self.source)}
         self._target_ids = {token: i for i, token in enumerate(self.target)}
         self._of_target = False
         self._spm = None
         if sp_model_file:
+            check_plain(sp_model_file)
             self._spm = SentencePieceProcessor(model_file=str(sp_model_file))
         self.language_tokens = dict(language_tokens or {})
         self.encoder_langtok, self.decoder_langtok = encoder_langtok, decoder_langtok
@@ -81,6 +81,7 @@ class SMoETokenizer(PreTrainedTokenizer):
             lang_pairs=self.lang_pairs,
             src_lang=src_lang,
             tgt_lang=tgt_lang,
+            **self.files,
             **options,
         )
         self.src_lang, self.tgt_lang = src_lang, tgt_lang
@@ -128,7 +129,17 @@ class SMoETokenizer(PreTrainedTokenizer):
         return len(self.source)
 
     def get_vocab(self) -> dict[str, int]:
-        return dict(self._source_ids)
+        return self._source_ids | self._added_tokens_encoder
+
+    def tokenize(self, text: str, **options) -> list[str]:
+        """The subwords of a text. Tokens that were added to the tokenizer stay whole."""
+        added = {t for t, i in self._added_tokens_encoder.items() if i >= len(self.source)}
+        if not added:
+            return self._tokenize(text)
+        longest_first = sorted(map(re.escape, added), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(longest_first)})", text)
+        subwords = ([part] if part in added else self._tokenize(part) for part in parts)
+        return [token for tokens in subwords for token in tokens]
 
     def _tokenize(self, text: str, **_) -> list[str]:
         pieces = [text] if self._spm is None else self._spm.encode(text, out_type=str)
@@ -158,7 +169,8 @@ class SMoETokenizer(PreTrainedTokenizer):
         """Unknown words are ``<unk>``, as in fairseq, whether or not special tokens are left out."""
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         left_out = {"<s>", "<pad>", "</s>", *self.language_tokens.values()}
-        tokens = [self.target[int(i)] for i in ids]
+        left_out.update(map(str, self.extra_special_tokens))
+        tokens = self.convert_ids_to_tokens(ids)
         if skip_special_tokens:
             tokens = [token for token in tokens if token not in left_out]
         return self.convert_tokens_to_string(tokens)
@@ -177,7 +189,10 @@ class SMoETokenizer(PreTrainedTokenizer):
         if name and self.language_tokens:
             if (language := getattr(self, name)) is None:
                 known = ", ".join(self.language_tokens)
-                raise UsageError(f"tokenizer.{name} is not set; expected one of {known}")
+                raise UsageError(
+                    f"tokenizer.{name} is not set; expected one of {known}, since the model knows "
+                    "several languages"
+                )
             begin = [self._convert_token_to_id(self.language_tokens[language])]
         return [*begin, *token_ids_0, *(token_ids_1 or []), self._convert_token_to_id("</s>")]
 
