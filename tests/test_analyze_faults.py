@@ -78,7 +78,7 @@ def bad_inputs(tmp_path):
         "--lang-pairs aa-dd": "--lang-pairs aa-dd: the model knows bb-aa, cc-aa",
         "--gen-subset test": "--gen-subset test: ",
         f"--output {tmp_path}": f"--output {tmp_path} exists already",
-        f"--log {tmp_path}/none": f"--log {tmp_path}/none cannot be read",
+        f"--log {tmp_path}/none": f"--log {tmp_path}/none is missing",
         f"--log {__file__}": f"--log {__file__} has no routing metrics",
     }
 
@@ -104,7 +104,7 @@ def test_data_that_is_not_whole_gets_one_sentence(three_languages, gates_by_hand
     data = shutil.copytree(three_languages, tmp_path / "data")
     file = data / "valid.aa-bb.bb.bin"
     file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(SystemExit, match=f"^error: {file}: ValueError: offset"):
+    with pytest.raises(SystemExit, match=f"^error: {data}"):
         main([*one_direction(data, gates_by_hand), "--output", str(tmp_path / "new")])
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from smoe_fairseq.checkpoints.io import open_checkpoint
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.statistics import capacities_of
 
@@ -236,7 +236,9 @@ class Samples:
             numbers, dropped = batches(dataset, limit, left, self.max_tokens)
             self.too_long += dropped
             for batch in tqdm(numbers, self.direction, unit="batch", disable=hidden, leave=False):
-                yield on_device(self.model, dataset.collater([dataset[i] for i in batch]))
+                with naming_file(folders(self.task)[0], f"{self.subset} text of {self.direction}"):
+                    sample = dataset.collater([dataset[i] for i in batch])
+                yield on_device(self.model, sample)
                 self.seen += len(batch)
         if not self.seen:
             raise UsageError(
