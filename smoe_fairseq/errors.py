@@ -174,13 +174,6 @@ def checks_first(command: Callable, check: Callable) -> Callable:
 # Numbers that the flags of our own commands take, as types of argparse.
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1, in digits alone."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ArgumentTypeError(f"{text}: expected a whole number of at least 1")
-    return int(text)
-
-
 def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:
     """The type of finite numbers from ``least`` on, to ``most``; ``kind`` is int or float."""
 
@@ -194,28 +187,15 @@ def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str]
             what = "a whole number" if kind is int else "a number"
             bound = f" of at least {least}" if math.isfinite(least) else ""
             bound = f" from {least} to {most}" if math.isfinite(most) else bound
-            raise ArgumentTypeError(f"{text!r}: expected {what}{bound}")
+            raise ArgumentTypeError(f"{text}: expected {what}{bound}")
         return value
 
     return parse
 
 
-def port(text: str) -> int:
-    """0 to 65535."""
-    if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise ArgumentTypeError(f"{text}: expected a number from 0 to 65535")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """More than 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"{text}: expected seconds, more than 0")
-    return value
+positive = at_least(int, 1)
+port = at_least(int, 0, 65535)
+seconds = at_least(float, 0.001)
 
 
 # fairseq without its log messages, so that standard output holds only a command's own.

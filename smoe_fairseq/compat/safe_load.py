@@ -9,14 +9,11 @@ import functools
 import os
 import pickle
 import re
-import sys
 import zipfile
-from argparse import Action, Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import is_dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, rank_files
@@ -232,7 +229,7 @@ def evaluate(source, /):
     """``eval`` for literals, and for sums and repetitions of lists and tuples of them.
 
     Raises:
-        UsageError: it is anything else; one sentence that names the setting.
+        ValueError: it is anything else.
         TypeError: it is no string, as ``eval`` says; fairseq counts on that.
     """
     if not isinstance(source, str):
@@ -240,11 +237,9 @@ def evaluate(source, /):
     try:
         return _value(ast.parse(source.strip(), mode="eval").body)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        shown = repr(source if len(source) <= _SHOWN else source[:_SHOWN] + "...")
-        setting = _setting_of(source, sys._getframe(1))
-        raise UsageError(
-            f"{setting} is {shown}: expected a literal, such as (0.9, 0.98) or [(512, 3)] * 20; "
-            "anything else would be run as a program, and is not"
+        raise ValueError(
+            f"{source:.{_SHOWN}}: expected a literal, such as (0.9, 0.98) or [(512, 3)] * 20; anything else "
+            "would be run as a program, and is not"
         ) from None
 
 
@@ -269,30 +264,6 @@ def _put_together(left, operator: ast.operator, right) -> list | tuple:
         if len(left) + len(right) <= LONGEST:
             return left + right
     raise ValueError("no list, or too long a one")
-
-
-def _setting_of(source: str, frame: FrameType | None) -> str:
-    """The name of a flag or setting that has this value, found in what called ``eval``."""
-    while frame is not None:
-        variables = frame.f_locals
-        if isinstance(action := variables.get("action"), Action) and action.option_strings:
-            return action.option_strings[-1]
-        owner = variables.get("self")
-        for holder in (*variables.values(), *(getattr(owner, n, None) for n in ("cfg", "args"))):
-            if name := _name_in(holder, source):
-                return f"the setting {name!r} of the checkpoint or command line"
-        frame = frame.f_back
-    return "a setting of the checkpoint or command line"
-
-
-def _name_in(holder, source: str) -> str | None:
-    """The name of the entry that is ``source``, if ``holder`` is a config of any kind of fairseq's."""
-    if isinstance(holder, Namespace) or is_dataclass(holder) and not isinstance(holder, type):
-        holder = vars(holder)
-    if isinstance(holder, Mapping):
-        with suppress(Exception):  # omegaconf's own, for entries that have no value
-            return next((k for k, v in holder.items() if isinstance(v, str) and v == source), None)
-    return None
 
 
 # What a checkpoint says of its model and task, without building them.
