@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Trains on a SLURM cluster: scripts/slurm.sh DATASET METHOD [flags of fairseq-train]
-# NODES (1) machines with GPUS (8) each; sbatch's own variables choose the rest, such as SBATCH_PARTITION,
-# SBATCH_ACCOUNT, SBATCH_TIMELIMIT. A job that is about to be stopped, by preemption or by its time limit,
-# puts itself into the queue again and goes on from its last checkpoint.
-# DRY_RUN=1 prints the commands only. Folders and BATCH are as in train.sh.
+# Trains on a SLURM cluster: scripts/slurm.sh DATASET METHOD [--nodes 1] [--gpus 8] [flags of train.sh]
+# sbatch's own variables choose the rest, such as SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT.
+# A job that is about to be stopped, by preemption or by its time limit, puts itself into the queue again and
+# resumes from its last checkpoint. --dry-run prints the commands only.
 #SBATCH --job-name=smoe
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=8
@@ -13,6 +12,15 @@
 #SBATCH --signal=B:USR1@180
 set -euo pipefail
 export NODES="${NODES:-1}" GPUS="${GPUS:-8}" LAUNCHER=slurm
+before=
+for word in "$@"; do  # sbatch needs them, too
+    case $before in
+        --nodes) NODES=$word ;;
+        --gpus) GPUS=$word ;;
+    esac
+    [[ $word != --dry-run ]] || export DRY_RUN=1
+    before=$word
+done
 
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
     SMOE_SCRIPTS=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")

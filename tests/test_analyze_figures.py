@@ -142,6 +142,21 @@ def test_tokens_are_text(results, tmp_path):
     assert texts >= set(shown)
 
 
+def test_fonts_of_other_scripts(tmp_path, capsys):
+    """Installed ones follow matplotlib's own; what none has is named."""
+    from smoe_fairseq.analysis import figures
+
+    installed = ["Noto Sans Thai", "Other", "Noto Sans CJK JP", "DejaVu Sans"]
+    assert figures.fonts(installed) == ["DejaVu Sans", "Noto Sans CJK JP", "Noto Sans Thai"]
+    figure, _ = figures.new()
+    figure.text(0.5, 0.5, "a \ue000")  # a code that stands for no character
+    missing = figures.save(figure, tmp_path / "picture")
+    assert missing == {"\ue000"} and (tmp_path / "picture.svg").exists()
+    figures.warn_of_missing(missing)
+    figures.warn_of_missing(set())
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 LINES = [  # of a log, none of which says anything
     "train_inner | epoch 001: 1 / 2 requested_capacity=1.5, num_updates=nan",
     "| train_inner | epoch 001: requested_capacity=1.2.3, num_updates=5",

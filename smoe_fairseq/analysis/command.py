@@ -9,7 +9,6 @@ from torch import nn
 
 import smoe_fairseq
 from smoe_fairseq.analysis import (
-    figures,
     inputs,
     report,
     results,
@@ -17,7 +16,7 @@ from smoe_fairseq.analysis import (
     training_log,
 )
 from smoe_fairseq.analysis.capacity import check_capacity
-from smoe_fairseq.analysis.figures import draw_sentence
+from smoe_fairseq.analysis.figures import draw_sentence, save, warn_of_missing
 from smoe_fairseq.analysis.record import collect
 from smoe_fairseq.errors import UsageError, positive, quietly
 from smoe_fairseq.files import refuse_existing, whole_folder, write_whole
@@ -72,7 +71,7 @@ def analyze_sentence(
     sides = sentence.run_sentence(model, task, directions[0], text, inputs.folders(task)[0])
     if folder is not None:
         with whole_folder(folder, called=f"--output {folder}") as partial:
-            figures.save(draw_sentence(sides), partial / "sentence")
+            warn_of_missing(save(draw_sentence(sides), partial / "sentence"))
     heading = "" if inputs.is_language_model(task) else f"{directions[0]}\n"
     return heading + sentence.show(sides, sentence.wants_colour(stream))
 

@@ -2,6 +2,10 @@
 
 import functools
 import io
+import re
+import sys
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +20,7 @@ except ImportError:
     ) from None
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from matplotlib.patches import Patch
 
 from smoe_fairseq.analysis.capacity import CapacityCheck
@@ -34,7 +39,24 @@ DPI = 130
 NARROW = 3.9  # inches, of pictures for a phone
 SHADES = "Blues"  # light to dark, so it is read in grey as well
 
+# Fonts for scripts that matplotlib's own lacks, if they are installed; in order of preference.
+_OTHER_SCRIPTS = ("Noto Sans CJK", "Noto Sans Thai", "Noto Sans Devanagari", "Noto Sans Arabic")
+_OTHER_SCRIPTS += ("WenQuanYi", "Droid Sans Fallback", "Garuda", "Lohit Devanagari", "FreeSans")
+_OTHER_SCRIPTS += ("GNU Unifont", "Unifont")
+
+
+_MISSING = re.compile(r"Glyph (\d+) .*missing from font")  # a warning of matplotlib
+
+
+def fonts(installed: Iterable[str] | None = None) -> list[str]:
+    """Names of the fonts to draw with: a character is drawn by the first that has it."""
+    names = sorted(installed or {font.name for font in fontManager.ttflist})
+    others = [name for start in _OTHER_SCRIPTS for name in names if name.startswith(start)]
+    return ["DejaVu Sans", *dict.fromkeys(others)]
+
+
 STYLE = {
+    "font.family": fonts(),
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.spines.top": False,
@@ -87,16 +109,34 @@ def png(figure: Figure) -> bytes:
     return content.getvalue()
 
 
-def save(figure: Figure, stem: Path) -> None:
-    """``stem.png`` and ``stem.svg``, each whole or not at all; closes the figure."""
+def save(figure: Figure, stem: Path) -> set[str]:
+    """Write ``stem.png`` and ``stem.svg`` atomically, and close the figure.
+
+    Returns:
+        Characters that no font here has.
+    """
     try:
-        with plt.rc_context(STYLE):
+        with plt.rc_context(STYLE), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             for kind, options in (("png", {"dpi": DPI}), ("svg", {"metadata": {"Date": None}})):
                 file = stem.with_name(f"{stem.name}.{kind}")
                 with whole_file(file, called=file.name) as partial:
                     figure.savefig(partial, format=kind, **options)
+        missing = (_MISSING.match(str(each.message)) for each in caught)
+        return {chr(int(found[1])) for found in missing if found}
     finally:
         plt.close(figure)
+
+
+def warn_of_missing(characters: set[str]) -> None:
+    """Say which characters are drawn as boxes."""
+    if characters:
+        shown = "".join(sorted(characters)[:10])
+        print(
+            f"warning: the pictures lack {len(characters)} characters, such as {shown}: install a font that "
+            "has them (such as fonts-noto-cjk and fonts-noto-core on Debian), and delete matplotlib's cache",
+            file=sys.stderr,
+        )
 
 
 def text_on(share: float) -> str:

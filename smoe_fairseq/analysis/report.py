@@ -233,11 +233,12 @@ def draw(
     min_count: int,
 ) -> list[Section]:
     """Writes ``NAME.png`` and ``NAME.svg`` of each picture; those with nothing to show are left out."""
-    sections = []
+    sections, missing = [], set()
     for section, figure in _pictures(results, example, series, min_count):
-        figures.save(figure(stacked=False), folder / section.name)
+        missing |= figures.save(figure(stacked=False), folder / section.name)
         wide = (folder / f"{section.name}.png").read_bytes()
         sections.append(replace(section, wide=wide, narrow=figures.png(figure(stacked=True))))
+    figures.warn_of_missing(missing)
     return sections
 
 

@@ -23,7 +23,7 @@ def checkpoint_of(run: Path | str, name: str | None = None) -> Path:
     """The checkpoint of a run: ``run`` itself if it is a file, else ``name`` in it, its best, or last.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the folder has none.
     """
     run = Path(run)
     if not run.is_dir():
@@ -79,7 +79,7 @@ def data_of(checkpoint: Path, saved: str, given: Path | str | None = None) -> st
 
 
 def subwords_of(data: str) -> Path | None:
-    """The sentencepiece model beside the dictionaries; None if there is none."""
+    """The sentencepiece model in the folder of the dictionaries; None if it has none."""
     folder = Path(data)
     folders = [folder, folder.parent] if re.fullmatch(r"shard\d+", folder.name) else [folder]
     places = (place / name for place in folders for name in SUBWORDS)
@@ -281,7 +281,7 @@ class Translator(TrainedModel):
                 ``sampling=True``, ``prefix="..."``. Their defaults are the checkpoint's settings.
 
         Raises:
-            UsageError: the direction is unknown or ambiguous, or there is no such option.
+            UsageError: the direction is unknown or ambiguous, or an option is unknown.
         """
         from smoe_fairseq.translate.translator import BatchTranslator, Options
 

@@ -22,7 +22,7 @@ from smoe_fairseq.errors import UsageError, positive, printable, quietly
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag that sets an environment variable of the recipe, and so of what it starts.
+    """A flag that sets an environment variable of the recipe, which its own commands inherit.
 
     Args:
         metavar: of its value; "" for a switch, which sets ``value``.
@@ -145,7 +145,7 @@ _OPERANDS = {
     "dataset": "a file of configs/datasets",
     "method": "a file of configs/methods, such as moe or smoe-4-4",
 }
-# What signatures do not tell of their options.
+# Options whose signatures do not say enough.
 _OPTIONS = {
     "workers": {"type": positive, "help": "processes (default: 1)"},
     "format": {
@@ -154,7 +154,7 @@ _OPTIONS = {
     },
     "metric": {
         **{"choices": ("bleu", "chrf++", "spbleu", "comet"), "default": "bleu"},
-        "help": "default: bleu, the only one with the paper's numbers beside it",
+        "help": "default: bleu, the only one for which the paper's numbers are shown",
     },
     "compare": {
         **{"nargs": 2, "metavar": ("A", "B")},

@@ -43,7 +43,7 @@ except ImportError:
         "smoe serve needs starlette and uvicorn: pip install starlette uvicorn"
     ) from None
 
-# The page is its own files and nothing else: no other host, no inline script or style, no frame around it.
+# The page consists of its own files: no other host, no inline script or style, no frame around it.
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -67,10 +67,10 @@ class Guard:
     """ASGI middleware: refuses other hosts' names, and adds `HEADERS` to each answer.
 
     A page elsewhere can have its own name resolve to 127.0.0.1 (DNS rebinding) and would then be of the same
-    origin as this server. The browser still says the name, which is none of ours.
+    origin as this server. The browser still sends that name, which is not in ``hosts``.
 
     Args:
-        hosts: names by which the server may be asked for; None: any.
+        hosts: host names that requests may have; None: any.
     """
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str] | None):
@@ -96,7 +96,7 @@ class Guard:
 
 
 def refusal(status: int, sentence: str, **headers: str) -> JSONResponse:
-    """The answer to what cannot be done: one sentence."""
+    """The answer to a request that is refused: one sentence."""
     return JSONResponse({"error": sentence}, status, headers)
 
 
@@ -110,7 +110,7 @@ async def body_of(request: Request, limit: int) -> bytes:
     """The body, up to ``limit`` bytes.
 
     Raises:
-        TooLarge: there are more; they are not read.
+        TooLarge: the body is longer; the rest is not read.
     """
     body = bytearray()
     async for part in request.stream():
@@ -120,13 +120,13 @@ async def body_of(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-# The address that the server has.
+# The server's address.
 
 BACKLOG = 1024  # connections that wait to be accepted
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that has its address already, so that nobody takes it while the model is loaded.
+    """A socket that is bound already, so that no other program takes the port while the model is loaded.
 
     Raises:
         UsageError: the port is in use, or the address is not this machine's.
@@ -164,7 +164,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_names(host: str) -> frozenset[str] | None:
-    """What a server on the loopback address is called; None for others, which may have many names."""
+    """The names of a server on the loopback address; None for others, which may have many names."""
     if not is_loopback(host):
         return None
     return frozenset({"127.0.0.1", "::1", "localhost", host.lower()})
@@ -180,24 +180,23 @@ KINDS = {
     ".svg": "image/svg+xml",
 }
 MAX_BODY = 1 << 18  # bytes
-SLOWEST_BODY = 10  # seconds until it has to be here
+SLOWEST_BODY = 10  # seconds until it must be complete
 RETRY_AFTER = "1"  # seconds
-LAST_BATCH = 1.0  # seconds for a batch that nobody waits for any more
+LAST_BATCH = 1.0  # seconds for a batch whose results are no longer needed
 CLIENT_CLOSED = Response(status_code=499)  # nothing of it is sent
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes.
+    """Limits of one server.
 
     Args:
         max_batch: texts that are translated together.
         max_waiting: texts in the queue.
         timeout: seconds from a request to its answer.
-        linger: seconds that a text waits for others to come.
-        stopping: seconds for what has been asked already, when the server is told to stop; the rest is
-            refused then.
+        linger: seconds that a text waits for others.
+        stopping: seconds for pending requests when the server stops; new ones are refused.
     """
 
     max_batch: int
@@ -234,10 +233,10 @@ class WebApp:
             exception_handlers={HTTPException: _of_starlette, Exception: _unforeseen},
             lifespan=self._lifespan,
         )
-        return Guard(app, hosts)  # around all of it: what fails has the headers too
+        return Guard(app, hosts)  # outermost, so that errors have the headers, too
 
     def stop(self) -> None:
-        """Begins the end: what has been asked has ``limits.stopping`` seconds from now on."""
+        """Begin to stop: pending requests have ``limits.stopping`` seconds from now on."""
         asyncio.get_running_loop().call_later(self.limits.stopping, self.too_late.set)
 
     @asynccontextmanager
@@ -253,7 +252,7 @@ class WebApp:
             self.queue.close(LAST_BATCH)
 
     async def languages(self, request: Request) -> Response:
-        """What can be asked for."""
+        """Directions, strata and limits."""
         return JSONResponse(self.engine.description() | {"max_texts": self.max_texts})
 
     async def health(self, request: Request) -> Response:
@@ -284,7 +283,7 @@ class WebApp:
 
     async def translate(self, request: Request) -> Response:
         """Translations of one text or several, in their order; an error is one sentence."""
-        # Asked for by name, since a page elsewhere can send any other type without asking first.
+        # Required, since a page elsewhere can send other types without asking first.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             return refusal(415, "expected the header Content-Type: application/json")
@@ -317,9 +316,9 @@ class WebApp:
         return await self._answer(request, wanted, futures)
 
     async def _answer(self, request: Request, wanted: Asked, futures: list) -> Response:
-        """When all futures are there; nobody waits for those of a client that has gone."""
+        """Wait for all futures; they are cancelled if the client disconnects."""
         results = asyncio.gather(*map(asyncio.wrap_future, futures))
-        # Where nobody waits any more, asyncio would log that nobody has looked at its error.
+        # Otherwise asyncio would log that the error of a cancelled request was never retrieved.
         results.add_done_callback(lambda done: done.cancelled() or done.exception())
         gone = asyncio.ensure_future(_disconnect(request))
         too_late = asyncio.ensure_future(self.too_late.wait())
@@ -382,7 +381,7 @@ async def _unforeseen(request: Request, error: Exception) -> Response:
 
 # The web server itself.
 
-NEXT_REQUEST = 10  # seconds until it has to be here
+NEXT_REQUEST = 10  # seconds until it must be complete
 
 
 class IdleTimeoutProtocol(H11Protocol):
@@ -409,7 +408,7 @@ class IdleTimeoutProtocol(H11Protocol):
 
 
 class Stoppable(uvicorn.Server):
-    """Tells the application when it begins to stop, and not only when all is answered."""
+    """Tells the application when it begins to stop, not only when all is answered."""
 
     def __init__(self, config: uvicorn.Config, web: WebApp):
         super().__init__(config)

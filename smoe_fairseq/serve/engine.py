@@ -27,12 +27,12 @@ _DEFAULTS |= {"beam": 5, "nbest": 1, "lenpen": 1.0, "routing": False}
 
 
 class MalformedRequest(UsageError):
-    """No JSON at all: status 400, where other sentences are 422."""
+    """The body is not JSON: status 400, where others are 422."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """What texts have to have in common to share a batch."""
+    """What the texts of a batch have in common."""
 
     source: str
     target: str
@@ -44,7 +44,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request's texts, in their order, and how they are to be translated."""
+    """The texts of a request, in order, and how to translate them."""
 
     texts: list[str]
     search: Search
@@ -131,7 +131,7 @@ def _is_number(value) -> bool:
 
 
 def _short(value) -> str:
-    """As it was given, on one line of no great length, fit to be sent."""
+    """The value as JSON, on one short line."""
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
 
@@ -139,12 +139,12 @@ def _short(value) -> str:
 # Texts that wait for the model: those of one direction that come together are translated as one
 # batch.
 #
-# Threads alone, no asyncio: whoever waits holds a `concurrent.futures.Future`, and cancels it when
-# nobody wants the answer any more.
+# Threads, no asyncio: a request holds a `concurrent.futures.Future`, and cancels it when the answer is
+# no longer needed.
 
 
 class QueueFull(Exception):
-    """There is no room for so many texts now."""
+    """The queue has no room for so many texts."""
 
 
 class QueueClosed(Exception):
@@ -163,7 +163,7 @@ class RequestQueue:
 
     Args:
         translate: takes (texts, kind) and answers with a result for each text, in their order.
-        max_batch: texts that are translated together, at most.
+        max_batch: maximum number of texts that are translated together.
         max_waiting: texts in the queue, those that are being translated not counted.
         linger: seconds that the first text of a batch waits for others.
     """
@@ -210,7 +210,7 @@ class RequestQueue:
         return len(self._waiting)
 
     def close(self, timeout: float | None = None) -> None:
-        """Refuses what waits with `QueueClosed`, and waits for the batch that is being translated."""
+        """Refuse waiting texts with `QueueClosed`, and wait for the current batch."""
         with self._changed:
             self._closed = True
             left = list(self._waiting)
@@ -262,7 +262,7 @@ class RequestQueue:
             if len(batch) == 1:
                 batch[0].future.set_exception(error)
                 return
-            for entry in batch:  # the others are not to pay for it
+            for entry in batch:  # so that the others do not fail, too
                 self._translate([entry])
             return
         self.batches += 1
@@ -271,11 +271,11 @@ class RequestQueue:
             entry.future.set_result(answer)
 
 
-# A loaded model for requests: what it can translate, and texts in, answers fit for JSON out.
+# A loaded model for requests: texts in, answers for JSON out.
 
 
 class Engine:
-    """A model that is asked by one thread at a time; `check` and `description` by any.
+    """A model: `translate` is called by one thread at a time, `check` and `description` by any.
 
     Args:
         model: whose texts are translated.
@@ -308,7 +308,7 @@ class Engine:
         int8: bool = False,
         shortlist: Path | None = None,
     ) -> "Engine":
-        """As `SMoETransformerModel.from_pretrained` finds it, which says what is missing."""
+        """Load the model of a run, see `SMoETransformerModel.from_pretrained`."""
         translator = SMoETransformerModel.from_pretrained(
             run, data_name_or_path=data, source_lang=source, target_lang=target
         )
@@ -319,7 +319,7 @@ class Engine:
         return cls(model, path.name, max_tokens)
 
     def description(self) -> dict:
-        """What ``GET /languages`` says."""
+        """The answer to ``GET /languages``."""
         return {
             "model": self.name,
             "directions": self.directions,
@@ -332,7 +332,7 @@ class Engine:
         }
 
     def check(self, texts: Sequence[str], search: Search) -> None:
-        """Before they wait for anything.
+        """Refuse what cannot be translated, before it waits.
 
         Raises:
             UsageError: the model has no such direction, or a text is too long.
@@ -361,7 +361,7 @@ class Engine:
                 )
 
     def translate(self, texts: list[str], search: Search) -> list[dict]:
-        """An answer for each text, as JSON has it."""
+        """An answer for each text, for JSON."""
         options = Options(
             beam=search.beam,
             nbest=search.nbest,

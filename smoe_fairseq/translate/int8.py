@@ -1,6 +1,6 @@
 """Translation in int8 on a CPU: linear maps, experts and the output projection of a loaded model.
 
-Weights have a scale for each output, found once; activations one for each row, found at every call, so that
+Weights have a scale for each output, computed once; activations one for each row, at every call, so that
 a text's translation does not depend on the others in its batch. Both are symmetric: ``x_n = s_n q_n`` with
 ``s_n = max |x_n| / 127`` (the vector-wise quantisation of Dettmers et al. 2022, section 2). Sums are exact in
 int32; biases, norms, attention weights and gates stay in float32.
@@ -20,13 +20,13 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.translate.packed import pack
 
 INT8_HELP = "compute in 8-bit integers: faster on a CPU, nearly the same translations"
-# oneDNN compiles a kernel for each number of rows, 0.4 ms each: only multiples of this are asked for.
+# oneDNN compiles a kernel for each number of rows, 0.4 ms each: only multiples of this are used.
 STEP = 8
 _TINY = torch.finfo(torch.float32).tiny
 
 
 def check_int8(device: torch.device) -> None:
-    """Raise UsageError unless int8 products are there for the device."""
+    """Raise UsageError unless the device has int8 products."""
     if device.type != "cpu":
         raise UsageError(f"--int8 with --device {device}: int8 is for a CPU; expected --device cpu")
     if not levels():
@@ -64,7 +64,7 @@ def _product(q_NI: Tensor, zero: int, packed: Tensor, scale_O: Tensor, zeros_O: 
 
 
 def quantized_rows(x_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """``q`` of type uint8, ``(N + STEP, I)`` with anything in its last rows, and scales ``(N, 1)``.
+    """``q`` of type uint8, ``(N + STEP, I)`` whose last rows are arbitrary, and scales ``(N, 1)``.
 
     Row n is ``scale_n * (q_n - zero)``, where zero is one more than `levels`.
     """
@@ -94,7 +94,7 @@ class Int8Linear(nn.Module):
 
     @staticmethod
     def prepared(x_NI: Tensor) -> tuple[Tensor, ...]:
-        """What `of_rows` takes of rows, for any of such maps."""
+        """The arguments of `of_rows`, the same for all maps."""
         return quantized_rows(x_NI)
 
     def of_rows(self, q_NI: Tensor, scale_N1: Tensor, start: int, end: int) -> Tensor:
@@ -107,13 +107,13 @@ class Int8Linear(nn.Module):
 
 
 def quantize(model: nn.Module, min_weights: int | None = None) -> None:
-    """Has a `SMoETransformerModel` compute in int8 from now on; it cannot be trained or saved any more.
+    """Make a `SMoETransformerModel` compute in int8; it cannot be trained or saved any more.
 
     Args:
         min_weights: as of `pack`.
 
     Raises:
-        UsageError: there are no int8 products for this CPU.
+        UsageError: this CPU has no int8 products.
     """
     check_int8(next(model.parameters()).device)
     pack(model, Int8Linear, min_weights)

@@ -39,7 +39,7 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def prepared(x_NI: Tensor) -> tuple[Tensor, ...]:
-        """What `of_rows` takes of rows, for any of such maps."""
+        """The arguments of `of_rows`, the same for all maps."""
         return (x_NI,)
 
     def of_rows(self, x_NI: Tensor, start: int, end: int) -> Tensor:
@@ -114,7 +114,7 @@ def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | N
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear) and child.weight.numel() >= min_weights:
                 setattr(parent, name, packed := linear(child.weight, child.bias))
-                if name == "output_projection":  # often the embeddings, which are there anyway
+                if name == "output_projection":  # often the embeddings, which are kept anyway
                     packed.weight_OI = child.weight.detach()
     for block in [each for each in model.modules() if isinstance(each, StratifiedMoE)]:
         experts = block.experts

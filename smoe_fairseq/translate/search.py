@@ -15,14 +15,14 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.translate.packed import rows_of
 
-GROUP = 16  # found by trial
+GROUP = 16  # by trial
 
 
 def best_of_many(x_BV: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """``x.topk(number)`` of each row: values and indices ``(B, C)``.
 
-    The C greatest are in the C groups with the greatest maxima, and maxima of groups that lie across the row
-    are found at the speed of reading it. Of equal numbers at the end any may be taken, as by ``topk``.
+    The C greatest are in the C groups with the greatest maxima. Groups lie across the row, so that their
+    maxima are computed at the speed of reading it. Ties at the end are broken arbitrarily, as by ``topk``.
     """
     groups = x_BV.shape[1] // GROUP
     if groups < 2 * number or x_BV.device.type != "cpu":
@@ -41,9 +41,9 @@ def best_of_many(x_BV: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 # The decoder of a `SMoETransformerModel`, one step of a beam search after the other.
 #
-# fairseq's way through the layers copies the keys and values of all hypotheses whenever they
-# change places, and those of the source for each of them. Here both lie still, once per sentence:
-# a mask tells a hypothesis which of its sentence's keys are its own past.
+# fairseq's decoder copies the keys and values of all hypotheses whenever they change places, and
+# those of the source for each of them. Here both stay in place, once per sentence: a mask tells a
+# hypothesis which of its sentence's keys are its own past.
 #
 # Shapes: B sentences, W hypotheses of each, R = B W rows, S source positions, N keys of a sentence
 # so far, D embedding, H heads.
@@ -73,7 +73,7 @@ class StepDecoder:
         self.layers = [_Layer(layer, source_BSD) for layer in decoder.layers]
 
     def features(self, tokens_RT: Tensor, beam: int) -> Tensor:
-        """What the last of the tokens gives, ``(R, D)``: the next one's logits are a product away.
+        """The decoder's output at the last token, ``(R, D)``; the output projection makes logits of it.
 
         Args:
             tokens_RT: of W = ``beam`` hypotheses per sentence, sentence after sentence. Each call has one
@@ -96,12 +96,12 @@ class StepDecoder:
         return x_1RD.squeeze(0)
 
     def follow(self, parent_BW: Tensor) -> None:
-        """Hypothesis w goes on from what was hypothesis ``parent_BW[b, w]`` of its sentence."""
+        """Let hypothesis w continue hypothesis ``parent_BW[b, w]`` of its sentence."""
         index_BWN = parent_BW.unsqueeze(2).expand(-1, -1, self.bias_BWN.shape[2])
         self.bias_BWN = self.bias_BWN.gather(1, index_BWN)
 
     def keep(self, places: list[int]) -> None:
-        """Goes on with the sentences of these places alone; most should be where they are to be."""
+        """Keep only the sentences of these places, most of which should stay where they are."""
         self.bias_BWN = moved_up(self.bias_BWN, places)
         self.source_bias_B1S = moved_up(self.source_bias_B1S, places)
         for layer in self.layers:
@@ -200,7 +200,7 @@ class _Layer:
 
 # Beam search over the hypotheses of a batch, with the results of fairseq's `SequenceGenerator`.
 #
-# Sooner: the vocabulary is gone through in pieces that stay in the cache, the first step has one
+# It is faster: the vocabulary is processed in pieces that stay in the cache, the first step has one
 # hypothesis of each sentence, and see `StepDecoder`.
 #
 # Shapes: B sentences that are not finished, W hypotheses of each, R = B W rows, T tokens, C
@@ -243,8 +243,8 @@ class BeamSearch:
 
     Args:
         dictionary: of the target.
-        shortlist: gives the target tokens that a batch may use, ``(A,)`` in ascending order, of its source
-            tokens ``(B, S)``; special tokens are among them. None: all tokens.
+        shortlist: returns the target tokens that a batch may use, ``(A,)`` in ascending order, special
+            tokens included, from its source tokens ``(B, S)``. None: all tokens.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class BeamSearch:
         self.stopped = threading.Event()
 
     def stop(self) -> None:
-        """Ends the searches that are under way in other threads, by an exception."""
+        """End the searches that run in other threads, by an exception."""
         self.stopped.set()
 
     @torch.inference_mode()
@@ -275,7 +275,7 @@ class BeamSearch:
             models: `SMoETransformerModel`, in evaluation mode; of several the probabilities are averaged.
             sample: fairseq's batch; "net_input" has "src_tokens" and "src_lengths".
             prefix_tokens: (B, P), with which a sentence's hypotheses begin; padding is free.
-            bos_token: what the decoder is given first; by default the end of sentence.
+            bos_token: the decoder's first token; by default the end of sentence.
         """
         source_BS = sample["net_input"]["src_tokens"]
         encoded = [model.encoder(source_BS, with_stats=False) for model in models]
@@ -294,7 +294,7 @@ class BeamSearch:
         return run.results()
 
     def _limits(self, models: list, source_BS: Tensor) -> Tensor:
-        """(B,): how many tokens a translation has at most, beside its end."""
+        """(B,): the maximum number of tokens of a translation, without its end."""
         length_B = source_BS.ne(self.dictionary.pad()).sum(1)
         limit_B = self.options.max_len_a * length_B.double() + float(self.options.max_len_b)
         most = min(model.max_decoder_positions() for model in models)
@@ -302,7 +302,7 @@ class BeamSearch:
 
 
 def places_without(gone: set[int], number: int) -> list[int]:
-    """What is to lie in each place of a shorter row: as before, or what fills the gaps from the end."""
+    """The old index for each place of a shorter row: gaps are filled from the end."""
     left = number - len(gone)
     last = (place for place in range(left, number) if place not in gone)
     return [next(last) if place in gone else place for place in range(left)]
@@ -347,7 +347,7 @@ class _Run:
         self.ignored_BW = torch.zeros(batch, self.beam, dtype=torch.bool, device=device)
 
     def restrict_to(self, ids_V: Tensor, prefix_tokens: Tensor | None) -> None:
-        """Has all hypotheses consist of these tokens, and of the prefixes."""
+        """Restrict all hypotheses to these tokens and those of the prefixes."""
         if prefix_tokens is not None:
             ids_V = torch.cat([ids_V, prefix_tokens.flatten()]).unique()
         if 2 * self.beam < len(ids_V) < self.size:
@@ -355,7 +355,7 @@ class _Run:
             self.projections = [rows_of(each.output_projection, ids_V) for each in self.decoders]
 
     def places(self, token: Tensor) -> Tensor:
-        """Where tokens are among those that hypotheses consist of."""
+        """The places of tokens among those that hypotheses may have."""
         return token if self.ids_V is None else torch.searchsorted(self.ids_V, token)
 
     def draw(self, source_BS: Tensor) -> None:
@@ -491,7 +491,7 @@ class _Run:
     def _restrict(
         self, lprobs_BWV, step: int, forced_B: Tensor | None, limit_B: Tensor, tokens_BWT: Tensor
     ) -> None:
-        """Leaves only what may follow."""
+        """Set the log-probabilities of forbidden tokens to -inf."""
         options = self.options
         lprobs_BWV[:, :, self.pad] = _NEVER
         lprobs_BWV[:, :, self.unk] -= options.unkpen
@@ -508,16 +508,16 @@ class _Run:
             lprobs_BWV.scatter_(2, index_BW1, value_BW1.masked_fill_(free_B.view(-1, 1, 1), _NEVER))
         if step < options.min_len:
             lprobs_BWV[:, :, self.eos] = _NEVER
-        said_BWT = tokens_BWT[:, :, 1:]  # without what the decoder is given first
-        if 0 < (n := options.no_repeat_ngram_size) <= said_BWT.shape[2]:
-            ngrams_BWNn = said_BWT.unfold(2, n, 1)
-            last_BW1n = said_BWT[:, :, said_BWT.shape[2] + 1 - n :].unsqueeze(2)
+        output_BWT = tokens_BWT[:, :, 1:]  # without the decoder's first token
+        if 0 < (n := options.no_repeat_ngram_size) <= output_BWT.shape[2]:
+            ngrams_BWNn = output_BWT.unfold(2, n, 1)
+            last_BW1n = output_BWT[:, :, output_BWT.shape[2] + 1 - n :].unsqueeze(2)
             again_BWN = (ngrams_BWNn[..., :-1] == last_BW1n).all(3)
             banned_BWN = self.places(ngrams_BWNn[..., -1]).masked_fill(~again_BWN, self.pad)
             lprobs_BWV.scatter_(2, banned_BWN, _NEVER)  # padding is never chosen anyway
 
     def _end(self, step: int, ends_BW: Tensor, score_BC: Tensor, parent_BC: Tensor) -> set[int]:
-        """Notes the hypotheses that end; returns which of the sentences are finished."""
+        """Record the hypotheses that end; returns the sentences that are finished."""
         sentence_n, place_n = ends_BW.nonzero(as_tuple=True)
         at_limit = (
             {b for b, limit in enumerate(self.limit_B.tolist()) if step >= limit}

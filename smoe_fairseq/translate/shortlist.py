@@ -1,9 +1,9 @@
 """``smoe shortlist``: the target tokens that a source text may need, from counts in the training data.
 
 The output projection is a large part of a decoding step. A translation uses few tokens of the vocabulary,
-and nearly all of them are among those that occur beside the source's tokens in the training data, or are
-frequent anyway. The score of a source token s and a target token t is their Dice coefficient,
-``2 c(s, t) / (c(s) + c(t))``, with c the number of sentences (sentence pairs) that contain them.
+nearly all of which occur together with the source's tokens in the training data, or are frequent anyway.
+The score of a source token s and a target token t is their Dice coefficient, ``2 c(s, t) / (c(s) + c(t))``,
+with c the number of sentences (sentence pairs) that contain them.
 
 Shapes: S source vocabulary, C candidates of each source token, N sentences.
 """
@@ -54,7 +54,7 @@ class Shortlist:
                         frequent = torch.from_numpy(content[f"{direction} frequent"])
                         target = direction.split("-")[1]
                         size = int(content[f"{target} size"])
-                        # Behind the tokens of the file there are those of languages.
+                        # Tokens of languages follow those of the file.
                         special = [*range(4), *range(size, len(dictionaries[target]))]
                         self.always[direction] = torch.cat([frequent, torch.tensor(special)]).long()
         except OSError as error:
@@ -77,7 +77,7 @@ class Shortlist:
                 )
 
     def of(self, source: str, target: str) -> Callable[[Tensor], Tensor] | None:
-        """What `BeamSearch` takes; None of a direction that is not in the file."""
+        """The shortlist of a direction for `BeamSearch`; None if the file lacks it."""
         direction = f"{source}-{target}"
         if direction not in self.tables:
             return None
@@ -99,7 +99,7 @@ def _dictionaries(task) -> dict[str, Dictionary]:
 
 
 def direction_of(task) -> tuple[str, str]:
-    """Source and target language that a task is turned to."""
+    """Source and target language of a task, see `Translator.task_for`."""
     config = task.args if hasattr(task, "dicts") else task.cfg
     return config.source_lang, config.target_lang
 

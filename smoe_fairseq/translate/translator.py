@@ -39,7 +39,7 @@ def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-# A text that is too long for a model, divided where it hurts least.
+# A text that is too long for a model is divided where it hurts least.
 
 # Ends of sentences, then of clauses, then of words.
 _MARKS = (
@@ -70,17 +70,17 @@ def divide(text: str, fits: Callable[[str], bool], marks: tuple[str, ...] = _MAR
     return parts
 
 
-# Batches beside each other on a CPU, each on one thread: small products gain little from several.
+# Batches in parallel on a CPU, each on one thread: small products gain little from several threads.
 
 
 def in_threads(
     function: Callable, items: Iterable, number: int, stop: Callable[[], None] | None = None
 ) -> Iterator:
-    """The results in the order of the items, so many of which are computed at a time.
+    """The results in the order of the items, ``number`` of which are computed at a time.
 
     Args:
-        stop: has those that are being computed end soon, by any exception; called where nobody waits for
-            them. None: with one at a time nothing is left behind.
+        stop: makes running computations end soon, by any exception; called when their results are no longer
+            needed. None: with ``number`` 1 none is left running.
     """
     if number == 1:
         yield from map(function, items)
@@ -105,7 +105,7 @@ def device_of(name: str, int8: bool = False) -> torch.device:
     """What ``--device`` names.
 
     Raises:
-        UsageError: there is no such device here, or it has no int8 products and these are asked for.
+        UsageError: this machine has no such device, or ``int8`` is set and it has no int8 products.
     """
     try:
         device = torch.device(name)
@@ -130,9 +130,9 @@ class Hypothesis:
         score: ``sum(scores) / len(scores) ** lenpen``, as fairseq-generate prints it.
         tokens: subwords, with the end of sentence.
         scores: log-probability of each token, to base 2.
-        requested: strata that the decoder stopped at for each token that it was given, mean over its MoE
-            layers; None for the end of sentence, which it is not given.
-            None of a dense decoder, or if nobody asked.
+        requested: requested capacity of each token that the decoder reads, mean over its MoE layers; None for
+            the end of sentence, which is never fed back.
+            None for a dense decoder, or if it is not requested.
     """
 
     text: str
@@ -144,12 +144,12 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Translation:
-    """A text and what was found for it, best first.
+    """A text and its translations, best first.
 
     Args:
-        tokens: what the encoder was given, tokens of languages and end of sentence included.
+        tokens: the encoder's input, tokens of languages and end of sentence included.
         requested: as of `Hypothesis`, of the encoder.
-        parts: in how many the text was translated, since it was too long for one.
+        parts: into how many the text was divided, since it was too long.
     """
 
     source: str
@@ -160,7 +160,7 @@ class Translation:
 
 
 def joined(source: str, parts: list[Translation], options: "Options") -> Translation:
-    """The translation of a text by those of its parts: of each rank the hypotheses of that rank in a row.
+    """The translation of a text from those of its parts: hypotheses of equal rank are concatenated.
 
     A text without parts has ``nbest`` hypotheses without words.
     """
@@ -168,29 +168,29 @@ def joined(source: str, parts: list[Translation], options: "Options") -> Transla
         return replace(parts[0], source=source)
     number = min((len(part.hypotheses) for part in parts), default=options.nbest)
     hypotheses = [
-        _in_a_row([part.hypotheses[n] for part in parts], options.lenpen) for n in range(number)
+        _concatenated([part.hypotheses[n] for part in parts], options.lenpen) for n in range(number)
     ]
     return Translation(
         source,
         hypotheses,
         [token for part in parts for token in part.tokens],
-        _chained([part.requested for part in parts]),
+        _flat([part.requested for part in parts]),
         len(parts),
     )
 
 
-def _in_a_row(hypotheses: list[Hypothesis], lenpen: float) -> Hypothesis:
+def _concatenated(hypotheses: list[Hypothesis], lenpen: float) -> Hypothesis:
     scores = [score for hypothesis in hypotheses for score in hypothesis.scores]
     return Hypothesis(
         " ".join(hypothesis.text for hypothesis in hypotheses),
         sum(scores) / max(1, len(scores)) ** lenpen,
         [token for hypothesis in hypotheses for token in hypothesis.tokens],
         scores,
-        _chained([hypothesis.requested for hypothesis in hypotheses]),
+        _flat([hypothesis.requested for hypothesis in hypotheses]),
     )
 
 
-def _chained(parts: list[list | None]) -> list | None:
+def _flat(parts: list[list | None]) -> list | None:
     return None if None in parts or not parts else [value for part in parts for value in part]
 
 
@@ -203,10 +203,10 @@ def _chained(parts: list[list | None]) -> list | None:
 def requested_capacity(
     model: nn.Module, source_BS: Tensor, given: list[Tensor], padding: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Strata that each token stopped at, means over the MoE layers of a side, ``(B, S)`` and ``(B, T)``.
+    """Gates that each token passed, means over the MoE layers of a side, ``(B, S)`` and ``(B, T)``.
 
     Args:
-        given: what the decoder is given for each sentence, its first token included.
+        given: the decoder's input of each sentence, its first token included.
 
     Returns:
         None for a side without MoE layers.
@@ -223,7 +223,7 @@ def requested_capacity(
     return of_encoder, of_decoder
 
 
-# From what a search has found to translations: text, scores, requested capacity.
+# From the results of a search to translations: text, scores, requested capacity.
 #
 # Shapes: B sentences, S source positions.
 
@@ -234,14 +234,14 @@ class Readout:
     def __init__(self, translator: GeneratorHubInterface, models: Sequence[nn.Module], task):
         self.translator, self.models = translator, models
         self.source, self.target = task.source_dictionary, task.target_dictionary
-        self.first = self.target.eos()  # what the decoder is given before the translation
-        self.forced: list[int] = []  # and with which the translation begins
-        self.unsaid = {self.first}
+        self.first = self.target.eos()  # the decoder's first token
+        self.forced: list[int] = []  # first tokens of every translation
+        self.hidden = {self.first}
         if hasattr(task, "data_manager"):  # of several directions
             spec = task.args.langtoks["main"][1]
             if spec:  # a translation begins with the token of its language
                 language = task.data_manager.get_decoder_langtok(task.args.target_lang, spec)
-                self.unsaid.add(language)
+                self.hidden.add(language)
                 if task.args.lang_tok_replacing_bos_eos:
                     self.first = language
                 else:
@@ -250,7 +250,7 @@ class Readout:
     def prefixes(self, text: str, begins_B: list[bool]) -> Tensor | None:
         """``(B, P)``: what each translation begins with, ``text`` where it is the first of a text's parts.
 
-        None: what the task itself has it begin with.
+        None: those of the task.
         """
         if not text or not any(begins_B):
             return None
@@ -261,7 +261,7 @@ class Readout:
     def translations(
         self, texts: list[str], source_BS: Tensor, found: list[list[dict]], requested: bool
     ) -> list[Translation]:
-        """Of a batch; ``found`` as fairseq's generators give it."""
+        """Of a batch; ``found`` as fairseq's generators return it."""
         real_BS = source_BS != self.source.pad()
         of_source: list = [None] * len(texts)
         of_target: list = [[None] * len(hypotheses) for hypotheses in found]
@@ -279,7 +279,7 @@ class Readout:
 
     def _hypothesis(self, found: dict, requested: list[float | None] | None) -> Hypothesis:
         ids = found["tokens"]
-        text = self.target.string(ids, extra_symbols_to_ignore=self.unsaid)
+        text = self.target.string(ids, extra_symbols_to_ignore=self.hidden)
         return Hypothesis(
             text=self.translator.detokenize(self.translator.remove_bpe(text)),
             score=float(found["score"]) / math.log(2),
@@ -395,7 +395,7 @@ class BatchTranslator:
 
         Args:
             source, target: languages; may be left out where only one direction is possible.
-            done: is told after each batch how many texts were in it.
+            done: called after each batch with the number of its texts.
 
         Raises:
             UsageError: the direction is not known or not clear.
@@ -422,15 +422,15 @@ class BatchTranslator:
         ]
 
     def _parts(self, text: str, options: Options) -> list[str]:
-        """What is translated by itself; nothing of a text without subwords, such as blanks of no width."""
+        """The parts that are translated separately; none of a text without subwords."""
         if not self.translator.has_words(text):
             return []
-        # With the end of sentence; and there may be the token of a language.
+        # With the end of sentence, and perhaps the token of a language.
         longest = min(options.divide_above + 1, self.translator.max_positions[0] - 1)
 
         def fits(part: str) -> bool:
-            # A token has a letter at least; there may be one for the blank before, and one for the end. A
-            # letter beyond ASCII may become several before that.
+            # A token has at least one letter; the blank before and the end may be tokens, too. A letter
+            # beyond ASCII may become several before that.
             few = part.isascii() and len(part) + 2 <= longest
             return few or len(encoded(self.translator, part, self.translator.src_dict)) <= longest
 
