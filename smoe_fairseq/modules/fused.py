@@ -1,4 +1,4 @@
-"""`StratifiedMoE.forward` by the kernels of kernels.py: one autograd function for all strata.
+"""`StratifiedMoE.forward` by Triton kernels: one autograd function for all strata.
 
 `applies` says for which blocks. What it leaves out (other gates, branches, ranks) goes the general way.
 
@@ -124,6 +124,7 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None) -> SimpleNamespa
         strata=list(zip(strata.first_experts, strata.visible, strata.own)),
         padding=None if padding_mask is None else padding_mask.reshape(-1),
         stratum_of_expert=block.stratum_of_expert,
+        keeps=torch.is_grad_enabled(),
         seed=seed,
         eps=norms[0].eps,
         K=gate.top_k,
@@ -233,7 +234,8 @@ class _Block(torch.autograd.Function):
                  tokens, i, first),
                 (width, top_k, strata, is_first, run.DROPOUT, run.BLOCK_D, TOKENS),
             )  # fmt: skip
-            kept += [ends_E, copies_ND, hidden_NF, out_ND]
+            if run.keeps:
+                kept += [ends_E, copies_ND, hidden_NF, out_ND]
         ctx.run = run
         routing = positions, choices, rows, weights, moments, logits, totals
         ctx.save_for_backward(x_TD, stack, *parameters, *routing, *kept)

@@ -1,310 +1,12 @@
-"""The block in a few Triton kernels per stratum: seven launches forward, eight backward, products included.
+"""Between and behind the experts' products, and all gradients.
 
-On a GPU a pass of the block is bound by the number of its kernels and then by the bytes between its products.
-Here a stratum is `route` (layer norm, logits, choice), `scan` (places within experts), `dispatch` (rows
-by expert), a grouped product, `activate`, a grouped product and `combine`; backward `spread`, four grouped
-products with `sums` between them, `settle` and `collect`. Rows behind the last end are neither read nor
-written, and nothing waits for the device. Sums are made in a fixed order: results repeat bit for bit.
-
-`applies` says which blocks can be computed so; they have the same results as any other execution.
-
-Shapes: T tokens, D embedding, F feed-forward, E experts that a gate sees, C experts of the block, K choices
-per token, N = T K rows of copies, L strata, S parts of a sum.
+Shapes: see the package.
 """
 
 import triton
 import triton.language as tl
 
-
-def is_interpreted() -> bool:
-    """Whether Triton runs the kernels on a CPU, to test them."""
-    return not isinstance(route, triton.JITFunction)
-
-
-@triton.jit
-def _moments(rows_T, live_T, EPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Mean and reciprocal deviation of the rows at these addresses."""
-    total_T = tl.zeros([rows_T.shape[0]], tl.float32)
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        x = tl.load(rows_T[:, None] + d[None, :], live_T[:, None] & (d < D)[None, :], 0.0)
-        total_T += tl.sum(x.to(tl.float32), 1)
-    mean_T = total_T / D
-    square_T = mean_T * 0
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        inside = live_T[:, None] & (d < D)[None, :]
-        x = tl.load(rows_T[:, None] + d[None, :], inside, 0.0).to(tl.float32)
-        x = tl.where(inside, x - mean_T[:, None], 0.0)
-        square_T += tl.sum(x * x, 1)
-    return mean_T, 1 / tl.sqrt(square_T / D + EPS)
-
-
-@triton.jit
-def _normed(
-    rows_T, d, live_T, mean_T, scale_T, norm_weight, norm_bias, D: tl.constexpr, ROUND: tl.constexpr
-):
-    """Columns ``d`` of the layer norm of rows, rounded to their type where the layer norm does so."""
-    inside = live_T[:, None] & (d < D)[None, :]
-    x = tl.load(rows_T[:, None] + d[None, :], inside, 0.0)
-    h = (x.to(tl.float32) - mean_T[:, None]) * scale_T[:, None]
-    weight = tl.load(norm_weight + d, d < D, 0.0).to(tl.float32)
-    bias = tl.load(norm_bias + d, d < D, 0.0).to(tl.float32)
-    h = h * weight[None, :] + bias[None, :]
-    if ROUND:
-        h = h.to(x.dtype).to(tl.float32)
-    return h
-
-
-@triton.jit
-def _column(x_TK, k: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Column ``k`` of a tile."""
-    return tl.sum(tl.where(tl.arange(0, BLOCK_K)[None, :] == k, x_TK, 0), 1)
-
-
-@triton.jit
-def _of_expert(value_E, index_TK, BLOCK_E: tl.constexpr):
-    """``value[index]``."""
-    e = tl.arange(0, BLOCK_E)
-    return tl.sum(tl.where(index_TK[:, :, None] == e[None, None, :], value_E[None, None, :], 0), 2)
-
-
-@triton.jit
-def _softmax(logits, at_T, live_T, E, COLUMNS: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Probabilities and the logarithm of their denominator, from stored logits."""
-    e = tl.arange(0, BLOCK_E)
-    seen = live_T[:, None] & (e < E)[None, :]
-    x = tl.load(logits + at_T[:, None] * COLUMNS + e[None, :], seen, 0.0)
-    x = tl.where((e < E)[None, :], x, -float("inf"))
-    most_T = tl.max(x, 1)
-    p = tl.exp(x - most_T[:, None])
-    sum_T = tl.sum(p, 1)
-    return p / sum_T[:, None], most_T + tl.log(sum_T)
-
-
-@triton.jit
-def _kept(total_KE, E, LIMIT: tl.constexpr):
-    """Tokens that count, copies that an expert takes at most, and those that each keeps."""
-    k = tl.arange(0, total_KE.shape[0])
-    tokens = tl.sum(tl.where(k[:, None] == 0, total_KE, 0))
-    total_E = tl.sum(total_KE, 0)
-    most = tokens * total_KE.shape[0]
-    if LIMIT > 0:
-        limit = tl.ceil(LIMIT * tokens.to(tl.float64) / E)
-        most = tl.minimum(limit, most.to(tl.float64)).to(tl.int32)
-    return tokens, most, tl.minimum(total_E, most)
-
-
-@triton.jit(do_not_specialize=["tokens", "stratum", "E"])
-def route(
-    x, padding, norm_weight, norm_bias, gate_weight, seed,
-    positions, moments, logits, choices, weights, counts, sums,
-    tokens, stratum, E,
-    EPS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr,
-    STRATA: tl.constexpr, FIRST: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
-    POLICY: tl.constexpr, BEFORE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Layer norm, logits, the choice of each token, and per block of tokens how many chose each expert.
-
-    A choice that is not sampled is written as -1 minus its expert.
-    """
-    block, blocks = tl.program_id(0), tl.num_programs(0)
-    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
-    inside = t < tokens
-    at = stratum * tokens + t
-    if FIRST:
-        live = inside
-        if PADDED:
-            live = live & (tl.load(padding + t, inside, 1) == 0)
-        tl.store(positions + t, tl.where(live, 0, STRATA), inside)
-        rows = x + t.to(tl.int64) * D
-    else:
-        live = tl.load(positions + at, inside, -1) == stratum
-        rows = x + (at - tokens).to(tl.int64) * D
-    mean, scale = _moments(rows, live, EPS, D, BLOCK_D)
-    tl.store(moments + at * 2, mean, live)
-    tl.store(moments + at * 2 + 1, scale, live)
-    x_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        h = _normed(rows, d, live, mean, scale, norm_weight, norm_bias, D, ROUND)
-        seen = (d < D)[:, None] & (e < E)[None, :]
-        w = tl.load(gate_weight + e[None, :] * D + d[:, None], seen, 0.0)
-        x_TE += tl.dot(h, w.to(tl.float32), input_precision="ieee" if EXACT else "tf32")
-    tl.store(logits + at[:, None] * COLUMNS + e[None, :], x_TE, live[:, None] & (e < E)[None, :])
-    x_TE = tl.where((e < E)[None, :], x_TE, -float("inf"))
-    most = tl.max(x_TE, 1)
-    p = tl.exp(x_TE - most[:, None])
-    total = tl.sum(p, 1)
-    p = p / total[:, None]
-
-    score = tl.where((e < E)[None, :], p, -1.0)
-    choice_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
-    weight_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-    for i in tl.static_range(K):
-        if i == 1 and POLICY == "sampling":  # argmax(p / Exponential) draws in proportion to p
-            drawn = tl.rand(tl.load(seed) + 4 * stratum, at[:, None] * BLOCK_E + e[None, :])
-            noise = tl.maximum(-tl.log(1 - drawn), 1e-30)
-            score = tl.where(score < 0, score, p / noise)
-        best = tl.argmax(score, 1)
-        taken = e[None, :] == best[:, None]
-        weight = tl.sum(tl.where(taken, p, 0.0), 1)
-        choice_TK = tl.where((k == i)[None, :], best[:, None], choice_TK)
-        weight_TK = tl.where((k == i)[None, :], weight[:, None], weight_TK)
-        score = tl.where(taken, -1.0, score)
-    asked = live[:, None] & (k < K)[None, :]
-    if POLICY == "random":
-        drawn = tl.rand(tl.load(seed) + 4 * stratum, at[:, None] * BLOCK_K + k[None, :])
-        share = weight_TK
-        if BEFORE:
-            share = share / tl.maximum(tl.sum(share, 1), 1.1920929e-07)[:, None]
-        asked = asked & ((k == 0)[None, :] | (drawn < 2 * share))
-    mine = at[:, None] * K + k[None, :]
-    real = inside[:, None] & (k < K)[None, :]
-    tl.store(choices + mine, tl.where(asked, choice_TK, -1 - choice_TK), real)
-    tl.store(weights + mine, weight_TK, real)
-    chosen = (choice_TK[:, :, None] == e[None, None, :]) & asked[:, :, None]
-    to = counts + (k[:, None] * blocks + block) * COLUMNS + e[None, :]
-    tl.store(to, tl.sum(chosen.to(tl.int32), 0), (k < K)[:, None] & (e < E)[None, :])
-    to = sums + block * (COLUMNS + 1)
-    tl.store(to + e, tl.sum(tl.where(live[:, None], p, 0.0), 0), e < E)
-    log = most + tl.log(total)
-    tl.store(to + COLUMNS, tl.sum(tl.where(live, log * log, 0.0), 0))
-
-
-@triton.jit(do_not_specialize=["blocks", "stratum"])
-def scan(
-    counts,
-    sums,
-    totals,
-    means,
-    blocks,
-    stratum,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Turns the counts of one expert into how many copies come before each block's, and adds up the sums."""
-    e, lane = tl.program_id(0), tl.arange(0, BLOCK)
-    if e < tl.num_programs(0) - 1:
-        before = tl.zeros([1], tl.int32)
-        for k in tl.static_range(K):
-            first = before
-            for start in range(0, blocks, BLOCK):
-                at = counts + (k * blocks + start + lane) * COLUMNS + e
-                inside = start + lane < blocks
-                number = tl.load(at, inside, 0)
-                tl.store(at, before + tl.cumsum(number, 0) - number, inside)
-                before += tl.sum(number, 0)
-            tl.store(totals + (stratum * K + k) * COLUMNS + e + tl.arange(0, 1), before - first)
-        column = e
-    else:
-        column = e * 0 + COLUMNS
-    total = tl.zeros([1], tl.float32)
-    for start in range(0, blocks, BLOCK):
-        at = sums + (start + lane) * (COLUMNS + 1) + column
-        total += tl.sum(tl.load(at, start + lane < blocks, 0.0), 0)
-    tl.store(means + stratum * (COLUMNS + 1) + column + tl.arange(0, 1), total)
-
-
-@triton.jit(do_not_specialize=["tokens", "stratum", "E", "first"])
-def dispatch(
-    x, norm_weight, norm_bias, stratum_of_expert, moments, choices, counts, totals, means,
-    positions, weights, rows, ends, copies, requested, dropped, numbers, balance, z_loss,
-    tokens, stratum, E, first,
-    D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRATA: tl.constexpr,
-    FIRST: tl.constexpr, ROUND: tl.constexpr, LIMIT: tl.constexpr, NORMALIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Places copies within their experts' capacity, writes their rows; weights, next strata, statistics."""
-    block, blocks = tl.program_id(0), tl.num_programs(0)
-    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
-    inside = t < tokens
-    at = stratum * tokens + t
-    position = tl.load(positions + at, inside, -1)
-    live = position == stratum
-    counted = (k < K)[:, None] & (e < E)[None, :]
-    total_KE = tl.load(totals + (stratum * K + k[:, None]) * COLUMNS + e[None, :], counted, 0)
-    number, most, kept_E = _kept(total_KE, E, LIMIT)
-    end_E = tl.cumsum(kept_E, 0)
-
-    mine = at[:, None] * K + k[None, :]
-    choice = tl.load(choices + mine, live[:, None] & (k < K)[None, :], -1)
-    asked = choice >= 0
-    place = tl.load(counts + (k[None, :] * blocks + block) * COLUMNS + choice, asked, 0)
-    other_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    other_live = tl.load(positions + stratum * tokens + other_t, other_t < tokens, -1) == stratum
-    other = (stratum * tokens + other_t)[:, None] * K + k[None, :]
-    other = tl.load(choices + other, other_live[:, None] & (k < K)[None, :], -1)
-    same = (choice[:, None, :] == other[None, :, :]) & (other >= 0)[None, :, :]
-    same = same & (other_t[None, :] < t[:, None])[:, :, None]
-    place += tl.sum(same.to(tl.int32), 1)
-    kept = asked & (place < most)
-    row = tl.where(kept, _of_expert(end_E - kept_E, choice, BLOCK_E) + place, -1)
-    tl.store(rows + mine, row, live[:, None] & (k < K)[None, :])
-
-    weight = tl.load(weights + mine, live[:, None] & (k < K)[None, :], 0.0)
-    if NORMALIZE == "after-drop":
-        weight = tl.where(kept, weight, 0.0)
-    if NORMALIZE != "none":
-        weight = weight / tl.maximum(tl.sum(weight, 1), 1.1920929e-07)[:, None]
-    tl.store(weights + mine, tl.where(kept, weight, 0.0), live[:, None] & (k < K)[None, :])
-
-    best = _column(tl.load(choices + mine, live[:, None] & (k < K)[None, :], 0), 0, BLOCK_K)
-    goes = tl.load(stratum_of_expert + first + best, live, 0).to(tl.int32) + 1
-    tl.store(positions + at + tokens, tl.where(live, goes, position), inside)
-    lost = (asked & ~kept).to(tl.int64)
-    own = t[:, None] * K + k[None, :]
-    real = inside[:, None] & (k < K)[None, :]
-    if FIRST:
-        tl.store(requested + t, live.to(tl.int64), inside)
-        tl.store(dropped + own, lost, real)
-    else:
-        tl.store(requested + t, tl.load(requested + t, live, 0) + 1, live)
-        some = lost > 0
-        tl.store(dropped + own, tl.load(dropped + own, some, 0) + lost, some)
-
-    mean = tl.load(moments + at * 2, live, 0.0)
-    scale = tl.load(moments + at * 2 + 1, live, 0.0)
-    source = x + t.to(tl.int64) * D
-    if not FIRST:
-        source = x + (at - tokens).to(tl.int64) * D
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        h = _normed(source, d, live, mean, scale, norm_weight, norm_bias, D, ROUND)
-        for i in tl.static_range(K):
-            to = _column(row, i, BLOCK_K)
-            target = copies + to.to(tl.int64)[:, None] * D + d[None, :]
-            tl.store(target, h, (live & (to >= 0))[:, None] & (d < D)[None, :])
-
-    if block == 0:
-        tl.store(ends + e, end_E, e < E)
-        first_E = tl.sum(tl.where((k == 0)[:, None], total_KE, 0), 0)
-        prob_E = tl.load(means + stratum * (COLUMNS + 1) + e, e < E, 0.0)
-        square = tl.load(means + stratum * (COLUMNS + 1) + COLUMNS)
-        n = tl.maximum(number, 1).to(tl.float32)
-        loss = tl.sum(first_E.to(tl.float32) / n * (prob_E / n), 0) * E / STRATA
-        z = square / n / STRATA
-        if not FIRST:
-            loss += tl.load(balance)
-            z += tl.load(z_loss)
-        tl.store(balance, loss)
-        tl.store(z_loss, z)
-        # first choices (L, C), unused (L,), chosen (L, K), dropped (L, K)
-        g = e - first  # only experts that this gate sees have choices
-        choice_E = tl.load(totals + stratum * K * COLUMNS + g, (g >= 0) & (g < E), 0)
-        tl.store(numbers + stratum * COLUMNS + e, choice_E.to(tl.int64), e < COLUMNS)
-        unused = tl.sum(((first_E == 0) & (e < E)).to(tl.int64), 0)
-        tl.store(numbers + STRATA * COLUMNS + stratum, unused)
-        earlier_KE = tl.cumsum(total_KE, 0) - total_KE
-        stay_KE = tl.minimum(tl.maximum(kept_E[None, :] - earlier_KE, 0), total_KE)
-        chosen_K = tl.sum(total_KE, 1).to(tl.int64)
-        to = numbers + STRATA * (COLUMNS + 1) + stratum * K + k
-        tl.store(to, chosen_K, k < K)
-        tl.store(to + STRATA * K, chosen_K - tl.sum(stay_KE, 1).to(tl.int64), k < K)
+from smoe_fairseq.modules.kernels.routing import normed
 
 
 @triton.jit
@@ -395,6 +97,19 @@ def _gradient(grad_y, grad_x, t, d, leaves_T, stays_T, D: tl.constexpr):
     fits = (d < D)[None, :]
     g = tl.load(grad_y + at, leaves_T[:, None] & fits, 0.0).to(tl.float32)
     return g + tl.load(grad_x + at, stays_T[:, None] & fits, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _softmax(logits, at_T, live_T, E, COLUMNS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Probabilities and the logarithm of their denominator, from stored logits."""
+    e = tl.arange(0, BLOCK_E)
+    seen = live_T[:, None] & (e < E)[None, :]
+    x = tl.load(logits + at_T[:, None] * COLUMNS + e[None, :], seen, 0.0)
+    x = tl.where((e < E)[None, :], x, -float("inf"))
+    most_T = tl.max(x, 1)
+    p = tl.exp(x - most_T[:, None])
+    sum_T = tl.sum(p, 1)
+    return p / sum_T[:, None], most_T + tl.log(sum_T)
 
 
 @triton.jit(do_not_specialize=["tokens", "stratum", "E", "first"])
@@ -496,7 +211,7 @@ def _sum_of_gate(
         mean = tl.load(moments + at * 2, live, 0.0)
         scale = tl.load(moments + at * 2 + 1, live, 0.0)
         source = x + (at if FIRST else at - tokens).to(tl.int64) * D
-        h = _normed(source, d, live, mean, scale, norm_weight, norm_bias, D, ROUND)
+        h = normed(source, d, live, mean, scale, norm_weight, norm_bias, D, ROUND)
         seen = live[None, :] & (e < E)[:, None]
         g = tl.load(grad_logits + t[None, :] * COLUMNS + e[:, None], seen, 0.0)
         sum_EC += tl.dot(g, h, input_precision="ieee" if EXACT else "tf32")
