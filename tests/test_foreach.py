@@ -53,6 +53,23 @@ def test_adam(dtype, decay, chunk, monkeypatch):
         )
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_fused_kernel_is_the_same_step(decay):
+    """As on a GPU; a large epsilon, which fairseq adds before it corrects the bias."""
+    ours, theirs = parameters(), parameters()
+    options = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 0.1, "weight_decay": decay}
+    other = Adam(theirs, **options)
+    present = [p for p in ours if p.grad is not None]
+    averages, squares = ([torch.zeros_like(p) for p in present] for _ in range(2))
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            values, gradients = [p.data for p in present], [p.grad for p in present]
+            foreach._fused_step(options, values, gradients, averages, squares, step)
+        Adam.step.__wrapped__(other)
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_clipping(dtype, clip):
@@ -110,4 +127,5 @@ def test_copies_of_half_precision(flat):
     assert same(ours.fp16_params, theirs.fp16_params)
     ours.zero_grad()
     assert all(p.grad is None for p in ours.fp16_params)
+    ours._sync_fp16_grads_to_fp32()
     assert all(not p.grad.any() for p in full[0])
