@@ -18,7 +18,6 @@ import torch
 from benchmarks.gpu.parts import Context
 from benchmarks.gpu.training import Runs, attempt
 from benchmarks.synthetic import LONGEST
-from smoe_fairseq.modules.experts import EXECUTIONS
 
 VOCABULARY = 8000
 MODELS = {
@@ -191,17 +190,17 @@ def _nothing() -> Iterator[None]:
 
 
 def update(context: Context) -> Iterator[dict]:
-    """Each model in bf16, by Triton's kernels where there are some, and in fp16."""
+    """Each model in bf16 and fp16; one by grouped products alone, without Triton's kernels."""
     runs = Runs(context) if context.tiny else Runs(context, 40000, VOCABULARY)
     names = ["dense", "moe-8", "4-4"]
     cases = [(name, "bf16", "auto") for name in names]
     if not context.tiny:
-        cases += [(name, "bf16", "fused") for name in names[1:] if "fused" in EXECUTIONS]
+        cases += [("4-4", "bf16", "grouped")]
         cases += [(name, "fp16", "auto") for name in names]
     for name, precision, execution in [*cases, ("2-2-2-2", "bf16", "auto")]:
-        case = f"{name}, {precision}" + (", fused" if execution == "fused" else "")
+        case = f"{name}, {precision}" + ("" if execution == "auto" else f", {execution}")
         flags = [*MODELS[name], f"--{precision}"]
-        flags += ["--moe-execution", "fused"] if execution == "fused" else []
+        flags += [] if execution == "auto" else ["--moe-execution", execution]
         yield attempt(case, lambda f=flags, c=case: timed(runs, c, f, context))
 
 
