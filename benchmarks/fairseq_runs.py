@@ -10,7 +10,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent.parent / "smoe_fairseq"
+import smoe_fairseq
+
+PACKAGE = Path(smoe_fairseq.__file__).parent
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,6 @@ class Runs:
             "PYTHONWARNINGS": "ignore",
             "LOGLEVEL": "INFO",  # their logs are what is read
         }
-        self.moe_layers = 2 * (args.layers // 2)
 
     def speed(self, command: str, name: str) -> float:
         """Target tokens per second."""
@@ -48,16 +49,6 @@ class Runs:
         if command == "train":
             return statistics.median(float(update["wps"]) for update in updates(text)[1:])
         return float(re.search(r"([\d.]+) tokens/s\)", text).group(1))
-
-    def routing(self, command: str, name: str) -> tuple[list[dict], float]:
-        """What is routed in the last update, or in translating all, and the target tokens of it."""
-        out = self.folder / "routing.json"
-        flags = self._flags(command, name)
-        text = self._run(["benchmarks.record_routing", out, MODELS[name].strata, command, *flags])
-        passes = json.loads(out.read_text())
-        if command == "generate":
-            return passes, float(re.search(r"\((\d+) tokens\)", text).group(1))
-        return passes[-self.moe_layers :], float(updates(text)[-1]["wpb"])
 
     def flops(self, name: str) -> float:
         flags = ["--json", "--vocab-size", str(self.args.vocabulary), *self._model_flags(name)]

@@ -83,14 +83,6 @@ def program_goals(results: dict) -> list[Goal]:
         rows = [{"case": name, **model} for name, model in models.items()]
         goals.append(
             _goal(
-                f"{command}: time over dense / predicted",
-                1.10,
-                lambda row: row["over_dense"]["median"] / row["predicted"],
-                [row for row in rows if row.get("predicted")],
-            )
-        )
-        goals.append(
-            _goal(
                 f"{command}: our dense / fairseq's transformer",
                 1.0,
                 lambda row: 1 / row["over_dense"]["median"],

@@ -2,7 +2,7 @@
 
     python -m benchmarks.program [--quick] [--threads 2] [--rounds 3]
 
-In turns, and each over our dense model: beside it the ratio that `predict.py` and the FLOPs predict.
+In turns, and each over our dense model, with the ratio of their FLOPs for comparison.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine, predict, synthetic, timing
+from benchmarks import machine, synthetic, timing
 from benchmarks.fairseq_runs import MODELS, Runs
 
 
@@ -47,18 +47,12 @@ def main() -> None:
 
 
 def result(command: str, name: str, speeds: dict, runs: Runs, args: argparse.Namespace) -> dict:
-    """Speed in tokens per second, time over the dense model's, and what was predicted for that."""
+    """Speed in tokens per second, time over the dense model's, and the ratio of FLOPs."""
     seconds = {model: [1 / speed for speed in values] for model, values in speeds.items()}
     found = {
         "speed": timing.summary(speeds[name]),
         "over_dense": timing.ratio(seconds, name, "dense"),
     }
-    if MODELS[name].strata:
-        passes, tokens = runs.routing(command, name)
-        bare = predict.bare_seconds(passes, args.embed_dim, args.ffn_embed_dim, command == "train")
-        dense = tokens * timing.summary(seconds["dense"])["median"]
-        found["bare_seconds"], found["dense_seconds"] = bare, dense
-        found["predicted"] = (dense - bare["dense"] + bare["routed"]) / dense
     if command == "train" and name != "fairseq":
         found["flops"] = runs.flops(name) / runs.flops("dense")
     return found

@@ -1,11 +1,11 @@
-"""Markdown and a plot from what `block.py` and `program.py` measured: python -m benchmarks.report FOLDER"""
+"""Markdown from what `block.py` and `program.py` measured: python -m benchmarks.report FOLDER"""
 
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import goals, plot
+from benchmarks import goals
 from benchmarks.goals import Goal
 
 
@@ -19,8 +19,6 @@ def main(folder: Path) -> None:
     if run := runs.get("block"):
         all_goals += goals.block_goals(run["cases"])
         parts += [machine_lines(run), block_table(run["cases"]), peer_table(run["cases"])]
-        plot.draw(run["cases"], folder / "block.png")
-        parts.append("![Block over floor](block.png)")
     if run := runs.get("block-2-threads"):
         all_goals += [
             replace(goal, text=f"two threads: {goal.text}")
@@ -122,12 +120,12 @@ def program_table(results: dict) -> str:
             name,
             f"{model['speed']['median']:.0f}",
             spread(model["over_dense"]),
-            *(f"{model[key]:.2f}" if model.get(key) else "" for key in ("predicted", "flops")),
+            f"{model['flops']:.2f}" if model.get("flops") else "",
         ]
         for command, models in results.items()
         for name, model in models.items()
     ]
-    return table(["", "model", "tokens per second", "time over dense", "predicted", "FLOPs"], rows)
+    return table(["", "model", "tokens per second", "time over dense", "FLOPs"], rows)
 
 
 def spread(ratio: dict) -> str:

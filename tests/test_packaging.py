@@ -6,6 +6,7 @@ files, so that nothing patches fairseq but what has been installed there.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -195,3 +196,36 @@ def test_the_constraints_suit_every_python_that_setup_py_admits():
             needed = SpecifierSet(dist.metadata["Requires-Python"] or "")
             assert "3.11.0" in needed, f"{pin} needs Python {needed}"
     assert found
+
+
+@pytest.mark.soak
+def test_the_way_without_internet(bare, tmp_path):
+    """The commands of docs/install.md, and a rehearsal of the GPU check with what they installed."""
+    page = (ROOT / "docs/install.md").read_text()
+    section = page[page.index("## Without internet") : page.index("## In a container")]
+    making, installing = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    checkout = tmp_path / "checkout"
+    kept = shutil.ignore_patterns(".venv*", ".git", "runs", "results", "data", "__pycache__")
+    shutil.copytree(ROOT, checkout, ignore=kept)
+
+    def shell(commands: str, python: Path) -> subprocess.CompletedProcess:
+        function = f'pip() {{ "{python}" -m pip --disable-pip-version-check -q "$@"; }}\n'
+        return subprocess.run(
+            ["bash", "-ec", function + commands], cwd=checkout, capture_output=True, text=True
+        )
+
+    made = shell(making, Path(sys.executable))
+    if "No matching distribution" in made.stderr or "Connection" in made.stderr:
+        pytest.skip("no package index can be reached")
+    assert made.returncode == 0, made.stderr[-2000:]
+    installed = shell(installing, bare)
+    assert installed.returncode == 0, installed.stderr[-2000:]
+    shutil.rmtree(checkout / "smoe_fairseq")  # what has been installed is used
+    words = ["--device", "cpu", "--minutes", "3", "--out", str(tmp_path / "check")]
+    words += ["--parts", "right-options", "fast-update"]
+    done = subprocess.run(
+        [bare, "-m", "benchmarks.gpu", *words], cwd=checkout, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    results = json.loads((tmp_path / "check/report.json").read_text())["results"]
+    assert {r["status"] for r in results if "status" in r} == {"done"}
