@@ -242,8 +242,9 @@ def _launcher(count: Count) -> list:
         passes = 2 if kernel == "activate" else 1  # in place
         count.total.add(kernel, 0.0, passes * share * sum(touched.values()), count.device)
 
-    tree = ast.parse(Path(fused.__file__).with_name("kernels.py").read_text("utf-8"))
-    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    files = Path(fused.__file__).parent.glob("kernels/*.py")
+    nodes = [node for file in files for node in ast.parse(file.read_text("utf-8")).body]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     parameters = {each.name: [a.arg for a in each.args.args] for each in functions}
 
     class Names:
