@@ -130,10 +130,8 @@ def bash_functions() -> dict[str, str]:
         return f'() {{ {shlex.join(start(server))} {SCRIPTS / name} "$@"; }}'
 
     functions = {f"BASH_FUNC_{name}%%": function(name) for name in COMMANDS}
-    generator, recipe = (shlex.join(start(server)) for server in (WITH_PLUGIN, RECIPES))
     functions["BASH_FUNC_python%%"] = (
-        '() { case "${3:-} ${4:-}" in '
-        f'"{STEP[2]} generator") {generator} "$@";; "{STEP[2]} "*) {recipe} "$@";; '
+        f'() {{ case "${{3:-}}" in "{STEP[2]}") {shlex.join(start(RECIPES))} "$@";; '
         '*) command python "$@";; esac; }'
     )
     return functions

@@ -11,6 +11,8 @@ import sacrebleu
 from commands import run
 
 from smoe_fairseq.recipes.config import arguments, load_dataset
+from smoe_fairseq.recipes.evaluation.scores import Score
+from smoe_fairseq.recipes.evaluation.table import Column, average
 
 ROOT = Path(__file__).parents[1]
 SIGNATURE = "nrefs:1|tok:13a"
@@ -92,6 +94,21 @@ def test_scores_of_different_signatures_are_not_averaged(tmp_path):
         "moe: sacreBLEU nrefs:1|tok:flores200",
         "moe: scores of different sacreBLEU signatures are not averaged",
     ]
+
+
+def test_scores_with_the_tokenizer_of_each_language_are_averaged():
+    column = Column("average", ("en-zh", "zh-en"))
+
+    def mean(**tokenizers: str) -> float | None:
+        found = {
+            direction: Score(bleu, f"nrefs:1|tok:{tokenizers[direction[:2]]}|v:2", 9)
+            for direction, bleu in (("en-zh", 20.0), ("zh-en", 30.0))
+        }
+        return average(found, column)
+
+    assert mean(en="zh", zh="13a") == 25
+    assert mean(en="13a", zh="13a") == 25
+    assert mean(en="char", zh="13a") is None
 
 
 def test_a_search_with_other_flags_is_told(tmp_path):

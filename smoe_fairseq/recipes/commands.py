@@ -131,13 +131,6 @@ STEPS = {
     "binarise": Command("data.binarise:binarise", "step: subwords to numbers"),
     "reshard": Command("training.reshard:reshard", "step: checkpoints for other numbers of ranks"),
     "foretell": Command("training.forecast:print_forecast", "step: the memory of training"),
-    "translate": Command(
-        "evaluation.evaluate:translate",
-        "step: the remaining directions; FLAGS go to fairseq-generate",
-    ),
-    "generator": Command(
-        "evaluation.generate:serve", "step: fairseq-generate for each line of standard input"
-    ),
     "tokenizer": Command("data.download:fetch_tokenizer", "step: sacreBLEU's tokenizer model"),
     "methods": Command("evaluation.table:print_methods", "step: the methods of a table"),
 }
@@ -160,6 +153,10 @@ _OPTIONS = {
         **{"nargs": 2, "metavar": ("A", "B")},
         "help": "compare method B with A in each direction, over all seeds that both have: paired bootstrap "
         "over sentences, permutation test over seeds",
+    },
+    "checkpoint": {
+        **{"metavar": "WHICH"},
+        "help": "best, last, or average:N of the last N that were saved (default: the data set's, best)",
     },
     "force_resume": {
         "action": "store_true",

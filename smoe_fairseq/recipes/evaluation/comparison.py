@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.grid import Grid, number
+from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
 from smoe_fairseq.recipes.folders import Folders, method_of, order, seed_in, tested_text
 
 SAMPLES = 1000  # of the bootstrap
@@ -97,7 +99,7 @@ class SentenceCounter:
         if metric == scores.CHRF:
             self.metric: Metric = CHRF(word_order=2, references=[references])
         else:
-            own = str(dataset.sacrebleu.get("tokenize", "13a"))
+            own = tokenizer_of(dataset.sacrebleu, direction.split("-")[1])
             tokenize = scores.SPBLEU_TOKENIZER if metric == scores.SPBLEU else own
             self.metric = BLEU(tokenize=tokenize, references=[references])
 
@@ -136,6 +138,15 @@ def p_value(metric: Metric, first: np.ndarray, second: np.ndarray) -> float:
     return result[1].p_value
 
 
+def mean_p_value(first: np.ndarray, second: np.ndarray) -> float:
+    """As `p_value`, of a metric that is a mean over the lines; ``(sentences,)`` of two systems."""
+    apart = (second - first).astype(np.float64)
+    seed = os.environ.get("SACREBLEU_SEED", "12345")
+    draw = np.random.default_rng(None if seed.lower() == "none" else int(seed))
+    samples = np.abs(apart[draw.choice(len(apart), (SAMPLES, len(apart)))].mean(1))
+    return float(((samples - samples.mean() >= abs(apart.mean())).sum() + 1) / (SAMPLES + 1))
+
+
 def _lines(path: Path) -> Sequence[str]:
     """The lines, split at line feeds alone, as sacreBLEU's command does."""
     try:
@@ -159,8 +170,6 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
     """
     if first == second:
         raise UsageError(f"--compare {first} {second}: expected two different methods")
-    if metric == scores.COMET:
-        raise UsageError("--metric comet: --compare takes bleu, chrf++ or spbleu only")
     systems = {name: _System(dataset, name, metric) for name in (first, second)}
     one, other = systems.values()
     if shared := sorted({*one.runs} & {*other.runs}):
@@ -284,6 +293,13 @@ def _row(points: Sequence[Sequence[float]], p: float | None) -> list[str]:
 def _bootstrap(
     dataset: Dataset, direction: str, first: _System, second: _System, metric: str
 ) -> float:
+    if metric == scores.COMET:
+        return mean_p_value(
+            *(
+                sum(np.array(scores.comet_of_lines(f)) for f in system.translations(direction))
+                for system in (first, second)
+            )
+        )
     counter = SentenceCounter(dataset, direction, metric)
     counts = (sum(map(counter.count, system.translations(direction))) for system in (first, second))
     return p_value(counter.metric, *counts)

@@ -3,37 +3,40 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+
+from tqdm import tqdm
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import rank_files, write_whole
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.recipes.config import Dataset, arguments, method_flags
+from smoe_fairseq.recipes.config import Dataset, Flags, arguments, method_flags
 from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
-from smoe_fairseq.recipes.evaluation import generate, scores
+from smoe_fairseq.recipes.evaluation import generate, metrics, scores
 from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
 from smoe_fairseq.recipes.processes import (
     command,
     dry_run,
     report,
     run,
-    run_quietly,
     step,
 )
 from smoe_fairseq.recipes.training.train import data_arguments
 from smoe_fairseq.training.screen import duration
 
 FILE = "evaluation.json"
+# What fairseq saves at the end of an epoch, or after so many updates; perhaps with a rank's experts.
+_SAVED = re.compile(r"(checkpoint(?:_\d+_(\d+)|(\d+)))(?:-rank-\d+)?\.pt")
 NEWS_SECONDS = 30  # between two lines on progress, unless there is a terminal
 
 
@@ -46,6 +49,7 @@ class Evaluation:
     checkpoint: Path
     directions: tuple[str, ...]
     extra: tuple[str, ...] = ()
+    making: tuple[str, ...] = ()  # commands that make the checkpoint of others
 
     @property
     def partial(self) -> Path:
@@ -90,15 +94,19 @@ class Evaluation:
             )
         ]
         sacrebleu = ["sacrebleu", self.reference(direction), "-i", translation]
-        sacrebleu += arguments(self.dataset.sacrebleu)
         if self.with_spbleu:
-            more = ["--metrics", "bleu", "--tokenize", scores.SPBLEU_TOKENIZER]
             output = self.partial / f"{direction}.spbleu.json"
-            lines.append(command(*sacrebleu, *more, output=output))
+            lines.append(command(*sacrebleu, *arguments(self.spbleu), output=output))
         partial = self.partial / f"{direction}.json.tmp"
-        lines.append(command(*sacrebleu, output=partial))
+        own = metrics.with_tokenizer(self.dataset.sacrebleu, direction.split("-")[1])
+        lines.append(command(*sacrebleu, *arguments(own), output=partial))
         lines.append(command("mv", partial, self.partial / f"{direction}.json"))
         return lines
+
+    @property
+    def spbleu(self) -> Flags:
+        """sacreBLEU's flags for BLEU of sentencepiece tokens."""
+        return self.dataset.sacrebleu | {"metrics": ["bleu"], "tokenize": scores.SPBLEU_TOKENIZER}
 
     @property
     def with_spbleu(self) -> bool:
@@ -134,8 +142,6 @@ class Evaluation:
     def finish(self, scored: dict[str, scores.Score]) -> None:
         """Replace an earlier evaluation; if the disk is full, that one stays."""
         self.save(scored, self.folder)
-        for log in self.partial.glob("process-*.log"):
-            log.unlink()
         (self.partial / scores.FILE).unlink(missing_ok=True)
         shutil.rmtree(self.complete, ignore_errors=True)
         os.replace(self.partial, self.complete)
@@ -154,8 +160,15 @@ class Evaluation:
             "checkpoint": _file_state(self.checkpoint),
             "texts": hashlib.sha256(" ".join(map(_file_state, texts)).encode()).hexdigest(),
             "flags": [*arguments(self.dataset.task | self.dataset.generate), *self.extra],
-            "sacrebleu": [version("sacrebleu"), *arguments(self.dataset.sacrebleu)],
+            "sacrebleu": [version("sacrebleu"), *self._sacrebleu],
         }
+
+    @property
+    def _sacrebleu(self) -> list[str]:
+        """sacreBLEU's flags, with the tokenizers in place of ``auto``."""
+        settings = self.dataset.sacrebleu
+        found = (metrics.tokenizer_of(settings, d.split("-")[1]) for d in self.directions)
+        return arguments(settings | {"tokenize": list(dict.fromkeys(found))})
 
 
 def _file_state(file: Path) -> str:
@@ -164,24 +177,32 @@ def _file_state(file: Path) -> str:
     return f"{file.name} {found.st_size} {found.st_mtime_ns}"
 
 
-def evaluate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
+def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: str = "") -> None:
     """Translate and score every direction that has test data, and write ``scores.json``.
 
-    ``flags`` go to ``fairseq-generate``. The step ``translate`` does the work; a dry run prints the same
-    work as commands for each direction.
+    Args:
+        flags: of ``fairseq-generate``, with which a dry run prints commands that do the same.
+        checkpoint: best, last, or average:N of the last N that were saved by updates or epochs; by default
+            the data set's.
+
+    Raises:
+        UsageError: there is no such method, no checkpoint of it, or no text to translate; a flag or a file
+            cannot be used; or another process evaluates this run.
     """
-    evaluation = plan(dataset, method, flags)
+    evaluation = plan(dataset, method, flags, checkpoint or dataset.checkpoint)
     scorer = scores.scorer()
     for direction in sorted(set(dataset.directions) - set(evaluation.directions)):
         report(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
-    run(_consolidated(evaluation))
-    tokenizer = dataset.sacrebleu.get("tokenize", "")
+    run(evaluation.making)
+    for language in {direction.split("-")[1] for direction in evaluation.directions}:
+        metrics.check_tokenizer(dataset.sacrebleu, language)
+    tokenizer = str(dataset.sacrebleu.get("tokenize", ""))
     if tokenizer.startswith("flores"):
         comment = f"# the model of sacreBLEU's {tokenizer} tokenizer, which is fetched once"
         run([comment, step("tokenizer", tokenizer)])
     if not dry_run():
-        comment = f"# {dataset.name} {method}: translate and score"
-        run([comment, step("translate", dataset.name, method, *flags)])
+        print(f"# {dataset.name} {method}: translate and score", flush=True)
+        _translate(evaluation)
     else:
         for direction in evaluation.directions:
             generation = command("fairseq-generate", *evaluation.generation(direction))
@@ -191,24 +212,63 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
         _score_by_comet(evaluation, scorer)
 
 
-def plan(dataset: Dataset, method: str, flags: Sequence[str]) -> Evaluation:
-    """The evaluation of a method's run with the seed ``SEED``.
-
-    Raises:
-        UsageError: there is no such method, no checkpoint of it, or no text to translate.
-    """
+def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Evaluation:
+    """The evaluation of a method's run with the seed ``SEED``; ``which`` is its checkpoint."""
     method_flags(method, dataset)  # raises for an unknown method
     folders = Folders(dataset.name)
     folder = folders.run(run_name(dataset, method))
-    checkpoint = folder / f"checkpoint_{dataset.checkpoint}.pt"
-    sharded = list(rank_files(checkpoint).values())
-    if not dry_run() and not checkpoint.exists() and not sharded:
+    if which.startswith("average:"):
+        checkpoint, making = _averaged(folder, which)
+    elif which in ("best", "last"):
+        checkpoint, making = _consolidated(folder / f"checkpoint_{which}.pt")
+    else:
+        raise UsageError(
+            f"--checkpoint {which}: expected best, last or average:N, such as average:5"
+        )
+    if not dry_run() and not making and not checkpoint.exists():
         raise UsageError(
             f"{checkpoint} is missing: run scripts/train.sh {dataset.name} {method} first"
         )
-    if sharded and (not checkpoint.exists() or _newer(sharded[0], checkpoint)):
-        checkpoint = folder / "consolidated" / checkpoint.name
-    return Evaluation(dataset, folder, checkpoint, _directions(dataset, folders.raw), tuple(flags))
+    directions = _directions(dataset, folders.raw)
+    return Evaluation(dataset, folder, checkpoint, directions, tuple(flags), making)
+
+
+def _consolidated(parts: Path) -> tuple[Path, tuple[str, ...]]:
+    """A checkpoint, or one file of its experts' files, and the commands that make it unless it is there."""
+    sharded = list(rank_files(parts).values())
+    if not sharded or (parts.exists() and not _newer(sharded[0], parts)):
+        return parts, ()
+    whole = parts.parent / "consolidated" / parts.name
+    if whole.exists() and not any(_newer(part, whole) for part in sharded):
+        return whole, ()
+    consolidate = command("smoe", "consolidate", parts, "--output", whole, "--force")
+    return whole, ("# the experts of all processes in one checkpoint", consolidate)
+
+
+def _averaged(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
+    """The mean of the last checkpoints, and the commands that make it unless it is there."""
+    number = which.partition(":")[2]
+    if not (number.isascii() and number.isdecimal() and int(number) > 0):
+        raise UsageError(f"--checkpoint {which}: expected average:N, such as average:5")
+    saved = {}
+    for name in (file.name for file in folder.glob("checkpoint*.pt")):
+        if found := _SAVED.fullmatch(name):
+            saved[f"{found[1]}.pt"] = int(found[2] or 0), int(found[3] or 0)
+    by_update = [name for name in saved if saved[name][0]] or list(saved)
+    last = sorted(by_update, key=saved.get)[-int(number) :]
+    if len(last) < int(number):
+        raise UsageError(
+            f"--checkpoint {which}: {folder} has {len(last)} checkpoints that were saved on the way: keep "
+            "more with --save-interval-updates and --keep-interval-updates of training"
+        )
+    mean = folder / "averaged" / f"checkpoint_average_{number}.pt"
+    parts = [folder / name for name in last]
+    files_of = [file for part in parts for file in (rank_files(part).values() or [part])]
+    if mean.exists() and not any(_newer(file, mean) for file in files_of):
+        return mean, ()
+    average = command("smoe", "average", *parts, "--output", mean, "--force")
+    making = command("mkdir", "-p", mean.parent)
+    return mean, (f"# the mean of {number} checkpoints", making, average)
 
 
 def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
@@ -221,18 +281,6 @@ def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
     if not directions:
         raise UsageError(f"{raw} has no test data (test.eng-xxx.eng and so on)")
     return directions
-
-
-def _consolidated(evaluation: Evaluation) -> Iterator[str]:
-    """The command that makes one checkpoint of several files of experts, unless it is up to date."""
-    whole = evaluation.checkpoint
-    parts = whole.parents[1] / whole.name
-    if whole.parent.name != "consolidated":
-        return
-    if whole.exists() and not any(_newer(p, whole) for p in rank_files(parts).values()):
-        return
-    yield "# the experts of all processes in one checkpoint"
-    yield command("smoe", "consolidate", parts, "--output", whole, "--force")
 
 
 def _newer(one: Path, other: Path) -> bool:
@@ -255,15 +303,12 @@ def _score_by_comet(evaluation: Evaluation, scorer: scores.Scorer) -> None:
         print(f"# {direction}: {scores.COMET} {score.others[scores.COMET][0]:.2f}", flush=True)
 
 
-def translate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
-    """The step of ``scripts/evaluate.sh`` that translates and scores the directions that are not done.
-
-    The longest test set comes first. A direction is scored while others are translated.
+def _translate(evaluation: Evaluation) -> None:
+    """Translate and score the directions that are not done, the longest test set first.
 
     Raises:
         UsageError: a translation or its scoring failed, or another process evaluates this run.
     """
-    evaluation = plan(dataset, method, flags)
     files.lock_folder(evaluation.folder, files.EVALUATION)
     scored = evaluation.resume()
     for direction, score in scored.items():
@@ -272,85 +317,52 @@ def translate(dataset: Dataset, method: str, flags: Sequence[str]) -> None:
     if left:
         left.sort(key=lambda d: -evaluation.source(d).stat().st_size)
         count = len(evaluation.directions)
-        where = generate.place(evaluation.checkpoint, count, len(left), evaluation.extra)
+        where = generate.place(len(left), evaluation.extra)
         print(f"# {where}: {len(left)} of {count} directions, the longest first", flush=True)
-        _translate(evaluation, left, where, scored)
+        jobs = {direction: evaluation.generation(direction) for direction in left}
+        total = sum(evaluation.source(d).read_bytes().count(b"\n") for d in left)
+        with _progress(total) as advance:
+            for direction in generate.translated(where, jobs, advance):
+                scored[direction] = _score(evaluation, direction)
+                evaluation.save(scored, evaluation.partial)
+                with tqdm.external_write_mode(sys.stdout):
+                    _print_score(direction, scored[direction], f"{len(scored)} of {count}")
     if evaluation.partial.exists():
         evaluation.finish(scored)
 
 
-def _translate(
-    evaluation: Evaluation,
-    left: list[str],
-    where: generate.Place,
-    scored: dict[str, scores.Score],
-) -> None:
-    from tqdm import tqdm
-
-    jobs = {direction: evaluation.generation(direction) for direction in left}
-    progress = _Progress(evaluation, left)
-    futures: dict[Future, str] = {}
-
-    def take_scores(every: bool = False) -> None:
-        for future in [f for f in futures if every or f.done()]:
-            direction = futures.pop(future)
-            scored[direction] = future.result()
-            evaluation.save(scored, evaluation.partial)
-            with tqdm.external_write_mode(sys.stdout):
-                count = f"{len(scored)} of {len(evaluation.directions)}"
-                _print_score(direction, scored[direction], count)
-
-    terminal, start = sys.stderr.isatty(), time.monotonic()
-    shown = start
-    with (
-        ThreadPoolExecutor(max_workers=2) as scoring,
-        closing(generate.translated(where, evaluation.partial, jobs)) as translated,
-        tqdm(total=progress.sentences, unit=" sentences", disable=not terminal) as bar,
-    ):
-        for direction in translated:
-            if direction is not None:
-                futures[scoring.submit(_score, evaluation, direction)] = direction
-                progress.done.append(direction)
-            if terminal:
-                bar.update(progress.count() - bar.n)
-            elif (now := time.monotonic()) - shown >= NEWS_SECONDS:
-                shown, count = now, progress.count()
-                if count > progress.sentences / 20:  # before that, most time went into loading
-                    rest = duration((now - start) * (progress.sentences - count) / count)
-                    print(
-                        f"  {count:,} of {progress.sentences:,} sentences | {rest} left", flush=True
-                    )
-            take_scores()
-        take_scores(every=True)
-
-
 def _score(evaluation: Evaluation, direction: str) -> scores.Score:
-    """Run the commands of `Evaluation.scoring`; raises UsageError if one fails."""
-    for line in evaluation.scoring(direction):
-        run_quietly(line)
-    return scores.read_score(evaluation.partial, direction)
+    """Write the translations and what sacreBLEU says of them, as the commands of a dry run do."""
+    translations = generate.best(evaluation.generated(direction))
+    target, folder = direction.split("-")[1], evaluation.partial
+    write_whole(folder / f"{direction}.txt", "".join(f"{line}\n" for line in translations))
+    translations = [line.rstrip() for line in translations]
+    references = metrics.lines_of(evaluation.reference(direction))
+    if evaluation.with_spbleu:
+        found = metrics.score(translations, references, evaluation.spbleu)
+        write_whole(folder / f"{direction}.spbleu.json", f"{found}\n")
+    settings = metrics.with_tokenizer(evaluation.dataset.sacrebleu, target)
+    found = metrics.score(translations, references, settings)
+    write_whole(folder / f"{direction}.json", f"{found}\n")
+    return scores.read_score(folder, direction)
 
 
-class _Progress:
-    """Counts translated sentences: all of directions in ``done``, those written of other directions."""
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Yield ``advance(sentences)``: a bar at a terminal, and elsewhere a line now and then."""
+    start = shown = time.monotonic()
+    with tqdm(total=total, unit=" sentences", disable=not sys.stderr.isatty()) as bar:
+        count = 0
 
-    def __init__(self, evaluation: Evaluation, directions: list[str]):
-        self.evaluation = evaluation
-        self.total = {d: _count(evaluation.source(d), b"\n") for d in directions}
-        self.sentences = sum(self.total.values())
-        self.done: list[str] = []
+        def advance(number: int) -> None:
+            nonlocal count, shown
+            count += number
+            bar.update(number)
+            if bar.disable and (now := time.monotonic()) - shown >= NEWS_SECONDS:
+                shown, rest = now, duration((now - start) * (total - count) / count)
+                print(f"  {count:,} of {total:,} sentences | {rest} left", flush=True)
 
-    def count(self) -> int:
-        found = sum(self.total[direction] for direction in self.done)
-        for direction in self.total.keys() - self.done:
-            file = self.evaluation.generated(direction)
-            if file.exists():
-                found += min(self.total[direction], _count(file, b"\nS-") + 1)
-        return found
-
-
-def _count(file: Path, words: bytes) -> int:
-    return file.read_bytes().count(words)
+        yield advance
 
 
 def _print_score(direction: str, score: scores.Score, count: str) -> None:

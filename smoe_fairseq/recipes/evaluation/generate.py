@@ -1,213 +1,334 @@
-"""Several processes of fairseq-generate side by side, each of which translates one direction after another.
+"""Test sets translated by our own search, with the flags and in the format of ``fairseq-generate``.
 
-A process is the step ``generator``: it reads lines of standard input, each a JSON list of arguments of
-``fairseq-generate``, and prints `DONE` after each. It loads the model once.
+On the CPU, and on one GPU, in this process: on the CPU as many batches side by side as there are threads. On
+several GPUs in a process for each, which translates one direction after another.
 """
 
-import functools
-import json
+import ast
+import contextlib
+import io
+import math
+import multiprocessing
 import os
-import queue
-import re
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TextIO
 
-from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.processes import environment, report, step, whole_number
-from smoe_fairseq.recipes.training.launcher import divide_cpu, launch, visible_gpus
+from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.files import whole_file
+from smoe_fairseq.recipes.processes import whole_number
+from smoe_fairseq.recipes.training.launcher import launch, visible_gpus
 
-DONE = "done"
-POLL_SECONDS = 0.5
-_IMPORTS = 1 << 29  # bytes that a process takes without a checkpoint
-_SENTENCE = re.compile(r"(?:fairseq-generate: )?error: (.*)")  # argparse's and ours
-
-
-def serve() -> None:
-    """The step ``generator``, until standard input ends."""
-    # Only jobs and answers go through the pipes; what fairseq prints goes to standard error, the log.
-    # Forked data-loading processes close standard input, which would block while a thread reads it.
-    lines, nowhere = os.fdopen(os.dup(0)), os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nowhere, 0)
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
-        jobs: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-        threading.Thread(target=_receive, args=(lines, jobs), daemon=True).start()
-        from fairseq import checkpoint_utils
-        from fairseq_cli import generate
-
-        checkpoint_utils.load_model_ensemble = _once(checkpoint_utils.load_model_ensemble)
-        while True:
-            sys.argv = ["fairseq-generate", *jobs.get()]
-            generate.cli_main()
-            print(DONE, file=answers, flush=True)
-
-
-def _receive(lines: TextIO, jobs: queue.SimpleQueue) -> None:
-    for line in lines:
-        jobs.put(json.loads(line))
-    os._exit(1)  # the parent has closed the pipe, or has ended
-
-
-def _once(load: Callable) -> Callable:
-    """fairseq's ``load_model_ensemble`` with a cache: the same files give the same models.
-
-    Generation changes a model (half precision, the GPU, ``prepare_for_inference_``), but doing so again has
-    no effect. Loading also sets the state of the task, and every direction has a new task.
-    """
-    loaded = {}
-
-    @functools.wraps(load)
-    def load_model_ensemble(filenames, arg_overrides=None, task=None, *more, **options):
-        key = repr((filenames, arg_overrides, more, sorted(options.items())))
-        if key not in loaded:
-            found = load(filenames, arg_overrides, task, *more, **options)
-            loaded[key] = (found, task and task.state_dict())
-        found, state = loaded[key]
-        if state:
-            task.load_state_dict(state)
-        return found
-
-    return load_model_ensemble
+# Flags that have no effect on the search, or that our search has too.
+_ANY = ("nbest", "prefix_size", "no_seed_provided", "sacrebleu", "no_beamable_mm")
+_worker: "Generator"  # of a process that has one GPU
 
 
 @dataclass(frozen=True)
 class Place:
-    """``processes`` with ``threads`` each, spread over ``gpus`` or, without any, on the CPU."""
+    """``gpus`` with a process each; or ``threads`` of this process if there is none."""
 
-    processes: int
     gpus: tuple[str, ...]
     threads: int
 
     def __str__(self) -> str:
-        each = "1 process" if self.processes == 1 else f"{self.processes} processes"
         if self.gpus:
-            return f"{each} on {len(self.gpus)} GPU{'s' if len(self.gpus) > 1 else ''}"
-        return f"{each} on the CPU, {self.threads} thread{'s' if self.threads > 1 else ''} each"
-
-    def environment(self, number: int) -> dict[str, str]:
-        """The environment variables of a process."""
-        threads = {"OMP_NUM_THREADS": str(self.threads)}
-        gpu = self.gpus[number % len(self.gpus)] if self.gpus else ""
-        return threads | environment() | {"CUDA_VISIBLE_DEVICES": gpu}
+            return f"{len(self.gpus)} GPU{'s' * (len(self.gpus) > 1)}"
+        return f"the CPU, {self.threads} thread{'s' * (self.threads > 1)}"
 
 
-def place(checkpoint: Path, jobs: int, left: int, extra: Sequence[str]) -> Place:
-    """Where to translate, by ``GPUS`` and ``JOBS``, when ``left`` of all ``jobs`` are not done.
-
-    On the CPU there are as many processes as cores and memory allow, and the cores are divided among them
-    unless ``OMP_NUM_THREADS`` is set. The number of threads is that for all jobs, since the last digits of
-    a score may depend on it.
+def place(left: int, extra: Sequence[str]) -> Place:
+    """Where to translate ``left`` directions, by ``GPUS`` and ``JOBS``.
 
     Raises:
         UsageError: ``GPUS`` or ``JOBS`` is no number, or there are fewer GPUs.
     """
-    where = launch(extra)
-    if not where.cpu:
-        gpus = tuple(visible_gpus(where.gpus))
-        return Place(min(left, whole_number("JOBS", least=1) or len(gpus)), gpus, 1)
-    processes, threads = divide_cpu(2 * (_IMPORTS + checkpoint.stat().st_size), most=jobs)
-    return Place(min(left, processes), (), threads)
+    where, jobs = launch(extra), whole_number("JOBS", least=1)
+    if where.cpu:
+        import torch
+
+        return Place((), jobs or torch.get_num_threads())
+    gpus = visible_gpus(where.gpus)
+    count = min(left, jobs or len(gpus))
+    return Place(tuple(gpus[i % len(gpus)] for i in range(count)), 1)
 
 
-def translated(where: Place, folder: Path, jobs: dict[str, Sequence[str]]) -> Iterator[str | None]:
-    """Yield each direction as soon as it is translated, and None twice a second in between.
+def translated(
+    where: Place, jobs: Mapping[str, Sequence[str]], done: Callable[[int], None]
+) -> Iterator[str]:
+    """Yield each direction as soon as it is translated.
 
     Args:
-        folder: gets the processes' output as ``process-N.log``.
         jobs: the arguments of ``fairseq-generate`` by direction, in the order in which to start them.
+        done: is told after each batch how many sentences were in it; of several GPUs after each direction.
 
     Raises:
-        UsageError: a process failed; with its own error message if it had one.
+        UsageError: an argument, the checkpoint or the data cannot be used; or a process was killed.
     """
-    workers, idle = [], queue.SimpleQueue()
-
-    def translate(direction: str) -> tuple[str, _Worker, bool]:
-        worker = idle.get()
-        done = worker.translate(jobs[direction])
-        idle.put(worker)
-        return direction, worker, done
-
-    threads = ThreadPoolExecutor(where.processes)
+    if len(where.gpus) < 2:
+        generator = Generator(where.threads)
+        for direction, words in jobs.items():
+            generator.translate(words, done)
+            yield direction
+        return
+    spawn = multiprocessing.get_context("spawn")
+    devices = spawn.Queue()
+    for gpu in where.gpus:
+        devices.put(gpu)
+    pool = ProcessPoolExecutor(len(where.gpus), spawn, _begin_worker, (devices,))
     try:
-        for number in range(where.processes):
-            log = folder / f"process-{number}.log"
-            workers.append(_Worker(where.environment(number), log))
-            idle.put(workers[-1])
-        running = {threads.submit(translate, direction) for direction in jobs}
-        while running:
-            ended, running = wait(running, POLL_SECONDS, FIRST_COMPLETED)
-            if not ended:
-                yield None
-            for direction, worker, done in (future.result() for future in ended):
-                if not done:
-                    raise worker.failure(direction)
-                yield direction
-        for worker in workers:
-            worker.warn()
+        running = {pool.submit(_work, words): direction for direction, words in jobs.items()}
+        for future in as_completed(running):
+            done(future.result())
+            yield running[future]
+    except BrokenProcessPool:
+        raise UsageError(
+            "a process that translates was killed, as the system does where memory runs out"
+        ) from None
     finally:
-        for worker in workers:
-            worker.end()
-        threads.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
-class _Worker:
-    def __init__(self, variables: dict[str, str], log: Path):
-        self.log = log
-        with open(log, "wb") as output:
-            self.process = subprocess.Popen(
-                ["bash", "-c", step("generator")],
-                env=variables,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
+def _begin_worker(devices) -> None:
+    global _worker
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices.get()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which also reaches the parent
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker = Generator(threads=1)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _work(words: Sequence[str]) -> int:
+    counts: list[int] = []
+    _worker.translate(words, counts.append)
+    return sum(counts)
+
+
+class Generator:
+    """Translates test sets; a model is loaded once.
+
+    Args:
+        threads: batches side by side on a CPU.
+    """
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self.loaded = None
+
+    def translate(self, words: Sequence[str], done: Callable[[int], None]) -> None:
+        """Do what ``fairseq-generate WORDS`` does with ``--results-path``.
+
+        The file has its lines S, T, H, D and P. Models that are not a `SMoETransformerModel` are searched by
+        fairseq's generator.
+
+        Raises:
+            UsageError: an argument, the checkpoint or the data cannot be used.
+        """
+        with quietly():
+            from fairseq import tasks, utils
+
+            cfg = _parsed(list(words))
+            task = tasks.setup_task(cfg.task)
+            models, saved = self._models(cfg, task)
+            subset = cfg.dataset.gen_subset
+            task.load_dataset(subset, task_cfg=saved.task)
+            batches = task.get_batch_iterator(
+                dataset=task.dataset(subset),
+                max_tokens=cfg.dataset.max_tokens,
+                max_sentences=cfg.dataset.batch_size,
+                max_positions=utils.resolve_max_positions(
+                    task.max_positions(), *[model.max_positions() for model in models]
+                ),
+                ignore_invalid_inputs=cfg.dataset.skip_invalid_size_inputs_valid_test,
+                required_batch_size_multiple=cfg.dataset.required_batch_size_multiple,
+                seed=cfg.common.seed,
+            ).next_epoch_itr(shuffle=False)
+            output = Path(cfg.common_eval.results_path) / f"generate-{subset}.txt"
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(output) as partial, open(partial, "w", encoding="utf-8") as file:
+                for lines in self._search(cfg, task, models, batches):
+                    file.writelines(lines)
+                    done(sum(line.startswith("S-") for line in lines))
+
+    def _models(self, cfg, task):
+        """The models and their saved config; the state that loading gives a task is also this one's."""
+        import torch
+        from fairseq import checkpoint_utils, utils
+
+        from smoe_fairseq.translate.packed import can_pack, pack
+
+        if self.loaded is None:
+            models, saved = checkpoint_utils.load_model_ensemble(
+                utils.split_paths(cfg.common_eval.path),
+                arg_overrides=ast.literal_eval(cfg.common_eval.model_overrides),
+                task=task,
+                suffix=cfg.checkpoint.checkpoint_suffix,
+                strict=cfg.checkpoint.checkpoint_shard_count == 1,
+                num_shards=cfg.checkpoint.checkpoint_shard_count,
             )
+            self.on_gpu = torch.cuda.is_available() and not cfg.common.cpu
+            for model in models:
+                if cfg.common.fp16:
+                    model.half()
+                model.prepare_for_inference_(cfg)
+                if self.on_gpu:
+                    model.cuda()
+                elif _is_ours(models) and not cfg.common.fp16 and can_pack():
+                    pack(model)
+            self.loaded = models, saved, task.state_dict()
+        models, saved, state = self.loaded
+        task.load_state_dict(state)
+        return models, saved
 
-    def translate(self, arguments: Sequence[str]) -> bool:
-        """Returns whether the process did it; otherwise the process has ended."""
-        with suppress(OSError, ValueError):  # its pipes are closed
-            self.process.stdin.write(f"{json.dumps(arguments)}\n".encode())
-            self.process.stdin.flush()
-            return self.process.stdout.readline().decode().strip() == DONE
-        return False
+    def _search(self, cfg, task, models, batches) -> Iterator[list[str]]:
+        """The lines of each batch, in the order of the batches."""
+        import torch
+        from fairseq import utils
 
-    def failure(self, direction: str) -> UsageError:
-        status = self.process.wait()
-        said = self.log.read_text("utf-8", "replace").splitlines()
-        sentences = [found[1] for line in said if (found := _SENTENCE.match(line))]
-        if sentences:
-            return UsageError(sentences[-1])
-        print("\n".join(said[-20:]), file=sys.stderr, flush=True)
-        # A signal's number, as Python or as a shell reports it.
-        number = -status if status < 0 else status - 128
-        if number in set(signal.Signals):
-            ended = f"was stopped by {signal.Signals(number).name}"
-            if number == signal.SIGKILL:
-                ended += ", as the system does where memory runs out: set JOBS to fewer processes"
-        else:
-            ended = f"failed with exit status {status}"
-        return UsageError(
-            f"the translation of {direction} {ended}; what it said last is above, and all of it in {self.log}"
+        from smoe_fairseq.translate.translator import in_threads
+
+        search = theirs = task.build_generator(models, cfg.generation)
+        threads = 1
+        if _is_ours(models):
+            search = _ours(cfg, task.target_dictionary)
+            threads = 1 if self.on_gpu else self.threads
+        lines_of = _Lines(cfg, task, getattr(theirs, "symbols_to_strip_from_output", {theirs.eos}))
+        if cfg.common.seed is not None:
+            utils.set_torch_seed(cfg.common.seed)
+
+        def translate(sample: dict) -> list[str]:
+            if not sample:
+                return []
+            sample = utils.move_to_cuda(sample) if self.on_gpu else sample
+            prefix, size = None, cfg.generation.prefix_size
+            if size > 0:
+                prefix = sample["target"][:, :size]
+            with torch.inference_mode():
+                found = task.inference_step(search, models, sample, prefix_tokens=prefix)
+            return lines_of(sample, found)
+
+        stop = search.stop if threads > 1 else None
+        yield from in_threads(translate, batches, threads, stop)
+
+
+def _is_ours(models: Sequence) -> bool:
+    from smoe_fairseq.models.transformer import SMoETransformerModel
+
+    return len(models) == 1 and isinstance(models[0], SMoETransformerModel)
+
+
+def _ours(cfg, dictionary):
+    """Our search with the flags.
+
+    Raises:
+        UsageError: a flag is given that only fairseq's search has.
+    """
+    from fairseq.dataclass.configs import GenerationConfig
+
+    from smoe_fairseq.translate.search import BeamSearch, SearchOptions
+
+    own = {field.name for field in fields(SearchOptions)}
+    usual = GenerationConfig()
+    for field in fields(GenerationConfig):
+        name = field.name
+        if name in own or name in _ANY or name.startswith("_"):
+            continue
+        if getattr(cfg.generation, name) != getattr(usual, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')}: only fairseq's search has it; DRY_RUN=1 prints the command of "
+                "fairseq-generate"
+            )
+    options = {name: getattr(cfg.generation, name) for name in own if hasattr(cfg.generation, name)}
+    seed = {} if cfg.common.seed is None else {"seed": cfg.common.seed}
+    return BeamSearch(dictionary, SearchOptions(**options, **seed))
+
+
+def best(generated: Path) -> list[str]:
+    """The best translation of each sentence in a file of ``fairseq-generate``, in the sentences' order."""
+    found = {}
+    for line in generated.read_text("utf-8").split("\n"):
+        if line.startswith("D-"):
+            number, _, text = line[2:].split("\t", 2)
+            found.setdefault(int(number), text)
+    return [found[number] for number in sorted(found)]
+
+
+class _Lines:
+    """What ``fairseq-generate`` prints of a batch."""
+
+    def __init__(self, cfg, task, unsaid: set[int]):
+        self.source, self.target, self.unsaid = (
+            *(task.source_dictionary, task.target_dictionary),
+            unsaid,
         )
+        self.subwords, self.nbest = cfg.common_eval.post_process, cfg.generation.nbest
+        decoders = task.build_bpe(cfg.bpe), task.build_tokenizer(cfg.tokenizer)
+        self.decoders = [each.decode for each in decoders if each is not None]
 
-    def warn(self) -> None:
-        """Repeat the warnings that it printed."""
-        said = self.log.read_text("utf-8", "replace").splitlines()
-        for line in dict.fromkeys(line for line in said if line.startswith("warning: ")):
-            report(line.removeprefix("warning: "))
+    def __call__(self, sample: dict, found: list[list[dict]]) -> list[str]:
+        return [
+            line
+            for row, (number, hypotheses) in enumerate(
+                zip(sample["id"].tolist(), found, strict=True)
+            )
+            for line in self._of_sentence(sample, row, number, hypotheses)
+        ]
 
-    def end(self) -> None:
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()  # this ends the process, also below a shell
-        try:
-            self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    def _of_sentence(
+        self, sample: dict, row: int, number: int, hypotheses: list[dict]
+    ) -> Iterator[str]:
+        import torch
+
+        source = self._unpadded(sample["net_input"]["src_tokens"][row])
+        yield f"S-{number}\t{self._decoded(self.source.string(source, self.subwords))}\n"
+        if sample["target"] is not None:
+            target = self._unpadded(sample["target"][row])
+            options = {"escape_unk": True, "extra_symbols_to_ignore": self.unsaid}
+            yield f"T-{number}\t{self._decoded(self.target.string(target, self.subwords, **options))}\n"
+        for found in hypotheses[: self.nbest]:
+            words = self.target.string(
+                found["tokens"].int().cpu(), self.subwords, extra_symbols_to_ignore=self.unsaid
+            )
+            # To base 2, as all of these; in float32, which fairseq prints.
+            score = float(torch.as_tensor(found["score"], dtype=torch.float32) / math.log(2))
+            parts = (found["positional_scores"] / math.log(2)).tolist()
+            yield f"H-{number}\t{score}\t{words}\n"
+            yield f"D-{number}\t{score}\t{self._decoded(words)}\n"
+            yield f"P-{number}\t{' '.join(f'{part:.4f}' for part in parts)}\n"
+
+    def _unpadded(self, ids):
+        return ids[ids != self.target.pad()].int().cpu()
+
+    def _decoded(self, words: str) -> str:
+        for decode in self.decoders:
+            words = decode(words)
+        return words
+
+
+def _parsed(words: list[str]):
+    """fairseq's config of ``fairseq-generate WORDS``; raises UsageError if they cannot be used."""
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    import smoe_fairseq.models.transformer  # noqa: F401  (registers the architectures)
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            parser = options.get_generation_parser()
+            parser.add_argument("--arch", "-a", default="wav2vec2")  # as fairseq-generate does
+            cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
+    except SystemExit as ended:
+        lines = said.getvalue().splitlines() or [str(ended)]
+        raise UsageError(lines[-1].partition("error: ")[2] or lines[-1]) from None
+    if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
+        cfg.dataset.max_tokens = 12000  # as fairseq-generate does
+    return cfg

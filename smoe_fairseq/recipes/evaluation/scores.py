@@ -236,6 +236,13 @@ def scorer() -> Scorer | None:
     return Scorer(tuple(program), os.environ.get("COMET_MODEL") or MODEL)
 
 
+def comet_of_lines(translations: Path) -> list[float]:
+    """COMET of each line of ``DIRECTION.txt``; raises UsageError if it was not scored by COMET."""
+    file = _file(translations.parent, translations.stem)
+    advice = "run scripts/evaluate.sh again with COMET"
+    return read_json(file, {"sentences": [float]}, advice)["sentences"]
+
+
 def _file(folder: Path, direction: str) -> Path:
     return folder / f"{direction}.comet.json"
 

@@ -17,7 +17,7 @@ from smoe_fairseq.recipes.config import (
     resource_classes,
     tables,
 )
-from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.folders import SIZES, Folders, method_of, order
 from smoe_fairseq.recipes.processes import report
@@ -155,12 +155,23 @@ def _unusual_search(dataset: Dataset, run: Path) -> str:
 
 
 def average(result: Scores, column: Column, metric: str = scores.BLEU) -> float | None:
-    """In points; None if a direction is missing or signatures differ."""
+    """In points; None if a direction is missing, or signatures differ in more than languages' tokenizers."""
     there = _points(result, metric)
     if not column.directions or not all(d in there for d in column.directions):
         return None
-    points, signatures = zip(*(there[d] for d in column.directions), strict=True)
-    return None if len(set(signatures)) > 1 else statistics.fmean(points)
+    if not _alike({d: there[d][1] for d in column.directions}):
+        return None
+    return statistics.fmean(there[d][0] for d in column.directions)
+
+
+def _alike(signatures: Mapping[str, str]) -> bool:
+    """Whether the signatures, by direction, differ at most in the tokenizers that the languages advise."""
+
+    def usual(direction: str) -> str:
+        return metrics.tokenizer_of({"tokenize": metrics.AUTO}, direction.split("-")[1])
+
+    kinds = {s.replace(f"tok:{usual(d)}", f"tok:{metrics.AUTO}") for d, s in signatures.items()}
+    return len(set(signatures.values())) <= 1 or len(kinds) == 1
 
 
 def _points(result: Scores, metric: str) -> dict[str, tuple[float, str]]:
@@ -228,8 +239,10 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
             f"{name}: {len(there)} of {len(dataset.directions)} directions are scored, "
             "averages over missing ones are left out"
         )
-    if len(signatures) > 1:
+    if not _alike({direction: signature for direction, (_, signature) in there.items()}):
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")
+    elif len(signatures) > 1:
+        notes.append(f"{name}: averages are over directions with different tokenizers")
     return notes
 
 

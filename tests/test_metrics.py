@@ -1,0 +1,92 @@
+"""Scores in this process are those of sacreBLEU's command; tokenizers by language; which checkpoint."""
+
+import json
+
+import pytest
+from commands import run, step_here
+from test_recipes import commands, write_dataset
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.config import arguments
+from smoe_fairseq.recipes.evaluation import metrics
+
+REFERENCES = ["The cat, here  ", "猫坐在垫子上。", "one more line of text", "end"]
+TRANSLATIONS = ["The cat , here", "猫在垫子上。", "one line more of text ", "end"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"metrics": ["bleu", "chrf"], "chrf-word-order": 2, "tokenize": "13a", "width": 2},
+        {"metrics": ["bleu"], "tokenize": "zh", "width": 4, "smooth-method": "floor"},
+        {"metrics": ["ter", "bleu"], "lowercase": True},
+    ],
+)
+def test_as_of_the_command(tmp_path, settings):
+    for name, lines in (("references", REFERENCES), ("translations", TRANSLATIONS)):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+    words = ["references", "-i", "translations", *arguments(settings)]
+    printed = run("sacrebleu", *words, cwd=tmp_path).stdout
+    expected = json.loads(printed[min(x for x in map(printed.find, "[{") if x >= 0) :])
+    lines = (metrics.lines_of(tmp_path / name) for name in ("translations", "references"))
+    assert json.loads(metrics.score(*lines, settings)) == expected
+
+
+def test_flags_and_lengths_are_checked():
+    with pytest.raises(UsageError, match="`sacrebleu` of the data set: .*--no-such"):
+        metrics.score(["a"], ["a"], {"no-such": 5})
+    with pytest.raises(UsageError, match="1 translations and 2 references"):
+        metrics.score(["a"], ["a", "b"], {})
+
+
+def test_tokenizer_of_a_language():
+    auto = {"tokenize": "auto"}
+    languages = ("zh", "zho_Hans", "zh-TW", "jpn", "ko", "de", "eng_Latn")
+    found = [metrics.tokenizer_of(auto, language) for language in languages]
+    assert found == ["zh", "zh", "zh", "ja-mecab", "ko-mecab", "13a", "13a"]
+    assert metrics.tokenizer_of({"tokenize": "flores200"}, "zh") == "flores200"
+
+
+def test_directions_have_their_tokenizers(tmp_path, monkeypatch):
+    given = write_dataset(tmp_path / "c", "chinese", pairs=["en-zh"], raw={}, experts=4)
+    shown = step_here("evaluate", "chinese", "moe", cwd=tmp_path, DRY_RUN="1", **given)
+    found = [words[words.index("--tokenize") + 1] for words in commands(shown, "sacrebleu")]
+    assert found == ["13a", "zh"]
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"sacrebleu\[ja\]"):
+        metrics.check_tokenizer({"tokenize": "auto"}, "ja")
+    metrics.check_tokenizer({"tokenize": "auto"}, "zh")
+
+
+def test_the_mean_of_the_last_checkpoints(tmp_path):
+    given = write_dataset(tmp_path / "c", "own", pairs=["en-fr"], raw={}, experts=4)
+    run_folder = tmp_path / "runs/own/moe"
+    run_folder.mkdir(parents=True)
+    for name in ("_best", "_last", "_1_900", "_1_1000", "_2_1100-rank-0", "_2_1100-rank-1", "1"):
+        (run_folder / f"checkpoint{name}.pt").touch()
+
+    def evaluated(which: str):
+        words = ("evaluate", "own", "moe", "--checkpoint", which)
+        return step_here(*words, cwd=tmp_path, DRY_RUN="1", **given)
+
+    shown = evaluated("average:2")
+    (average,) = commands(shown, "smoe")
+    output = "runs/own/moe/averaged/checkpoint_average_2.pt"
+    parts = [f"runs/own/moe/checkpoint_{n}.pt" for n in ("1_1000", "2_1100")]
+    assert average == ["smoe", "average", *parts, "--output", output, "--force"]
+    assert all(
+        words[words.index("--path") + 1] == output for words in commands(shown, "fairseq-generate")
+    )
+    (words, _) = commands(evaluated("last"), "fairseq-generate")
+    assert words[words.index("--path") + 1] == "runs/own/moe/checkpoint_last.pt"
+    for wrong in ("average:4", "average:0", "average:", "worst"):
+        refused = evaluated(wrong)
+        assert refused.returncode == 1 and f"--checkpoint {wrong}" in refused.stderr
+
+
+def test_flags_that_only_fairseqs_search_has_are_refused(prepared):
+    given = {"CONFIG_DIR": str(prepared / "configs"), "OMP_NUM_THREADS": "1"}
+    words = ("evaluate", "tiny", "smoe-2-2", "--cpu", "--diverse-beam-groups", "2")
+    refused = step_here(*words, cwd=prepared, **given)
+    assert refused.returncode == 1 and "--diverse-beam-groups" in refused.stderr
+    assert (prepared / "runs/tiny/smoe-2-2/scores.json").exists()
