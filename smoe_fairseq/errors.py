@@ -278,7 +278,7 @@ def flush_stdout(command: Callable) -> Callable:
     """The command, with all that it prints written when it returns.
 
     Raises:
-        UsageError: standard output cannot be written.
+        UsageError: standard output is closed, or cannot be written.
         SystemExit: its reader has ended (``| head``), with a shell's status for that, 128 + SIGPIPE.
     """
 
@@ -286,8 +286,8 @@ def flush_stdout(command: Callable) -> Callable:
     def run(*arguments, **options):
         if sys.stderr is None:  # closed: what is printed to it would go to standard output
             sys.stderr = open(os.devnull, "w")
-        if sys.stdout is None:  # closed, which Python takes for nowhere
-            return command(*arguments, **options)
+        if sys.stdout is None:  # closed, and the next file that is opened would take its place
+            raise UsageError("standard output is closed: expected a terminal, file or /dev/null")
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         if codecs.lookup(encoding).name != "utf-8" and hasattr(sys.stdout, "reconfigure"):
             with suppress(OSError):  # of a stream that says more of itself than is true

@@ -20,7 +20,7 @@ from smoe_fairseq.recipes import processes
 from smoe_fairseq.recipes.config import load_dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import Evaluation
-from smoe_fairseq.recipes.training import identity
+from smoe_fairseq.recipes.training import identity, train
 
 assert server  # a fixture
 
@@ -98,6 +98,17 @@ def test_output_that_cannot_be_written(tmp_path, command, unbuffered):
     reason = "error: standard output cannot be written: No space left on device\n"
     assert result.stderr.endswith(reason) and "Traceback" not in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("closed", [">&-", soak(">&- <&-"), "2>&-"])
+def test_closed_streams(closed):
+    words = ["bash", "-c", f"{SCRIPTS / 'smoe'} path {closed}"]
+    result = subprocess.run(words, capture_output=True, text=True)
+    if closed == "2>&-":
+        assert (result.returncode, result.stderr) == (0, "") and result.stdout.count("\n") == 1
+    else:
+        assert result.returncode == 1 and "standard output" in result.stderr
+        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["path", "help", soak("cost"), soak("table")])
@@ -217,6 +228,12 @@ def test_a_run_whose_identity_cannot_be_saved(tmp_path, monkeypatch):
     assert [path.name for path in folder.iterdir()] == [files.RECIPE]
     files.release_all(os.getpid())
     assert not list(folder.iterdir())
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "open_plain", lambda *_, **__: open("/dev/full", "wb"))
+    with pytest.raises(UsageError, match="train.log"):
+        train.begin_log(tmp_path / "train.log", "fairseq-train")
 
 
 def test_scores_that_cannot_be_saved_leave_the_old_ones(tmp_path, monkeypatch):

@@ -68,11 +68,13 @@ def reading(path: Path | str) -> Iterator[None]:
         UnreadableCheckpoint: whatever is wrong with it.
     """
     try:
-        check_there(path)
         if os.path.exists(path):
             check_plain(path)
             check_sums(path)
         yield
+    except FileNotFoundError:
+        check_there(path)
+        raise
     except pickle.UnpicklingError as error:
         raise RefusedCheckpoint(_refusal(path, str(error))) from None
     except (EOFError, zipfile.BadZipFile):

@@ -94,11 +94,19 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if not dry_run():
         lines.insert(-1, f"# the log is {folder / LOG}")
         folder.mkdir(parents=True, exist_ok=True)
-        with open_plain(folder / LOG, append=True) as log:
-            log.write(f"$ {line}\n".encode())
+        begin_log(folder / LOG, line)
     _run(lines, folder, place)
     if not dry_run():
         identity.finish(words)
+
+
+def begin_log(file: Path, line: str) -> None:
+    """Append the command to a run's log; raises UsageError where that cannot be written."""
+    try:
+        with open_plain(file, append=True) as log:
+            log.write(f"$ {line}\n".encode())
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from None
 
 
 def _for_place(
@@ -145,7 +153,7 @@ def _run(lines: Sequence[str], folder: Path, place: Launch) -> None:
         if place.meets_at_port and not stopped:
             # Perhaps another run's torchrun has the port, and ours waited for its machines in vain.
             check_port(torchrun=False)
-        how = "nothing was saved yet, so the same command starts again"
+        how = f"without {folder}/checkpoint_last.pt the same command starts again"
         if any(folder.glob("checkpoint_last*.pt")):
             how = f"the same command goes on from {folder}/checkpoint_last.pt"
         if isinstance(ended, UsageError):
