@@ -103,7 +103,7 @@ def samples(
     order = np.random.default_rng(inputs.SEED).permutation(len(together))
     batches, _ = inputs.batches(together, inputs.longest(model, task), number, max_tokens, order)
     for batch in batches:
-        yield inputs.on_device(model, together.collater([together[i] for i in batch]))
+        yield inputs.sample_of(model, task, together, batch)
 
 
 def nll(model: nn.Module, sample: dict) -> tuple[float, dict[str, RoutingStats]]:

@@ -1,6 +1,6 @@
 """Checkpoints, their directions and the text to run them on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -236,14 +236,18 @@ class Samples:
             numbers, dropped = batches(dataset, limit, left, self.max_tokens)
             self.too_long += dropped
             for batch in tqdm(numbers, self.direction, unit="batch", disable=hidden, leave=False):
-                with naming_file(folders(self.task)[0], f"{self.subset} text of {self.direction}"):
-                    sample = dataset.collater([dataset[i] for i in batch])
-                yield on_device(self.model, sample)
+                yield sample_of(self.model, self.task, dataset, batch)
                 self.seen += len(batch)
         if not self.seen:
             raise UsageError(
                 f"--gen-subset {self.subset}: {self.direction} has no sentence to run on"
             )
+
+
+def sample_of(model: nn.Module, task, dataset: FairseqDataset, batch: Iterable[int]) -> dict:
+    """These sentences on the model's device; an error in their text names its folder."""
+    with naming_file(folders(task)[0], "the text"):
+        return on_device(model, dataset.collater([dataset[i] for i in batch]))
 
 
 def on_device(model: nn.Module, sample: dict) -> dict:
