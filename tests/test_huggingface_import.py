@@ -1,13 +1,14 @@
 """``smoe import`` of folders of transformers: the same model again, and NLLB-MoE's layout."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import handmade
 import pytest
 import torch
 from sampling import some
-from test_checkpoint_files import contents
 from test_expert_parallel_checkpoints import call, refusal
 from test_golden import SYSTEMS_WITH_CHECKPOINT, TRANSLATED, read_json
 
@@ -70,40 +71,70 @@ def test_languages_and_settings_are_taken_back(three_languages, tmp_path):
         assert found == expected
 
 
-def test_what_cannot_be_imported_is_one_sentence(trained, tmp_path):  # noqa: F811
-    folder = export(trained / "strata-4-4.pt", tmp_path / "model")
-    kept = {file.name: file.read_bytes() for file in folder.iterdir()}
-    ask = ("import", folder, "--output", tmp_path / "new/ours.pt")
+SETTINGS = "tokenizer_config.json"
+# A changed file, the value that it has instead, and what the sentence names.
+WRONG = [
+    ("config.json", {"model_type": "bert"}, "model_type"),
+    ("config.json", {"router_aux_loss_coef": float("nan")}, "router_aux_loss_coef"),
+    ("config.json", {"label_smoothing": 2}, "label_smoothing"),
+    ("config.json", {"moe_blocks": []}, "moe_blocks"),
+    ("config.json", {"encoder_layers": "2"}, "encoder_layers"),
+    ("config.json", {"share_all_embeddings": 1}, "share_all_embeddings"),
+    ("config.json", {"encoder_ffn_embed_dim": 9}, ""),
+    (SETTINGS, {"lang_pairs": []}, "lang_pairs"),
+    (SETTINGS, {"lang_pairs": ["src-src"]}, "lang_pairs"),
+    (SETTINGS, {"lang_pairs": ["src,x-tgt"]}, "lang_pairs"),
+    (SETTINGS, {"lang_pairs": ["../src-tgt"]}, "lang_pairs"),
+    (SETTINGS, {"language_tokens": {"src": "__src__"}}, "lang_pairs"),
+    (SETTINGS, {"language_tokens": ["src"]}, "language_tokens"),
+    ("vocab.json", {3: "b\nc"}, "[3]"),
+    ("vocab.json", {3: "<s>"}, "<unk>"),
+    ("vocab.json", {4: "same", 5: "same"}, "same"),
+    ("vocab.json", {}, "entries"),
+    ("spm.model", b"no model", "sentencepiece"),
+    ("model.safetensors", None, "missing"),
+    ("vocab.json", None, "missing"),
+    ("config.json", None, "missing"),
+    ("config.json", b"{", "JSON"),
+    ("model.safetensors", b"{", "damaged"),
+]
+PIPES = ("config.json", "model.safetensors", "spm.model", "vocab.json", SETTINGS)
 
-    def changed(name: str, **values) -> bytes:
-        return json.dumps(json.loads(kept[name]) | values).encode()
 
-    cases = {
-        "config.json is missing: expected a folder of smoe export": ("config.json", None),
-        "is of a model_type bert; expected smoe_transformer": (
-            "config.json",
-            changed("config.json", model_type="bert"),
-        ),
-        "config.json cannot be read": ("config.json", b"{"),
-        "model.safetensors is missing: expected weights": ("model.safetensors", None),
-        "model.safetensors is damaged": ("model.safetensors", kept["model.safetensors"][:1000]),
-        "vocab.json cannot be read": ("vocab.json", None),
-        "has no lang_pairs, such as en-de": (
-            "tokenizer_config.json",
-            changed("tokenizer_config.json", lang_pairs=[]),
-        ),
-        "and its options make it": ("config.json", changed("config.json", encoder_ffn_embed_dim=9)),
-    }
-    for words, (name, content) in cases.items():
-        (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
-        assert words in refusal(*ask)
-        (folder / name).write_bytes(kept[name])
+def other(content: bytes, change) -> bytes:
+    """The content of a file after a change of some of its values; of a list that is empty, its last one."""
+    if isinstance(change, bytes):
+        return change
+    values = json.loads(content)
+    for key, value in change.items():
+        values[key] = value
+    return json.dumps(values if change else values[:-1]).encode()
+
+
+@pytest.fixture(scope="module")
+def folder(trained, tmp_path_factory) -> Path:  # noqa: F811
+    return export(trained / "strata-4-4.pt", tmp_path_factory.mktemp("export") / "model")
+
+
+@pytest.mark.parametrize("name, change, named", WRONG + [(name, os.mkfifo, "") for name in PIPES])
+def test_what_cannot_be_imported_is_one_sentence(folder, tmp_path, name, change, named):
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    content = (copy / name).read_bytes() if (copy / name).exists() else b""
+    (copy / name).unlink(missing_ok=True)
+    if change is os.mkfifo:
+        os.mkfifo(copy / name)
+    elif change is not None:
+        (copy / name).write_bytes(other(content, change))
+    sentence = refusal("import", copy, "--output", tmp_path / "new/ours.pt")
+    assert named in sentence and (f"{copy / name}" in sentence or not named)
     assert not (tmp_path / "new").exists()
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new/dict.src.txt").write_text("another 1\n")
-    before = contents(tmp_path / "new")
-    assert "dict.src.txt is there already and differs; choose another folder" in refusal(*ask)
-    assert contents(tmp_path / "new") == before
+
+
+def test_text_of_another_model_is_not_replaced(folder, tmp_path):
+    (tmp_path / "dict.src.txt").write_text("another 1\n")
+    sentence = refusal("import", folder, "--output", tmp_path / "ours.pt")
+    assert f"{tmp_path / 'dict.src.txt'}" in sentence
+    assert [file.name for file in tmp_path.iterdir()] == ["dict.src.txt"]
 
 
 # NLLB-MoE

@@ -239,6 +239,15 @@ def test_models_that_are_none_of_ours(vanilla, tmp_path, words):
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    "change", [{"cfg": [1]}, {"cfg": {"model": {"arch": ["x"]}}}, {"model": [1]}, {"model": None}]
+)
+def test_content_of_another_kind_names_the_file(vanilla, tmp_path, change):
+    torch.save(as_theirs(vanilla) | change, tmp_path / "model.pt")
+    sentence = refusal("import", tmp_path / "model.pt", "--output", tmp_path / "new/ours.pt")
+    assert str(tmp_path / "model.pt") in sentence and not (tmp_path / "new").exists()
+
+
 def test_sets_that_are_not_whole(vanilla, tmp_path):
     path = split(as_theirs(vanilla), tmp_path / "model.pt", 4)
     ask = ("import", path, "--output", tmp_path / "ours.pt")

@@ -3,20 +3,24 @@
 They are read without transformers.
 """
 
-import json
 import re
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from fairseq import options as fairseq_options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
+from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.foreign import EXPECTED, fitted, renamed
 from smoe_fairseq.checkpoints.model import SIDES, plain_config, target_model
 from smoe_fairseq.checkpoints.sets import check_tensors
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import check_plain, read_plain
+from smoe_fairseq.forms import Number, check, read_json
 from smoe_fairseq.models.options import SMoETransformerConfig
 
 OURS, NLLB = "smoe_transformer", "nllb-moe"  # config.json's model_type
@@ -24,6 +28,41 @@ _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetenso
 _SUBWORDS = "spm.model"
 _CRITERION = "smoe_label_smoothed_cross_entropy"
 _LOSS_WEIGHTS = {"aux": "gate", "z": "z", "entropy": "entropy"}  # their names and the criterion's
+
+# The form of what a folder has besides weights.
+
+_LANGUAGE = r"[^\s,:/-]+"
+_SYMBOL, _FIRST = re.compile(r"[^\r\n]+"), ["<s>", "<pad>", "</s>", "<unk>"]
+_TOKENIZER = {
+    "lang_pairs": [re.compile(rf"(?!(.+)-\1$){_LANGUAGE}-{_LANGUAGE}")],  # two languages
+    "language_tokens?": (None, {str: re.compile(r"\S+")}),
+    "encoder_langtok?": (None, re.compile("(src|tgt)[a-z]*")),
+    "decoder_langtok?": (None, bool),
+}
+_RATE, _COUNT = Number(0, 1), Number(0, 1_000_000, whole=True)
+_OPTIONS = {bool: bool, int: Number(-1, whole=True), float: float}  # by the type of the default
+_FORMS = {
+    OURS: {
+        **{
+            f"{option.name}?": _OPTIONS[type(option.default)]
+            for option in fields(SMoETransformerConfig)
+            if type(option.default) in _OPTIONS
+        },
+        "moe_blocks?": (None, {str: {"output_norm?": bool}}),
+        "label_smoothing?": (None, _RATE),
+        **{f"router_{name}_loss_coef?": (None, Number(0)) for name in _LOSS_WEIGHTS},
+    },
+    NLLB: {
+        **{name: _COUNT for name in ("d_model", "num_experts", "max_position_embeddings")},
+        **{f"{s}_{n}": _COUNT for s in SIDES for n in ("ffn_dim", "layers", "attention_heads")},
+        **{f"{side}_sparse_step": _COUNT for side in SIDES},
+        **{f"{name}?": _RATE for name in ("dropout", "attention_dropout", "moe_token_dropout")},
+        **{f"{name}?": str for name in ("activation_function", "second_expert_policy")},
+        "tie_word_embeddings?": bool,
+        "scale_embedding?": bool,
+        "router_bias?": (None, bool),
+    },
+}
 
 
 def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
@@ -34,13 +73,14 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
     Raises:
         UsageError: a file is missing or damaged, or the folder holds another model.
     """
-    config = _json(folder / _CONFIG)
+    config = read_json(folder / _CONFIG)
     kind = config.get("model_type")
     if kind not in (OURS, NLLB):
         raise UsageError(
             f"{folder / _CONFIG} is of a model_type {kind}; expected {OURS}, as smoe export --to "
             f"huggingface writes it, or {NLLB}"
         )
+    check(config, _FORMS[kind], folder / _CONFIG)
     weights = _tensors(folder)
     check_tensors(folder, weights)
     if kind == NLLB:
@@ -50,22 +90,8 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
         options = SMoETransformerConfig.among(config)
         # The table of a hash gate is among the weights; a balanced one takes counts, which are lost.
         options["moe_hash_table"] = "random"
-        text, task = _text(folder)
+        text, task = _text(folder, weights)
     return _checkpoint(folder, options, config, weights, task), text
-
-
-def _json(file: Path) -> dict:
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        raise UsageError(
-            f"{file} is missing: expected a folder of smoe export --to huggingface, or of NLLB-MoE"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{file} is no JSON object")
-    return content
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -75,13 +101,14 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
     names = [_WEIGHTS]
     if not (folder / _WEIGHTS).exists() and (folder / _INDEX).exists():
-        listed = _json(folder / _INDEX).get("weight_map")
-        names = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else names
+        listed = read_json(folder / _INDEX, {"weight_map": {str: str}})
+        names = sorted(set(listed["weight_map"].values()))
     tensors = {}
     for name in names:
         file = folder / Path(name).name
         if not file.exists():
             raise UsageError(f"{file} is missing: expected weights as safetensors")
+        check_plain(file)
         try:
             tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
@@ -121,16 +148,20 @@ def _checkpoint(
 # The text of an export: dictionaries and subwords, and the task that reads them.
 
 
-def _text(folder: Path) -> tuple[dict[str, bytes], list[str]]:
+def _text(folder: Path, weights: Mapping[str, Tensor]) -> tuple[dict[str, bytes], list[str]]:
     """The files of a data folder by their names, and the task's flags."""
-    settings = _json(folder / "tokenizer_config.json")
-    pairs = [str(pair) for pair in settings.get("lang_pairs") or []]
-    if not pairs or not all(pair.count("-") == 1 for pair in pairs):
-        raise UsageError(f"{folder / 'tokenizer_config.json'} has no lang_pairs, such as en-de")
-    vocabulary = {"source": _vocabulary(folder / "vocab.json")}
+    file = folder / "tokenizer_config.json"
+    settings = read_json(file, _TOKENIZER)
+    pairs, tokens = settings["lang_pairs"], settings.get("language_tokens") or {}
+    languages = {language for pair in pairs for language in pair.split("-")}
+    if not pairs or tokens and not languages <= tokens.keys():
+        raise UsageError(f"{file}: lang_pairs is {pairs}; expected pairs of languages with tokens")
+    source = weights["encoder.embed_tokens.weight"]
+    target = weights.get("decoder.embed_tokens.weight", source)
+    vocabulary = {"source": _vocabulary(folder / "vocab.json", len(source))}
     vocabulary["target"] = vocabulary["source"]
     if (folder / "target_vocab.json").exists():
-        vocabulary["target"] = _vocabulary(folder / "target_vocab.json")
+        vocabulary["target"] = _vocabulary(folder / "target_vocab.json", len(target))
     text = {}
     for pair in pairs:
         for side, language in zip(vocabulary, pair.split("-"), strict=True):
@@ -140,8 +171,7 @@ def _text(folder: Path) -> tuple[dict[str, bytes], list[str]]:
                     f"{folder}: {language} is a source and a target, whose vocabularies differ"
                 )
     if (folder / _SUBWORDS).exists():
-        text[_SUBWORDS] = (folder / _SUBWORDS).read_bytes()
-    tokens = settings.get("language_tokens") or {}
+        text[_SUBWORDS] = _subwords(folder / _SUBWORDS)
     if not tokens:
         source, target = pairs[0].split("-")
         return text, ["--task", "translation", "-s", source, "-t", target]
@@ -153,15 +183,26 @@ def _text(folder: Path) -> tuple[dict[str, bytes], list[str]]:
     return text, flags + ["--decoder-langtok"] * bool(settings.get("decoder_langtok"))
 
 
-def _vocabulary(file: Path) -> bytes:
+def _vocabulary(file: Path, rows: int) -> bytes:
     """A dictionary of fairseq, which begins with four entries that its file has not. Counts are lost."""
-    try:
-        symbols = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from None
-    if not isinstance(symbols, list) or not all(isinstance(symbol, str) for symbol in symbols):
-        raise UsageError(f"{file} is no list of words")
+    symbols = read_json(file, [_SYMBOL])
+    if symbols[:4] != _FIRST:
+        raise UsageError(f"{file} begins with {symbols[:4]}; expected {_FIRST}")
+    if len(symbols) != rows:
+        raise UsageError(f"{file} has {len(symbols)} entries, and the embeddings {rows}")
+    if twice := next((symbol for symbol, n in Counter(symbols).items() if n > 1), None):
+        raise UsageError(f"{file} has {twice!r} twice")
     return "".join(f"{symbol} 1\n" for symbol in symbols[4:]).encode()
+
+
+def _subwords(file: Path) -> bytes:
+    """A sentencepiece model; raises UsageError if it is none."""
+    content = read_plain(file)
+    try:
+        SentencePieceProcessor(model_proto=content).get_piece_size()
+    except Exception:  # of a type of its own, from C++
+        raise UsageError(f"{file} is no model of sentencepiece") from None
+    return content
 
 
 # The layout of NllbMoeForConditionalGeneration.

@@ -1,14 +1,14 @@
 """``smoe import``: a checkpoint of another code, or a folder of transformers, as a checkpoint of ours."""
 
+import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
 from pathlib import Path
 
 from smoe_fairseq.checkpoints.foreign import files_of, import_moe
 from smoe_fairseq.checkpoints.huggingface_import import read_folder
 from smoe_fairseq.checkpoints.sets import check_output, write_converted
-from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.files import write_whole
+from smoe_fairseq.errors import UsageError, naming_file, quietly
+from smoe_fairseq.files import read_plain, whole_files
 
 
 def add_import_arguments(parser: ArgumentParser) -> None:
@@ -26,30 +26,29 @@ def add_import_arguments(parser: ArgumentParser) -> None:
 
 def run_import(args: Namespace) -> None:
     """Writes FILE, and says what it holds."""
-    if args.path.is_dir():
+    is_folder, text = args.path.is_dir(), {}
+    read = files_of(args.path)
+    if is_folder:
         read = [file for file in args.path.iterdir() if file.is_file()]
-        check_output(read, [args.output], args.force)
-        with quietly():
+    check_output(read, [args.output], args.force)
+    with quietly(), naming_file(args.path, "its content"):
+        if is_folder:
             state, text = read_folder(args.path)
-        _write_text(text, args.output.absolute().parent)
-    else:
-        read = files_of(args.path)
-        check_output(read, [args.output], args.force)
-        with quietly():
+        else:
             state = import_moe(args.path)
-    write_converted(state, args.output, args.force)
+    folder = args.output.absolute().parent
+    files = [folder / name for name in text if not _is_there(folder / name, text[name])]
+    called = f"--output {folder}"
+    with whole_files(files, called, parents=True, replace=False) as partials:
+        for file, partial in zip(files, partials, strict=True):
+            Path(partial).write_bytes(text[file.name])
+        write_converted(state, args.output, args.force)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
     print(f"{args.output}: {layers} MoE layers, of {len(read)} file{'s' * (len(read) != 1)}")
 
 
-def _write_text(text: Mapping[str, bytes], folder: Path) -> None:
-    """Dictionaries and subwords beside FILE, where commands look for them; others are not replaced."""
-    for name, content in text.items():
-        file = folder / name
-        if file.exists() and file.read_bytes() != content:
-            raise UsageError(
-                f"--output: {file} is there already and differs; choose another folder"
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in text.items():
-        write_whole(folder / name, content, called=f"--output {folder / name}")
+def _is_there(file: Path, content: bytes) -> bool:
+    """Whether a dictionary or subwords lie beside FILE already; UsageError if they are others."""
+    if os.path.lexists(file) and read_plain(file) != content:
+        raise UsageError(f"--output: {file} is there already and differs; choose another folder")
+    return os.path.lexists(file)

@@ -156,7 +156,8 @@ def plain_config(options: dict) -> dict:
     """All options of ``smoe_transformer`` as plain data, for the ``cfg`` of a checkpoint."""
     config = SMoETransformerConfig(**options)
     values = {f.name: getattr(config, f.name) for f in fields(config)}
-    plain = {n: v if isinstance(v, bool | int | float) else str(v) for n, v in values.items()}
+    kept = bool | int | float | None
+    plain = {n: v if isinstance(v, kept) else str(v) for n, v in values.items()}
     return plain | {"_name": "smoe_transformer"}
 
 
