@@ -232,8 +232,12 @@ def test_a_second_study_in_a_folder_is_refused_before_it_notes_anything(data, tm
         os.symlink(folder / name, tmp_path / name)
     runs = tmp_path / "runs/tiny"
     runs.mkdir(parents=True)
-    hold = "import sys, time; from pathlib import Path; from smoe_fairseq.files import take\n"
-    hold += "take(Path(sys.argv[1]), 'study.lock'); print('held', flush=True); time.sleep(600)"
+    hold = (
+        "import sys, time; from pathlib import Path; from smoe_fairseq.files import lock_folder\n"
+    )
+    hold += (
+        "lock_folder(Path(sys.argv[1]), 'study.lock'); print('held', flush=True); time.sleep(600)"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", hold, runs], stdout=subprocess.PIPE, text=True
     ) as first:
