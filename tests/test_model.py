@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 import smoe_fairseq.models  # noqa: F401  (as --user-dir does)
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.models import checks
+from smoe_fairseq.models import memory
 
 PAD = 1
 
@@ -53,20 +53,12 @@ def sentence_against(*flags) -> str:
 
 
 def reckoned_and_real(monkeypatch, *flags, vocabulary) -> tuple[int, int]:
-    """Numbers of a base model's weights: as reckoned before it is made, without positions, and as counted."""
-    seen = []
-
-    def weights(config, task):
-        found = parts(config, task)
-        seen.append(sum(weights for weights, _ in found.values()))
-        return found
-
-    parts = checks._parts
-    monkeypatch.setattr(checks, "_parts", weights)
+    """Parameters of a base model, as counted before it is made and after."""
+    seen, parts = [], memory.parts
+    monkeypatch.setattr(memory, "parts", lambda *given: seen.append(parts(*given)) or seen[-1])
     with torch.device("meta"):
         model = make_model("--arch", "smoe_transformer_base", *flags, vocabulary=vocabulary)
-    tables = 1024 * 512 * 2  # positions, which are no parameters
-    return seen[0] - tables, parameters(model)
+    return sum(part.weights() - part.tables for part in seen[0]), parameters(model)
 
 
 def make_batch(vocabulary=96):
@@ -251,7 +243,7 @@ def test_bad_flags_end_with_one_sentence(flags, words):
     ],
 )
 def test_absurd_sizes_are_refused_at_once(flags, words, monkeypatch):
-    monkeypatch.setattr(checks, "machine_memory", lambda: 2**34)
+    monkeypatch.setattr(memory, "machine_memory", lambda: 2**34)
     started = time.process_time()
     sentence = sentence_against(*flags.split(), "--moe-freq", "2")
     assert words in sentence and "fits into the 16.0 GiB of memory here" in sentence
@@ -261,7 +253,7 @@ def test_absurd_sizes_are_refused_at_once(flags, words, monkeypatch):
 
 
 def test_each_rank_of_a_machine_builds_its_model(monkeypatch):
-    monkeypatch.setattr(checks, "machine_memory", lambda: 2**24)
+    monkeypatch.setattr(memory, "machine_memory", lambda: 2**24)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -270,11 +262,21 @@ def test_each_rank_of_a_machine_builds_its_model(monkeypatch):
     assert "in each of 8 ranks, of which" in sentence_against()
 
 
-def test_reckoned_size_is_the_models(monkeypatch):
-    """To within a hundredth: layer norms and biases are left out."""
-    flags = "--smoe-strata 4-12 --moe-freq 2".split()
-    reckoned, real = reckoned_and_real(monkeypatch, *flags, vocabulary=32_000)
-    assert reckoned == pytest.approx(real, rel=0.01)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--smoe-strata 4-12",
+        "--moe-freq 0",
+        "--smoe-strata 8 --smoe-norm released --moe-cmr",
+        "--smoe-strata 4-4 --moe-stacked",
+        "--smoe-strata 8 --moe-shared-experts 2 --moe-expert-ffn-dim 64 --moe-residual",
+        "--smoe-strata 8 --moe-copy-experts 1 --moe-constant-experts 2",
+        "--smoe-strata 8 --moe-gate hash",
+    ],
+)
+def test_parameters_are_known_before_the_model_is_made(monkeypatch, flags):
+    reckoned, real = reckoned_and_real(monkeypatch, *flags.split(), vocabulary=3000)
+    assert reckoned == real
 
 
 def test_memory_of_this_machine():

@@ -130,7 +130,6 @@ STEPS = {
     "encode": Command("data.subwords:encode", "step: text to subwords"),
     "binarise": Command("data.binarise:binarise", "step: subwords to numbers"),
     "reshard": Command("training.reshard:reshard", "step: checkpoints for other numbers of ranks"),
-    "foretell": Command("training.forecast:print_forecast", "step: the memory of training"),
     "tokenizer": Command("data.download:fetch_tokenizer", "step: sacreBLEU's tokenizer model"),
     "methods": Command("evaluation.table:print_methods", "step: the methods of a table"),
 }

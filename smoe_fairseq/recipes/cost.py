@@ -7,8 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from smoe_fairseq.analysis.cost import (
     ARCHITECTURES,
     CONTEXT,
@@ -17,17 +15,18 @@ from smoe_fairseq.analysis.cost import (
     add_model_arguments,
     add_run_arguments,
     build_meta_model,
+    config_of,
     count,
     is_language_model,
     parse_model,
 )
 from smoe_fairseq.analysis.inputs import load
-from smoe_fairseq.analysis.memory import LENGTH, Run
-from smoe_fairseq.analysis.processes import aligned, print_process_costs, process_costs
+from smoe_fairseq.analysis.processes import aligned, fits, print_process_costs, process_costs
 from smoe_fairseq.analysis.record import requested_capacity
 from smoe_fairseq.checkpoints.io import open_checkpoint
 from smoe_fairseq.checkpoints.model import saved_options
-from smoe_fairseq.errors import UsageError, naming_file, quietly
+from smoe_fairseq.errors import UsageError, at_least, naming_file, quietly
+from smoe_fairseq.models.memory import LENGTH, Run
 from smoe_fairseq.recipes.config import Dataset, arguments, load_dataset, method_flags, tables
 
 WITH_COSTS = ("m4", "m15")
@@ -152,6 +151,12 @@ def add_cost_arguments(parser: ArgumentParser) -> None:
         help="also show the bytes that each of N processes holds and sends, with replicated and with "
         "sharded experts",
     )
+    parser.add_argument(
+        "--gpu-memory",
+        type=at_least(float, 0),
+        metavar="GIB",
+        help="also show how many tokens fit on a GPU of so much memory, in training and in translating",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_model_arguments(parser)
     training = parser.add_argument_group("training, with --world-size, as for fairseq-train")
@@ -171,13 +176,14 @@ def run_cost(args: Namespace) -> None:
         raise UsageError(f"--context {args.context}: expected a number of positions, 0 or more")
     if args.data and not args.path:
         raise UsageError(f"{args.data}: DATA goes with --path CHECKPOINT")
-    if args.world_size is not None:
+    planned = "--world-size" if args.world_size is not None else "--gpu-memory"
+    if args.world_size is not None or args.gpu_memory is not None:
         if args.paper or args.path:
             raise UsageError(
-                "--world-size goes with the flags of a model, not with --paper or --path"
+                f"{planned} goes with the flags of a model, not with --paper or --path"
             )
         for flag, number in (
-            ("--world-size", args.world_size),
+            ("--world-size", 1 if args.world_size is None else args.world_size),
             ("--max-tokens", args.max_tokens),
             ("--update-freq", args.update_freq),
             ("--sentence-length", args.sentence_length),
@@ -194,7 +200,7 @@ def run_cost(args: Namespace) -> None:
         else:
             model = build_meta_model(args, args.vocab_size)
             uniform, measured = count(model, args.context), None
-            processes = _processes(model, args)
+            processes = _processes(args)
     costs = {"uniform routing": uniform}
     if measured:
         costs[f"measured on {args.gen_subset}"] = measured
@@ -202,27 +208,35 @@ def run_cost(args: Namespace) -> None:
         content = _plain(uniform) | ({"measured": _plain(measured)} if measured else {})
         if processes:
             content["processes"] = {name: cost.as_dict() for name, cost in processes.items()}
+        if args.gpu_memory is not None:
+            content["fits"] = fits(_run_of(args), args.gpu_memory)
         print(json.dumps(content | {"context": args.context}, indent=2))
         return
     for routing, cost in costs.items():
         _print_cost(cost, routing)
     if processes:
         print_process_costs(processes, _run_of(args))
+    if args.gpu_memory is not None:
+        print(f"\ntokens that fit on a GPU of {args.gpu_memory:g} GiB, per forward pass")
+        for name, tokens in fits(_run_of(args), args.gpu_memory).items():
+            print(f"{name:12}{tokens:>12,}" if tokens else f"{name:12}{'none':>12}")
     print(f"\n{READING}")
 
 
-def _processes(model: nn.Module, args: Namespace) -> dict:
+def _processes(args: Namespace) -> dict:
     """`process_costs`, or nothing without ``--world-size``."""
     if args.world_size is None:
         return {}
     try:
-        return process_costs(_run_of(args), model)
+        return process_costs(_run_of(args))
     except ValueError as error:
         raise UsageError(f"--world-size {args.world_size}: {error}") from None
 
 
 def _run_of(args: Namespace) -> Run:
-    return Run(args, args.vocab_size, args.world_size, args.sentence_length)
+    return Run(
+        *(config_of(args), args, args.vocab_size, args.world_size or 1, args.sentence_length)
+    )
 
 
 def _plain(cost: Cost) -> dict:

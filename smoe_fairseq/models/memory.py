@@ -1,0 +1,462 @@
+"""What a model takes of memory, by a closed formula of its options; nothing is built.
+
+The weights are a sum of shapes. What training keeps for the backward pass grows with the tokens of a
+forward pass: a sum over sublayers, `_per_token`. The peak is at one of three points: at the loss, where all
+activations are kept; behind the backward pass, where all gradients are; or in the optimizer's step.
+docs/gpu.md uses it, docs/cost.md compares it with measurements.
+
+Shapes: T tokens, S positions of a sentence, D embedding, F feed-forward, V vocabulary, H heads.
+"""
+
+import math
+import os
+from argparse import Namespace
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.models.options import DecoderOptions, flag
+from smoe_fairseq.modules.parallel import Placement
+
+LENGTH = 32  # tokens of a sentence, where nothing is known of the data
+BUFFER = 2**28  # numbers that legacy_ddp sends at a time
+# Modules and tensors as Python objects: what is left on the meta device, where weights take no memory.
+LAYER_OBJECTS, GATE_OBJECTS = 50_000, 5_000
+# Beside the tensors, as measured on a CPU (docs/cost.md): the bytes of a process, and gaps that malloc
+# leaves, as a share of the tensors. On a GPU, as a share of all: its context, and gaps between blocks.
+CPU_PROCESS, CPU_GAPS, GPU_SHARE = 400 * 2**20, 1 / 3, 0.1
+
+# Of each weight: numbers in the optimizer's state, and in float32 copies that its step makes of the
+# largest parameter. Those of SGD depend on --momentum.
+OPTIMIZERS = {
+    "adadelta": (2, 2),
+    "adafactor": (0, 2),
+    "adagrad": (1, 1),
+    "adam": (2, 1),
+    "adamax": (2, 1),
+    "nag": (1, 0),
+    "sgd": (0, 0),
+}
+
+
+# ---- Weights ----
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a model, named by the flags that make it large.
+
+    Attributes:
+        shared: weights that every rank has.
+        experts: weights of each MoE layer's experts, with their number.
+        tables: numbers that are computed, not learned.
+        objects: bytes of Python objects.
+    """
+
+    flags: str
+    shared: int = 0
+    experts: tuple[tuple[int, int], ...] = ()
+    tables: int = 0
+    objects: int = 0
+
+    def weights(self, ranks: int = 1) -> int:
+        """Of one of ``ranks`` that share the experts, tables included."""
+        experts = (size // Placement(number, ranks).group_size for size, number in self.experts)
+        return self.shared + sum(experts) + self.tables
+
+
+def parts(config: DecoderOptions, task) -> list[Part]:
+    """The parts of a model; their sum is the model's parameters, but for those of unusual gates.
+
+    Args:
+        task: has the dictionaries.
+    """
+    found = []
+    for side in config.SIDES:
+        copies = _copies(config, side, task)
+        D, F, layers = (
+            getattr(config, f"{side}_{name}") for name in ("embed_dim", "ffn_embed_dim", "layers")
+        )
+        strata = config.strata_of(side)
+        flags = f"--{side}-embed-dim {D} --{side}-ffn-embed-dim {F} --{side}-layers {layers}"
+        network = 2 * D * F + F + D
+        dense = layers - len(strata)
+        attention = _attentions(config, side) * (4 * D**2 + 4 * D + 2 * D)
+        trunk = layers * attention + dense * (network + 2 * D) + 2 * D
+        found.append(Part(flags, copies * trunk, objects=copies * layers * LAYER_OBJECTS))
+        width = config.moe_expert_ffn_dim or F
+        beside = 0  # the networks and gates of MoE layers that every rank has
+        for each in strata:
+            norms = 1 if config.moe_stacked else len(each) + (config.smoe_norm == "released")
+            free = config.moe_null_experts + config.moe_copy_experts + config.moe_constant_experts
+            scores = 0 if config.moe_gate == "hash" else sum(each.visible) + free * len(each)
+            beside += D * (scores + 2 * norms + 3 * config.moe_constant_experts)
+            beside += config.moe_cmr * (network + D) + config.moe_residual * (network + 2 * D + 2)
+            if shared := config.moe_shared_experts * width:
+                beside += 2 * D * shared + shared + D
+        size = 2 * D * width + width + D
+        experts = tuple((copies * each.num_experts * size, each.num_experts) for each in strata)
+        name = config.strata_option_of(side)
+        found.append(
+            Part(
+                *(f"{flag(name)} {_short(getattr(config, name))} with {flags}", copies * beside),
+                *(experts, 0, copies * sum(map(len, strata)) * GATE_OBJECTS),
+            )
+        )
+        name = config.positions_option_of(side)
+        learned = getattr(config, f"{side}_learned_pos", False)
+        rows = getattr(config, name) + 2 * learned  # of padding and what is before it
+        table = 0 if config.no_token_positional_embeddings else copies * rows * D
+        flags = f"{flag(name)} {getattr(config, name)} with --{side}-embed-dim {D}"
+        found.append(Part(flags, **{"shared" if learned else "tables": table}))
+        words = len(task.source_dictionary if side == "encoder" else task.target_dictionary)
+        tables = _tables(config, side, copies) * words * D
+        found.append(Part(f"--{side}-embed-dim {D} and a dictionary of {words}", tables))
+    return found
+
+
+def _attentions(config: DecoderOptions, side: str) -> int:
+    return 2 if side == "decoder" and "encoder" in config.SIDES else 1
+
+
+def _copies(config: DecoderOptions, side: str, task) -> int:
+    """How many encoders or decoders there are: with a model per language pair one for each language."""
+    pairs = getattr(task, "model_lang_pairs", None)
+    if pairs is None or getattr(config, f"share_{side}s", False):
+        return 1
+    return len({pair.split("-")[side == "decoder"] for pair in pairs})
+
+
+def _tables(config: DecoderOptions, side: str, copies: int) -> int:
+    """How many tables of words a side's copies have that no other has: of the input, and of the output."""
+    if getattr(config, "share_all_embeddings", False):
+        return 1 if side == "encoder" else 0
+    inputs = 1 if getattr(config, f"share_{side}_embeddings", False) else copies
+    if side == "encoder" or config.share_decoder_input_output_embed:
+        return inputs
+    return inputs + copies
+
+
+# ---- Before a model is built in the host's memory ----
+
+
+def check_size(config: DecoderOptions, task) -> None:
+    """Raise ValueError with one sentence that names the flags of the part that is too large.
+
+    The config's sizes have to be positive numbers.
+    """
+    memory, ranks = machine_memory(), ranks_here()
+    on_meta = torch.empty(0).is_meta  # for its shapes alone
+    sharing = dist.get_world_size() if config.expert_parallel and dist.is_initialized() else 1
+    sizes = {
+        part.flags: part.objects + (0 if on_meta else 4 * part.weights(sharing))
+        for part in parts(config, task)
+    }
+    if memory is None or ranks * sum(sizes.values()) <= memory:
+        return
+    largest = max(sizes, key=sizes.get)
+    times = f" in each of {ranks} ranks" if ranks > 1 else ""
+    raise ValueError(
+        f"{largest}: the model would take {_readable(sum(sizes.values()))}{times}, of which this part takes "
+        f"{_readable(sizes[largest])}; expected one that fits into the {_readable(memory)} of memory here"
+    )
+
+
+def ranks_here() -> int:
+    """Ranks on this machine, each of which builds its model in host memory."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
+    if told.isdecimal():
+        return int(told)
+    return min(dist.get_world_size(), max(torch.cuda.device_count(), 1))  # fairseq's own spawn
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _readable(size: int) -> str:
+    if size < 2**30:
+        return f"{size / 2**20:,.0f} MiB"
+    # Integers, since a float may be too small.
+    return f"{size * 10 // 2**30 / 10:,.1f} GiB" if size < 2**60 else "more than an EiB"
+
+
+# ---- Training ----
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: its flags, and what they leave open.
+
+    Attributes:
+        config: the model's options.
+        flags: of fairseq-train, as `parse_run` gives them.
+        vocabulary: entries of the dictionary, special ones included.
+        length: tokens of each sentence, on the source and on the target side, or of each text.
+    """
+
+    config: DecoderOptions
+    flags: Namespace
+    vocabulary: int
+    processes: int = 1
+    length: int = LENGTH
+
+    def with_flags(self, **changed) -> "Run":
+        return replace(self, flags=Namespace(**vars(self.flags) | changed))
+
+    @property
+    def is_half(self) -> bool:
+        """Whether weights, gradients and activations are in bf16 or fp16."""
+        flags = self.flags
+        return flags.bf16 or flags.fp16 or self.memory_efficient
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a weight, a gradient or an activation."""
+        return 2 if self.is_half else 4
+
+    @property
+    def memory_efficient(self) -> bool:
+        """Whether there is no copy of the weights in float32."""
+        return self.flags.memory_efficient_fp16 or self.flags.memory_efficient_bf16
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a batch on each side."""
+        most = max(1, self.flags.max_tokens // self.length)
+        return min(most, self.flags.batch_size or most) * self.length
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share the experts."""
+        return self.processes if self.flags.expert_parallel else 1
+
+    def weights(self) -> tuple[int, int]:
+        """Of one rank: those that all ranks have, and experts."""
+        words = range(self.vocabulary)
+        task = Namespace(source_dictionary=words, target_dictionary=words)
+        found = parts(self.config, task)
+        shared = sum(part.shared for part in found)
+        return shared, sum(part.weights(self.sharing) - part.tables for part in found) - shared
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes of one process: of the one that has most, if experts or optimizer state are sharded.
+
+    The peak is below the sum of the others where gradients appear while activations are freed, and
+    above it where a sublayer or the optimizer needs temporary memory. What the device, torch and its
+    allocator need for themselves is not counted.
+    """
+
+    weights: int
+    gradients: int  # of the weights, in their type
+    optimizer: int  # its state, and in half precision copies in float32 of weights and gradients
+    exchange: int  # what gradients of several processes are gathered in
+    activations: int  # what the forward pass of a batch keeps for the backward pass
+    peak: int  # of an update
+
+    @property
+    def memory(self) -> int:
+        """What is held from one update to the next."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def forecast(run: Run) -> Forecast:
+    """The memory of an update, if every gate chooses evenly and all sentences have the same length.
+
+    Raises:
+        UsageError, ValueError: flags of which nothing is known, or experts that do not fit the ranks.
+    """
+    held, kept, points = _terms(run)
+    peak = max(fixed + slope * run.tokens for fixed, slope in points)
+    return replace(held, activations=round(kept * run.tokens), peak=round(peak))
+
+
+def tokens_that_fit(run: Run, room: float) -> int:
+    """The largest ``--max-tokens`` with a peak of at most ``room`` bytes; 0 if none fits.
+
+    Of an update of several batches, whose gradients are kept meanwhile.
+    """
+    _, _, points = _terms(run.with_flags(update_freq=max(2, run.flags.update_freq)))
+    most = math.inf
+    for fixed, slope in points:
+        if fixed > room:
+            return 0
+        most = min(most, (room - fixed) / slope if slope else math.inf)
+    return int(most)
+
+
+def same_batch(max_tokens: int, update_freq: int, most: int) -> tuple[int, int]:
+    """``--max-tokens``, of at most ``most``, and ``--update-freq`` for as many tokens per update."""
+    total = max_tokens * update_freq
+    parts = -(-total // max(1, most))
+    return total // parts, parts
+
+
+def _terms(run: Run) -> tuple[Forecast, float, list[tuple[float, float]]]:
+    """What is held; bytes per token that a forward pass keeps; and (bytes, bytes per token) at each point
+    where the peak may be."""
+    flags = run.flags
+    if flags.amp:
+        raise UsageError(
+            "--amp cannot be forecast: it needs a GPU to say what is computed in which type"
+        )
+    if flags.optimizer not in OPTIMIZERS:
+        raise UsageError(f"--optimizer {flags.optimizer}: what it takes of memory is not known")
+    shared, experts = run.weights()
+    size, largest = shared + experts, _largest(run)
+    state, copies = OPTIMIZERS[flags.optimizer]
+    if flags.optimizer == "sgd" and getattr(flags, "momentum", 0):
+        state = 1
+    spread = shared if flags.expert_parallel else size  # what --zero-sharding is about
+    zero = flags.zero_sharding == "os" and run.processes > 1
+    optimizer = 4 * state * (size - (spread - spread / run.processes) * zero)
+    if run.memory_efficient:
+        copies += 2  # the parameter and its gradient
+    elif run.is_half:
+        optimizer += 8 * size
+        largest = largest if flags.fp16_no_flatten_grads else size
+    exchange = size if run.processes > 1 else 0
+    if flags.ddp_backend in ("legacy_ddp", "no_c10d"):
+        exchange = min(exchange, BUFFER)
+    exchange *= run.bytes
+    gradients = size * run.bytes
+    kept, at_loss, in_layer, maps = _per_token(run)
+    held = gradients + optimizer + exchange  # `gradients` bytes of weights
+    earlier = gradients if flags.update_freq > 1 else 0
+    output = run.vocabulary * run.config.decoder_embed_dim * run.bytes
+    points = [
+        (held + earlier + maps + (0 if earlier else output), kept + at_loss),
+        (held + gradients, in_layer),
+        (held + gradients + 4 * copies * largest, 0),
+    ]
+    found = Forecast(gradients, gradients, round(optimizer), exchange, 0, 0)
+    return found, kept, points
+
+
+def _largest(run: Run) -> int:
+    """Weights of the largest parameter."""
+    config, sizes = run.config, [run.vocabulary * run.config.decoder_embed_dim]
+    for side in config.SIDES:
+        width = config.moe_expert_ffn_dim or getattr(config, f"{side}_ffn_embed_dim")
+        for strata in config.strata_of(side):
+            local = Placement(strata.num_experts, run.sharing).num_local
+            sizes.append(local * width * getattr(config, f"{side}_embed_dim"))
+    return max(sizes)
+
+
+def _per_token(run: Run) -> tuple[float, float, float, float]:
+    """Bytes per token: kept by the forward pass, besides at the loss, and besides in the largest layer.
+
+    Attention is torch's fused one, which keeps no scores, but with dropout on a CPU. The fourth number
+    are bytes of joined maps of queries, keys and values, which it also keeps.
+    """
+    config, b = run.config, run.bytes
+    on_cpu = run.flags.cpu
+    mask = (b if on_cpu else 1) / b  # of a number that dropout has seen
+
+    def network(rows: float, width: int) -> float:
+        """Kept between the two matrices of a feed-forward network."""
+        kept = 1 if config.activation_fn == "relu" else 2
+        return rows * width * (2 + mask if config.activation_dropout else kept)
+
+    kept, maps, largest = 0.0, 0.0, 0.0
+    for side in config.SIDES:
+        D, F, H, layers = (
+            getattr(config, f"{side}_{name}")
+            for name in ("embed_dim", "ffn_embed_dim", "attention_heads", "layers")
+        )
+        dropped = D * mask if config.dropout else 0
+        scores = 2.5 * H * run.length if on_cpu and config.attention_dropout else 0
+        attention = 7 * D + dropped + scores
+        dense = 2 * D + network(1, F) + dropped
+        blocks = [_block(run, side, strata, network, dropped) for strata in config.strata_of(side)]
+        blocks += [(dense, 2 * F)] * (layers - len(blocks))
+        for each, moment in blocks:
+            layer = _attentions(config, side) * attention + each
+            if run.flags.checkpoint_activations:  # only the input is kept, and the layer recomputed
+                layer, moment = D, layer + moment
+            kept += layer
+            largest = max(largest, moment)
+        maps += layers * (3 + 2 * (_attentions(config, side) - 1)) * D**2
+        kept += D + dropped  # the embeddings, and the side's last norm
+    D, V = config.decoder_embed_dim, run.vocabulary
+    kept = b * (kept + D) + 4 * V  # log-probabilities are in float32
+    maps = 0 if run.flags.checkpoint_activations else maps
+    return kept, V * (4 if b == 4 else 4 + b), b * largest, b * maps
+
+
+def _block(run: Run, side: str, strata, network, dropped: float) -> tuple[float, float]:
+    """Numbers per token of an MoE layer: kept, and besides in its backward pass.
+
+    A GPU computes all experts of a stratum at once, and all tokens pass all strata; a CPU computes
+    expert by expert, the tokens that are there.
+    """
+    config = run.config
+    D, F = getattr(config, f"{side}_embed_dim"), getattr(config, f"{side}_ffn_embed_dim")
+    width = config.moe_expert_ffn_dim or F
+    # The last rank, whose experts every gate sees.
+    place = Placement(strata.num_experts, run.sharing, run.sharing - 1)
+    kept = moment = 0.0
+    for i, share in enumerate(strata.expected_visits()):
+        first, visible = strata.first_experts[i], strata.visible[i]
+        tokens, copies = 1.0, choices(config, visible)
+        if run.flags.cpu:
+            tokens = share
+            factor = float(config.moe_capacity_factor)
+            copies *= share if not factor else min(1, factor / copies) * share
+        own = len(set(place.local) & set(range(first, first + visible)))
+        received = copies * own / visible * place.group_size  # by this rank's experts
+        kept += tokens * ((1 if strata.stacked else 2) * D + dropped) + network(received, width)
+        if place.is_sharded:  # what the experts get and return, and copies that travel
+            kept += 2 * received * D + copies * D
+        kept += (not run.flags.cpu) * D
+        at_once = 2 * received / len(place.local) if run.flags.cpu else 3 * received
+        moment = max(moment, at_once * (width + D) + 2 * tokens * D)
+    for size in (config.moe_cmr * F, config.moe_residual * F, config.moe_shared_experts * width):
+        if size:
+            kept += network(1, size) + 2 * D
+            moment += 2 * size
+    return kept + D * (config.smoe_norm == "released"), moment
+
+
+def choices(config: DecoderOptions, experts: int) -> float:
+    """Experts of a token at a stratum that sees so many, if all are equally likely."""
+    gate = config.moe_gate
+    if gate in ("hash", "base"):
+        return 1.0
+    if gate == "expert-choice":
+        return min(float(config.moe_capacity_factor), experts)
+    if gate == "top-p":
+        return min(experts, math.ceil(round(config.moe_top_p * experts, 9)))
+    free = config.moe_null_experts + config.moe_copy_experts + config.moe_constant_experts
+    return min(config.moe_top_k, experts) * experts / (experts + free)
+
+
+# ---- Translating ----
+
+
+def translation(run: Run, beam: int = 5) -> tuple[float, float]:
+    """Bytes, and bytes per source token, that translating takes with all experts on one device.
+
+    The keys and values of the source are kept once, those of the target for each hypothesis, to twice
+    the source's length. Scores are in float32.
+    """
+    config, b = run.config, run.bytes
+    D, V = config.decoder_embed_dim, run.vocabulary
+    keys = 2 * config.decoder_layers * D
+    F = max(getattr(config, f"{side}_ffn_embed_dim") for side in config.SIDES)
+    experts = 3 * float(config.moe_top_k) * (config.moe_expert_ffn_dim or F)
+    per_token = b * (keys * (1 + 2 * beam) + 8 * D + experts) + 3 * 4 * beam * V / run.length
+    return b * sum(replace(run, processes=1).weights()), per_token
+
+
+def gpu_room(total: float) -> float:
+    """Bytes of a GPU's memory that tensors can have."""
+    return total * (1 - GPU_SHARE)
