@@ -112,12 +112,13 @@ def print_process_costs(costs: dict[str, ProcessCost], run: Run) -> None:
 
 
 def fits(run: Run, gibibytes: float, beam: int = 5) -> dict[str, int]:
-    """The most tokens of a forward pass on a GPU of so much memory: of training, as `process_costs` has
-    its keys, and of translating; 0 if the model itself does not fit."""
+    """The most tokens of a forward pass on a GPU of so much memory: of training, with keys as
+    `process_costs` has them, and of translating; 0 if the model itself does not fit."""
     room = gpu_room(gibibytes * 2**30)
     found = {
         name: tokens_that_fit(run.with_flags(expert_parallel=name == "sharded"), room)
         for name in process_costs(run)
+        if run.processes > 1 or name == "replicated"
     }
     weights, each = translation(run, beam)
     return found | {"translation": max(0, int((room - weights) / each))}

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.models.options import DecoderOptions, flag
+from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.parallel import Placement
 
 LENGTH = 32  # tokens of a sentence, where nothing is known of the data
@@ -409,7 +410,7 @@ def _block(run: Run, side: str, strata, network, dropped: float) -> tuple[float,
         tokens, copies = 1.0, choices(config, visible)
         if run.flags.cpu:
             tokens = share
-            factor = float(config.moe_capacity_factor)
+            factor = _capacity(config)
             copies *= share if not factor else min(1, factor / copies) * share
         own = len(set(place.local) & set(range(first, first + visible)))
         received = copies * own / visible * place.group_size  # by this rank's experts
@@ -432,11 +433,17 @@ def choices(config: DecoderOptions, experts: int) -> float:
     if gate in ("hash", "base"):
         return 1.0
     if gate == "expert-choice":
-        return min(float(config.moe_capacity_factor), experts)
+        return min(_capacity(config), experts)
     if gate == "top-p":
         return min(experts, math.ceil(round(config.moe_top_p * experts, 9)))
     free = config.moe_null_experts + config.moe_copy_experts + config.moe_constant_experts
     return min(config.moe_top_k, experts) * experts / (experts + free)
+
+
+def _capacity(config: DecoderOptions) -> float:
+    """The capacity factor, the gate's own where none is given."""
+    factor = config.moe_capacity_factor
+    return float(GATES[config.moe_gate].default_capacity if factor is None else factor)
 
 
 # ---- Translating ----

@@ -219,6 +219,7 @@ def run_cost(args: Namespace) -> None:
     if args.gpu_memory is not None:
         print(f"\ntokens that fit on a GPU of {args.gpu_memory:g} GiB, per forward pass")
         for name, tokens in fits(_run_of(args), args.gpu_memory).items():
+            name = "training" if name == "replicated" and not args.world_size else name
             print(f"{name:12}{tokens:>12,}" if tokens else f"{name:12}{'none':>12}")
     print(f"\n{READING}")
 
