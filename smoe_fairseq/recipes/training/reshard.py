@@ -59,7 +59,7 @@ def reshard(folder: Path, ranks: int) -> None:
         record = Record.of(open_checkpoint(first if first.exists() else folder / LAST))
         if record is None or record.world_size == ranks:
             return
-    with whole_folder(folder / f"resharded-{saved}-to-{ranks}") as staged:
+    with whole_folder(folder / f"resharded-{saved}-to-{ranks}", replace=True) as staged:
         for name in RESUMED:
             if (folder / name).exists() or rank_files(folder / name):
                 write_set(Shards.open(folder / name), staged / name, ranks, force=False)
