@@ -2,7 +2,7 @@
 
     python -m benchmarks.block [--quick] [--cases base/8/] [--device cuda --dtype bfloat16]
 
-For each case of `cases.py`: ours, the floor and the peers in turns; prints a line, and writes
+For each case of `contenders.py`: ours, the floor and the peers in turns; prints a line, and writes
 everything to OUT as JSON when the case is done.
 """
 
@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cases, contenders, machine, memory, timing
-from benchmarks.agreement import agreement
-from benchmarks.floor import BareProducts, routed_tokens
-from benchmarks.peers import PEERS
+from benchmarks import contenders, memory, timing
+from benchmarks.contenders import BareProducts, routed_tokens
+from benchmarks.peers import PEERS, agreement
 from smoe_fairseq.host_memory import keep_freed_memory
 
 
@@ -32,11 +31,11 @@ def main() -> None:
     kept = device.type == "cpu" and not args.fresh_memory and keep_freed_memory()
     chosen = [
         case
-        for case in (cases.quick() if args.quick else cases.full())
+        for case in (contenders.quick() if args.quick else contenders.full())
         if re.search(args.cases, str(case)) and case.tokens <= args.max_tokens
     ]
     clock = time.process_time if args.cpu_time else time.perf_counter
-    run = {**machine.describe(device), "dtype": args.dtype, "keeps_memory": kept, "cases": []}
+    run = {**timing.describe(device), "dtype": args.dtype, "keeps_memory": kept, "cases": []}
     print(
         f"{run['device']}, {run['cpu']}, {run['threads']} threads, torch {run['versions']['torch']}"
     )
@@ -74,7 +73,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def time_case(
-    case: cases.Case,
+    case: contenders.Case,
     device: torch.device,
     dtype: torch.dtype,
     seconds: float,

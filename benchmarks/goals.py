@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from benchmarks.cases import DEPTHS, EXPERTS
+from benchmarks.contenders import DEPTHS, EXPERTS
 
 EIGHT_EXPERTS = ("8", "4-4", "2-2-2-2")
 

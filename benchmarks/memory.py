@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cases import Case
+from benchmarks.contenders import Case
 
 # How many (T, E, C) tensors of 4 bytes the peers that make such have at once in training.
 CAPACITY_TENSORS = {"train": 10, "infer": 5}

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine, timing
+from benchmarks import timing
 from smoe_fairseq.errors import quietly
 
 BEAM = 5
@@ -42,7 +42,7 @@ def main() -> None:
     pair = args.direction if (args.data / f"test.{args.direction}.{source}.idx").exists() else None
     args.pair = pair or f"{target}-{source}"
     file = args.text / f"test.{args.pair}.{source}"
-    run = machine.describe(torch.device("cpu"))
+    run = timing.describe(torch.device("cpu"))
     run |= {"run": str(args.run), "direction": args.direction}
     reference = args.text / f"test.{args.pair}.{target}"
     texts = [path.read_text().split("\n")[:-1] for path in (file, reference)]

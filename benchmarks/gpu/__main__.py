@@ -23,7 +23,7 @@ from benchmarks import forked
 from benchmarks.gpu.parts import Context, Part, choose
 from benchmarks.gpu.report import passed, report, summary
 from benchmarks.gpu.schedule import announce, run_all
-from benchmarks.machine import describe
+from benchmarks.timing import describe
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.contenders import block_step, make_block
-from benchmarks.floor import routed_tokens
+from benchmarks.contenders import block_step, make_block, routed_tokens
 from benchmarks.gpu.parts import Context
 from benchmarks.gpu.training import attempt
 from benchmarks.timing import in_turns, ratio

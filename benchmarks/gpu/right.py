@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.fast import executions
 from benchmarks.gpu.parts import Context
-from benchmarks.machine import ROOT
+from benchmarks.timing import ROOT
 from smoe_fairseq.modules import StratifiedMoE
 
 T, D, F = 32, 16, 24

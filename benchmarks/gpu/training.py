@@ -10,9 +10,9 @@ import fairseq_cli.generate
 import fairseq_cli.train
 import torch
 
-from benchmarks.fairseq_runs import PACKAGE, updates
 from benchmarks.forked import Forked, command, value
 from benchmarks.gpu.parts import Context
+from benchmarks.program import PACKAGE, updates
 from benchmarks.synthetic import make_data
 from smoe_fairseq import cli
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.gpu.parts import Context
-from benchmarks.machine import ROOT
+from benchmarks.timing import ROOT
 
 # Stays, so that the next check resumes the study.
 STUDY = ROOT / "build/gpu-check/study"
