@@ -8,6 +8,7 @@ copies, L strata, B blocks of tokens.
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -18,19 +19,20 @@ from torch.autograd.function import once_differentiable
 
 from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.gates.top_k import TopKGate
-from smoe_fairseq.modules.grouped import can_group
+from smoe_fairseq.modules.grouped import can_group, one_kernel
 from smoe_fairseq.modules.parallel import LocalDispatcher
 from smoe_fairseq.modules.statistics import RoutingStats
 from smoe_fairseq.modules.torch_features import autocast_dtype
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_EXPERTS, MOST_CHOICES, WIDEST = 128, 8, 2048
+# Measured on an H200.
 TOKENS = 16  # per program
 PARTS = 16  # of each sum over an expert's rows
 BLOCK_D = 256  # columns that a program has at a time
 PROGRAMS = 1024  # of a kernel over rows, whose number the host does not know
-DIRECT = False
-TILES = {"activate": (16, 256), "sums": (64, 32), "norm": (8, 256)}
+TILES = {"activate": (16, 256), "sums": (64, 64), "norm": (4, 1024, 512)}
+DIRECT = True
 
 
 @functools.cache
@@ -44,29 +46,36 @@ def kernels():
 
 
 def applies(block, x: Tensor) -> bool:
-    """Whether `forward` computes what the block would for ``x``."""
-    config, w1 = block.config, block.experts.w1
-    training = block.training
+    """Whether `forward` is to compute what the block would for ``x``.
+
+    With ``execution="auto"`` it is where it was measured to be fastest: in bfloat16 on GPUs on which a
+    grouped product is one kernel.
+    """
+    execution = block.execution
+    if execution not in ("fused", "auto") or torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    w1 = block.experts.w1
+    if execution == "auto" and not one_kernel(x.device, autocast_dtype(x.device) or w1.dtype):
+        return False
+    config, norms, gates, strata = block.config, block.layer_norms, block.gates, block.strata
     return (
-        block.execution == "fused"
-        and not torch.compiler.is_compiling()
-        and kernels() is not None
+        kernels() is not None
         and (x.is_cuda or kernels().is_interpreted())
         and x.numel() > 0
         and x.dtype in TYPES
         and x.shape[-1] <= WIDEST
-        and block.strata.num_experts <= MOST_EXPERTS
+        and strata.num_experts <= MOST_EXPERTS
         and can_group(w1)
         and type(block.dispatcher) is LocalDispatcher
         and config.norms == "paper"
-        and not block.strata.fixed_depth
+        and not strata.fixed_depth
         and block.experts.activation_fn is F.relu
-        and max(block.experts.activation_dropout, block.layer_norms.dropout) < 1
+        and max(block.experts.activation_dropout, norms.dropout) < 1
         and not (block.branches or block.eom or config.capacity_budget)
-        and not (training and block.gating_dropout)
+        and not (block.training and block.gating_dropout)
         and config.balance_over == "batch"
-        and all(map(_is_plain, block.gates))
-        and all(norm.weight.dtype == block.gates[0].weight.dtype for norm in block.layer_norms)
+        and all(map(_is_plain, gates))
+        and all(norm.weight.dtype == gates[0].weight.dtype for norm in norms)
     )
 
 
@@ -83,62 +92,97 @@ def _is_plain(gate) -> bool:
     )
 
 
-def forward(block, x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, RoutingStats]:
-    """The block's output and statistics for ``x (..., D)``."""
+def forward(block, x: Tensor, padding_mask: Tensor | None, with_stats: bool = True):
+    """The block's output for ``x (..., D)``, and statistics, or None."""
     x_TD = x.reshape(-1, x.shape[-1]).contiguous()
     run = _settings(block, x_TD, padding_mask)
-    norms, gates = block.layer_norms, block.gates
+    norms = block.layer_norms
     parameters = [p for norm in norms for p in (norm.weight, norm.bias)]
-    parameters += [gate.weight for gate in gates]
+    parameters += [gate.weight for gate in block.gates]
     y_TD, balance_loss, z_loss = _Block.apply(run, x_TD, *parameters, *block.experts.weights())
-    if block.layer_norms.dropout_per == "layer":
+    if norms.dropout_per == "layer":
         y_TD = norms.finish(x_TD, y_TD, None, None)
-    strata, choices = len(gates), run.K
-    sizes = [strata * run.COLUMNS, strata, strata * choices, strata * choices]
-    first, unused, chosen, dropped = run.numbers.split(sizes)
+    y = y_TD.view_as(x)
+    if not with_stats:
+        return y, None
+    strata, shape = len(run.strata), x.shape[:-1]
+    first, unused, chosen, dropped = _parts(run.numbers, _counts(run))
     nothing = dict.fromkeys(RoutingStats._fields)
     stats = {
         "balance_loss": balance_loss,
         "z_loss": z_loss,
-        "requested_capacity": run.requested.view(x.shape[:-1]),
+        "requested_capacity": run.requested.view(shape),
         "first_choices": first.view(strata, -1),
         "unused": unused,
         "chosen": chosen.view(strata, -1),
         "dropped": dropped.view(strata, -1),
-        "dropped_choices": run.dropped.view(*x.shape[:-1], choices),
+        "dropped_choices": run.dropped.view(*shape, run.K),
     }
-    return y_TD.view_as(x), RoutingStats(**{**nothing, **stats})
+    return y, RoutingStats(**{**nothing, **stats})
+
+
+@functools.cache
+def _layout(strata) -> tuple[tuple[int, int, int], ...]:
+    """Of each gate the first expert that it sees, how many, and how many that no later one does."""
+    return tuple(zip(strata.first_experts, strata.visible, strata.own, strict=True))
 
 
 def _settings(block, x_TD: Tensor, padding_mask: Tensor | None) -> SimpleNamespace:
     """What the kernels need to know of the block, by the names of their parameters."""
-    gate, norms, experts = block.gates[0], block.layer_norms, block.experts
-    training, strata = block.training, block.strata
+    gate, norms, experts, training = (
+        block.gates[0],
+        block.layer_norms,
+        block.experts,
+        block.training,
+    )
     policy = gate.second_expert_policy if training and gate.top_k > 1 else "all"
     dropout = norms.dropout if training and norms.dropout_per == "stratum" else 0.0
     inner_dropout = experts.activation_dropout if training else 0.0
     noisy = policy != "all" or dropout or inner_dropout
-    seed = torch.randint(2**31 - 1, (1,), device=x_TD.device) if noisy else x_TD
-    columns, width = strata.num_experts, x_TD.shape[1]
+    rounds = autocast_dtype(x_TD.device) is None
     return SimpleNamespace(
-        strata=list(zip(strata.first_experts, strata.visible, strata.own)),
+        strata=_layout(block.strata),
         padding=None if padding_mask is None else padding_mask.reshape(-1),
         stratum_of_expert=block.stratum_of_expert,
         keeps=torch.is_grad_enabled(),
-        seed=seed,
-        eps=norms[0].eps,
+        seed=torch.randint(2**31 - 1, (1,), device=x_TD.device) if noisy else x_TD,
+        EPS=norms[0].eps,
         K=gate.top_k,
-        COLUMNS=columns,
-        ROUND=autocast_dtype(x_TD.device) is None,
+        COLUMNS=len(block.stratum_of_expert),
+        ROUND=rounds,
+        # Products of half precision numbers are exact in tf32.
+        EXACT=not rounds or torch.float32 in (x_TD.dtype, gate.weight.dtype),
         POLICY=policy,
         NORMALIZE=gate.normalization,
         LIMIT=gate.capacity.factor_in_force,
         DROPOUT=dropout,
         INNER_DROPOUT=inner_dropout,
-        BLOCK_D=min(_power(width), BLOCK_D),
-        BLOCK_E=max(_power(columns), 16),
+        BLOCK_D=min(_power(x_TD.shape[1]), BLOCK_D),
+        BLOCK_E=max(_power(len(block.stratum_of_expert)), 16),
         BLOCK_K=_power(gate.top_k),
     )
+
+
+def _power(n: int) -> int:
+    """The smallest power of two from ``n`` on."""
+    return 1 << (n - 1).bit_length()
+
+
+def _counts(run) -> tuple[int, ...]:
+    """Sizes of the numbers of `RoutingStats` that do not depend on T, in the order of `dispatch`."""
+    strata = len(run.strata)
+    return strata * run.COLUMNS, strata, strata * run.K, strata * run.K
+
+
+def _parts(buffer: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """One after the other of these sizes: far fewer calls than an allocation for each."""
+    return buffer.split_with_sizes(sizes)
+
+
+def _space(dtype: torch.dtype, device: torch.device, *sizes: int) -> tuple[Tensor, ...]:
+    """New vectors in one allocation, each beginning at a multiple of 16 bytes."""
+    padded = [each for size in sizes for each in (size, -size % 4)]
+    return torch.empty(sum(padded), dtype=dtype, device=device).split_with_sizes(padded)[::2]
 
 
 class Launcher:
@@ -157,20 +201,12 @@ class Launcher:
         self.direct = DIRECT and not any(t.data_ptr() % 16 for t in tensors)
 
     def __call__(self, kernel, grid: tuple, arguments: tuple, constants: tuple, **options) -> None:
-        if not self.direct:
-            kernel[grid](*arguments, *constants, **options)
-            return
         key = kernel.__name__, constants, self.types
-        found = self.compiled.get(key)
-        if found is None:
+        found = self.compiled.get(key) if self.direct else None
+        if found is None:  # interpreted kernels return None
             self.compiled[key] = kernel[grid](*arguments, *constants, **options)
         else:
             found[(*grid, 1, 1)](*arguments, *constants)
-
-
-def _power(n: int) -> int:
-    """The smallest power of two from ``n`` on."""
-    return 1 << (n - 1).bit_length()
 
 
 class _Block(torch.autograd.Function):
@@ -178,41 +214,39 @@ class _Block(torch.autograd.Function):
     def forward(ctx, run, x_TD: Tensor, *parameters: Tensor):
         ctx.set_materialize_grads(False)
         k, product, (tokens, width) = kernels(), torch_features.grouped_mm, x_TD.shape
-        strata, columns, top_k = len(run.strata), run.COLUMNS, run.K
+        strata, columns, top_k, device = len(run.strata), run.COLUMNS, run.K, x_TD.device
         norms, gates = parameters[: 2 * strata], parameters[2 * strata : 3 * strata]
         w1, b1, w2, b2 = parameters[3 * strata :]
-        blocks, inner, device = -(-tokens // TOKENS), w1.shape[1], x_TD.device
-        make = functools.partial(torch.empty, device=device)
-        floats = functools.partial(make, dtype=torch.float32)
-        integers, longs = (functools.partial(make, dtype=of) for of in (torch.int32, torch.int64))
+        blocks, inner, copies = -(-tokens // TOKENS), w1.shape[1], tokens * top_k
         stack, y_TD = x_TD.new_empty(strata - 1, tokens, width), torch.empty_like(x_TD)
-        positions = integers(strata + 1, tokens)
-        choices, rows = integers(2, strata, tokens, top_k)
-        weights, moments = floats(strata, tokens, top_k), floats(strata, tokens, 2)
-        logits = floats(strata, tokens, columns)
-        counts, sums = integers(top_k * blocks, columns), floats(blocks, columns + 1)
-        totals, means = integers(strata, top_k, columns), floats(strata, columns + 1)
-        # Products of half precision numbers are exact in tf32.
-        exact = not run.ROUND or torch.float32 in (x_TD.dtype, gates[0].dtype)
-        run.requested, run.dropped = longs(tokens), longs(tokens, top_k)
-        run.numbers = longs(strata * (columns + 1 + 2 * top_k))
-        balance_loss, z_loss = floats(()), floats(())
+        positions, choices, rows, totals, counts, *ends = _space(
+            torch.int32, device, (strata + 1) * tokens, strata * copies, strata * copies,
+            strata * top_k * columns, top_k * blocks * columns, *(each for _, each, _ in run.strata),
+        )  # fmt: skip
+        weights, moments, logits, means, sums = _space(
+            torch.float32, device, strata * copies, strata * tokens * 2, strata * tokens * columns,
+            strata * (columns + 1), blocks * (columns + 1),
+        )  # fmt: skip
+        run.requested, run.dropped, run.numbers = _space(
+            torch.int64, device, tokens, copies, sum(_counts(run))
+        )
+        balance_loss, z_loss = weights.new_empty(()), weights.new_empty(())
         launch, kept = Launcher(x_TD, *parameters), []
         for i, (first, experts, _) in enumerate(run.strata):
-            norm, gate, is_first = norms[2 * i : 2 * i + 2], gates[i], i == 0
+            norm, gate, is_first, ends_E = norms[2 * i : 2 * i + 2], gates[i], i == 0, ends[i]
             source = x_TD if is_first else stack
             launch(
                 k.route, (blocks,),
                 (source, source if run.padding is None else run.padding, *norm, gate, run.seed,
                  positions, moments, logits, choices, weights, counts, sums, tokens, i, experts),
-                (run.eps, width, top_k, columns, strata, is_first, run.padding is not None, run.ROUND, exact,
-                 run.POLICY, run.NORMALIZE == "before-drop",
+                (run.EPS, width, top_k, columns, strata, is_first, run.padding is not None, run.ROUND,
+                 run.EXACT, run.POLICY, run.NORMALIZE == "before-drop",
                  run.BLOCK_D, run.BLOCK_E, run.BLOCK_K, TOKENS),
             )  # fmt: skip
             launch(
                 k.scan, (experts + 1,), (counts, sums, totals, means, blocks, i), (top_k, columns, 512)
             )  # fmt: skip
-            ends_E, copies_ND = integers(experts), make(tokens * top_k, width, dtype=w1.dtype)
+            copies_ND = w1.new_empty(copies, width)
             launch(
                 k.dispatch, (blocks,),
                 (source, *norm, run.stratum_of_expert, moments, choices, counts, totals, means,
@@ -223,7 +257,7 @@ class _Block(torch.autograd.Function):
             )  # fmt: skip
             hidden_NF = product(copies_ND, w1[first:].transpose(1, 2), offs=ends_E)
             launch(
-                k.activate, (min(PROGRAMS, -(-len(hidden_NF) // TOKENS)),),
+                k.activate, (min(PROGRAMS, blocks * top_k),),
                 (hidden_NF, b1, ends_E, run.seed, i, experts, first),
                 (inner, run.INNER_DROPOUT, run.BLOCK_E, *TILES["activate"]),
             )  # fmt: skip
@@ -236,9 +270,10 @@ class _Block(torch.autograd.Function):
             )  # fmt: skip
             if run.keeps:
                 kept += [ends_E, copies_ND, hidden_NF, out_ND]
-        ctx.run = run
-        routing = positions, choices, rows, weights, moments, logits, totals
-        ctx.save_for_backward(x_TD, stack, *parameters, *routing, *kept)
+        if run.keeps:
+            ctx.run = run
+            routing = positions, choices, rows, weights, moments, logits, totals
+            ctx.save_for_backward(x_TD, stack, *parameters, *routing, *kept)
         return y_TD, balance_loss, z_loss
 
     @staticmethod
@@ -251,22 +286,30 @@ class _Block(torch.autograd.Function):
         positions, choices, rows, weights, moments, logits, totals, *kept = saved
         norms, gates = parameters[: 2 * strata], parameters[2 * strata : 3 * strata]
         w1, b1, w2, b2 = parameters[3 * strata :]
-        (tokens, width), inner, device = x_TD.shape, w1.shape[1], x_TD.device
-        blocks = -(-tokens // TOKENS)
+        (tokens, width), inner, blocks = x_TD.shape, w1.shape[1], -(-len(x_TD) // TOKENS)
         grad_y = torch.zeros_like(x_TD) if grad_y is None else grad_y.contiguous()
         grad_x = torch.empty_like(x_TD)
-        floats = functools.partial(torch.empty, device=device, dtype=torch.float32)
-        grad_logits = floats(tokens, columns)
-        biases = columns * (inner + width)
-        starts = [sum(experts for _, experts, _ in run.strata[:i]) for i in range(strata + 1)]
-        size = biases + starts[-1] * width
-        splits, programs = min(PARTS, -(-tokens // 256)), min(2 * blocks, TILES["norm"][1])
-        parts = floats(splits, size)
-        exact = not run.ROUND or torch.float32 in (x_TD.dtype, gates[0].dtype)
-        norm_parts = floats(programs, strata * 2 * width)
+        block_c, block_n = TILES["sums"]
+        block_t, programs, per_warp = TILES["norm"]
+        programs = min(-(-tokens // block_t), programs)
+        splits, across, wide = (
+            min(PARTS, -(-tokens // 256)),
+            -(-width // block_c),
+            -(-inner // block_c),
+        )
+        shares = [columns * inner, columns * width, *(each * width for _, each, _ in run.strata)]
+        size, before = sum(shares), 0  # of all gates
+        for_norms, parts, grad_logits = _space(
+            torch.float32,
+            x_TD.device,
+            programs * strata * 2 * width,
+            splits * size,
+            tokens * columns,
+        )
         launch, later = Launcher(x_TD, grad_y, *parameters), None
         for i in reversed(range(strata)):
             first, experts, own = run.strata[i]
+            before = sum(each for _, each, _ in run.strata[:i])
             ends_E, copies_ND, hidden_NF, out_ND = kept[4 * i : 4 * i + 4]
             norm, gate, is_first = norms[2 * i : 2 * i + 2], gates[i], i == 0
             source = x_TD if is_first else stack
@@ -282,18 +325,18 @@ class _Block(torch.autograd.Function):
                  run.BLOCK_D, run.BLOCK_E, run.BLOCK_K, TOKENS),
             )  # fmt: skip
             grad_hidden_NF = product(grad_out_ND, w2[first:], offs=ends_E)
-            block_c, block_n = TILES["sums"]
-            across, wide = -(-width // block_c), -(-inner // block_c)
             launch(
                 k.sums, (splits * (across + experts * (across + wide)),),
                 (source, grad_hidden_NF, hidden_NF, grad_out_ND, grad_logits, *norm, positions, moments,
-                 ends_E, parts, splits, tokens, i, experts, first, own, starts[i]),
-                (width, inner, columns, size, is_first, run.ROUND, exact, run.INNER_DROPOUT,
+                 ends_E, parts, splits, tokens, i, experts, first, own, before),
+                (width, inner, columns, size, is_first, run.ROUND, run.EXACT, run.INNER_DROPOUT,
                  run.BLOCK_E, block_c, block_n),
             )  # fmt: skip
             grad_w2 = product(grad_out_ND.t(), hidden_NF, offs=ends_E)
             grad_w1 = product(grad_hidden_NF.t(), copies_ND, offs=ends_E)
+            del grad_out_ND
             grad_copies_ND = product(grad_hidden_NF, w1[first:], offs=ends_E)
+            del grad_hidden_NF
             launch(
                 k.settle, (experts, -(-width * inner // 4096)),
                 (grad_w1, grad_w2, *(later or (grad_w1, grad_w2)), ends_E, own), (width * inner, 4096),
@@ -302,23 +345,22 @@ class _Block(torch.autograd.Function):
             launch(
                 k.collect, (programs,),
                 (source, grad_y, grad_x, grad_copies_ND, grad_logits, norm[0], gate, positions, moments,
-                 rows, norm_parts, tokens, i, experts),
-                (width, top_k, columns, strata, is_first, _power(width), TILES["norm"][0]),
-                num_warps=min(max(1, _power(width) * TILES["norm"][0] // 512), 32),
+                 rows, for_norms, tokens, i, experts),
+                (width, top_k, columns, strata, is_first, _power(width), block_t),
+                num_warps=min(max(1, _power(width) * block_t // per_warp), 32),
             )  # fmt: skip
-        flat = parts.sum(0)
-        shares = [
-            columns * inner,
-            columns * width,
-            *(experts * width for _, experts, _ in run.strata),
-        ]
-        grad_b1, grad_b2, *grad_gates = flat.to(b1.dtype).split(shares)
-        grad_norms = norm_parts.sum(0).to(norms[0].dtype).view(2 * strata, width).unbind()
-        grad_gates = [
-            grad.to(gate.dtype).view_as(gate) for grad, gate in zip(grad_gates, gates, strict=True)
-        ]
-        grad_biases = grad_b1.view_as(b1), grad_b2.view_as(b2)
+            del grad_copies_ND
+        flat = parts.view(splits, size).sum(0)
+        grad_b1, grad_b2, *grad_gates = _parts(flat.to(gates[0].dtype), shares)
+        if b1.dtype != grad_b1.dtype:
+            grad_b1, grad_b2 = (
+                flat[: shares[0]].to(b1.dtype),
+                flat[shares[0] :][: shares[1]].to(b2.dtype),
+            )
+        for_norms = for_norms.view(programs, -1).sum(0).to(norms[0].dtype)
+        grad_gates = [grad.view_as(gate) for grad, gate in zip(grad_gates, gates, strict=True)]
+        grad_w1, grad_w2 = later
         return (
-            None, grad_x, *grad_norms, *grad_gates,
-            later[0], grad_biases[0], later[1], grad_biases[1],
+            None, grad_x, *for_norms.view(-1, width).unbind(), *grad_gates,
+            grad_w1, grad_b1.view_as(b1), grad_w2, grad_b2.view_as(b2),
         )  # fmt: skip

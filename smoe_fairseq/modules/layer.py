@@ -151,7 +151,7 @@ class StratifiedMoE(nn.Module):
                 f"torch.bool of shape {tuple(x.shape[:-1])}, True at padding"
             )
         if fused.applies(self, x):
-            return fused.forward(self, x, padding_mask)
+            return fused.forward(self, x, padding_mask, with_stats)
         with_stats = with_stats or self.hands_on_logits
         if not with_stats and inference.applies(self, x):
             return inference.forward(self, x, padding_mask), None

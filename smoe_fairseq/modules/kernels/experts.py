@@ -74,13 +74,14 @@ def combine(
         d = start + tl.arange(0, BLOCK_D)
         sum_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for k in tl.static_range(K):
-            row = tl.load(rows + at * K + k, live, -1)
-            weight = tl.load(weights + at * K + k, live, 0.0)
-            expert = first + tl.load(choices + at * K + k, live, 0)
+            row = tl.where(live, tl.load(rows + at * K + k, inside, -1), -1)
+            weight = tl.load(weights + at * K + k, inside, 0.0)
+            expert = first + tl.load(choices + at * K + k, inside, 0)
             has = (row >= 0)[:, None] & (d < D)[None, :]
             out = tl.load(outputs + row.to(tl.int64)[:, None] * D + d[None, :], has, 0.0)
             own = tl.load(bias + expert[:, None] * D + d[None, :], has, 0.0)
-            sum_TD += weight[:, None] * (out.to(tl.float32) + own.to(tl.float32))
+            out = out.to(tl.float32) + own.to(tl.float32)
+            sum_TD += tl.where(has, weight[:, None] * out, 0.0)
         sum_TD = _dropped(sum_TD, seed, stratum, t, d, D, DROPOUT)
         real = live_or_padding[:, None] & (d < D)[None, :]
         sum_TD += tl.load(source[:, None] + d[None, :], real, 0.0).to(tl.float32)
@@ -136,9 +137,9 @@ def spread(
         g = _gradient(grad_y, grad_x, t, d, leaves, stays, D)
         g = _dropped(g, seed, stratum, t, d, D, DROPOUT)
         for i in tl.static_range(K):
-            row = tl.load(rows + at * K + i, live, -1)
-            weight = tl.load(weights + at * K + i, live, 0.0)
-            expert = first + tl.load(choices + at * K + i, live, 0)
+            row = tl.where(live, tl.load(rows + at * K + i, inside, -1), -1)
+            weight = tl.load(weights + at * K + i, inside, 0.0)
+            expert = first + tl.load(choices + at * K + i, inside, 0)
             has = (row >= 0)[:, None] & (d < D)[None, :]
             place = row.to(tl.int64)[:, None] * D + d[None, :]
             out = tl.load(outputs + place, has, 0.0).to(tl.float32)
@@ -338,16 +339,18 @@ def collect(
         if FIRST:
             leaves = inside & (goes == STRATA)  # padding too
         grad = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-        for e in range(0, E):
-            g = tl.load(grad_logits + t * COLUMNS + e, live, 0.0)
-            w = tl.load(gate_weight + e * D + d, d < D, 0.0).to(tl.float32)
-            grad += g[:, None] * w[None, :]
+        for start in range(0, E, 4):
+            for i in tl.static_range(4):
+                e = start + i
+                g = tl.load(grad_logits + t * COLUMNS + e, live & (e < E), 0.0)
+                w = tl.load(gate_weight + e * D + d, (d < D) & (e < E), 0.0).to(tl.float32)
+                grad += g[:, None] * w[None, :]
         for k in tl.static_range(K):
-            row = tl.load(rows + at * K + k, live, -1)
+            row = tl.where(live, tl.load(rows + at * K + k, inside, -1), -1)
             place = grad_copies + row.to(tl.int64)[:, None] * D + d[None, :]
             grad += tl.load(place, (row >= 0)[:, None] & fits, 0.0).to(tl.float32)
-        mean = tl.load(moments + at * 2, live, 0.0)
-        scale = tl.load(moments + at * 2 + 1, live, 0.0)
+        mean = tl.where(live, tl.load(moments + at * 2, inside, 0.0), 0.0)
+        scale = tl.where(live, tl.load(moments + at * 2 + 1, inside, 0.0), 0.0)
         source = x + (at if FIRST else at - tokens).to(tl.int64)[:, None] * D + d[None, :]
         normed = tl.load(source, live[:, None] & fits, 0.0).to(tl.float32)
         normed = tl.where(fits, (normed - mean[:, None]) * scale[:, None], 0.0)
