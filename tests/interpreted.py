@@ -117,14 +117,14 @@ def record(file: str, dtype: torch.dtype = torch.float32) -> None:
 
     class Recorder:
         def __init__(self, name, kernel):
-            self.name, self.kernel = name, kernel
+            self.__name__, self.kernel = name, kernel
 
         def __getitem__(self, grid):
             def launch(*args, **options):
                 before = [a.detach().clone() if torch.is_tensor(a) else a for a in args]
                 self.kernel[grid](*args, **options)
                 after = [a.detach().clone() if torch.is_tensor(a) else a for a in args]
-                found.append((self.name, grid, options, before, after))
+                found.append((self.__name__, grid, options, before, after))
 
             return launch
 

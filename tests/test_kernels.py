@@ -35,7 +35,7 @@ class Recorder:
     """In the place of a kernel, notes what it is launched with."""
 
     def __init__(self, kernel, launches: list):
-        self.kernel, self.launches = kernel, launches
+        self.__name__, self.kernel, self.launches = kernel.__name__, kernel, launches
 
     def __getitem__(self, grid):
         return partial(self.launch, grid)
