@@ -255,7 +255,7 @@ def test_layer_drop_logs_all_layers(cmr):
         {k: v.shape for k, v in log.items() if k.startswith(("moe", "cmr")) and torch.is_tensor(v)}
         for log in logs
     ]
-    assert all(other == shapes[0] for other in shapes) and len(shapes[0]) >= 10
+    assert all(other == shapes[0] for other in shapes) and len(shapes[0]) >= 6
     got = logged(logs)
     assert got["requested_capacity"] == 1
     assert {f"encoder.layer.{i}/requested_capacity" for i in range(4)} <= got.keys()

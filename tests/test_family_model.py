@@ -378,10 +378,39 @@ def test_balance_over_an_update_by_hand():
             "--moe-bias-step 0.1",
             "--moe-bias-step 0.1: it is an option of --moe-balance bias, not of",
         ),
+        ("--moe-gate base --smoe-strata 8 --moe-capacity-factor 1.0", "--moe-capacity-factor 1.0"),
+        ("--moe-gate base --smoe-strata 8 --moe-top-k 3", "--moe-top-k 3"),
+        ("--moe-gate top-p --moe-top-k 3", "--moe-top-k 3"),
+        ("--moe-gate top-p --moe-gate-normalization none", "--moe-gate-normalization none"),
+        ("--moe-gate relu --moe-second-expert-policy all", "--moe-second-expert-policy all"),
+        ("--moe-gate hash --smoe-strata 8 --moe-drop-order score", "--moe-drop-order score"),
+        (
+            "--moe-gate depths --smoe-strata 1 --moe-eval-capacity-factor 0.5",
+            "--moe-eval-capacity-factor 0.5",
+        ),
+        (
+            "--moe-gate depths --smoe-strata 1 --moe-capacity-factor 1.0",
+            "--moe-capacity-factor 1.0 with --moe-gate depths",
+        ),
     ],
 )
 def test_bad_flags_end_with_one_sentence(flags, words):
     assert words in sentence_against(*flags.split())
+
+
+@pytest.mark.parametrize(
+    "flags, factor",
+    [
+        ("--smoe-strata 4-4", 2.0),
+        ("--moe-gate depths --smoe-strata 1 --moe-top-k 1", 0.5),
+        ("--moe-gate top-p --smoe-strata 4-4", 0.0),
+        ("--moe-gate relu --smoe-strata 4-4", 0.0),
+        ("--moe-gate relu --smoe-strata 4-4 --moe-capacity-factor 2.0", 2.0),
+    ],
+)
+def test_the_capacity_of_a_gate_where_none_is_given(flags, factor):
+    gate = tiny(*flags.split()).decoder.layers[1].moe.gates[0]
+    assert getattr(gate, "capacity", gate).factor == factor
 
 
 @pytest.mark.parametrize(

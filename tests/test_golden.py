@@ -524,7 +524,7 @@ LOGS = {
     "strata": "--smoe-strata 2-2-2-2 --moe-z-loss-wt 0.001 --update-freq 2",
     "unlimited": "--smoe-strata 8 --moe-capacity-factor 0 --moe-top-k 3",
     "budget": "--smoe-strata 4-4 --smoe-capacity-budget 1.2 --moe-drop-order score",
-    "top-p": "--smoe-strata 4-4 --moe-gate top-p",
+    "top-p": "--smoe-strata 4-4 --moe-gate top-p --moe-capacity-factor 2.0",
     "expert-choice": "--smoe-strata 8 --moe-gate expert-choice",
     "cmr-null": "--smoe-strata 8 --moe-cmr --moe-null-experts 2 --moe-balance-over update",
     "bias": "--smoe-strata 4-4 --moe-balance bias --moe-second-expert-policy all",

@@ -21,4 +21,4 @@ def test_layer_drop_over_processes(ranks, small_corpus, tmp_path, backend):
     assert all("loss" in log and "gnorm" in log for log in logs)
     assert all("requested_capacity" in log for log in logs)
     *_, valid = [json.loads(x) for x in re.findall(r"valid \| (\{.*\})", run.output(0))]
-    assert {"valid_capacity_gap", "valid_capacity_overflow_fifth5"} <= valid.keys()
+    assert {"valid_requested_capacity", "valid_overflow_expert1"} <= valid.keys()

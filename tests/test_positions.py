@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from fairseq import metrics
-from test_criterion import logged, make_criterion
 from test_model import PAD, tiny
 
-from smoe_fairseq.modules.statistics import by_position
+from smoe_fairseq.analysis.capacity import by_position
 
 B, S = 8, 20
 
@@ -82,30 +80,6 @@ def test_rows_are_sentences_without_a_copy(flags):
     assert contiguous == [True] * 6
 
 
-def test_log_of_drops_by_position():
-    """The last six of eight sentences are dropped, on each side."""
-    model, sample = overloaded(), make_sample()
-    _, _, log = make_criterion()(model, sample)
-    table = sum(log[f"moe_fifths {side}.layer.1"] for side in ("encoder", "decoder"))
-    assert table[0].tolist() == [2 * B * S // 5] * 5  # both layers
-    assert table[1].tolist() == [2 * 6 * S // 5] * 5
-    got = logged([log])
-    assert [got[f"overflow_fifth{i}"] for i in range(1, 6)] == [75.0] * 5
-    assert got["decoder.layer.1/overflow_fifth5"] == 75.0
-
-
-def test_drops_by_position_are_means_over_all_batches():
-    """Also over those that drop nothing: fairseq takes the mean of an interval's updates."""
-    model, criterion = overloaded(), make_criterion()
-    with metrics.aggregate(new_root=True) as meters:
-        for factor in (1.0, 4.0):
-            for layer in (model.encoder.layers[1], model.decoder.layers[1]):
-                layer.moe.gates[0].capacity.factor = factor
-            criterion.reduce_metrics([criterion(model, make_sample())[2]])
-    assert meters["overflow_expert1"].avg == 37.5
-    assert [meters[f"overflow_fifth{i}"].avg for i in range(1, 6)] == [37.5] * 5
-
-
 def test_fifths_of_sentences_with_padding():
     """25 of the 48 tokens fit: the 20 of sentence 0, and half of the 10 of sentence 1."""
     model, sample = overloaded(), make_sample()
@@ -118,36 +92,3 @@ def test_fifths_of_sentences_with_padding():
     table = by_position(stats)
     assert table[0].tolist() == [12, 12, 6, 12, 6]
     assert table[1].tolist() == [6, 6, 1, 8, 2]
-
-
-def test_validation_compares_with_training_capacity():
-    """Every tenth batch is run twice; the gap is the difference of the two losses, in bits a token."""
-    model, sample, criterion = overloaded().eval(), make_sample(), make_criterion()
-    logs = [criterion(model, sample)[2] for _ in range(11)]
-    assert [i for i, log in enumerate(logs) if "capacity_gap" in log] == [0, 10]
-    got = logged(logs)
-    limited = tiny(
-        *("--moe-top-k", "1", "--smoe-strata", "4", "--moe-eval-capacity-factor", "1.0")
-    ).eval()
-    limited.load_state_dict(model.state_dict())
-    want = logged([make_criterion()(limited, sample)[2]])["nll_loss"]
-    assert got["capacity_nll_loss"] == pytest.approx(float(want), rel=1e-5)
-    assert got["sample_nll_loss"] == pytest.approx(float(got["nll_loss"]))
-    assert got["capacity_gap"] == pytest.approx(float(got["nll_loss"]) - float(want), rel=1e-3)
-    assert abs(got["capacity_gap"]) > 1e-4
-    assert [got[f"capacity_overflow_fifth{i}"] for i in range(1, 6)] == [75.0] * 5
-    assert "overflow_fifth1" not in got  # validation itself drops nothing
-    assert model.encoder.layers[1].moe.gates[0].capacity.eval_factor == 0
-
-    criterion(model.train(), sample)  # the next validation begins with its first batch again
-    assert "capacity_gap" in criterion(model.eval(), sample)[2]
-    assert "capacity_gap" not in logged([logs[1]])
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [["--moe-freq", "0"], ["--moe-capacity-factor", "0"], ["--moe-eval-capacity-factor", "2.0"]],
-)
-def test_no_second_pass_where_training_has_no_other_capacity(flags):
-    log = make_criterion()(tiny(*flags).eval(), make_sample())[2]
-    assert not any(name.startswith("capacity") for name in log)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,13 +14,9 @@ from torch import nn
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.layer import RoutingStats
-from smoe_fairseq.modules.statistics import (
-    FIFTHS,
-    by_position,
-    is_limited_in_training,
-    percent_dropped,
-    training_capacity,
-)
+from smoe_fairseq.modules.statistics import capacities_of
+
+FIFTHS = 5  # of a sentence
 
 
 @dataclass
@@ -116,3 +113,43 @@ def nll(model: nn.Module, sample: dict) -> tuple[float, dict[str, RoutingStats]]
     )
     moe_stats = dict(zip(extra["moe_layers"], extra["moe_stats"], strict=True))
     return nats.item() / math.log(2), moe_stats
+
+
+def by_position(stats: RoutingStats) -> torch.Tensor:
+    """``(2, FIFTHS)``: first choices by fifth of the sentence, and of these the dropped ones.
+
+    The statistics are of a pass over ``(B, S, D)``. Token t of n (from 0) is in fifth ``5 t // n``; a
+    sentence of fewer than five tokens leaves some fifths out.
+    """
+    chosen_BS = stats.requested_capacity  # a token has one first choice wherever it stops
+    real_BS = (chosen_BS > 0).long()
+    length_B1 = real_BS.sum(1, keepdim=True).clamp(min=1)
+    fifth_BS = FIFTHS * (real_BS.cumsum(1) - 1).clamp(min=0) // length_B1
+    counts_BS2 = torch.stack([chosen_BS, stats.dropped_choices[..., 0]], dim=-1)
+    sums_52 = counts_BS2.new_zeros(FIFTHS, 2)
+    sums_52.index_add_(0, fifth_BS.flatten(), counts_BS2.view(-1, 2))
+    return sums_52.t()
+
+
+def percent_dropped(table_25):
+    """``(FIFTHS,)`` of `by_position`'s table or a sum of such, a tensor or an array."""
+    chosen, dropped = table_25
+    return 100 * dropped / chosen.clip(min=1)
+
+
+def is_limited_in_training(model: nn.Module) -> bool:
+    """Whether training drops what evaluation does not; no for a dense model."""
+    return any(each.factor not in (0, each.eval_factor) for each in capacities_of(model))
+
+
+@contextmanager
+def training_capacity(model: nn.Module) -> Iterator[None]:
+    """Within it, evaluation limits the experts as training does; nothing else changes."""
+    before = [(capacity, capacity.eval_factor) for capacity in capacities_of(model)]
+    for capacity, _ in before:
+        capacity.eval_factor = capacity.factor
+    try:
+        yield
+    finally:
+        for capacity, factor in before:
+            capacity.eval_factor = factor

@@ -23,12 +23,11 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.patches import Patch
 
-from smoe_fairseq.analysis.capacity import CapacityCheck
+from smoe_fairseq.analysis.capacity import FIFTHS, CapacityCheck
 from smoe_fairseq.analysis.record import Block, Counts
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide
 from smoe_fairseq.files import whole_file
-from smoe_fairseq.modules.statistics import FIFTHS
 
 matplotlib.use("agg")
 

@@ -28,6 +28,13 @@ from smoe_fairseq.checkpoints.sets import (
 )
 from smoe_fairseq.errors import UsageError, positive, quietly
 from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules.gates import (
+    ExpertChoiceGate,
+    HashGate,
+    HashTopKGate,
+    TopKGate,
+    TopPGate,
+)
 from smoe_fairseq.modules.layer import StratifiedMoE
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.strata import Strata
@@ -119,22 +126,51 @@ def _recording(model: nn.Module) -> Iterator[dict[str, LayerRecorder]]:
 # Choosing the experts that stay.
 
 
+def fewest_experts(gate: nn.Module) -> int:
+    """How many experts a gate has to see: those that it chooses, without the free ones."""
+    if isinstance(gate, TopKGate):
+        return max(1, gate.top_k - gate.free_experts)
+    return getattr(gate, "goal", 1)
+
+
+def weights_depend_on_all_scores(gate: nn.Module) -> bool:
+    """Whether experts that are not chosen change the weights of the others.
+
+    Not where the weights of the chosen ones are divided by their sum.
+    """
+    if isinstance(gate, TopKGate):
+        chosen_sum_to_1 = gate.normalization != "none" and gate.bias is None
+        return gate.scores == "softmax" and not chosen_sum_to_1
+    return type(gate) in (TopPGate, ExpertChoiceGate)
+
+
+def needs_every_expert(gate: nn.Module) -> str:
+    """Why pruning is impossible, as what a checkpoint has; "" if it is possible."""
+    if isinstance(gate, HashGate | HashTopKGate):
+        kind = "hash" if isinstance(gate, HashGate) else "hash-topk"
+        return f"--moe-gate {kind}, which looks an expert up for every token of the dictionary"
+    if getattr(gate, "residual_weight", None) is not None:
+        return "--moe-gate-residual, which adds up the logits of all experts"
+    return ""
+
+
 @dataclass(frozen=True)
 class Layer:
     """An MoE layer: its strata, and what its gates (all of one kind) need.
 
     Args:
-        fewest, weighs_all: see `Gate`.
+        fewest: experts that each gate has to see.
+        weights_depend_on_all_scores: whether experts that are not chosen change the weights of the others.
     """
 
     strata: Strata
     fewest: int
-    weighs_all: bool = False
+    weights_depend_on_all_scores: bool = False
 
     @classmethod
     def of(cls, block: StratifiedMoE) -> "Layer":
         gate = block.gates[0]
-        return cls(block.strata, gate.fewest, gate.weighs_all)
+        return cls(block.strata, fewest_experts(gate), weights_depend_on_all_scores(gate))
 
     def required(self, score_E: ndarray) -> set[int]:
         """The best experts of the last stratum, or of each stratum of a stack: these never go."""
@@ -325,7 +361,7 @@ def run_prune(args: Namespace) -> None:
         )
         blocks = moe_blocks(model)
         gates = (gate for block in blocks.values() for gate in block.gates)
-        if why := next(filter(None, (gate.needs_every_expert for gate in gates)), None):
+        if why := next(filter(None, map(needs_every_expert, gates)), None):
             raise UsageError(
                 f"{args.path} has {why}, so that each is needed; expected gates that score each expert "
                 "by itself"
@@ -346,7 +382,10 @@ def run_prune(args: Namespace) -> None:
     write_converted(state, args.output, args.force)
     print(f"choices counted over {args.gen_subset} of {', '.join(directions)}")
     print(_table(pruned, {n: np.sum([use[n].choices for use in uses], axis=0) for n in layers}))
-    if any(layer.weighs_all and pruned[name].removed for name, layer in layers.items()):
+    if any(
+        layer.weights_depend_on_all_scores and pruned[name].removed
+        for name, layer in layers.items()
+    ):
         print(SOFTMAX)
     before, after = sum(parameters.values()), sum(state["model"][n].numel() for n in parameters)
     experts = sum(len(layer.experts) for layer in pruned.values())

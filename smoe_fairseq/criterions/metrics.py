@@ -3,7 +3,6 @@
 import re
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from fairseq import metrics
 from torch import Tensor
@@ -11,12 +10,10 @@ from torch import Tensor
 from smoe_fairseq.models.transformer import OBSERVED, moe_blocks
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.layer import StratifiedMoE
-from smoe_fairseq.modules.statistics import FIFTHS, by_position, is_limited
 
 # Keys of the logging output end with a layer's name. Values are summed over batches, so the key itself
 # holds K, the choices per token, and whether they are ordered ("top"; "any" where experts choose).
 _BLOCK = re.compile(r"moe_(top|any)(\d+) (.+)")
-_FIFTHS = "moe_fifths "
 _CMR = "moe_cmr "
 _LAST = 1000  # fairseq's priority: after everything else
 
@@ -24,9 +21,8 @@ _LAST = 1000  # fairseq's priority: after everything else
 def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict[str, Tensor]:
     """Counts of one forward pass for each MoE layer, as tensors on the device, without waiting for it.
 
-    Each layer has a row ``(3 + 2K + E)`` per stratum, which `log_routing` reads, and, if its experts
-    have a capacity, first choices by position. Layers that LayerDrop skipped have zeros, because all
-    ranks have to sum the same keys.
+    Each layer has a row ``(3 + 2K + E)`` per stratum, which `log_routing` reads. Layers that LayerDrop
+    skipped have zeros, because all ranks have to sum the same keys.
 
     Args:
         names: the layers' names, in the order of ``moe_stats``.
@@ -45,9 +41,6 @@ def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict
         if numbers := block.counting.observed:
             none = block.stratum_of_expert.new_zeros(len(block.gates), numbers)
             sums[f"{OBSERVED}{name}"] = ran[name].observed if name in ran else none
-        if is_limited(block):
-            none = block.stratum_of_expert.new_zeros(2, FIFTHS)
-            sums[f"{_FIFTHS}{name}"] = by_position(ran[name]) if name in ran else none
         if block.cmr is not None:
             gates = [ran[name].cmr_gate_sum, ran[name].cmr_tokens] if name in ran else []
             pair = [gate.detach().float() for gate in gates]
@@ -76,8 +69,6 @@ def log_routing(logging_outputs: list[dict]) -> None:
       ``overflow_further``: of all further ones, where there are any. Not of layers whose experts choose
     - ``experts_per_token``: copies that an expert took, per token and stratum that it stopped at
     - ``unused_expert1_count``: experts per gate and batch that were no token's first choice
-    - ``overflow_fifth1`` to ``overflow_fifth5``: the first of these by position in the sentence, from
-      its first fifth to its last, where experts are limited
     - ``cmr_gate``: with CMR, the gate between the shared network (0) and the experts (1)
 
     and of each MoE layer what `log_block` says. Takes them as `on_host` returns them.
@@ -90,7 +81,7 @@ def log_routing(logging_outputs: list[dict]) -> None:
             for key in keys
         }
 
-    fifths, cmr = summed(_FIFTHS), summed(_CMR)
+    cmr = summed(_CMR)
     layers = {}
     for key, table in summed("moe_").items():
         if found := _BLOCK.fullmatch(f"moe_{key}"):
@@ -101,15 +92,11 @@ def log_routing(logging_outputs: list[dict]) -> None:
     _log_ratio("requested_capacity", stops, sum(strata[0].tokens for strata in layers.values()))
     _log_ratio("experts_per_token", sum(row.kept for row in rows), stops)
     _log_overflow(rows)
-    if fifths:
-        log_fifths(sum(fifths.values()))
     _log_ratio("unused_expert1_count", sum(r.unused for r in rows), sum(r.batches for r in rows))
     if cmr:
         _log_ratio("cmr_gate", *sum(cmr.values()).tolist())
     for name, strata in layers.items():
         log_block(name, strata)
-        if name in fifths:
-            log_fifths(fifths[name], f"{name}/", _LAST)
 
 
 class _Row(NamedTuple):
@@ -167,8 +154,7 @@ def log_block(name: str, strata: list[_Row]) -> None:
     - ``.../overflow_expert1``, ``.../overflow_expert2``, ``.../overflow_further``, ``.../experts_per_token``,
       ``.../unused_expert1_count``: as for all layers
 
-    ``encoder.layer.1/overflow_fifth1`` to ``5`` are as for all layers. Lines on the console leave these
-    per-layer fields out (compat/patches.py).
+    Lines on the console leave these per-layer fields out (compat/patches.py).
     """
     tokens = strata[0].tokens
 
@@ -183,9 +169,3 @@ def log_block(name: str, strata: list[_Row]) -> None:
         log(f"stratum.{i}/experts_per_token", row.kept, row.tokens)
         _log_overflow([row], f"{name}/stratum.{i}/", _LAST)
         log(f"stratum.{i}/unused_expert1_count", row.unused, row.batches)
-
-
-def log_fifths(table_25: np.ndarray, prefix: str = "", priority: int = 10) -> None:
-    """Log the percentages of `by_position` as ``{prefix}overflow_fifth1`` and so on."""
-    for fifth, (chosen, dropped) in enumerate(table_25.T.tolist(), start=1):
-        _log_ratio(f"{prefix}overflow_fifth{fifth}", dropped, chosen, 100, priority)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from fairseq import metrics, utils
+from fairseq import metrics
 from fairseq.criterions import register_criterion
 from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterion,
@@ -14,17 +14,11 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smoe_fairseq.criterions.metrics import has_routing, log_fifths, log_routing, routing_sums
+from smoe_fairseq.criterions.metrics import has_routing, log_routing, routing_sums
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import SparseModel, moe_blocks
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
-from smoe_fairseq.modules.statistics import (
-    balance_loss,
-    by_position,
-    is_limited_in_training,
-    on_host,
-    training_capacity,
-)
+from smoe_fairseq.modules.statistics import balance_loss, on_host
 
 
 class LabelSmoothedNLL(torch.autograd.Function):
@@ -161,7 +155,6 @@ def _asked(block: StratifiedMoE, stats: RoutingStats | None) -> Tensor:
 
 GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "moe_entropy_loss", "cmr_gate_loss")
 GATE_LOSSES += ("smoe_budget_loss", "moe_l1_loss")
-SAMPLED = 10  # every tenth batch of a validation is run under training's capacity too
 
 
 @dataclass
@@ -239,7 +232,6 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         self.cmr_gate_loss_wt = cmr_gate_loss_wt
         self.cmr_gate_loss_p = cmr_gate_loss_p
         self.smoe_capacity_budget_wt = smoe_capacity_budget_wt
-        self.batches_validated = 0
         self.update_balance = UpdateBalance()
 
     def begin_update(self):
@@ -268,15 +260,6 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         if self.report_accuracy:
             n_correct, total = self.compute_accuracy(model, net_output, sample)
             logging_output.update(n_correct=n_correct.data, total=total.data)
-        # Batches are counted, not sampled, so that all ranks choose the same ones. The count is increased
-        # last, since fairseq repeats a batch that ran out of memory.
-        if model.training:
-            self.batches_validated = 0
-        else:
-            del net_output  # free its memory before the second forward pass
-            if moe_stats and self.batches_validated % SAMPLED == 0:
-                logging_output.update(self.under_training_capacity(model, sample, nll_loss))
-            self.batches_validated += 1
         return loss, sample_size, logging_output
 
     def compute_loss(self, model, net_output, sample, reduce=True):
@@ -333,37 +316,9 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             distance = capacity_budget_loss(stats, first.capacity_budget) if stats else zero
             yield "smoe_budget_loss", self.smoe_capacity_budget_wt, distance
 
-    def under_training_capacity(self, model, sample, nll_loss) -> dict:
-        """The loss of a validation batch if experts had the capacity of training.
-
-        Experts never saw the tokens that training always drops. In evaluation, where nothing is dropped,
-        such tokens raise the loss, and this comparison shows it.
-
-        Args:
-            nll_loss: the batch's loss without the limit.
-        """
-        if not is_limited_in_training(model):
-            return {}
-        with training_capacity(model):
-            net_output = model(**sample["net_input"])
-        _, limited_nll_loss = self.compute_loss(model, net_output, sample)
-        return {
-            "sample_nll_loss": nll_loss.data,
-            "capacity_nll_loss": limited_nll_loss.data,
-            "capacity_gap": nll_loss.data - limited_nll_loss.data,
-            "capacity_ntokens": sample["ntokens"],
-            "capacity_fifths": sum(by_position(stats) for stats in net_output[1]["moe_stats"]),
-        }
-
     @classmethod
     def reduce_metrics(cls, logging_outputs) -> None:
-        """Log the gates' losses (without their weights) and the routing metrics beside fairseq's metrics.
-
-        Validation also logs, over a sample of the batches: ``sample_nll_loss``; ``capacity_nll_loss``, with
-        training's expert capacity; ``capacity_gap``, the former minus the latter (well above 0: experts get
-        tokens that they were never trained on); ``capacity_overflow_fifth1`` to ``5``, the percentage of
-        first choices that the capacity drops, by position in the sentence.
-        """
+        """Log the gates' losses (without their weights) and the routing metrics beside fairseq's metrics."""
         logging_outputs = on_host(logging_outputs)
         super().reduce_metrics(logging_outputs)
         sample_size = sum(log["sample_size"] for log in logging_outputs)
@@ -373,10 +328,3 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
                 metrics.log_scalar(name, value / sample_size, sample_size, round=3)
         if has_routing(logging_outputs):
             log_routing(logging_outputs)
-        sampled = [log for log in logging_outputs if "capacity_ntokens" in log]
-        if sampled:
-            tokens = sum(log["capacity_ntokens"] for log in sampled)
-            for name in ("sample_nll_loss", "capacity_nll_loss", "capacity_gap"):
-                bits = utils.item(sum(log[name] for log in sampled)) / tokens / math.log(2)
-                metrics.log_scalar(name, bits, tokens, round=3)
-            log_fifths(sum(log["capacity_fifths"] for log in sampled), "capacity_")

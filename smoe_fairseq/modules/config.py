@@ -228,7 +228,7 @@ class MoEConfig:
         "moe_capacity_factor",
         check=factor,
         of=("gate", *_RANKED, "top-p", "relu", "threshold", "depths"),
-        harmless=(2.0,),
+        harmless=(2.0, 0.0),
     )
     eval_capacity_factor: float = option(
         0.0,

@@ -19,9 +19,7 @@ class BaseGate(LinearGate):
     """
 
     of_one_stratum = True
-    weighs_all = False
     top_k = 1
-    expected_choices = 1.0
 
     def reset_parameters(self):
         """As the authors'."""

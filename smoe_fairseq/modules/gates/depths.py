@@ -27,7 +27,6 @@ class DepthsGate(ExpertChoiceGate):
     learns_number = True
     default_capacity = 0.5
     learns_by_counts = True
-    weighs_all = False
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):

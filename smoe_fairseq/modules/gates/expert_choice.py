@@ -45,10 +45,6 @@ class ExpertChoiceGate(LinearGate):
         self.eval_factor = eval_factor or factor
         self.top_k = num_experts  # at most
 
-    @property
-    def expected_choices(self) -> float:
-        return min(self.factor, float(self.num_experts))
-
     def forward(self, x_TD: Tensor, active_T: Tensor | None, sentence_T: Tensor) -> Routing:
         """``sentence`` numbers the sentence of each token, from 0."""
         if active_T is None:

@@ -24,11 +24,7 @@ class HashGate(Gate):
 
     asks_for = "id"
     top_k = 1
-    expected_choices = 1.0
     of_one_stratum = True
-    needs_every_expert = (
-        "--moe-gate hash, which looks an expert up for every token of the dictionary"
-    )
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
@@ -62,9 +58,6 @@ class HashTopKGate(TopKGate):
 
     asks_for = "id"
     of_one_stratum = True
-    needs_every_expert = (
-        "--moe-gate hash-topk, which looks an expert up for every token of the dictionary"
-    )
 
     @classmethod
     def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):

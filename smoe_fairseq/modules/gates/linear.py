@@ -18,9 +18,8 @@ from smoe_fairseq.modules.torch_features import without_autocast
 class Gate(nn.Module):
     """What the rest of the package asks a gate for.
 
-    Beside the attributes below a gate has ``top_k`` (most experts of a token), ``expected_choices`` (experts
-    per token when all are equally likely), `of_config`, and ``forward(x_TD, active_T=None)``, which routes
-    the tokens that ``active_T`` marks (None: all) and returns a `Routing`.
+    A gate also has ``top_k`` (most experts of a token) and ``forward(x_TD, active_T=None)``, which routes the
+    tokens that ``active_T`` marks (None: all) and returns a `Routing`.
     """
 
     asks_for: str | None = None  # a label per token that `forward` takes: its "id" or "sentence"
@@ -30,11 +29,6 @@ class Gate(nn.Module):
     learns_number: bool = False  # whether the mean number of experts per token is learnt
     has_balance_loss: bool = False
     default_capacity: float = 2.0  # ``capacity_factor`` where none is given
-    fewest: int = 1  # experts that it has to see
-    weighs_all: bool = True  # whether experts that are not chosen change the weights of the others
-    needs_every_expert: str = (
-        ""  # why none can be taken out, as what a checkpoint "has"; empty: one can
-    )
     learns_by_counts: bool = False  # whether a gate of this kind always has an `update`
     observes: int = 0  # how many numbers of a `Routing` `update` takes; 0: it does nothing
     observes_together: bool = False  # whether all gates of a model take the sum of these numbers

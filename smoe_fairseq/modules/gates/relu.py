@@ -25,7 +25,6 @@ class ReLUGate(AnyNumberGate):
 
     takes_top_k = True
     learns_by_counts = True
-    weighs_all = False
     observes = 2
     observes_together = True
 
@@ -35,13 +34,8 @@ class ReLUGate(AnyNumberGate):
 
     def __init__(self, *shared, goal: int = 2):
         super().__init__(*shared)
-        self.goal = self.fewest = goal
+        self.goal = goal
         self.coefficient = L1Coefficient()
-
-    @property
-    def expected_choices(self) -> float:
-        """Experts per token once the loss holds them at the goal; new gates take half of E."""
-        return float(self.goal)
 
     def update(self, observed_N: Tensor) -> None:
         """With the numbers of copies and of the tokens that chose them."""

@@ -27,7 +27,6 @@ class ThresholdGate(AnyNumberGate):
 
     takes_top_k = True
     learns_by_counts = True
-    weighs_all = False
 
     @classmethod
     def own_options(cls, config) -> dict:
@@ -35,13 +34,8 @@ class ThresholdGate(AnyNumberGate):
 
     def __init__(self, *shared, goal: int = 2, step: float = 0.05):
         super().__init__(*shared)
-        self.goal = self.fewest = goal
+        self.goal = goal
         self.threshold = RunningThreshold(self.num_experts, step)
-
-    @property
-    def expected_choices(self) -> float:
-        """As of `TopKGate`, once the thresholds are those of the scores; new gates take half of E."""
-        return float(self.goal)
 
     @property
     def observes(self) -> int:

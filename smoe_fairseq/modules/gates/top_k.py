@@ -108,27 +108,6 @@ class TopKGate(LinearGate):
         self.residual_weight = nn.Parameter(self.weight.new_zeros(columns, columns))
 
     @property
-    def expected_choices(self) -> float:
-        """Experts per token when all are chosen equally often."""
-        return self.top_k * self.num_experts / (self.num_experts + self.free_experts)
-
-    @property
-    def fewest(self) -> int:
-        """As of `Gate`: those that it chooses, without the free ones."""
-        return max(1, self.top_k - self.free_experts)
-
-    @property
-    def weighs_all(self) -> bool:
-        """As of `Gate`: not where the weights of the chosen ones are divided by their sum."""
-        return self.scores == "softmax" and (self.normalization == "none" or self.bias is not None)
-
-    @property
-    def needs_every_expert(self) -> str:
-        """As of `Gate`."""
-        residual = self.residual_weight is not None
-        return "--moe-gate-residual, which adds up the logits of all experts" if residual else ""
-
-    @property
     def observes(self) -> int:
         """Choices of each expert, for the bias."""
         return self.num_experts if self.bias is not None else 0

@@ -3,8 +3,6 @@
 Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -30,11 +28,6 @@ class TopPGate(AnyNumberGate):
     def __init__(self, *shared, p: float = 0.4):
         super().__init__(*shared)
         self.p = p
-
-    @property
-    def expected_choices(self) -> float:
-        """Experts per token when each probability is ``1 / E``."""
-        return min(self.num_experts, math.ceil(round(self.p * self.num_experts, 9)))
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
         if active_T is None:

@@ -371,5 +371,5 @@ def _print_score(direction: str, score: scores.Score, count: str) -> None:
         report(
             f"the translations of {direction} are {score.length_ratio:.2f} times as long as the references "
             "(expected 0.8 to 1.2): look at them and, where experts have a limit, at the dropped choices by "
-            "position and at capacity_gap in train.log (docs/analysis.md)"
+            "position that smoe analyze shows (docs/analysis.md)"
         )
