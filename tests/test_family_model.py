@@ -381,8 +381,14 @@ def test_balance_over_an_update_by_hand():
         ("--moe-gate base --smoe-strata 8 --moe-capacity-factor 1.0", "--moe-capacity-factor 1.0"),
         ("--moe-gate base --smoe-strata 8 --moe-top-k 3", "--moe-top-k 3"),
         ("--moe-gate top-p --moe-top-k 3", "--moe-top-k 3"),
-        ("--moe-gate top-p --moe-gate-normalization none", "--moe-gate-normalization none"),
-        ("--moe-gate relu --moe-second-expert-policy all", "--moe-second-expert-policy all"),
+        (
+            "--moe-gate top-p --moe-gate-normalization before-drop",
+            "--moe-gate-normalization before-drop",
+        ),
+        (
+            "--moe-gate relu --moe-second-expert-policy random",
+            "--moe-second-expert-policy random",
+        ),
         ("--moe-gate hash --smoe-strata 8 --moe-drop-order score", "--moe-drop-order score"),
         (
             "--moe-gate depths --smoe-strata 1 --moe-eval-capacity-factor 0.5",

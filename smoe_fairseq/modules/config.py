@@ -44,7 +44,7 @@ def option(
         check: called with name and value, raises OptionError.
         alias: another flag for the same.
         of: another option, and the values without which this one has no effect.
-        harmless: values that may be given then, too.
+        harmless: values that may be given then, too: what is done anyway.
     """
     metadata = {"help": help, "flag": flag, "choices": choices, "check": check, "alias": alias}
     return field(default=default, metadata={**metadata, "of": of, "harmless": harmless})
@@ -244,6 +244,7 @@ class MoEConfig:
         "moe_second_expert_policy",
         choices=SECOND_EXPERT_POLICIES,
         of=("gate", *_RANKED),
+        harmless=("all",),
     )
     gate_normalization: str = option(
         "after-drop",
@@ -252,6 +253,7 @@ class MoEConfig:
         "moe_gate_normalization",
         choices=GATE_NORMALIZATIONS,
         of=("gate", *_RANKED),
+        harmless=("none",),
     )
     drop_order: str = option(
         "sentence",
