@@ -190,14 +190,22 @@ def _nothing() -> Iterator[None]:
 
 
 def update(context: Context) -> Iterator[dict]:
-    """Each model in bf16 and fp16; one by grouped products alone, without Triton's kernels."""
+    """Models in bf16 and fp16, by Triton's kernels and by others, what decides most first."""
     runs = Runs(context) if context.tiny else Runs(context, 40000, VOCABULARY)
-    names = ["dense", "moe-8", "4-4"]
-    cases = [(name, "bf16", "auto") for name in names]
+    cases = [(name, "bf16", "auto") for name in MODELS]
     if not context.tiny:
-        cases += [("4-4", "bf16", "grouped")]
-        cases += [(name, "fp16", "auto") for name in names]
-    for name, precision, execution in [*cases, ("2-2-2-2", "bf16", "auto")]:
+        cases = [
+            ("dense", "bf16", "auto"),
+            ("moe-8", "bf16", "fused"),
+            ("4-4", "bf16", "fused"),
+            ("4-4", "bf16", "grouped"),
+            ("dense", "fp16", "auto"),
+            ("4-4", "fp16", "auto"),
+            ("4-4", "fp16", "fused"),
+            ("2-2-2-2", "bf16", "fused"),
+            ("moe-8", "fp16", "auto"),
+        ]
+    for name, precision, execution in cases:
         case = f"{name}, {precision}" + ("" if execution == "auto" else f", {execution}")
         flags = [*MODELS[name], f"--{precision}"]
         flags += [] if execution == "auto" else ["--moe-execution", execution]
