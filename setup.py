@@ -124,6 +124,7 @@ setup(
         "datasets": ["datasets>=3", "zstandard>=0.22"],  # Hugging Face's data sets; .zst files
         "ctranslate2": ["ctranslate2>=4.6,<5"],  # apart: it takes 146 MB
         "huggingface": ["safetensors>=0.4.3", "transformers>=5,<6"],  # apart: 160 MB
+        "kernels": ["triton>=3.6; sys_platform == 'linux'"],  # comes with torch for CUDA; 200 MB
         "serve": ["starlette>=0.40,<2", "uvicorn>=0.30,<1"],
         "dev": [
             "accelerate>=1.1",

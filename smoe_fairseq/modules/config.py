@@ -338,8 +338,8 @@ class MoEConfig:
     execution: str = option(
         "auto",
         "how experts are computed. per-expert: a product for each; grouped: one for all; fused: the "
-        "same, with all that is around it in a few kernels (Triton; a plain top-k gate on a GPU, or as "
-        "auto); auto: what the device is known to be best at",
+        "same, with all that is around it in a few kernels (a top-k gate on a GPU, with Triton; else "
+        "as auto); auto: what is known to be fastest",
         "moe_execution",
         choices=EXECUTIONS,
     )

@@ -116,12 +116,12 @@ def start_pass(
 
     Args:
         execution: one of `EXECUTIONS`. "auto" takes "grouped" where the device computes it in one kernel,
-            and while `torch.compile` traces; "per-expert" anywhere else. Or a callable that makes an
-            execution of the experts.
+            and while `torch.compile` traces; "per-expert" anywhere else. So does "fused", of a block that
+            fused.py cannot compute. Or a callable that makes an execution of the experts.
     """
     if callable(execution):
         return execution(experts)
-    if execution in ("auto", "fused"):  # "fused": of a block that its kernels cannot compute
+    if execution in ("auto", "fused"):
         execution = best_execution(weights[0].device, weights[0])
     return (Grouped if execution == "grouped" else PerExpert)(experts)
 

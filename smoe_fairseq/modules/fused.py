@@ -8,7 +8,6 @@ copies, L strata, B blocks of tokens.
 
 import functools
 import importlib.util
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -106,7 +105,7 @@ def forward(block, x: Tensor, padding_mask: Tensor | None, with_stats: bool = Tr
     if not with_stats:
         return y, None
     strata, shape = len(run.strata), x.shape[:-1]
-    first, unused, chosen, dropped = _parts(run.numbers, _counts(run))
+    first, unused, chosen, dropped = run.numbers.split_with_sizes(_counts(run))
     nothing = dict.fromkeys(RoutingStats._fields)
     stats = {
         "balance_loss": balance_loss,
@@ -172,11 +171,6 @@ def _counts(run) -> tuple[int, ...]:
     """Sizes of the numbers of `RoutingStats` that do not depend on T, in the order of `dispatch`."""
     strata = len(run.strata)
     return strata * run.COLUMNS, strata, strata * run.K, strata * run.K
-
-
-def _parts(buffer: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """One after the other of these sizes: far fewer calls than an allocation for each."""
-    return buffer.split_with_sizes(sizes)
 
 
 def _space(dtype: torch.dtype, device: torch.device, *sizes: int) -> tuple[Tensor, ...]:
@@ -351,7 +345,7 @@ class _Block(torch.autograd.Function):
             )  # fmt: skip
             del grad_copies_ND
         flat = parts.view(splits, size).sum(0)
-        grad_b1, grad_b2, *grad_gates = _parts(flat.to(gates[0].dtype), shares)
+        grad_b1, grad_b2, *grad_gates = flat.to(gates[0].dtype).split_with_sizes(shares)
         if b1.dtype != grad_b1.dtype:
             grad_b1, grad_b2 = (
                 flat[: shares[0]].to(b1.dtype),
