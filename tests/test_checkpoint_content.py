@@ -88,7 +88,7 @@ def test_a_shortage_is_no_fault_of_the_file(sparse, tmp_path, monkeypatch, place
 def test_a_pending_set_is_kept_for_want_of_memory(sparse, tmp_path, monkeypatch):
     file = pending(rank_file(tmp_path / "checkpoint_last.pt", 0))
     changed(sparse, file, lambda state: None)
-    monkeypatch.setattr(sharded_checkpoints, "from_all", lambda value: [value])
+    monkeypatch.setattr(sharded_checkpoints, "all_gather", lambda value: [value])
 
     def full(*_, **__):
         raise SHORTAGES[-1]

@@ -228,7 +228,7 @@ def norm_of_all(name: str, scale: float):
     import torch.distributed as dist
 
     from smoe_fairseq.training.gradients import ExpertNorm
-    from smoe_fairseq.training.launch import from_all
+    from smoe_fairseq.training.launch import all_gather
 
     dist.init_process_group("gloo")
     dtype = getattr(torch, name)
@@ -241,7 +241,7 @@ def norm_of_all(name: str, scale: float):
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     tolerance = 1e-14 if dtype == torch.float64 else 1e-6
     torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=0)
-    assert len(set(from_all(found.item()))) == 1
+    assert len(set(all_gather(found.item()))) == 1
     if dist.get_rank() == 1:
         experts[1][0].view(-1)[0] = float("inf")
     assert norm(shared, experts[dist.get_rank()]).isinf()

@@ -152,7 +152,7 @@ def losses_over_processes(samples_seed: int):
     from test_criterion import make_criterion, make_sample
     from test_model import tiny
 
-    from smoe_fairseq.training.launch import from_all
+    from smoe_fairseq.training.launch import all_gather
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -171,7 +171,7 @@ def losses_over_processes(samples_seed: int):
         total = total + (torch.tensor([8, 4]) * (fractions * mean).sum(1)).mean() / 2
     found = float(log["moe_gate_loss"]) / sample["ntokens"]
     assert abs(found - float(total)) < 1e-5, (found, float(total))
-    assert len(set(from_all(found))) == 2  # p is each one's own
+    assert len(set(all_gather(found))) == 2  # p is each one's own
 
 
 def test_balance_over_processes(ranks, tmp_path):

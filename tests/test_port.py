@@ -29,7 +29,7 @@ def test_port_in_use_is_named(monkeypatch):
         def fairseqs(i, main, cfg, kwargs):
             dist.init_process_group("gloo")
 
-        monkeypatch.setattr(launch, "_fairseqs", [fairseqs])
+        monkeypatch.setattr(launch, "_original_main", [fairseqs])
         with pytest.raises(
             SystemExit, match=f"error: MASTER_PORT {port} is in use by another prog"
         ):
@@ -123,8 +123,8 @@ def test_ranks_wait_for_one_another():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_does_not_come_is_named(monkeypatch, caplog, rank):
-    monkeypatch.setattr(launch, "_NEWS", 0.3)
-    monkeypatch.setattr(launch, "_PATIENCE", 1)
+    monkeypatch.setattr(launch, "REPORT_SECONDS", 0.3)
+    monkeypatch.setattr(launch, "TIMEOUT_SECONDS", 1)
     port = free_port()
     with pytest.raises(UsageError, match=f"^rank {1 - rank} has not come to 127.0.0.1:{port} "):
         launch.wait_for_all(meeting(rank, port))

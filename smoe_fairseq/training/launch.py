@@ -22,19 +22,19 @@ from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.training import screen
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Whether there are other processes in this run."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def from_first(value):
+def broadcast(value):
     """The value of the first process, in all of them."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
-def from_all(value) -> list:
+def all_gather(value) -> list:
     """The values of all processes, in all of them."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -56,13 +56,13 @@ def hold_folder(checkpoint) -> None:
     refusal = None
     folder = Path(checkpoint.save_dir)
     # fairseq has made the folder; where it has not, nothing is going to be saved.
-    if not (several() and dist.get_rank()) and not checkpoint.no_save and folder.is_dir():
+    if not (is_distributed() and dist.get_rank()) and not checkpoint.no_save and folder.is_dir():
         try:
             files.lock_folder(folder)
         except UsageError as error:
             refusal = str(error)
-    if several():
-        refusal = from_first(refusal)
+    if is_distributed():
+        refusal = broadcast(refusal)
     if refusal:
         raise UsageError(refusal)
 
@@ -151,7 +151,7 @@ def check_language_pairs(cfg, model) -> None:
     from fairseq.models import FairseqMultiModel
 
     backend = str(cfg.distributed_training.ddp_backend)
-    if several() and isinstance(model, FairseqMultiModel) and backend not in KNOWS_EXPERTS:
+    if is_distributed() and isinstance(model, FairseqMultiModel) and backend not in KNOWS_EXPERTS:
         raise UsageError(
             f"--ddp-backend {backend} with a model per language pair: it would leave each process its own "
             "gradients; use --ddp-backend legacy_ddp"
@@ -208,7 +208,7 @@ OF_EACH = {
 
 def check_flags(cfg, task) -> None:
     """Raise UsageError on all processes where one has other flags or dictionaries than the first."""
-    if several():
+    if is_distributed():
         found = _settings(cfg)
         for name, dictionary in noted(task).items():
             found[f"the {name} dictionary"] = dictionary["sha256"][:12]
@@ -219,7 +219,7 @@ def check_flags(cfg, task) -> None:
 
 def check_data(split: str, dataset) -> None:
     """The same for data that has been loaded since."""
-    if several():
+    if is_distributed():
         _compare(_data(split, dataset))
 
 
@@ -251,7 +251,7 @@ def _data(split: str, dataset) -> dict[str, str]:
 
 
 def _compare(own: dict[str, str]) -> None:
-    first, *others = from_all(own)
+    first, *others = all_gather(own)
     for rank, other in enumerate(others, start=1):
         for name in sorted({*first, *other}):
             if first.get(name) != other.get(name):
@@ -268,12 +268,15 @@ def _compare(own: dict[str, str]) -> None:
 #
 # Kept light: a process that fairseq spawns imports this file before anything else of the plugin.
 
-_fairseqs = []  # its own function, which ours takes the place of
-_NEWS, _PATIENCE = 30, 600  # seconds: between two lines about missing ranks, and until the end
+_original_main = []  # its own function, which ours takes the place of
+REPORT_SECONDS, TIMEOUT_SECONDS = (
+    30,
+    600,
+)  # seconds: between two lines about missing ranks, and until the end
 
 
 def start_together(utils: ModuleType) -> None:
-    _fairseqs.append(inspect.unwrap(utils.distributed_main))
+    _original_main.append(inspect.unwrap(utils.distributed_main))
     utils.distributed_main = distributed_main
     original = utils.distributed_init
 
@@ -301,7 +304,7 @@ def distributed_main(i, main, cfg, kwargs):
     if getattr(getattr(cfg, "model", None), "expert_parallel", False):
         check_options(cfg)  # before fairseq wraps anything
     try:
-        return _fairseqs[0](i, main, cfg, kwargs)
+        return _original_main[0](i, main, cfg, kwargs)
     except RuntimeError as error:  # a DistNetworkError in newer torch
         if "EADDRINUSE" in str(error):
             raise _port_in_use(cfg) from None
@@ -328,17 +331,17 @@ def wait_for_all(distributed) -> "dist.TCPStore | None":
     rank, size = distributed.distributed_rank, distributed.distributed_world_size
     if where is None or size < 2 or dist.is_initialized():
         return None
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + TIMEOUT_SECONDS
 
     def miss(who: str) -> None:
         logger.warning(f"waiting for {who} at {where[0]}:{where[1]}")
         if time.monotonic() >= end:
             raise UsageError(
-                f"{who} has not come to {where[0]}:{where[1]} within {_PATIENCE // 60} minutes: start all "
-                f"{size} ranks of a run, with the same address and port"
+                f"{who} has not come to {where[0]}:{where[1]} within {TIMEOUT_SECONDS // 60} minutes: start "
+                f"all {size} ranks of a run, with the same address and port"
             )
 
-    news, store = timedelta(seconds=_NEWS), None
+    news, store = timedelta(seconds=REPORT_SECONDS), None
     while store is None:
         try:
             store = dist.TCPStore(

@@ -25,7 +25,7 @@ from smoe_fairseq.checkpoints.io import (
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import first_block
 from smoe_fairseq.modules.parallel import Placement
-from smoe_fairseq.training.launch import from_all, from_first, several
+from smoe_fairseq.training.launch import all_gather, broadcast, is_distributed
 
 
 def save_sets(checkpoint_utils: ModuleType) -> None:
@@ -60,7 +60,7 @@ def _sets(checkpoint_utils: ModuleType, trainer):
     def checkpoint_paths(path, pattern=r"checkpoint(\d+)\.pt", keep_match=False):
         # fairseq decides by the existing files what to save and remove. A run that was killed while
         # removing files may have left different ones on different ranks, so rank 0's list counts.
-        found = from_first(listed(path, pattern, keep_match) if rank == 0 else None)
+        found = broadcast(listed(path, pattern, keep_match) if rank == 0 else None)
 
         def own(file: str) -> str:
             return os.path.join(path, rank_file(set_name(file), rank).name)
@@ -71,7 +71,7 @@ def _sets(checkpoint_utils: ModuleType, trainer):
 
     checkpoint_utils.PathManager = PublishedPaths
     checkpoint_utils.checkpoint_paths = checkpoint_paths
-    trainer.save_name = from_first(new_save_name())
+    trainer.save_name = broadcast(new_save_name())
     try:
         yield
     finally:
@@ -88,7 +88,7 @@ def publish(path: str) -> None:
     """Rename the pending file to ``path`` when all ranks have written theirs. A collective call."""
     with open(pending(path), "rb") as file:
         os.fsync(file.fileno())
-    names = {set_name(each).name for each in from_all(path)}
+    names = {set_name(each).name for each in all_gather(path)}
     if len(names) > 1:
         raise UsageError(
             f"the processes are about to save different files: {', '.join(sorted(names))}"
@@ -106,20 +106,20 @@ def recover(folder: Path, place: Placement) -> None:
         for file in (folder.glob(f"*{PENDING}") if folder.is_dir() else ())
         if rank_of(file) == place.rank
     ]
-    for name in sorted({name for names in from_all(own) for name in names}):
+    for name in sorted({name for names in all_gather(own) for name in names}):
         file = rank_file(folder / name, place.rank)
         final = waiting = unreadable = None
         try:
             final, waiting = record_of(file), record_of(pending(file))
         except UsageError as error:  # not for its content, so that nothing is to be removed
             unreadable = str(error)
-        if unreadable := next(filter(None, from_all(unreadable)), None):
+        if unreadable := next(filter(None, all_gather(unreadable)), None):
             raise UsageError(unreadable)
-        found = from_all([record for record in (final, waiting) if record])
+        found = all_gather([record for record in (final, waiting) if record])
         if any(r.world_size != place.world_size for records in found for r in records):
             continue
         newest = newest_whole([{r.save for r in records} for records in found])
-        if newest is None and len(set(from_all(final and final.save))) > 1:
+        if newest is None and len(set(all_gather(final and final.save))) > 1:
             continue  # no set is complete: the user decides which files to keep
         if newest and waiting and waiting.save == newest and not (final and final.save == newest):
             os.replace(pending(file), file)
@@ -145,7 +145,7 @@ def load_sets(checkpoint_utils: ModuleType) -> None:
             folder = Path(cfg.save_dir)
             recover(folder, place)
             last = rank_file(folder / DEFAULT, place.rank)
-            there = from_all((str(last), last.exists(), record_of(last)))
+            there = all_gather((str(last), last.exists(), record_of(last)))
             if cfg.restore_file == DEFAULT and len({exists for _, exists, _ in there}) > 1:
                 for file, _, record in there:
                     _check_world_size(file, folder / DEFAULT, place, record)
@@ -176,8 +176,8 @@ def check_dictionaries(trainer, path: Path) -> None:
     """Raise UsageError if the checkpoint was trained with other dictionaries of the same size."""
     loads = trainer.expert_placement is not None or trainer.data_parallel_rank == 0
     found = difference(path, content_of(path), trainer.task) if loads else None
-    if several():
-        found = next(filter(None, from_all(found)), None)
+    if is_distributed():
+        found = next(filter(None, all_gather(found)), None)
     if found:
         raise UsageError(found)
 
@@ -226,7 +226,7 @@ def _check_sharded(trainer, path: Path, place) -> None:
             found = Record.of(open_checkpoint(path)) or "it does not say whose experts it holds"
         except UsageError as error:
             found = str(error)
-    everyones = from_all((str(path), found))
+    everyones = all_gather((str(path), found))
     name = set_name(everyones[0][0])
     if all(record is None for _, record in everyones):
         return _check_nothing(trainer, everyones[0][0])
