@@ -25,8 +25,8 @@ from smoe_fairseq.checkpoints.model import (
 )
 from smoe_fairseq.checkpoints.sets import OPTIMIZER, check_tensors, with_model_options
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.layers import STOCK_LAYER_COPIES
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
-from smoe_fairseq.models.transformer import STOCK_LAYER_COPIES
 from smoe_fairseq.modules.strata import Strata
 
 EXPERT = re.compile(r"(.+\.layers\.\d+)\.moe_layer\.experts\.(\d+)\.(fc[12]\.(?:weight|bias))")

@@ -18,8 +18,8 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, whole_folder
 from smoe_fairseq.forms import IDENTITY, SCORES, read_json
 from smoe_fairseq.models.hub import checkpoint_of, data_of, subwords_of
+from smoe_fairseq.models.layers import STOCK_LAYER_COPIES
 from smoe_fairseq.models.options import SMoETransformerConfig
-from smoe_fairseq.models.transformer import STOCK_LAYER_COPIES
 
 WEIGHTS = "model.safetensors"
 SEARCH = {  # as `smoe translate` searches

@@ -32,8 +32,8 @@ from smoe_fairseq.checkpoints.sets import (
 )
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.models.layers import STOCK_LAYER_COPIES
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
-from smoe_fairseq.models.transformer import STOCK_LAYER_COPIES
 from smoe_fairseq.modules.gates.linear import draw_as_linear
 
 LATER = 0.1  # layer norms of later strata, over that of the dense model
