@@ -53,7 +53,7 @@ class Serving:
 
     def request(self, method: str, path: str, body=None, headers=None):
         """(status, headers, content) of any request."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         try:
             connection.request(method, path, body, headers or {})
             answer = connection.getresponse()

@@ -27,7 +27,7 @@ def busy(serving) -> threading.Thread:
 
 def test_a_full_queue_says_so_and_the_rest_is_answered(tiny_run):
     translator = SMoETransformerModel.from_pretrained(tiny_run)
-    with Serving(tiny_run, "--max-queue", 64, "--max-batch", 64) as serving:
+    with Serving(tiny_run, "--max-queue", 64, "--max-batch", 64, "--timeout", 600) as serving:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: serving.post(**LONG), range(8)))
         statuses = [status for status, _ in answers]
