@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -53,6 +54,18 @@ def export(path: Path, output: Path) -> Path:
 def exported(trained, tmp_path_factory) -> Path:
     """Of two strata."""
     return export(trained / "strata-4-4.pt", tmp_path_factory.mktemp("exported") / "model")
+
+
+def test_a_checkpoint_without_its_dictionaries(trained, exported, tmp_path):
+    """Their folder is named by --data, as at smoe translate."""
+    shutil.copy(trained / "strata-4-4.pt", tmp_path / "alone.pt")
+    ask = ("export", tmp_path / "alone.pt", "--to", "huggingface", "--output", tmp_path / "model")
+    assert "--data" in refusal(*ask)
+    call(*ask, "--data", trained)
+    for file in ("vocab.json", "config.json"):
+        assert (tmp_path / "model" / file).read_bytes() == (exported / file).read_bytes()
+    stock = ("export", trained / "dense.pt", "--to", "fairseq", "--output", tmp_path / "stock.pt")
+    assert "--data" in refusal(*stock, "--data", trained)
 
 
 def both(path: Path, folder: Path):

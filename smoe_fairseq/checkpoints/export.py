@@ -98,12 +98,13 @@ def _without_plugin(part):
 _CT2_WEIGHTS = "model.bin"  # in each such folder
 
 
-def write_ctranslate2(path: Path, output: Path, force: bool) -> None:
+def write_ctranslate2(path: Path, output: Path, force: bool, data: Path | None = None) -> None:
     """Writes the folder ``output`` whole: a dense model in float32, and its vocabularies.
 
     Args:
-        path: a checkpoint, as of `as_stock`. The dictionaries are beside it, or where training had them.
+        path: a checkpoint, as of `as_stock`.
         force: whether another such folder may be replaced.
+        data: folder of the dictionaries; by default that of the checkpoint, or of the training data.
 
     Raises:
         UsageError: as of `as_stock`, the dictionaries are missing, the package ctranslate2 is missing
@@ -118,12 +119,7 @@ def write_ctranslate2(path: Path, output: Path, force: bool) -> None:
         raise UsageError(f"--output: {output} is there already; {advice}")
     state = as_stock(path, "CTranslate2")
     options = state["cfg"]["model"]
-    try:
-        folder = data_of(path, str(getattr(options, "data", None) or ""))
-    except UsageError:
-        raise UsageError(
-            f"{path}: its dictionaries are missing; expected dict.*.txt beside it"
-        ) from None
+    folder = data_of(path, str(getattr(options, "data", None) or ""), data)
     from ctranslate2.converters import FairseqConverter
 
     with whole_folder(output, force, f"--output {output}") as partial:
@@ -158,6 +154,12 @@ def add_export_arguments(parser: ArgumentParser) -> None:
         "safetensors: the weights, with a JSON file of all options beside them",
     )
     parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="folder with dict.*.txt and spm.model, for ctranslate2 and huggingface; default: the run's",
+    )
+    parser.add_argument(
         "--fp16",
         action="store_true",
         help="write weights in float16, half the size; with --to huggingface or safetensors",
@@ -170,13 +172,15 @@ def run_export(args: Namespace) -> None:
     path, output, read = args.path, args.output, files_read(args.path)
     if args.fp16 and args.to not in ("huggingface", "safetensors"):
         raise UsageError(f"--fp16 with --to {args.to}: expected --to huggingface or safetensors")
+    if args.data is not None and args.to not in ("huggingface", "ctranslate2"):
+        raise UsageError(f"--data with --to {args.to}: it needs no dictionaries; leave --data out")
     if args.to == "huggingface":
         with quietly():
-            write_huggingface(path, output, args.force, args.fp16)
+            write_huggingface(path, output, args.force, args.fp16, args.data)
         print(f"{output}: a model for transformers, with its tokenizer")
     elif args.to == "ctranslate2":
         with quietly():
-            write_ctranslate2(path, output, args.force)
+            write_ctranslate2(path, output, args.force, args.data)
         print(f"{output}: a model for CTranslate2, with its vocabularies")
     elif args.to == "fairseq":
         check_output(read, [output], args.force)

@@ -31,12 +31,15 @@ SEARCH = {  # as `smoe translate` searches
 }
 
 
-def write_huggingface(run: Path, output: Path, force: bool, half: bool = False) -> None:
+def write_huggingface(
+    run: Path, output: Path, force: bool, half: bool = False, data: Path | None = None
+) -> None:
     """Writes the folder ``output`` whole: weights, settings, tokenizer, and a model card.
 
     Args:
         run: a run's folder, a checkpoint, or the name of a set of ``--expert-parallel``.
         force: whether another such folder may be replaced.
+        data: folder of the dictionaries; by default that of the checkpoint, or of the training data.
         half: see `halved`; a model that is loaded computes in float32 unless it is told otherwise.
 
     Raises:
@@ -55,7 +58,7 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool = False) 
 
     path = checkpoint_of(run) if run.is_dir() else run
     state = weights_of(path)
-    task = _task_of(path, state)
+    task = _task_of(path, state, data)
     config = _config_of(path, state, task)
     tensors = _weights_of(path, config, state["model"])
     if half:
@@ -85,7 +88,7 @@ def _is_export(folder: Path) -> bool:
         return False
 
 
-def _task_of(path: Path, state: Mapping):
+def _task_of(path: Path, state: Mapping, given: Path | None):
     """The task that the checkpoint was trained for, with its dictionaries."""
     saved = (state.get("cfg") or {}).get("task")
     values = saved if isinstance(saved, Mapping) else vars(saved or Namespace())
@@ -103,7 +106,7 @@ def _task_of(path: Path, state: Mapping):
             )
     if values.get("lang_tok_replacing_bos_eos"):
         raise UsageError(f"{path}: --lang-tok-replacing-bos-eos has no place there")
-    data = data_of(path, str(values.get("data") or ""))
+    data = data_of(path, str(values.get("data") or ""), given)
     values = {**values, "_name": name, "data": data}
     if isinstance(saved, Namespace):
         options = Namespace(**{"task": name, **values})
