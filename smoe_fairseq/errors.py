@@ -30,8 +30,8 @@ class UsageError(Exception):
 
 # The one handler around fairseq's commands and ours.
 
-# What bad input raises in fairseq and the libraries below it. Others, such as a RuntimeError of torch,
-# keep their stack traces.
+# What bad input raises in fairseq and the libraries below it. Others, such as a RuntimeError of torch, keep
+# their stack traces.
 _OF_INPUT = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _OF_INPUT += (ArithmeticError, ImportError, EOFError, struct.error)
 _LIBRARIES = ("omegaconf", "hydra", "sentencepiece")  # whose errors are about settings or files
@@ -39,7 +39,6 @@ _LIBRARIES = ("omegaconf", "hydra", "sentencepiece")  # whose errors are about s
 _MISFITS = ("Error(s) in loading state_dict", "--")
 _NULL = re.compile(r"override \w+\.(\w+)=null")  # hydra's words for an option without a value
 _SETTING = re.compile(r"--([\w-]+) (?:\S+|'[^']*'): ")  # how a sentence about a flag's value begins
-_PLACES = ("--destdir", "--results-path", "--save-dir")
 _LONGEST = 300  # letters of a word, and of another program's message
 
 
@@ -81,7 +80,8 @@ def one_line(error: BaseException) -> str | None:
 def _place() -> str:
     """Where a command is told to write, for a failed write that names no file."""
     flags = dict(zip(sys.argv, sys.argv[1:]))
-    return next((f"{flag} {flags[flag]}" for flag in _PLACES if flag in flags), "a file")
+    places = {"--destdir", "--results-path", "--save-dir"} & flags.keys()
+    return next((f"{flag} {flags[flag]}" for flag in places), "a file")
 
 
 def _is_of_input(error: BaseException) -> bool:
@@ -246,8 +246,8 @@ def _end(number: int, _frame) -> None:
 
 # Standard output that cannot be written: one sentence for a full disk, none for a closed pipe.
 #
-# Python flushes a command's output after its last line, where an error cannot be caught any more.
-# Here it is flushed before.
+# Python flushes a command's output after its last line, where an error cannot be caught any more. Here it
+# is flushed before.
 
 
 class _Watched:

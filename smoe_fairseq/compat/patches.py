@@ -35,9 +35,9 @@ def patches(module: str) -> Callable:
 #
 # For fairseq 0.12.2 on Python 3.11 and later. There ``@dataclass`` refuses a default value without
 # ``__hash__`` ("mutable default ... is not allowed"), which every plain dataclass instance is, and
-# ``fairseq.dataclass.configs.FairseqConfig`` is made of such defaults, so ``import fairseq``
-# fails. fairseq never changes these defaults in place; giving its dataclasses, and those that
-# plugins derive from them, a hash is all it takes.
+# ``fairseq.dataclass.configs.FairseqConfig`` is made of such defaults, so ``import fairseq`` fails. fairseq
+# never changes these defaults in place; giving its dataclasses, and those that plugins derive from them, a
+# hash is all it takes.
 
 
 @patches("dataclasses")
@@ -60,9 +60,8 @@ def hash_dataclasses(dataclasses: ModuleType) -> None:
 
 # Drops the warning that `torch.jit.script` is deprecated, five times at every command's start.
 #
-# For fairseq 0.12.2 on torch 2.14 and later. fairseq's model_utils.py asks for it as it is
-# imported, it works all the same, and a user can do nothing about it. Other warnings are
-# untouched.
+# For fairseq 0.12.2 on torch 2.14 and later. fairseq's model_utils.py asks for it as it is imported, it
+# works all the same, and a user can do nothing about it. Other warnings are untouched.
 
 
 @patches("torch.jit")
@@ -74,9 +73,9 @@ def quiet_jit(jit: ModuleType) -> None:
 
 # Drops the warnings about how fairseq calls hydra, some thirty lines at every command's start.
 #
-# For fairseq 0.12.2 on hydra 1.1 and later. They name old functions, arguments and headers inside
-# fairseq, which work all the same, and a user can do nothing about them. Errors, and warnings from
-# anywhere else, are untouched.
+# For fairseq 0.12.2 on hydra 1.1 and later. They name old functions, arguments and headers inside fairseq,
+# which work all the same, and a user can do nothing about them. Errors, and warnings from anywhere else,
+# are untouched.
 
 
 @patches("fairseq.dataclass.utils")
@@ -94,8 +93,8 @@ def quiet_hydra(dataclass_utils: ModuleType) -> None:
 
 # Lets ``fairseq-hydra-train common.user_dir=... model=...`` choose what a plugin registers.
 #
-# For fairseq 0.12.2 on any hydra. It imports the plugin only after hydra has composed the config,
-# when ``model=`` and ``criterion=`` had to be known already; here it is imported first.
+# For fairseq 0.12.2 on any hydra. It imports the plugin only after hydra has composed the config, when
+# ``model=`` and ``criterion=`` had to be known already; here it is imported first.
 
 
 @patches("fairseq.dataclass.initialize")
@@ -161,8 +160,8 @@ def is_fairseq_command() -> bool:
 
 # Refuses values of fairseq's own options that it would take, and train something else than was meant.
 #
-# For fairseq 0.12.2 on any Python. A negative ``--max-update`` saves an untrained model, NaN as a bound
-# is never reached, and a mistyped ``--restore-file`` trains from the beginning.
+# For fairseq 0.12.2 on any Python. A negative ``--max-update`` saves an untrained model, NaN as a bound is
+# never reached, and a mistyped ``--restore-file`` trains from the beginning.
 
 
 _LARGEST = 2**63 - 1  # of what becomes a C integer
@@ -251,10 +250,9 @@ def _are_betas(value) -> bool:
 
 # Lets ``--bf16`` train on the GPU or the CPU.
 #
-# For fairseq 0.12.2 on any Python. Its command line takes ``--bf16`` as a request for a TPU and
-# stops with "'NoneType' object has no attribute 'xla_device'" where torch_xla is not installed.
-# Here ``--bf16`` asks for a TPU only where torch_xla is installed, or where the user wrote
-# ``--tpu``.
+# For fairseq 0.12.2 on any Python. Its command line takes ``--bf16`` as a request for a TPU and stops with
+# "'NoneType' object has no attribute 'xla_device'" where torch_xla is not installed. Here ``--bf16`` asks
+# for a TPU only where torch_xla is installed, or where the user wrote ``--tpu``.
 
 
 @patches("fairseq.options")
@@ -273,12 +271,10 @@ def keep_bf16_off_tpu(options: ModuleType) -> None:
     options.parse_args_and_arch = parse_args_and_arch
 
 
-# ``fairseq-validate`` without ``--task`` validates with the task that the checkpoint was trained
-# with.
+# ``fairseq-validate`` without ``--task`` validates with the task that the checkpoint was trained with.
 #
-# For fairseq 0.12.2 on any Python, which has no default there and ends in ``KeyError: None``. The
-# task of the command line decides which flags there are; what is validated is the checkpoint's
-# task in any case.
+# For fairseq 0.12.2 on any Python, which has no default there and ends in ``KeyError: None``. The task of
+# the command line decides which flags there are; what is validated is the checkpoint's task in any case.
 
 
 @patches("fairseq.options")
@@ -327,8 +323,7 @@ def _before_parsing(options: ModuleType, check: Callable) -> None:
 
 # One sentence for a checkpoint whose model fairseq does not have, as without ``--user-dir``.
 #
-# For fairseq 0.12.2 on any Python. It ends in ``KeyError: '_name'`` while it puts its own message
-# together.
+# For fairseq 0.12.2 on any Python. It ends in ``KeyError: '_name'`` while it puts its own message together.
 
 
 _OURS = "smoe_"
@@ -378,10 +373,10 @@ def _problem(models: ModuleType, name: str | None) -> str | None:
 
 # A model of ``translation_multi_simple_epoch`` translates by fairseq's interface for Python, too.
 #
-# For fairseq 0.12.2 on any Python. ``GeneratorHubInterface`` gives every task's
-# ``build_generator`` an argument that this one's does not have (``prefix_allowed_tokens_fn``), so
-# any translation ends in a TypeError. All that the argument does is to say which tokens may
-# follow; it is None unless it is asked for.
+# For fairseq 0.12.2 on any Python. ``GeneratorHubInterface`` gives every task's ``build_generator`` an
+# argument that this one's does not have (``prefix_allowed_tokens_fn``), so any translation ends in a
+# TypeError. All that the argument does is to say which tokens may follow; it is None unless it is asked
+# for.
 
 
 @patches("fairseq.tasks.translation_multi_simple_epoch")
@@ -401,10 +396,10 @@ def take_prefix_function(task: ModuleType) -> None:
 
 # Keeps fairseq's stock encoder layer off torch's fused inference kernel.
 #
-# For fairseq 0.12.2 on torch 1.13 and later. A post-norm layer that has been loaded from a
-# checkpoint calls ``torch._transformer_encoder_layer_fwd`` in evaluation, with the arguments of an
-# older torch: today a batch with padding stops with "Mask Type should be defined". Without the
-# kernel the layer computes the same function by its ordinary code.
+# For fairseq 0.12.2 on torch 1.13 and later. A post-norm layer that has been loaded from a checkpoint calls
+# ``torch._transformer_encoder_layer_fwd`` in evaluation, with the arguments of an older torch: today a
+# batch with padding stops with "Mask Type should be defined". Without the kernel the layer computes the
+# same function by its ordinary code.
 
 
 @patches("fairseq.modules.transformer_layer")
@@ -421,9 +416,9 @@ def avoid_fast_path(transformer_layer: ModuleType) -> None:
 
 # Keeps the routing metrics of each block and stratum off the console's lines.
 #
-# For fairseq 0.12.2 on any Python. Its progress bars print every metric that its loggers get, and
-# a large model has a hundred of these. They are named by block, ``encoder.layer.1/...``;
-# TensorBoard, Weights & Biases and lines in JSON, which programs read, have them all.
+# For fairseq 0.12.2 on any Python. Its progress bars print every metric that its loggers get, and a large
+# model has a hundred of these. They are named by block, ``encoder.layer.1/...``; TensorBoard, Weights &
+# Biases and lines in JSON, which programs read, have them all.
 
 
 @patches("fairseq.logging.progress_bar")
@@ -432,11 +427,9 @@ def keep_lines_short(progress_bar: ModuleType) -> None:
 
     @functools.wraps(original)
     def _format_stats(self, stats):
-        shown = {key: stat for key, stat in stats.items() if not _is_of_one_block(key)}
-        return original(self, shown)
+        sides = ("encoder.", "decoder.")
+        return original(
+            self, {k: v for k, v in stats.items() if not ("/" in k and k.startswith(sides))}
+        )
 
     progress_bar.BaseProgressBar._format_stats = _format_stats
-
-
-def _is_of_one_block(key: str) -> bool:
-    return "/" in key and key.startswith(("encoder.", "decoder."))

@@ -92,8 +92,8 @@ def join_bytes_of_pieces(sentencepiece_bpe: ModuleType) -> None:
 
 # Names the data file that cannot be opened, without a second error.
 #
-# For fairseq 0.12.2 on any Python. ``__del__`` closes files that were never opened, and Python prints
-# a stack trace of that below the first error.
+# For fairseq 0.12.2 on any Python. ``__del__`` closes files that were never opened, and Python prints a
+# stack trace of that below the first error.
 
 
 @patches("fairseq.data.indexed_dataset")
@@ -114,8 +114,7 @@ def name_data_file(indexed_dataset: ModuleType) -> None:
 
 # Refuses a pipe or a device in the place of a data file.
 #
-# For fairseq 0.12.2 on any Python. It opens whatever has the name, and waits for ever for a pipe's
-# writer.
+# For fairseq 0.12.2 on any Python. It opens whatever has the name, and waits for ever for a pipe's writer.
 
 
 @patches("fairseq.data.indexed_dataset")
@@ -149,9 +148,9 @@ def find_last_bit(huffman_coder: ModuleType) -> None:
 
 # Lets fairseq use ``np.compat.long``, which numpy 2 no longer has, as ``int``.
 #
-# For fairseq 0.12.2 and numpy 2.0 and later. Language models with ``--sample-break-mode eos``, and
-# their sampling and interactive use, end in an AttributeError. Only fairseq's module that divides
-# text into samples sees the name again; numpy stays as it is for everybody else.
+# For fairseq 0.12.2 and numpy 2.0 and later. Language models with ``--sample-break-mode eos``, and their
+# sampling and interactive use, end in an AttributeError. Only fairseq's module that divides text into
+# samples sees the name again; numpy stays as it is for everybody else.
 
 
 @patches("fairseq.data.token_block_dataset")
@@ -184,11 +183,11 @@ def draw_by_first_epoch(module: ModuleType) -> None:
 # Ends data-loading processes together with their iterator.
 #
 # For fairseq 0.12.2 on any torch. `EpochBatchIterator` refers to the sampler of its batches, and the
-# sampler, by a bound method, to it. Because of this cycle, an unused iterator stays, with its
-# processes, until the garbage collector runs; then Python closes their queues first, and torch waits
-# five seconds before it kills them. Every validation leaves some behind, every translated direction,
-# and with ``--task translation_multi_simple_epoch`` every epoch. With a weak reference they end within
-# milliseconds. Only the iterator itself calls the method, so the reference is alive.
+# sampler, by a bound method, to it. Because of this cycle, an unused iterator stays, with its processes,
+# until the garbage collector runs; then Python closes their queues first, and torch waits five seconds
+# before it kills them. Every validation leaves some behind, every translated direction, and with ``--task
+# translation_multi_simple_epoch`` every epoch. With a weak reference they end within milliseconds. Only the
+# iterator itself calls the method, so the reference is alive.
 
 
 @patches("fairseq.data.iterators")

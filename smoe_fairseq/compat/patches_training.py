@@ -14,12 +14,10 @@ from .patches_data import PATCHES, patches
 
 __all__ = ["PATCHES"]  # all that there are: of commands, data and training
 
-# Lets ``--cpu`` train over several processes with ``--ddp-backend pytorch_ddp``, fairseq's
-# default.
+# Lets ``--cpu`` train over several processes with ``--ddp-backend pytorch_ddp``, fairseq's default.
 #
-# For fairseq 0.12.2 on any torch. It names a GPU to torch's wrapper even where the model is on the
-# CPU, and the wrapper refuses ("device_ids and output_device arguments only work with ... GPU
-# modules").
+# For fairseq 0.12.2 on any torch. It names a GPU to torch's wrapper even where the model is on the CPU, and
+# the wrapper refuses ("device_ids and output_device arguments only work with ... GPU modules").
 
 
 @patches("fairseq.models.distributed_fairseq_model")
@@ -37,13 +35,12 @@ def name_no_gpu(distributed_fairseq_model: ModuleType) -> None:
     distributed_fairseq_model.DistributedDataParallel = on_its_device
 
 
-# Lets the stock encoder train over several processes with ``--ddp-backend pytorch_ddp``, fairseq's
-# default.
+# Lets the stock encoder train over several processes with ``--ddp-backend pytorch_ddp``, fairseq's default.
 #
-# For fairseq 0.12.2 on any torch. Its encoder layer keeps copies of its weights for torch's fused
-# kernel, parameters that no gradient ever reaches, and torch's wrapper ends the second update over
-# them ("Expected to have finished reduction in the prior iteration"). Here the wrapper is told to
-# leave these alone: all processes have the same, and nothing computes with them.
+# For fairseq 0.12.2 on any torch. Its encoder layer keeps copies of its weights for torch's fused kernel,
+# parameters that no gradient ever reaches, and torch's wrapper ends the second update over them ("Expected
+# to have finished reduction in the prior iteration"). Here the wrapper is told to leave these alone: all
+# processes have the same, and nothing computes with them.
 
 
 _COPIES = tuple(
@@ -75,10 +72,10 @@ def leave_copies_alone(distributed_fairseq_model: ModuleType) -> None:
 
 # Lets half precision go on after an overflow where there is no GPU.
 #
-# For fairseq 0.12.2 on any torch. Its trainer skips an update whose gradients overflow, and then
-# makes a norm of 0 ``.cuda()``, whatever it trains on, which ends in "Torch not compiled with CUDA
-# enabled". The loss scale starts high and comes down by such overflows, so ``--fp16 --cpu`` seldom
-# got past its first updates.
+# For fairseq 0.12.2 on any torch. Its trainer skips an update whose gradients overflow, and then makes a
+# norm of 0 ``.cuda()``, whatever it trains on, which ends in "Torch not compiled with CUDA enabled". The
+# loss scale starts high and comes down by such overflows, so ``--fp16 --cpu`` seldom got past its first
+# updates.
 
 
 @patches("fairseq.trainer")
@@ -101,10 +98,10 @@ def skip_overflow_on_cpu(trainer: ModuleType) -> None:
 
 # Lets fairseq find the module whose output is NaN.
 #
-# For fairseq 0.12.2 on any torch. When a gradient is NaN it runs the batch again with hooks on
-# every module, backward ones of a kind that torch has deprecated: for an encoder, whose output is
-# a dictionary of lists, they end in StopIteration, which hides the cause. Forward hooks find the
-# module as well, and the norms of all gradients are logged in any case.
+# For fairseq 0.12.2 on any torch. When a gradient is NaN it runs the batch again with hooks on every
+# module, backward ones of a kind that torch has deprecated: for an encoder, whose output is a dictionary of
+# lists, they end in StopIteration, which hides the cause. Forward hooks find the module as well, and the
+# norms of all gradients are logged in any case.
 
 
 @patches("fairseq.nan_detector")
@@ -119,10 +116,9 @@ def hook_forward_only(nan_detector: ModuleType) -> None:
 
 # Recomputes checkpointed activations in the types that they had.
 #
-# For fairseq 0.12.2 on any torch. Its activation checkpointing runs a layer again in the backward
-# pass, but outside the autocast context of the forward pass: in float32, where half precision was
-# recorded. The gradients are then of other activations, and a gate may choose other experts than
-# it did.
+# For fairseq 0.12.2 on any torch. Its activation checkpointing runs a layer again in the backward pass, but
+# outside the autocast context of the forward pass: in float32, where half precision was recorded. The
+# gradients are then of other activations, and a gate may choose other experts than it did.
 
 
 @patches("fairseq.modules.checkpoint_activations")
@@ -165,10 +161,10 @@ def _as_here(run_function):
 
 # Lets ``--store-ema`` average a model that has whole numbers in its state.
 #
-# For fairseq 0.12.2 on any torch. It multiplies everything in the state dict by the decay, in
-# place, which torch refuses for integers: a hash gate's table, the steps of a bias, or what batch
-# norm has counted. An average of them would mean nothing either. fairseq knows keys that are
-# copied instead; they are made to be among them.
+# For fairseq 0.12.2 on any torch. It multiplies everything in the state dict by the decay, in place, which
+# torch refuses for integers: a hash gate's table, the steps of a bias, or what batch norm has counted. An
+# average of them would mean nothing either. fairseq knows keys that are copied instead; they are made to be
+# among them.
 
 
 @patches("fairseq.models.ema.ema")
@@ -187,9 +183,8 @@ def copy_integers(ema: ModuleType) -> None:
 
 # Lets ``--store-ema`` begin at a checkpoint that was saved without.
 #
-# For fairseq 0.12.2 on any torch. It means to take the checkpoint's own parameters as the first
-# average, and has removed them by then: resuming ends in ``KeyError: 'model'``. By then they are
-# the model's.
+# For fairseq 0.12.2 on any torch. It means to take the checkpoint's own parameters as the first average,
+# and has removed them by then: resuming ends in ``KeyError: 'model'``. By then they are the model's.
 
 
 logger = logging.getLogger(__name__)
@@ -228,11 +223,10 @@ def _restore(trainer, extra_state: dict, filename: str) -> None:
 
 # Lets a checkpoint that one process has read reach the others of its run.
 #
-# For fairseq 0.12.2 on torch 2.6 and later. It sends the checkpoint's content as a pickle, which
-# the others read with ``torch.load``; there that refuses all types but plain ones ("Unsupported
-# global: omegaconf.dictconfig.DictConfig"), so that no run of several processes could be resumed.
-# Here the config travels as the plain dictionary that it was made of, and stays a config on both
-# sides.
+# For fairseq 0.12.2 on torch 2.6 and later. It sends the checkpoint's content as a pickle, which the others
+# read with ``torch.load``; there that refuses all types but plain ones ("Unsupported global:
+# omegaconf.dictconfig.DictConfig"), so that no run of several processes could be resumed. Here the config
+# travels as the plain dictionary that it was made of, and stays a config on both sides.
 
 
 _CONFIG = "__config__"  # the one key of a dictionary that stands for a config
@@ -280,11 +274,10 @@ def _each(change, value):
 
 # Lets processes tell one another their logs without a GPU, however long these are.
 #
-# For fairseq 0.12.2 on any torch. It gathers them in a buffer on the GPU, also with ``--cpu`` and
-# gloo ("type torch.cuda.ByteTensor not available"), and in one of ``--all-gather-list-size``
-# bytes, which the logs of a hundred batches of ``fairseq-validate`` are too long for ("encoded
-# data size exceeds max_size"). torch's own function for this takes whatever device the group
-# communicates on, and any size.
+# For fairseq 0.12.2 on any torch. It gathers them in a buffer on the GPU, also with ``--cpu`` and gloo
+# ("type torch.cuda.ByteTensor not available"), and in one of ``--all-gather-list-size`` bytes, which the
+# logs of a hundred batches of ``fairseq-validate`` are too long for ("encoded data size exceeds max_size").
+# torch's own function for this takes whatever device the group communicates on, and any size.
 
 
 @patches("fairseq.distributed.utils")
@@ -309,8 +302,8 @@ def gather_on_any_device(utils: ModuleType) -> None:
 
 # Lets a single process use ``--zero-sharding os``, which has no effect then.
 #
-# For fairseq 0.12.2 on any torch. Each process keeps the optimizer's state of a part of the
-# parameters, by fairscale; one process ends in "Default process group has not been initialized".
+# For fairseq 0.12.2 on any torch. Each process keeps the optimizer's state of a part of the parameters, by
+# fairscale; one process ends in "Default process group has not been initialized".
 
 
 @patches("fairseq.optim.shard")
@@ -329,9 +322,9 @@ def leave_one_process_whole(shard: ModuleType) -> None:
 
 # Lets ``fairseq-validate`` run over several processes that do not all have as many batches.
 #
-# For fairseq 0.12.2 on any Python. Those with one batch less get an empty one to be in step, which
-# training replaces and ``fairseq-validate`` hands to the criterion ("KeyError: 'net_input'"). Here
-# an empty batch is one without loss, of which nothing is logged.
+# For fairseq 0.12.2 on any Python. Those with one batch less get an empty one to be in step, which training
+# replaces and ``fairseq-validate`` hands to the criterion ("KeyError: 'net_input'"). Here an empty batch is
+# one without loss, of which nothing is logged.
 
 
 @patches("fairseq.checkpoint_utils")
@@ -363,8 +356,8 @@ def validate_uneven_shares(checkpoint_utils: ModuleType) -> None:
 # Lets training go on where a validation yields no number to compare checkpoints by.
 #
 # For fairseq 0.12.2 on any Python. A ``--best-checkpoint-metric`` that the log lacks ends it in a KeyError
-# behind the first epoch, before anything is saved; and one NaN is the best from then on. Here the metric
-# is NaN where it is missing, and a checkpoint without a number is saved without being compared.
+# behind the first epoch, before anything is saved; and one NaN is the best from then on. Here the metric is
+# NaN where it is missing, and a checkpoint without a number is saved without being compared.
 
 
 @patches("fairseq.logging.meters")
@@ -397,12 +390,11 @@ def save_without_number(checkpoint_utils: ModuleType) -> None:
 
 # Keeps the old checkpoint until the new one is complete, whatever ends the run in between.
 #
-# For fairseq 0.12.2 on any Python. It writes the first file of a save beside its place and renames
-# it, but copies that over ``checkpoint_last.pt`` and ``checkpoint_best.pt`` byte by byte: a run
-# that is killed meanwhile leaves half a file under the very name it would resume from. And a full
-# disk ends in torch's stack trace, after two more attempts in the same half-written file. Here
-# every file is written beside its place, brought to the disk and renamed, and what the system
-# refuses is one sentence.
+# For fairseq 0.12.2 on any Python. It writes the first file of a save beside its place and renames it, but
+# copies that over ``checkpoint_last.pt`` and ``checkpoint_best.pt`` byte by byte: a run that is killed
+# meanwhile leaves half a file under the very name it would resume from. And a full disk ends in torch's
+# stack trace, after two more attempts in the same half-written file. Here every file is written beside its
+# place, brought to the disk and renamed, and what the system refuses is one sentence.
 
 
 @patches("fairseq.checkpoint_utils")

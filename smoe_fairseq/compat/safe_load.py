@@ -189,12 +189,12 @@ def check_sums(path: Path | str) -> None:
 
 # Keeps the strings of a checkpoint's config from being run as code.
 #
-# For fairseq 0.12.2 on any Python. ``torch.load(weights_only=True)`` builds nothing but data, but
-# that data holds the config of the training, and fairseq passes some of its strings to ``eval``:
-# layers of convolutional models, ``adaptive_softmax_cutoff``, Adam's betas and two dozen more. A
-# file from elsewhere could run any program that way, in fairseq-generate as in smoe analyze. Each
-# module that calls ``eval`` gets a function of that name, which takes what these settings are made
-# of: literals, and sums and repetitions of lists such as fairseq's own ``[(512, 3)] * 20``.
+# For fairseq 0.12.2 on any Python. ``torch.load(weights_only=True)`` builds nothing but data, but that data
+# holds the config of the training, and fairseq passes some of its strings to ``eval``: layers of
+# convolutional models, ``adaptive_softmax_cutoff``, Adam's betas and two dozen more. A file from elsewhere
+# could run any program that way, in fairseq-generate as in smoe analyze. Each module that calls ``eval``
+# gets a function of that name, which takes what these settings are made of: literals, and sums and
+# repetitions of lists such as fairseq's own ``[(512, 3)] * 20``.
 
 
 EVALUATING = (
@@ -294,11 +294,11 @@ def saved_name(path: str, part: str, older: str) -> str | None:
 
 # Lets torch load fairseq checkpoints with ``weights_only=True``.
 #
-# For fairseq 0.12.2 on torch 2.6 and later. There ``torch.load`` builds tensors, plain containers
-# and only those other types that have been named as safe, and fairseq calls it without choosing.
-# Its checkpoints also hold the command line (``argparse.Namespace``) and, in their meters, numpy
-# arrays and scalars (``--eval-bleu`` logs counts as arrays), for which builders of our own stand.
-# Building these runs no code from the file; every other type stays refused.
+# For fairseq 0.12.2 on torch 2.6 and later. There ``torch.load`` builds tensors, plain containers and only
+# those other types that have been named as safe, and fairseq calls it without choosing. Its checkpoints
+# also hold the command line (``argparse.Namespace``) and, in their meters, numpy arrays and scalars
+# (``--eval-bleu`` logs counts as arrays), for which builders of our own stand. Building these runs no code
+# from the file; every other type stays refused.
 
 
 def allow_checkpoint_types(serialization: ModuleType) -> None:
@@ -329,10 +329,10 @@ def _prefer(ours: dict[str, object]) -> None:
 
 # Checks each checkpoint that fairseq loads; one sentence if it cannot be read.
 #
-# For fairseq 0.12.2 on any torch. A full disk or a killed process leaves files that are cut off, and
-# a failing disk changes bytes of a tensor, which torch does not notice. Where a file holds a type
-# that is refused for safety, torch explains how to load it all the same, which would run the file's
-# program; ours names the type.
+# For fairseq 0.12.2 on any torch. A full disk or a killed process leaves files that are cut off, and a
+# failing disk changes bytes of a tensor, which torch does not notice. Where a file holds a type that is
+# refused for safety, torch explains how to load it all the same, which would run the file's program; ours
+# names the type.
 
 
 def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:
