@@ -139,17 +139,26 @@ def whole_files(
 
 
 def _rename_to_new(partial: str, path: str) -> None:
-    """Rename a file; raises FileExistsError if there is something of the new name."""
-    try:
-        os.link(partial, path)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-        os.replace(partial, path)
-    else:
-        os.unlink(partial)
+    """Rename a file or folder; raises FileExistsError if there is something of the new name."""
+    number = _renameat2(partial, path)
+    if number in (errno.ENOSYS, errno.EINVAL):  # this system or file system has no such call
+        number = errno.EEXIST if os.path.lexists(path) else 0
+        if not number:
+            os.rename(partial, path)
+    if number:
+        raise OSError(number, os.strerror(number), path)
+
+
+def _renameat2(partial: str, path: str) -> int:
+    """Rename unless ``path`` exists, in one step; returns 0 or the number of the error."""
+    import ctypes
+
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:  # not Linux
+        return errno.ENOSYS
+    current, no_replace = -100, 1  # AT_FDCWD, RENAME_NOREPLACE
+    failed = call(current, os.fsencode(partial), current, os.fsencode(path), no_replace)
+    return ctypes.get_errno() if failed else 0
 
 
 def _create(partial: str, path: str) -> None:
@@ -305,8 +314,7 @@ def whole_folder(folder: Path, replace: bool = False, called: str | None = None)
         if replace:
             _exchange(partial, folder)
         else:
-            folder.mkdir()  # fails if the folder appeared meanwhile
-            os.replace(partial, folder)  # an empty folder may be replaced
+            _rename_to_new(str(partial), str(folder))
         _remove_left_over([str(folder)], "old")
     except (OSError, RuntimeError) as error:
         raise _refusal(error, called, [str(partial), str(folder)]) from None

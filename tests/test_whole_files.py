@@ -75,11 +75,11 @@ def test_a_folder_that_is_missing_is_named(tmp_path):
         write_whole(tmp_path / "none/a", "text")
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_what_appeared_meanwhile_is_not_replaced(tmp_path, monkeypatch, links):
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_what_appeared_meanwhile_is_not_replaced(tmp_path, monkeypatch, in_one_step):
     """Whether something is there is asked when the work is done, not only before it."""
-    if not links:
-        monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "missing"))
+    if not in_one_step:
+        monkeypatch.setattr(files, "_renameat2", lambda *_: errno.EINVAL)
     with pytest.raises(UsageError, match="^--output x cannot be saved: File exists"):
         with whole_files([tmp_path / "a", tmp_path / "b"], "--output x", replace=False) as partials:
             for partial in partials:
