@@ -117,6 +117,17 @@ def step_here(*words, cwd, main=None, **environment) -> subprocess.CompletedProc
     return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
 
 
+def smoe(*words, check=True) -> subprocess.CompletedProcess:
+    """``smoe WORDS``, in this process; as of `run`, ``stdout`` holds stderr too."""
+    from smoe_fairseq.cli import main
+
+    done = step_here(*map(str, words), cwd=os.getcwd(), main=main)
+    done.stdout += done.stderr
+    if check:
+        assert done.returncode == 0, done.stdout[-4000:]
+    return done
+
+
 def start(server: Server) -> list[str]:
     """The words before a program, or ``-c`` or ``-m``, by which a shell has it forked."""
     return [sys.executable, "-I", "-S", programs.__file__, server.address]

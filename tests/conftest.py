@@ -4,7 +4,6 @@ import gc
 import os
 import random
 import signal
-import sys
 from pathlib import Path
 
 import handmade
@@ -34,10 +33,6 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish():
-    if "fairseq" in sys.modules:
-        import composing
-
-        composing.install()
     # What modules hold is not searched for garbage again and again.
     gc.collect()
     gc.freeze()

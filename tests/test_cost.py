@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from commands import run, train
+from commands import smoe, train
 from test_model import make_batch, make_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,7 +24,7 @@ def table(request):
 
 
 def cost(*flags) -> dict:
-    output = run("smoe", "cost", "--json", *flags).stdout
+    output = smoe("cost", "--json", *flags).stdout
     return json.loads(output[output.index("{") :])
 
 
@@ -105,13 +105,13 @@ def test_naive_stacking_passes_every_stratum():
 
 
 def test_the_table_of_one_model_says_how_it_counts():
-    output = run("smoe", "cost", "--arch", "smoe_transformer_tiny").stdout
+    output = smoe("cost", "--arch", "smoe_transformer_tiny").stdout
     assert "requested capacity" in output and "Kaplan" in output
-    assert "Kaplan" in run("smoe", "cost", "--help").stdout
+    assert "Kaplan" in smoe("cost", "--help").stdout
 
 
 def test_cells_that_differ_are_named():
-    output = run("smoe", "cost", "--paper", "m4").stdout
+    output = smoe("cost", "--paper", "m4").stdout
     assert "dense: parameters differ by more than 0.5%" in output
     assert "stacked-2-2-2-2: no reading" in output
 
@@ -131,7 +131,7 @@ def test_cells_that_differ_are_named():
     ],
 )
 def test_bad_input_is_named(flags, words):
-    result = run("smoe", "cost", *flags.split(), check=False)
+    result = smoe("cost", *flags.split(), check=False)
     assert result.returncode == 1 and "Traceback" not in result.stdout
     (sentence,) = [line for line in result.stdout.splitlines() if line.startswith("error: ")]
     assert words in sentence
@@ -139,14 +139,14 @@ def test_bad_input_is_named(flags, words):
 
 def test_a_flag_that_cannot_be_read_is_one_sentence():
     """It stands alone, and not below some sixty lines of flags."""
-    result = run("smoe", "cost", "--arch", "odd", check=False)
+    result = smoe("cost", "--arch", "odd", check=False)
     (line,) = result.stdout.splitlines()
     assert result.returncode == 2 and line.startswith("smoe cost: error: argument --arch: ")
     assert "'odd'" in line and "'smoe_transformer_tiny'" in line and "smoe cost --help" in line
 
 
 def test_another_architectures_checkpoint_is_named(pre_norm):
-    result = run("smoe", "cost", "--path", pre_norm, check=False)
+    result = smoe("cost", "--path", pre_norm, check=False)
     assert result.returncode == 1 and "of architecture transformer" in result.stdout
 
 
@@ -174,7 +174,7 @@ def test_measured_requested_capacity_changes_the_experts_alone(corpus, checkpoin
 
 
 def processes(*flags):
-    output = run("smoe", "cost", "--json", *TINY_SIZES, *flags).stdout
+    output = smoe("cost", "--json", *TINY_SIZES, *flags).stdout
     return json.loads(output)["processes"]
 
 
@@ -185,7 +185,7 @@ TINY_SIZES += ["--encoder-ffn-embed-dim", "16", "--smoe-strata", "2-2", "--vocab
 
 def test_what_processes_hold_and_send_is_that_on_paper():
     experts = 2 * 4 * (8 * 16 * 2 + 16 + 8)
-    everything = json.loads(run("smoe", "cost", "--json", *TINY_SIZES).stdout)["parameters"]
+    everything = json.loads(smoe("cost", "--json", *TINY_SIZES).stdout)["parameters"]
     shared = everything - experts
     costs = processes("--world-size", 2, "--max-tokens", 100, "--update-freq", 3)
     expected = {
@@ -224,7 +224,7 @@ def test_zero_sharding_sends_what_each_process_has_updated():
     for name, cost in costs.items():
         assert cost["sent"] == without[name]["sent"] + cost["parameters"]
         assert cost["memory"] < without[name]["memory"]
-    table = run("smoe", "cost", *map(str, zero), *TINY_SIZES).stdout
+    table = smoe("cost", *map(str, zero), *TINY_SIZES).stdout
     assert (
         "parameters" in table.split("of 32, uniform routing\n")[-1].splitlines()[1]
         and "at the" in table
@@ -232,14 +232,14 @@ def test_zero_sharding_sends_what_each_process_has_updated():
 
 
 def test_one_process_is_not_called_processes():
-    table = run("smoe", "cost", "--world-size", 1, *TINY_SIZES).stdout
+    table = smoe("cost", "--world-size", 1, *TINY_SIZES).stdout
     assert "\none process, 4096 tokens per batch" in table and "1 processes" not in table
 
 
 def test_processes_that_experts_do_not_fit_are_named():
-    result = run("smoe", "cost", "--world-size", 3, check=False)
+    result = smoe("cost", "--world-size", 3, check=False)
     assert result.returncode == 1 and "--world-size 3" in result.stdout.splitlines()[-1]
     assert "accepted are 1, 2, 4, 8 processes" in result.stdout
     for flags in (("--world-size", 0), ("--world-size", 2, "--sentence-length", 0)):
-        result = run("smoe", "cost", *flags, check=False)
+        result = smoe("cost", *flags, check=False)
         assert result.returncode == 1 and "at least 1" in result.stdout

@@ -5,7 +5,7 @@ import re
 import handmade
 import pytest
 import torch
-from commands import PLUGIN, generate, run
+from commands import PLUGIN, generate, run, smoe
 from family import FAMILY
 from sampling import rest, soak, some
 from test_compat import run_without
@@ -134,7 +134,7 @@ def test_consolidated_bias_and_table(ranks, small_corpus, tmp_path):
         folder = tmp_path / member
         ranks.train(folder, 2, *member_flags(member, small_corpus, folder, "--expert-parallel"))
         one = tmp_path / f"{member}.pt"
-        run("smoe", "consolidate", folder / "checkpoint_last.pt", "--output", one)
+        smoe("consolidate", folder / "checkpoint_last.pt", "--output", one)
         state = torch.load(one, weights_only=True)["model"]
         sharded = checkpoint(folder).states[0]["model"]
         kept = [name for name in sharded if name.endswith(("bias.steps", "gates.0.table"))]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PLUGIN, run
+from commands import PLUGIN, run, smoe
 from handmade import read
 from sampling import soak
 from test_compat import run_without
@@ -213,15 +213,15 @@ def test_sharded_experts_on_two_processes_equal_one(ranks, english, tmp_path, mo
     more = ("--save-interval-updates", 2)
     ranks.train(two, 2, *flags(english, two, *alone, *more, "--expert-parallel"))
     compare(two, one, logged=1e-5, parameters=2e-5)
-    run("smoe", "consolidate", two / LAST, "--output", tmp_path / "whole.pt")
-    run("smoe", "average", two, "--last", 2, "--output", tmp_path / "mean.pt")
+    smoe("consolidate", two / LAST, "--output", tmp_path / "whole.pt")
+    smoe("average", two, "--last", 2, "--output", tmp_path / "mean.pt")
     whole = state_of(tmp_path / "whole.pt")["model"]
     assert whole["decoder.layers.1.moe.experts.w1"].shape[0] == 4
     modes = ("--sample-break-mode", mode)
     perplexities = [eval_lm(english, p, *modes)[1] for p in (tmp_path / "whole.pt", one / LAST)]
     assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-4)
     assert eval_lm(english, tmp_path / "mean.pt", *modes)[1] < 600
-    found = json.loads(run("smoe", "cost", "--path", tmp_path / "whole.pt", "--json").stdout)
+    found = json.loads(smoe("cost", "--path", tmp_path / "whole.pt", "--json").stdout)
     assert found["parameters"] == sum(
         t.numel()
         for n, t in whole.items()
@@ -281,7 +281,7 @@ def test_fewer_words_to_predict_are_counted(english, tmp_path):
     run("fairseq-train", *flags(english, tmp_path, *more, "--max-update", 1))
     state = state_of(tmp_path / LAST)["model"]
     words = len(state["decoder.embed_tokens.weight"])
-    found = json.loads(run("smoe", "cost", "--path", tmp_path / LAST, "--json").stdout)
+    found = json.loads(smoe("cost", "--path", tmp_path / LAST, "--json").stdout)
     assert found["flops"]["output"] == 2 * 50 * 32 and found["flops"]["embedding"] == 2 * words * 32
 
 
@@ -369,7 +369,7 @@ def test_costs_by_hand():
         refused.stdout == "error: --encoder-layers: a language model has no encoder; leave it out\n"
     )
     untied = ("--no-share-decoder-input-output-embed", "--world-size", 2)
-    untied = run("smoe", "cost", "--arch", "smoe_transformer_lm_tiny", "--json", *untied).stdout
+    untied = smoe("cost", "--arch", "smoe_transformer_lm_tiny", "--json", *untied).stdout
     assert json.loads(untied)["processes"]["sharded"]
 
 
@@ -377,6 +377,6 @@ def test_a_pruned_model_is_one_again(english, trained, tmp_path):
     """Its settings speak of no encoder, with which it could not be opened."""
     output = tmp_path / "pruned.pt"
     words = ("--keep", 0.5, "--sentences", 5, "--cpu", "--output", output)
-    run("smoe", "prune", trained("none").checkpoint, english, *words)
+    smoe("prune", trained("none").checkpoint, english, *words)
     command = ("fairseq-eval-lm", english, "--user-dir", PLUGIN, "--path", output, "--cpu")
     assert "Perplexity" in run(*command).stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from commands import FAIRSEQ, PLUGIN, run, run_python
+from commands import FAIRSEQ, PLUGIN, run, run_python, smoe
 from family import FAMILY
 from sampling import soak, some
 from test_average import KILLED
@@ -74,7 +74,7 @@ def with_logits(source: Path, path: Path, logits: dict[int, float]) -> Path:
 
 def prune(data: Path, path: Path, output: Path, *words) -> str:
     """What the command prints."""
-    return run("smoe", "prune", path, data, "--cpu", "--output", output, *words).stdout
+    return smoe("prune", path, data, "--cpu", "--output", output, *words).stdout
 
 
 def strata_of(path: Path) -> list[str]:
@@ -249,7 +249,7 @@ def test_every_other_command_takes_it(halved, small_corpus, tmp_path):
     handmade.analyze(small_corpus, path, tmp_path / "analysis")
     found = json.loads((tmp_path / "analysis/run.json").read_text())["strata"]
     assert found == {"encoder.layer.1": encoder, "decoder.layer.1": decoder}
-    cost = json.loads(run("smoe", "cost", "--path", path, "--json").stdout)
+    cost = json.loads(smoe("cost", "--path", path, "--json").stdout)
     names = {name for name in load(path)["smoe_experts"]["parameters"]}
     tied = {"decoder.embed_tokens.weight", "decoder.output_projection.weight"}
     sizes = [t.numel() for n, t in load(path)["model"].items() if n in names - tied]

@@ -5,7 +5,7 @@ import inspect
 import os
 
 import pytest
-from commands import run, step_here
+from commands import smoe, step_here
 from test_recipes import ROOT
 
 from smoe_fairseq.recipes.commands import NEAR, RECIPES, SETTINGS, function_of
@@ -20,7 +20,7 @@ def dry(tmp_path, *words, **environment):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_help_lists_all_flags_with_their_defaults(name):
-    shown = " ".join(run("smoe", name, "--help").stdout.split())
+    shown = " ".join(smoe(name, "--help").stdout.split())
     for variable in RECIPES[name].settings:
         setting = BY_VARIABLE[variable]
         assert f"{setting.name} " in shown and f"${variable}, else" in shown
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_said_of_the_flag(tmp_path, words, status, named):
 
 @pytest.mark.parametrize("command", ["train", "translate", "evaluate", "cost"])
 def test_an_error_points_to_the_help_of_its_command(command):
-    result = run("smoe", command, "--no-such-flag", check=False)
+    result = smoe(command, "--no-such-flag", check=False)
     assert result.returncode == 2 and f"smoe {command} --help" in result.stdout.splitlines()[-1]
 
 

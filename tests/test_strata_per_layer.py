@@ -5,7 +5,7 @@ import json
 import handmade
 import pytest
 import torch
-from commands import run
+from commands import smoe
 from test_cost import TINY_SIZES, cost, processes
 from test_criterion import make_criterion, make_sample
 from test_expert_parallel import checkpoint, compare, flags, furthest, whole
@@ -115,7 +115,7 @@ def test_what_processes_hold_and_send_is_that_on_paper():
     """Two processes, 4 experts in the encoder, and one in the decoder, which both have."""
     expert = 8 * 16 * 2 + 16 + 8
     words = ["--encoder-smoe-strata", "4", "--decoder-smoe-strata", "1", "--moe-top-k", "1"]
-    everything = json.loads(run("smoe", "cost", "--json", *TINY_SIZES, *words).stdout)["parameters"]
+    everything = json.loads(smoe("cost", "--json", *TINY_SIZES, *words).stdout)["parameters"]
     sharded = processes(*words, "--world-size", 2, "--max-tokens", 100)["sharded"]
     assert sharded["memory"] == 16 * (everything - 2 * expert)
     assert sharded["gradients"] == 4 * (

@@ -9,6 +9,8 @@ The first process has imported torch; others are forked from it, and import more
 
 import argparse
 import atexit
+import copy
+import functools
 import importlib.util
 import logging
 import os
@@ -42,13 +44,14 @@ def import_torch(listener: int) -> None:
 
 def import_fairseq(listener: int) -> None:
     """What all commands of fairseq import."""
-    import composing
     import fairseq.trainer  # noqa: F401
     import pytest  # noqa: F401  (for functions of test files)
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    composing.install()
-    # All settings' defaults are read here once: a command has but its own to read.
+    # hydra parses each setting once, here: a command has but its own to parse.
+    parse_once = functools.cache(OverridesParser.create().parse_rule)
+    OverridesParser.parse_rule = lambda self, *words: copy.copy(parse_once(*words))
     convert_namespace_to_omegaconf(argparse.Namespace())
     # One of fairseq's tasks sets up the log, which a command does before it imports fairseq.
     for handler in logging.root.handlers[:]:
