@@ -53,3 +53,9 @@ def test_other_maps_than_linear_ones_are_called():
     want, _ = attention(x, x, x, need_weights=False)
     attention.k_proj = torch.nn.Sequential(attention.k_proj)
     torch.testing.assert_close(attention(x, x, x, need_weights=False)[0], want)
+
+
+def test_cudnn_which_plans_for_each_shape_is_left_out():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    Attention(D, 2, self_attention=True)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -264,6 +265,23 @@ def test_share_of_the_peak(device, tera):
 
     share = share_of_peak(1e6, 1e8, device)
     assert share == (pytest.approx(3e14 / (tera * 1e12)) if tera else "-")
+
+
+def test_what_may_touch_cuda_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
+    """A process that has touched CUDA cannot fork one that uses it."""
+    import os
+
+    from benchmarks.gpu import update
+    from benchmarks.gpu.parts import Context
+
+    asked = []
+    times = {"device": "NVIDIA H200", "tokens/s": 1.0}
+    log = f"{update.MARK}{json.dumps(times)}\n"
+    runs = SimpleNamespace(train=lambda *words, **options: log)
+    monkeypatch.setattr(update, "flops_per_token", lambda model: os.getpid())
+    monkeypatch.setattr(update, "share_of_peak", lambda rate, flops, device: asked.append(flops))
+    found = update.timed(runs, "4-4, bf16", [], Context("cuda", str(tmp_path), 60))
+    assert found["ok"] is None and len(asked) == 1 and asked[0] != os.getpid()
 
 
 def test_flops_of_a_model_leave_the_embedding_out():

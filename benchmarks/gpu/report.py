@@ -38,6 +38,8 @@ def values(result: dict) -> str:
     """All that was measured in a case, but tables."""
     others = {k: v for k, v in result.items() if k not in ("part", "case", "ok")}
     flat = {k: v for k, v in others.items() if not isinstance(v, dict)}
+    if flat.get("error"):
+        flat["error"] = flat["error"].strip().splitlines()[-1]  # of a stack trace
     return ", ".join(f"{key} {short(value)}" for key, value in flat.items())
 
 
@@ -79,12 +81,12 @@ def report(machine: dict, results: list[dict]) -> str:
         right = [case for case in cases if case["ok"] is True]
         shown = [case for case in cases if case["ok"] is not True]
         if cases:
-            lines += ["", f"## {part}", ""]
+            lines += ["", f"## {part}"]
         if right:
             names = ", ".join(dict.fromkeys(case["case"].split(",")[0] for case in right))
-            lines += [f"{len(right)} cases are right: {names}.", ""]
+            lines += ["", f"{len(right)} cases are right: {names}."]
         if shown:
-            lines += [row(["case", "", "measured"]), "|---|---|---|"]
+            lines += ["", row(["case", "", "measured"]), "|---|---|---|"]
             for case in shown:
                 verdict = "WRONG" if case["ok"] is False else ""
                 lines.append(row([case["case"], verdict, values(case)]))

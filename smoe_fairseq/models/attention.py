@@ -16,6 +16,12 @@ class Attention(MultiheadAttention):
     pass, the mask is one of `attention_mask`, and torch's fused attention does not keep the weights.
     """
 
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        # cuDNN makes a plan for each new shape, which takes the host 7 ms on an H200, and batches
+        # rarely have the same shape twice. Of this process; a switch around each call would cost more.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
     def forward(
         self,
         query,
