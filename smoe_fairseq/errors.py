@@ -1,6 +1,7 @@
 """Sentences for mistakes: the errors of bad input, and what a command does with them."""
 
 import codecs
+import ctypes
 import errno
 import functools
 import logging
@@ -242,6 +243,16 @@ def exit_on_signals() -> Iterator[None]:
 
 def _end(number: int, _frame) -> None:
     raise SystemExit(128 + number)
+
+
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent ends in any way (Linux)."""
+    if _prctl is not None:
+        _prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 # Standard output that cannot be written: one sentence for a full disk, none for a closed pipe.

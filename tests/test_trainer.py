@@ -1,5 +1,11 @@
 """Who asks for fairseq's trainer gets ours, whatever the command; who asks for another gets that one."""
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from commands import PLUGIN, SCRIPTS, TINY, run, run_python
@@ -128,3 +134,108 @@ def test_a_fault_of_ours_is_not_blamed_on_the_checkpoint():
         with pytest.raises(TypeError) as end:
             fault()
         assert _is_fault_of_ours(end.value) == ours
+
+
+def without_memory(failing: str, arguments: list[str]) -> None:
+    """``fairseq-train`` where batches do not fit: the second, all, or those of validation."""
+    from fairseq.tasks.translation import TranslationTask
+    from fairseq_cli import train
+
+    steps, calls = {"valid": "valid_step"}.get(failing, "train_step"), []
+    original = getattr(TranslationTask, steps)
+
+    def step(self, *others, **options):
+        calls.append(1)
+        if failing != "one" or len(calls) == 2:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"
+            )
+        return original(self, *others, **options)
+
+    setattr(TranslationTask, steps, step)
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
+
+
+@pytest.mark.parametrize(
+    "failing, advice",
+    [
+        ("one", "try --max-tokens 200 --update-freq 4, which is the same batch"),
+        ("all", "try --max-tokens 200 --update-freq 4, which is the same batch"),
+        ("valid", "try --max-tokens-valid 200"),
+    ],
+)
+def test_out_of_memory_ends_with_the_batch_to_try(ranks, small_corpus, tmp_path, failing, advice):
+    arguments = [small_corpus, "--save-dir", tmp_path, *SMALL, "--update-freq", 2]
+    arguments += ["--max-update", 3, "--no-save"]
+    if failing == "valid":
+        arguments.remove("--disable-validation")
+    arguments = list(map(str, arguments))
+    run = ranks.start(tmp_path, 1, failing, arguments, function=without_memory, one=True)
+    assert run.wait(60) == [0 if failing == "one" else 1], run.output()
+    lines = run.output().splitlines()
+    *_, where = [i for i, line in enumerate(lines) if line.endswith(advice)]
+    assert failing == "one" or where == len(lines) - 1
+
+
+AS_TORCHRUN = """
+import os, subprocess, sys, time
+child = subprocess.Popen(sys.argv[1:], env={**os.environ, "TORCHELASTIC_RUN_ID": "1"})
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parents' ends are signalled by Linux alone")
+def test_a_rank_ends_with_its_torchrun(small_corpus, tmp_path):
+    """Whatever ended that: SIGKILL cannot be passed on."""
+    words = [SCRIPTS / "fairseq-train", small_corpus, "--save-dir", tmp_path / "run", *SMALL]
+    words += ["--max-update", 10**6, "--no-save", "--log-file", tmp_path / "log"]
+    words = [sys.executable, "-c", AS_TORCHRUN, *map(str, words)]
+    torchrun = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    rank = Path("/proc", torchrun.stdout.readline().strip())
+    waiting = time.monotonic() + 120
+    while (
+        not (tmp_path / "log").exists() or "Start iterating" not in (tmp_path / "log").read_text()
+    ):
+        assert time.monotonic() < waiting and torchrun.poll() is None
+        time.sleep(0.1)
+    torchrun.kill()
+    torchrun.communicate()
+    waiting = time.monotonic() + 30
+    while rank.exists() and (rank / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < waiting
+        time.sleep(0.05)
+
+
+def moving(folder: str, arguments: list[str]) -> None:
+    """``fairseq-train`` whose folder somebody moves in the third update."""
+    from fairseq.tasks.translation import TranslationTask
+    from fairseq_cli import train
+
+    original = TranslationTask.train_step
+
+    def train_step(self, *others, **options):
+        if options["update_num"] == 2:
+            os.rename(folder, f"{folder}.moved")
+        return original(self, *others, **options)
+
+    TranslationTask.train_step = train_step
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
+
+
+@pytest.mark.parametrize("number", [1, soak(2)])
+def test_a_folder_that_is_moved_is_named_and_nothing_lost(ranks, small_corpus, tmp_path, number):
+    folder = tmp_path / "run"
+    arguments = [small_corpus, "--save-dir", folder, *MOE, "--save-interval-updates", 1, *GLOO]
+    arguments = [*map(str, arguments), "--max-update", "4"]
+    run = ranks.start(*(tmp_path, number, str(folder), arguments), function=moving, one=number == 1)
+    statuses = run.wait(60)
+    assert 0 not in statuses[:1], run.output()
+    assert f"{folder} was moved" in run.output().splitlines()[-1]
+    saved = [
+        torch.load(path / "checkpoint_last.pt", weights_only=True)["optimizer_history"][-1]
+        for path in (tmp_path / "run.moved", folder)
+    ]
+    assert [each["num_updates"] for each in saved] == [2, 3]

@@ -1,6 +1,5 @@
 """Commands as child processes: printing, running and stopping them."""
 
-import ctypes
 import os
 import shlex
 import shutil
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from smoe_fairseq.errors import ENDING, UsageError
+from smoe_fairseq.errors import ENDING, UsageError, end_with_parent
 
 STARTED = "SMOE_RECIPE"  # set in the environment of every command that a recipe starts
 PATIENCE = (
@@ -22,8 +21,6 @@ PATIENCE = (
 PYTHON = ("python", "-P")  # -P: no module of the current folder is imported
 # Programs that explain their failure in a sentence of their own.
 _TELL = {"python", "smoe", "fairseq-train", "fairseq-generate", "torchrun", "srun"}
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def command(*words: object, output: object = None) -> str:
@@ -132,12 +129,6 @@ def unfinished(folder: Path) -> Iterator[Path]:
     finally:
         if not dry_run():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent ends in any way (Linux)."""
-    if _prctl is not None:
-        _prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 class Groups:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from smoe_fairseq import files
 from smoe_fairseq.checkpoints.io import noted
-from smoe_fairseq.errors import UsageError, checks_first, ends_with_sentence
+from smoe_fairseq.errors import UsageError, checks_first, end_with_parent, ends_with_sentence
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.training import screen
 
@@ -42,6 +42,15 @@ def all_gather(value) -> list:
 
 
 # The folder that a run saves in is its own, whatever the number of its processes.
+
+
+def folder_identity(folder: Path | str) -> tuple[int, int] | None:
+    """What tells a folder from another one of its name; None if it is missing."""
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def hold_folder(checkpoint) -> None:
@@ -79,6 +88,8 @@ def check_before_all(utils: ModuleType) -> None:
 
 
 def _check_all(cfg) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends its ranks, unless it is killed
+        end_with_parent()
     screen.begin(cfg)
     _expect_dropped_layers(cfg)
     if _has_experts(cfg.model):

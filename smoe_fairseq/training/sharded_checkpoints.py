@@ -25,23 +25,44 @@ from smoe_fairseq.checkpoints.io import (
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import first_block
 from smoe_fairseq.modules.parallel import Placement
-from smoe_fairseq.training.launch import all_gather, broadcast, is_distributed
+from smoe_fairseq.training.launch import (
+    all_gather,
+    broadcast,
+    folder_identity,
+    is_distributed,
+)
 
 
 def save_sets(checkpoint_utils: ModuleType) -> None:
-    """Make fairseq's ``save_checkpoint`` save one file per rank, as a set, if experts are sharded."""
+    """Make fairseq's ``save_checkpoint`` save one file per rank, as a set, if experts are sharded.
+
+    A run whose folder has been moved ends when fairseq has saved in a new one of that name.
+    """
     original = checkpoint_utils.save_checkpoint
 
     @functools.wraps(original)
     def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
         # fairseq stores the best score as an attribute of save_checkpoint, which is now this function.
         if getattr(trainer, "expert_placement", None) is None:
-            return original(cfg, trainer, epoch_itr, val_loss)
-        os.makedirs(cfg.save_dir, exist_ok=True)  # it may be a local folder on each machine
-        with _sets(checkpoint_utils, trainer):
-            return original(cfg, trainer, epoch_itr, val_loss)
+            original(cfg, trainer, epoch_itr, val_loss)
+        else:
+            os.makedirs(cfg.save_dir, exist_ok=True)  # it may be a local folder on each machine
+            with _sets(checkpoint_utils, trainer):
+                original(cfg, trainer, epoch_itr, val_loss)
+        _check_folder(cfg.save_dir, trainer)
 
     checkpoint_utils.save_checkpoint = save_checkpoint
+
+
+def _check_folder(save_dir: str, trainer) -> None:
+    """Raise UsageError, on all ranks, if the first one has saved in another folder than at the start."""
+    began, now = getattr(trainer, "folder", None), folder_identity(save_dir)
+    moved = began is not None and now not in (began, None)
+    if broadcast(moved) if is_distributed() else moved:
+        raise UsageError(
+            f"{save_dir} was moved or removed while training: update {trainer.get_num_updates()} is saved in "
+            "a new folder of that name; move its checkpoints to where the old one is, and that back, to go on"
+        )
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from smoe_fairseq.checkpoints import io
 from smoe_fairseq.checkpoints.io import RECORD, Record, pending
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.host_memory import keep_freed_memory
+from smoe_fairseq.models.memory import same_batch
+from smoe_fairseq.models.options import flag
 from smoe_fairseq.models.transformer import (
     OBSERVED,
     experts_of,
@@ -34,6 +36,7 @@ from smoe_fairseq.training.launch import (
     check_flags,
     check_language_pairs,
     check_options,
+    folder_identity,
     hold_folder,
 )
 from smoe_fairseq.training.sharded_checkpoints import (
@@ -63,6 +66,7 @@ def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
 
 
 logger = logging.getLogger(__name__)
+MOST_SKIPPED = 3  # batches that do not fit into memory, without an update between them
 
 
 def ask_for_ours(trainer: ModuleType) -> None:
@@ -105,8 +109,10 @@ class SMoETrainer(Trainer):
 
     Attributes:
         expert_placement: None if every rank has all experts.
+        folder: the identity of ``--save-dir`` at the start; None if there is none.
         save_name: the name of the set that is being saved, else None.
         in_update: whether an update is running.
+        skipped: batches since the last update that did not fit into memory.
 
     Raises:
         UsageError: flags, data, folder or checkpoint do not fit the run.
@@ -123,6 +129,7 @@ class SMoETrainer(Trainer):
         self.expert_placement = place = placement_of(model)
         self.save_name = None
         self.in_update = False
+        self.skipped = 0
         if place is not None:
             check_options(cfg)
             with open_dict(cfg):
@@ -130,6 +137,7 @@ class SMoETrainer(Trainer):
                 cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         super().__init__(cfg, task, model, *others, **options)
         hold_folder(self.cfg.checkpoint)
+        self.folder = folder_identity(self.cfg.checkpoint.save_dir)
         if not self.cuda:
             keep_freed_memory()
 
@@ -236,12 +244,16 @@ class SMoETrainer(Trainer):
         """
         if begin_update := getattr(self.get_criterion(), "begin_update", None):
             begin_update()
-        self.in_update = True
+        self.in_update, skipped = True, self.skipped
         try:
-            with dummies_left_out(self.task):
+            with dummies_left_out(self.task), self._advising():
                 log = super().train_step(sorted(samples, key=_is_there), *others, **options)
             if log is not None:  # None where an update was skipped
                 screen.after_update(self.get_num_updates())
+            if self.skipped > skipped:
+                logger.warning(f"a batch was skipped: {self._smaller_batch()}")
+            elif log is not None:
+                self.skipped = 0
             return log
         except FloatingPointError as error:  # on all ranks, since the norm is over all gradients
             raise UsageError(
@@ -251,6 +263,32 @@ class SMoETrainer(Trainer):
             ) from None
         finally:
             self.in_update = False
+
+    def valid_step(self, sample, raise_oom=False):
+        """As fairseq's."""
+        with self._advising("_valid"):
+            return super().valid_step(sample, raise_oom)
+
+    @contextmanager
+    def _advising(self, which: str = "") -> Iterator[None]:
+        """The end of a run for want of memory names a smaller batch."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            said = ". ".join(" ".join(str(error).split()).split(". ")[:2])
+            raise UsageError(f"{said}: {self._smaller_batch(which)}") from error
+
+    def _smaller_batch(self, which: str = "") -> str:
+        """The flags to try: of training, or of validation (``which`` is "_valid"), which has no updates."""
+        data = self.cfg.dataset
+        name = f"max_tokens{which}" if data.max_tokens else f"batch_size{which}"
+        size, frequency = getattr(data, name) or 1, self.cfg.optimization.update_freq[0]
+        if which:
+            return f"try {flag(name)} {max(1, size // 2)}"
+        size, frequency = same_batch(size, frequency, size // 2)
+        return f"try {flag(name)} {size} --update-freq {frequency}, which is the same batch"
 
     def _prepare_sample(self, sample, is_dummy=False):
         """As fairseq's; marks a dummy batch, which keeps this rank in step, by ``is_dummy``."""
@@ -284,14 +322,20 @@ class SMoETrainer(Trainer):
         return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=norm)
 
     def _log_oom(self, exc):
+        """As fairseq's, which then skips the batch; raises UsageError where that helps nobody."""
         super()._log_oom(exc)
+        self.skipped += 1
         asking = [b for b in moe_blocks(self.get_model()).values() if b.balance_over == "update"]
         if self.expert_placement is not None or (asking and self.data_parallel_world_size > 1):
-            # fairseq would skip this batch, while other ranks wait for this rank's tokens or counts.
-            flag = "--moe-balance-over update" if asking else "--expert-parallel"
+            # Other ranks wait for this rank's tokens or counts.
+            name = "--moe-balance-over update" if asking else "--expert-parallel"
             raise UsageError(
-                f"process {self.data_parallel_rank} is out of memory, and with {flag} no process can skip "
-                "a batch; lower --max-tokens"
+                f"rank {self.data_parallel_rank} is out of memory, and with {name} no rank can skip a "
+                f"batch: {self._smaller_batch()}"
+            ) from exc
+        if self.skipped >= MOST_SKIPPED:
+            raise UsageError(
+                f"out of memory {self.skipped} times without an update: {self._smaller_batch()}"
             ) from exc
 
 
