@@ -176,14 +176,26 @@ def test_older_kinds_of_data_sets_are_refused(raw_corpus, tmp_path, kind):
     assert result.returncode == 1 and last.startswith("error: ") and "--dataset-impl" in last
 
 
-def test_huffman_codes_are_read_on_any_bitarray():
-    from fairseq.data import huffman
+HUFFMAN = """
+from fairseq.data import huffman
+builder = huffman.HuffmanCodeBuilder()
+builder.add_symbols("a", "b", "a", "c")
+coder = builder.build_code()
+found = coder.decode(coder.encode(["a", "c", "b"]))
+assert [node.symbol for node in found] == ["a", "c", "b"]
+"""
 
-    builder = huffman.HuffmanCodeBuilder()
-    builder.add_symbols("a", "b", "a", "c")
-    coder = builder.build_code()
-    found = coder.decode(coder.encode(["a", "c", "b"]))
-    assert [node.symbol for node in found] == ["a", "c", "b"]
+
+def test_huffman_codes_are_read_on_any_bitarray():
+    result = run_python(HUFFMAN)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.soak
+def test_without_its_patch_they_are_not(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(HUFFMAN)
+    assert run_without("find_last_bit", program).returncode
 
 
 def test_a_data_class_of_a_plugin_may_hold_another():

@@ -144,6 +144,14 @@ def test_a_metric_that_no_log_has_is_not_the_end_of_a_run(corpus, tmp_path):
 
 
 @pytest.mark.soak
+def test_without_its_patch_it_is_the_end(corpus, tmp_path):
+    flags = ("--best-checkpoint-metric", "none", "--max-epoch", 2)
+    words = (corpus, "--save-dir", tmp_path, *TINY, *flags)
+    result = run_without("give_nan_for_missing", "fairseq-train", *words)
+    assert result.returncode and "KeyError" in result.stdout and not list(tmp_path.glob("*.pt"))
+
+
+@pytest.mark.soak
 def test_without_its_bounds_an_untrained_model_is_saved(corpus, tmp_path):
     command = ("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, "--max-update", -1)
     assert run_without("check_values", *command).returncode == 0
