@@ -10,6 +10,7 @@ from test_model import make_task, sentence_against, tiny
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.statistics import Counts
 
 EXECUTIONS = pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 
@@ -176,7 +177,7 @@ def test_a_step_goes_towards_the_budget(budget, towards):
         hooks = [
             b.gates[0].register_forward_hook(
                 lambda gate, inputs, routing: seen.append(
-                    float(routing.mean_true_probs_E[4:].sum().detach())
+                    float(Counts(routing).mean_true_probs_E[4:].sum().detach())
                 )
             )
             for b in blocks

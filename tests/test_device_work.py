@@ -7,9 +7,9 @@ import torch
 from test_block_work import STRATA, Operations, make_block, needs_grouped_mm, run_block
 from torch.overrides import TorchFunctionMode
 
+from smoe_fairseq.criterions.metrics import on_host
 from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.modules.experts import best_execution
-from smoe_fairseq.modules.statistics import on_host
 
 T, D = 96, 16
 READING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "is_nonzero"}

@@ -229,7 +229,7 @@ def test_analysis_counts_every_token(three_languages, tmp_path, member):
         member == "expert-choice"
     ):  # where the factor is no limit, but how many tokens an expert takes
         gates = [gate for block in moe_blocks(model).values() for gate in block.gates]
-        assert {gate.eval_factor for gate in gates if gate.asks_for == "sentence"} == {1}
+        assert {gate.eval_factor for gate in gates if gate.extra_input == "sentence"} == {1}
     lengths = sum(handmade.LENGTHS) + 8  # and </s>
     assert len(of_layer) == 4 * 4
     if member in ("expert-choice", "depths", "hash", "base", "shared"):

@@ -32,7 +32,15 @@ LAYERS = {
     "checkpoints": {
         *("compat", "errors", "files", "forms", "host_memory", "huggingface", "models", "modules")
     },
-    "training": {"checkpoints", "errors", "files", "host_memory", "models", "modules"},
+    "training": {
+        "checkpoints",
+        "criterions",
+        "errors",
+        "files",
+        "host_memory",
+        "models",
+        "modules",
+    },
     "analysis": {ROOT, "checkpoints", "errors", "files", "forms", "models", "modules"},
     "serve": {"analysis", "errors", "files", "host_memory", "models", "translate"},
 }

@@ -1,6 +1,7 @@
 """Routing metrics that the criterion logs."""
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict
     sums = {}
     for name, block in moe_blocks(model).items():
         top_k = block.choices
-        ordered = "any" if block.gates[0].asks_for == "sentence" else "top"
+        ordered = "any" if block.gates[0].extra_input == "sentence" else "top"
         key = f"moe_{ordered}{top_k} {name}"
         if name in ran:
             sums[key] = _table(block, ran[name])
@@ -169,3 +170,34 @@ def log_block(name: str, strata: list[_Row]) -> None:
         log(f"stratum.{i}/experts_per_token", row.kept, row.tokens)
         _log_overflow([row], f"{name}/stratum.{i}/", _LAST)
         log(f"stratum.{i}/unused_expert1_count", row.unused, row.batches)
+
+
+def on_host(logs: list[Mapping]) -> list[dict]:
+    """Dictionaries in which numbers and numpy arrays stand in the place of tensors, in one transfer.
+
+    Integers stay exact up to 2^53; other values are as they were.
+    """
+    tensors = [value for log in logs for value in log.values() if torch.is_tensor(value)]
+    if not tensors:
+        return [dict(log) for log in logs]
+    # One copy for each type there is, and one to the host; fairseq with --cpu has its norm on the GPU.
+    kinds = {(tensor.device, tensor.dtype): [] for tensor in tensors}
+    for tensor in tensors:
+        kinds[tensor.device, tensor.dtype].append(tensor)
+    joined = {kind: torch.cat([t.detach().flatten() for t in of]) for kind, of in kinds.items()}
+    flat = {
+        device: torch.cat([v.double() for (of, _), v in joined.items() if of == device])
+        .cpu()
+        .numpy()
+        for device in {tensor.device: None for tensor in tensors}
+    }
+    start, values = dict.fromkeys(flat, 0), {}
+    for (device, dtype), group in kinds.items():
+        for each in group:
+            first = start[device]
+            value = flat[device][first : first + each.numel()].reshape(tuple(each.shape))
+            start[device] += each.numel()
+            if not dtype.is_floating_point:
+                value = value.astype("int64")
+            values[id(each)] = value if each.dim() else value.item()
+    return [{key: values.get(id(value), value) for key, value in log.items()} for log in logs]

@@ -14,11 +14,10 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smoe_fairseq.criterions.metrics import has_routing, log_routing, routing_sums
+from smoe_fairseq.criterions.metrics import has_routing, log_routing, on_host, routing_sums
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import SparseModel, moe_blocks
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
-from smoe_fairseq.modules.statistics import balance_loss, on_host
 
 
 class LabelSmoothedNLL(torch.autograd.Function):
@@ -99,6 +98,22 @@ def cmr_budget_loss(moe_stats: list[RoutingStats], p: float) -> Tensor:
 #
 # Choices are counted here and not in the block: the criterion sees each batch once, even with
 # activation checkpointing, and all layers at once.
+
+
+def balance_loss(asked_LE: Tensor, mean_probs_LE: Tensor, visible_L: Tensor) -> Tensor:
+    """``mean_L E sum_e f_e p_e``, a scalar (paper, eq. 8 and 11); f may be of more batches than p.
+
+    f of all batches of an update lets experts be busy with different ones (Qiu et al. 2025).
+
+    Args:
+        asked_LE: tokens that asked for each expert; f is their fraction. 0 for experts that a gate does
+            not see.
+        mean_probs_LE: p, the mean probability.
+        visible_L: how many experts each gate sees.
+    """
+    asked_LE = asked_LE.to(mean_probs_LE.dtype)
+    fraction_LE = asked_LE / asked_LE.sum(1, keepdim=True).clamp(min=1)
+    return (visible_L * (fraction_LE * mean_probs_LE).sum(1)).mean()
 
 
 class UpdateBalance:

@@ -283,7 +283,7 @@ def block_of(config: SMoEConfig, side: str, options: dict, vocabulary: int) -> S
     given = {name: config.of(side, name) for name in ("embed_dim", "ffn_embed_dim")}
     options = {**given, "activation_fn": config.activation_fn, **options}
     options["activation_fn"] = ACTIVATIONS[options["activation_fn"]]
-    if GATES[options.get("gate", MoEConfig.gate)].asks_for == "id":
+    if GATES[options.get("gate", MoEConfig.gate)].extra_input == "id":
         options["hash_table"] = torch.zeros(vocabulary, dtype=torch.long)
     output_norm = options.pop("output_norm", True)
     block = StratifiedMoE(**options)

@@ -167,7 +167,9 @@ def check_language_modeling(config: DecoderOptions, task) -> None:
 
 def _check_blocks(config: MoEOptions, side: str) -> None:
     """The block checks its own options."""
-    table = {"hash_table": torch.zeros(1).long()} if GATES[config.moe_gate].asks_for == "id" else {}
+    table = (
+        {"hash_table": torch.zeros(1).long()} if GATES[config.moe_gate].extra_input == "id" else {}
+    )
     layers = config.moe_options(side)
     try:
         with torch.device("meta"):

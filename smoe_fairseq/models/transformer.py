@@ -179,7 +179,7 @@ def with_experts(config: DecoderOptions, source: Dictionary, target: Dictionary)
         side = getattr(transformer, name)
         side.moe_freq = config.moe_freq_of(name)
         side.moe_options = config.moe_options(name)
-        if GATES[config.moe_gate].asks_for == "id":
+        if GATES[config.moe_gate].extra_input == "id":
             for options, strata in zip(side.moe_options, config.strata_of(name), strict=True):
                 try:
                     table = hash_table(config, dictionaries[name], strata.num_experts)

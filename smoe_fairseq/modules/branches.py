@@ -35,7 +35,7 @@ class FeedForward(nn.Module):
         return self.fc2(F.dropout(h_TF, self.activation_dropout, self.training))
 
 
-# A branch is a network beside the experts. ``beside(x, routing)`` computes what does not depend on their
+# A branch is a network beside the experts. ``compute(x, routing)`` computes what does not depend on their
 # outputs, which may be on their way from other ranks, and ``combine`` puts the two together.
 
 
@@ -45,7 +45,7 @@ class SharedExperts(FeedForward):
     N of width F are computed as one of width N F.
     """
 
-    def beside(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def compute(self, x_TD: Tensor, routing: Routing) -> Tensor:
         return self.network(x_TD)
 
     def combine(self, moe_TD: Tensor, own_TD: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class ResidualNetwork(FeedForward):
         super().__init__(embed_dim, *others, **options)
         self.mix = nn.Linear(embed_dim, 2)
 
-    def beside(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    def compute(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         logits_T2 = self.mix(x_TD)
         logits_T2 = logits_T2.to(torch.promote_types(logits_T2.dtype, torch.float32))
         return logits_T2.softmax(dim=-1), self.network(x_TD)
@@ -86,7 +86,7 @@ class SimpleExperts(nn.Module):
             for parameter in (self.mix, self.constant):
                 nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))  # as nn.Linear
 
-    def beside(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def compute(self, x_TD: Tensor, routing: Routing) -> Tensor:
         weight_TS = routing.simple_TS  # of the constant experts, then of the copies
         constants = 0 if self.constant is None else len(self.constant)
         constant_TV, copy_TC = weight_TS.tensor_split([constants], dim=1)
@@ -138,7 +138,7 @@ class ConditionalRouting(nn.Module):
 
     network = FeedForward.network
 
-    def beside(self, x_TD: Tensor, routing: Routing) -> CMROutput:
+    def compute(self, x_TD: Tensor, routing: Routing) -> CMROutput:
         gate_T1 = self.gate(x_TD).float().sigmoid()
         active_T1 = routing.active_T.unsqueeze(1).to(gate_T1.dtype)
         gate_sum, tokens = (gate_T1 * active_T1).sum(), active_T1.sum()
@@ -173,7 +173,7 @@ class OutputMasking(nn.Module):
         super().__init__()
         self.p = p
 
-    def beside(self, x_TD: Tensor, routing: Routing) -> None:
+    def compute(self, x_TD: Tensor, routing: Routing) -> None:
         return None
 
     def combine(self, moe_TD: Tensor, own: None) -> Tensor:

@@ -432,7 +432,7 @@ def _check_gate(config: MoEConfig, strata: Strata) -> None:
     if GATES[gate].needs_capacity and not config.capacity_factor:
         expected = f"{{gate}} {gate} takes so many experts per token; expected a positive number"
         raise OptionError("{capacity_factor} {given}: " + expected, given=config.capacity_factor)
-    if GATES[gate].asks_for == "id":
+    if GATES[gate].extra_input == "id":
         _check_hash_table(gate, config.hash_table, strata.num_experts)
 
 

@@ -29,7 +29,7 @@ from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.parallel import LocalDispatcher, Placement, ShardedDispatcher
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.rows import Copies, IndexedTokens, MaskedTokens
-from smoe_fairseq.modules.statistics import Counting, RoutingStats, Visit
+from smoe_fairseq.modules.statistics import RoutingStats, StatsBuilder, Visit
 from smoe_fairseq.modules.strata import OptionError
 
 
@@ -71,7 +71,7 @@ class StratifiedMoE(nn.Module):
         )
         for gate in self._gates_with_residual():
             gate.add_residual()
-        self.counting = Counting(config, self.gates)
+        self.counting = StatsBuilder(config, self.gates)
         self.choices = self.counting.choices  # K
         self.hands_on_logits = self.counting.hands_on_logits
         place = self._placement(config.expert_parallel)
@@ -157,35 +157,40 @@ class StratifiedMoE(nn.Module):
             return inference.forward(self, x, padding_mask), None
         x_TD, weights = x.reshape(-1, x.shape[-1]), self.experts.weights()
         run = start_pass(self.execution, self.experts, weights)
-        position_T = torch.zeros(x_TD.shape[0], dtype=torch.long, device=x.device)
-        padding_T = padding_mask.reshape(-1) if padding_mask is not None else position_T > 0
+        # The last stratum that each token was in or passed by; -1 before the first.
+        position_T = torch.full((len(x_TD),), -1, device=x.device)
+        padding_T = padding_mask.reshape(-1) if padding_mask is not None else position_T >= 0
         left_out_T = drop_gating(padding_T, self.gating_dropout, self.training)
         position_T = position_T.masked_fill(left_out_T, len(self.strata))
         # Off a CPU the host would wait for the number of tokens.
         indexes = run.on_host and x.device.type == "cpu"
-        label_T = self._labels(x, ids, gate_logits)
+        extra_T = self._gate_inputs(x, ids, gate_logits)
         visits = []
         y_TD = self.layer_norms.start(x_TD)
 
         for i, gate in enumerate(self.gates):
-            here_T = position_T == i
+            here_T = position_T == i - 1
             tokens = (IndexedTokens if indexes else MaskedTokens)(here_T)
             # x' = LN_i(x) (paper, eq. 4)
             h_TD, y_TD = self.layer_norms.enter(i, y_TD, tokens)
             # G = softmax(W_i x'), and the top k of it (eq. 5)
-            labels = () if label_T is None else (tokens.take(label_T),)
-            routing = gate(h_TD, tokens.active_T, *labels)
+            extra = () if extra_T is None else (tokens.take(extra_T),)
+            routing = gate(h_TD, tokens.active_T, *extra)
             if self.config.gate_residual != "none":
                 # In the columns of the first gate's experts; 0 for those that this one does not see.
-                unseen = label_T.shape[1] - routing.own_logits_TE.shape[1]
-                label_T = tokens.replace(label_T, F.pad(routing.own_logits_TE, (unseen, 0)))
+                unseen = extra_T.shape[1] - routing.own_logits_TE.shape[1]
+                extra_T = tokens.replace(extra_T, F.pad(routing.own_logits_TE, (unseen, 0)))
             # The stratum j of the first choice: the token goes on to gate j + 1.
-            position_T = tokens.replace(position_T, self._next_stratum(i, routing))
+            if i + 1 < len(self.gates):
+                position_T = tokens.replace(position_T, self._stratum_of_first_choice(i, routing))
             # y = sum_e G_e FFN_e(x') (eq. 6), and the networks beside the experts
-            copies, branches = self._copies(i, routing), partial(self._beside, h_TD, routing)
-            out_TD, weights, own = self.dispatcher(h_TD, copies, run, weights, branches)
-            for branch, own_of_branch in zip(self.branches, own, strict=True):
-                out_TD = branch.combine(out_TD, own_of_branch)
+            copies, branches = (
+                self._copies(i, routing),
+                partial(self._compute_branches, h_TD, routing),
+            )
+            out_TD, weights, branch_outputs = self.dispatcher(h_TD, copies, run, weights, branches)
+            for branch, output in zip(self.branches, branch_outputs, strict=True):
+                out_TD = branch.combine(out_TD, output)
             # x <- y + x (eq. 7)
             y_TD = self.layer_norms.leave(y_TD, out_TD, tokens)
             if with_stats:
@@ -194,7 +199,9 @@ class StratifiedMoE(nn.Module):
         y_TD = self.layer_norms.finish(x_TD, y_TD, tokens, padding_T)
         if not with_stats:
             return y_TD.view_as(x), None
-        cmr = own[-1] if self.cmr is not None else None  # which goes with a single stratum
+        cmr = (
+            branch_outputs[-1] if self.cmr is not None else None
+        )  # which goes with a single stratum
         return y_TD.view_as(x), self.counting.stats(visits, x.shape[:-1], cmr)
 
     def _copies(self, i: int, routing: Routing) -> Copies:
@@ -203,12 +210,14 @@ class StratifiedMoE(nn.Module):
         own = self.strata.experts_of_gate[i]
         return Copies(routing.expert_TK, weight_TK, routing.rank_TK, routing.kept_E, own)
 
-    def _beside(self, h_TD: Tensor, routing: Routing) -> list:
+    def _compute_branches(self, h_TD: Tensor, routing: Routing) -> list:
         """What each branch computes while the experts' outputs may be on their way."""
-        return [branch.beside(h_TD, routing) for branch in self.branches]
+        return [branch.compute(h_TD, routing) for branch in self.branches]
 
-    def _labels(self, x: Tensor, ids: Tensor | None, gate_logits: Tensor | None) -> Tensor | None:
-        """What the gates ask for of each token beside its vector: ``(T,)``, or logits ``(T, E + M)``."""
+    def _gate_inputs(
+        self, x: Tensor, ids: Tensor | None, gate_logits: Tensor | None
+    ) -> Tensor | None:
+        """Extra gate inputs: token ids or sentence indices ``(T,)``, or earlier logits ``(T, E + M)``."""
         if self.config.gate_residual != "none":
             gate = self.gates[0]
             shape = x.shape[:-1].numel(), gate.num_experts + gate.free_experts
@@ -216,7 +225,7 @@ class StratifiedMoE(nn.Module):
                 dtype = torch.promote_types(x.dtype, torch.float32)
                 return torch.zeros(shape, dtype=dtype, device=x.device)
             return gate_logits.reshape(shape)
-        asked = self.gates[0].asks_for
+        asked = self.gates[0].extra_input
         if asked == "id":
             if ids is None or ids.shape != x.shape[:-1]:
                 raise ValueError(f"a hash gate needs ids of shape {tuple(x.shape[:-1])}")
@@ -227,11 +236,11 @@ class StratifiedMoE(nn.Module):
             return sentence.expand(-1, shape[-1]).reshape(-1)
         return None
 
-    def _next_stratum(self, i: int, routing: Routing) -> Tensor:
-        """A token goes on behind the stratum of its first choice, dropped there or not."""
+    def _stratum_of_first_choice(self, i: int, routing: Routing) -> Tensor:
+        """Of each token at gate ``i``, whether it is dropped there or not."""
         if self.strata.fixed_depth:
-            return torch.full_like(routing.first_choice_T, i + 1)
-        return self.stratum_of_expert[routing.first_choice_T + self.strata.first_experts[i]] + 1
+            return torch.full_like(routing.first_choice_T, i)
+        return self.stratum_of_expert[self.strata.first_experts[i] :].take(routing.first_choice_T)
 
     @torch.no_grad()
     def end_update(self, observed_LN: Tensor) -> None:

@@ -213,50 +213,6 @@ class Routing(NamedTuple):
         size = self.probs_TE.shape[1]
         return count(self.choice_TK.masked_fill(~self.taken_TK, size).flatten(), size)
 
-    @property
-    def num_tokens(self) -> Tensor:
-        """Active ones, as a divisor."""
-        return self.active_T.sum().clamp(min=1)
-
-    @property
-    def mean_probs_E(self) -> Tensor:
-        """``(E + M,)``, over the active tokens."""
-        return (self.probs_TE * self.active_T.unsqueeze(1)).sum(0) / self.num_tokens
-
-    @property
-    def mean_true_probs_E(self) -> Tensor:
-        """``(E,)``, over the active tokens: of the first choice, which is never a null expert."""
-        probs_TE = self.probs_TE
-        if probs_TE.shape[1] > self.num_experts:
-            probs_TE = self.logits_TE[:, : self.num_experts].softmax(dim=-1)
-        return (probs_TE * self.active_T.unsqueeze(1)).sum(0) / self.num_tokens
-
-    def balance_loss(self, asked_E: Tensor) -> Tensor:
-        """``E * sum_e f_e p_e``: 1 when balanced, up to E when not, 0 without tokens (paper, eq. 8).
-
-        Args:
-            asked_E: what f are the fractions of: first choices ``(E,)`` or all choices ``(E + M,)``.
-        """
-        num_tokens = self.num_tokens
-        each_once = len(asked_E) == self.num_experts
-        asked_E = asked_E.to(self.probs_TE.dtype)
-        # f (eq. 9) and p (eq. 10)
-        fraction_E = asked_E / (num_tokens if each_once else asked_E.sum().clamp(min=1))
-        return self.probs_TE.shape[1] * (fraction_E * self.mean_probs_E).sum()
-
-    def entropy(self) -> Tensor:
-        """Mean of ``-sum_e p_e log p_e`` over tokens: small where few experts share a token."""
-        # By the logits, since the gradient of p log p is not finite where p is 0.
-        entropy_T = self.logits_TE.logsumexp(1) - (self.probs_TE * self.logits_TE).sum(1)
-        return (entropy_T * self.active_T).sum() / self.active_T.sum().clamp(min=1)
-
-    def z_loss(self) -> Tensor:
-        """Mean of ``logsumexp(logits)^2`` over tokens, small when logits are (Zoph et al. 2022, eq. 5)."""
-        if self.logits_TE is None:
-            return self.probs_TE.new_zeros(())
-        squared_T = self.logits_TE.logsumexp(dim=-1).square()
-        return (squared_T * self.active_T).sum() / self.active_T.sum().clamp(min=1)
-
 
 def count(index_N: Tensor, size: int) -> Tensor:
     """How often each of ``0..size-1`` occurs, without waiting for the device as ``bincount`` does."""

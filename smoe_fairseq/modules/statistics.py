@@ -3,7 +3,7 @@
 Shapes: T tokens, K choices per token, E experts, L strata, B sentences, S positions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,6 +55,53 @@ class RoutingStats(NamedTuple):
         )
 
 
+class Counts:
+    """What a gate's losses are made of, counted once; tokens are the active ones."""
+
+    def __init__(self, routing: Routing):
+        self.routing = routing
+        self.first_choices_E = routing.first_choices_E
+        self.num_tokens = self.first_choices_E.sum().clamp(min=1)  # as a divisor
+        self.mean_probs_E = self.mean(routing.probs_TE)  # (E + M,): p (paper, eq. 10)
+
+    def mean(self, x_T: Tensor) -> Tensor:
+        """Over the tokens."""
+        active_T = self.routing.active_T.view(-1, *[1] * (x_T.dim() - 1))
+        return (x_T * active_T).sum(0) / self.num_tokens
+
+    @property
+    def mean_true_probs_E(self) -> Tensor:
+        """``(E,)``: of the first choice, which is never a free expert."""
+        routing, num_experts = self.routing, self.routing.num_experts
+        if routing.probs_TE.shape[1] == num_experts:
+            return self.mean_probs_E
+        return self.mean(routing.logits_TE[:, :num_experts].softmax(dim=-1))
+
+    def balance_loss(self, asked_E: Tensor) -> Tensor:
+        """``E * sum_e f_e p_e``: 1 when balanced, up to E when not, 0 without tokens (paper, eq. 8).
+
+        Args:
+            asked_E: what f are the fractions of: first choices ``(E,)`` or all choices ``(E + M,)``.
+        """
+        each_once = asked_E is self.first_choices_E
+        asked_E = asked_E.to(self.mean_probs_E.dtype)
+        # f (eq. 9)
+        fraction_E = asked_E / (self.num_tokens if each_once else asked_E.sum().clamp(min=1))
+        return len(self.mean_probs_E) * (fraction_E * self.mean_probs_E).sum()
+
+    def entropy(self) -> Tensor:
+        """Mean of ``-sum_e p_e log p_e`` over tokens: small where few experts share a token."""
+        # By the logits, since the gradient of p log p is not finite where p is 0.
+        logits_TE, probs_TE = self.routing.logits_TE, self.routing.probs_TE
+        return self.mean(logits_TE.logsumexp(1) - (probs_TE * logits_TE).sum(1))
+
+    def z_loss(self) -> Tensor:
+        """Mean of ``logsumexp(logits)^2`` over tokens, small when logits are (Zoph et al. 2022, eq. 5)."""
+        if self.routing.logits_TE is None:
+            return self.mean_probs_E.new_zeros(())
+        return self.mean(self.routing.logits_TE.logsumexp(dim=-1).square())
+
+
 class Visit(NamedTuple):
     """The tokens at one stratum in one pass."""
 
@@ -63,7 +110,7 @@ class Visit(NamedTuple):
     routing: Routing
 
 
-class Counting:
+class StatsBuilder:
     """What is counted in a block's passes."""
 
     def __init__(self, config: MoEConfig, gates: Sequence[nn.Module]):
@@ -92,7 +139,8 @@ class Counting:
         for here_T, tokens, routing in visits:
             requested_T = requested_T + here_T
             dropped_TK = tokens.add(dropped_TK, self.on_all_choices(routing.dropped_TK))
-        first_choices = [routing.first_choices_E for routing in routings]
+        counts = [Counts(routing) for routing in routings]
+        first_choices = [each.first_choices_E for each in counts]
         asked = None
         if self.free_experts:
             alike = self.null_experts, self.copy_experts
@@ -103,7 +151,7 @@ class Counting:
             if self.observed
             else None
         )
-        losses = [r.balance_loss(asked_E) for r, asked_E in zip(routings, of_loss, strict=True)]
+        losses = [c.balance_loss(asked_E) for c, asked_E in zip(counts, of_loss, strict=True)]
         return RoutingStats(
             balance_loss=torch.stack(losses).mean(),
             requested_capacity=requested_T.view(shape),
@@ -112,15 +160,19 @@ class Counting:
             chosen=torch.stack([self.on_all_choices(r.chosen_K) for r in routings]),
             dropped=torch.stack([self.on_all_choices(r.dropped_TK.sum(0)) for r in routings]),
             dropped_choices=dropped_TK.view(*shape, self.choices),
-            z_loss=torch.stack([r.z_loss() for r in routings]).mean(),
+            z_loss=torch.stack([each.z_loss() for each in counts]).mean(),
             cmr_gate_sum=cmr and cmr.gate_sum,
             cmr_tokens=cmr and cmr.tokens,
-            entropy=torch.stack([r.entropy() for r in routings]).mean() if self.entropy else None,
+            entropy=torch.stack([each.entropy() for each in counts]).mean()
+            if self.entropy
+            else None,
             asked=asked and self._stack(asked),
             observed=observed and torch.stack(observed),
             l1=torch.stack([r.l1 for r in routings]).mean() if self.l1 else None,
-            mean_probs=self._stack([r.mean_probs_E for r in routings]) if self.mean_probs else None,
-            stops=expected_stops(self.strata, routings) if self.stops else None,
+            mean_probs=self._stack([each.mean_probs_E for each in counts])
+            if self.mean_probs
+            else None,
+            stops=expected_stops(self.strata, counts) if self.stops else None,
             gate_logits=self._gate_logits(visits[0], shape) if self.hands_on_logits else None,
         )
 
@@ -136,32 +188,16 @@ class Counting:
         return F.pad(number_K, (0, missing)) if missing else number_K
 
     def _stack(self, numbers: list[Tensor]) -> Tensor:
-        return torch.stack([on_all_experts(self.strata, i, n_E) for i, n_E in enumerate(numbers)])
+        return torch.stack([pad_to_block(self.strata, i, n_E) for i, n_E in enumerate(numbers)])
 
 
-def on_all_experts(strata: Strata, i: int, number_E: Tensor) -> Tensor:
+def pad_to_block(strata: Strata, i: int, number_E: Tensor) -> Tensor:
     """Numbers of the experts that gate ``i`` sees, with 0 for those that it does not see; then null ones."""
     first, visible = strata.first_experts[i], strata.visible[i]
     padding = (first, strata.num_experts - first - visible)
     if len(number_E) == visible:
         return F.pad(number_E, padding)
     return torch.cat([F.pad(number_E[:visible], padding), number_E[visible:]])
-
-
-def balance_loss(asked_LE: Tensor, mean_probs_LE: Tensor, visible_L: Tensor) -> Tensor:
-    """``mean_L E sum_e f_e p_e``, a scalar (paper, eq. 8 and 11); f may be of more batches than p.
-
-    f of all batches of an update lets experts be busy with different ones (Qiu et al. 2025).
-
-    Args:
-        asked_LE: tokens that asked for each expert; f is their fraction. 0 for experts that a gate does
-            not see.
-        mean_probs_LE: p, the mean probability.
-        visible_L: how many experts each gate sees.
-    """
-    asked_LE = asked_LE.to(mean_probs_LE.dtype)
-    fraction_LE = asked_LE / asked_LE.sum(1, keepdim=True).clamp(min=1)
-    return (visible_L * (fraction_LE * mean_probs_LE).sum(1)).mean()
 
 
 def average_null(asked_E: Tensor, null_experts: int, copy_experts: int = 0) -> Tensor:
@@ -179,7 +215,7 @@ def average_null(asked_E: Tensor, null_experts: int, copy_experts: int = 0) -> T
     return torch.cat([true_E, null_M.mean(-1, keepdim=True).expand_as(null_M)], dim=-1)
 
 
-def expected_stops(strata: Strata, routings: list[Routing]) -> Tensor:
+def expected_stops(strata: Strata, counts: list[Counts]) -> Tensor:
     """Mean requested capacity of a pass, a scalar, with the gradient of the expected one.
 
     The recursion ``N_L = 1``, ``N_i = 1 + sum_{j=i..L-1} s_ij N_{j+1}``, where
@@ -194,23 +230,23 @@ def expected_stops(strata: Strata, routings: list[Routing]) -> Tensor:
     A stratum where no token stops counts as under uniform routing, and has no gradient.
 
     Args:
-        routings: of each stratum's gate; gates see later strata.
+        counts: of each stratum's gate; gates see later strata.
     """
-    last = routings[-1].probs_TE.new_ones(())
+    last = counts[-1].mean_probs_E.new_ones(())
     stops = [last]  # N of the strata behind the one at hand
     for i in reversed(range(len(strata) - 1)):
         rest = Strata(strata.sizes[i:])
-        share_L = _shares(routings[i], rest.sizes)
+        share_L = _shares(counts[i], rest.sizes)
         here = 1 + (share_L[:-1] * torch.stack(stops)).sum()  # behind the last one there are none
-        some = routings[i].active_T.any()
+        some = counts[i].first_choices_E.any()
         stops.insert(0, torch.where(some, here, rest.expected_requested_capacity()))
     return stops[0]
 
 
-def _shares(routing: Routing, sizes: tuple[int, ...]) -> Tensor:
+def _shares(counts: Counts, sizes: tuple[int, ...]) -> Tensor:
     """By the strata that a gate sees, of these sizes: the tokens that choose it first, out of all."""
-    probs_E = routing.mean_true_probs_E
-    counted_E = routing.first_choices_E.to(probs_E.dtype) / routing.num_tokens
+    probs_E = counts.mean_true_probs_E
+    counted_E = counts.first_choices_E.to(probs_E.dtype) / counts.num_tokens
     counted_L, probs_L = (
         torch.stack([part.sum() for part in number_E.split(sizes)])
         for number_E in (counted_E, probs_E)
@@ -220,34 +256,3 @@ def _shares(routing: Routing, sizes: tuple[int, ...]) -> Tensor:
 
 def capacities_of(model: nn.Module) -> list[Capacity]:
     return [module for module in model.modules() if isinstance(module, Capacity)]
-
-
-def on_host(logs: list[Mapping]) -> list[dict]:
-    """Dictionaries in which numbers and numpy arrays stand in the place of tensors, in one transfer.
-
-    Integers stay exact up to 2^53; other values are as they were.
-    """
-    tensors = [value for log in logs for value in log.values() if torch.is_tensor(value)]
-    if not tensors:
-        return [dict(log) for log in logs]
-    # One copy for each type there is, and one to the host; fairseq with --cpu has its norm on the GPU.
-    kinds = {(tensor.device, tensor.dtype): [] for tensor in tensors}
-    for tensor in tensors:
-        kinds[tensor.device, tensor.dtype].append(tensor)
-    joined = {kind: torch.cat([t.detach().flatten() for t in of]) for kind, of in kinds.items()}
-    flat = {
-        device: torch.cat([v.double() for (of, _), v in joined.items() if of == device])
-        .cpu()
-        .numpy()
-        for device in {tensor.device: None for tensor in tensors}
-    }
-    start, values = dict.fromkeys(flat, 0), {}
-    for (device, dtype), group in kinds.items():
-        for each in group:
-            first = start[device]
-            value = flat[device][first : first + each.numel()].reshape(tuple(each.shape))
-            start[device] += each.numel()
-            if not dtype.is_floating_point:
-                value = value.astype("int64")
-            values[id(each)] = value if each.dim() else value.item()
-    return [{key: values.get(id(value), value) for key, value in log.items()} for log in logs]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from smoe_fairseq.checkpoints import io
 from smoe_fairseq.checkpoints.io import RECORD, Record, pending
+from smoe_fairseq.criterions.metrics import on_host
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.host_memory import keep_freed_memory
 from smoe_fairseq.models.memory import same_batch
@@ -28,7 +29,6 @@ from smoe_fairseq.models.transformer import (
     moe_blocks,
     placement_of,
 )
-from smoe_fairseq.modules.statistics import on_host
 from smoe_fairseq.training import screen
 from smoe_fairseq.training.gradients import ExpertNorm
 from smoe_fairseq.training.launch import (

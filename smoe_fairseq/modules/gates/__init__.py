@@ -1,6 +1,6 @@
 """The kinds of gate, a file for each.
 
-A gate is called with tokens and a mask, and with a label per token where its `asks_for` says so; it returns a
+A gate is called with tokens and a mask, and with its `extra_input` where it has one; it returns a
 `Routing`. Its `of_config` makes it for one stratum. To add a gate: a file here, and a line in `GATES`.
 """
 

@@ -23,7 +23,7 @@ class ExpertChoiceGate(LinearGate):
         eval_factor: the same in evaluation; 0: as in training.
     """
 
-    asks_for = "sentence"
+    extra_input = "sentence"
     of_one_stratum = True
     needs_capacity = True
 

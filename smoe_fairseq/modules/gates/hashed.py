@@ -22,7 +22,7 @@ class HashGate(Gate):
         table: the expert of each id, ``(V,)``; part of the state dict.
     """
 
-    asks_for = "id"
+    extra_input = "id"
     top_k = 1
     of_one_stratum = True
 
@@ -56,7 +56,7 @@ class HashTopKGate(TopKGate):
         table: the first expert of each id, ``(V,)``; part of the state dict.
     """
 
-    asks_for = "id"
+    extra_input = "id"
     of_one_stratum = True
 
     @classmethod

@@ -22,7 +22,7 @@ class Gate(nn.Module):
     tokens that ``active_T`` marks (None: all) and returns a `Routing`.
     """
 
-    asks_for: str | None = None  # a label per token that `forward` takes: its "id" or "sentence"
+    extra_input: str | None = None  # a label per token that `forward` takes: its "id" or "sentence"
     takes_top_k: bool = False  # whether the option ``top_k`` is its number of experts
     needs_capacity: bool = False  # whether ``capacity_factor`` says how many tokens an expert takes
     of_one_stratum: bool = False  # whether it goes with a single stratum alone

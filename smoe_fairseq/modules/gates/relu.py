@@ -50,15 +50,12 @@ class ReLUGate(AnyNumberGate):
         chosen_TE = (weight_TE > 0) & active_T.unsqueeze(1)
         logits_TE = self.exit_bias(logits_TE)
         routing = self.route(choice_TE, weight_TE, chosen_TE, active_T, logits_TE)
-        share_E = routing.asked_E / routing.num_tokens
-        busy_TE = share_E[choice_TE] * weight_TE * chosen_TE
+        tokens = active_T.sum()
+        share_E = routing.asked_E / tokens.clamp(min=1)
+        mean_busy = (share_E[choice_TE] * weight_TE * chosen_TE).sum() / tokens.clamp(min=1)
         return routing._replace(
-            l1=self.coefficient.value()
-            * self.num_experts
-            / self.goal
-            * busy_TE.sum()
-            / routing.num_tokens,
-            observed_N=torch.stack([chosen_TE.sum(), active_T.sum()]),
+            l1=self.coefficient.value() * self.num_experts / self.goal * mean_busy,
+            observed_N=torch.stack([chosen_TE.sum(), tokens]),
         )
 
 

@@ -82,7 +82,12 @@ class RunningThreshold(nn.Module):
         return self.steps.masked_fill(self.steps == self.UNSET, 0).float() * self.UNIT
 
     def observed(self, score_TE: Tensor, active_T: Tensor, goal: float) -> Tensor:
-        """``(E + 1,)``, for `update`: the highest score that leaves ``k T / E`` above it, times T; and T."""
+        """``(E + 1,)``, for `update`: the highest score that leaves ``k T / E`` above it, times T; and T.
+
+        0 in evaluation, where nothing is updated.
+        """
+        if not self.training:
+            return self.steps.new_zeros(len(self.steps) + 1)
         number = active_T.sum()
         rank = (goal * number / score_TE.shape[1]).round().long().minimum(number)
         score_TE = score_TE.masked_fill(~active_T.unsqueeze(1), -self.MOST)
