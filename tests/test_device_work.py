@@ -5,11 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from test_block_work import STRATA, Operations, make_block, needs_grouped_mm, run_block
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.criterions.metrics import on_host
 from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.modules.experts import best_execution
+from smoe_fairseq.modules.per_expert import PerExpert
 
 T, D = 96, 16
 READING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "is_nonzero"}
@@ -106,6 +108,49 @@ def test_a_product_per_expert_reads_once_per_stratum(strata):
         y.sum().backward()
     assert calls.calls == {"tolist": len(block.strata), "nonzero": len(block.strata)}
     assert operations.calls(READING) == len(block.strata)
+
+
+class EvenSizes(PerExpert):
+    """Reads no number: the first expert has all copies."""
+
+    @staticmethod
+    def lay_out(copies):
+        number = copies.expert_TK.numel()
+        return torch.zeros_like(copies.expert_TK).flatten(), [number] + [0] * (
+            len(copies.kept_E) - 1
+        )
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
+@pytest.mark.parametrize("strata", STRATA)
+def test_a_product_per_expert_reads_nothing_but_sizes_on_a_gpu(strata):
+    """Neither the number of tokens with padding, nor of those at a later stratum."""
+    with FakeTensorMode(), torch.device("cuda"):
+        block = make_block(strata)
+        block.execution = EvenSizes
+        y, _ = block(torch.randn(T, D), torch.zeros(T, dtype=torch.bool))  # a number would raise
+        assert y.device.type == "cuda"
+
+
+@pytest.mark.parametrize("gate, experts", [("threshold", "4-4"), ("depths", "4")])
+def test_thresholds_are_sorted_in_training_alone(gate, experts):
+    torch.manual_seed(3)
+    block, sorts = StratifiedMoE(D, 64, experts, gate=gate), []
+    block.gates[0].threshold.update(torch.zeros(len(block.gates[0].threshold.steps) + 1).long())
+    for training in (True, False):
+        x = torch.randn(2, T // 2, D)
+        with torch.no_grad(), Operations() as operations:
+            block.train(training)(x)
+        sorts.append(operations.called["sort"])
+    assert sorts[0] > sorts[1]
+
+
+@pytest.mark.parametrize("strata", STRATA)
+def test_first_choices_are_counted_once_per_stratum(strata):
+    """For the balance loss, the log and a budget of strata."""
+    block = make_block(strata, **({} if strata == "8" else {"capacity_budget": 1.5}))
+    forward, _, _ = run_block(block, torch.randn(T, D, requires_grad=True))
+    assert forward.called["scatter_add_"] == len(block.strata)
 
 
 @pytest.mark.parametrize("execution", ["per-expert", "grouped"])

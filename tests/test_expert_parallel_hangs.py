@@ -33,7 +33,12 @@ def pass_through_block(strata: str, tokens: list[int], padding: list[bool], cmr:
     outputs = [whole(x, mask)[0] for x, mask in zip(inputs, masks, strict=True)]
     sum(y.square().sum() for y in outputs).backward()
     x = inputs[rank].detach().requires_grad_()
-    for _ in range(2):  # the second pass finds nothing left over of the first
+    for execution in (
+        "grouped",
+        "per-expert",
+        "per-expert",
+    ):  # nothing is left over of the pass before
+        sharded.execution = execution
         x.grad = None
         sharded.zero_grad()
         y, stats = sharded(x, masks[rank])
@@ -52,6 +57,27 @@ def pass_through_block(strata: str, tokens: list[int], padding: list[bool], cmr:
         wanted = all_experts.grad[local.start : local.stop]
         torch.testing.assert_close(ours * world_size, wanted, rtol=1e-12, atol=1e-12)
     dist.barrier()
+
+
+def types_that_travel() -> None:
+    dist.init_process_group("gloo")
+    block, types = StratifiedMoE(16, 24, "4-4", expert_parallel=True), []
+    exchange = dist.all_to_all_single
+
+    def recorded(output, given, *others, **options):
+        types.append(given.dtype)
+        return exchange(output, given, *others, **options)
+
+    dist.all_to_all_single = recorded
+    with torch.autocast("cpu", torch.bfloat16):
+        block(torch.randn(10, 16))[0].sum().backward()
+    assert set(types) == {torch.long, torch.bfloat16}, types
+    dist.barrier()
+
+
+def test_tokens_travel_in_the_type_that_is_computed_in(ranks, tmp_path):
+    run = ranks.start(tmp_path, 2, function=types_that_travel)
+    assert run.wait(60) == [0, 0], run.output()
 
 
 @pytest.mark.parametrize(

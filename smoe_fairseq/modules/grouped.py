@@ -49,17 +49,19 @@ class Grouped:
         self.experts = experts
 
     def __call__(self, x_TD: Tensor, copies: Copies, weights: Weights) -> tuple[Tensor, Weights]:
-        """As of `PerExpert`."""
+        """As of `PerExpert`; the weights for the next stratum are those without the stratum's own experts."""
         x_TD, hidden = x_TD.to(weights[0].dtype), self.experts.hidden
         layout = Layout.of(copies, weights)
         if torch.compiler.is_compiling():
-            return _differentiable_sum(x_TD, copies, weights, layout, hidden), weights
+            y_TD = _differentiable_sum(x_TD, copies, weights, layout, hidden)
+            return y_TD, tuple(w[_passed_by(copies, w) :] for w in weights)
         y_TD, *passed_on = GroupedSum.apply(
             *(x_TD, copies.weight_TK, *weights, copies, hidden),
             *(*layout, *hidden.parameters),
         )
-        trains = any(w.requires_grad for w in weights)
-        return y_TD, tuple(passed_on) if trains else weights
+        if not any(w.requires_grad for w in weights):
+            passed_on = [w.detach() for w in passed_on]
+        return y_TD, tuple(passed_on)
 
 
 class Layout(NamedTuple):
@@ -111,7 +113,8 @@ class GroupedSum(torch.autograd.Function):
     ):
         expert_NE, padding_N1 = others[:2]
         ctx.set_materialize_grads(False)
-        seen = w1_E, b1_E, w2_E, b2_E = copies.of_experts((w1, b1, w2, b2))
+        experts = len(copies.kept_E)
+        seen = w1_E, b1_E, w2_E, b2_E = [w[:experts] for w in (w1, b1, w2, b2)]
         h_NF = grouped_mm(select(x_TD, token_N), w1_E.transpose(1, 2), ends_E)
         h_NF = h_NF.addmm_(expert_NE, b1_E).masked_fill_(padding_N1, 0)
         h_NF, kept = hidden.forward(h_NF)
@@ -123,9 +126,10 @@ class GroupedSum(torch.autograd.Function):
         y_ND[-1] = 0
         layout = row_TK, token_N, ends_E, expert_NE, padding_N1
         ctx.save_for_backward(x_TD, weight_N1, *seen, *layout, *kept)
-        ctx.own, ctx.hidden, ctx.experts = copies.own, hidden, len(w1)
+        ctx.passed_by, ctx.hidden = _passed_by(copies, w1), hidden
+        ctx.unseen = len(w1) - experts
         y_TD = F.embedding_bag(row_TK, y_ND, mode="sum")
-        return y_TD, *(w.view_as(w) for w in (w1, b1, w2, b2))
+        return y_TD, *(w[ctx.passed_by :] for w in (w1, b1, w2, b2))
 
     @staticmethod
     def backward(ctx, grad_TD, *sums):
@@ -155,33 +159,35 @@ class GroupedSum(torch.autograd.Function):
             x_grad_ND.mul_(weight_N1)
         x_grad_ND[-1] = 0
         x_grad_TD = F.embedding_bag(row_TK, x_grad_ND, mode="sum")
-        sums = [_add(*each, ctx.own, ctx.experts) for each in zip(sums, gradients, strict=True)]
+        sums = [
+            _add(*each, ctx.passed_by, ctx.unseen) for each in zip(sums, gradients, strict=True)
+        ]
         return x_grad_TD, weight_grad_TK, *sums, *[None] * 8, *parameter_grads
 
 
-def _add(sum_E: Tensor | None, grad_V: Tensor, own: range, experts: int) -> Tensor:
-    """The gradient buffer of all experts, with the gradient of those that a gate sees added.
+def _passed_by(copies: Copies, weight: Tensor) -> int:
+    """How many of the first experts no later stratum uses; one at least is left to it."""
+    return min(len(copies.own), len(weight) - 1)
 
-    They begin with the stratum's ``own``, which no later stratum has written.
+
+def _add(sum_E: Tensor | None, grad_E: Tensor, passed_by: int, unseen: int) -> Tensor:
+    """The gradient of a stratum's experts, with that of later strata, which is of those behind ``passed_by``.
+
+    Args:
+        unseen: experts at the end that the stratum does not see.
     """
-    end = own.start + len(grad_V)
-    if sum_E is None:
-        if len(grad_V) == experts:
-            return grad_V
-        sum_E = grad_V.new_empty(experts, *grad_V.shape[1:])
-        sum_E[end:] = 0
-        sum_E[own.start : end] = grad_V
-    else:
-        sum_E[own.start : own.stop] = grad_V[: len(own)]
-        sum_E[own.stop : end] += grad_V[len(own) :]
-    return sum_E
+    if unseen:
+        grad_E = torch.cat([grad_E, grad_E.new_zeros(unseen, *grad_E.shape[1:])])
+    if sum_E is not None:
+        grad_E[passed_by:] += sum_E
+    return grad_E
 
 
 def _differentiable_sum(
     x_TD: Tensor, copies: Copies, weights: Weights, layout: Layout, hidden: Hidden
 ) -> Tensor:
     """The weighted sum by operations that torch differentiates, and can trace."""
-    w1, b1, w2, b2 = copies.of_experts(weights)
+    w1, b1, w2, b2 = (w[: len(copies.kept_E)] for w in weights)
     plan = DispatchPlan(*layout[:3])
 
     def linear(x_NI: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

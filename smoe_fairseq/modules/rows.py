@@ -21,10 +21,6 @@ class Copies(NamedTuple):
     own: range  # the stratum's own experts, which no later gate sees, by the block's numbers
     sizes: list[int] | None = None  # `kept_E` on the host, if it is known there
 
-    def of_experts(self, weights: tuple[Tensor, ...]) -> list[Tensor]:
-        """Of all experts' weights those of the E experts."""
-        return [w[self.own.start : self.own.start + len(self.kept_E)] for w in weights]
-
 
 class DispatchPlan(NamedTuple):
     """Which copy is in which row.
