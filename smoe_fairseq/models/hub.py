@@ -200,6 +200,10 @@ class Translator(TrainedModel):
 
     source_lang = target_lang = None
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.engines = {}  # by `int8`
+
     @classmethod
     def of_run(
         cls, run, checkpoint_file=None, data=None, source_lang=None, target_lang=None, **overrides
@@ -216,7 +220,6 @@ class Translator(TrainedModel):
 
         translator = super().of_run(first, checkpoint_file, data, prepare, **overrides)
         translator.source_lang, translator.target_lang = source_lang, target_lang
-        translator.engines = {}
         for other in others:
             more = cls.of_run(other, checkpoint_file, data, source_lang, target_lang, **overrides)
             if (more.src_dict, more.tgt_dict) != (translator.src_dict, translator.tgt_dict):
