@@ -127,12 +127,16 @@ class Count(TorchDispatchMode):
 
     def share(self, ends: torch.Tensor) -> float:
         """Of the stratum whose ends these are; a saved tensor is another object with the same storage."""
-        key = ends.untyped_storage()._cdata
-        keys = [each.untyped_storage()._cdata for each in self.ends]
+        keys = [place_of(each) for each in self.ends]
+        key = place_of(ends)
         if key not in keys:
             self.ends.append(ends)
             keys.append(key)
         return self.shares[keys.index(key) % len(self.shares)]
+
+
+def place_of(tensor: torch.Tensor) -> tuple:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def size(tensors: list) -> int:

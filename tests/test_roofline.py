@@ -36,7 +36,7 @@ def test_products_and_bytes_are_counted():
 def test_the_block_takes_more_than_its_floor_and_fused_kernels_are_few(strata):
     case = Case(strata, 16384, 512)
     grouped, fused = (block(case, way, H200) for way in ("grouped", "fused"))
-    assert floor(case, H200) < fused.seconds < grouped.seconds
+    assert floor(case, H200) < fused.seconds < 1.3 * floor(case, H200) < grouped.seconds
     assert fused.kernels <= KERNELS * len(case.shares) < grouped.kernels
 
 
