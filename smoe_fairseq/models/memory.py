@@ -65,7 +65,7 @@ class Part:
 
     def weights(self, ranks: int = 1) -> int:
         """Of one of ``ranks`` that share the experts, tables included."""
-        experts = (size // Placement(number, ranks).group_size for size, number in self.experts)
+        experts = (size // min(number, ranks) for size, number in self.experts)
         return self.shared + sum(experts) + self.tables
 
 
