@@ -81,6 +81,15 @@ def test_another_flag_may_be_forced(run, started, capsys):
     assert "--lr 0.003, not with --lr 0.002" in run()
 
 
+def test_what_is_forced_on_a_finished_run_is_not_recorded(run, started):
+    identity.finish([*WORDS, "--save-dir", str(started)])
+    before = (started / identity.FILE).read_bytes()
+    assert run("--lr", "0.003", force=True, left=False) is None  # nothing is trained
+    assert (started / identity.FILE).read_bytes() == before
+    assert run("--lr", "0.003", "--max-update", "20", force=True) is None
+    assert "--lr 0.003, not with --lr 0.002" in run()
+
+
 def test_another_method_or_dictionary_may_not_be_forced(run, started, tmp_path):
     assert "was started as moe, not as dense, which --force-resume is not for" in run(
         "--lr", "1", method="dense", force=True

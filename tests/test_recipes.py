@@ -138,6 +138,14 @@ def test_dry_run_prints_preparation_and_evaluation(tmp_path, dataset):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_of_ones_own_is_the_only_one(tmp_path):
+    given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "0"}
+    result = recipe(tmp_path, "train", "phrasebook", "dense", "--save-dir", "own", **given)
+    (words,) = commands(result, "fairseq-train")
+    assert value(words, "--save-dir") == "own" and value(words, "--log-file") == "own/train.log"
+    assert commands(result, "mkdir") == [["mkdir", "-p", "own"]]
+
+
 def test_nothing_heavy_is_imported_before_it_is_needed(tmp_path):
     """A recipe and each of its steps start in half a second where torch would take them three."""
     program = (
