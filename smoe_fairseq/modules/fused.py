@@ -30,8 +30,7 @@ TOKENS = 16  # per program
 PARTS = 16  # of each sum over an expert's rows
 BLOCK_D = 256  # columns that a program has at a time
 PROGRAMS = 1024  # of a kernel over rows, whose number the host does not know
-TILES = {"activate": (16, 256), "sums": (64, 64), "norm": (4, 1024, 512)}
-DIRECT = True
+TILES = {"activate": (16, 256), "spread": 128, "sums": (64, 64), "norm": (2, 1024, 512)}
 
 
 @functools.cache
@@ -47,15 +46,17 @@ def kernels():
 def applies(block, x: Tensor) -> bool:
     """Whether `forward` is to compute what the block would for ``x``.
 
-    With ``execution="auto"`` it is where it was measured to be fastest: in bfloat16 on GPUs on which a
-    grouped product is one kernel.
+    With ``execution="auto"`` it is where it was measured to be fastest: in half precision on GPUs with a
+    grouped product in one kernel.
     """
     execution = block.execution
     if execution not in ("fused", "auto") or torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
     w1 = block.experts.w1
-    if execution == "auto" and not one_kernel(x.device, autocast_dtype(x.device) or w1.dtype):
-        return False
+    if execution == "auto":
+        half = (autocast_dtype(x.device) or w1.dtype) in (torch.float16, torch.bfloat16)
+        if not (half and one_kernel(x.device, torch.bfloat16)):
+            return False
     config, norms, gates, strata = block.config, block.layer_norms, block.gates, block.strata
     return (
         kernels() is not None
@@ -192,7 +193,7 @@ class Launcher:
 
     def __init__(self, *tensors: Tensor):
         self.types = tuple(t.dtype for t in tensors), tensors[0].device
-        self.direct = DIRECT and not any(t.data_ptr() % 16 for t in tensors)
+        self.direct = not any(t.data_ptr() % 16 for t in tensors)
 
     def __call__(self, kernel, grid: tuple, arguments: tuple, constants: tuple, **options) -> None:
         key = kernel.__name__, constants, self.types
@@ -316,7 +317,7 @@ class _Block(torch.autograd.Function):
                  tokens, i, experts, first),
                 (width, top_k, columns, strata, run.DROPOUT, run.NORMALIZE,
                  grad_balance is not None, grad_z is not None,
-                 run.BLOCK_D, run.BLOCK_E, run.BLOCK_K, TOKENS),
+                 min(run.BLOCK_D, TILES["spread"]), run.BLOCK_E, run.BLOCK_K, TOKENS),
             )  # fmt: skip
             grad_hidden_NF = product(grad_out_ND, w2[first:], offs=ends_E)
             launch(

@@ -190,7 +190,8 @@ def _bounds(ends, e, part, splits):
 @triton.jit
 def _add(to, sum_D, inside_D, is_new):
     """Writes a part of a sum, or adds it to that of a later stratum."""
-    tl.store(to, sum_D + tl.load(to, inside_D & (is_new == 0), 0.0), inside_D)
+    before = tl.load(to, inside_D, 0.0)
+    tl.store(to, sum_D + tl.where(is_new, 0.0, before), inside_D)
 
 
 @triton.jit
@@ -281,14 +282,14 @@ def sums(
         begin, end = _bounds(ends, unit // splits, unit % splits, splits)
         to = parts + unit % splits * SIZE + COLUMNS * F + (first + unit // splits) * D
         d = (program - gates) % across * BLOCK_C + lane
-        is_new = (unit // splits < own).to(tl.int32)
+        is_new = unit // splits < own
         _sum_of_outputs(grad_outputs, to, begin, end, d, is_new, D, BLOCK_C, BLOCK_N)
     else:
         unit = (program - gates - seconds) // wide
         begin, end = _bounds(ends, unit // splits, unit % splits, splits)
         to = parts + unit % splits * SIZE + (first + unit // splits) * F
         f = (program - gates - seconds) % wide * BLOCK_C + lane
-        is_new = (unit // splits < own).to(tl.int32)
+        is_new = unit // splits < own
         _sum_of_hidden(grad_hidden, hidden, to, begin, end, f, is_new, F, DROPOUT, BLOCK_C, BLOCK_N)
 
 
@@ -301,9 +302,9 @@ def settle(
     rows = tl.load(ends + e) - tl.load(ends + e - 1, e > 0, 0)
     if (rows == 0) | (e >= own):
         i = block * BLOCK + tl.arange(0, BLOCK)
-        at, has = e.to(tl.int64) * SIZE + i, (i < SIZE) & (rows > 0)
+        at, has = e.to(tl.int64) * SIZE + i, i < tl.where(rows > 0, SIZE, 0)
         before = (e - own).to(tl.int64) * SIZE + i
-        later = (i < SIZE) & (e >= own)
+        later = i < tl.where(e >= own, SIZE, 0)
         g = tl.load(grad_w1 + at, has, 0.0).to(tl.float32)
         g += tl.load(later_w1 + before, later, 0.0).to(tl.float32)
         tl.store(grad_w1 + at, g, i < SIZE)
@@ -342,8 +343,10 @@ def collect(
         for start in range(0, E, 4):
             for i in tl.static_range(4):
                 e = start + i
-                g = tl.load(grad_logits + t * COLUMNS + e, live & (e < E), 0.0)
-                w = tl.load(gate_weight + e * D + d, (d < D) & (e < E), 0.0).to(tl.float32)
+                g = tl.load(
+                    grad_logits + t * COLUMNS + e, live & (t < tl.where(e < E, tokens, 0)), 0.0
+                )
+                w = tl.load(gate_weight + e * D + d, d < tl.where(e < E, D, 0), 0.0).to(tl.float32)
                 grad += g[:, None] * w[None, :]
         for k in tl.static_range(K):
             row = tl.where(live, tl.load(rows + at * K + k, inside, -1), -1)
