@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from commands import bash_torchrun
-from test_recipes import recipe, write_dataset
+from test_recipes import commands, recipe, value, write_dataset
 
 from smoe_fairseq.checkpoints.io import open_checkpoint, rank_file
 from smoe_fairseq.errors import UsageError
@@ -127,3 +127,21 @@ def test_a_run_of_an_earlier_version_keeps_its_batch(monkeypatch):
     assert plan_batch(dataset, flags, 2, earlier=8192).flags()["max-tokens"] == 4096
     assert plan_batch(dataset, flags, 1, earlier=8192).flags()["update-freq"] == 2
     assert plan_batch(dataset, flags, 2, earlier=5000).flags()["max-tokens"] == 2048
+
+
+@pytest.mark.parametrize("ranks, tokens, frequency", [(1, "4096", "2"), (2, "4096", "1")])
+def test_its_command_resumes_it(tmp_path, ranks, tokens, frequency):
+    """Which had two ranks, and computed in fp32 on GPUs."""
+    folder = tmp_path / "runs/multi30k/dense"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint_last.pt").touch()
+    flags = {"--max-tokens x --update-freq x processes =": "8192"}
+    content = {"method": "dense", "dictionary": "", "flags": flags}
+    (folder / "identity.json").write_text(json.dumps(content))
+    given = {"DRY_RUN": "1", "GPUS": str(ranks), "PRECISION": "", "BATCH": ""}
+    (words,) = commands(
+        recipe(tmp_path, "train", "multi30k", "dense", **given),
+        "torchrun" if ranks > 1 else "fairseq-train",
+    )
+    assert (value(words, "--max-tokens"), value(words, "--update-freq")) == (tokens, frequency)
+    assert not {"--bf16", "--fp16"} & set(words)

@@ -122,11 +122,10 @@ def _for_place(
     resumed = identity.flags_of(folder) if identity.is_saved(folder) else {}
     positions = flags.get("max-source-positions")
     longest = longest_sentence(Folders(dataset.name).binary) or positions or 1
-    batch = plan_batch(
-        *(dataset, flags, place.processes, extra, min(longest, positions or longest)),
-        earlier=identity.batch_of_earlier(folder),
-    )
-    if batch and (batch.name or batch.ranks > 1):
+    earlier = identity.batch_of_earlier(folder)
+    least = min(longest, positions or longest)
+    batch = plan_batch(dataset, flags, place.processes, extra, least, earlier)
+    if batch and (batch.name or batch.ranks > 1 or batch.wanted == earlier):
         sizes = batch.flags()
         flags, extra = flags | sizes, extra if batch.name else without_sizes(extra, sizes)
         notes.append(f"# {batch}")
