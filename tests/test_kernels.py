@@ -31,6 +31,15 @@ def test_kernels_compute_what_the_block_does(names):
     assert [json.loads(line) for line in run.stdout.splitlines()] == [{name: []} for name in names]
 
 
+def test_without_a_compiler_the_block_goes_another_way(monkeypatch, caplog):
+    class Failing:
+        scan = property(lambda self: (_ for _ in ()).throw(RuntimeError("no C compiler")))
+
+    monkeypatch.setattr(fused, "kernels", Failing)
+    assert not fused.works.__wrapped__(torch.device("cpu"))
+    assert "no C compiler" in caplog.text
+
+
 class Recorder:
     """In the place of a kernel, notes what it is launched with."""
 

@@ -8,6 +8,7 @@ copies, L strata, B blocks of tokens.
 
 import functools
 import importlib.util
+import logging
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -23,6 +24,7 @@ from smoe_fairseq.modules.parallel import LocalDispatcher
 from smoe_fairseq.modules.statistics import RoutingStats
 from smoe_fairseq.modules.torch_features import autocast_dtype
 
+logger = logging.getLogger(__name__)
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_EXPERTS, MOST_CHOICES, WIDEST = 128, 8, 2048
 # Measured on an H200.
@@ -43,6 +45,20 @@ def kernels():
     return kernels
 
 
+@functools.cache
+def works(device: torch.device) -> bool:
+    """Whether Triton compiles and launches a kernel there; it needs a C compiler. Logged once."""
+    counts = torch.zeros(2, 4, dtype=torch.int32, device=device)
+    sums = torch.zeros(2, 4, device=device)
+    try:
+        kernels().scan[(2,)](counts[0], sums[0], counts[1], sums[1], 1, 0, 1, 1, 512)
+    except Exception as error:  # of a compiler, a driver or Triton itself
+        logger.warning("experts on %s: no fused kernels, since Triton fails: %s", device, error)
+        return False
+    logger.info("experts on %s: fused kernels", device)
+    return True
+
+
 def applies(block, x: Tensor) -> bool:
     """Whether `forward` is to compute what the block would for ``x``.
 
@@ -60,7 +76,6 @@ def applies(block, x: Tensor) -> bool:
     config, norms, gates, strata = block.config, block.layer_norms, block.gates, block.strata
     return (
         kernels() is not None
-        and (x.is_cuda or kernels().is_interpreted())
         and x.numel() > 0
         and x.dtype in TYPES
         and x.shape[-1] <= WIDEST
@@ -76,6 +91,7 @@ def applies(block, x: Tensor) -> bool:
         and config.balance_over == "batch"
         and all(map(_is_plain, gates))
         and all(norm.weight.dtype == gates[0].weight.dtype for norm in norms)
+        and (kernels().is_interpreted() or (x.is_cuda and works(x.device)))
     )
 
 
