@@ -208,8 +208,18 @@ def _check_values(cfg) -> None:
             f"--adam-betas {betas}: expected two numbers from 0 to below 1, as in '(0.9, 0.98)'"
         )
     metric = _value(cfg, "checkpoint.best_checkpoint_metric")
-    if metric == "bleu" and _value(cfg, "task.eval_bleu") is False:
-        raise UsageError("--best-checkpoint-metric bleu: expected it with --eval-bleu")
+    translated = _value(cfg, "criterion.validate_sentences")
+    if metric == "bleu" and not translated and _value(cfg, "task.eval_bleu") is False:
+        raise UsageError(
+            "--best-checkpoint-metric bleu: expected it with --validate-sentences or --eval-bleu"
+        )
+    if metric == "chrf" and not translated:
+        raise UsageError("--best-checkpoint-metric chrf: expected it with --validate-sentences")
+    greatest = _value(cfg, "checkpoint.maximize_best_checkpoint_metric")
+    if metric in ("bleu", "chrf") and not greatest:
+        raise UsageError(
+            f"--best-checkpoint-metric {metric}: expected it with --maximize-best-checkpoint-metric"
+        )
     if cfg.get("optimizer") is not None:
         if rank_files(begin := _value(cfg, "checkpoint.finetune_from_model") or ""):
             check_there(begin)

@@ -195,6 +195,16 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     smoe_capacity_budget_wt: float = field(
         default=0.1, metadata={"help": "weight of the loss of --smoe-capacity-budget"}
     )
+    validate_sentences: int = field(
+        default=0,
+        metadata={
+            "help": "sentences of each direction that each validation translates, for valid_chrf and "
+            "valid_bleu in the log and --best-checkpoint-metric; 0: none"
+        },
+    )
+    validate_beam: int = field(
+        default=1, metadata={"help": "beam size of these translations; 1 is the fastest"}
+    )
 
 
 @register_criterion(
@@ -223,6 +233,8 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         cmr_gate_loss_wt=0.1,
         cmr_gate_loss_p=0.8,
         smoe_capacity_budget_wt=0.1,
+        validate_sentences=0,
+        validate_beam=1,
     ):
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         weights = {
@@ -241,6 +253,13 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             )
         if not 0 <= cmr_gate_loss_p <= 1:
             raise UsageError(f"--cmr-gate-loss-p {cmr_gate_loss_p}: expected a number from 0 to 1")
+        for flag, number, least in (
+            ("--validate-sentences", validate_sentences, 0),
+            ("--validate-beam", validate_beam, 1),
+        ):
+            if number < least:
+                raise UsageError(f"{flag} {number}: expected a whole number of at least {least}")
+        self.validate_sentences, self.validate_beam = validate_sentences, validate_beam
         self.moe_gate_loss_wt = moe_gate_loss_wt
         self.moe_z_loss_wt = moe_z_loss_wt
         self.moe_entropy_loss_wt = moe_entropy_loss_wt

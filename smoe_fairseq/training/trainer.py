@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -138,6 +139,7 @@ class SMoETrainer(Trainer):
         super().__init__(cfg, task, model, *others, **options)
         hold_folder(self.cfg.checkpoint)
         self.folder = folder_identity(self.cfg.checkpoint.save_dir)
+        set_early_stop({})
         if not self.cuda:
             keep_freed_memory()
 
@@ -194,6 +196,7 @@ class SMoETrainer(Trainer):
 
     def save_checkpoint(self, filename, extra_state):
         """As fairseq's; with sharded experts, a collective call of all ranks."""
+        extra_state = {**extra_state, EARLY_STOP: early_stop()}
         if self.expert_placement is None:
             super().save_checkpoint(filename, extra_state)
             screen.after_save(self.get_num_updates(), extra_state)
@@ -223,6 +226,8 @@ class SMoETrainer(Trainer):
                     "--reset-dataloader --reset-meters only its parameters are taken"
                 ) from None
             raise
+        if extra_state is not None and not self.cfg.checkpoint.reset_meters:
+            set_early_stop(extra_state.get(EARLY_STOP, {}))
         optimization = self.cfg.optimization
         if 0 < optimization.max_update <= self.get_num_updates() and first_block(self.get_model()):
             # fairseq checks --max-update only after an update, so it would make one more.
@@ -337,6 +342,26 @@ class SMoETrainer(Trainer):
             raise UsageError(
                 f"out of memory {self.skipped} times without an update: {self._smaller_batch()}"
             ) from exc
+
+
+# The count of validations without gain (--patience), which fairseq keeps as attributes of a function. It is
+# saved in the checkpoint, since a resumed run begins without.
+
+EARLY_STOP = "early_stop"  # key of a checkpoint's "extra_state"
+_COUNTED = ("best", "num_runs")
+
+
+def early_stop() -> dict[str, float]:
+    """The best number so far and the validations since; empty before the first."""
+    stop = getattr(sys.modules.get("fairseq_cli.train"), "should_stop_early", None)
+    return {name: getattr(stop, name) for name in _COUNTED if getattr(stop, name, None) is not None}
+
+
+def set_early_stop(state: Mapping[str, float]) -> None:
+    """Go on counting from here."""
+    stop = getattr(sys.modules.get("fairseq_cli.train"), "should_stop_early", None)
+    for name in _COUNTED if stop is not None else ():
+        setattr(stop, name, state.get(name))
 
 
 def _is_there(sample) -> bool:

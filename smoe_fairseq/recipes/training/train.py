@@ -52,7 +52,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     """
     extra = list(flags)
     folders = Folders(dataset.name)
-    recipe = dataset.train | method_flags(method, dataset) | {"seed": seed_of(dataset)}
+    recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
+    recipe |= {"seed": seed_of(dataset)}
     if not dry_run():
         folders.check_prepared()
     place = launch(extra)
@@ -107,6 +108,24 @@ def begin_log(file: Path, line: str) -> None:
             log.write(f"$ {line}\n".encode())
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from None
+
+
+def validation_flags(dataset: Dataset) -> Flags:
+    """The flags of fairseq-train for ``validate`` of a data set: validation by translations."""
+    given = dataset.validate
+    if not given:
+        return {}
+    every = given.get("every")
+    flags = {
+        "validate-sentences": given.get("sentences", 200),
+        "validate-beam": given.get("beam"),
+        "best-checkpoint-metric": given.get("metric", "chrf"),
+        "maximize-best-checkpoint-metric": True,
+        "validate-interval-updates": every,
+        "save-interval-updates": every,
+        "patience": given.get("patience"),
+    }
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def _for_place(

@@ -1,0 +1,101 @@
+"""Validation by translations: scores in the log, the best checkpoint by them, early stopping that resumes."""
+
+import json
+
+import handmade
+import pytest
+import torch
+from commands import PLUGIN, hypotheses, run
+from sacrebleu.metrics import BLEU, CHRF
+
+BY_CHRF = ("--best-checkpoint-metric", "chrf", "--maximize-best-checkpoint-metric")
+SIZES = """--arch smoe_transformer_tiny --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32
+    --encoder-ffn-embed-dim 32 --smoe-strata 2-2 --criterion smoe_label_smoothed_cross_entropy
+    --optimizer adam --lr 0.01 --max-tokens 400 --no-epoch-checkpoints --num-workers 0 --cpu
+    --log-format json --log-interval 10 --no-share-all-embeddings""".split()
+
+
+def bilingual(data, folder, *flags, check=True):
+    words = ["--user-dir", PLUGIN, *SIZES, "--save-dir", folder, *flags]
+    return run("fairseq-train", data, *words, check=check)
+
+
+def validations(output: str) -> list[dict]:
+    found = (line[line.index("{") :] for line in output.splitlines() if '"valid_loss": ' in line)
+    return [json.loads(line) for line in found]
+
+
+def test_scores_are_those_of_fairseqs_own_translations(corpus, tmp_path):
+    trained = bilingual(corpus, tmp_path, "--max-update", 20, "--validate-sentences", 9, *BY_CHRF)
+    last = validations(trained.stdout)[-1]
+    words = ["--path", tmp_path / "checkpoint_last.pt", "--user-dir", PLUGIN, "--cpu", "--beam", 1]
+    said = run("fairseq-generate", corpus, *words, "--gen-subset", "valid").stdout
+    references = dict(line[2:].split("\t") for line in said.splitlines() if line.startswith("T-"))
+    found = hypotheses(said)
+    texts = [found[i][1] for i in range(9)]
+    references = [references[str(i)] for i in range(9)]
+    chrf = CHRF(word_order=2).corpus_score(texts, [references]).score
+    assert float(last["valid_chrf"]) == pytest.approx(chrf, abs=2e-3)
+    bleu = BLEU().corpus_score(texts, [references]).score
+    assert float(last["valid_bleu"]) == pytest.approx(bleu, abs=2e-3)
+    best = torch.load(tmp_path / "checkpoint_best.pt", weights_only=False)
+    scores = [float(each["valid_chrf"]) for each in validations(trained.stdout)]
+    assert best["extra_state"]["best"] == pytest.approx(max(scores), abs=2e-3)
+
+
+def test_scores_of_all_directions(three_languages, tmp_path):
+    flags = (*handmade.MULTILINGUAL, "--decoder-langtok", "--validate-sentences", 3, *BY_CHRF)
+    handmade.train(three_languages, tmp_path, *flags)
+    found = validations((tmp_path / "train.log").read_text())
+    assert found and all(0 <= float(each["valid_chrf"]) <= 100 for each in found)
+    assert (tmp_path / "checkpoint_best.pt").exists()
+
+
+def test_early_stopping_ends_a_run_and_goes_on_counting(corpus, tmp_path):
+    """The rate is 0 after the first epoch, so that nothing gets better."""
+    flags = ["--validate-sentences", 4, *BY_CHRF, "--patience", 3]
+    flags += ["--lr", 1e-9, "--max-epoch", 20, "--save-interval-updates", 100]
+    whole = bilingual(corpus, tmp_path / "whole", *flags)
+    assert "early stop since valid performance hasn't improved for last 3 runs" in whole.stdout
+    assert len(validations(whole.stdout)) == 4
+    first = bilingual(corpus, tmp_path / "parts", *flags, "--max-epoch", 2)
+    assert len(validations(first.stdout)) == 2
+    rest = bilingual(corpus, tmp_path / "parts", *flags)
+    assert "early stop" in rest.stdout and len(validations(rest.stdout)) == 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--best-checkpoint-metric", "chrf", "--maximize-best-checkpoint-metric"),
+        ("--validate-sentences", 5, "--best-checkpoint-metric", "chrf"),
+        ("--validate-sentences", -1),
+        ("--validate-sentences", 5, "--validate-beam", 0),
+    ],
+)
+def test_refused(corpus, tmp_path, flags):
+    refused = bilingual(corpus, tmp_path, *flags, check=False)
+    assert refused.returncode == 1 and "error: --" in refused.stdout
+    assert not list(tmp_path.glob("*.pt"))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_several_ranks_have_the_scores_of_one(corpus, tmp_path, ranks, sharded):
+    """The replicated ones share the sentences, the sharded ones all translate all of them."""
+    flags = ["--validate-sentences", 9, "--max-update", 6]
+    flags += ["--expert-parallel"] * sharded
+    words = [corpus, "--user-dir", PLUGIN, *SIZES, "--ddp-backend", "legacy_ddp", *flags]
+    words += ["--distributed-backend", "gloo", "--save-dir", tmp_path]
+    (two,) = validations(ranks.train(tmp_path, 2, *words).output(0))[-1:]
+    # The same weights in one process: nothing is trained, it only validates at the end.
+    checkpoint = tmp_path / "checkpoint_last.pt"
+    if sharded:
+        whole = tmp_path / "whole.pt"
+        run("smoe", "consolidate", checkpoint, "--output", whole)
+        checkpoint = whole
+    restart = ["--restore-file", checkpoint, "--reset-optimizer", "--reset-lr-scheduler"]
+    restart += ["--reset-dataloader", "--reset-meters", "--lr", 1e-30, "--max-update", 1]
+    one = bilingual(corpus, tmp_path / "one", "--validate-sentences", 9, *restart)
+    (one,) = validations(one.stdout)[-1:]
+    for name in ("valid_chrf", "valid_bleu"):
+        assert float(two[name]) == pytest.approx(float(one[name]), abs=0.02)
