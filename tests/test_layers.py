@@ -40,6 +40,7 @@ LAYERS = {
         "host_memory",
         "models",
         "modules",
+        "translate",
     },
     "analysis": {ROOT, "checkpoints", "errors", "files", "forms", "models", "modules"},
     "serve": {"analysis", "errors", "files", "host_memory", "models", "translate"},

@@ -128,7 +128,6 @@ ADDITIONS = (
     ("fairseq.data.dictionary", "smoe_fairseq.checkpoints.io:remember_file"),
     ("fairseq.data.iterators", "smoe_fairseq.training.epochs:resume_on_any_ranks"),
     ("fairseq.trainer", "smoe_fairseq.training.trainer:ask_for_ours"),
-    ("fairseq_cli.train", "smoe_fairseq.translate.validation:score_by_translations"),
 )
 
 _installed = False

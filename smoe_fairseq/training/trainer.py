@@ -46,6 +46,7 @@ from smoe_fairseq.training.sharded_checkpoints import (
     new_save_name,
     publish,
 )
+from smoe_fairseq.training.translations import score_by_translations
 
 
 def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
@@ -140,6 +141,7 @@ class SMoETrainer(Trainer):
         hold_folder(self.cfg.checkpoint)
         self.folder = folder_identity(self.cfg.checkpoint.save_dir)
         set_early_stop({})
+        score_by_translations()
         if not self.cuda:
             keep_freed_memory()
 

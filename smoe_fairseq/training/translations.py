@@ -7,8 +7,8 @@ checkpoints of a run; ``smoe evaluate`` scores against the raw references.
 """
 
 import functools
+import sys
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from torch import Tensor
 MAX_TOKENS = 4096  # of source, padding included, that are translated at a time
 
 
-def score_by_translations(train: ModuleType) -> None:
-    """Have ``fairseq_cli.train`` add the scores to the numbers of a validation."""
-    original = train.get_valid_stats
+def score_by_translations() -> None:
+    """Have ``fairseq_cli.train`` add the scores to the numbers of a validation, if that is what runs."""
+    train = sys.modules.get("fairseq_cli.train")
+    original = getattr(train, "get_valid_stats", None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
 
     @functools.wraps(original)
     def get_valid_stats(cfg, trainer, stats, tracking_best):
