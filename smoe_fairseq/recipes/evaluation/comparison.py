@@ -14,6 +14,7 @@ from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
 
 from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.files import read_text
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.grid import Grid, number
@@ -149,10 +150,7 @@ def mean_p_value(first: np.ndarray, second: np.ndarray) -> float:
 
 def _lines(path: Path) -> Sequence[str]:
     """The lines, split at line feeds alone, as sacreBLEU's command does."""
-    try:
-        return path.read_text("utf-8").split("\n")[:-1]
-    except FileNotFoundError:
-        raise UsageError(f"{path} is missing: evaluate again") from None
+    return read_text(path).split("\n")[:-1]
 
 
 # ``--compare A B``

@@ -129,7 +129,7 @@ class Evaluation:
         """The scores in a folder, by direction."""
         found = {}
         for direction in self.directions:
-            with suppress(OSError, ValueError, LookupError, TypeError):  # missing or incomplete
+            with suppress(UsageError, LookupError, TypeError):  # missing or incomplete
                 found[direction] = scores.read_score(folder, direction)
         return found
 

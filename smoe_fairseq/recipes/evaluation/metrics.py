@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.files import read_text
 from smoe_fairseq.recipes.config import Flags, arguments
 
 AUTO = "auto"  # of `sacrebleu.tokenize`: by the language translated to
@@ -47,10 +48,7 @@ def check_tokenizer(settings: Flags, language: str) -> None:
 
 def lines_of(file: Path) -> list[str]:
     """The lines as sacreBLEU's command reads them: divided at line feeds, without blanks at their ends."""
-    try:
-        return [line.rstrip() for line in file.read_text("utf-8").removesuffix("\n").split("\n")]
-    except FileNotFoundError:
-        raise UsageError(f"{file} is missing: evaluate again") from None
+    return [line.rstrip() for line in read_text(file).removesuffix("\n").split("\n")]
 
 
 def score(translations: Sequence[str], references: Sequence[str], settings: Flags) -> str:

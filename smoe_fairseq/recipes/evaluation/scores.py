@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import write_whole
+from smoe_fairseq.files import read_text, write_whole
 from smoe_fairseq.forms import SCORES, read_json
 from smoe_fairseq.recipes.processes import command, run_quietly
 
@@ -67,7 +67,7 @@ def read_score(folder: Path, direction: str) -> Score:
     results = {}
     for file in (f"{direction}{kind}.json" for kind in ("", ".spbleu", ".comet")):
         if (folder / file).exists():
-            found = json.loads((folder / file).read_text("utf-8"))
+            found = read_json(folder / file, (dict, [dict]))
             for result in found if isinstance(found, list) else [found]:
                 name = CHRF if result["name"] == "chrF2++" else result["name"]  # 2: its beta
                 results.setdefault(SPBLEU if file.endswith(".spbleu.json") else name, result)
@@ -75,7 +75,7 @@ def read_score(folder: Path, direction: str) -> Score:
     others = {name: (result["score"], result["signature"]) for name, result in results.items()}
     if "tok:flores" in bleu["signature"]:
         others[SPBLEU] = (bleu["score"], bleu["signature"])
-    sentences = (folder / f"{direction}.txt").read_text("utf-8").count("\n")
+    sentences = read_text(folder / f"{direction}.txt").count("\n")
     # sacreBLEU has the ratio only in "62.1/36.8/... (BP = 0.984 ratio = 0.984 hyp_len = ...".
     ratio = re.search(r"ratio = ([\d.]+)", bleu.get("verbose_score", ""))
     return Score(bleu["score"], bleu["signature"], sentences, ratio and float(ratio[1]), others)
@@ -198,17 +198,17 @@ class Scorer:
 
     def _is_there(self, folder: Path, direction: str) -> bool:
         try:
-            found = json.loads(_file(folder, direction).read_text("utf-8"))
+            found = read_json(_file(folder, direction))
             return found["signature"] == f"model:{self.model}"
-        except (OSError, ValueError, KeyError):
+        except (UsageError, KeyError):
             return False
 
     def _read(self, file: Path, count: int) -> Sequence[float]:
         try:
-            (segments,) = json.loads(file.read_text("utf-8")).values()
-            scores = [float(segment[COMET]) for segment in segments]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            content = read_json(file, {str: [{COMET: float}]})
+        except UsageError as error:
             raise UsageError(f"{self.program[0]} wrote no scores ({error})") from None
+        scores = [segment[COMET] for segments in content.values() for segment in segments]
         if len(scores) != count:
             raise UsageError(f"{self.program[0]} scored {len(scores)} of {count} lines")
         if not 0 <= statistics.fmean(scores) <= 1:
@@ -248,4 +248,4 @@ def _file(folder: Path, direction: str) -> Path:
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text("utf-8").removesuffix("\n").split("\n")
+    return read_text(file).removesuffix("\n").split("\n")

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 import smoe_fairseq
-from smoe_fairseq.analysis.training_log import UPDATES, read_lines
+from smoe_fairseq.analysis.training_log import LARGEST_LOG, UPDATES, read_lines
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import whole_folder, write_whole
+from smoe_fairseq.files import read_plain, whole_folder, write_whole
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import Dataset, arguments, given_flags
 from smoe_fairseq.recipes.evaluation import scores
@@ -181,7 +181,7 @@ def _curve(log: Path, logged: Mapping[int, Mapping[str, float]]) -> list[dict]:
     rows: dict[int, dict] = defaultdict(lambda: dict.fromkeys(COLUMNS))
     for update, line in logged.items():
         rows[update] |= {"training_nll": line["nll_loss"], EXPERTS: line.get(EXPERTS)}
-    for line in log.read_text("utf-8", "replace").splitlines():
+    for line in read_plain(log, LARGEST_LOG).decode("utf-8", "replace").splitlines():
         if found := _VALID.search(line):
             rows[int(found[2])]["validation_nll"] = float(found[1])
     words, seconds, last = 0.0, 0.0, 0
@@ -338,12 +338,7 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def _about(folder: Path) -> dict:
-    with _naming(folder):
-        about = json.loads((folder / FILE).read_text("utf-8"))
-        for name, kind in _ABOUT.items():
-            if not isinstance(about, dict) or not isinstance(about.get(name), kind):
-                raise ValueError(f"{FILE} without {name!r}")
-    return about
+    return read_json(folder / FILE, _ABOUT)
 
 
 def _read(folder: Path) -> Result:
@@ -357,7 +352,7 @@ def _read(folder: Path) -> Result:
         if any(row[name] is None for row in curve for name in ("update", "words", "seconds")):
             raise ValueError(f"{CURVE} has an empty cell")
         file = folder / ROUTING
-        capacity = json.loads(file.read_text("utf-8")) if file.exists() else None
+        capacity = read_json(file) if file.exists() else None
     found = Result(folder.name, scores.read(folder), curve, about, capacity, folder)
     if not found.scores or all(row["validation_nll"] is None for row in curve):
         raise UsageError(f"{folder} has no scores or no validation loss: delete it and study again")
