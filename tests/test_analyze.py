@@ -29,8 +29,8 @@ from handmade import (
 
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.capacity import check_capacity
+from smoe_fairseq.analysis.inputs import capacities_of
 from smoe_fairseq.cli import main
-from smoe_fairseq.modules.statistics import capacities_of
 
 
 class Lines(FairseqDataset):

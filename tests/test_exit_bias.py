@@ -1,6 +1,7 @@
 """The exit bias: what it adds, when, and that 0 adds nothing."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,7 +10,19 @@ from test_block import PADDING, D, F, make_block, make_input
 from test_model import make_batch, sentence_against, tiny
 
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.modules.gates.linear import exit_bias
+from smoe_fairseq.modules.gates.linear import ExitBias
+
+
+@contextmanager
+def exit_bias(model, bias):
+    """Within it all gates of a model have this one."""
+    before = [(each, each.bias) for each in model.modules() if isinstance(each, ExitBias)]
+    for each, _ in before:
+        each.bias = bias
+    yield
+    for each, value in before:
+        each.bias = value
+
 
 EXECUTIONS = pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 

@@ -13,8 +13,8 @@ from test_expert_parallel import averages, checkpoint, compare, flags, furthest,
 from test_several_processes import assert_same_bits, content
 
 from smoe_fairseq.analysis import inputs
+from smoe_fairseq.analysis.inputs import capacities_of
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.modules.statistics import capacities_of
 
 STEPS = re.compile(r"(encoder|decoder)\.layers\.1\.moe\.gates\.\d\.(bias|coefficient)\.steps")
 

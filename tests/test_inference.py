@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from test_exit_bias import exit_bias
 
 from smoe_fairseq.analysis.capacity import training_capacity
 from smoe_fairseq.modules import StratifiedMoE, inference
-from smoe_fairseq.modules.gates.linear import exit_bias
 from smoe_fairseq.translate.int8 import Int8Linear, levels
 from smoe_fairseq.translate.packed import MappedExperts, PackedLinear, can_pack
 

@@ -14,7 +14,6 @@ from torch import nn
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.layer import RoutingStats
-from smoe_fairseq.modules.statistics import capacities_of
 
 FIFTHS = 5  # of a sentence
 
@@ -139,13 +138,13 @@ def percent_dropped(table_25):
 
 def is_limited_in_training(model: nn.Module) -> bool:
     """Whether training drops what evaluation does not; no for a dense model."""
-    return any(each.factor not in (0, each.eval_factor) for each in capacities_of(model))
+    return any(each.factor not in (0, each.eval_factor) for each in inputs.capacities_of(model))
 
 
 @contextmanager
 def training_capacity(model: nn.Module) -> Iterator[None]:
     """Within it, evaluation limits the experts as training does; nothing else changes."""
-    before = [(capacity, capacity.eval_factor) for capacity in capacities_of(model)]
+    before = [(capacity, capacity.eval_factor) for capacity in inputs.capacities_of(model)]
     for capacity, _ in before:
         capacity.eval_factor = capacity.factor
     try:

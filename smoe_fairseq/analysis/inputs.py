@@ -17,7 +17,7 @@ from tqdm import tqdm
 from smoe_fairseq.checkpoints.io import open_checkpoint
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.modules.statistics import capacities_of
+from smoe_fairseq.modules.routing import Capacity
 
 TOKENS_PER_BATCH = 4096
 SEED = 1
@@ -254,3 +254,8 @@ def on_device(model: nn.Module, sample: dict) -> dict:
     """A sample, or its inputs, where the model is."""
     device = next(model.parameters()).device
     return sample if device.type == "cpu" else move_to_cuda(sample, device)
+
+
+def capacities_of(model: nn.Module) -> list[Capacity]:
+    """Of all gates whose experts can be limited."""
+    return [module for module in model.modules() if isinstance(module, Capacity)]

@@ -402,21 +402,15 @@ def _check_gate(config: MoEConfig, strata: Strata) -> None:
         _check_one_stratum(f"{{gate}} {gate}", strata)
     if GATES[gate].takes_top_k:
         _check_top_k(config, strata)
-    free = next((name for name in FREE_EXPERTS if getattr(config, name)), None)
-    if gate != "topk" and (free or config.balance == "bias"):
-        name = free or "balance"
-        raise OptionError(
-            f"{{{name}}} {{value}}: it is an option of {{gate}} topk, not of {gate}",
-            value=getattr(config, name),
-        )
-    if gate != "topk" and config.scores != "softmax":
-        raise OptionError(
-            "{scores} {value}: it is an option of {gate} topk, not of {kind}",
-            value=config.scores,
-            kind=gate,
-        )
-    if gate == "top-p" and not 0 < config.top_p <= 1:
-        _refuse("top_p", config.top_p, "expected a probability above 0, up to 1")
+    for name in (*FREE_EXPERTS, "balance", "scores"):
+        value = getattr(config, name)
+        if gate != "topk" and value != MoEConfig.__dataclass_fields__[name].default:
+            raise OptionError(
+                f"{{{name}}} {{value}}: it is an option of {{gate}} topk, not of {gate}",
+                value=value,
+            )
+    if gate == "top-p":
+        share("top_p", config.top_p)
     if config.gate_residual != "none":
         if gate != "topk" or strata.stacked:
             what = "{stacked}" if strata.stacked else f"{{gate}} {gate}"

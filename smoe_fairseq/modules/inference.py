@@ -14,6 +14,7 @@ from torch import Tensor
 from smoe_fairseq.modules.experts import PerExpert
 from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.parallel import LocalDispatcher
+from smoe_fairseq.modules.rows import IndexedTokens
 from smoe_fairseq.modules.torch_features import autocast_dtype
 
 try:
@@ -66,7 +67,7 @@ def forward(block, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
     y_TD = norms.start(x_TD)
     for i, (gate, first) in enumerate(zip(block.gates, strata.first_experts)):
         index_T = (position_T == i).nonzero()[0]
-        tokens = _Tokens(index_T, len(x_TD))
+        tokens = IndexedTokens(torch.from_numpy(index_T), len(x_TD))
         if not len(index_T):
             continue  # on no tokens the steps below change nothing
         h_TD, y_TD = norms.enter(i, y_TD, tokens)
@@ -77,22 +78,6 @@ def forward(block, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         out_TD = run.infer(h_TD, *rows, weights)
         y_TD = norms.leave(y_TD, out_TD, tokens)
     return norms.finish(x_TD, y_TD, tokens, padding_T).view_as(x)
-
-
-class _Tokens:
-    """As `IndexedTokens`, the tokens of these places among ``number``."""
-
-    def __init__(self, index_T: "np.ndarray", number: int):
-        self.all, self.index = len(index_T) == number, torch.from_numpy(index_T)
-
-    def take(self, x_T: Tensor) -> Tensor:
-        return x_T if self.all else x_T.index_select(0, self.index)
-
-    def add(self, x_T: Tensor, y: Tensor) -> Tensor:
-        return x_T + y if self.all else x_T.index_add(0, self.index, y)
-
-    def replace(self, x_T: Tensor, y: Tensor) -> Tensor:
-        return y if self.all else x_T.index_copy(0, self.index, y)
 
 
 def best_experts(gate: TopKGate, h_TD: Tensor) -> "tuple[np.ndarray, np.ndarray]":

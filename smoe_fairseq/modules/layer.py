@@ -170,7 +170,9 @@ class StratifiedMoE(nn.Module):
 
         for i, gate in enumerate(self.gates):
             here_T = position_T == i - 1
-            tokens = (IndexedTokens if indexes else MaskedTokens)(here_T)
+            tokens = MaskedTokens(here_T)
+            if indexes:
+                tokens = IndexedTokens(here_T.nonzero().squeeze(1), len(here_T))
             # x' = LN_i(x) (paper, eq. 4)
             h_TD, y_TD = self.layer_norms.enter(i, y_TD, tokens)
             # G = softmax(W_i x'), and the top k of it (eq. 5)

@@ -125,20 +125,23 @@ class AddRows(torch.autograd.Function):
 
 
 class IndexedTokens:
-    """The tokens that ``here_T`` marks, gathered: least work, but their number is read on the host."""
+    """The tokens at some of ``number`` places, gathered: least work, but how many is known on the host."""
 
     active_T = None  # every token that `take` returns counts
 
-    def __init__(self, here_T: Tensor):
-        self.index = here_T.nonzero().squeeze(1)
-        self.all = len(self.index) == len(here_T)
+    def __init__(self, index: Tensor, number: int):
+        self.index, self.all = index, len(index) == number
 
     def take(self, x_T: Tensor) -> Tensor:
         return x_T if self.all else x_T.index_select(0, self.index)
 
     def add(self, x_T: Tensor, y: Tensor) -> Tensor:
         y = y.to(x_T.dtype)
-        return x_T + y if self.all else AddRows.apply(x_T, self.index, y)
+        if self.all:
+            return x_T + y
+        if torch.is_grad_enabled():
+            return AddRows.apply(x_T, self.index, y)
+        return x_T.index_add(0, self.index, y)
 
     def replace(self, x_T: Tensor, y: Tensor) -> Tensor:
         y = y.to(x_T.dtype)

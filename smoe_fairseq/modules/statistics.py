@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smoe_fairseq.modules.branches import CMROutput
 from smoe_fairseq.modules.config import MoEConfig
-from smoe_fairseq.modules.routing import Capacity, Routing
+from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.rows import IndexedTokens, MaskedTokens
 from smoe_fairseq.modules.strata import Strata
 
@@ -252,7 +252,3 @@ def _shares(counts: Counts, sizes: tuple[int, ...]) -> Tensor:
         for number_E in (counted_E, probs_E)
     )
     return counted_L + probs_L - probs_L.detach()
-
-
-def capacities_of(model: nn.Module) -> list[Capacity]:
-    return [module for module in model.modules() if isinstance(module, Capacity)]

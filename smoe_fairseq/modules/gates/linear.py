@@ -4,8 +4,6 @@ Shapes: T tokens, D embedding, E experts that the gate sees, M free experts behi
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -132,23 +130,6 @@ class ExitBias(nn.Module):
         # All logits may be moved alike: the largest bias is 0, or the highest logits would lose digits.
         least, most = min(bias, 0), max(bias, 0)
         return torch.cat([own_T - most, later_T + least, null_T - most], dim=1)
-
-
-def exit_biases_of(model: nn.Module) -> list[ExitBias]:
-    return [module for module in model.modules() if isinstance(module, ExitBias)]
-
-
-@contextmanager
-def exit_bias(model: nn.Module, bias: float) -> Iterator[None]:
-    """Within it all gates of a model have this one."""
-    before = [(each, each.bias) for each in exit_biases_of(model)]
-    for each, _ in before:
-        each.bias = bias
-    try:
-        yield
-    finally:
-        for each, value in before:
-            each.bias = value
 
 
 class ExpertBias(nn.Module):
