@@ -259,7 +259,7 @@ def test_what_cannot_be_used_is_named(folder, name):
 def test_numbers_that_are_none(folder, flag, value):
     result = run("smoe", "translate", "run", flag, value, cwd=folder, check=False)
     assert result.returncode == 2 and f"argument {flag}" in result.stdout
-    assert f"{value!r}: expected a" in result.stdout
+    assert f"{value}: expected a" in result.stdout
 
 
 def command_of(*words) -> list[str]:
