@@ -65,7 +65,7 @@ SMALLER = {
     "scripts/prepare.sh": "--vocab-size 320",
     "scripts/train.sh": "--max-update 2 --max-tokens 500 --num-workers 0",
     "scripts/evaluate.sh": "--beam 1 --max-len-b 5",
-    "smoe translate": "--beam 1 --max-len-b 5 --device cpu",
+    "smoe translate": "--beam 2 --max-len-b 5 --device cpu",
     "smoe subwords learn": "--vocab-size 40",
     "fairseq-train": "--cpu --arch smoe_transformer_tiny --max-update 2 --max-tokens 500",
     "fairseq-generate": "--cpu --beam 1 --max-len-b 5",
