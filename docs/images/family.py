@@ -73,7 +73,7 @@ def stops_of(x_TD: torch.Tensor, **options) -> list[Stop]:
     found = []
     for i, gate in enumerate(block.gates):
         here = (position_T == i).nonzero().flatten()
-        labels = {"id": [here], "sentence": [torch.zeros_like(here)], None: []}[gate.asks_for]
+        labels = {"id": [here], "sentence": [torch.zeros_like(here)], None: []}[gate.extra_input]
         routing = gate(h_TD[here], None, *labels)
         first = block.strata.first_experts[i]
         weights, nulls = {}, {}
