@@ -411,7 +411,7 @@ def all_flags() -> dict:
     models = sorted({ARCH_MODEL_NAME_REGISTRY[name] for name in ours})
     return {
         "smoe": {n: flags_of(parser_behind(lambda n=n: smoe([n, "--help"]))) for n in names},
-        "recipes": {name: flags_of(step) for name, step in steps.items()},
+        "recipes": {n: flags_of(parser_behind(lambda n=n: recipe(n, "--help"))) for n in steps},
         "models": {name: of_part(MODEL_REGISTRY[name]) for name in models},
         "defaults": {name: defaults_of(name) for name in models},
         "criterion": {CRITERION: of_part(CRITERION_REGISTRY[CRITERION])},
