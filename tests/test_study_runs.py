@@ -80,7 +80,7 @@ def test_starts_that_are_something_else_are_named(tmp_path, content):
     if content == "{}":
         content = '{"commit": "a"}'
     (tmp_path / study_results.STARTS_FILE).write_text(content)
-    with pytest.raises(UsageError, match=r"starts\.json does not say"):
+    with pytest.raises(UsageError, match=r"starts\.json"):
         study_results.note(tmp_path, TWO)
 
 

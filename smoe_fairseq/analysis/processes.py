@@ -66,13 +66,14 @@ def _strata(run: Run) -> list[tuple[str, object]]:
 
 def process_cost(run: Run) -> ProcessCost:
     """As `process_costs`, of the run as its flags say."""
-    shared, experts = run.weights()
+    shared, of_layers = run.weights_by_layer()
+    experts = sum(of_layers)
     reduced, travelling = (shared + experts) * _ring(run.processes), 0.0
     if run.flags.expert_parallel:
         reduced = shared * _ring(run.processes)
-        for side, strata in _strata(run):
+        for (side, strata), of_layer in zip(_strata(run), of_layers, strict=True):
             place = Placement(strata.num_experts, run.processes)
-            reduced += experts / len(_strata(run)) * _ring(place.num_replicas)
+            reduced += of_layer * _ring(place.num_replicas)
             away = (place.group_size - 1) / place.group_size  # share of the copies that travel
             pairs = zip(strata.expected_visits(), strata.visible, strict=True)
             copies = sum(visits * choices(run.config, visible) for visits, visible in pairs)

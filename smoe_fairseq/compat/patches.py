@@ -223,6 +223,10 @@ def _check_values(cfg) -> None:
     if cfg.get("optimizer") is not None:
         if rank_files(begin := _value(cfg, "checkpoint.finetune_from_model") or ""):
             check_there(begin)
+        last = os.path.join(cfg.checkpoint.save_dir, "checkpoint_last.pt")
+        begin = _value(cfg, "checkpoint.continue_once")
+        if begin and not (os.path.exists(last) or rank_files(last)):
+            check_there(begin)  # fairseq would begin anew without it
         _check_restored(_value(cfg, "checkpoint.restore_file"), cfg.checkpoint.save_dir)
 
 

@@ -239,11 +239,16 @@ class Run:
 
     def weights(self) -> tuple[int, int]:
         """Of one rank: those that all ranks have, and experts."""
+        shared, experts = self.weights_by_layer()
+        return shared, sum(experts)
+
+    def weights_by_layer(self) -> tuple[int, list[int]]:
+        """Of one rank: those that all ranks have, and the experts of each MoE layer."""
         words = range(self.vocabulary)
         task = Namespace(source_dictionary=words, target_dictionary=words)
         found = parts(self.config, task)
-        shared = sum(part.shared for part in found)
-        return shared, sum(part.weights(self.sharing) - part.tables for part in found) - shared
+        experts = [size // min(n, self.sharing) for part in found for size, n in part.experts]
+        return sum(part.shared for part in found), experts
 
 
 @dataclass(frozen=True)
