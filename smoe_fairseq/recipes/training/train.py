@@ -18,7 +18,7 @@ from smoe_fairseq.recipes.config import (
 )
 from smoe_fairseq.recipes.folders import Folders, run_name, seed_of, user_dir
 from smoe_fairseq.recipes.processes import command, dry_run, report, run
-from smoe_fairseq.recipes.training import identity
+from smoe_fairseq.recipes.training import identity, picture
 from smoe_fairseq.recipes.training.batch import (
     batch_choices,
     longest_sentence,
@@ -99,6 +99,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     _run(lines, folder, place)
     if not dry_run():
         identity.finish(words)
+        if not identity.is_joined(folder) and (drawn := picture.draw(folder, folder / LOG)):
+            print(f"# {drawn} shows losses and learning rate", flush=True)
 
 
 def begin_log(file: Path, line: str) -> None:

@@ -1,0 +1,71 @@
+"""The picture of a run, drawn when training ends: losses, translation scores and learning rate by update."""
+
+from pathlib import Path
+
+from smoe_fairseq.analysis.training_log import NUMBER, UPDATES, read_lines
+from smoe_fairseq.errors import UsageError, quietly
+
+STEM = "training"  # of the files in the run's folder
+LEAST = 5  # points of a curve; with fewer there is nothing to see
+LOSS, SCORES, RATE = "loss, bits per token", "score of translations", "learning rate"
+# Of the log's names in training and in validation, the panel and the curve.
+CURVES = {
+    "nll_loss": (LOSS, "training"),
+    "lr": (RATE, "learning rate"),
+    "valid nll_loss": (LOSS, "validation"),
+    "valid chrf": (SCORES, "chrF"),
+    "valid bleu": (SCORES, "BLEU"),
+}
+
+Curves = dict[str, dict[str, dict[int, float]]]  # value by update, by panel and curve
+
+
+def curves(log: Path) -> Curves:
+    """What a run's log has of `CURVES`; of an update that was made twice, the later value."""
+    found: Curves = {}
+
+    def add(kind: str, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            if kind + name in CURVES:
+                panel, curve = CURVES[kind + name]
+                at = found.setdefault(panel, {}).setdefault(curve, {})
+                at[int(values[UPDATES])] = value
+
+    for values in read_lines(log):
+        if "wpb" in values:  # not an epoch's summary
+            add("", values)
+    for line in log.read_text("utf-8", "replace").splitlines():
+        if " | valid on '" in line:
+            values = {name: float(value) for name, value in NUMBER.findall(line)}
+            if UPDATES in values:
+                add("valid ", values)
+    return found
+
+
+def draw(folder: Path, log: Path) -> Path | None:
+    """Draw ``training.png`` and ``.svg`` in a run's folder; None if there is too little, or no matplotlib."""
+    try:
+        found = curves(log)
+        if max((len(at) for of in found.values() for at in of.values()), default=0) < LEAST:
+            return None
+        with quietly():
+            from smoe_fairseq.analysis import figures
+    except UsageError:
+        return None
+    panels = [panel for panel in (LOSS, SCORES, RATE) if panel in found]
+
+    @figures.styled
+    def picture():
+        figure, axes = figures.panels(len(panels), stacked=False, width=3.6 * len(panels))
+        for ax, panel in zip(axes, panels, strict=True):
+            shades = (figures.MIDDLE, figures.DARK)
+            for (curve, at), shade in zip(sorted(found[panel].items(), reverse=True), shades[::-1]):
+                ax.plot(sorted(at), [at[update] for update in sorted(at)], color=shade, label=curve)
+            ax.set_title(panel)
+            ax.set_xlabel("update")
+            if len(found[panel]) > 1:
+                ax.legend()
+        return figure
+
+    figures.save(picture(), folder / STEM)
+    return folder / f"{STEM}.png"

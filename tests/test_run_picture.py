@@ -1,0 +1,44 @@
+"""The picture that the recipes draw of a run when it ends."""
+
+import pytest
+
+from smoe_fairseq.recipes.training.picture import LOSS, RATE, SCORES, curves, draw
+
+LOGGED = (
+    "2026-01-01 00:00:00 | INFO | train_inner | "
+    "epoch 001: {0} / 9 loss=9.1, nll_loss={1}, wpb=10, lr={2}, num_updates={0}\n"
+)
+VALID = (
+    "epoch 001 | valid on 'valid' subset | loss 7.2 | nll_loss {1} | chrf {2} | bleu 1.5 | "
+    "num_updates {0}\n"
+)
+
+
+@pytest.fixture
+def log(tmp_path):
+    lines = [LOGGED.format(i, 8 - i, i / 1000) for i in range(1, 7)]
+    lines.insert(4, VALID.format(4, 5.5, 20.25))
+    lines.append(LOGGED.format(6, 1.5, 0.006))  # made again after an interruption
+    lines.append("epoch 001 | loss 9 | nll_loss 99 | num_updates 6\n")  # the epoch's mean
+    file = tmp_path / "train.log"
+    file.write_text("".join(lines))
+    return file
+
+
+def test_curves_are_those_of_the_log(log):
+    found = curves(log)
+    assert found[LOSS]["training"] == {1: 7.0, 2: 6.0, 3: 5.0, 4: 4.0, 5: 3.0, 6: 1.5}
+    assert found[LOSS]["validation"] == {4: 5.5} and found[SCORES]["chrF"] == {4: 20.25}
+    assert found[SCORES]["BLEU"] == {4: 1.5} and found[RATE]["learning rate"][6] == 0.006
+
+
+def test_it_appears_beside_the_checkpoints(log, tmp_path):
+    assert draw(tmp_path, log) == tmp_path / "training.png"
+    assert (tmp_path / "training.png").stat().st_size > 10_000
+
+
+def test_of_a_run_that_logged_little_there_is_none(log, tmp_path):
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
+    assert draw(tmp_path, log) is None
+    assert draw(tmp_path, tmp_path / "gone.log") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["train.log"]
