@@ -32,6 +32,9 @@ from smoe_fairseq.recipes.training.reshard import reshard_lines
 from smoe_fairseq.training import screen
 
 LOG = "train.log"
+# Processes that prepare batches for a GPU: one takes longer for 16,384 tokens than an H200 does to train
+# a base model on them. fairseq's default is 1.
+GPU_WORKERS = 2
 SCREEN_SECONDS = {True: 1, False: 30}  # between two lines, at a terminal and elsewhere
 # Required here, with an example each: fairseq-train misses some of them late, and has useless defaults for
 # others (a learning rate of 0.25, training without end).
@@ -135,6 +138,8 @@ def _for_place(
 ) -> tuple[Flags, list[str], list[str]]:
     """The recipe's and the user's flags, with those for this launch, batch and precision; and comments."""
     flags, extra, notes = recipe | place.flags(), list(extra), []
+    if not place.cpu:
+        flags.setdefault("num-workers", GPU_WORKERS)
     if place.cpu and place.gpus:
         each = "process computes" if place.processes == 1 else "processes compute"
         notes.append(f"# {place.processes} {each} on the CPU")
