@@ -55,6 +55,17 @@ def test_other_maps_than_linear_ones_are_called():
     torch.testing.assert_close(attention(x, x, x, need_weights=False)[0], want)
 
 
+def test_dropout_is_retained_where_fairseq_is_told_to():
+    """By --retain-dropout, which its dropout module knows."""
+    attention = Attention(D, 2, dropout=0.5, self_attention=True).eval()
+    x = torch.randn(T, B, D)
+    outputs = [attention(x, x, x, need_weights=False)[0] for _ in range(2)]
+    assert torch.equal(*outputs)
+    attention.dropout_module.make_generation_fast_("", retain_dropout=True)
+    outputs = [attention(x, x, x, need_weights=False)[0] for _ in range(2)]
+    assert not torch.equal(*outputs)
+
+
 def test_cudnn_which_plans_for_each_shape_is_left_out():
     torch.backends.cuda.enable_cudnn_sdp(True)
     Attention(D, 2, self_attention=True)

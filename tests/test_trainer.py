@@ -137,16 +137,16 @@ def test_a_fault_of_ours_is_not_blamed_on_the_checkpoint():
 
 
 def without_memory(failing: str, arguments: list[str]) -> None:
-    """``fairseq-train`` where batches do not fit: the second, all, or those of validation."""
+    """``fairseq-train`` where batches do not fit: the second, all, those of validation, or these at first."""
     from fairseq.tasks.translation import TranslationTask
     from fairseq_cli import train
 
-    steps, calls = {"valid": "valid_step"}.get(failing, "train_step"), []
+    steps, calls = "valid_step" if failing in ("valid", "at first") else "train_step", []
     original = getattr(TranslationTask, steps)
 
     def step(self, *others, **options):
         calls.append(1)
-        if failing != "one" or len(calls) == 2:
+        if {"one": len(calls) == 2, "at first": len(calls) % 2 == 1}.get(failing, True):
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"
             )
@@ -176,6 +176,15 @@ def test_out_of_memory_ends_with_the_batch_to_try(ranks, small_corpus, tmp_path,
     lines = run.output().splitlines()
     *_, where = [i for i, line in enumerate(lines) if line.endswith(advice)]
     assert failing == "one" or where == len(lines) - 1
+
+
+def test_batches_of_validation_that_fit_at_the_second_try_end_no_run(ranks, small_corpus, tmp_path):
+    arguments = [small_corpus, "--save-dir", tmp_path, *SMALL, "--max-update", 1, "--no-save"]
+    arguments.remove("--disable-validation")
+    arguments = list(map(str, [*arguments, "--batch-size-valid", 1]))
+    run = ranks.start(tmp_path, 1, "at first", arguments, function=without_memory, one=True)
+    assert run.wait(60) == [0], run.output()
+    assert run.output().count("retrying batch") > 3
 
 
 AS_TORCHRUN = """

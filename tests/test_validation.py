@@ -65,6 +65,23 @@ def test_early_stopping_ends_a_run_and_goes_on_counting(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "flag, others",
+    [
+        ("--finetune-from-model", ()),
+        ("--restore-file", ("--reset-optimizer", "--reset-lr-scheduler", "--reset-dataloader")),
+    ],
+)
+def test_early_stopping_counts_anew_where_training_begins_anew(corpus, tmp_path, flag, others):
+    """As fairseq's best score does: the numbers before may be of other data."""
+    flags = ["--validate-sentences", 4, *BY_CHRF, "--patience", 1, "--lr", 1e-9]
+    flags += ["--max-epoch", 9]
+    bilingual(corpus, tmp_path / "first", *flags)
+    checkpoint = tmp_path / "first" / "checkpoint_last.pt"
+    tuned = bilingual(corpus, tmp_path / "tuned", *flags, flag, checkpoint, *others)
+    assert "early stop" in tuned.stdout and len(validations(tuned.stdout)) == 2
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         ("--best-checkpoint-metric", "chrf", "--maximize-best-checkpoint-metric"),

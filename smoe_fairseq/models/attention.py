@@ -57,7 +57,8 @@ class Attention(MultiheadAttention):
         else:
             parts = [self.q_proj(query), *_project(key, self.k_proj, self.v_proj)]
         heads = [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts]
-        dropout = self.dropout_module.p if self.training else 0.0
+        drops = self.training or self.dropout_module.apply_during_inference  # --retain-dropout
+        dropout = self.dropout_module.p if drops else 0.0
         y_BHTd = F.scaled_dot_product_attention(*heads, attn_mask=mask_BXTS, dropout_p=dropout)
         return self.out_proj(y_BHTd.transpose(1, 2).flatten(2)).transpose(0, 1)
 

@@ -211,12 +211,16 @@ class SMoETrainer(Trainer):
             rank = self.expert_placement.rank
             super().save_checkpoint(f"{path}-rank-{rank}{ending}", extra_state)
 
-    def load_checkpoint(self, filename, reset_optimizer=False, *others, **options):
+    def load_checkpoint(
+        self, filename, reset_optimizer=False, *others, reset_meters=False, **options
+    ):
         """As fairseq's, after checking the files. A finished run with experts trains nothing more."""
         check_files(self, Path(filename), reset_optimizer)
         check_dictionaries(self, Path(filename))
         try:
-            extra_state = super().load_checkpoint(filename, reset_optimizer, *others, **options)
+            extra_state = super().load_checkpoint(
+                filename, reset_optimizer, *others, reset_meters=reset_meters, **options
+            )
         except Exception as error:  # fairseq replaces the model's message by its own
             if isinstance(error.__context__, UsageError):
                 raise error.__context__ from None
@@ -228,7 +232,8 @@ class SMoETrainer(Trainer):
                     "--reset-dataloader --reset-meters only its parameters are taken"
                 ) from None
             raise
-        if extra_state is not None and not self.cfg.checkpoint.reset_meters:
+        # --finetune-from-model resets both here, and not in the flags; fairseq's best score is the same.
+        if extra_state is not None and not (reset_optimizer or reset_meters):
             set_early_stop(extra_state.get(EARLY_STOP, {}))
         optimization = self.cfg.optimization
         if 0 < optimization.max_update <= self.get_num_updates() and first_block(self.get_model()):
@@ -331,16 +336,17 @@ class SMoETrainer(Trainer):
     def _log_oom(self, exc):
         """As fairseq's, which then skips the batch; raises UsageError where that helps nobody."""
         super()._log_oom(exc)
-        self.skipped += 1
+        self.skipped += self.in_update  # a batch of validation is tried again
+        which = "" if self.in_update else "_valid"
         asking = [b for b in moe_blocks(self.get_model()).values() if b.balance_over == "update"]
         if self.expert_placement is not None or (asking and self.data_parallel_world_size > 1):
             # Other ranks wait for this rank's tokens or counts.
             name = "--moe-balance-over update" if asking else "--expert-parallel"
             raise UsageError(
                 f"rank {self.data_parallel_rank} is out of memory, and with {name} no rank can skip a "
-                f"batch: {self._smaller_batch()}"
+                f"batch: {self._smaller_batch(which)}"
             ) from exc
-        if self.skipped >= MOST_SKIPPED:
+        if self.in_update and self.skipped >= MOST_SKIPPED:
             raise UsageError(
                 f"out of memory {self.skipped} times without an update: {self._smaller_batch()}"
             ) from exc
