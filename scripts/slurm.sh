@@ -18,7 +18,11 @@ for word in "$@"; do  # sbatch needs them, too
         --nodes) NODES=$word ;;
         --gpus) GPUS=$word ;;
     esac
-    [[ $word != --dry-run ]] || export DRY_RUN=1
+    case $word in
+        --nodes=*) NODES=${word#*=} ;;
+        --gpus=*) GPUS=${word#*=} ;;
+        --dry-run) export DRY_RUN=1 ;;
+    esac
     before=$word
 done
 

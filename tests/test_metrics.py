@@ -45,6 +45,7 @@ def test_tokenizer_of_a_language():
     found = [metrics.tokenizer_of(auto, language) for language in languages]
     assert found == ["zh", "zh", "zh", "ja-mecab", "ko-mecab", "13a", "13a"]
     assert metrics.tokenizer_of({"tokenize": "flores200"}, "zh") == "flores200"
+    assert metrics.tokenizer_of({"tokenize": False}, "zh") == "13a"  # sacreBLEU's own default
 
 
 def test_directions_have_their_tokenizers(tmp_path, monkeypatch):

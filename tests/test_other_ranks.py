@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,6 +119,36 @@ def test_batches_of_sentences(monkeypatch):
     both = plan_batch(dataset, {"max-tokens": 4096}, 4, ["--max-sentences", "64"])
     assert both.flags() == {"max-tokens": 1024, "batch-size": 16, "update-freq": 1}
     assert plan_batch(dataset, {}, 2) is None
+
+
+@pytest.mark.parametrize(
+    "own, precision, expected",
+    [
+        ({"bf16": True}, "", {"--bf16"}),
+        ({"bf16": True}, "fp32", set()),
+        ({"amp": True}, "", {"--amp"}),
+        ({"fp16": True}, "bf16", {"--bf16"}),
+    ],
+)
+def test_number_types_among_the_flags_of_a_data_set(tmp_path, own, precision, expected):
+    train = {"arch": "transformer", "lr": 1, "max-tokens": 64, "max-update": 1, **own}
+    given = write_dataset(tmp_path / "c", "own", pairs=["a-b"], raw={}, train=train, experts=4)
+    given |= {"DRY_RUN": "1", "GPUS": "1", "PRECISION": precision, "FORECAST": "0"}
+    (words,) = commands(recipe(tmp_path, "train", "own", "moe", **given), "fairseq-train")
+    assert {"--bf16", "--fp16", "--amp"} & set(words) == expected
+
+
+def test_numbers_by_epoch_stay_as_they_are(monkeypatch):
+    monkeypatch.delenv("BATCH", raising=False)
+    dataset, flags = load_dataset("multi30k"), {"max-tokens": 4096}
+    assert plan_batch(dataset, flags, 2, ["--update-freq", "4,2"]) is None
+    assert plan_batch(dataset, flags | {"update-freq": "[4, 2]"}, 1) is None
+
+
+def test_a_named_batch_needs_no_other_size(monkeypatch):
+    monkeypatch.delenv("BATCH", raising=False)
+    dataset = replace(load_dataset("multi30k"), batch={"paper": 6000})
+    assert plan_batch(dataset, {}, 2).flags() == {"max-tokens": 3000, "update-freq": 1}
 
 
 def test_a_run_of_an_earlier_version_keeps_its_batch(monkeypatch):

@@ -142,6 +142,31 @@ def test_what_cannot_be_read_is_named(tmp_path, dataset, name, content, named):
     assert not (tmp_path / "raw").exists()
 
 
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("train.zh_CN-en.tsv", "zh_CN\ten\na\tb\n"),
+        ("train.tsv", "EN\tzh_cn\nb\ta\n"),
+        (
+            "train.tmx",
+            '<tmx><tu><tuv xml:lang="{}"><seg>{}</seg></tuv>'.format("zh-CN", "a")
+            + '<tuv xml:lang="en"><seg>b</seg></tuv></tu></tmx>',
+        ),
+    ],
+)
+def test_codes_of_languages_in_any_case(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    files = dict.fromkeys(("zh_CN", "en"), tmp_path / name)
+    assert [*readers.pairs(files)] == [("a", "b")]
+
+
+def test_a_file_of_both_languages_has_a_known_ending(tmp_path, dataset):
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.txt").write_text("a\tb\n")
+    with pytest.raises(UsageError, match=r"(train|valid|test)\.txt"):
+        gather(dataset(raw={"files": "{split}.txt"}), tmp_path, tmp_path / "raw")
+
+
 def test_entities_of_a_translation_memory_are_not_resolved(tmp_path):
     (tmp_path / "secret").write_text("secret")
     declared = f'<!DOCTYPE tmx [<!ENTITY e SYSTEM "{tmp_path}/secret">]><tmx><body><tu>'

@@ -260,7 +260,7 @@ PRECISIONS = {  # flags, and what is said of them
         {"--fp16", "--fp16-no-flatten-grads"},
         f"fp16, {ASKED}",
     ),
-    ("GPUS=1", "PRECISION=fp16", "--amp"): ({"--amp"}, "--amp, as given behind the method"),
+    ("GPUS=1", "PRECISION=fp16", "--amp"): ({"--amp"}, "--amp, as the flags request"),
 }
 
 

@@ -47,11 +47,10 @@ def test_submission(tmp_path, cluster):
     assert (tmp_path / "exported").read_text() == f"2 8 slurm {ROOT}/scripts\n"
 
 
-def test_submission_with_flags(tmp_path, cluster):
-    assert script(tmp_path, cluster, "--nodes", "2", "--gpus", "4").wait() == 0
-    expected = (
-        f"--nodes=2 --gpus-per-node=4 {ROOT}/scripts/slurm.sh m15 smoe-4-12 --nodes 2 --gpus 4\n"
-    )
+@pytest.mark.parametrize("flags", ["--nodes 2 --gpus 4", "--nodes=2 --gpus=4"])
+def test_submission_with_flags(tmp_path, cluster, flags):
+    assert script(tmp_path, cluster, *flags.split()).wait() == 0
+    expected = f"--nodes=2 --gpus-per-node=4 {ROOT}/scripts/slurm.sh m15 smoe-4-12 {flags}\n"
     assert (tmp_path / "submitted").read_text() == expected
 
 

@@ -110,7 +110,12 @@ def pairs(files: Mapping[str, Path]) -> Iterator[Pair]:
         yield from _aligned(first, second)
         return
     languages = tuple(files)
-    yield from _some(READERS[ending_of(first)](first, languages), str(first), languages)
+    reader = READERS.get(ending_of(first))
+    if reader is None:
+        raise UsageError(
+            f"{first} is named for both {' and '.join(languages)}: expected one of {', '.join(READERS)}"
+        )
+    yield from _some(reader(first, languages), str(first), languages)
 
 
 def _some(found: Iterator[Pair], called: str, languages: Pair) -> Iterator[Pair]:
@@ -143,8 +148,9 @@ def _tab_separated(path: Path, languages: Pair) -> Iterator[Pair]:
         if places is None:
             columns = len(cells)
             names = [cell.strip().lower() for cell in cells]
-            if set(languages) <= set(names):
-                places = [names.index(language) for language in languages]
+            wanted = [language.lower() for language in languages]
+            if set(wanted) <= set(names):
+                places = [names.index(language) for language in wanted]
                 continue
             named = _named_in(path, languages)
             if columns != 2 or named is None:
@@ -211,7 +217,7 @@ def _memory(path: Path, languages: Pair) -> Iterator[Pair]:
                     code = variant.get("{http://www.w3.org/XML/1998/namespace}lang")
                     code = (code or variant.get("lang") or "").lower().replace("_", "-")
                     for language in languages:
-                        if f"{code}-".startswith(f"{language.lower()}-"):
+                        if f"{code}-".startswith(f"{language.lower().replace('_', '-')}-"):
                             segment = variant.find("{*}seg")
                             texts.setdefault(language, "" if segment is None else _text(segment))
                 if len(texts) == 2:

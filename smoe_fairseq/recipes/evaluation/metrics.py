@@ -25,7 +25,7 @@ _MODULES = {"ja": "MeCab", "ko": "mecab_ko"}
 
 def tokenizer_of(settings: Flags, language: str) -> str:
     """The tokenizer of BLEU into a language: the data set's own, unless that is `AUTO`."""
-    own = str(settings.get("tokenize", DEFAULT))
+    own = str(settings.get("tokenize") or DEFAULT)
     code = language.replace("_", "-").partition("-")[0].lower()
     return _BY_LANGUAGE.get(code, (DEFAULT, ""))[0] if own == AUTO else own
 

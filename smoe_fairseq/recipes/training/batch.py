@@ -86,19 +86,24 @@ def plan_batch(
         earlier: the batch of a run that an earlier version started, where each rank had the whole batch.
 
     Returns:
-        None if neither sets a batch.
+        None if neither sets a batch, or ``--update-freq`` is a list, with a number for each epoch.
 
     Raises:
         UsageError: ``BATCH`` is neither name nor number, a flag has no number, or so many ranks cannot
             share the batch.
     """
+    by_epoch = given_flags(extra).get("--update-freq", str(flags.get("update-freq", 1)))
+    named = os.environ.get("BATCH") or _named(dataset)
+    if not named and {",", "["} & set(by_epoch):
+        return None
     given = {name: _number(extra, f"--{name}") for name in (*SIZES, "update-freq")}
     if name := os.environ.get("BATCH") or ("paper" if _named(dataset) else ""):
         wanted = _named(dataset).get(name)
         if wanted is None and not (name.isdecimal() and int(name)):
             raise UsageError(f"BATCH={name}: {dataset.name} has {batch_choices(dataset)} of tokens")
         most = dataset.batch.get("max-tokens") or flags.get("max-tokens")
-        return _named_batch(name, wanted or int(name), most or int(name), ranks, given, least)
+        wanted = wanted or int(name)
+        return _named_batch(name, wanted, most or wanted, ranks, given, least)
     sizes = {unit: given[unit] or flags.get(unit) for unit in SIZES}
     unit = next((unit for unit, size in sizes.items() if size), None)
     if unit is None:

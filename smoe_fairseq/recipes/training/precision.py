@@ -19,7 +19,7 @@ def precision_flags(
 
     Args:
         precision: the data set's; ``PRECISION`` overrides it.
-        extra: the user's own flags; if one of them sets the number type, nothing is added to it.
+        extra: all other flags; if one of them sets the number type, nothing is added to it.
         resumed: the flags that an earlier start of this run was given, whose number type ``auto`` keeps.
 
     Raises:
@@ -32,7 +32,7 @@ def precision_flags(
         raise UsageError(f"{named}: choose one of {', '.join(PRECISIONS)}")
     given = {word.partition("=")[0] for word in extra}
     if own := [flag for flag in ("--fp16", "--bf16", *_OTHERS) if flag in given]:
-        return {}, [f"# number type: {own[0]}, as given behind the method"]
+        return {}, [f"# number type: {own[0]}, as the flags request"]
     chosen, why = _choose(asked, place, resumed)
     if asked != "auto" and chosen == asked:
         why = f"as {'PRECISION' if variable else 'the data set'} requests"

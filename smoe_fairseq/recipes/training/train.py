@@ -85,7 +85,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         for warning in warnings:
             report(warning)
     line = command(*place.words("fairseq-train"), *words)
-    sharded = "--expert-parallel" in given and recipe.get("moe-freq") != 0
+    used = given_flags(words)
+    sharded = "--expert-parallel" in used and used.get("--moe-freq") != "0"
     lines = [
         f"# {dataset.name} {folder.name}: train; resumes from checkpoint_last.pt if there is one",
         *notes,
@@ -163,9 +164,10 @@ def _for_place(
             notes.append(
                 "# --smoe-norm released computes as the released code does (docs/reproduce.md)"
             )
-    # `fp16` among the flags of a data set is the earlier name of `precision: auto`.
+    # Among the flags of a data set, `fp16` and `bf16` are earlier names of `precision: auto` and `bf16`.
     flags.pop("fp16", None)
-    precision, said = precision_flags(dataset.precision, place, extra, resumed)
+    requested = "bf16" if flags.pop("bf16", False) else dataset.precision
+    precision, said = precision_flags(requested, place, [*arguments(flags), *extra], resumed)
     return flags | precision, extra, notes + said
 
 
