@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import struct
 from dataclasses import replace
 
 import pytest
@@ -136,6 +137,33 @@ def test_number_types_among_the_flags_of_a_data_set(tmp_path, own, precision, ex
     given |= {"DRY_RUN": "1", "GPUS": "1", "PRECISION": precision, "FORECAST": "0"}
     (words,) = commands(recipe(tmp_path, "train", "own", "moe", **given), "fairseq-train")
     assert {"--bf16", "--fp16", "--amp"} & set(words) == expected
+
+
+def test_sentences_beyond_the_positions_need_no_room(tmp_path):
+    """They are not trained on."""
+    index = tmp_path / "data/multi30k/bin/train.en-de.en.idx"
+    index.parent.mkdir(parents=True)
+    header = struct.pack("<9sQBQ", b"MMIDIDX\0\0", 1, 4, 1)
+    index.write_bytes(header + struct.pack("<i", 5000))
+    found = []
+    for flags in ([], ["--max-source-positions", "8000"]):
+        given = {"DRY_RUN": "1", "GPUS": "2", "FORECAST": "0"}
+        found.append(recipe(tmp_path, "train", "multi30k", "moe", *flags, **given))
+    (words,) = commands(found[0], "torchrun")
+    assert value(words, "--max-tokens") == "2048"
+    assert found[1].returncode == 1 and "a sentence of 5001" in found[1].stderr
+
+
+def test_experts_that_a_data_set_shards_stay_so(tmp_path):
+    train = {"arch": "transformer", "lr": 1, "max-tokens": 64, "max-update": 1}
+    train["expert-parallel"] = True
+    given = write_dataset(tmp_path / "c", "own", pairs=["a-b"], raw={}, train=train, experts=4)
+    folder = tmp_path / "runs/own/moe"
+    folder.mkdir(parents=True)
+    for rank in range(2):
+        rank_file(folder / LAST, rank).touch()
+    shown = recipe(tmp_path, "train", "own", "moe", DRY_RUN="1", GPUS="2", **given)
+    assert shown.returncode == 0 and "reshard" not in shown.stdout
 
 
 def test_numbers_by_epoch_stay_as_they_are(monkeypatch):

@@ -19,6 +19,7 @@ from smoe_fairseq.files import check_plain
 from smoe_fairseq.recipes.schema import SCHEMA, check
 
 Flags = dict[str, Any]
+FAIRSEQ_POSITIONS = 1024  # the default of --max-source-positions and --max-target-positions
 MOST_VALUES = 100_000  # of a YAML file: nested aliases multiply, so a few make gigabytes
 
 

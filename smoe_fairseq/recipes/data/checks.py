@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tabulate import tabulate
 
-from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, type_of
 from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, Faults
@@ -19,7 +19,6 @@ from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
 from smoe_fairseq.recipes.folders import LEFT_OUT, Folders, shard_folders
 from smoe_fairseq.recipes.processes import report
 
-FAIRSEQ_POSITIONS = 1024  # the default of --max-source-positions and --max-target-positions
 REACHABLE = 99.9  # chrF++ below which subwords change too much
 _SHOWN = 20  # pairs of which all lines are printed
 

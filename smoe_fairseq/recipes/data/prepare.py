@@ -6,10 +6,10 @@ from pathlib import Path
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Dataset, arguments
+from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, arguments
 from smoe_fairseq.recipes.data import raw
 from smoe_fairseq.recipes.data.binarise import binarised_folder
-from smoe_fairseq.recipes.data.checks import FAIRSEQ_POSITIONS, print_checks
+from smoe_fairseq.recipes.data.checks import print_checks
 from smoe_fairseq.recipes.data.download import remote_files
 from smoe_fairseq.recipes.folders import Folders, given_path, package_folder
 from smoe_fairseq.recipes.processes import (

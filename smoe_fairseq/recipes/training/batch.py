@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Dataset, Flags, given_flags
+from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, Flags, given_flags
 from smoe_fairseq.recipes.folders import shard_folders
 
 TOLERANCE = 0.02  # of the tokens requested
@@ -147,7 +147,7 @@ def _divided(unit: str, wanted: int, most: int, ranks: int, least: int, name: st
     if not batch.kept:
         below = next((n for n in range(ranks - 1, 0, -1) if on(n).kept), None)
         above = next((n for n in range(ranks + 1, 2 * ranks + 1) if on(n).kept), None)
-        near = " or ".join(str(n) for n in (below, above) if n)
+        near = " or ".join(str(n) for n in (below, above) if n) or "none"
         room = f"; a rank needs room for a sentence of {least}" if least > 1 else ""
         what = "tokens" if unit == "max-tokens" else "sentences"
         raise UsageError(
@@ -179,6 +179,14 @@ def without_sizes(words: Sequence[str], flags: Flags) -> list[str]:
         if not dropping:
             kept.append(word)
     return kept
+
+
+def most_positions(flags: Flags, extra: Sequence[str]) -> int:
+    """Tokens of a sentence at most: fairseq does not train on longer ones."""
+    names = (f"max-{side}-positions" for side in ("source", "target"))
+    return max(
+        _number(extra, f"--{name}") or int(flags.get(name) or FAIRSEQ_POSITIONS) for name in names
+    )
 
 
 def longest_sentence(folder: Path) -> int | None:

@@ -22,6 +22,7 @@ from smoe_fairseq.recipes.training import identity, picture
 from smoe_fairseq.recipes.training.batch import (
     batch_choices,
     longest_sentence,
+    most_positions,
     plan_batch,
     without_sizes,
 )
@@ -147,10 +148,10 @@ def _for_place(
     elif dry_run() and place.launcher == "torchrun":
         notes.append("# a machine without a GPU adds --cpu --distributed-backend gloo, less fp16")
     resumed = identity.flags_of(folder) if identity.is_saved(folder) else {}
-    positions = flags.get("max-source-positions")
-    longest = longest_sentence(Folders(dataset.name).binary) or positions or 1
+    longest = longest_sentence(Folders(dataset.name).binary)
+    longest = longest or flags.get("max-source-positions") or 1
     earlier = identity.batch_of_earlier(folder)
-    least = min(longest, positions or longest)
+    least = min(longest, most_positions(flags, extra))
     batch = plan_batch(dataset, flags, place.processes, extra, least, earlier)
     if batch and (batch.name or batch.ranks > 1 or batch.wanted == earlier):
         sizes = batch.flags()
