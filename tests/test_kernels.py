@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,10 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
 
 
-@pytest.mark.parametrize("names", [interpreted.CASES, interpreted.NOISY, interpreted.OTHERS])
+GROUPS = [interpreted.CASES, interpreted.NOISY, interpreted.OTHERS, [interpreted.ROUNDED]]
+
+
+@pytest.mark.parametrize("names", GROUPS)
 def test_kernels_compute_what_the_block_does(names):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, Path(interpreted.__file__), *names]
@@ -72,6 +76,26 @@ def launches(width: int, inner: int, dtype: torch.dtype, **options) -> list:
         outputs = [y, stats.balance_loss, stats.z_loss]
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
     return found
+
+
+def test_kernels_are_launched_on_the_tokens_device(monkeypatch):
+    """Triton launches on the current one, which need not be that."""
+    current, devices = [], []
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(tensor.device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(
+        fused._Block, "apply", lambda *args: devices.append(list(current)) or args[1]
+    )
+    with pytest.raises(ValueError), torch.device("meta"):  # nothing is computed
+        block = StratifiedMoE(64, 64, "4-4", execution="fused")
+        fused.forward(block, torch.empty(8, 64), None)
+    assert devices == [[torch.device("meta")]]
 
 
 def compiled(kernel, args, options, capability: int):

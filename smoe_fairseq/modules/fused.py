@@ -21,6 +21,7 @@ from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.grouped import can_group, one_kernel
 from smoe_fairseq.modules.parallel import LocalDispatcher
+from smoe_fairseq.modules.routing import exact
 from smoe_fairseq.modules.statistics import RoutingStats
 from smoe_fairseq.modules.torch_features import autocast_dtype
 
@@ -51,7 +52,8 @@ def works(device: torch.device) -> bool:
     counts = torch.zeros(2, 4, dtype=torch.int32, device=device)
     sums = torch.zeros(2, 4, device=device)
     try:
-        kernels().scan[(2,)](counts[0], sums[0], counts[1], sums[1], 1, 0, 1, 1, 512)
+        with torch.cuda.device_of(counts):
+            kernels().scan[(2,)](counts[0], sums[0], counts[1], sums[1], 1, 0, 1, 1, 512)
     except Exception as error:  # of a compiler, a driver or Triton itself
         logger.warning("experts on %s: no fused kernels, since Triton fails: %s", device, error)
         return False
@@ -115,7 +117,8 @@ def forward(block, x: Tensor, padding_mask: Tensor | None, with_stats: bool = Tr
     norms = block.layer_norms
     parameters = [p for norm in norms for p in (norm.weight, norm.bias)]
     parameters += [gate.weight for gate in block.gates]
-    y_TD, balance_loss, z_loss = _Block.apply(run, x_TD, *parameters, *block.experts.weights())
+    with torch.cuda.device_of(x_TD):  # where Triton launches
+        y_TD, balance_loss, z_loss = _Block.apply(run, x_TD, *parameters, *block.experts.weights())
     if norms.dropout_per == "layer":
         y_TD = norms.finish(x_TD, y_TD, None, None)
     y = y_TD.view_as(x)
@@ -170,13 +173,19 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None) -> SimpleNamespa
         EXACT=not rounds or torch.float32 in (x_TD.dtype, gate.weight.dtype),
         POLICY=policy,
         NORMALIZE=gate.normalization,
-        LIMIT=gate.capacity.factor_in_force,
+        # The capacity factor as a ratio; of 0 there is no limit.
+        LIMIT=_ratio(gate.capacity.factor_in_force),
         DROPOUT=dropout,
         INNER_DROPOUT=inner_dropout,
         BLOCK_D=min(_power(x_TD.shape[1]), BLOCK_D),
         BLOCK_E=max(_power(len(block.stratum_of_expert)), 16),
         BLOCK_K=_power(gate.top_k),
     )
+
+
+@functools.cache
+def _ratio(factor: float) -> tuple[int, int]:
+    return exact(factor, MOST_EXPERTS).as_integer_ratio()
 
 
 def _power(n: int) -> int:
@@ -263,7 +272,7 @@ class _Block(torch.autograd.Function):
                 (source, *norm, run.stratum_of_expert, moments, choices, counts, totals, means,
                  positions, weights, rows, ends_E, copies_ND, run.requested, run.dropped, run.numbers,
                  balance_loss, z_loss, tokens, i, experts, first),
-                (width, top_k, columns, strata, is_first, run.ROUND, run.LIMIT, run.NORMALIZE,
+                (width, top_k, columns, strata, is_first, run.ROUND, *run.LIMIT, run.NORMALIZE,
                  run.BLOCK_D, run.BLOCK_E, run.BLOCK_K, TOKENS),
             )  # fmt: skip
             hidden_NF = product(copies_ND, w1[first:].transpose(1, 2), offs=ends_E)

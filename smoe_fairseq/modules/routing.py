@@ -93,10 +93,16 @@ def most_copies(factor: float, num_tokens: Tensor, num_experts: int) -> Tensor:
     The factor is the decimal number that it is written as. The counts stay on the device, so that routing
     does not wait for it.
     """
-    # An expert has at most all tokens: a factor above E limits nothing, and could overflow.
-    share = Fraction(str(float(factor))).limit_denominator(10**9)
-    share = min(share, Fraction(num_experts)) / num_experts
+    share = exact(factor, num_experts) / num_experts
     return (num_tokens * share.numerator + share.denominator - 1) // share.denominator
+
+
+def exact(factor: float, num_experts: int) -> Fraction:
+    """A capacity factor as the decimal number that it is written as.
+
+    An expert has at most all tokens: a factor above E limits nothing, and could overflow.
+    """
+    return min(Fraction(str(float(factor))).limit_denominator(10**9), Fraction(num_experts))
 
 
 def rank_within_expert(

@@ -56,15 +56,19 @@ def _of_expert(value_E, index_TK, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
-def _kept(total_KE, E, LIMIT: tl.constexpr):
-    """Tokens that count, copies that an expert takes at most, and those that each keeps."""
+def _kept(total_KE, E, LIMIT: tl.constexpr, OVER: tl.constexpr):
+    """Tokens that count, copies that an expert takes at most, and those that each keeps.
+
+    The capacity factor is ``LIMIT / OVER``, so that rounding adds no copy; of 0 there is no limit.
+    """
     k = tl.arange(0, total_KE.shape[0])
     tokens = tl.sum(tl.where(k[:, None] == 0, total_KE, 0))
     total_E = tl.sum(total_KE, 0)
     most = tokens * total_KE.shape[0]
     if LIMIT > 0:
-        limit = tl.ceil(LIMIT * tokens.to(tl.float64) / E)
-        most = tl.minimum(limit, most.to(tl.float64)).to(tl.int32)
+        share = (most.to(tl.int64) * 0 + E) * OVER
+        limit = (tokens.to(tl.int64) * LIMIT + share - 1) // share
+        most = tl.minimum(limit, most.to(tl.int64)).to(tl.int32)
     return tokens, most, tl.minimum(total_E, most)
 
 
@@ -188,7 +192,8 @@ def dispatch(
     positions, weights, rows, ends, copies, requested, dropped, numbers, balance, z_loss,
     tokens, stratum, E, first,
     D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRATA: tl.constexpr,
-    FIRST: tl.constexpr, ROUND: tl.constexpr, LIMIT: tl.constexpr, NORMALIZE: tl.constexpr,
+    FIRST: tl.constexpr, ROUND: tl.constexpr, LIMIT: tl.constexpr, OVER: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Places copies within their experts' capacity, writes their rows; weights, next strata, statistics."""
@@ -201,7 +206,7 @@ def dispatch(
     live = position == stratum
     counted = (k < K)[:, None] & (e < E)[None, :]
     total_KE = tl.load(totals + (stratum * K + k[:, None]) * COLUMNS + e[None, :], counted, 0)
-    number, most, kept_E = _kept(total_KE, E, LIMIT)
+    number, most, kept_E = _kept(total_KE, E, LIMIT, OVER)
     end_E = tl.cumsum(kept_E, 0)
 
     mine = at[:, None] * K + k[None, :]
