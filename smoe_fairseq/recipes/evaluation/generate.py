@@ -254,7 +254,7 @@ def _ours(cfg, dictionary):
 def best(generated: Path) -> list[str]:
     """The best translation of each sentence in a file of ``fairseq-generate``, in the sentences' order."""
     found = {}
-    for line in generated.read_text("utf-8").split("\n"):
+    for line in generated.read_bytes().decode("utf-8").split("\n"):
         if line.startswith("D-"):
             number, _, text = line[2:].split("\t", 2)
             found.setdefault(int(number), text)
