@@ -242,7 +242,8 @@ class StratifiedMoE(nn.Module):
         """Of each token at gate ``i``, whether it is dropped there or not."""
         if self.strata.fixed_depth:
             return torch.full_like(routing.first_choice_T, i)
-        return self.stratum_of_expert[self.strata.first_experts[i] :].take(routing.first_choice_T)
+        seen = self.stratum_of_expert[self.strata.first_experts[i] :]
+        return seen.index_select(0, routing.first_choice_T)  # MPS has no `take`
 
     @torch.no_grad()
     def end_update(self, observed_LN: Tensor) -> None:

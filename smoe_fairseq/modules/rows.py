@@ -37,7 +37,8 @@ class DispatchPlan(NamedTuple):
         """Each copy behind those before it for the same expert, and these behind all earlier experts'."""
         kept_E = copies.kept_E
         start_E1 = F.pad(kept_E.cumsum(0) - kept_E, (0, 1), value=2 * rows)
-        row_TK = start_E1.take(copies.expert_TK).add_(copies.rank_TK).clamp_(max=rows - 1)
+        start_TK = start_E1.index_select(0, copies.expert_TK.flatten()).view_as(copies.expert_TK)
+        row_TK = start_TK.add_(copies.rank_TK).clamp_(max=rows - 1)
         copy_N = torch.arange(row_TK.numel(), device=row_TK.device)
         copy_N = row_TK.new_zeros(rows).scatter_(0, row_TK.flatten(), copy_N)
         return cls(row_TK, copy_N, copy_N // row_TK.shape[1])
