@@ -1,6 +1,10 @@
 """What training shows where a recipe runs it: few lines, of which the first comes at once."""
 
+import logging
+
 import pytest
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from test_recipes import recipe, write_dataset
 
 from smoe_fairseq.training import screen
@@ -38,6 +42,21 @@ def test_a_checkpoint_is_shown_with_its_validation_loss(capsys):
         "  update 2,000 | validation loss 5.500 | saved",
         "  update 2,500 | saved",
     ]
+
+
+def test_the_metric_of_validation_has_its_name(tmp_path, monkeypatch, capsys):
+    log = tmp_path / "train.log"
+    words = ["data", "--arch", "transformer", "--log-file", str(log)]
+    words += ["--best-checkpoint-metric", "chrf", "--maximize-best-checkpoint-metric"]
+    args = options.parse_args_and_arch(options.get_training_parser(), words)
+    monkeypatch.setenv(screen.VARIABLE, "30")
+    monkeypatch.setattr(screen, "_screen", None)
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    screen.begin(convert_namespace_to_omegaconf(args))
+    screen.after_save(10, {"val_loss": 21.5, "best": 21.5})
+    assert capsys.readouterr().out == "  update 10 | validation chrf 21.500 (best) | saved\n"
 
 
 def test_a_terminal_has_one_line_that_is_written_over(clock, capsys, monkeypatch):

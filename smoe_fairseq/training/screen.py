@@ -39,7 +39,8 @@ def begin(cfg) -> None:
     file.addFilter(lambda r: r.module != "progress_bar" and r.name != "fairseq_cli.train")
     root.addHandler(file)
     root.setLevel(logging.INFO)
-    _screen = Screen(float(seconds), cfg.optimization.max_update)
+    metric = cfg.checkpoint.best_checkpoint_metric
+    _screen = Screen(float(seconds), cfg.optimization.max_update, metric)
 
 
 def after_update(updates: int) -> None:
@@ -64,11 +65,12 @@ class Screen:
     Args:
         seconds: between two lines.
         max_update: where training ends; 0 where only its epochs are limited.
+        metric: of validation, by which fairseq chooses the best checkpoint.
     """
 
-    def __init__(self, seconds: float, max_update: int):
+    def __init__(self, seconds: float, max_update: int, metric: str = "loss"):
         self.seconds = seconds
-        self.max_update = max_update
+        self.max_update, self.metric = max_update, metric
         self.terminal = sys.stdout.isatty()
         self.began: tuple[float, int] | None = None  # time and number of the first update
         self.shown = (0.0, 0)  # when a line was shown, and the words up to then
@@ -97,11 +99,13 @@ class Screen:
         self.shown = (now, self.words)
         self._line(" | ".join(parts), stays=not self.terminal)
 
-    def saved(self, updates: int, loss: float | None, best: float | None) -> None:
-        """Shows a checkpoint, with the loss on the validation set where it was just computed."""
+    def saved(self, updates: int, found: float | None, best: float | None) -> None:
+        """Shows a checkpoint, with the metric on the validation set where it was just computed."""
         parts = [self._count(updates)]
-        if loss is not None:
-            parts.append(f"validation loss {loss:.3f}{' (best)' if loss == best else ''}")
+        if found is not None:
+            parts.append(
+                f"validation {self.metric} {found:.3f}{' (best)' if found == best else ''}"
+            )
         self._line(" | ".join([*parts, "saved"]), stays=True)
 
     def _count(self, updates: int) -> str:
