@@ -85,7 +85,7 @@ def test_clipping(dtype, clip):
     assert utils.clip_grad_norm_([], clip) == 0
 
 
-@pytest.mark.parametrize("factor", [0.3, torch.tensor(0.3)])
+@pytest.mark.parametrize("factor", [0.3, torch.tensor(0.3), torch.tensor([0.3])])
 def test_multiplying(factor):
     ours, theirs = parameters(), parameters()
     FairseqOptimizer.multiply_grads(SimpleNamespace(params=ours), factor)

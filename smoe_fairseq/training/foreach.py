@@ -138,13 +138,13 @@ def multiply_together(fairseq_optimizer: ModuleType) -> None:
 
     @functools.wraps(fairseq_optimizer.FairseqOptimizer.multiply_grads)
     def multiply_grads(self, c):
-        """Multiplies all gradients by a number, or by a scalar tensor."""
+        """Multiplies all gradients by a number, or by a tensor of one."""
         by_device = {}
         for p in self.params:
             if p.grad is not None:
                 by_device.setdefault(p.grad.device, []).append(p.grad.data)
         for device, gradients in by_device.items():
-            torch._foreach_mul_(gradients, c.to(device) if torch.is_tensor(c) else c)
+            torch._foreach_mul_(gradients, c.to(device).reshape(()) if torch.is_tensor(c) else c)
 
     fairseq_optimizer.FairseqOptimizer.multiply_grads = multiply_grads
 
