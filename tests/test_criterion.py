@@ -84,7 +84,7 @@ def test_loss_by_hand():
     assert float(loss) == pytest.approx(expected + ALPHA * sample_size * balance, rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("epsilon", [0.0, 0.1])
 def test_loss_and_gradient_are_fairseqs(epsilon, dtype):
     """`fairseq`'s own function differentiates through log_softmax; twice the gradient of a doubled loss."""
@@ -92,12 +92,14 @@ def test_loss_and_gradient_are_fairseqs(epsilon, dtype):
     logits = (3 * torch.randn(12, 96)).to(dtype).requires_grad_()
     target = torch.randint(4, 96, (12,))
     target[[3, 11]] = PAD
-    lprobs = logits.float().log_softmax(-1)
+    exact = torch.promote_types(dtype, torch.float32)
+    lprobs = logits.log_softmax(-1, dtype=exact)
     want, want_nll = label_smoothed_nll_loss(lprobs, target, epsilon, ignore_index=PAD)
     (want_grad,) = torch.autograd.grad(2 * want, logits)
     loss, nll = LabelSmoothedNLL.apply(logits, target, epsilon, PAD)
-    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
-    assert nll.item() == pytest.approx(want_nll.item(), rel=1e-6) and not nll.requires_grad
+    rounding = 8 * torch.finfo(exact).eps
+    assert loss.item() == pytest.approx(want.item(), rel=rounding)
+    assert nll.item() == pytest.approx(want_nll.item(), rel=rounding) and not nll.requires_grad
     for _ in range(2):  # what is kept for the backward pass stays as it is
         (grad,) = torch.autograd.grad(2 * loss, logits, retain_graph=True)
         assert grad.dtype == dtype

@@ -31,13 +31,14 @@ class LabelSmoothedNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_NV: Tensor, target_N: Tensor, epsilon: float, padding: int):
-        p_NV = logits_NV.softmax(-1, dtype=torch.float32)
+        exact = torch.promote_types(logits_NV.dtype, torch.float32)
+        p_NV = logits_NV.softmax(-1, dtype=exact)
         largest_N, at_N = logits_NV.max(-1)
-        log_sum_N = largest_N.float() - p_NV.gather(1, at_N.unsqueeze(1)).squeeze(1).log()
+        log_sum_N = largest_N.to(exact) - p_NV.gather(1, at_N.unsqueeze(1)).squeeze(1).log()
         real_N, vocabulary = target_N != padding, logits_NV.shape[1]
         eps_i = epsilon / (vocabulary - 1)
-        of_target_N = logits_NV.gather(1, target_N.unsqueeze(1)).squeeze(1).float()
-        sum_N = logits_NV.sum(1, dtype=torch.float32)
+        of_target_N = logits_NV.gather(1, target_N.unsqueeze(1)).squeeze(1).to(exact)
+        sum_N = logits_NV.sum(1, dtype=exact)
         nll = torch.where(real_N, log_sum_N - of_target_N, 0).sum()
         smooth = torch.where(real_N, vocabulary * log_sum_N - sum_N, 0).sum()
         ctx.save_for_backward(p_NV, target_N, real_N)
