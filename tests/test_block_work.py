@@ -160,14 +160,18 @@ def test_memory_kept_for_the_backward_pass(strata):
 @pytest.mark.parametrize(
     "strata, dtype, tolerance",
     [
-        ("4-4", torch.float32, 1e-5),
+        ("4-4", torch.float32, 1e-6),
         soak("4-4", torch.bfloat16, 0.02),
-        soak("8", torch.float32, 1e-5),
+        soak("8", torch.float32, 1e-6),
         soak("2-2-2-2", torch.bfloat16, 0.02),
     ],
 )
 def test_compiles_without_graph_breaks(strata, dtype, tolerance, monkeypatch):
-    """The gradient is ours, in which that of experts without rows is 0, whatever the kernel leaves there."""
+    """The gradient is ours, in which that of experts without rows is 0, whatever the kernel leaves there.
+
+    Traced, the backward pass multiplies by the weights of copies at another point, and rounds there.
+    ``tolerance`` is a share of a tensor's largest number: gradients can be small sums of large numbers.
+    """
     calls = []
     gradient = grouped.grouped_outer
     monkeypatch.setattr(grouped, "grouped_outer", lambda *a: calls.append(1) or gradient(*a))
@@ -185,7 +189,8 @@ def test_compiles_without_graph_breaks(strata, dtype, tolerance, monkeypatch):
         (y.square().sum() + stats.balance_loss).backward()
         results.append([y, inputs.grad, *(p.grad.clone() for p in block.parameters())])
     for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        largest = float(ours.detach().abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * largest)
     assert len(calls) >= 2 * len(block.strata)
 
 
