@@ -226,8 +226,11 @@ def test_a_set_by_its_name_and_a_missing_file(corpus, tmp_path, program, there):
     if there == "set":
         for rank in (0, 1):
             (tmp_path / f"checkpoint_last-rank-{rank}.pt").touch()
-    task = ("--task", "language_modeling" if program == "eval-lm" else "translation")
-    result = run(f"fairseq-{program}", corpus, "--path", path, *task, "--cpu", check=False)
+    words = ["--path", path, "--cpu", "--batch-size", 1, "--task", "translation"]
+    if program == "eval-lm":
+        shutil.copy(corpus / "dict.src.txt", tmp_path / "dict.txt")
+        corpus, words[-1] = tmp_path, "language_modeling"
+    result = run(f"fairseq-{program}", corpus, *words, check=False)
     last = result.stdout.splitlines()[-1]
     assert result.returncode == 1 and last.startswith(f"error: {path} ")
     assert ("smoe consolidate" in last) == (there == "set")

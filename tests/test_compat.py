@@ -112,8 +112,7 @@ def test_without_safe_globals_checkpoints_do_not_load(corpus, post_norm):
     command = ("fairseq-generate", *generation(corpus, post_norm))
     result = run_without("allow_checkpoint_types", *command)
     assert result.returncode == 1
-    last = result.stdout.splitlines()[-1]
-    assert last.startswith(f"error: {post_norm} holds argparse.Namespace") and "not loaded" in last
+    assert f"{post_norm} holds argparse.Namespace" in result.stdout.splitlines()[-1]
 
 
 @pytest.mark.soak
