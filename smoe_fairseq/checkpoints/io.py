@@ -20,8 +20,8 @@ from smoe_fairseq.compat.safe_load import (
     is_archive,
     reading,
 )
-from smoe_fairseq.errors import UsageError, naming_file
-from smoe_fairseq.files import check_plain, rank_files
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import rank_files
 from smoe_fairseq.modules.parallel import Placement
 
 
@@ -269,12 +269,9 @@ def remember_file(dictionary: ModuleType) -> None:
 
     @functools.wraps(original)
     def load(cls, f):
-        if not isinstance(f, str):
-            return original(cls, f)
-        check_plain(f)
-        with naming_file(f, "it"):
-            loaded = original(cls, f)
-        loaded.read_from = f
+        loaded = original(cls, f)
+        if isinstance(f, str):
+            loaded.read_from = f
         return loaded
 
     dictionary.Dictionary.load = classmethod(load)
@@ -303,8 +300,7 @@ def compare_when_loaded(checkpoint_utils: ModuleType) -> None:
         if others.keys() & LANGUAGE_TOKENS:
             raise UsageError(told)
         try:
-            with naming_file(", ".join(map(str, given["filenames"]))):
-                models, config, task = original(*arguments, **options)
+            models, config, task = original(*arguments, **options)
         except UsageError as error:
             raise (UsageError(told) if others else error) from error
         for name, model in zip(given["filenames"], models, strict=False):

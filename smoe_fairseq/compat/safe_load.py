@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import check_plain, rank_files
 
 _CHUNK = 1 << 20  # bytes
@@ -332,7 +332,7 @@ def _prefer(ours: dict[str, object]) -> None:
 # For fairseq 0.12.2 on any torch. A full disk or a killed process leaves files that are cut off, and a
 # failing disk changes bytes of a tensor, which torch does not notice. Where a file holds a type that is
 # refused for safety, torch explains how to load it all the same, which would run the file's program; ours
-# names the type.
+# names the type. What a model or its task cannot be made of is named, too.
 
 
 def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:
@@ -345,7 +345,15 @@ def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:
         check_there(path := name_of(*arguments))
         return path
 
+    load_models = checkpoint_utils.load_model_ensemble_and_task
+
+    @functools.wraps(load_models)
+    def load_model_ensemble_and_task(filenames, *others, **options):
+        with naming_file(", ".join(map(str, filenames))):
+            return load_models(filenames, *others, **options)
+
     checkpoint_utils.get_maybe_sharded_checkpoint_filename = get_maybe_sharded_checkpoint_filename
+    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
 
 
 def _checked(load):
