@@ -88,11 +88,11 @@ class Difference:
     def mean(self) -> float:
         return statistics.fmean(self.values) if len(self.values) else math.nan
 
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Of Student's t; NaN with fewer than two seeds."""
+    def interval(self) -> tuple[float, float]:
+        """Of 95 percent, by Student's t; NaN with fewer than two seeds."""
         if len(self.values) < 2:
             return math.nan, math.nan
-        low, high = self._test(0, "two-sided").confidence_interval(level)
+        low, high = self._test(0, "two-sided").confidence_interval(0.95)
         return float(low), float(high)
 
     def p_different(self) -> float:
