@@ -68,7 +68,6 @@ bench: $(DONE) $(BENCH_VENV)/setup-done
 	@$(BENCH_RUN) $(BENCH_VENV)/bin/python -m benchmarks.block $(BENCH)
 	@$(BENCH_RUN) $(VENV)/bin/python -m benchmarks.program $(BENCH)
 	@$(BENCH_RUN) $(VENV)/bin/python -m benchmarks.report
-	@$(BENCH_RUN) $(VENV)/bin/python -m benchmarks.roofline --json benchmarks/results/roofline.json
 
 CHECK ?= --minutes 9
 gpu-check: $(DONE)

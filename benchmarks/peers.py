@@ -1,29 +1,32 @@
-"""Other packages' MoE layers, each with the weights of one of our blocks in it.
+"""Other packages' MoE layers, each with the weights of one of our blocks.
 
-All are top-2 layers, and each gets the capacity with which it multiplies as many rows as ours, which
-drops nothing: 2 T / E rows per expert for those that pad each expert's rows to the capacity (some of
-the rows are then zeros, and a few copies dropped), no limit for the one that does not pad.
-The layer norm before and the residual around, which ours has inside, are put around each.
+All are top-2 layers that multiply as many rows as our block, which drops nothing: those that pad get a
+capacity of 2 T / E rows per expert (some rows are then zeros, a few copies dropped), the other has no
+limit. Each gets a layer norm and a residual, which our block contains.
 
 Shapes: T tokens, D embedding, E experts, C rows per expert.
 """
 
+import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.layers import Case
 from smoe_fairseq.modules import StratifiedMoE
 
 
 class Peer(nn.Module):
-    """``x + layer(LN(x))``, which returns the balance loss too.
+    """``x + layer(LN(x))`` and the balance loss.
 
-    After a pass ``weights_TE`` has the weights with which the layer mixed its experts.
+    After a pass ``weights_TE`` contains the weights with which the layer mixed its experts.
     """
 
     has_capacity_tensors = True  # keeps tensors of shape (T, E, C)
@@ -44,7 +47,7 @@ class Peer(nn.Module):
         raise NotImplementedError
 
     def record(self, gate: nn.Module, weights_TE: Callable[[tuple], Tensor]) -> None:
-        """Finds ``weights_TE`` in what ``gate`` returns. Call the result's ``remove`` before timing."""
+        """Find ``weights_TE`` in the output of ``gate``; `agreement` removes the hook before timing."""
 
         def hook(module, args, output):
             self.weights_TE = weights_TE(output).detach().view(-1, self.num_experts)
@@ -52,7 +55,7 @@ class Peer(nn.Module):
         self.hook = gate.register_forward_hook(hook)
 
     def sampling_off(self) -> AbstractContextManager:
-        """The second expert is the second best inside of it, so that the routing can be compared."""
+        """A context in which the second expert is the second best, to compare the routing."""
         return nullcontext()
 
 
@@ -70,7 +73,7 @@ class Fairscale(Peer):
         self.record(gate, lambda output: output[1].sum(-1))
 
     def mix(self, x_1TD: Tensor) -> tuple[Tensor, Tensor]:
-        # It wants the first dimension to be a multiple of the number of experts.
+        # The first dimension has to be a multiple of the number of experts.
         y = self.layer(x_1TD.view(self.num_experts, -1, self.embed_dim))
         return y, self.layer.l_aux
 
@@ -79,9 +82,8 @@ class Fairscale(Peer):
         from fairscale.nn.moe import top2gate
 
         device = self.layer_norm.weight.device
-        with patch.dict(
-            top2gate.gumbel_map, {device: lambda shape: torch.zeros(shape, device=device)}
-        ):
+        nothing = {device: lambda shape: torch.zeros(shape, device=device)}
+        with patch.dict(top2gate.gumbel_map, nothing):
             yield
 
 
@@ -207,7 +209,7 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 
 def join_group() -> None:
-    """A process group of this process alone, which two of the peers cannot do without."""
+    """A process group of this process alone, which two of the peers need."""
     if dist.is_initialized():
         return
     for variable, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
@@ -216,21 +218,46 @@ def join_group() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-# Of the largest change that our block makes to its input; the same sums are taken in another order.
+# Relative to the largest change that our block makes to its input: sums are in another order.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
-class Disagreement(Exception):
-    """The outputs differ where the routing is the same, or no routing is the same."""
+# How many (T, E, C) tensors of 4 bytes such a peer holds at once.
+CAPACITY_TENSORS = {"train": 10, "infer": 5}
+
+
+class LeftOut(Exception):
+    """A peer does not fit into memory, or computes something else than our block."""
+
+
+def check_room(peer: type[Peer], case: Case, device: torch.device) -> None:
+    """For a peer with tensors of shape (T, E, C), E C being 2 T.
+
+    Raises:
+        LeftOut: they would not fit.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        meminfo = Path("/proc/meminfo")
+        text = meminfo.read_text() if meminfo.exists() else ""
+        found = re.search(r"MemAvailable:\s*(\d+)", text)
+        free = 1024 * int(found[1]) if found else math.inf
+    needed = CAPACITY_TENSORS[case.mode] * case.tokens * 2 * case.tokens * 4
+    if peer.has_capacity_tensors and needed > 0.8 * free:
+        raise LeftOut(f"its tensors need {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
 
 
 @torch.no_grad()
 def agreement(block: StratifiedMoE, peer: Peer, x_TD: Tensor) -> dict[str, float]:
-    """Compares outputs at the tokens that both send to the same two experts.
+    """Compare outputs at the tokens that both send to the same two experts.
 
     Returns:
-        the share of these tokens, the largest difference there over the largest change that our block
-        makes to its input, and how many of our routed copies the peer routes too.
+        the share of these tokens, the largest difference there (relative to the largest change that
+        our block makes to its input), and the peer's number of routed copies relative to ours.
+
+    Raises:
+        LeftOut: the outputs differ, or no token is routed alike.
     """
     y_TD, _ = block(x_TD)
     ours_TE = chosen(block, x_TD)
@@ -240,10 +267,10 @@ def agreement(block: StratifiedMoE, peer: Peer, x_TD: Tensor) -> dict[str, float
     peer.hook.remove()
     same_T = (ours_TE == peers_TE).all(1)
     if not same_T.any():
-        raise Disagreement("no token is routed alike")
+        raise LeftOut("no token is routed alike")
     difference = (y_TD - peer_y_TD)[same_T].abs().max() / (y_TD - x_TD).abs().max()
     if not difference <= TOLERANCE[x_TD.dtype]:
-        raise Disagreement(f"outputs differ by {difference:.2g} where the routing is the same")
+        raise LeftOut(f"outputs differ by {difference:.2g} where the routing is the same")
     return {
         "same_tokens": same_T.double().mean().item(),
         "difference": difference.item(),

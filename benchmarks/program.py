@@ -2,12 +2,13 @@
 
     python -m benchmarks.program [--quick] [--threads 2] [--rounds 3]
 
-In turns, and each over our dense model, with the ratio of their FLOPs for comparison.
+Interleaved runs, each relative to our dense model, with the ratio of their FLOPs for comparison.
 """
 
 import argparse
 import json
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -19,9 +20,10 @@ from pathlib import Path
 import torch
 
 import smoe_fairseq
-from benchmarks import synthetic, timing
+from benchmarks import timing
 
 PACKAGE = Path(smoe_fairseq.__file__).parent
+SHORTEST, LONGEST = 10, 30  # words of a sentence
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,48 @@ MODELS = {
 }
 
 
+# fairseq-generate after a first call of attention, for which torch loads modules during a third of
+# a second: of the models compared here, some make it before fairseq's clock starts, others after.
+WARM_GENERATE = """
+import torch
+from fairseq.modules import MultiheadAttention
+from fairseq_cli.generate import cli_main
+x, mask = torch.zeros(2, 2, 8), torch.zeros(2, 2, dtype=torch.bool)
+with torch.no_grad():
+    MultiheadAttention(8, 1, self_attention=True)(x, x, x, key_padding_mask=mask)
+cli_main()
+"""
+
+
+def make_data(folder: Path, vocabulary: int, sentences: dict[str, int], seed: int = 1) -> Path:
+    """Random sentences as fairseq's binary data, with a joint dictionary; returns ``folder``.
+
+    Args:
+        sentences: how many in ``train``, ``valid`` and ``test``.
+    """
+    from fairseq.data import Dictionary, indexed_dataset
+
+    folder.mkdir(parents=True, exist_ok=True)
+    dictionary = Dictionary()
+    for i in range(vocabulary):
+        dictionary.add_symbol(f"w{i}")
+    dictionary.pad_to_multiple_(8)
+    words = random.Random(seed)
+    for split, number in sentences.items():
+        lengths = [words.randint(SHORTEST, LONGEST) for _ in range(number)]
+        for language in ("src", "tgt"):
+            dictionary.save(str(folder / f"dict.{language}.txt"))
+            path = str(folder / f"{split}.src-tgt.{language}")
+            builder = indexed_dataset.make_builder(f"{path}.bin", "mmap", len(dictionary))
+            for length in lengths:
+                ids = [words.randrange(dictionary.nspecial, len(dictionary)) for _ in range(length)]
+                builder.add_item(torch.IntTensor([*ids, dictionary.eos()]))
+            builder.finalize(f"{path}.idx")
+    return folder
+
+
 class Runs:
-    """The runs of one benchmark: ``args`` as `program.py` reads them."""
+    """The runs of one benchmark: ``args`` as `parse_args` returns them."""
 
     def __init__(self, args: argparse.Namespace, data: Path, folder: Path, threads: int):
         self.args, self.data, self.folder = args, data, folder
@@ -48,15 +90,16 @@ class Runs:
             **os.environ,
             "OMP_NUM_THREADS": str(threads),
             "PYTHONWARNINGS": "ignore",
-            "LOGLEVEL": "INFO",  # their logs are what is read
+            "LOGLEVEL": "INFO",  # speeds are read from their logs
         }
 
     def speed(self, command: str, name: str) -> float:
         """Target tokens per second."""
-        program = {"train": "fairseq_cli.train", "generate": "benchmarks.warm_generate"}[command]
-        text = self._run([program, *self._flags(command, name)])
+        flags = self._flags(command, name)
         if command == "train":
+            text = self._run(["-m", "fairseq_cli.train", *flags])
             return statistics.median(float(update["wps"]) for update in updates(text)[1:])
+        text = self._run(["-c", WARM_GENERATE, *flags])
         return float(re.search(r"([\d.]+) tokens/s\)", text).group(1))
 
     def flops(self, name: str) -> float:
@@ -71,28 +114,17 @@ class Runs:
         if command == "generate":
             length = str(self.args.length)
             flags += ["--path", str(save_dir / "checkpoint_last.pt"), "--beam", "5"]
-            # An untrained model would stop anywhere; so all models translate to the same length.
+            # An untrained model may stop anywhere: all models translate to the same length.
             flags += ["--max-len-a", "0", "--max-len-b", length, "--min-len", length]
             return flags + ["--batch-size", str(self.args.batch_size)]
         prefix = "" if MODELS[name].stock else "smoe_"
-        flags += [
-            "--criterion",
-            f"{prefix}label_smoothed_cross_entropy",
-            "--label-smoothing",
-            "0.1",
-        ]
-        flags += ["--optimizer", "adam", "--lr", "1e-4", "--max-tokens", str(self.args.max_tokens)]
-        flags += [
-            "--max-update",
-            str(self.args.updates),
-            "--log-interval",
-            "1",
-            "--log-format",
-            "json",
-        ]
-        flags += ["--disable-validation", "--no-epoch-checkpoints", "--no-save-optimizer-state"]
-        flags += ["--distributed-world-size", "1", "--save-dir", str(save_dir)]
-        flags += ["--restore-file", "none"]  # each run begins anew
+        flags += ["--criterion", f"{prefix}label_smoothed_cross_entropy", "--label-smoothing"]
+        flags += ["0.1", "--optimizer", "adam", "--lr", "1e-4"]
+        flags += ["--max-tokens", str(self.args.max_tokens)]
+        flags += ["--max-update", str(self.args.updates), "--log-interval", "1"]
+        flags += ["--log-format", "json", "--disable-validation", "--no-epoch-checkpoints"]
+        flags += ["--no-save-optimizer-state", "--distributed-world-size", "1"]
+        flags += ["--save-dir", str(save_dir), "--restore-file", "none"]  # each run begins anew
         return flags + self._model_flags(name)
 
     def _model_flags(self, name: str) -> list[str]:
@@ -107,8 +139,8 @@ class Runs:
         flags = ["--arch", "smoe_transformer", *flags]
         return flags + (["--smoe-strata", model.strata] if model.strata else ["--moe-freq", "0"])
 
-    def _run(self, module_and_flags: list) -> str:
-        command = [sys.executable, "-m", *map(str, module_and_flags)]
+    def _run(self, words: list[str]) -> str:
+        command = [sys.executable, *words]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
@@ -116,7 +148,7 @@ class Runs:
 
 
 def updates(text: str) -> list[dict]:
-    """What fairseq-train logged, update by update."""
+    """What fairseq-train logged for each update."""
     lines = re.findall(r"\| train_inner \| (\{.*\})", text)
     return [json.loads(line) for line in lines]
 
@@ -128,36 +160,29 @@ def main() -> None:
     sizes = {name: value for name, value in vars(args).items() if name != "out"}
     run = {**timing.describe(torch.device("cpu")), "sizes": sizes, "results": {}}
     with tempfile.TemporaryDirectory() as folder:
-        batch = args.max_tokens // synthetic.SHORTEST  # sentences, at most
+        batch = args.max_tokens // SHORTEST  # sentences, at most
         sentences = {"train": batch * args.updates, "valid": 10, "test": args.sentences}
-        data = synthetic.make_data(Path(folder, "data"), args.vocabulary, sentences)
+        data = make_data(Path(folder, "data"), args.vocabulary, sentences)
         runs = Runs(args, data, Path(folder), torch.get_num_threads())
         for command in ("train", "generate"):
             speeds = {name: [] for name in args.models}
             for i in range(args.rounds):
                 for name in args.models:
                     speeds[name].append(runs.speed(command, name))
-                    print(
-                        f"{command} {i + 1}/{args.rounds} {name}: {speeds[name][-1]:.1f}",
-                        flush=True,
-                    )
+                    done = f"{command} {i + 1}/{args.rounds} {name}"
+                    print(f"{done}: {speeds[name][-1]:.1f}", flush=True)
             run["results"][command] = {
                 name: result(command, name, speeds, runs, args) for name in args.models
             }
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(run, indent=1))
-    for command, models in run["results"].items():
-        for name, model in models.items():
-            print(f"{command} {name}: {json.dumps(model)}")
 
 
 def result(command: str, name: str, speeds: dict, runs: Runs, args: argparse.Namespace) -> dict:
-    """Speed in tokens per second, time over the dense model's, and the ratio of FLOPs."""
+    """Tokens per second, and time and FLOPs relative to the dense model."""
     seconds = {model: [1 / speed for speed in values] for model, values in speeds.items()}
-    found = {
-        "speed": timing.summary(speeds[name]),
-        "over_dense": timing.ratio(seconds, name, "dense"),
-    }
+    found = {"speed": timing.summary(speeds[name])}
+    found["over_dense"] = timing.ratio(seconds, name, "dense")
     if command == "train" and name != "fairseq":
         found["flops"] = runs.flops(name) / runs.flops("dense")
     return found
@@ -165,9 +190,7 @@ def result(command: str, name: str, speeds: dict, runs: Runs, args: argparse.Nam
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="other defaults: two layers, short runs"
-    )
+    parser.add_argument("--quick", action="store_true", help="two layers and short runs")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program and model")
     parser.add_argument("--threads", type=int)
@@ -185,7 +208,7 @@ def parse_args() -> argparse.Namespace:
         parser.set_defaults(layers=2, max_tokens=512, updates=4, rounds=1, sentences=16)
     args = parser.parse_args()
     if "dense" not in args.models:
-        parser.error("--models needs dense, which the others are compared with")
+        parser.error("--models: dense is required, since the others are compared with it")
     return args
 
 

@@ -2,61 +2,107 @@
 
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from benchmarks import goals
-from benchmarks.goals import Goal
+from benchmarks.layers import DEPTHS, EIGHT_EXPERTS, EXPERTS
 
 
 def main(folder: Path) -> None:
-    runs = {
-        name: json.loads(path.read_text())
-        for name in ("block", "block-2-threads", "program")
-        if (path := folder / f"{name}.json").exists()
-    }
-    parts, all_goals = [], []
-    if run := runs.get("block"):
-        all_goals += goals.block_goals(run["cases"])
-        parts += [machine_lines(run), block_table(run["cases"]), peer_table(run["cases"])]
-    if run := runs.get("block-2-threads"):
-        all_goals += [
-            replace(goal, text=f"two threads: {goal.text}")
-            for goal in goals.block_goals(run["cases"])
-            if goal.value is not None
-        ]
-        parts += ["## Two threads", machine_lines(run), block_table(run["cases"])]
-    if run := runs.get("program"):
-        all_goals += goals.program_goals(run["results"])
-        parts += [machine_lines(run), program_table(run["results"])]
-    text = "\n\n".join([goal_table(all_goals), *filter(None, parts)]) + "\n"
+    names = ("block", "block-2-threads", "program")
+    files = {name: folder / f"{name}.json" for name in names}
+    runs = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    goals, parts = [], []
+    for name, run in runs.items():
+        if name == "program":
+            goals += program_goals(run["results"])
+            parts += [machine_lines(run), program_table(run["results"])]
+            continue
+        found = block_goals(run["cases"])
+        parts += [machine_lines(run), block_table(run["cases"])]
+        if name == "block":
+            goals += found
+            parts.append(peer_table(run["cases"]))
+        else:
+            goals += [[f"two threads: {goal[0]}", *goal[1:]] for goal in found if goal[2]]
+            parts.insert(-2, "## Two threads")
+    first = table(["goal", "at most", "measured", "worst case", ""], goals)
+    text = "\n\n".join([first, *filter(None, parts)]) + "\n"
     (folder / "report.md").write_text(text)
     print(text)
 
 
-def goal_table(all_goals: list[Goal]) -> str:
-    def row(goal: Goal) -> list[str]:
-        value = "" if goal.value is None else f"{goal.value:.2f}"
-        return [goal.text, f"{goal.limit:.2f}", value, goal.at or "", goal.verdict]
+def block_goals(results: list[dict]) -> Iterator[list[str]]:
+    def over_floor(result: dict) -> float:
+        return result["over_floor"]["ours"]["median"]
 
-    return table(["goal", "at most", "measured", "worst case", ""], map(row, all_goals))
+    def cases(tokens: int, size="base", strata=EIGHT_EXPERTS, mode="train") -> list[dict]:
+        wanted = {"tokens": tokens, "size": size, "mode": mode}
+        return [r for r in results if r["strata"] in strata and wanted.items() <= r.items()]
+
+    for tokens in (512, 4096, 16384):
+        name = f"training block, 8 experts, {tokens} tokens / floor"
+        yield goal(name, 1.05, over_floor, cases(tokens))
+    for name, found in (
+        ("big size, 4096 tokens", cases(4096, size="big")),
+        ("8 to 128 experts", cases(4096, strata=EXPERTS)),
+        ("1 to 8 strata", cases(4096, strata=DEPTHS)),
+    ):
+        yield goal(f"training block, {name} / floor", 1.05, over_floor, found)
+    found = cases(40, mode="infer")
+    yield goal("one decoding step (40 tokens) / floor", 1.15, over_floor, found)
+    for kind, text in (("peak", "peak memory"), ("saved", "memory saved for backward")):
+        name = f"training block, 8 experts, 4096 tokens and more, {text} / floor's"
+        found = cases(4096) + cases(16384)
+        yield goal(name, 1.50, lambda result, kind=kind: memory_ratio(result, kind), found)
+    for peer in dict.fromkeys(name for result in results for name in result["agreement"]):
+        found = [result for result in results if peer in result["over_ours"]]
+        ours = partial(over_peer, peer)
+        yield goal(f"ours / {peer}, every size", 1.0, ours, found)
+
+
+def over_peer(name: str, result: dict) -> float:
+    """Below 1: ours is faster."""
+    return 1 / result["over_ours"][name]["median"]
+
+
+def program_goals(results: dict) -> Iterator[list[str]]:
+    """``results``: by command, then by model (see `program.py`)."""
+    for command, models in results.items():
+        found = [{"case": "fairseq", **models["fairseq"]}] if "fairseq" in models else []
+        name = f"{command}: our dense / fairseq's transformer"
+        yield goal(name, 1.0, lambda row: 1 / row["over_dense"]["median"], found)
+
+
+def goal(text: str, limit: float, value: Callable, results: list[dict]) -> list[str]:
+    """A row: the largest value of the cases, and whether it is within the limit."""
+    if not results:
+        return [text, f"{limit:.2f}", "", "", "not measured"]
+    worst = max(results, key=value)
+    verdict = "met" if value(worst) <= limit else "missed"
+    case = f"{worst['case']}, of {len(results)}"
+    return [text, f"{limit:.2f}", f"{value(worst):.2f}", case, verdict]
+
+
+def memory_ratio(result: dict, kind: str) -> float:
+    return result["memory"]["ours"][kind] / result["memory"]["floor"][kind]
 
 
 def machine_lines(run: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    lines = [
-        f"`{run['command']}` at commit {run['commit']}",
+    return (
+        f"`{run['command']}` at commit {run['commit']}\n\n"
         f"{run['device']}; {run['cpu']}, {run['threads']} of {run['cores']} threads, load"
-        f" {run['load']:.1f} at the start; {run['system']}, Python {run['python']}; {versions}",
-    ]
-    return "\n\n".join(lines)
+        f" {run['load']:.1f} at the start; {run['system']}, Python {run['python']}; {versions}"
+    )
 
 
 def block_table(results: list[dict]) -> str:
     def row(result: dict) -> list[str]:
         ratio = result["over_floor"]["ours"]
         memory = [
-            f"{goals.memory_ratio(result, kind):.2f}" if result["memory"]["floor"][kind] else ""
+            f"{memory_ratio(result, kind):.2f}" if result["memory"]["floor"][kind] else ""
             for kind in ("saved", "peak")
         ]
         floor_ms = result["seconds"]["floor"]["median"] * 1000
@@ -64,21 +110,11 @@ def block_table(results: list[dict]) -> str:
         counts = [str(result[name]) for name in ("routed", "rounds")]
         return [result["case"], *counts, f"{floor_ms:.1f}", spread(ratio), best, *memory]
 
-    heading = [
-        "case",
-        "routed",
-        "rounds",
-        "floor ms",
-        "ours / floor",
-        "of the best",
-        "saved",
-        "peak",
-    ]
+    heading = "case,routed,rounds,floor ms,ours / floor,of the best,saved,peak".split(",")
     return table(heading, map(row, results))
 
 
 def peer_table(results: list[dict]) -> str | None:
-    """Each peer's time over ours, and its time over the floor."""
     results = [result for result in results if result["agreement"] or result["left_out"]]
     if not results:
         return None
@@ -114,17 +150,12 @@ def agreement_line(results: list[dict], name: str) -> str:
 
 
 def program_table(results: dict) -> str:
-    rows = [
-        [
-            command,
-            name,
-            f"{model['speed']['median']:.0f}",
-            spread(model["over_dense"]),
-            f"{model['flops']:.2f}" if model.get("flops") else "",
-        ]
-        for command, models in results.items()
-        for name, model in models.items()
-    ]
+    rows = []
+    for command, models in results.items():
+        for name, model in models.items():
+            flops = f"{model['flops']:.2f}" if model.get("flops") else ""
+            speed = f"{model['speed']['median']:.0f}"
+            rows.append([command, name, speed, spread(model["over_dense"]), flops])
     return table(["", "model", "tokens per second", "time over dense", "FLOPs"], rows)
 
 

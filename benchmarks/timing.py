@@ -1,27 +1,26 @@
-"""Times contenders in turns, so that whatever else runs meets all alike; describes the machine."""
+"""Times contenders in interleaved runs, so that other load on the machine meets all alike; measures
+their memory; describes the machine.
+"""
 
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-PACKAGES = (
-    "torch",
-    "fairseq",
-    "fairscale",
-    "ctranslate2",
-    "transformers",
-    "st-moe-pytorch",
-    "deepspeed",
-)
+PACKAGES = "torch fairseq fairscale ctranslate2 transformers st-moe-pytorch deepspeed".split()
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -30,7 +29,7 @@ def describe(device: torch.device, threads: int | None = None) -> dict:
         "command": f"python -m benchmarks.{Path(sys.argv[0]).stem} {shlex.join(sys.argv[1:])}".strip(),
         "commit": _commit(),
         "python": platform.python_version(),
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": dict(_versions()),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -40,33 +39,24 @@ def describe(device: torch.device, threads: int | None = None) -> dict:
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
 
 
 def _commit() -> str:
-    """The checkout's commit, with ``+`` where files differ from it."""
+    """The checkout's commit, with ``+`` if files differ from it."""
+    words = ["git", "-C", ROOT, "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
-        return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain") else "")
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
-def _git(*args: str) -> str:
-    return subprocess.run(
-        ["git", "-C", ROOT, *args], capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
 def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+    with suppress(OSError, TypeError):
+        return re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)[1]
     return platform.processor() or platform.machine()
 
 
@@ -81,11 +71,11 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Seconds of each call, by contender and round.
 
-    Every round calls each contender once, starting with another one than the round before. There are
-    as many rounds as fit into ``seconds``, at least `MIN_ROUNDS`, after two that do not count.
+    Every round calls each contender once, beginning with the next one. There are as many rounds as
+    fit into ``seconds``, at least `MIN_ROUNDS`, after two rounds to warm up.
 
     Args:
-        clock: on a CPU; `time.process_time` leaves out what other programs take, and adds up threads.
+        clock: for CPUs; `time.process_time` excludes other programs and adds up threads.
     """
     names = list(contenders)
     start = time.perf_counter()
@@ -123,17 +113,74 @@ def measure(
 
 def summary(values: list[float]) -> dict[str, float]:
     """Median and quartiles."""
-    # One value twice has quartiles too, all the same.
-    low, _, high = statistics.quantiles(
-        values * 2 if len(values) == 1 else values, n=4, method="inclusive"
-    )
+    low, _, high = statistics.quantiles(values * (1 + (len(values) == 1)), n=4, method="inclusive")
     return {"median": statistics.median(values), "low": low, "high": high}
 
 
 def ratio(times: dict[str, list[float]], over: str, under: str) -> dict[str, float]:
-    """Summary of the ratios round by round, both sides of each having met the same state of the machine.
-
-    ``best`` is that of the shortest times, which a busy machine disturbs least.
-    """
+    """Summary of the ratios within each round; ``best`` is the ratio of the shortest times."""
     ratios = summary([a / b for a, b in zip(times[over], times[under])])
     return {**ratios, "best": min(times[over]) / min(times[under])}
+
+
+def memory_of(
+    step: Callable[[], object], module: nn.Module, train: bool, device: torch.device
+) -> dict:
+    """Bytes that one pass saves for the backward pass, and has allocated at its peak.
+
+    Parameters count in neither; their gradients count in the peak, for the bare products too.
+    """
+    step.clear_gradients()
+    peak = _cuda_peak(step, device) if device.type == "cuda" else _cpu_peak(step)
+    return {"saved": _saved_bytes(step.forward, module) if train else None, "peak": peak}
+
+
+def _saved_bytes(forward: Callable[[], object], module: nn.Module) -> int:
+    """Bytes saved for the backward pass: each storage once, parameters not counted."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = forward()  # kept, so that no storage is freed and used again
+    del outputs
+    return sum(sizes.values())
+
+
+def _cpu_peak(step: Callable[[], object]) -> int:
+    """Most bytes that ``step`` had allocated at once, as the profiler counts them."""
+    options = {"activities": [ProfilerActivity.CPU], "profile_memory": True, "acc_events": True}
+    with _quiet_stderr(), profile(**options) as run:
+        step()
+    events = run.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(accumulate((event.nbytes() for event in changes), initial=0))
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """The profiler's C++ code writes to stderr when it starts and stops."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _cuda_peak(step: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.parts import PARTS, Part, choose
+from benchmarks.gpu.parts import PARTS, Part, announce, choose, plan, rounds, run_all
 from benchmarks.gpu.report import goal, passed, report, summary
-from benchmarks.gpu.schedule import announce, plan, rounds, run_all
 
 
 def part(name, seconds=20, least=0):
@@ -177,18 +176,18 @@ def test_the_block_is_compared_with_other_options(monkeypatch):
 
 
 def test_the_study_stays_where_the_next_check_resumes_it(tmp_path, monkeypatch):
-    from benchmarks.gpu import whole
+    from benchmarks.gpu import training
     from benchmarks.gpu.parts import Context
 
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/study.sh").write_text('mkdir -p "$RUN_DIR"; echo "$@" >> "$RUN_DIR/log"')
-    monkeypatch.setattr(whole, "ROOT", tmp_path)
-    monkeypatch.setattr(whole, "STUDY", tmp_path / "study")
-    (missing,) = whole.study(Context("cuda", "gone", 60))
+    monkeypatch.setattr(training, "ROOT", tmp_path)
+    monkeypatch.setattr(training, "STUDY", tmp_path / "study")
+    (missing,) = training.study(Context("cuda", "gone", 60))
     assert missing["ok"] is None and "data/multi30k is not there" in missing["case"]
     (tmp_path / "data/multi30k").mkdir(parents=True)
     for _ in range(2):
-        (done,) = whole.study(Context("cuda", "gone", 60))
+        (done,) = training.study(Context("cuda", "gone", 60))
         assert done["ok"]
     lines = (tmp_path / "study/runs/log").read_text().splitlines()
     assert len(lines) == 2 and "--arch smoe_transformer_base" in lines[0]
@@ -211,7 +210,7 @@ def test_runs_of_another_world_size_are_refused(tmp_path, monkeypatch):
 
 
 def test_installed_peers_are_measured_and_one_that_fails_is_not_our_failure(monkeypatch):
-    from benchmarks.gpu import peers
+    from benchmarks.gpu import fast
     from benchmarks.gpu.parts import Context
     from benchmarks.peers import Peer
 
@@ -219,8 +218,8 @@ def test_installed_peers_are_measured_and_one_that_fails_is_not_our_failure(monk
         def mix(self, x_1TD):
             raise TypeError("no kernel")
 
-    monkeypatch.setattr(peers, "PEERS", {"csv": Breaks, "no_such": Breaks})
-    found = {r["case"].split(",")[0]: r for r in peers.peers(Context("cpu", "", 60))}
+    monkeypatch.setattr(fast, "PEERS", {"csv": Breaks, "no_such": Breaks})
+    found = {r["case"].split(",")[0]: r for r in fast.peers(Context("cpu", "", 60))}
     assert set(found) == {"no_such: not installed", "csv"}
     assert found["csv"]["error"] == "TypeError: no kernel"
     assert all(result["ok"] is None for result in found.values())
@@ -287,7 +286,7 @@ def test_what_may_touch_cuda_runs_in_a_process_of_its_own(tmp_path, monkeypatch)
 def test_flops_of_a_model_leave_the_embedding_out():
     """The dense base model: 6 layers with D 512 and F 2,048 on both sides."""
     from benchmarks.gpu.update import MODELS, VOCABULARY, flops_per_token
-    from benchmarks.synthetic import LONGEST
+    from benchmarks.program import LONGEST
 
     base = ["--arch", "smoe_transformer_base"]
     weights = (6 + 12) * 4 * 512**2 + 12 * 2 * 512 * 2048 + VOCABULARY * 512

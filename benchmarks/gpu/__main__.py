@@ -1,9 +1,9 @@
 """Checks a GPU: python -m benchmarks.gpu --minutes 9 [--device cpu] [--parts right fast-block ...]
 
 It lists what it will run and for how long at most. Parts that compare results run side by side; parts
-that measure times run alone, as many as there is time for. In the folder of --out, results.jsonl has each
-result as soon as it is there; report.md and report.json are made at the end. The exit status is 1 if
-something was wrong. It needs no internet: what .venv has is enough.
+that measure times run alone, as many as time allows. The folder of --out contains results.jsonl, with each
+result as soon as it is there, and report.md and report.json at the end. The exit status is 1 if something
+was wrong. No internet is needed.
 """
 
 import argparse
@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import forked
-from benchmarks.gpu.parts import Context, Part, choose
+from benchmarks.gpu.parts import Context, Part, announce, choose, run_all
 from benchmarks.gpu.report import passed, report, summary
-from benchmarks.gpu.schedule import announce, run_all
 from benchmarks.timing import describe
 
 

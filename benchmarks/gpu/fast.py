@@ -1,19 +1,21 @@
-"""Speed and memory of the block, and of the ways to the products of its experts.
+"""Speed and memory of the block, of ways to the products of its experts, and of other packages' layers.
 
 Shapes: T tokens, D embedding, F feed-forward, E experts, N rows.
 """
 
+import importlib.util
 import itertools
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.contenders import block_step, make_block, routed_tokens
 from benchmarks.gpu.parts import Context
 from benchmarks.gpu.training import attempt
+from benchmarks.layers import Case, Ours, block_step, make_block, routed_tokens
+from benchmarks.peers import PEERS, Peer, agreement
 from benchmarks.timing import in_turns, ratio
 from smoe_fairseq.modules.experts import EXECUTIONS
 
@@ -22,21 +24,12 @@ STRATA = (1, 2, 4)
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
-@dataclass(frozen=True)
-class Case:
-    strata: str
-    tokens: int
-    embed_dim: int
-    ffn_embed_dim: int
-    mode: str
-
-
 class GroupedProducts(nn.Module):
     """torch's grouped products on as many random rows as are routed; nothing else is done."""
 
-    def __init__(self, case: Case, counts_LE: list[list[int]], device: torch.device, dtype):
+    def __init__(self, d: int, counts_LE: list[list[int]], device: torch.device, dtype):
         super().__init__()
-        d, f, experts = case.embed_dim, case.ffn_embed_dim, len(counts_LE[0])
+        f, experts = 4 * d, len(counts_LE[0])
         self.w1 = nn.Parameter(torch.randn(experts, d, f, device=device, dtype=dtype) / d**0.5)
         self.w2 = nn.Parameter(torch.randn(experts, f, d, device=device, dtype=dtype) / f**0.5)
         self.ends = [torch.tensor(c, device=device).cumsum(0).to(torch.int32) for c in counts_LE]
@@ -65,7 +58,7 @@ def cases(context: Context) -> Iterator[Case]:
         sizes += [(4096, 512, 8), (65536, 1024, 128)]
     for (tokens, width, experts), strata in itertools.product(sizes, STRATA):
         notation = "-".join([str(experts // strata)] * strata)
-        yield Case(notation, tokens, width, 4 * width, "train")
+        yield Case(notation, tokens, width)
 
 
 def block(context: Context) -> Iterator[dict]:
@@ -86,20 +79,11 @@ def measure(case: Case, device: torch.device, tiny: bool) -> dict:
     torch.manual_seed(1)
     made = make_block(case, device, torch.bfloat16)
     x_TD = torch.randn(case.tokens, case.embed_dim, device=device, dtype=torch.bfloat16)
-    floor = GroupedProducts(case, routed_tokens(made, x_TD), device, torch.bfloat16)
-
-    class WithLoss(nn.Module):
-        def __init__(self, execution: str):
-            super().__init__()
-            self.block, self.execution = made, execution
-
-        def forward(self, x_TD):
-            self.block.execution = self.execution
-            y_TD, stats = self.block(x_TD)
-            return y_TD, stats.balance_loss
-
-    steps = {way: block_step(WithLoss(way), x_TD, True) for way in executions(device)}
-    times = in_turns({**steps, "products": floor.step}, device, 0.1 if tiny else 1.5)
+    counts_LE = routed_tokens(made, x_TD)
+    floor = GroupedProducts(case.embed_dim, counts_LE, device, torch.bfloat16)
+    steps = {way: block_step(Ours(made, way), x_TD, True) for way in executions(device)}
+    contenders = {**steps, "products": floor.step}
+    times = in_turns(contenders, device, 0.1 if tiny else 1.5)
     ms = {name: 1000 * statistics.median(of) for name, of in times.items()}
     best = min(steps, key=ms.get)
     found = {
@@ -110,7 +94,6 @@ def measure(case: Case, device: torch.device, tiny: bool) -> dict:
         "ms": ms,
     }
     if device.type == "cuda":
-        contenders = {**steps, "products": floor.step}
         found["peak MiB"] = {name: peak(step) for name, step in contenders.items()}
     return {"ok": None, **found}
 
@@ -168,16 +151,12 @@ def three_ways(counts_E, width, device, dtype, tiny) -> dict:
         "padded": PaddedProducts(counts_E, width, device, dtype).step,
         "per expert": SingleProducts(counts_E, width, device, dtype).step,
     }
-    case = Case("8", 0, width, 4 * width, "train")
-    grouped = GroupedProducts(case, [counts_E], device, dtype)
-    try:
+    grouped = GroupedProducts(width, [counts_E], device, dtype)
+    with suppress(RuntimeError):  # no grouped product in this type here
         grouped.step()
         ways["grouped"] = grouped.step
-    except RuntimeError:
-        pass  # no grouped product in this type here
     times = in_turns(ways, device, 0.1 if tiny else 0.4)
-    medians = {name: 1000 * sorted(of)[len(of) // 2] for name, of in times.items()}
-    return {"ok": None, **{f"{name} ms": ms for name, ms in medians.items()}}
+    return {"ok": None, **{f"{n} ms": 1000 * statistics.median(of) for n, of in times.items()}}
 
 
 def host_waits(step) -> int:
@@ -200,3 +179,48 @@ def peak(step) -> float:
     torch.cuda.reset_peak_memory_stats()
     step()
     return torch.cuda.max_memory_allocated() / 2**20
+
+
+def installed() -> dict[str, type[Peer]]:
+    """By the name of the package, whether it works here or not."""
+    modules = {"st-moe-pytorch": "st_moe_pytorch"}
+    return {n: p for n, p in PEERS.items() if importlib.util.find_spec(modules.get(n, n))}
+
+
+def peers(context: Context) -> Iterator[dict]:
+    """Forward and backward of each installed peer, top-2 of 8 experts, compared with our block.
+
+    In bf16; in a rehearsal on the CPU in fp32, in which all of them run. ``ratio`` is the peer's time
+    over ours. A peer that fails is no failure of ours.
+    """
+    found = installed()
+    for name in sorted(PEERS.keys() - found.keys()):
+        yield {"case": f"{name}: not installed", "ok": None}
+    for tokens, width in [(64, 16)] if context.tiny else [(16384, 512), (16384, 1024)]:
+        case = Case("8", tokens, width)
+        for name, peer in found.items():
+            result = {"case": f"{name}, {tokens} tokens, D {width}", "ok": None}
+            try:
+                result |= compare_peer(peer, case, context)
+            except Exception as error:  # whatever another package raises
+                result["error"] = f"{type(error).__name__}: {error}"[:300]
+            yield result
+
+
+def compare_peer(kind: type[Peer], case: Case, context: Context) -> dict:
+    """Compares a peer's outputs with those of our block, and times both in turns."""
+    torch.manual_seed(1)
+    device = torch.device(context.device)
+    block = make_block(case, torch.device("cpu"), torch.float32)
+    peer = kind(block)
+    dtype = torch.float32 if context.tiny else torch.bfloat16
+    block, peer = (module.to(device, dtype) for module in (block, peer))
+    x_TD = torch.randn(case.tokens, case.embed_dim, device=device, dtype=dtype)
+    block.eval(), peer.eval()
+    same = {"same tokens": agreement(block, peer, x_TD)["same_tokens"]}
+    block.train(), peer.train()
+    steps = {"ours": block_step(Ours(block), x_TD, True), "peer": block_step(peer, x_TD, True)}
+    times = in_turns(steps, device, 0.1 if context.tiny else 1.0)
+    ms = {name: 1000 * statistics.median(of) for name, of in times.items()}
+    over = ratio(times, "peer", "ours")["median"]
+    return {"ms": ms["peer"], "our ms": ms["ours"], "ratio": over, **same}

@@ -16,26 +16,21 @@ from smoe_fairseq.modules import StratifiedMoE
 T, D, F = 32, 16, 24
 IDS = torch.arange(T) * 5 % 7
 TABLE = torch.tensor([3, 0, 7, 3, 1, 6, 2])
+MIXED = {"top_k": 3, "copies": 1, "constant_experts": 2, "null_experts": 1}
 # Strata and options of the block; those that the plain loops do not know are read from its weights.
 CASES = {
     "top-1": ("8", {"top_k": 1}),
     "top-2 2-2-2-2": ("2-2-2-2", {}),
     "top-2 4-4 with capacity": ("4-4", {"capacity_factor": 1.0}),
     "top-3 2-2-4": ("2-2-4", {"top_k": 3}),
-    "weights before the drop": (
-        "4-4",
-        {"capacity_factor": 1.0, "normalization": "before-drop"},
-    ),
+    "weights before the drop": ("4-4", {"capacity_factor": 1.0, "normalization": "before-drop"}),
     "capacity by score": ("2-2-2-2", {"capacity_factor": 0.5, "drop_order": "score"}),
     "stacked": ("4-4", {"stacked": True}),
     "released norms": ("2-2-2-2", {"norms": "released"}),
     "released norm of one stratum": ("8", {"norms": "released"}),
     "chain": ("5", {"chain": 2}),
     "null experts": ("8", {"null_experts": 4, "normalization": "none"}),
-    "copy, constant and null experts": (
-        "4-4",
-        {"top_k": 3, "copies": 1, "constant_experts": 2, "null_experts": 1},
-    ),
+    "copy, constant and null experts": ("4-4", MIXED),
     "sigmoid scores": ("4-4", {"scores": "sigmoid"}),
     "residual": ("8", {"residual": True, "top_k": 1}),
     "shared expert": ("8", {"shared_experts": 1}),

@@ -1,7 +1,11 @@
-"""fairseq-train and fairseq-generate on a device, forked from a process that has made their imports."""
+"""fairseq-train and fairseq-generate on a device, forked from a process that has made their imports, and
+whole trainings through scripts/.
+"""
 
+import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,17 +16,14 @@ import torch
 
 from benchmarks.forked import Forked, command, value
 from benchmarks.gpu.parts import Context
-from benchmarks.program import PACKAGE, updates
-from benchmarks.synthetic import make_data
+from benchmarks.program import PACKAGE, make_data, updates
+from benchmarks.timing import ROOT
 from smoe_fairseq import cli
 
-SMALL = {
-    "--encoder-embed-dim": 32,
-    "--encoder-ffn-embed-dim": 64,
-    "--decoder-embed-dim": 32,
-    "--decoder-ffn-embed-dim": 64,
-}
-# Nothing is drawn by chance and nothing dropped, so that runs can be compared.
+STUDY = ROOT / "build/gpu-check/study"  # stays, so that the next check resumes it
+SMALL = ["--encoder-embed-dim", 32, "--encoder-ffn-embed-dim", 64]
+SMALL += ["--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 64]
+# Nothing random and nothing dropped, so that runs can be compared.
 STEADY = ["--dropout", 0, "--moe-capacity-factor", 0, "--moe-second-expert-policy", "all"]
 
 
@@ -58,14 +59,12 @@ class Runs:
         words = ["--user-dir", PACKAGE, "--num-workers", 0 if tiny else 2]
         words += ["--arch", "smoe_transformer_tiny"]
         if tiny:
-            words += [word for pair in SMALL.items() for word in pair]
-            words += ["--smoe-strata", "2-2", *STEADY]
+            words += [*SMALL, "--smoe-strata", "2-2", *STEADY]
         words += ["--criterion", "smoe_label_smoothed_cross_entropy", "--label-smoothing", 0.1]
         words += ["--optimizer", "adam", "--adam-eps", 1e-4, "--lr", 1e-3, "--max-tokens", 400]
         words += ["--max-update", 3, "--log-interval", 1, "--log-format", "json"]
         words += ["--no-epoch-checkpoints", "--disable-validation"]
-        words += ["--save-dir", self.folder / name]
-        words += self._cpu(device)
+        words += ["--save-dir", self.folder / name, *self._cpu(device)]
         main = command(fairseq_cli.train.cli_main, [self.data, *words, *flags])
 
         text = run_ranks(lambda: around(main), ranks)
@@ -118,7 +117,7 @@ def run_ranks(call: Callable[[], object], ranks: int = 0) -> str:
 
 
 def gpus() -> int:
-    """How many there are; asked in another process, since this one forks those that use them."""
+    """Their number, found in another process, since this one forks those that use them."""
     return value(torch.cuda.device_count)
 
 
@@ -135,13 +134,13 @@ def losses(text: str) -> list[float]:
 
 
 def falls(text: str, count: int) -> dict:
-    """As many updates as asked for were made and the loss went down."""
+    """All updates were made and the loss went down."""
     found = losses(text)
     return {"ok": len(found) >= count and found[-1] < found[0], "losses": found}
 
 
 def precision(context: Context) -> Iterator[dict]:
-    """fairseq has fp16 and --amp on GPUs only, so a rehearsal has bf16 alone."""
+    """bf16, and on a GPU fp16 and --amp, which fairseq has on GPUs only."""
     runs = Runs(context)
     more = ["--max-update", 8, "--lr", 5e-3]
     cases = {"bf16": ["--bf16"]}
@@ -162,13 +161,11 @@ def overflow(runs: Runs, name: str, flag: str) -> dict:
 
 
 def options(context: Context) -> Iterator[dict]:
-    """fp32 on the device against the CPU, and activation checkpointing against neither."""
+    """fp32 on the device and activation checkpointing, both against the CPU."""
     runs = Runs(context)
     want = losses(runs.train("cpu", device="cpu"))
-    cases = {
-        "an update as on the CPU": [],
-        "activation checkpointing": ["--checkpoint-activations"],
-    }
+    cases = {"an update as on the CPU": []}
+    cases["activation checkpointing"] = ["--checkpoint-activations"]
     for name, flags in cases.items():
         folder = name.replace(" ", "-")
         yield attempt(name, lambda f=flags, n=folder: close(losses(runs.train(n, *f)), want))
@@ -182,7 +179,7 @@ def close(got: list[float], want: list[float], tolerance: float = 2e-3) -> dict:
 
 
 def generate(context: Context) -> Iterator[dict]:
-    """Hypotheses in fp32; a tie may be rounded otherwise in one of twenty."""
+    """Hypotheses in fp32; rounding may decide a tie otherwise in one of twenty."""
     runs = Runs(context)
     runs.train("model", "--max-update", 10)
 
@@ -238,3 +235,49 @@ def resharded(runs: Runs, name: str, flags: list, want: list[float]) -> dict:
     words = ["reshard", str(source), "--world-size", "1", "--output", str(output)]
     run_ranks(lambda: sys.exit(cli.main(words)))
     return close(losses(runs.train("resharded", *flags)), want)
+
+
+def script(folder: Path, name: str, *words, **variables) -> str:
+    """What a script printed; its runs and results are in ``folder``.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it printed.
+    """
+    places = {"RUN_DIR": folder / "runs", "RESULTS_DIR": folder / "results", **variables}
+    command = ["bash", ROOT / f"scripts/{name}.sh", *words]
+    done = subprocess.run(
+        list(map(str, command)),
+        **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
+        env={**os.environ, **{key: str(value) for key, value in places.items()}},
+    )
+    if done.returncode:
+        raise RuntimeError(done.stdout[-1000:])
+    return done.stdout
+
+
+def demo(context: Context) -> Iterator[dict]:
+    """The demo; a rehearsal prepares its corpus and makes two updates."""
+    folder = Path(context.folder)
+    data = {"DATA_DIR": folder / "data"}
+    if context.tiny:
+        script(folder, "prepare", "phrasebook", **data)
+        words = ["phrasebook", "smoe-2-2-2-2", "--max-update", 2, "--cpu"]
+        script(folder, "train", *words, **data)
+        yield {"case": "two updates of the demo", "ok": True}
+        return
+    text = script(folder, "demo", **data)
+    yield {"case": "demo", "ok": True, "end": text[-600:]}
+
+
+def study(context: Context) -> Iterator[dict]:
+    """Needs Multi30k, prepared beforehand; the next check resumes what the time limit ends."""
+    if context.tiny:
+        yield {"case": "left out of a rehearsal", "ok": None}
+        return
+    if not (ROOT / "data/multi30k").exists():
+        yield {"case": "left out: data/multi30k is not there (scripts/prepare.sh)", "ok": None}
+        return
+    base = ["--arch", "smoe_transformer_base", "--bf16", "--lr", 0.001]
+    base += ["--save-interval-updates", 100]
+    script(STUDY, "study", "multi30k", "dense", "smoe-4-4", *base)
+    yield {"case": "study of dense and smoe-4-4 at base size", "ok": True, "in": str(STUDY)}

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from benchmarks.forked import value
 from benchmarks.gpu.parts import Context
 from benchmarks.gpu.training import Runs, attempt
-from benchmarks.synthetic import LONGEST
+from benchmarks.program import LONGEST
 
 VOCABULARY = 8000
 MODELS = {
@@ -27,21 +27,17 @@ MODELS = {
     "4-4": ["--smoe-strata", "4-4"],
     "2-2-2-2": ["--smoe-strata", "2-2-2-2"],
 }
-# Updates of each kind, in this order: not counted, timed as they are, with the device awaited at the end of
-# each phase, with torch's profiler, with Python's.
+# Updates of each kind, in this order: not counted, timed as they are, synchronized after each phase, with
+# torch's profiler, with Python's.
 COUNTS = {"warm": 12, "plain": 16, "phases": 8, "kernels": 1, "python": 1}
 TINY_COUNTS = {"warm": 1, "plain": 2, "phases": 1, "kernels": 1, "python": 1}
 MARK = "update-times "
-# Phases of an update: (module, class, method) that each is; the rest of an update and the time between
-# two updates, in which fairseq loads data and logs, follow from them.
+# Phases of an update: module, class and method. "rest" is the rest of an update, "between" the time between
+# two updates, in which fairseq loads data and logs.
 PHASES = {
     "move": ("fairseq.trainer", "Trainer", "_prepare_sample"),
     "clear": ("smoe_fairseq.training.trainer", "SMoETrainer", "zero_grad"),
-    "forward": (
-        "smoe_fairseq.criterions",
-        "SMoELabelSmoothedCrossEntropyCriterion",
-        "forward",
-    ),
+    "forward": ("smoe_fairseq.criterions", "SMoELabelSmoothedCrossEntropyCriterion", "forward"),
     "norm": ("smoe_fairseq.training.trainer", "SMoETrainer", "clip_grad_norm"),
     "optimizer": ("fairseq.tasks.fairseq_task", "FairseqTask", "optimizer_step"),
     "log": ("smoe_fairseq.training.trainer", "SMoETrainer", "_reduce_and_log_stats"),
@@ -49,11 +45,11 @@ PHASES = {
 
 
 class Watch:
-    """Times the updates of the fairseq-train that runs in this process next.
+    """Times the updates of a fairseq-train in this process.
 
     Args:
-        counts: how many updates of each kind of `COUNTS`.
-        profile: where to write what the two profilers found; None: nowhere.
+        counts: number of updates of each kind, as in `COUNTS`.
+        profile: path, without its suffix, of the two profilers' reports; None: none.
     """
 
     def __init__(self, counts: dict[str, int], profile: Path | None):
@@ -114,7 +110,7 @@ class Watch:
         start = self._now() if waits else time.perf_counter()
         if self.kind == "phases" and self.ended is not None:
             self.phases["between"] += start - self.ended
-        with {"kernels": self._kernels, "python": self._python}.get(self.kind, _nothing)():
+        with {"kernels": self._kernels, "python": self._python}.get(self.kind, nullcontext)():
             yield
         last = self.kind == "plain" and self.kinds.count("plain") == len(self.times) + 1
         now = self._now() if waits or last else time.perf_counter()
@@ -134,13 +130,9 @@ class Watch:
         with profile(activities=activities) as profiler:
             yield
             self._now()
-        events = profiler.events()
-        kernels = [
-            event
-            for event in events
-            if event.device_type == torch.autograd.DeviceType.CUDA
-            and not getattr(event, "is_user_annotation", False)
-        ]
+        on_device = torch.autograd.DeviceType.CUDA
+        kernels = [e for e in profiler.events() if e.device_type == on_device]
+        kernels = [e for e in kernels if not getattr(e, "is_user_annotation", False)]
         self.found["kernels"] = len(kernels)
         self.found["kernels' ms"] = sum(e.time_range.elapsed_us() for e in kernels) / 1000
         operations = profiler.key_averages()
@@ -185,27 +177,14 @@ class Watch:
         }
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 def update(context: Context) -> Iterator[dict]:
-    """Models in bf16 and fp16, by Triton's kernels and by others, what decides most first."""
+    """Models in bf16 and fp16, with and without Triton's kernels, the most important first."""
     runs = Runs(context) if context.tiny else Runs(context, 40000, VOCABULARY)
     cases = [(name, "bf16", "auto") for name in MODELS]
     if not context.tiny:
-        cases = [
-            ("dense", "bf16", "auto"),
-            ("moe-8", "bf16", "fused"),
-            ("4-4", "bf16", "fused"),
-            ("4-4", "bf16", "grouped"),
-            ("dense", "fp16", "auto"),
-            ("4-4", "fp16", "auto"),
-            ("4-4", "fp16", "fused"),
-            ("2-2-2-2", "bf16", "fused"),
-            ("moe-8", "fp16", "auto"),
-        ]
+        cases = [("dense", "bf16", "auto"), ("moe-8", "bf16", "fused"), ("4-4", "bf16", "fused")]
+        cases += [("4-4", "bf16", "grouped"), ("dense", "fp16", "auto"), ("4-4", "fp16", "auto")]
+        cases += [("4-4", "fp16", "fused"), ("2-2-2-2", "bf16", "fused"), ("moe-8", "fp16", "auto")]
     for name, precision, execution in cases:
         case = f"{name}, {precision}" + ("" if execution == "auto" else f", {execution}")
         flags = [*MODELS[name], f"--{precision}"]
@@ -234,29 +213,19 @@ def timed(runs: Runs, case: str, flags: list, context: Context) -> dict:
 
 
 # Dense bf16 TFLOP/s as the vendor states them, by words of the device's name; the first that fits.
-PEAKS = {
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H200 NVL": 835,
-    "H100": 989,
-    "H200": 989,
-    "GH200": 989,
-    "B200": 2250,
-    "A100": 312,
-    "L40S": 362,
-    "L4": 121,
-}
+PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "GH200": 989}
+PEAKS |= {"B200": 2250, "A100": 312, "L40S": 362, "L4": 121}
 
 
 def share_of_peak(tokens_per_second: float, flops_per_token: float, device: str) -> float | str:
-    """Of an update, whose backward pass is counted as two forward passes; "-" for unknown devices."""
+    """For an update, whose backward pass counts as two forward passes; "-" for unknown devices."""
     words = set(re.split(r"[ -]", device))
     peak = next((1e12 * n for key, n in PEAKS.items() if words >= set(key.split())), None)
     return 3 * tokens_per_second * flops_per_token / peak if peak else "-"
 
 
 def flops_per_token(model: list) -> float:
-    """Products of a forward pass for the sentences that are trained on; looking up embeddings is none."""
+    """Products of a forward pass for the longest sentence; looking up embeddings is none."""
     from smoe_fairseq.analysis.cost import build_meta_model, count, parse_model
 
     flops = count(build_meta_model(parse_model(list(map(str, model))), VOCABULARY), LONGEST).flops
