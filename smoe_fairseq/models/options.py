@@ -29,12 +29,12 @@ def flag(name: str) -> str:
 def _of_block() -> type:
     """fairseq's options that set the block's, made from `MoEConfig`."""
     made = []
-    for each in fields(MoEConfig):
-        name, choices = each.metadata["flag"], each.metadata["choices"]
-        if name:
-            alias = {"argparse_alias": each.metadata["alias"]} if each.metadata["alias"] else {}
-            kind = ChoiceEnum(choices) if choices else each.type
-            made.append((name, kind, option(each.default, each.metadata["help"], **alias)))
+    flags = MoEConfig.flags()
+    for each in (each for each in fields(MoEConfig) if each.name in flags):
+        choices, alias = each.metadata["choices"], each.metadata["alias"]
+        alias = {"argparse_alias": alias} if alias else {}
+        kind = ChoiceEnum(choices) if choices else each.type
+        made.append((flags[each.name], kind, option(each.default, each.metadata["help"], **alias)))
     return make_dataclass(
         "BlockOptions", made, bases=(FairseqDataclass,), namespace={"__module__": __name__}
     )

@@ -15,7 +15,11 @@ from smoe_fairseq.modules.routing import Routing
 
 
 class FeedForward(nn.Module):
-    """``fc2 activation(fc1 x)``."""
+    """``fc2 activation(fc1 x)``.
+
+    Args:
+        gate: of the network, if it has one; it comes first, since optimizers number parameters.
+    """
 
     def __init__(
         self,
@@ -23,8 +27,11 @@ class FeedForward(nn.Module):
         ffn_embed_dim: int,
         activation_fn: Activation = "relu",
         activation_dropout: float = 0.0,
+        gate: nn.Module | None = None,
     ):
         super().__init__()
+        if gate is not None:
+            self.gate = gate
         self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
         self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
         self.activation_fn = activation(activation_fn)
@@ -99,8 +106,7 @@ class SimpleExperts(nn.Module):
             own_TD = own_TD + (constant_TV * v_TV).to(self.constant.dtype) @ self.constant
         return own_TD
 
-    def combine(self, moe_TD: Tensor, own_TD: Tensor) -> Tensor:
-        return moe_TD + own_TD.to(moe_TD.dtype)
+    combine = SharedExperts.combine
 
 
 class CMROutput(NamedTuple):
@@ -112,7 +118,7 @@ class CMROutput(NamedTuple):
     tokens: Tensor  # scalar: how many
 
 
-class ConditionalRouting(nn.Module):
+class ConditionalRouting(FeedForward):
     """``(1 - g) FFN(x) + g MoE(x)`` with ``g = sigmoid(w x)`` per token (NLLB team 2022, section 6.2).
 
     Args:
@@ -120,23 +126,9 @@ class ConditionalRouting(nn.Module):
             shared network.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        ffn_embed_dim: int,
-        activation_fn: Activation = "relu",
-        activation_dropout: float = 0.0,
-        gate_drop: float = 0.0,
-    ):
-        super().__init__()
-        self.gate = nn.Linear(embed_dim, 1, bias=False)  # first: optimizers number parameters
-        self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
-        self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
-        self.activation_fn = activation(activation_fn)
-        self.activation_dropout = activation_dropout
+    def __init__(self, embed_dim: int, *others, gate_drop: float = 0.0):
+        super().__init__(embed_dim, *others, gate=nn.Linear(embed_dim, 1, bias=False))
         self.gate_drop = gate_drop
-
-    network = FeedForward.network
 
     def compute(self, x_TD: Tensor, routing: Routing) -> CMROutput:
         gate_T1 = self.gate(x_TD).float().sigmoid()

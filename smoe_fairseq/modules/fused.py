@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.grouped import can_group, one_kernel
-from smoe_fairseq.modules.parallel import LocalDispatcher
 from smoe_fairseq.modules.routing import exact
 from smoe_fairseq.modules.statistics import RoutingStats
 from smoe_fairseq.modules.torch_features import autocast_dtype
@@ -83,7 +82,7 @@ def applies(block, x: Tensor) -> bool:
         and x.shape[-1] <= WIDEST
         and strata.num_experts <= MOST_EXPERTS
         and can_group(w1)
-        and type(block.dispatcher) is LocalDispatcher
+        and not block.experts.placement.is_sharded
         and config.norms == "paper"
         and not strata.fixed_depth
         and block.experts.activation_fn is F.relu

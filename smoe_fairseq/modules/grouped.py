@@ -15,13 +15,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.activation import Hidden
 from smoe_fairseq.modules.per_expert import Weights, refuse_second_derivative
-from smoe_fairseq.modules.rows import Copies, DispatchPlan, select
+from smoe_fairseq.modules.rows import Copies, DispatchPlan, select, sum_rows
 
 _CAPABILITIES = (9, 10)  # major ones, for which torch has the kernel
 
@@ -128,7 +127,7 @@ class GroupedSum(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weight_N1, *seen, *layout, *kept)
         ctx.passed_by, ctx.hidden = _passed_by(copies, w1), hidden
         ctx.unseen = len(w1) - experts
-        y_TD = F.embedding_bag(row_TK, y_ND, mode="sum")
+        y_TD = sum_rows(y_ND, row_TK)
         return y_TD, *(w[ctx.passed_by :] for w in (w1, b1, w2, b2))
 
     @staticmethod
@@ -158,7 +157,7 @@ class GroupedSum(torch.autograd.Function):
         if weight_N1 is not None:
             x_grad_ND.mul_(weight_N1)
         x_grad_ND[-1] = 0
-        x_grad_TD = F.embedding_bag(row_TK, x_grad_ND, mode="sum")
+        x_grad_TD = sum_rows(x_grad_ND, row_TK)
         sums = [
             _add(*each, ctx.passed_by, ctx.unseen) for each in zip(sums, gradients, strict=True)
         ]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from smoe_fairseq.modules.experts import PerExpert
 from smoe_fairseq.modules.gates.top_k import TopKGate
-from smoe_fairseq.modules.parallel import LocalDispatcher
 from smoe_fairseq.modules.rows import IndexedTokens
 from smoe_fairseq.modules.torch_features import autocast_dtype
 
@@ -34,7 +33,7 @@ def applies(block, x: Tensor) -> bool:
         and x.numel() > 0
         and not torch.compiler.is_compiling()
         and autocast_dtype(x.device) is None
-        and type(block.dispatcher) is LocalDispatcher
+        and not block.experts.placement.is_sharded
         and block.execution != "grouped"
         and not (block.branches or block.eom)
         and all(map(_is_plain, block.gates))

@@ -26,7 +26,7 @@ from smoe_fairseq.modules.branches import (
 from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.experts import Experts, start_pass
 from smoe_fairseq.modules.gates import GATES
-from smoe_fairseq.modules.parallel import LocalDispatcher, Placement, ShardedDispatcher
+from smoe_fairseq.modules.parallel import Placement, compute_over_ranks
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.rows import Copies, IndexedTokens, MaskedTokens
 from smoe_fairseq.modules.statistics import RoutingStats, StatsBuilder, Visit
@@ -60,13 +60,12 @@ class StratifiedMoE(nn.Module):
         self.config = config
         self.strata = config.layout
         self.learns_balance = config.learns_balance
-        self.balance, self.balance_over = config.balance, config.balance_over
-        self.capacity_budget = config.capacity_budget
+        self.balance_over, self.capacity_budget = config.balance_over, config.capacity_budget
         self.eom, self.gating_dropout = config.eom, config.gating_dropout
         norms = StackedNorms if config.stacked else NORMS[config.norms]
         self.layer_norms = norms(embed_dim, len(self.strata), config.dropout, config.dropout_per)
         self.gates = nn.ModuleList(
-            GATES[config.gate].of_config(config, embed_dim, num_visible, own)
+            GATES[config.gate](config, embed_dim, num_visible, own)
             for num_visible, own in zip(self.strata.visible, self.strata.own, strict=True)
         )
         for gate in self._gates_with_residual():
@@ -78,14 +77,12 @@ class StratifiedMoE(nn.Module):
         expert_dim = config.expert_ffn_dim or ffn_embed_dim
         activation = config.activation_fn, config.activation_dropout
         self.experts = Experts(place, embed_dim, expert_dim, *activation, config.output_init_scale)
-        self.dispatcher = ShardedDispatcher(place) if place.is_sharded else LocalDispatcher()
         self.cmr = self.shared = self.residual = self.simple = None
         if config.copy_experts + config.constant_experts:
             self.simple = SimpleExperts(embed_dim, config.constant_experts)
         if config.cmr:
-            self.cmr = ConditionalRouting(
-                embed_dim, ffn_embed_dim, *activation, config.cmr_gate_drop
-            )
+            drop = config.cmr_gate_drop
+            self.cmr = ConditionalRouting(embed_dim, ffn_embed_dim, *activation, gate_drop=drop)
         if config.shared_experts:
             width = config.shared_experts * expert_dim
             self.shared = SharedExperts(embed_dim, width, *activation)
@@ -156,7 +153,7 @@ class StratifiedMoE(nn.Module):
         if not with_stats and inference.applies(self, x):
             return inference.forward(self, x, padding_mask), None
         x_TD, weights = x.reshape(-1, x.shape[-1]), self.experts.weights()
-        run = start_pass(self.execution, self.experts, weights)
+        run, place = start_pass(self.execution, self.experts, weights), self.experts.placement
         # The last stratum that each token was in or passed by; -1 before the first.
         position_T = torch.full((len(x_TD),), -1, device=x.device)
         padding_T = padding_mask.reshape(-1) if padding_mask is not None else position_T >= 0
@@ -168,7 +165,7 @@ class StratifiedMoE(nn.Module):
         visits = []
         y_TD = self.layer_norms.start(x_TD)
 
-        for i, gate in enumerate(self.gates):
+        for i, (gate, own) in enumerate(zip(self.gates, self.strata.experts_of_gate, strict=True)):
             here_T = position_T == i - 1
             tokens = MaskedTokens(here_T)
             if indexes:
@@ -186,12 +183,15 @@ class StratifiedMoE(nn.Module):
             if i + 1 < len(self.gates):
                 position_T = tokens.replace(position_T, self._stratum_of_first_choice(i, routing))
             # y = sum_e G_e FFN_e(x') (eq. 6), and the networks beside the experts
-            copies, branches = (
-                self._copies(i, routing),
-                partial(self._compute_branches, h_TD, routing),
-            )
-            out_TD, weights, branch_outputs = self.dispatcher(h_TD, copies, run, weights, branches)
-            for branch, output in zip(self.branches, branch_outputs, strict=True):
+            weight_TK = mask_outputs(routing.weight_TK, self.eom, self.training)
+            copies = Copies(routing.expert_TK, weight_TK, routing.rank_TK, routing.kept_E, own)
+            branches = partial(self._compute_branches, h_TD, routing)
+            if place.is_sharded:
+                summed, outputs = compute_over_ranks(place, run, h_TD, copies, weights, branches)
+            else:
+                summed, outputs = run(h_TD, copies, weights), branches()
+            out_TD, weights = summed
+            for branch, output in zip(self.branches, outputs, strict=True):
                 out_TD = branch.combine(out_TD, output)
             # x <- y + x (eq. 7)
             y_TD = self.layer_norms.leave(y_TD, out_TD, tokens)
@@ -201,16 +201,8 @@ class StratifiedMoE(nn.Module):
         y_TD = self.layer_norms.finish(x_TD, y_TD, tokens, padding_T)
         if not with_stats:
             return y_TD.view_as(x), None
-        cmr = (
-            branch_outputs[-1] if self.cmr is not None else None
-        )  # which goes with a single stratum
+        cmr = outputs[-1] if self.cmr is not None else None  # which goes with a single stratum
         return y_TD.view_as(x), self.counting.stats(visits, x.shape[:-1], cmr)
-
-    def _copies(self, i: int, routing: Routing) -> Copies:
-        """What gate ``i`` decided, with expert output masking."""
-        weight_TK = mask_outputs(routing.weight_TK, self.eom, self.training)
-        own = self.strata.experts_of_gate[i]
-        return Copies(routing.expert_TK, weight_TK, routing.rank_TK, routing.kept_E, own)
 
     def _compute_branches(self, h_TD: Tensor, routing: Routing) -> list:
         """What each branch computes while the experts' outputs may be on their way."""

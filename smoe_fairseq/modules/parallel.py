@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.modules.per_expert import Weights
-from smoe_fairseq.modules.rows import Copies, DispatchPlan, read_on_host
+from smoe_fairseq.modules.rows import Copies, DispatchPlan
 
 
 @dataclass(frozen=True)
@@ -99,70 +99,40 @@ def _groups(world: dist.ProcessGroup, world_size: int, size: int) -> list[dist.P
     return [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]
 
 
-class LocalDispatcher:
-    """All experts are on this rank."""
+def compute_over_ranks(
+    place: Placement,
+    run: Callable,
+    x_TD: Tensor,
+    copies: Copies,
+    weights: Weights,
+    branches: Callable[[], Any],
+) -> tuple[tuple[Tensor, Weights], Any]:
+    """``run(x, copies, weights)`` and ``branches()``, with the experts spread over ranks.
 
-    def __call__(
-        self,
-        x_TD: Tensor,
-        copies: Copies,
-        run,
-        weights: Weights,
-        branches: Callable[[], Any],
-    ) -> tuple[Tensor, Weights, Any]:
-        """The weighted sum of each token's experts (paper, eq. 6).
-
-        Args:
-            run: computes the experts: a `PerExpert` or a `Grouped`.
-            weights: of the experts, as `run` takes them.
-            branches: called once, computes what does not depend on the experts' outputs.
-
-        Returns:
-            ``sum_k weight[t, k] FFN_expert[t, k](x[t])``, 0 for a token without any expert; the weights for
-            the next stratum; what ``branches`` returned.
-        """
-        return *run(x_TD, copies, weights), branches()
-
-
-class ShardedDispatcher:
-    """The experts are spread over ranks: copies travel to theirs by all-to-all, outputs back.
-
+    Copies travel to their experts by all-to-all, and outputs back, meanwhile ``branches`` are computed.
     Every pass makes the same three collective calls on every rank that holds the same set of experts,
     with tokens or without: one exchange of counts and two of rows; nothing is padded. How many rows go
     where has to be known on the host, so each stratum waits for the device once.
     """
+    group, ranks = place.process_group(), place.group_size
+    end = copies.own.start + len(copies.kept_E)
+    kept_E = F.pad(copies.kept_E, (copies.own.start, place.num_experts - end))
+    to_send_PE = kept_E.view(ranks, place.num_local)
+    received_PE = torch.empty_like(to_send_PE)
+    dist.all_to_all_single(received_PE, to_send_PE, group=group)
+    own = place.of_local(copies.own)
+    received_PE = received_PE[:, own.start :]  # of others there are none
+    counts = torch.cat([to_send_PE.sum(1), received_PE.sum(1), received_PE.sum(0)]).tolist()
+    sent, received, sizes = counts[:ranks], counts[ranks : 2 * ranks], counts[2 * ranks :]
 
-    def __init__(self, placement: Placement):
-        self.placement = placement
-
-    def __call__(
-        self,
-        x_TD: Tensor,
-        copies: Copies,
-        run,
-        weights: Weights,
-        branches: Callable[[], Any],
-    ) -> tuple[Tensor, Weights, Any]:
-        """As of `LocalDispatcher`; ``branches`` are computed while the outputs travel back."""
-        place, group = self.placement, self.placement.process_group()
-        end = copies.own.start + len(copies.kept_E)
-        kept_E = F.pad(copies.kept_E, (copies.own.start, place.num_experts - end))
-        to_send_PE = kept_E.view(place.group_size, place.num_local)
-        received_PE = torch.empty_like(to_send_PE)
-        dist.all_to_all_single(received_PE, to_send_PE, group=group)
-        own = place.of_local(copies.own)
-        received_PE = received_PE[:, own.start :]  # of others there are none
-        counts = to_send_PE.sum(1), received_PE.sum(1), received_PE.sum(0)
-        sent, received, sizes = read_on_host(*counts)
-
-        plan = DispatchPlan.of(copies, sum(sent) + 1)
-        # In the type that is computed in, which may be half as wide.
-        rows_ND = plan.take(x_TD.to(weights[0].dtype))
-        arrived_ND, _ = exchange(rows_ND, sent, received, group)
-        arrived = received_copies(received_PE, sizes, own)
-        y_ND, weights = run(arrived_ND, arrived, weights)
-        y_ND, computed = exchange(y_ND, received, sent, group, branches)
-        return plan.weighted_sum(y_ND, copies.weight_TK), weights, computed
+    plan = DispatchPlan.of(copies, sum(sent) + 1)
+    # In the type that is computed in, which may be half as wide.
+    rows_ND = plan.take(x_TD.to(weights[0].dtype))
+    arrived_ND, _ = exchange(rows_ND, sent, received, group)
+    arrived = received_copies(received_PE, sizes, own)
+    y_ND, weights = run(arrived_ND, arrived, weights)
+    y_ND, computed = exchange(y_ND, received, sent, group, branches)
+    return (plan.weighted_sum(y_ND, copies.weight_TK), weights), computed
 
 
 def received_copies(received_PE: Tensor, sizes: list[int], own: range) -> Copies:

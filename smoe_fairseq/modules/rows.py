@@ -3,7 +3,6 @@
 Shapes: T tokens, K choices per token, N rows of copies and one padding row, D embedding, E experts.
 """
 
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -45,62 +44,39 @@ class DispatchPlan(NamedTuple):
 
     def take(self, x_TD: Tensor) -> Tensor:
         """``(N, D)``: what each row's token has."""
-        return TakeRows.apply(x_TD, self.token_N, self.row_TK)
+        return MoveRows.apply(x_TD, self.token_N, self.row_TK, False)
 
     def weighted_sum(self, y_ND: Tensor, weight_TK: Tensor | None) -> Tensor:
         """``sum_k weight[t, k] y[row[t, k]]`` of each token, ``(T, D)`` (paper, eq. 3)."""
         if weight_TK is not None:
-            weight_N1 = TakeCopies.apply(weight_TK, self.copy_N, self.row_TK).unsqueeze(1)
-            y_ND = (y_ND * weight_N1).to(y_ND.dtype)
-        return SumRows.apply(y_ND, self.row_TK, self.token_N)
+            # Each weight is that of one copy alone.
+            column, row = weight_TK.reshape(-1, 1), self.row_TK.reshape(-1, 1)
+            y_ND = (y_ND * MoveRows.apply(column, self.copy_N, row, False)).to(y_ND.dtype)
+        return MoveRows.apply(y_ND, self.token_N, self.row_TK, True)
 
 
-class TakeRows(torch.autograd.Function):
-    """Row n of the result ``(N, D)`` is row ``token[n]`` of ``x (T, D)``.
+class MoveRows(torch.autograd.Function):
+    """From tokens ``(T, D)`` to the rows of their copies ``(N, D)``, or back, where the rows are summed.
 
-    ``row (T, K)`` is the inverse: where each token's copies lie.
+    Each direction is the other's backward pass. ``token (N,)`` is the token of each row, and
+    ``row (T, K)`` its inverse: where each token's copies lie.
     """
 
     @staticmethod
-    def forward(ctx, x_TD: Tensor, token_N: Tensor, row_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(row_TK)
-        return select(x_TD, token_N)
+    def forward(ctx, x: Tensor, token_N: Tensor, row_TK: Tensor, back: bool) -> Tensor:
+        ctx.save_for_backward(token_N, row_TK)
+        ctx.back = back
+        return sum_rows(x, row_TK) if back else select(x, token_N)
 
     @staticmethod
-    def backward(ctx, grad_ND: Tensor):
-        (row_TK,) = ctx.saved_tensors
-        return F.embedding_bag(row_TK, grad_ND, mode="sum"), None, None
+    def backward(ctx, grad: Tensor):
+        token_N, row_TK = ctx.saved_tensors
+        return select(grad, token_N) if ctx.back else sum_rows(grad, row_TK), None, None, None
 
 
-class SumRows(torch.autograd.Function):
-    """Row t of the result ``(T, D)`` sums ``y[row[t, k]]`` over k: the backward pass of `TakeRows`.
-
-    ``token (N,)`` is the inverse.
-    """
-
-    @staticmethod
-    def forward(ctx, y_ND: Tensor, row_TK: Tensor, token_N: Tensor) -> Tensor:
-        ctx.save_for_backward(token_N)
-        return F.embedding_bag(row_TK, y_ND, mode="sum")
-
-    @staticmethod
-    def backward(ctx, grad_TD: Tensor):
-        (token_N,) = ctx.saved_tensors
-        return select(grad_TD, token_N), None, None
-
-
-class TakeCopies(torch.autograd.Function):
-    """Element n of the result ``(N,)`` is copy ``copy[n]`` of ``x (T, K)``; ``row`` as above."""
-
-    @staticmethod
-    def forward(ctx, x_TK: Tensor, copy_N: Tensor, row_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(row_TK)
-        return select(x_TK.flatten(), copy_N)
-
-    @staticmethod
-    def backward(ctx, grad_N: Tensor):
-        (row_TK,) = ctx.saved_tensors
-        return grad_N[row_TK], None, None
+def sum_rows(y_ND: Tensor, row_TK: Tensor) -> Tensor:
+    """``sum_k y[row[t, k]]`` of each token, ``(T, D)``."""
+    return F.embedding_bag(row_TK, y_ND, mode="sum")
 
 
 def select(x_T: Tensor, index_N: Tensor) -> Tensor:
@@ -166,9 +142,3 @@ class MaskedTokens:
 
     def _rows(self, x_T: Tensor) -> Tensor:
         return self.active_T.view(-1, *[1] * (x_T.dim() - 1))
-
-
-def read_on_host(*values: Tensor) -> list[list[int]]:
-    """Vectors of integers in one transfer."""
-    flat = iter(torch.cat(values).tolist())
-    return [list(islice(flat, len(value))) for value in values]

@@ -114,24 +114,16 @@ class StatsBuilder:
     """What is counted in a block's passes."""
 
     def __init__(self, config: MoEConfig, gates: Sequence[nn.Module]):
-        self.strata = config.layout
+        self.config, self.strata = config, config.layout
         self.choices = max(gate.top_k for gate in gates)  # K of the gate with most
-        self.null_experts, self.copy_experts = config.null_experts, config.copy_experts
         # Behind those of the strata.
         self.free_experts = config.constant_experts + config.copy_experts + config.null_experts
         self.observed = max(gate.observes for gate in gates)  # N of the gate that observes most
         self.entropy = config.gate == "top-p"
-        self.mean_probs = config.balance_over == "update"
-        self.stops = config.capacity_budget > 0
         self.l1 = config.gate == "relu"
         self.hands_on_logits = config.gate_residual == "layers"
 
-    def stats(
-        self,
-        visits: list[Visit],
-        shape: torch.Size,
-        cmr: CMROutput | None,
-    ) -> RoutingStats:
+    def stats(self, visits: list[Visit], shape: torch.Size, cmr: CMROutput | None) -> RoutingStats:
         """Of one pass over tokens of this shape, with a visit for each stratum."""
         routings = [visit.routing for visit in visits]
         requested_T = torch.zeros_like(visits[0].here_T, dtype=torch.long)
@@ -140,39 +132,35 @@ class StatsBuilder:
             requested_T = requested_T + here_T
             dropped_TK = tokens.add(dropped_TK, self.on_all_choices(routing.dropped_TK))
         counts = [Counts(routing) for routing in routings]
-        first_choices = [each.first_choices_E for each in counts]
-        asked = None
+        counted = first_choices = [each.first_choices_E for each in counts]
+        asked = mean_probs = observed = None
         if self.free_experts:
-            alike = self.null_experts, self.copy_experts
-            asked = [average_null(r.asked_E, *alike) for r in routings]
-        of_loss = asked if self.free_experts else first_choices
-        observed = (
-            [F.pad(r.observed_N, (0, self.observed - len(r.observed_N))) for r in routings]
-            if self.observed
-            else None
-        )
-        losses = [c.balance_loss(asked_E) for c, asked_E in zip(counts, of_loss, strict=True)]
+            alike = self.config.null_experts, self.config.copy_experts
+            counted = [average_null(routing.asked_E, *alike) for routing in routings]
+            asked = self._stack(counted)
+        if self.config.balance_over == "update":
+            mean_probs = self._stack([each.mean_probs_E for each in counts])
+        if self.observed:
+            numbers = [routing.observed_N for routing in routings]
+            observed = torch.stack([F.pad(n, (0, self.observed - len(n))) for n in numbers])
+        losses = [each.balance_loss(n_E) for each, n_E in zip(counts, counted, strict=True)]
         return RoutingStats(
-            balance_loss=torch.stack(losses).mean(),
+            balance_loss=_mean(losses),
             requested_capacity=requested_T.view(shape),
             first_choices=self._stack(first_choices),
             unused=torch.stack([(f_E == 0).sum() for f_E in first_choices]),
             chosen=torch.stack([self.on_all_choices(r.chosen_K) for r in routings]),
             dropped=torch.stack([self.on_all_choices(r.dropped_TK.sum(0)) for r in routings]),
             dropped_choices=dropped_TK.view(*shape, self.choices),
-            z_loss=torch.stack([each.z_loss() for each in counts]).mean(),
+            z_loss=_mean([each.z_loss() for each in counts]),
             cmr_gate_sum=cmr and cmr.gate_sum,
             cmr_tokens=cmr and cmr.tokens,
-            entropy=torch.stack([each.entropy() for each in counts]).mean()
-            if self.entropy
-            else None,
-            asked=asked and self._stack(asked),
-            observed=observed and torch.stack(observed),
-            l1=torch.stack([r.l1 for r in routings]).mean() if self.l1 else None,
-            mean_probs=self._stack([each.mean_probs_E for each in counts])
-            if self.mean_probs
-            else None,
-            stops=expected_stops(self.strata, counts) if self.stops else None,
+            entropy=_mean([each.entropy() for each in counts]) if self.entropy else None,
+            asked=asked,
+            observed=observed,
+            l1=_mean([routing.l1 for routing in routings]) if self.l1 else None,
+            mean_probs=mean_probs,
+            stops=expected_stops(self.strata, counts) if self.config.capacity_budget else None,
             gate_logits=self._gate_logits(visits[0], shape) if self.hands_on_logits else None,
         )
 
@@ -191,6 +179,10 @@ class StatsBuilder:
         return torch.stack([pad_to_block(self.strata, i, n_E) for i, n_E in enumerate(numbers)])
 
 
+def _mean(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).mean()
+
+
 def pad_to_block(strata: Strata, i: int, number_E: Tensor) -> Tensor:
     """Numbers of the experts that gate ``i`` sees, with 0 for those that it does not see; then null ones."""
     first, visible = strata.first_experts[i], strata.visible[i]
@@ -205,14 +197,13 @@ def average_null(asked_E: Tensor, null_experts: int, copy_experts: int = 0) -> T
 
     Likewise those of the ``copy_experts`` before them.
     """
-    if copy_experts:
-        head_E, null_M = asked_E.tensor_split([asked_E.shape[-1] - null_experts], -1)
-        asked_E = torch.cat([average_null(head_E, copy_experts), null_M], -1)
-    if not null_experts:
+    if not null_experts + copy_experts:
         return asked_E
     exact = torch.float32 if asked_E.device.type == "mps" else torch.float64  # MPS has no float64
-    true_E, null_M = asked_E.to(exact).split([asked_E.shape[-1] - null_experts, null_experts], -1)
-    return torch.cat([true_E, null_M.mean(-1, keepdim=True).expand_as(null_M)], dim=-1)
+    others = asked_E.shape[-1] - copy_experts - null_experts
+    true_E, *alike = asked_E.to(exact).split([others, copy_experts, null_experts], -1)
+    alike = [x_M.mean(-1, keepdim=True).expand_as(x_M) for x_M in alike if x_M.shape[-1]]
+    return torch.cat([true_E, *alike], -1)
 
 
 def expected_stops(strata: Strata, counts: list[Counts]) -> Tensor:

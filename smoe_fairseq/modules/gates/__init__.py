@@ -1,7 +1,7 @@
 """The kinds of gate, a file for each.
 
 A gate is called with tokens and a mask, and with its `extra_input` where it has one; it returns a
-`Routing`. Its `of_config` makes it for one stratum. To add a gate: a file here, and a line in `GATES`.
+`Routing`. To add a gate: a file here with its `decide`, and a line in `GATES`.
 """
 
 from smoe_fairseq.modules.gates.base import BaseGate

@@ -6,7 +6,7 @@ Shapes: T tokens, D embedding, E experts; K is 1.
 import torch
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.gates.linear import LinearGate, all_active, route_to_one
+from smoe_fairseq.modules.gates.linear import LinearGate, route_to_one
 from smoe_fairseq.modules.routing import Routing
 
 
@@ -25,21 +25,14 @@ class BaseGate(LinearGate):
         """As the authors'."""
         nn.init.orthogonal_(self.weight, gain=0.1 * self.init_scale)
 
-    def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
-        if active_T is None:
-            active_T = all_active(x_TD)
+    def decide(self, x_TD: Tensor, active_T: Tensor) -> Routing:
         logits_TE = self.logits(x_TD)
         expert_T = logits_TE.argmax(dim=1)
         if self.training:
-            expert_T = self.balance(expert_T, logits_TE, active_T)
+            balanced = balanced_assignment(logits_TE[active_T]).to(expert_T.device)
+            expert_T = expert_T.index_put((active_T,), balanced)
         weight_T1 = logits_TE.gather(1, expert_T.unsqueeze(1)).sigmoid()
         return route_to_one(expert_T, weight_T1, active_T, logits_TE.softmax(dim=-1), logits_TE)
-
-    @staticmethod
-    def balance(expert_T: Tensor, logits_TE: Tensor, active_T: Tensor) -> Tensor:
-        """The expert of each token; of those that take part, as many for each."""
-        balanced = balanced_assignment(logits_TE[active_T]).to(expert_T.device)
-        return expert_T.index_put((active_T,), balanced)
 
 
 # A balanced assignment: experts have equally many tokens, and the sum of affinities is greatest.

@@ -6,7 +6,6 @@ Shapes: T tokens, D embedding, E experts; K is E here, and choice e is expert e'
 from torch import Tensor
 
 from smoe_fairseq.modules.gates.expert_choice import ExpertChoiceGate
-from smoe_fairseq.modules.gates.linear import all_active
 from smoe_fairseq.modules.gates.threshold import RunningThreshold
 from smoe_fairseq.modules.routing import Routing
 
@@ -18,46 +17,19 @@ class DepthsGate(ExpertChoiceGate):
     training an expert takes the ``ceil(factor T / E)`` tokens of highest r of each sentence, later ones of
     the decoder too. In evaluation it takes those whose r is above its threshold, a running mean over the
     batches of training: then no token depends on another one. There is no loss.
-
-    Args:
-        factor: experts per token on average.
-        step: share of an update's score in the running mean.
     """
 
     learns_number = True
     default_capacity = 0.5
+    learner = "threshold"
     learns_by_counts = True
 
-    @classmethod
-    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        """As of `Gate`."""
-        scales = config.gate_init_scale, config.threshold_step
-        return cls(embed_dim, num_experts, config.capacity_factor, *scales)
+    def __init__(self, config, *sizes: int):
+        super().__init__(config, *sizes)
+        self.threshold = RunningThreshold(self.num_experts, config.threshold_step)
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_experts: int,
-        factor: float = 0.5,
-        init_scale: float = 1.0,
-        step: float = 0.05,
-    ):
-        super().__init__(embed_dim, num_experts, factor, init_scale=init_scale)
-        self.threshold = RunningThreshold(num_experts, step)
-
-    @property
-    def observes(self) -> int:
-        """As of `ThresholdGate`."""
-        return self.num_experts + 1
-
-    def update(self, observed_N: Tensor) -> None:
-        """As of `Gate`."""
-        self.threshold.update(observed_N)
-
-    def forward(self, x_TD: Tensor, active_T: Tensor | None, sentence_T: Tensor) -> Routing:
+    def decide(self, x_TD: Tensor, active_T: Tensor, sentence_T: Tensor) -> Routing:
         """As of `ExpertChoiceGate`."""
-        if active_T is None:
-            active_T = all_active(x_TD)
         logits_TE = self.logits(x_TD)
         if self.training:
             taken_TE = self.take(logits_TE.detach(), sentence_T, active_T, self.factor)

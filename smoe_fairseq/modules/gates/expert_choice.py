@@ -6,7 +6,7 @@ Shapes: T tokens, D embedding, E experts; K is E here, and choice e is expert e'
 import torch
 from torch import Tensor
 
-from smoe_fairseq.modules.gates.linear import LinearGate, all_active
+from smoe_fairseq.modules.gates.linear import LinearGate
 from smoe_fairseq.modules.routing import Places, Routing, most_copies
 
 
@@ -18,37 +18,21 @@ class ExpertChoiceGate(LinearGate):
     decoder. In evaluation the tokens of each sentence are chosen from by themselves, so that a result does
     not depend on its batch. There is no loss.
 
-    Args:
-        factor: experts per token on average, in training.
-        eval_factor: the same in evaluation; 0: as in training.
+    The factor is ``eval_capacity_factor`` in evaluation, where there is one.
     """
 
     extra_input = "sentence"
     of_one_stratum = True
     needs_capacity = True
 
-    @classmethod
-    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        factors = config.capacity_factor, config.eval_capacity_factor
-        return cls(embed_dim, num_experts, *factors, config.gate_init_scale)
+    def __init__(self, config, *sizes: int):
+        super().__init__(config, *sizes)
+        self.factor = config.capacity_factor
+        self.eval_factor = config.eval_capacity_factor or self.factor
+        self.top_k = self.num_experts  # at most
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_experts: int,
-        factor: float = 2.0,
-        eval_factor: float = 0.0,
-        init_scale: float = 1.0,
-    ):
-        super().__init__(embed_dim, num_experts, init_scale)
-        self.factor = factor
-        self.eval_factor = eval_factor or factor
-        self.top_k = num_experts  # at most
-
-    def forward(self, x_TD: Tensor, active_T: Tensor | None, sentence_T: Tensor) -> Routing:
+    def decide(self, x_TD: Tensor, active_T: Tensor, sentence_T: Tensor) -> Routing:
         """``sentence`` numbers the sentence of each token, from 0."""
-        if active_T is None:
-            active_T = all_active(x_TD)
         logits_TE = self.logits(x_TD)
         probs_TE = logits_TE.softmax(dim=-1)
         group_T = torch.zeros_like(sentence_T) if self.training else sentence_T

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smoe_fairseq.modules.gates.linear import Gate, all_active, route_to_one
+from smoe_fairseq.modules.gates.linear import Gate, route_to_one
 from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.routing import Routing
 
@@ -17,32 +17,23 @@ class HashGate(Gate):
 
     An expert takes all the tokens that it is given, and there is no loss.
 
-    Args:
-        num_experts: E.
-        table: the expert of each id, ``(V,)``; part of the state dict.
+    Attributes:
+        table: the expert of each id, ``(V,)``; part of the state dict, as of `HashTopKGate`.
     """
 
     extra_input = "id"
     top_k = 1
     of_one_stratum = True
 
-    @classmethod
-    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        return cls(num_experts, config.hash_table)
+    def __init__(self, config, *sizes: int):
+        super().__init__(config, *sizes)
+        self.register_buffer("table", config.hash_table.clone())
 
-    def __init__(self, num_experts: int, table: Tensor):
-        super().__init__()
-        self.num_experts = num_experts
-        self.register_buffer("table", table.clone())
-
-    def forward(self, x_TD: Tensor, active_T: Tensor | None, id_T: Tensor) -> Routing:
+    def decide(self, x_TD: Tensor, active_T: Tensor, id_T: Tensor) -> Routing:
         """By ``id`` alone. Probabilities are those of the table, 1 or 0."""
-        if active_T is None:
-            active_T = all_active(x_TD)
         expert_T = self.table[id_T]
-        probs_TE = F.one_hot(expert_T, self.num_experts).to(
-            torch.promote_types(x_TD.dtype, torch.float32)
-        )
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        probs_TE = F.one_hot(expert_T, self.num_experts).to(dtype)
         return route_to_one(expert_T, probs_TE.new_ones(len(x_TD), 1), active_T, probs_TE)
 
 
@@ -51,20 +42,15 @@ class HashTopKGate(TopKGate):
 
     All K are weighted by the gate, which learns from the first expert too. The balance loss counts first
     choices, which the table fixes, so it moves the other choices towards experts that have few.
-
-    Attributes:
-        table: the first expert of each id, ``(V,)``; part of the state dict.
     """
 
     extra_input = "id"
     of_one_stratum = True
 
-    @classmethod
-    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        gate = super().of_config(config, embed_dim, num_experts, own_experts)
-        gate.register_buffer("table", config.hash_table.clone())
-        return gate
+    def __init__(self, config, *sizes: int):
+        super().__init__(config, *sizes)
+        self.register_buffer("table", config.hash_table.clone())
 
-    def forward(self, x_TD: Tensor, active_T: Tensor | None, id_T: Tensor) -> Routing:
-        """As of `TopKGate`, with the first choice of each id in ``id_T``."""
-        return super().forward(x_TD, active_T, first_T1=self.table[id_T].unsqueeze(1))
+    def decide(self, x_TD: Tensor, active_T: Tensor, id_T: Tensor) -> Routing:
+        """As of `TopKGate`, with the first choice of each id."""
+        return super().decide(x_TD, active_T, first_T1=self.table[id_T].unsqueeze(1))

@@ -14,10 +14,15 @@ from smoe_fairseq.modules.torch_features import without_autocast
 
 
 class Gate(nn.Module):
-    """What the rest of the package asks a gate for.
+    """Routes the tokens of one stratum; what the rest of the package asks a gate for.
 
-    A gate also has ``top_k`` (most experts of a token) and ``forward(x_TD, active_T=None)``, which routes the
-    tokens that ``active_T`` marks (None: all) and returns a `Routing`.
+    A gate also has ``top_k`` (most experts of a token), and `decide` routes.
+
+    Args:
+        config: the block's `MoEConfig`.
+        embed_dim: D.
+        num_experts: E, the experts that the gate sees.
+        own_experts: how many of the first of them are of its own stratum.
     """
 
     extra_input: str | None = None  # a label per token that `forward` takes: its "id" or "sentence"
@@ -27,45 +32,44 @@ class Gate(nn.Module):
     learns_number: bool = False  # whether the mean number of experts per token is learnt
     has_balance_loss: bool = False
     default_capacity: float = 2.0  # ``capacity_factor`` where none is given
-    learns_by_counts: bool = False  # whether a gate of this kind always has an `update`
-    observes: int = 0  # how many numbers of a `Routing` `update` takes; 0: it does nothing
-    observes_together: bool = False  # whether all gates of a model take the sum of these numbers
+    learner: str = ""  # the part that learns from counts, by its `update`, and not by gradient
+    learns_by_counts: bool = False  # whether a gate of this kind always has one
+    observes_together: bool = False  # whether all gates of a model take the sum of the counts
+
+    def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
+        super().__init__()
+        self.num_experts = num_experts
+
+    def forward(self, x_TD: Tensor, active_T: Tensor | None = None, *extra: Tensor) -> Routing:
+        """Route the tokens that ``active`` marks (all when None); ``extra`` as of `decide`."""
+        if active_T is None:
+            active_T = x_TD.new_ones(len(x_TD), dtype=torch.bool)
+        return self.decide(x_TD, active_T, *extra)
+
+    def decide(self, x_TD: Tensor, active_T: Tensor, *extra: Tensor) -> Routing:
+        """`forward` with a mask; ``extra`` is the `extra_input`, of a gate that has one."""
+        raise NotImplementedError
+
+    @property
+    def observes(self) -> int:
+        """How many numbers of a `Routing` `update` takes; 0: it does nothing."""
+        learner = getattr(self, self.learner, None)
+        return 0 if learner is None else learner.observes
 
     def update(self, observed_N: Tensor) -> None:
-        """Once per optimizer step, with the sum of its routings' ``observed_N``, where it `observes`."""
-
-    @classmethod
-    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int) -> "Gate":
-        """The gate of one stratum.
-
-        Args:
-            config: a `MoEConfig`.
-            num_experts: E, the experts that the gate sees.
-            own_experts: how many of the first of them are of its own stratum.
-        """
-        raise NotImplementedError
+        """Once per optimizer step, with the sum of its routings' ``observed_N``."""
+        if self.observes:
+            getattr(self, self.learner).update(observed_N)
 
 
 class LinearGate(Gate):
-    """Scores ``num_experts`` experts by ``W x`` (the logits of the paper's eq. 2); the base of most gates.
+    """Scores experts by ``W x`` (the logits of the paper's eq. 2); the base of most gates."""
 
-    Args:
-        embed_dim: D.
-        num_experts: E, the experts that this gate sees.
-        init_scale: of the initial weights, over those of ``nn.Linear``.
-    """
-
-    def __init__(self, embed_dim: int, num_experts: int, init_scale: float = 1.0):
-        super().__init__()
+    def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
+        super().__init__(config, embed_dim, num_experts, own_experts)
         self.weight = nn.Parameter(torch.empty(num_experts, embed_dim))
-        self.num_experts = num_experts
-        self.init_scale = init_scale
+        self.init_scale = config.gate_init_scale
         self.reset_parameters()
-
-    @classmethod
-    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int) -> "LinearGate":
-        """As of `Gate`."""
-        return cls(embed_dim, num_experts, config.gate_init_scale)
 
     def reset_parameters(self):
         draw_as_linear(self.weight, self.init_scale)
@@ -86,11 +90,6 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     with without_autocast(x_TD.device):
         return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
-
-
-def all_active(x_TD: Tensor) -> Tensor:
-    """The mask ``(T,)`` where none is given."""
-    return x_TD.new_ones(x_TD.shape[0], dtype=torch.bool)
 
 
 _MOST = 1e4  # exp(-1e4) is 0; logits moved by it keep their order among themselves
@@ -142,7 +141,7 @@ class ExpertBias(nn.Module):
 
     def __init__(self, num_experts: int, step: float = 1e-3):
         super().__init__()
-        self.step = step
+        self.step, self.observes = step, num_experts
         self.register_buffer("steps", torch.zeros(num_experts, dtype=torch.long))
 
     def value(self) -> Tensor:
@@ -181,41 +180,16 @@ def route_to_one(
 class AnyNumberGate(LinearGate):
     """Gives each token any number of experts; K is E.
 
-    Args:
-        capacity: of the experts; all first choices come before all second ones, and so on.
-        exit_bias: of the logits, see `ExitBias`.
+    Where experts have a capacity, all first choices come before all second ones, and so on.
     """
 
     learns_number = True
     default_capacity = 0.0
 
-    @classmethod
-    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        return cls(
-            embed_dim,
-            num_experts,
-            Capacity.of_config(config),
-            config.gate_init_scale,
-            ExitBias(own_experts, num_experts, config.exit_bias),
-            **cls.own_options(config),
-        )
-
-    @classmethod
-    def own_options(cls, config) -> dict:
-        """The arguments of this kind of gate alone, from a `MoEConfig`."""
-        raise NotImplementedError
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_experts: int,
-        capacity: Capacity,
-        init_scale: float = 1.0,
-        exit_bias: ExitBias | None = None,
-    ):
-        super().__init__(embed_dim, num_experts, init_scale)
-        self.capacity = capacity
-        self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
+    def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
+        super().__init__(config, embed_dim, num_experts, own_experts)
+        self.capacity = Capacity.of_config(config)
+        self.exit_bias = ExitBias(own_experts, num_experts, config.exit_bias)
         self.top_k = num_experts  # at most
 
     def route(
@@ -225,16 +199,16 @@ class AnyNumberGate(LinearGate):
         chosen_TE: Tensor,
         active_T: Tensor,
         logits_TE: Tensor,
+        first_choice_T: Tensor | None = None,
     ) -> Routing:
-        """The routing.
+        """The routing; the others as of `Routing.of`.
 
         Args:
-            choice_TE: the experts of each token, the best first, with their ``weight_TE``.
-            chosen_TE: of these, those that the token goes to.
-            logits_TE: their softmax are the probabilities, and the highest one is the first choice.
+            chosen_TE: the choices that the token goes to.
+            logits_TE: their softmax are the probabilities.
         """
         probs_TE = logits_TE.softmax(dim=-1)
         asked_TE = choice_TE.masked_fill(~chosen_TE, self.num_experts)
         places = self.capacity(asked_TE, probs_TE, active_T)
-        of_experts = active_T, probs_TE, logits_TE, logits_TE.argmax(1)
+        of_experts = active_T, probs_TE, logits_TE, first_choice_T
         return Routing.of(choice_TE, weight_TE, chosen_TE, places, *of_experts)

@@ -6,7 +6,7 @@ Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
 import torch
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.gates.linear import AnyNumberGate, all_active
+from smoe_fairseq.modules.gates.linear import AnyNumberGate
 from smoe_fairseq.modules.routing import Routing
 
 
@@ -16,40 +16,27 @@ class ReLUGate(AnyNumberGate):
     Nothing is chosen, so that the number of experts of a token has a gradient. An L1 loss holds its mean
     over all layers at k: ``coefficient * sum_e f_e mean(g_e)`` with ``f_e = E / (k T) #{g_te > 0}``, which
     weighs more on busy experts. A token without any expert keeps its residual. The routing's probabilities
-    are a softmax of the logits; the expert of the highest logit is the first choice.
-
-    Args:
-        goal: k, experts per token on average.
-        exit_bias: of the first choice alone, see `ExitBias`: it changes no weight.
+    are a softmax of the logits; the expert of the highest logit is the first choice. An exit bias is of the
+    first choice alone: it changes no weight.
     """
 
     takes_top_k = True
+    learner = "coefficient"
     learns_by_counts = True
-    observes = 2
     observes_together = True
 
-    @classmethod
-    def own_options(cls, config) -> dict:
-        return {"goal": config.top_k}
+    def __init__(self, config, *sizes: int):
+        super().__init__(config, *sizes)
+        self.goal = config.top_k  # k
+        self.coefficient = L1Coefficient(self.goal)
 
-    def __init__(self, *shared, goal: int = 2):
-        super().__init__(*shared)
-        self.goal = goal
-        self.coefficient = L1Coefficient()
-
-    def update(self, observed_N: Tensor) -> None:
-        """With the numbers of copies and of the tokens that chose them."""
-        copies, tokens = observed_N.unbind()
-        self.coefficient.update(copies - self.goal * tokens)
-
-    def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
-        if active_T is None:
-            active_T = all_active(x_TD)
+    def decide(self, x_TD: Tensor, active_T: Tensor) -> Routing:
         logits_TE = self.logits(x_TD)
         weight_TE, choice_TE = logits_TE.relu().sort(dim=1, descending=True, stable=True)
         chosen_TE = (weight_TE > 0) & active_T.unsqueeze(1)
         logits_TE = self.exit_bias(logits_TE)
-        routing = self.route(choice_TE, weight_TE, chosen_TE, active_T, logits_TE)
+        first_choice_T = logits_TE.argmax(1)
+        routing = self.route(choice_TE, weight_TE, chosen_TE, active_T, logits_TE, first_choice_T)
         tokens = active_T.sum()
         share_E = routing.asked_E / tokens.clamp(min=1)
         mean_busy = (share_E[choice_TE] * weight_TE * chosen_TE).sum() / tokens.clamp(min=1)
@@ -60,22 +47,25 @@ class ReLUGate(AnyNumberGate):
 
 
 class L1Coefficient(nn.Module):
-    """``1e-8 * 1.2^n``: n goes up by 1 in an update with more experts per token than wanted, else down.
+    """``1e-8 * 1.2^n``: n goes up by 1 in an update with more than ``goal`` experts per token, else down.
 
     n is kept: as a whole number it stays exact in a model of half precision.
     """
 
     START, FACTOR, FURTHEST = 1e-8, 1.2, 400
+    observes = 2
 
-    def __init__(self):
+    def __init__(self, goal: int):
         super().__init__()
+        self.goal = goal
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def value(self) -> Tensor:
         """A scalar, float32."""
         return self.START * self.FACTOR ** self.steps.float()
 
-    def update(self, excess: Tensor) -> None:
-        """By the sign of a count."""
-        steps = self.steps + excess.to(self.steps).sign()
+    def update(self, observed_N: Tensor) -> None:
+        """With the numbers of copies and of the tokens that chose them."""
+        copies, tokens = observed_N.unbind()
+        steps = self.steps + (copies - self.goal * tokens).to(self.steps).sign()
         self.steps.copy_(steps.clamp(-self.FURTHEST, self.FURTHEST))  # else it may become infinite

@@ -6,7 +6,7 @@ Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
 import torch
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.gates.linear import AnyNumberGate, all_active
+from smoe_fairseq.modules.gates.linear import AnyNumberGate
 from smoe_fairseq.modules.routing import Routing
 
 
@@ -17,64 +17,46 @@ class ThresholdGate(AnyNumberGate):
     (expert threshold routing, arXiv 2603.11535): expert choice for a decoder, since a token's experts do not
     depend on other tokens. There is no balance loss. An expert that no token reaches keeps its score of that
     rank, so its threshold falls until it has tokens again. A token without any expert keeps its residual. The
-    first choice is the expert whose threshold is exceeded by most.
-
-    Args:
-        goal: k, experts per token on average.
-        step: share of the newest score in the mean.
-        exit_bias: of the first choice alone, see `ExitBias`: it changes no weight.
+    first choice is the expert whose threshold is exceeded by most; an exit bias is of it alone, and changes
+    no weight.
     """
 
     takes_top_k = True
+    learner = "threshold"
     learns_by_counts = True
 
-    @classmethod
-    def own_options(cls, config) -> dict:
-        return {"goal": config.top_k, "step": config.threshold_step}
+    def __init__(self, config, *sizes: int):
+        super().__init__(config, *sizes)
+        self.goal = config.top_k  # k
+        self.threshold = RunningThreshold(self.num_experts, config.threshold_step)
 
-    def __init__(self, *shared, goal: int = 2, step: float = 0.05):
-        super().__init__(*shared)
-        self.goal = goal
-        self.threshold = RunningThreshold(self.num_experts, step)
-
-    @property
-    def observes(self) -> int:
-        """As of `Gate`: the score of that rank by expert, times the tokens, and the tokens."""
-        return self.num_experts + 1
-
-    def update(self, observed_N: Tensor) -> None:
-        """As of `Gate`."""
-        self.threshold.update(observed_N)
-
-    def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
-        """As of `TopKGate`."""
-        if active_T is None:
-            active_T = all_active(x_TD)
-        logits_TE = self.logits(x_TD)
-        margin_TE = logits_TE - self.threshold.value()
-        margin_TE, choice_TE = margin_TE.detach().sort(dim=1, descending=True, stable=True)
-        biased_TE = self.exit_bias(logits_TE)
-        routing = self.route(
-            choice_TE,
-            logits_TE.sigmoid().gather(1, choice_TE),
-            (margin_TE > 0) & active_T.unsqueeze(1),
-            active_T,
-            biased_TE,
+    def decide(self, x_TD: Tensor, active_T: Tensor) -> Routing:
+        logits_TE, threshold_E = self.logits(x_TD), self.threshold.value()
+        margin_TE, choice_TE = (
+            (logits_TE - threshold_E).detach().sort(dim=1, descending=True, stable=True)
         )
-        first_choice_T = (biased_TE - self.threshold.value()).argmax(1)
+        weight_TE = logits_TE.sigmoid().gather(1, choice_TE)
+        chosen_TE = (margin_TE > 0) & active_T.unsqueeze(1)
+        biased_TE = self.exit_bias(logits_TE)
+        first_choice_T = (biased_TE - threshold_E).argmax(1)
+        routing = self.route(choice_TE, weight_TE, chosen_TE, active_T, biased_TE, first_choice_T)
         observed_N = self.threshold.observed(logits_TE.detach(), active_T, self.goal)
-        return routing._replace(first_choice_T=first_choice_T, observed_N=observed_N)
+        return routing._replace(observed_N=observed_N)
 
 
 class RunningThreshold(nn.Module):
-    """A threshold for each expert, kept in whole numbers of `UNIT`: exact in a model of half precision."""
+    """A threshold for each expert, kept in whole numbers of `UNIT`: exact in a model of half precision.
+
+    Args:
+        step: share of the newest score in the mean.
+    """
 
     UNIT, MOST = 2.0**-16, 2.0**15  # scores beyond the latter count as that
     UNSET = torch.iinfo(torch.long).min
 
     def __init__(self, num_experts: int, step: float):
         super().__init__()
-        self.step = step
+        self.step, self.observes = step, num_experts + 1
         self.register_buffer("steps", torch.full((num_experts,), self.UNSET))
 
     def value(self) -> Tensor:

@@ -11,93 +11,44 @@ from smoe_fairseq.modules.gates.linear import (
     ExitBias,
     ExpertBias,
     LinearGate,
-    all_active,
     draw_as_linear,
     wide_linear,
 )
 from smoe_fairseq.modules.routing import Capacity, Routing
 
-SECOND_EXPERT_POLICIES = ("sampling", "all", "random")
-GATE_NORMALIZATIONS = ("after-drop", "before-drop", "none")
-SCORES = ("softmax", "sigmoid")
-
 
 class TopKGate(LinearGate):
     """Top-k gate over ``num_experts`` experts, without bias (paper, eq. 2 and 5).
 
-    Args:
-        embed_dim: D.
-        num_experts: E, the experts that this gate sees.
-        capacity: of these experts.
-        top_k: experts per token, null ones included.
-        normalization: "after-drop" divides the weights by their sum over the kept experts,
-            "before-drop" by the sum over the selected ones, "none" leaves the softmax scores. Top-1
-            always keeps the score, without which the gate would get no gradient.
-        second_expert_policy: of the second expert and all further ones in training: "sampling" draws them
-            by Gumbel noise, without replacement, "all" takes the best, "random" takes each of these with
-            probability ``min(1, 2 * weight)``. In evaluation always the best.
-        init_scale: of the initial weights, over those of ``nn.Linear``.
-        null_experts: M that answer 0 and take no capacity, chosen like the others (AdaMoE, Zeng et al.
-            2024). They have no weight in a normalised sum and no stratum: the first choice is of the others.
-        simple_experts: S, the same but that their weights count: see `SimpleExperts` in branches.py.
-        scores: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3, 2024). The probabilities of
-            the routing, and so of the balance loss, sum to 1 either way.
-        bias: added to the scores for the selection alone, see `ExpertBias`.
-        exit_bias: of the logits, see `ExitBias`.
+    Two kinds of free experts are chosen like the others and take no capacity. M null ones answer 0 (AdaMoE,
+    Zeng et al. 2024): they have no weight in a normalised sum and no stratum, since the first choice is of
+    the E others. The weights of S simple ones count, see `SimpleExperts` in branches.py.
     """
 
     takes_top_k = True
     has_balance_loss = True
+    learner = "bias"
 
-    @classmethod
-    def of_config(cls, config, embed_dim: int, num_experts: int, own_experts: int):
-        return cls(
-            embed_dim,
-            num_experts,
-            Capacity.of_config(config),
-            top_k=config.top_k,
-            normalization=config.gate_normalization,
-            second_expert_policy=config.second_expert_policy,
-            init_scale=config.gate_init_scale,
-            null_experts=config.null_experts,
-            simple_experts=config.constant_experts + config.copy_experts,
-            scores=config.scores,
-            bias=ExpertBias(num_experts, config.bias_step) if config.balance == "bias" else None,
-            exit_bias=ExitBias(own_experts, num_experts, config.exit_bias),
-        )
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_experts: int,
-        capacity: Capacity,
-        top_k: int = 2,
-        normalization: str = "after-drop",
-        second_expert_policy: str = "sampling",
-        init_scale: float = 1.0,
-        null_experts: int = 0,
-        simple_experts: int = 0,
-        scores: str = "softmax",
-        bias: ExpertBias | None = None,
-        exit_bias: ExitBias | None = None,
-    ):
-        super().__init__(embed_dim, num_experts, init_scale)
-        self.capacity = capacity
-        self.top_k = top_k
-        self.normalization = normalization if top_k > 1 else "none"
-        self.second_expert_policy = second_expert_policy
-        self.null_experts, self.simple_experts = null_experts, simple_experts
-        self.free_experts = simple_experts + null_experts  # which take no capacity
-        if simple_experts:
-            self.simple_weight = nn.Parameter(torch.empty(simple_experts, embed_dim))
-            draw_as_linear(self.simple_weight, init_scale)
-        self.scores = scores
-        if null_experts:
-            self.null_weight = nn.Parameter(torch.empty(null_experts, embed_dim))
-            draw_as_linear(self.null_weight, init_scale)
+    def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
+        super().__init__(config, embed_dim, num_experts, own_experts)
+        self.capacity = Capacity.of_config(config)
+        self.top_k = config.top_k  # free ones included
+        # A single weight of 1 would have no gradient.
+        self.normalization = config.gate_normalization if self.top_k > 1 else "none"
+        self.second_expert_policy = config.second_expert_policy
+        self.scores = config.scores
+        self.null_experts = config.null_experts
+        self.simple_experts = config.constant_experts + config.copy_experts
+        self.free_experts = self.simple_experts + self.null_experts
+        for kind in ("simple", "null"):
+            if number := getattr(self, f"{kind}_experts"):
+                weight_ED = nn.Parameter(torch.empty(number, embed_dim))
+                draw_as_linear(weight_ED, self.init_scale)
+                self.register_parameter(f"{kind}_weight", weight_ED)
         self.residual_weight = None
-        self.bias = bias
-        self.exit_bias = exit_bias or ExitBias(num_experts, num_experts)
+        biased = config.balance == "bias"
+        self.bias = ExpertBias(num_experts, config.bias_step) if biased else None
+        self.exit_bias = ExitBias(own_experts, num_experts, config.exit_bias)
 
     def add_residual(self) -> None:
         """From now on a linear map of an earlier gate's logits is added (MoE++, Jin et al. 2025).
@@ -108,33 +59,23 @@ class TopKGate(LinearGate):
         self.residual_weight = nn.Parameter(self.weight.new_zeros(columns, columns))
 
     @property
-    def observes(self) -> int:
-        """Choices of each expert, for the bias."""
-        return self.num_experts if self.bias is not None else 0
-
-    def update(self, observed_N: Tensor) -> None:
-        self.bias.update(observed_N)
-
-    @property
     def learns_number(self) -> bool:
         return self.free_experts > 0
 
-    def forward(
+    def decide(
         self,
         x_TD: Tensor,
-        active_T: Tensor | None = None,
+        active_T: Tensor,
         earlier_TE: Tensor | None = None,
         first_T1: Tensor | None = None,
     ) -> Routing:
-        """Route the tokens ``x_TD`` that ``active_T`` marks (all when None).
+        """The routing.
 
         Args:
             earlier_TE: ``(T, V)``, logits of an earlier gate, of which the last are those of the experts
                 that this one sees; 0 where there was none. Only a gate with a residual needs them.
             first_T1: first choices that are given; None: those of highest score.
         """
-        if active_T is None:
-            active_T = all_active(x_TD)
         own_TE, logits_TE, score_TE, probs_TE = self.score(x_TD, earlier_TE)
         choice_TK = self.select(score_TE.detach(), first_T1)
         weight_TK = self.weigh(score_TE, choice_TK)

@@ -6,7 +6,7 @@ Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
 import torch
 from torch import Tensor
 
-from smoe_fairseq.modules.gates.linear import AnyNumberGate, all_active
+from smoe_fairseq.modules.gates.linear import AnyNumberGate
 from smoe_fairseq.modules.routing import Routing
 
 
@@ -14,30 +14,19 @@ class TopPGate(AnyNumberGate):
     """The fewest experts whose probabilities sum to ``p`` or more (Dynamic MoE, Huang et al. 2024).
 
     Their outputs are weighted by the probabilities as they are. Nothing is drawn.
-
-    Args:
-        p: above 0, up to 1.
     """
 
     has_balance_loss = True
 
-    @classmethod
-    def own_options(cls, config) -> dict:
-        return {"p": config.top_p}
+    def __init__(self, config, *sizes: int):
+        super().__init__(config, *sizes)
+        self.p = config.top_p
 
-    def __init__(self, *shared, p: float = 0.4):
-        super().__init__(*shared)
-        self.p = p
-
-    def forward(self, x_TD: Tensor, active_T: Tensor | None = None) -> Routing:
-        if active_T is None:
-            active_T = all_active(x_TD)
+    def decide(self, x_TD: Tensor, active_T: Tensor) -> Routing:
         logits_TE = self.exit_bias(self.logits(x_TD))
         probs_TE = logits_TE.softmax(dim=-1)
         sorted_TE, choice_TE = probs_TE.detach().sort(dim=1, descending=True, stable=True)
         # What the better ones sum to; nothing before the first, which is always taken.
         before_TE = torch.cat([sorted_TE.new_zeros(len(x_TD), 1), sorted_TE.cumsum(1)[:, :-1]], 1)
         chosen_TE = (before_TE < self.p) & active_T.unsqueeze(1)
-        weight_TE = probs_TE.gather(1, choice_TE)
-        routing = self.route(choice_TE, weight_TE, chosen_TE, active_T, logits_TE)
-        return routing._replace(first_choice_T=choice_TE[:, 0])
+        return self.route(choice_TE, probs_TE.gather(1, choice_TE), chosen_TE, active_T, logits_TE)
