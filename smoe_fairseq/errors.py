@@ -2,6 +2,7 @@
 
 import codecs
 import ctypes
+import difflib
 import errno
 import functools
 import logging
@@ -14,10 +15,10 @@ import sys
 import threading
 import traceback
 import warnings
-from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # these have sentences of their own
 
@@ -170,6 +171,24 @@ def checks_first(command: Callable, check: Callable) -> Callable:
         return command(first, *arguments, **options)
 
     return run
+
+
+# Names that are mistyped.
+
+
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.8) -> str | None:
+    """The name that ``word`` seems to be meant for; ``cutoff`` is the least similarity, of 1."""
+    return next(iter(difflib.get_close_matches(word, names, 1, cutoff)), None)
+
+
+def end_parsing(parser: ArgumentParser, message: str) -> NoReturn:
+    """In place of argparse's ``error``: one line, with the flag that an unknown one is nearly like."""
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    for word in message.split() if message.startswith("unrecognized") else ():
+        near = nearest(word.partition("=")[0], flags) if word.startswith("--") else None
+        message += f"; did you mean {near}?" if near else ""
+    help_ = f"{parser.prog} --help lists all flags"
+    parser.exit(2, f"{parser.prog}: error: {printable(message)}; {help_}\n")
 
 
 # Numbers that the flags of our own commands take, as types of argparse.

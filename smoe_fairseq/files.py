@@ -24,9 +24,7 @@ from smoe_fairseq.errors import UsageError
 
 _OURS = ".smoe"  # marks the names of our temporary files and folders
 LARGEST = 1 << 28  # bytes of a file that is read into memory at once
-ABANDONED_SECONDS = (
-    24 * 3600
-)  # unchanged for so long, a temporary file of another host has no writer
+ABANDONED_SECONDS = 24 * 3600  # after which an unchanged temporary file of another host is removed
 
 
 def read_plain(path: Path | str, largest: int = LARGEST) -> bytes:
@@ -139,26 +137,18 @@ def whole_files(
 
 
 def _rename_to_new(partial: str, path: str) -> None:
-    """Rename a file or folder; raises FileExistsError if there is something of the new name."""
-    number = _renameat2(partial, path)
-    if number in (errno.ENOSYS, errno.EINVAL):  # this system or file system has no such call
-        number = errno.EEXIST if os.path.lexists(path) else 0
-        if not number:
-            os.rename(partial, path)
-    if number:
-        raise OSError(number, os.strerror(number), path)
-
-
-def _renameat2(partial: str, path: str) -> int:
-    """Rename unless ``path`` exists, in one step; returns 0 or the number of the error."""
-    import ctypes
-
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:  # not Linux
-        return errno.ENOSYS
-    current, no_replace = -100, 1  # AT_FDCWD, RENAME_NOREPLACE
-    failed = call(current, os.fsencode(partial), current, os.fsencode(path), no_replace)
-    return ctypes.get_errno() if failed else 0
+    """Rename a file or folder; raises OSError if there is anything of the new name with content."""
+    if os.path.isdir(partial):
+        os.rename(partial, path)  # replaces nothing but an empty folder
+        return
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError as error:  # a file system without hard links
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
+        os.rename(partial, path)
 
 
 def _create(partial: str, path: str) -> None:
@@ -254,30 +244,24 @@ def open_plain(path: Path, append: bool = False) -> BinaryIO:
         OSError: it cannot be opened.
     """
     opened = _open_plain(path, os.O_WRONLY | (os.O_APPEND if append else 0))
-    if opened is None:
-        raise UsageError(f"{path} is a link or no plain file: remove it")
     if not append:
         os.ftruncate(opened, 0)
     return open(opened, "ab" if append else "wb")
 
 
-def _open_plain(path: Path, flags: int) -> int | None:
-    """The descriptor of a plain file with a single name, made where there is none; None for all else.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+def _open_plain(path: Path, flags: int) -> int:
+    """The descriptor of a plain file with a single name, which is made if it is missing; raises as above."""
     try:
         opened = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError:
-        if path.is_symlink() or _is_special(os.fspath(path)):
-            return None
-        raise
-    state = os.fstat(opened)
-    if stat.S_ISREG(state.st_mode) and state.st_nlink <= 1:
-        return opened
-    os.close(opened)
-    return None
+        if not path.is_symlink() and not _is_special(os.fspath(path)):
+            raise
+    else:
+        state = os.fstat(opened)
+        if stat.S_ISREG(state.st_mode) and state.st_nlink <= 1:
+            return opened
+        os.close(opened)
+    raise UsageError(f"{path} is a link or no plain file: remove it")
 
 
 def put_in_place(partial: Path, path: Path) -> None:
@@ -366,15 +350,11 @@ def _refusal(error: Exception, called: str, partials: list[str]) -> Exception:
 
 def _speaks_of(error: Exception, partials: list[str]) -> bool:
     """Whether an error is about one of ``partials`` or their folders. A failed write names no file."""
-    names = {getattr(error, name, None) for name in ("filename", "filename2")} - {None}
-    if not names:
-        return True
-    named = [Path(os.path.abspath(name)) for name in names if isinstance(name, str | os.PathLike)]
-    for partial in (Path(os.path.abspath(partial)) for partial in partials):
-        for name in named:
-            if name == partial or name in partial.parents or partial in name.parents:
-                return True
-    return False
+    names = (getattr(error, name, None) for name in ("filename", "filename2"))
+    named = [Path(os.path.abspath(n)) for n in names if isinstance(n, str | os.PathLike)]
+    ours = [Path(os.path.abspath(partial)) for partial in partials]
+    pairs = [(a, b) for a in named for b in ours]
+    return not named or any(a.is_relative_to(b) or b.is_relative_to(a) for a, b in pairs)
 
 
 # Locks: one run at a time in a folder. A process holds the lock on a file until it ends.
@@ -386,7 +366,6 @@ def _speaks_of(error: Exception, partials: list[str]) -> bool:
 
 TRAINING, RECIPE, EVALUATION = "training.lock", "recipe.lock", "evaluation.lock"
 PREPARATION = "preparation.lock"
-_NO_LOCK_FILE = "{} is a link or no plain file, and no lock of a run: remove it"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -436,8 +415,6 @@ def _lock(file: Path) -> int | None:
             opened = _open_plain(file, os.O_RDWR)
         except OSError as error:
             raise UsageError(f"{file} cannot be written: {error.strerror}") from None
-        if opened is None:
-            raise UsageError(_NO_LOCK_FILE.format(file))
         try:
             fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -21,7 +21,6 @@ from smoe_fairseq.errors import UsageError
 
 from .patches_training import PATCHES as OTHERS
 from .safe_load import (
-    EVALUATING,
     allow_checkpoint_types,
     evaluate_literals_only,
     name_unreadable_checkpoints,
@@ -64,14 +63,17 @@ Action = Callable[[ModuleType], None]
 def when_imported(name: str, action: Action) -> None:
     """Call ``action(module)`` once ``name`` has been imported; at once if it already has been.
 
-    It imports nothing itself.
+    ``PACKAGE.*`` stands for a package and each module in it. It imports nothing itself.
     """
-    if name in sys.modules:
-        action(sys.modules[name])
-        return
+    for module in [m for other, m in sys.modules.items() if name in (other, _whole(other))]:
+        action(module)
     _WaitingFinder.actions.setdefault(name, []).append(action)
     if _WaitingFinder not in sys.meta_path:
         sys.meta_path.insert(0, _WaitingFinder)
+
+
+def _whole(name: str) -> str:
+    return f"{name.partition('.')[0]}.*"
 
 
 class _WaitingFinder:
@@ -81,17 +83,18 @@ class _WaitingFinder:
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name not in cls.actions:
+        actions = [*cls.actions.get(name, ()), *cls.actions.get(_whole(name), ())]
+        if not actions:
             return None
         others = (finder for finder in sys.meta_path if finder is not cls)
         spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
-        if spec is None:
-            return None
+        if spec is None or spec.loader is None:  # missing, or a folder without code
+            return spec
         execute = spec.loader.exec_module
 
         def execute_then_act(module: ModuleType) -> None:
             execute(module)
-            for action in tuple(cls.actions[name]):
+            for action in actions:
                 action(module)
 
         spec.loader.exec_module = execute_then_act
@@ -100,7 +103,8 @@ class _WaitingFinder:
 
 PATCHES = (
     ("torch.serialization", allow_checkpoint_types),
-    *((module, evaluate_literals_only) for module in EVALUATING),
+    ("fairseq.*", evaluate_literals_only),
+    ("fairseq_cli.*", evaluate_literals_only),
     ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
     *OTHERS,
 )

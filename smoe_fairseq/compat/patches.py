@@ -1,7 +1,6 @@
 """Patches of fairseq's commands, options and models: what runs before and around training."""
 
 import argparse
-import difflib
 import functools
 import logging
 import math
@@ -12,10 +11,18 @@ from argparse import Namespace
 from collections.abc import Callable
 from types import ModuleType
 
-from smoe_fairseq.errors import UsageError, checks_first, ends_with_sentence, one_line, show_trace
+from smoe_fairseq.errors import (
+    UsageError,
+    checks_first,
+    end_parsing,
+    ends_with_sentence,
+    nearest,
+    one_line,
+    show_trace,
+)
 from smoe_fairseq.files import rank_files
 
-from .safe_load import check_there, evaluate, saved_name
+from .safe_load import check_there, evaluate, saved_task
 
 logger = logging.getLogger(__name__)
 PATCHES: list[tuple[str, Callable[[ModuleType], None]]] = []  # module of fairseq, and its patch
@@ -208,18 +215,16 @@ def _check_values(cfg) -> None:
             f"--adam-betas {betas}: expected two numbers from 0 to below 1, as in '(0.9, 0.98)'"
         )
     metric = _value(cfg, "checkpoint.best_checkpoint_metric")
-    translated = _value(cfg, "criterion.validate_sentences")
-    if metric == "bleu" and not translated and _value(cfg, "task.eval_bleu") is False:
-        raise UsageError(
-            "--best-checkpoint-metric bleu: expected it with --validate-sentences or --eval-bleu"
-        )
-    if metric == "chrf" and not translated:
-        raise UsageError("--best-checkpoint-metric chrf: expected it with --validate-sentences")
-    greatest = _value(cfg, "checkpoint.maximize_best_checkpoint_metric")
-    if metric in ("bleu", "chrf") and not greatest:
-        raise UsageError(
-            f"--best-checkpoint-metric {metric}: expected it with --maximize-best-checkpoint-metric"
-        )
+    if metric in ("bleu", "chrf"):
+        translated = _value(cfg, "criterion.validate_sentences")
+        other = metric == "bleu" and _value(cfg, "task.eval_bleu") is not False
+        greatest = _value(cfg, "checkpoint.maximize_best_checkpoint_metric")
+        for flags, are_there in (
+            (f"--validate-sentences{' or --eval-bleu' * (metric == 'bleu')}", translated or other),
+            ("--maximize-best-checkpoint-metric", greatest),
+        ):
+            if not are_there:
+                raise UsageError(f"--best-checkpoint-metric {metric}: expected it with {flags}")
     if cfg.get("optimizer") is not None:
         if rank_files(begin := _value(cfg, "checkpoint.finetune_from_model") or ""):
             check_there(begin)
@@ -241,10 +246,9 @@ def _check_restored(file: str, save_dir: str) -> None:
     if os.path.dirname(file):
         raise UsageError(f"--restore-file {file} is missing, or in a folder that cannot be read")
     for folder in filter(os.path.isdir, (".", save_dir)):
-        if near := difflib.get_close_matches(file, os.listdir(folder), 1, cutoff=0.8):
-            raise UsageError(
-                f"--restore-file {file} is missing; did you mean {os.path.join(folder, near[0])}?"
-            )
+        if near := nearest(file, os.listdir(folder)):
+            near = os.path.join(folder, near)
+            raise UsageError(f"--restore-file {file} is missing; did you mean {near}?")
     logger.warning("--restore-file %s is missing: a new run begins", file)
 
 
@@ -285,6 +289,24 @@ def keep_bf16_off_tpu(options: ModuleType) -> None:
     options.parse_args_and_arch = parse_args_and_arch
 
 
+# One line for a flag that is mistyped, with the one that it is nearly like.
+#
+# For fairseq 0.12.2 on any Python, which prints all its flags first.
+
+
+@patches("fairseq.options")
+def end_parsing_with_line(options: ModuleType) -> None:
+    original = options.get_parser
+
+    @functools.wraps(original)
+    def get_parser(*arguments, **more):
+        parser = original(*arguments, **more)
+        parser.error = functools.partial(end_parsing, parser)
+        return parser
+
+    options.get_parser = get_parser
+
+
 # ``fairseq-validate`` without ``--task`` validates with the task that the checkpoint was trained with.
 #
 # For fairseq 0.12.2 on any Python, which has no default there and ends in ``KeyError: None``. The task of
@@ -305,7 +327,7 @@ def _set_task(parser: argparse.ArgumentParser, given: Namespace) -> None:
         return
     if not given.path:
         raise UsageError("--path is missing: expected the checkpoint to validate")
-    task = saved_name(given.path, "task", "task")
+    task = saved_task(given.path)
     if task is None:
         raise UsageError(f"{given.path} does not say of what task it is: expected --task")
     if task not in TASK_REGISTRY:
@@ -368,10 +390,10 @@ def _check_arch(_, given: Namespace) -> None:
     from fairseq import models
 
     if given.arch and (sentence := _problem(models, given.arch)):
-        near = difflib.get_close_matches(given.arch, models.ARCH_MODEL_REGISTRY, 1, cutoff=0)
-        lacks_ours = given.arch.startswith(_OURS) and not near[0].startswith(_OURS)
+        near = nearest(given.arch, models.ARCH_MODEL_REGISTRY, cutoff=0)
+        lacks_ours = given.arch.startswith(_OURS) and not near.startswith(_OURS)
         raise UsageError(
-            f"--arch {given.arch}: {sentence if lacks_ours else f'did you mean {near[0]}?'}"
+            f"--arch {given.arch}: {sentence if lacks_ours else f'did you mean {near}?'}"
         )
 
 

@@ -25,34 +25,22 @@ __all__ = ["PATCHES", "patches"]  # those of commands, options and models, and t
 @patches("fairseq.data.indexed_dataset")
 def refuse_older_kinds(indexed_dataset: ModuleType) -> None:
     """In commands alone: fairseq's own classes read and write these well enough for other programs."""
-    build, load = indexed_dataset.make_builder, indexed_dataset.make_dataset
-
-    @functools.wraps(build)
-    def make_builder(path, impl, *others, **options):
-        _refuse_kind(path, impl)
-        return build(path, impl, *others, **options)
-
-    @functools.wraps(load)
-    def make_dataset(path, impl, *others, **options):
-        if indexed_dataset.dataset_exists(path, impl):
-            if impl == "cached" and indexed_dataset.infer_dataset_impl(path) is None:
-                # the kind that fairseq takes where an index begins like none
-                raise UsageError(f"{path}.idx: it is cut off, or not an index of binarized data")
-            _refuse_kind(path, impl)
-        return load(path, impl, *others, **options)
-
-    indexed_dataset.make_builder, indexed_dataset.make_dataset = make_builder, make_dataset
+    for kind in (indexed_dataset.IndexedDataset, indexed_dataset.IndexedDatasetBuilder):
+        kind.__new__ = staticmethod(_make)
 
 
 @patches("fairseq.data.fasta_dataset")
 def refuse_fasta(fasta_dataset: ModuleType) -> None:
-    kind = fasta_dataset.FastaDataset
-    kind.__new__ = staticmethod(lambda cls, path, *_, **__: _refuse_kind(path, "fasta"))
+    fasta_dataset.FastaDataset.__new__ = staticmethod(_make)
 
 
-def _refuse_kind(path: str, kind: str) -> None:
-    if kind == "fasta" or kind in ("lazy", "cached") and is_fairseq_command():
-        raise UsageError(f"{path}: --dataset-impl {kind} is not supported; expected mmap")
+def _make(cls: type, path: str = "", *_, **__):
+    if "Fasta" in cls.__name__ or is_fairseq_command():
+        raise UsageError(
+            f"{path}: cut off, or of --dataset-impl lazy, cached or fasta, which are not supported; "
+            "expected mmap"
+        )
+    return object.__new__(cls)
 
 
 # Joins the bytes of sentencepiece's byte fallback to characters.

@@ -5,7 +5,6 @@ import logging
 import math
 import shutil
 from collections import OrderedDict
-from contextlib import ExitStack
 from types import ModuleType
 
 from smoe_fairseq.files import whole_file
@@ -14,60 +13,38 @@ from .patches_data import PATCHES, patches
 
 __all__ = ["PATCHES"]  # all that there are: of commands, data and training
 
-# Lets ``--cpu`` train over several processes with ``--ddp-backend pytorch_ddp``, fairseq's default.
+# Lets ``--cpu`` and the stock encoder train over several processes with ``--ddp-backend pytorch_ddp``,
+# fairseq's default.
 #
 # For fairseq 0.12.2 on any torch. It names a GPU to torch's wrapper even where the model is on the CPU, and
-# the wrapper refuses ("device_ids and output_device arguments only work with ... GPU modules").
+# the wrapper refuses ("device_ids and output_device arguments only work with ... GPU modules"). And its
+# encoder layer keeps copies of its weights for torch's fused kernel, parameters that no gradient ever
+# reaches, over which the wrapper ends the second update ("Expected to have finished reduction in the prior
+# iteration"): it is told to leave these alone, since nothing computes with them.
+
+
+_COPIES = [
+    f".{of}_{kind}" for of in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")
+]
 
 
 @patches("fairseq.models.distributed_fairseq_model")
-def name_no_gpu(distributed_fairseq_model: ModuleType) -> None:
+def wrap_any_model(distributed_fairseq_model: ModuleType) -> None:
     original = distributed_fairseq_model.DistributedDataParallel
 
     @functools.wraps(original, updated=())
-    def on_its_device(module, device_ids=None, output_device=None, **options):
+    def wrap(module, device_ids=None, output_device=None, **options):
+        from fairseq.modules.transformer_layer import TransformerEncoderLayerBase as Layer
+
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             device_ids = output_device = None
-        return original(
-            module=module, device_ids=device_ids, output_device=output_device, **options
+        layers = [name for name, each in module.named_modules() if isinstance(each, Layer)]
+        original._set_params_and_buffers_to_ignore_for_model(
+            module, [f"{layer}{copy}" for layer in layers for copy in _COPIES]
         )
+        return original(module, device_ids, output_device, **options)
 
-    distributed_fairseq_model.DistributedDataParallel = on_its_device
-
-
-# Lets the stock encoder train over several processes with ``--ddp-backend pytorch_ddp``, fairseq's default.
-#
-# For fairseq 0.12.2 on any torch. Its encoder layer keeps copies of its weights for torch's fused kernel,
-# parameters that no gradient ever reaches, and torch's wrapper ends the second update over them ("Expected
-# to have finished reduction in the prior iteration"). Here the wrapper is told to leave these alone: all
-# processes have the same, and nothing computes with them.
-
-
-_COPIES = tuple(
-    f".{of}_{kind}" for of in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")
-)
-
-
-@patches("fairseq.models.distributed_fairseq_model")
-def leave_copies_alone(distributed_fairseq_model: ModuleType) -> None:
-    original = distributed_fairseq_model.DistributedDataParallel
-
-    @functools.wraps(original, updated=())
-    def without_copies(module, *others, **options):
-        from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
-
-        copies = [
-            f"{name}{copy}"
-            for name, layer in module.named_modules()
-            if isinstance(layer, TransformerEncoderLayerBase)
-            for copy in _COPIES
-        ]
-        if copies:
-            wrapper = distributed_fairseq_model.nn.parallel.DistributedDataParallel
-            wrapper._set_params_and_buffers_to_ignore_for_model(module, copies)
-        return original(module, *others, **options)
-
-    distributed_fairseq_model.DistributedDataParallel = without_copies
+    distributed_fairseq_model.DistributedDataParallel = wrap
 
 
 # Lets half precision go on after an overflow where there is no GPU.
@@ -123,40 +100,25 @@ def hook_forward_only(nan_detector: ModuleType) -> None:
 
 @patches("fairseq.modules.checkpoint_activations")
 def keep_autocast(checkpoint_activations: ModuleType) -> None:
-    function = checkpoint_activations.CheckpointFunction
-    original = function.forward
-
-    @functools.wraps(original)
-    def forward(ctx, run_function, *args):
-        return original(ctx, _as_here(run_function), *args)
-
-    function.forward = staticmethod(forward)
-
-
-def _as_here(run_function):
-    """The function, always under the autocast settings of this moment."""
     import torch  # this package is imported with fairseq, not before
 
-    settings = [
-        {
-            "device_type": d,
-            "enabled": torch.is_autocast_enabled(d),
-            "dtype": torch.get_autocast_dtype(d),
-        }
-        for d in ("cpu", "cuda")
-    ]
-    if not any(s["enabled"] for s in settings):
-        return run_function
+    function = checkpoint_activations.CheckpointFunction
+    begin, end = function.forward, function.backward
 
-    @functools.wraps(run_function)
-    def run(*args, **kwargs):
-        with ExitStack() as stack:
-            for autocast in settings:
-                if autocast["enabled"]:
-                    stack.enter_context(torch.autocast(**autocast))
-            return run_function(*args, **kwargs)
+    @functools.wraps(begin)
+    def forward(ctx, *arguments):
+        ctx.of_cpu, ctx.of_cuda = (
+            torch.autocast(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d))
+            for d in ("cpu", "cuda")
+        )
+        return begin(ctx, *arguments)
 
-    return run
+    @functools.wraps(end)
+    def backward(ctx, *gradients):
+        with ctx.of_cpu, ctx.of_cuda:
+            return end(ctx, *gradients)
+
+    function.forward, function.backward = staticmethod(forward), staticmethod(backward)
 
 
 # Lets ``--store-ema`` average a model that has whole numbers in its state.
@@ -225,51 +187,20 @@ def _restore(trainer, extra_state: dict, filename: str) -> None:
 #
 # For fairseq 0.12.2 on torch 2.6 and later. It sends the checkpoint's content as a pickle, which the others
 # read with ``torch.load``; there that refuses all types but plain ones ("Unsupported global:
-# omegaconf.dictconfig.DictConfig"), so that no run of several processes could be resumed. Here the config
-# travels as the plain dictionary that it was made of, and stays a config on both sides.
-
-
-_CONFIG = "__config__"  # the one key of a dictionary that stands for a config
+# omegaconf.dictconfig.DictConfig"), so that no run of several processes could be resumed. What one process
+# has made of a file, torch's own function sends to the others.
 
 
 @patches("fairseq.distributed.utils")
-def send_plain_state(utils: ModuleType) -> None:
-    import torch
-    from omegaconf import OmegaConf
+def send_any_state(utils: ModuleType) -> None:
+    import torch.distributed as dist
 
-    # Where a tensor was: a number. The tensors are sent as such.
-    torch.serialization.add_safe_globals([utils._TensorPlaceholder])
-    original = utils._broadcast_object_slow
-
-    def plain(value):
-        if OmegaConf.is_config(value):
-            return {_CONFIG: OmegaConf.to_container(value, enum_to_str=True)}
-        return value
-
-    def config(value):
-        if isinstance(value, dict) and value.keys() == {_CONFIG}:
-            made = OmegaConf.create(value[_CONFIG], flags={"allow_objects": True})
-            OmegaConf.set_struct(made, True)
-            return made
-        return value
-
-    @functools.wraps(original)
     def _broadcast_object_slow(obj, src_rank, group, dist_device):
-        if utils.get_rank(group) == src_rank:
-            original(_each(plain, obj), src_rank, group, dist_device)
-            return obj
-        return _each(config, original(None, src_rank, group, dist_device))
+        values = [obj]
+        dist.broadcast_object_list(values, src_rank, group, dist_device)
+        return values[0]
 
     utils._broadcast_object_slow = _broadcast_object_slow
-
-
-def _each(change, value):
-    """``value`` with ``change`` made to all that is in it, containers after what they hold."""
-    if type(value) is dict:
-        value = {key: _each(change, each) for key, each in value.items()}
-    elif type(value) in (list, tuple):
-        value = type(value)(_each(change, each) for each in value)
-    return change(value)
 
 
 # Lets processes tell one another their logs without a GPU, however long these are.

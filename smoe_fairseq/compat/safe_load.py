@@ -192,33 +192,11 @@ def check_sums(path: Path | str) -> None:
 # For fairseq 0.12.2 on any Python. ``torch.load(weights_only=True)`` builds nothing but data, but that data
 # holds the config of the training, and fairseq passes some of its strings to ``eval``: layers of
 # convolutional models, ``adaptive_softmax_cutoff``, Adam's betas and two dozen more. A file from elsewhere
-# could run any program that way, in fairseq-generate as in smoe analyze. Each module that calls ``eval``
-# gets a function of that name, which takes what these settings are made of: literals, and sums and
-# repetitions of lists such as fairseq's own ``[(512, 3)] * 20``.
+# could run any program that way, in fairseq-generate as in smoe analyze. Each module of fairseq gets a
+# function of that name, which takes what these settings are made of: literals, and sums and repetitions of
+# lists such as fairseq's own ``[(512, 3)] * 20``.
 
 
-EVALUATING = (
-    "fairseq.utils",  # eval_str_list, eval_str_dict, eval_bool: flags and settings of many modules
-    "fairseq.criterions.ctc",
-    "fairseq.data.audio.raw_audio_dataset",
-    "fairseq.data.codedataset",
-    "fairseq.models.fconv",
-    "fairseq.models.fconv_lm",
-    "fairseq.models.fconv_self_att",
-    "fairseq.models.hubert.hubert",
-    "fairseq.models.lightconv_lm",
-    "fairseq.models.speech_to_text.s2t_wav_transformer",
-    "fairseq.models.transformer_lm",
-    "fairseq.models.wav2vec.wav2vec",
-    "fairseq.models.wav2vec.wav2vec2",
-    "fairseq.optim.adafactor",
-    "fairseq.optim.adam",
-    "fairseq.optim.adamax",
-    "fairseq.optim.cpu_adam",
-    "fairseq.optim.fused_lamb",
-    "fairseq_cli.eval_lm",  # here and below it is --model-overrides, which no checkpoint sets
-    "fairseq_cli.validate",
-)
 LONGEST = 10_000  # entries of a list that is put together; more would be a way to fill the memory
 _SHOWN = 60  # characters of what is refused
 
@@ -268,14 +246,11 @@ def _put_together(left, operator: ast.operator, right) -> list | tuple:
     raise ValueError("no list, or too long a one")
 
 
-# What a checkpoint says of its model and task, without building them.
+# What a checkpoint says of its task, without building it.
 
 
-def saved_name(path: str, part: str, older: str) -> str | None:
-    """The name of a checkpoint's ``part``, "model" or "task"; None where it does not say.
-
-    Args:
-        older: what the flag was called by which fairseq took it, before checkpoints had parts.
+def saved_task(path: str) -> str | None:
+    """The name of a checkpoint's task; None where it does not say.
 
     Raises:
         UsageError: the file is missing, damaged, or no checkpoint of fairseq.
@@ -286,9 +261,9 @@ def saved_name(path: str, part: str, older: str) -> str | None:
         state = torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=True)
     check_content(path, state)
     config = state.get("cfg")
-    saved = state["args"] if config is None else config.get(part)
-    saved = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
-    found = saved.get("_name") or saved.get(older)
+    saved = state["args"] if config is None else config.get("task")
+    saved = saved if isinstance(saved, Mapping) else vars(saved)
+    found = saved.get("_name") or saved.get("task")
     return found if isinstance(found, str) else None
 
 

@@ -5,7 +5,6 @@ an environment variable.
 """
 
 import argparse
-import difflib
 import importlib
 import inspect
 import os
@@ -15,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from smoe_fairseq.errors import UsageError, positive, printable, quietly
+from smoe_fairseq.errors import UsageError, end_parsing, nearest, positive, quietly
 
 
 @dataclass(frozen=True)
@@ -167,10 +166,7 @@ _OPTIONS = {
 class CommandParser(ArgumentParser):
     """An error is one line that points to the command's help."""
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(
-            2, f"{self.prog}: error: {printable(message)}; {self.prog} --help lists all flags\n"
-        )
+    error = end_parsing
 
 
 def function_of(command: Command) -> Callable[..., None]:
@@ -248,9 +244,8 @@ def _without_options(given: Namespace) -> list[str]:
     _, words = parser.parse_known_args(given.flags, given)
     options = [name for action in parser._actions for name in action.option_strings]
     for word in words:
-        flag = word.partition("=")[0]
-        if word.startswith("--") and (near := difflib.get_close_matches(flag, options, 1, NEAR)):
-            parser.error(f"{flag}: no such flag; did you mean {near[0]}?")
+        if word.startswith("--") and nearest(word.partition("=")[0], options, NEAR):
+            parser.error(f"unrecognized arguments: {word}")
     return words
 
 
