@@ -330,7 +330,13 @@ def test_without_its_patch_the_default_back_end_refuses_the_cpu(ranks, corpus, t
     arguments += ["--find-unused-parameters"]  # the copies of its weights in the stock encoder
     ranks.train(tmp_path, 2, *arguments, "--save-dir", tmp_path / "with")
     assert (tmp_path / "with/checkpoint_last.pt").exists()
-    words = ("wrap_any_model", SCRIPTS / "fairseq-train", *arguments, "--save-dir", tmp_path / "new")
+    words = (
+        "wrap_any_model",
+        SCRIPTS / "fairseq-train",
+        *arguments,
+        "--save-dir",
+        tmp_path / "new",
+    )
     run = ranks.start(tmp_path, 2, *words, program=WITHOUT)
     assert 0 not in run.wait()
     assert "device_ids and output_device arguments" in run.output()

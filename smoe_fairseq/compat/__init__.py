@@ -65,7 +65,7 @@ def when_imported(name: str, action: Action) -> None:
 
     ``PACKAGE.*`` stands for a package and each module in it. It imports nothing itself.
     """
-    for module in [m for other, m in sys.modules.items() if name in (other, _whole(other))]:
+    for module in [m for other, m in sys.modules.items() if name in (other, _whole(other)) and m]:
         action(module)
     _WaitingFinder.actions.setdefault(name, []).append(action)
     if _WaitingFinder not in sys.meta_path:

@@ -1,5 +1,6 @@
 """The recipes' settings: flags, the data sets and methods in ``configs/``, and the paper's tables."""
 
+import io
 import math
 import os
 import re
@@ -15,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import check_plain
+from smoe_fairseq.files import read_text
 from smoe_fairseq.recipes.schema import SCHEMA, check
 
 Flags = dict[str, Any]
@@ -91,24 +92,19 @@ def read(path: Path, keys: Collection[str]) -> DictConfig:
     Raises:
         UsageError: the file is missing, not YAML, or has other keys than ``keys``.
     """
-    check_plain(path)
+    text = read_text(path)
     try:
-        with open(path, encoding="utf-8") as file:
-            values = _values(yaml.compose(file), {})
+        values = _values(yaml.compose(text), {})
         if values > MOST_VALUES:
             raise UsageError(
                 f"{path} has {values:,} values, with what its aliases repeat: expected at most "
                 f"{MOST_VALUES:,}"
             )
-        content = OmegaConf.load(path)
-    except FileNotFoundError:
-        raise UsageError(f"{path} is missing") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        content = OmegaConf.load(io.StringIO(text))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    except OSError as error:
-        if error.strerror:
-            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-        content = None  # OmegaConf raises it for a number
+    except OSError:  # so OmegaConf says that it is a number
+        content = None
     if not isinstance(content, DictConfig):
         raise UsageError(f"{path} may only have the keys {', '.join(sorted(keys))}")
     own = OmegaConf.to_container(content)
@@ -251,9 +247,7 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
     folder = config_folder() / "methods"
     files = {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
     families = {
-        stem
-        for stem, path in files.items()
-        if re.search(r"\{(strata|layers)\}", path.read_text("utf-8", "replace"))
+        stem for stem, path in files.items() if re.search(r"\{(strata|layers)\}", read_text(path))
     }
     match = _FAMILY.fullmatch(name)
     if name in files.keys() - families:

@@ -5,6 +5,7 @@ import sysconfig
 from pathlib import Path
 
 from smoe_fairseq.errors import quietly
+from smoe_fairseq.files import read_text
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.prepare import prepare
 from smoe_fairseq.recipes.evaluation import scores
@@ -78,7 +79,6 @@ def _sample(dataset: Dataset, method: str, direction: str, line: int) -> dict[st
     }
     sentences = {}
     for name, file in files.items():
-        with open(file, encoding="utf-8") as lines:
-            lines = lines.read().splitlines()
+        lines = read_text(file).splitlines()
         sentences[name] = lines[line % len(lines)]
     return sentences

@@ -4,6 +4,7 @@ The format is fairseq 0.12.2's ``MMapIndexedDataset``: a ``.bin`` file of all to
 file with the sentences' lengths and where they begin.
 """
 
+import io
 import os
 import shutil
 import struct
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import whole_files, whole_folder
+from smoe_fairseq.files import check_plain, read_plain, read_text, whole_files, whole_folder
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.download import extract
 from smoe_fairseq.recipes.data.raw import SPLITS, Section, copy_pairs, write_sizes
@@ -56,7 +57,7 @@ def binarise(
         shard.mkdir(parents=True, exist_ok=True)
     with whole_files([*copies, *targets], called=str(output)) as partials:
         for copy in partials[: len(copies)]:
-            Path(copy).write_bytes(dictionary.read_bytes())
+            Path(copy).write_bytes(read_plain(dictionary))
         pairs = zip(partials[len(copies) :: 2], partials[len(copies) + 1 :: 2], strict=True)
         written = dict(zip(files.values(), pairs, strict=True))
         told = binarise_files(vocabulary, written, workers)
@@ -88,18 +89,14 @@ def read_dictionary(file: Path) -> Vocabulary:
         UsageError: the file has another format, or has a word twice.
     """
     words = Vocabulary({word: number for number, word in enumerate(SPECIAL)})
-    try:
-        with open(file, encoding="utf-8") as lines:
-            for line in lines:
-                word, separator, count = line.rstrip().rpartition(" ")
-                if not separator or not count.lstrip("-").isdecimal() or word in words:
-                    raise UsageError(
-                        f"{file} is not a dictionary: expected a word that no other line has, a space and a "
-                        f"count, not {line.rstrip()!r}"
-                    )
-                words[word] = len(words)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8 text: {error.reason}") from None
+    for line in io.StringIO(read_text(file), newline=None):
+        word, separator, count = line.rstrip().rpartition(" ")
+        if not separator or not count.lstrip("-").isdecimal() or word in words:
+            raise UsageError(
+                f"{file} is not a dictionary: expected a word that no other line has, a space and a "
+                f"count, not {line.rstrip()!r}"
+            )
+        words[word] = len(words)
     return words
 
 
@@ -166,6 +163,7 @@ def read_index(index: Path) -> np.ndarray:
 
 def count_sentences(index: Path) -> int:
     """The number of sentences in an ``.idx`` file; raises UsageError if it is no such file, or cut off."""
+    check_plain(index)
     with open(index, "rb") as file:
         header = file.read(_HEADER.size)
     if len(header) == _HEADER.size and header.startswith(_MAGIC):
@@ -289,9 +287,9 @@ class _Archive:
         found = sorted(self.numbers.glob("dict*.txt"))
         if not found:
             raise self.missing(f"{self.layout['text']}/{names[1]}", "the dictionary")
-        content = found[0].read_bytes()
+        content = read_plain(found[0])
         for file in found[1:]:
-            if file.read_bytes() != content:
+            if read_plain(file) != content:
                 raise UsageError(
                     f"{self.source}: {found[0].name} and {file.name} differ; expected one dictionary for all "
                     "languages"

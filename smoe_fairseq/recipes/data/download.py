@@ -198,6 +198,7 @@ def _fault(remote: Remote, path: Path) -> str | None:
     """What is wrong with a file, judged by its size and checksum where these are known."""
     if remote.size and (size := path.stat().st_size) != remote.size:
         return f"{size} bytes, not {remote.size} as expected"
+    check_plain(path)
     if remote.sha256:
         with open(path, "rb") as content:
             found = hashlib.file_digest(content, "sha256").hexdigest()

@@ -19,6 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import check_plain
 
 CHUNK = 1 << 20  # bytes, some tenths of a second of work
 _NEWS_SECONDS = 30  # between two lines on progress in a log
@@ -54,6 +55,7 @@ class Chunk:
 
 def chunks(file: Path) -> Iterator[Chunk]:
     """The file in parts of `CHUNK` bytes and the rest of the last line; none of an empty file."""
+    check_plain(file)
     size = file.stat().st_size
     stop = 0
     with open(file, "rb") as content:
@@ -67,6 +69,7 @@ def chunks(file: Path) -> Iterator[Chunk]:
 
 def count_lines(file: Path) -> int:
     """The number of lines; one without a line feed at the end counts too."""
+    check_plain(file)
     with open(file, "rb") as lines:
         return sum(1 for _ in lines)
 

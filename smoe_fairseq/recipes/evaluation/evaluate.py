@@ -22,6 +22,7 @@ from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import Dataset, Flags, arguments, method_flags
 from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
+from smoe_fairseq.recipes.data.text_files import count_lines
 from smoe_fairseq.recipes.evaluation import generate, metrics, scores
 from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
 from smoe_fairseq.recipes.processes import (
@@ -320,7 +321,7 @@ def _translate(evaluation: Evaluation) -> None:
         where = generate.place(len(left), evaluation.extra)
         print(f"# {where}: {len(left)} of {count} directions, the longest first", flush=True)
         jobs = {direction: evaluation.generation(direction) for direction in left}
-        total = sum(evaluation.source(d).read_bytes().count(b"\n") for d in left)
+        total = sum(count_lines(evaluation.source(d)) for d in left)
         with _progress(total) as advance:
             for direction in generate.translated(where, jobs, advance):
                 scored[direction] = _score(evaluation, direction)

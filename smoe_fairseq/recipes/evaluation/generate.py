@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.files import whole_file
+from smoe_fairseq.files import read_text, whole_file
 from smoe_fairseq.recipes.processes import whole_number
 from smoe_fairseq.recipes.training.launcher import launch, visible_gpus
 
@@ -254,7 +254,7 @@ def _ours(cfg, dictionary):
 def best(generated: Path) -> list[str]:
     """The best translation of each sentence in a file of ``fairseq-generate``, in the sentences' order."""
     found = {}
-    for line in generated.read_bytes().decode("utf-8").split("\n"):
+    for line in read_text(generated).split("\n"):
         if line.startswith("D-"):
             number, _, text = line[2:].split("\t", 2)
             found.setdefault(int(number), text)

@@ -1,6 +1,7 @@
 """The results of a study's runs: small text files in ``results/DATASET/RUN``, and how they are read."""
 
 import csv
+import io
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import numpy as np
 import smoe_fairseq
 from smoe_fairseq.analysis.training_log import LARGEST_LOG, UPDATES, read_lines
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import read_plain, whole_folder, write_whole
+from smoe_fairseq.files import read_plain, read_text, whole_folder, write_whole
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import Dataset, arguments, given_flags
 from smoe_fairseq.recipes.evaluation import scores
@@ -241,8 +242,8 @@ def summary(run: Path) -> dict | None:
 
 
 def _text_rows(file: Path) -> Iterator[dict]:
-    with open(file, encoding="utf-8", newline="") as lines:
-        yield from (row for row in csv.DictReader(lines) if row["kind"] == "text")
+    lines = io.StringIO(read_text(file, LARGEST_LOG), newline="")
+    yield from (row for row in csv.DictReader(lines) if row["kind"] == "text")
 
 
 # Reading the results.
@@ -344,11 +345,10 @@ def _about(folder: Path) -> dict:
 def _read(folder: Path) -> Result:
     about = _about(folder)
     with _naming(folder):
-        with open(folder / CURVE, encoding="utf-8", newline="") as lines:
-            curve = [
-                {name: float(row[name]) if row.get(name) else None for name in COLUMNS}
-                for row in csv.DictReader(lines)
-            ]
+        curve = [
+            {name: float(row[name]) if row.get(name) else None for name in COLUMNS}
+            for row in csv.DictReader(io.StringIO(read_text(folder / CURVE), newline=""))
+        ]
         if any(row[name] is None for row in curve for name in ("update", "words", "seconds")):
             raise ValueError(f"{CURVE} has an empty cell")
         file = folder / ROUTING

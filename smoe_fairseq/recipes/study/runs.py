@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import lock_folder, open_plain
+from smoe_fairseq.files import check_plain, lock_folder, open_plain
 from smoe_fairseq.recipes.config import Dataset, given_flags, has_strata, method_flags, tables
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
@@ -68,6 +68,7 @@ class Run:
 
     def done(self) -> int:
         """The updates so far, according to its log."""
+        check_plain(self.folder / "train.log")
         try:
             with open(self.folder / "train.log", "rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - 50_000))

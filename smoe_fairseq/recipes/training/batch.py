@@ -1,12 +1,9 @@
 """The batch of a run: tokens (or sentences) per update, the same on any number of ranks."""
 
 import os
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, Flags, given_flags
@@ -14,7 +11,6 @@ from smoe_fairseq.recipes.folders import shard_folders
 
 TOLERANCE = 0.02  # of the tokens requested
 SIZES = ("max-tokens", "batch-size")  # of one forward pass on one rank, in tokens or in sentences
-_INDEX = struct.Struct("<9sQBQ")  # how fairseq's .idx files begin; 32-bit sizes follow
 
 
 @dataclass(frozen=True)
@@ -194,16 +190,14 @@ def longest_sentence(folder: Path) -> int | None:
 
     On either side, of the first shard; None without a readable index.
     """
+    from smoe_fairseq.recipes.data.binarise import read_index  # imports numpy and sentencepiece
+
     longest = 0
     for split in ("train", "valid"):
         for file in sorted(shard_folders(folder)[0].glob(f"{split}.*.idx")):
             try:
-                with open(file, "rb") as index:
-                    magic, _, _, count = _INDEX.unpack(index.read(_INDEX.size))
-                    sizes = numpy.fromfile(index, "<i4", count)
-            except (OSError, ValueError, struct.error):
-                return None
-            if magic != b"MMIDIDX\x00\x00" or len(sizes) < count:
+                sizes = read_index(file)
+            except (OSError, UsageError):
                 return None  # of another format, or cut off: training says so
             longest = max(longest, int(sizes.max(initial=0)))
     return longest + 1 if longest else None

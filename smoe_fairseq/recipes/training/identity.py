@@ -184,7 +184,7 @@ def _dictionary(data: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(data.glob("**/dict*.txt")):
         digest.update(f"{file.relative_to(data)}\n".encode())
-        digest.update(file.read_bytes())
+        digest.update(files.read_plain(file))
     return digest.hexdigest()
 
 
