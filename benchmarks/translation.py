@@ -3,16 +3,16 @@
     python -m benchmarks.translation RUN --data data/multi30k/bin --text data/multi30k/raw --direction en-de
 
 Interleaved runs in one process: fairseq's generator, `smoe translate` (float32, int8, ``--shortlist``),
-``model.translate``, CTranslate2 (for a dense model) and transformers' ``generate`` (if installed), with
+``model.translate``, CTranslate2 (for a dense model) and transformers' ``generate`` (both if installed), with
 BLEU, chrF++ and the number of translations equal to fairseq's.
 """
 
 import argparse
-import importlib.util
 import json
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec as is_installed
 from pathlib import Path
 
 import torch
@@ -76,12 +76,12 @@ def in_process(args, text: list[str], reference: list[str], source, target, fold
     if args.shortlist is not None:
         contenders["smoe shortlist"] = partial(best, loaded(shortlist=args.shortlist))
     layers = [*model.models[0].encoder.layers, *model.models[0].decoder.layers]
-    if not any(layer.is_moe for layer in layers):
+    if is_installed("ctranslate2") and not any(layer.is_moe for layer in layers):
         # The encoder's tokens before the subwords: a language's or none.
         first = ours.translate_batch(text[:1], source, target)[0].tokens
         prefix = first[: len(first) - 1 - len(model.apply_bpe(text[0]).split())]
         contenders |= of_ctranslate2(args, model, text, prefix, options, folder / "ctranslate2")
-    if importlib.util.find_spec("transformers") is not None:
+    if is_installed("transformers"):
         generate = of_transformers(args, text, source, target, limits, folder / "transformers")
         contenders["transformers"] = generate
     found = {name: contender() for name, contender in contenders.items()}
@@ -107,7 +107,7 @@ def of_ctranslate2(args, model, text, prefix, options, folder: Path) -> dict[str
 
     from smoe_fairseq.checkpoints.export import write_ctranslate2
 
-    write_ctranslate2(checkpoint(args.run), folder, force=False)
+    write_ctranslate2(checkpoint(args.run), folder, force=False, data=args.data)
 
     def contender(compute_type: str) -> Callable[[], list[str]]:
         threads = torch.get_num_threads()
@@ -138,7 +138,7 @@ def of_transformers(args, text, source, target, limits, folder: Path) -> Callabl
     import smoe_fairseq.huggingface  # noqa: F401
     from smoe_fairseq.checkpoints.huggingface import write_huggingface
 
-    write_huggingface(checkpoint(args.run), folder, force=False)
+    write_huggingface(checkpoint(args.run), folder, force=False, data=args.data)
     model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.src_lang, tokenizer.tgt_lang = source, target
