@@ -218,7 +218,7 @@ def collected(loaded, **options):
 
     return [
         (d.name, d.sentences, [(b.types.tolist(), b.first_choices.tolist()) for b in d.blocks])
-        for d in collect(*loaded, DIRECTIONS, progress=False, **options)
+        for d in collect(*loaded, DIRECTIONS, inputs.Subset(**options))
     ]
 
 
@@ -287,7 +287,7 @@ def test_losses_with_and_without_the_limit_are_those_of_validation(three_languag
         line = json.loads(re.findall(r"^.*(\{.*valid_nll_loss.*\})", output, re.MULTILINE)[-1])
         return float(line["valid_nll_loss"]), float(line["valid_overflow_expert1"])
 
-    found = check_capacity(model, task, DIRECTIONS)
+    found = check_capacity(model, task, DIRECTIONS, inputs.Subset())
     limited, overflow = validation(moe_eval_capacity_factor=capacity.factor)
     assert found.limited_nll_loss == pytest.approx(limited, abs=6e-4)
     chosen, dropped = sum(found.fifths.values()).sum(1)

@@ -113,6 +113,15 @@ def test_block_whose_name_begins_like_another():
     figures.draw_training(series)
 
 
+def side_of(side: str, tokens: list[str], blocks: list, requested: list[list[int]]):
+    """Of a sentence whose tokens stop as often as `requested` says."""
+    from smoe_fairseq.analysis.sentence import SentenceSide, Stop
+
+    stops = [[[Stop(i, 0, []) for i in range(n)] for n in of_block] for of_block in requested]
+    special = [token.startswith(("__", "<")) for token in tokens]
+    return SentenceSide(side, tokens, special, blocks, stops)
+
+
 TOKENS = {  # and how they are shown
     "$$": "$$",
     "a$_$b": "a$_$b",
@@ -120,7 +129,7 @@ TOKENS = {  # and how they are shown
     "<&>": "<&>",
     "\x1b[31mred": r"\x1b[31mred",
     "\x9b2J": r"\x9b2J",
-    "a\nb\t\x00": r"a\x0ab\x09\x00",
+    "a\nb\t\x00": r"a\nb\t\x00",
     "\u202etxt": r"\u202etxt",
     "\u2028": r"\u2028",
     "\ud800\uffff\U0001ffff": r"\ud800\uffff\U0001ffff",
@@ -131,12 +140,12 @@ TOKENS = {  # and how they are shown
 @pytest.mark.filterwarnings("ignore:Glyph .* missing")
 def test_tokens_are_text(results, tmp_path):
     """Neither mathematics nor commands, in pictures and on a terminal."""
-    from smoe_fairseq.analysis import figures, sentence
+    from smoe_fairseq.analysis import figures
     from smoe_fairseq.analysis.sentence import visible
 
     shown = [visible(token) for token in TOKENS]
     assert shown == list(TOKENS.values())
-    side = sentence.SentenceSide("decoder", shown, results.blocks, [[1] * len(shown)])
+    side = side_of("decoder", shown, results.blocks, [[1] * len(shown)])
     figures.save(figures.draw_sentence([side]), tmp_path / "one")
     texts = {element.text for element in ElementTree.parse(tmp_path / "one.svg").iter()}
     assert texts >= set(shown)
@@ -264,11 +273,10 @@ def test_the_page_escapes_what_it_is_given():
 def test_the_tokens_that_ask_for_most_and_least_are_words():
     """Neither language tokens and ends nor a mark without a word; numbers without zeros behind."""
     from smoe_fairseq.analysis import report
-    from smoe_fairseq.analysis.sentence import SentenceSide
 
     tokens = ["__de__", "\u2581", "\u2581two", "dog", "s", "</s>"]
-    encoder = SentenceSide("encoder", tokens, [], [[4, 1, 3, 2, 2, 1], [4, 1, 2, 2, 2, 1]])
-    decoder = SentenceSide("decoder", tokens[2:], [], [[2, 2, 2, 1]])
+    encoder = side_of("encoder", tokens, [], [[4, 1, 3, 2, 2, 1], [4, 1, 2, 2, 2, 1]])
+    decoder = side_of("decoder", tokens[2:], [], [[2, 2, 2, 1]])
     assert report.sentence([encoder, decoder]) == (
         'In this sentence, in the encoder "two" asks for 2.5 strata and "s" for 2; '
         "in the decoder all tokens ask for 2."

@@ -12,20 +12,19 @@ from smoe_fairseq.recipes.study.statements import (
     AHEAD,
     BEHIND,
     EQUAL,
+    MEASURES,
     OPEN,
     Difference,
     Statement,
     difference,
     draw_statements,
     holm,
-    judged,
-    margins_of,
+    judge,
+    measures_of,
     statements_of,
     statements_table,
     verdicts,
 )
-
-MARGINS = {"loss": 0.02, "chrF++": 0.5, "BLEU": 0.3}
 
 
 def result(method: str, seed: int, loss: float, points: float = 10.0, machine: str = "m"):
@@ -38,10 +37,16 @@ def systems(**losses: list[float]) -> dict[str, list[Result]]:
     return {m: [result(m, i, loss) for i, loss in enumerate(of)] for m, of in losses.items()}
 
 
+def table(statements: list[Statement], runs: dict[str, list[Result]], flops: dict[str, float]):
+    found = judge(statements, runs, MEASURES)
+    return statements_table(statements, found, MEASURES, runs, flops)
+
+
 def test_a_difference_by_hand():
     """Of 1, 2, 3: mean 2, standard error 1 / sqrt(3), t of 4.303 for two degrees of freedom."""
     found = Difference({1: 1.0, 2: 2.0, 3: 3.0}, margin=1.0)
-    assert found.interval() == pytest.approx([2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5], abs=1e-3)
+    ends = [found.interval().low, found.interval().high]
+    assert ends == pytest.approx([2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5], abs=1e-3)
     assert found.p_different() == pytest.approx(0.07418, abs=1e-4)  # t = 3.464
     assert found.p_equal() == pytest.approx(1 - 0.11271, abs=1e-4)  # above 1: t = 1.732
     near = Difference({1: -0.1, 2: 0.0, 3: 0.1}, margin=1.0)
@@ -50,7 +55,7 @@ def test_a_difference_by_hand():
 
 def test_one_seed_decides_nothing_and_equal_values_everything():
     one = Difference({1: 5.0}, margin=1.0)
-    assert verdicts([one], 1) == [OPEN] and math.isnan(one.interval()[0])
+    assert verdicts([one], 1) == [OPEN] and one.interval().low is None
     assert verdicts([Difference({}, 1.0)], 1) == [OPEN]
     same = Difference(dict.fromkeys(range(4), 0.0), margin=1.0)
     assert verdicts([same], 1) == [EQUAL]
@@ -80,9 +85,9 @@ def test_many_statements_take_more_evidence():
 def test_seeds_of_two_machines_and_diverged_runs_are_left_out():
     runs = systems(moe=[3.0, 3.0, 3.0, 3.0], dense=[3.5, math.nan, 3.5, 3.5])
     runs["dense"][2] = result("dense", 2, 9.0, machine="another")
-    found = difference(runs, Statement("", "dense", "moe"), "loss", 0.02)
+    found = difference(runs, Statement("", "dense", "moe"), MEASURES["loss"])
     assert found.by_seed == {0: 0.5, 3: 0.5}
-    grid = statements_table([Statement("", "dense", "moe")], runs, MARGINS, {})
+    grid = table([Statement("", "dense", "moe")], runs, {})
     assert "dense and moe (2)" in grid.notes[-1]
 
 
@@ -90,17 +95,19 @@ def test_the_table_and_the_picture():
     rows = [3.10, 3.12, 3.08, 3.11, 3.09]
     runs = systems(moe=rows, dense=[x + 0.1 + 0.001 * i for i, x in enumerate(rows)])
     statements = [Statement("experts", "moe", "dense")]
-    grid = statements_table(statements, runs, MARGINS, {"moe": 1.2, "dense": 1.0})
+    grid = table(statements, runs, {"moe": 1.2, "dense": 1.0})
     cells = dict(zip(grid.header, grid.rows[0]))
     assert cells["seeds"] == "5" and cells["FLOPs"] == "+20%"
     assert cells["loss"].startswith("-0.102 [") and grid.rows[0][5] == AHEAD
-    assert judged(statements, runs, MARGINS)["BLEU"][0][1] == EQUAL
-    assert len(draw_statements(statements, runs, MARGINS).axes) == 3
+    found = judge(statements, runs, MEASURES)
+    assert found["BLEU"][0][1] == EQUAL
+    assert len(draw_statements(statements, found, MEASURES).axes) == 3
 
 
 def test_the_planned_study_states_what_the_plan_says():
     dataset = load_dataset("multi30k-planned")
-    assert margins_of(dataset) == MARGINS
+    margins = {name: measure.margin for name, measure in measures_of(dataset).items()}
+    assert margins == {"loss": 0.02, "chrF++": 0.5, "BLEU": 0.3}
     statements = statements_of(dataset, {})
     assert [(s.first, s.second) for s in statements] == [
         ("smoe-4-4", "moe"),
@@ -124,4 +131,4 @@ def test_an_unknown_measure_is_named(monkeypatch, tmp_path):
     (tmp_path / "datasets/odd.yaml").write_text("pairs: [en-de]\n")
     monkeypatch.setenv("CONFIG_DIR", str(tmp_path))
     with pytest.raises(UsageError, match="'blue'"):
-        margins_of(load_dataset("odd"))
+        measures_of(load_dataset("odd"))

@@ -52,9 +52,7 @@ def check_capacity(
     model: nn.Module,
     task,
     directions: list[str],
-    subset: str = "valid",
-    sentences: int | None = None,
-    max_tokens: int = inputs.TOKENS_PER_BATCH,
+    subset: inputs.Subset,
 ) -> CapacityCheck | None:
     """Runs a model over a subset twice; None where training has no limit."""
     if not is_limited_in_training(model):
@@ -63,7 +61,7 @@ def check_capacity(
     found = CapacityCheck(
         fifths={name: np.zeros((2, FIFTHS), dtype=np.int64) for name in moe_blocks(model)}
     )
-    for sample in samples(model, task, directions, subset, sentences, max_tokens):
+    for sample in samples(model, task, directions, subset):
         found.tokens += sample["ntokens"]
         found.nll_loss += nll(model, sample)[0]
         with training_capacity(model):
@@ -77,27 +75,20 @@ def check_capacity(
     return found
 
 
-def samples(
-    model: nn.Module,
-    task,
-    directions: list[str],
-    subset: str = "valid",
-    sentences: int | None = None,
-    max_tokens: int = inputs.TOKENS_PER_BATCH,
-) -> Iterator[dict]:
+def samples(model: nn.Module, task, directions: list[str], subset: inputs.Subset) -> Iterator[dict]:
     """Batches as in training: sentences of about one length from all directions.
 
-    What is dropped depends on what else is in a batch. ``sentences``: how many to draw, on average of
-    each direction; None: all.
+    What is dropped depends on what else is in a batch. A sample has the same size as one of each direction.
     """
-    parts = [part for name in directions for part in inputs.datasets(task, name, subset)]
+    parts = [part for name in directions for part in inputs.datasets(task, name, subset.name)]
     together = parts[0]
     if len(parts) > 1:
         shared = inputs.is_multilingual(task) and task.data_manager._shared_collater()
         together = SampledMultiDataset(parts, shared_collater=shared, shuffle=False)
-    number = None if sentences is None else sentences * len(directions)
+    number = subset.sentences and subset.sentences * len(directions)
     order = np.random.default_rng(inputs.SEED).permutation(len(together))
-    batches, _ = inputs.batches(together, inputs.longest(model, task), number, max_tokens, order)
+    longest = inputs.longest(model, task)
+    batches, _ = inputs.batches(together, longest, number, subset.max_tokens, order)
     for batch in batches:
         yield inputs.sample_of(model, task, together, batch)
 

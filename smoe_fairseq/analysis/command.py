@@ -8,13 +8,7 @@ from typing import TextIO
 from torch import nn
 
 import smoe_fairseq
-from smoe_fairseq.analysis import (
-    inputs,
-    report,
-    results,
-    sentence,
-    training_log,
-)
+from smoe_fairseq.analysis import inputs, report, results, sentence, training_log
 from smoe_fairseq.analysis.capacity import check_capacity
 from smoe_fairseq.analysis.figures import draw_sentence, save, warn_of_missing
 from smoe_fairseq.analysis.record import collect
@@ -25,21 +19,23 @@ from smoe_fairseq.modules import Strata
 EXAMPLE_TOKENS = 16  # a sentence of about this many makes the report's example
 
 
-def analyze_subset(model: nn.Module, task, directions: list[str], args: Namespace) -> str:
+def analyze_subset(
+    model: nn.Module, task, directions: list[str], subset: inputs.Subset, args: Namespace
+) -> str:
     """Writes numbers, pictures and report to ``args.output``; returns a line for the user."""
     series = _series(args)
-    of_subset = args.gen_subset, args.sentences, args.max_tokens
     found = results.Results(
         run={},
         dictionaries={side: inputs.dictionary_of(task, side) for side in inputs.sides(task)},
         ranks=results.ranks(task, directions),
         sizes=results.sizes(task, directions),
-        capacity=check_capacity(model, task, directions, *of_subset),
+        capacity=check_capacity(model, task, directions, subset),
     )
     sentences, too_long = {}, {}
     with whole_folder(args.output, called=f"--output {args.output}") as folder:
-        with results.TokenTable(folder / "tokens.csv", found) as table:
-            for direction in collect(model, task, directions, *of_subset):
+        with open(folder / "tokens.csv", "w", encoding="utf-8", newline="") as file:
+            table = results.TokenTable(file, found)
+            for direction in collect(model, task, directions, subset):
                 found.add(direction)
                 table.add(direction)
                 sentences[direction.name] = direction.sentences
@@ -80,7 +76,10 @@ def _series(args: Namespace) -> dict:
     log = args.log or args.path.with_name("train.log")
     if args.log is None and not log.exists():
         return {}
-    series = training_log.read(log)
+    try:
+        series = training_log.read(log)
+    except UsageError as error:
+        raise UsageError(f"--log {error}") from None
     if args.log is not None and not series:
         raise UsageError(f"--log {log} has no routing metrics: expected the log of fairseq-train")
     return series
@@ -147,26 +146,10 @@ TOO_FEW = 10
 
 def add_analyze_arguments(parser: ArgumentParser) -> None:
     """Data, checkpoint, what to run over and where to write."""
-    parser.add_argument("data", metavar="DATA", help="binarised data, as fairseq-train takes it")
+    inputs.add_input_arguments(parser, "directions")
     parser.add_argument("--path", type=Path, required=True, metavar="CHECKPOINT")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="folder for the results; must not exist"
-    )
-    parser.add_argument(
-        "--gen-subset",
-        default="valid",
-        help="subset to run on: train, valid or test; default: valid",
-    )
-    parser.add_argument(
-        "--lang-pairs",
-        metavar="PAIRS",
-        help="directions, such as en-de,de-en; default: all of the checkpoint",
-    )
-    parser.add_argument(
-        "--sentences",
-        type=positive,
-        metavar="N",
-        help="run on a random sample of N sentences per direction",
     )
     parser.add_argument(
         "--sentence",
@@ -188,10 +171,6 @@ def add_analyze_arguments(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="fairseq's log of the training; default: train.log beside the checkpoint, if it exists",
     )
-    parser.add_argument(
-        "--max-tokens", type=positive, default=4096, help="tokens per batch; default: 4096"
-    )
-    parser.add_argument("--cpu", action="store_true", help="use the CPU even where there is a GPU")
 
 
 def run_analyze(args: Namespace) -> None:
@@ -201,11 +180,9 @@ def run_analyze(args: Namespace) -> None:
     if args.output is not None:
         refuse_existing(args.output, f"--output {args.output}")
     with quietly():
-        model, task, directions = inputs.load_sparse_model(
-            args.path, args.data, args.lang_pairs, args.cpu
-        )
+        model, task, directions, subset = inputs.given_inputs(args)
         if args.sentence is None:
-            text = analyze_subset(model, task, directions, args)
+            text = analyze_subset(model, task, directions, subset, args)
         else:
             text = analyze_sentence(model, task, directions, args.sentence, args.output, sys.stdout)
     print(text)

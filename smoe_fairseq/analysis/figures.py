@@ -153,7 +153,7 @@ def draw_by_depth(results: Results, stacked: bool = False) -> Figure:
     figure, axes = panels(len(sides), stacked, height=3.2, sharey=True)
     pivot = results.pivot()
     for ax, side in zip(axes, sides):
-        blocks = [block for block in results.blocks if block.side == side]
+        blocks = results.blocks_of(side)
         x = range(len(blocks))
         for name in results.directions:
             out_of = pivot is not None and name.startswith(f"{pivot}-")
@@ -225,12 +225,6 @@ def shares(counts: Counts) -> dict[tuple[int, int], float]:
     return {(i, j + 1): flow[i, j] / counts.tokens for i, j in np.argwhere(flow).tolist()}
 
 
-def lanes(moves: dict[tuple[int, int], float], column: int) -> dict[tuple[int, int], float]:
-    """Moves that pass a stratum by, in drawing order; with those at it, they are all tokens."""
-    passing = [move for move in moves if move[0] < column < move[1]]
-    return {move: moves[move] for move in sorted(passing, key=lambda move: (move[1], -move[0]))}
-
-
 @styled
 def draw_flow(results: Results, stacked: bool = False) -> Figure:
     """One panel per block, over all directions' text; bars are strata, their height the tokens in them."""
@@ -277,7 +271,8 @@ def ribbon_tops(moves: dict[tuple[int, int], float], out: int) -> dict[tuple, li
                 tops[move].append(y)
                 y -= moves[move]
         y = 1.0 - sum(moves[move] for move in leaving or entering) - GAP
-        for move in lanes(moves, column):
+        passing = [move for move in moves if move[0] < column < move[1]]
+        for move in sorted(passing, key=lambda move: (move[1], -move[0])):
             tops[move].append(y)
             y -= moves[move]
     return tops
@@ -322,11 +317,11 @@ def draw_frequency(results: Results, min_count: int, stacked: bool = False) -> F
     """Violins with their median, one panel per side; a rank of 1 is the most frequent token."""
     looks = {"lowest": (DARK, None), "highest": (LIGHT, HATCH), "all": (MIDDLE, None)}
     sides = results.sides()
-    most = max(sum(b.side == side for b in results.blocks) for side in sides)
+    most = max(len(results.blocks_of(side)) for side in sides)
     width = max(7, 1.6 * most * len(sides))
     figure, axes = panels(len(sides), stacked, width=width, height=3.6, sharey=True)
     for ax, side in zip(axes, sides):
-        blocks = [block for block in results.blocks if block.side == side]
+        blocks = results.blocks_of(side)
         for i, block in enumerate(blocks):
             ranks = groups(results, block, min_count)
             for j, (name, (colour, hatch)) in enumerate(looks.items()):

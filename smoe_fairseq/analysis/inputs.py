@@ -1,6 +1,8 @@
 """Checkpoints, their directions and the text to run them on."""
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from smoe_fairseq.checkpoints.io import open_checkpoint
-from smoe_fairseq.errors import UsageError, naming_file
+from smoe_fairseq.errors import UsageError, naming_file, positive
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.routing import Capacity
 
@@ -51,16 +53,55 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
     return models[0].eval(), task
 
 
-def load_sparse_model(
-    checkpoint: Path, data: str, lang_pairs: str | None, cpu: bool
-) -> tuple[nn.Module, object, list[str]]:
-    """Model, task and directions; a dense checkpoint is a `UsageError`."""
-    model, task = load(checkpoint, data)
+@dataclass(frozen=True)
+class Subset:
+    """What to run on in each direction.
+
+    Args:
+        name: train, valid or test.
+        sentences: how many to draw, the same ones every time; None: all.
+        max_tokens: of a batch, padding included.
+    """
+
+    name: str = "valid"
+    sentences: int | None = None
+    max_tokens: int = TOKENS_PER_BATCH
+
+
+def add_input_arguments(parser: ArgumentParser, lang_pairs: str) -> None:
+    """The data and what to run on, beside ``path``, the checkpoint; ``lang_pairs`` says what these are."""
+    parser.add_argument("data", metavar="DATA", help="binarised data, as fairseq-train takes it")
+    parser.add_argument(
+        "--lang-pairs",
+        metavar="PAIRS",
+        help=f"{lang_pairs}, such as en-de,de-en; default: all of the checkpoint",
+    )
+    parser.add_argument(
+        "--gen-subset",
+        default="valid",
+        help="subset to run on: train, valid or test; default: valid",
+    )
+    parser.add_argument(
+        "--sentences",
+        type=positive,
+        metavar="N",
+        help="run on a random sample of N sentences per direction",
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive, default=4096, help="tokens per batch; default: 4096"
+    )
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even where there is a GPU")
+
+
+def given_inputs(args: Namespace) -> tuple[nn.Module, object, list[str], Subset]:
+    """Model, task, directions and subset of a command; a dense checkpoint is a `UsageError`."""
+    model, task = load(args.path, args.data)
     if not moe_blocks(model):
-        raise UsageError(f"{checkpoint} is a dense model: expected one with MoE layers")
-    if torch.cuda.is_available() and not cpu:
+        raise UsageError(f"{args.path} is a dense model: expected one with MoE layers")
+    if torch.cuda.is_available() and not args.cpu:
         model.cuda()
-    return model, task, directions(task, lang_pairs)
+    subset = Subset(args.gen_subset, args.sentences, args.max_tokens)
+    return model, task, directions(task, args.lang_pairs), subset
 
 
 def is_multilingual(task) -> bool:
@@ -180,8 +221,8 @@ def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
 def batches(
     dataset: FairseqDataset,
     max_positions: tuple[int, int] | int,
-    sentences: int | None = None,
-    max_tokens: int = TOKENS_PER_BATCH,
+    sentences: int | None,
+    max_tokens: int,
     order: np.ndarray | None = None,
 ) -> tuple[list[np.ndarray], int]:
     """Sentence numbers, batch by batch, and how many were left out as too long for the model.
@@ -202,10 +243,7 @@ def batches(
 class Samples:
     """Batches of one direction's sentences, as fairseq's samples on the model's device.
 
-    Args:
-        sentences: how many to draw, the same ones every time; None: all.
-        max_tokens: of a batch, padding included.
-        progress: show a bar on standard error, where that is a terminal.
+    A bar shows the progress on standard error, where that is a terminal.
 
     Attributes:
         seen, too_long: sentences so far, and those left out so far as too long for the model.
@@ -214,33 +252,23 @@ class Samples:
         UsageError: when iterated over: the subset is missing, or has no sentence that fits.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task,
-        direction: str,
-        subset: str = "valid",
-        sentences: int | None = None,
-        max_tokens: int = TOKENS_PER_BATCH,
-        progress: bool = True,
-    ):
+    def __init__(self, model: nn.Module, task, direction: str, subset: Subset):
         self.model, self.task, self.direction, self.subset = model, task, direction, subset
-        self.sentences, self.max_tokens, self.progress = sentences, max_tokens, progress
         self.seen = self.too_long = 0
 
     def __iter__(self) -> Iterator[dict]:
         limit = longest(self.model, self.task)
-        hidden = None if self.progress else True
-        for dataset in datasets(self.task, self.direction, self.subset):
-            left = self.sentences and self.sentences - self.seen - self.too_long
-            numbers, dropped = batches(dataset, limit, left, self.max_tokens)
+        wanted = self.subset.sentences
+        for dataset in datasets(self.task, self.direction, self.subset.name):
+            left = wanted and wanted - self.seen - self.too_long
+            numbers, dropped = batches(dataset, limit, left, self.subset.max_tokens)
             self.too_long += dropped
-            for batch in tqdm(numbers, self.direction, unit="batch", disable=hidden, leave=False):
+            for batch in tqdm(numbers, self.direction, unit="batch", disable=None, leave=False):
                 yield sample_of(self.model, self.task, dataset, batch)
                 self.seen += len(batch)
         if not self.seen:
             raise UsageError(
-                f"--gen-subset {self.subset}: {self.direction} has no sentence to run on"
+                f"--gen-subset {self.subset.name}: {self.direction} has no sentence to run on"
             )
 
 

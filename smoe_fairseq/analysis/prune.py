@@ -6,8 +6,7 @@ Shapes: E experts of an MoE layer, T tokens.
 import math
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from smoe_fairseq.checkpoints.sets import (
     weights_of,
     write_converted,
 )
-from smoe_fairseq.errors import UsageError, positive, quietly
+from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.gates import (
     ExpertChoiceGate,
@@ -101,26 +100,19 @@ class LayerRecorder:
         return Use(self.choices.cpu().numpy(), importance.cpu().numpy())
 
 
-def use_of(
-    model: nn.Module, task, direction: str, subset: str, sentences: int | None, max_tokens: int
-) -> dict[str, Use]:
-    """The use of each MoE layer (see `moe_blocks`) in a direction; arguments and errors as of `collect`."""
-    with _recording(model) as recorders, torch.no_grad():
-        for sample in inputs.Samples(model, task, direction, subset, sentences, max_tokens):
-            model(**sample["net_input"])
-    return {layer: recorder.use() for layer, recorder in recorders.items()}
-
-
-@contextmanager
-def _recording(model: nn.Module) -> Iterator[dict[str, LayerRecorder]]:
-    device, blocks = next(model.parameters()).device, moe_blocks(model)
+def use_of(samples: inputs.Samples) -> dict[str, Use]:
+    """What a direction uses the experts of each MoE layer (see `moe_blocks`) for."""
+    device, blocks = next(samples.model.parameters()).device, moe_blocks(samples.model)
     recorders = {layer: LayerRecorder(block, device) for layer, block in blocks.items()}
-    with hooked(
+    hooks = (
         (gate, recorders[layer].hook(stratum))
         for layer, block in blocks.items()
         for stratum, gate in enumerate(block.gates)
-    ):
-        yield recorders
+    )
+    with hooked(hooks), torch.no_grad():
+        for sample in samples:
+            samples.model(**sample["net_input"])
+    return {layer: recorder.use() for layer, recorder in recorders.items()}
 
 
 # Choosing the experts that stay.
@@ -311,12 +303,7 @@ def _with_strata(values: Namespace | Mapping, strata: Mapping[str, str]) -> Name
 
 def add_prune_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("data", metavar="DATA", help="binarised data, as fairseq-train takes it")
-    parser.add_argument(
-        "--lang-pairs",
-        metavar="PAIRS",
-        help="directions to keep the model good at, such as en-cs,cs-en; default: all of the checkpoint",
-    )
+    inputs.add_input_arguments(parser, "directions to keep the model good at")
     parser.add_argument(
         "--keep",
         type=float,
@@ -336,18 +323,6 @@ def add_prune_arguments(parser: ArgumentParser) -> None:
         help="in place of --keep: remove experts whose load (choices, over the mean of the layer) is at most "
         "this in every direction; 0 removes those that were never chosen",
     )
-    parser.add_argument(
-        "--gen-subset",
-        default="valid",
-        help="subset to count on: train, valid or test; default: valid",
-    )
-    parser.add_argument(
-        "--sentences", type=positive, metavar="N", help="a random sample of N per direction"
-    )
-    parser.add_argument(
-        "--max-tokens", type=positive, default=4096, help="tokens per batch; default: 4096"
-    )
-    parser.add_argument("--cpu", action="store_true", help="use the CPU even where there is a GPU")
     add_output_arguments(parser)
 
 
@@ -356,9 +331,7 @@ def run_prune(args: Namespace) -> None:
     _check(args)
     check_output([args.path], [args.output], args.force)
     with quietly():
-        model, task, directions = inputs.load_sparse_model(
-            args.path, args.data, args.lang_pairs, args.cpu
-        )
+        model, task, directions, subset = inputs.given_inputs(args)
         blocks = moe_blocks(model)
         gates = (gate for block in blocks.values() for gate in block.gates)
         if why := next(filter(None, map(needs_every_expert, gates)), None):
@@ -366,8 +339,7 @@ def run_prune(args: Namespace) -> None:
                 f"{args.path} has {why}, so that each is needed; expected gates that score each expert "
                 "by itself"
             )
-        of_subset = args.gen_subset, args.sentences, args.max_tokens
-        uses = [use_of(model, task, direction, *of_subset) for direction in directions]
+        uses = [use_of(inputs.Samples(model, task, name, subset)) for name in directions]
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     layers = {name: Layer.of(block) for name, block in blocks.items()}
     del model, blocks

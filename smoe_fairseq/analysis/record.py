@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from fairseq.data import Dictionary
 from numpy import ndarray
 from torch import Tensor, nn
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.inputs import dictionary_of
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.modules.routing import Routing
@@ -33,6 +33,11 @@ class Block:
     def title(self) -> str:
         """The same in words: ``encoder layer 1``."""
         return self.name.replace(".", " ")
+
+    def choices(self) -> list[tuple[int, int]]:
+        """(stratum, expert) of every choice that a gate has."""
+        pairs = zip(self.strata.first_experts, self.strata.visible, strict=True)
+        return [(i, first + e) for i, (first, size) in enumerate(pairs) for e in range(size)]
 
 
 @dataclass(frozen=True)
@@ -89,12 +94,6 @@ class Counts:
             flow[:, stratum] += self.first_choices[:, expert]
         return flow
 
-    def visible(self) -> list[tuple[int, int]]:
-        """(stratum, expert) of every choice that a gate has."""
-        strata = self.block.strata
-        pairs = zip(strata.first_experts, strata.visible, strict=True)
-        return [(i, first + e) for i, (first, size) in enumerate(pairs) for e in range(size)]
-
 
 # Which expert each token chose: counters filled while a model runs.
 #
@@ -103,30 +102,19 @@ class Counts:
 
 
 class BlockFollower:
-    """Follows the tokens of a batch through one block.
+    """Follows the tokens of a batch through one block."""
 
-    Attributes:
-        requested_BS: strata that each token of the last batch stopped at, 0 at padding.
-    """
-
-    def __init__(self, block: StratifiedMoE, vocabulary: int, padding: int):
+    def __init__(self, block: StratifiedMoE, dictionary: Dictionary):
         self.block = block
-        self.vocabulary = vocabulary
-        self.padding = padding
+        self.padding = dictionary.pad()
 
     def begin(self, tokens_BS: Tensor) -> None:
         """A batch begins: all tokens but padding are in stratum 0."""
-        self.shape = tokens_BS.shape
         self.type_T = tokens_BS.reshape(-1)
         in_no_stratum = self.type_T == self.padding
         self.position_T = torch.zeros_like(self.type_T).masked_fill(
             in_no_stratum, len(self.block.strata)
         )
-        self.requested_T = torch.zeros_like(self.type_T)
-
-    @property
-    def requested_BS(self) -> Tensor:
-        return self.requested_T.view(self.shape)
 
     def record(self, stratum: int, routing: Routing, active_T: Tensor | None) -> None:
         """One gate has chosen, for the tokens in its stratum or, with a mask, for all rows."""
@@ -135,7 +123,6 @@ class BlockFollower:
         row_N = torch.arange(len(index_N), device=index_N.device) if active_T is None else index_N
         expert_N = routing.first_choice_T[row_N] + strata.first_experts[stratum]
         self.note(stratum, index_N, expert_N, routing, row_N)
-        self.requested_T[index_N] += 1
         if strata.fixed_depth:
             self.position_T[index_N] = stratum + 1
         else:
@@ -154,20 +141,11 @@ class BlockRecorder(BlockFollower):
         counts: ``(V, L, E)``, how often a token of type v that was in stratum i chose expert e first.
     """
 
-    def __init__(self, block: StratifiedMoE, vocabulary: int, padding: int):
-        super().__init__(block, vocabulary, padding)
-        self.reset()
-
-    def reset(self) -> None:
-        """Empties the counters."""
-        strata = self.block.strata
-        self.counts = torch.zeros(
-            self.vocabulary,
-            len(strata),
-            strata.num_experts,
-            dtype=torch.int64,
-            device=self.block.stratum_of_expert.device,
-        )
+    def __init__(self, block: StratifiedMoE, dictionary: Dictionary):
+        super().__init__(block, dictionary)
+        shape = len(dictionary), len(block.strata), block.strata.num_experts
+        device = block.stratum_of_expert.device
+        self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def note(
         self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
@@ -188,10 +166,10 @@ class Recorder:
 
     def __init__(self, model: nn.Module, task, follower: type[BlockFollower] = BlockRecorder):
         self.model = model
-        self.blocks = {}
-        for name, block in moe_blocks(model).items():
-            dictionary = dictionary_of(task, name.split(".")[0])
-            self.blocks[name] = follower(block, len(dictionary), dictionary.pad())
+        self.blocks = {
+            name: follower(block, inputs.dictionary_of(task, name.split(".")[0]))
+            for name, block in moe_blocks(model).items()
+        }
 
     @contextmanager
     def recording(self) -> Iterator["Recorder"]:
@@ -203,10 +181,6 @@ class Recorder:
         ]
         with hooked(hooks):
             yield self
-
-    def reset(self) -> None:
-        for recorder in self.blocks.values():
-            recorder.reset()
 
     @torch.no_grad()
     def run(self, net_input: dict) -> None:
@@ -291,28 +265,19 @@ def collect(
     model: nn.Module,
     task,
     directions: Iterable[str],
-    subset: str = "valid",
-    sentences: int | None = None,
-    max_tokens: int = inputs.TOKENS_PER_BATCH,
-    progress: bool = True,
+    subset: inputs.Subset,
 ) -> Iterator[Direction]:
     """Runs a model over a subset with the references as decoder input, one direction after the other.
 
-    Memory holds the counters of one direction at a time, so it is bounded by the vocabulary.
-
-    Args:
-        sentences: of each direction; None: all.
-        max_tokens: of a batch, padding included; the numbers do not depend on it.
-        progress: show a bar on standard error, where that is a terminal.
+    Memory holds the counters of one direction at a time, so it is bounded by the vocabulary. The numbers do
+    not depend on the size of the batches.
     """
-    recorder = Recorder(model, task)
-    with recorder.recording():
-        for name in directions:
-            recorder.reset()
-            samples = inputs.Samples(model, task, name, subset, sentences, max_tokens, progress)
+    for name in directions:
+        samples = inputs.Samples(model, task, name, subset)
+        with Recorder(model, task).recording() as recorder:
             for sample in samples:
                 recorder.run(sample["net_input"])
-            yield Direction(name, samples.seen, samples.too_long, _results(recorder, task))
+        yield Direction(name, samples.seen, samples.too_long, _results(recorder, task))
 
 
 def _results(recorder: Recorder, task) -> tuple[TypeCounts, ...]:
@@ -339,7 +304,7 @@ def requested_capacity(model: nn.Module, task, subset: str = "valid") -> dict[st
     if not moe_blocks(model):
         return {}
     totals: dict[str, Counts] = {}
-    for direction in collect(model, task, inputs.directions(task), subset, progress=False):
+    for direction in collect(model, task, inputs.directions(task), inputs.Subset(subset)):
         for counts in direction.blocks:
             both = counts.total(special=False) + counts.total(special=True)
             name = counts.block.name

@@ -1,7 +1,6 @@
 """The report of an analysis, as a page."""
 
 import base64
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,14 +17,13 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import SCORES, read_json
 
 WORD_BEGINS = "\u2581"  # as sentencepiece marks it
-_NO_TEXT = re.compile(rf"<\w+>|</s>|__\w+__|{WORD_BEGINS}")  # tokens that are no part of a sentence
 
 
 def summary(results: Results, checkpoint: Path) -> str:
     """The first paragraph: what was run, how many strata a token asks for, and the BLEU."""
     run, means = results.run, []
     for side in results.sides():
-        counts = [results.over(results.directions, b) for b in results.blocks if b.side == side]
+        counts = [results.over(results.directions, block) for block in results.blocks_of(side)]
         mean = sum(c.stops for c in counts) / max(sum(c.tokens for c in counts), 1)
         means.append(f"{mean:.2f} strata of a block in the {side}")
     over = f"{sum(run['sentences'].values()):,} samples"
@@ -96,7 +94,7 @@ def by_depth(results: Results) -> str:
     """The first block against the later ones, side by side."""
     parts = []
     for side in results.sides():
-        blocks = [block for block in results.blocks if block.side == side]
+        blocks = results.blocks_of(side)
         means = [results.over(results.directions, block).requested_capacity for block in blocks]
         listed = ", ".join(f"{mean:.2f}" for mean in means)
         if len(means) == 1:
@@ -151,7 +149,8 @@ def sentence(sides: list[SentenceSide]) -> str:
     parts = []
     for side in sides:
         means = np.mean(side.requested, axis=0)
-        shown = [i for i, token in enumerate(side.tokens) if not _NO_TEXT.fullmatch(token)]
+        text = (t != WORD_BEGINS and not s for t, s in zip(side.tokens, side.special))
+        shown = [i for i, is_text in enumerate(text) if is_text]
         order = sorted(shown or range(len(means)), key=lambda i: -means[i])
         said = [f'"{side.tokens[i].strip(WORD_BEGINS)}"' for i in (order[0], order[-1])]
         most, least = (f"{round(float(means[i]), 2):g}" for i in (order[0], order[-1]))
@@ -242,15 +241,6 @@ def draw(
     return sections
 
 
-def _has_depth(results: Results) -> bool:
-    """Whether a side has several MoE layers."""
-    return any(sum(block.side == side for block in results.blocks) > 1 for side in results.sides())
-
-
-def _drops(check: CapacityCheck | None) -> bool:
-    return check is not None and any(check.percent_dropped(side).any() for side in check.sides())
-
-
 def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Callable]]:
     order = "from most to least training data" if results.sizes else "in the order they were given"
     if results.has_languages:
@@ -276,7 +266,7 @@ def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Ca
             ),
             partial(figures.draw_frequency, results, min_count),
         )
-    if _has_depth(results):
+    if any(len(results.blocks_of(side)) > 1 for side in results.sides()):
         yield (
             Section(
                 "by_depth",
@@ -307,7 +297,8 @@ def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Ca
         ),
         partial(figures.draw_flow, results),
     )
-    if _drops(check := results.capacity):
+    check = results.capacity
+    if check and any(check.percent_dropped(side).any() for side in check.sides()):
         yield (
             Section(
                 "positions",

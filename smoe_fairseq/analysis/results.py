@@ -2,9 +2,10 @@
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 from fairseq.data import Dictionary, data_utils
@@ -14,14 +15,6 @@ from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.capacity import CapacityCheck
 from smoe_fairseq.analysis.inputs import TEXT
 from smoe_fairseq.analysis.record import Block, Counts, Direction, TypeCounts
-
-
-def pivot(directions: Iterable[str]) -> str | None:
-    """The language that all directions ("de-en") have in common, when just one does."""
-    languages = [set(direction.split("-")) for direction in directions]
-    common = set.intersection(*languages) if len(languages) > 1 else set()
-    return common.pop() if len(common) == 1 else None
-
 
 # How frequent a token type is in the training text.
 
@@ -170,6 +163,9 @@ class Results:
         """Of "encoder" and "decoder", those that have blocks."""
         return list(dict.fromkeys(block.side for block in self.blocks))
 
+    def blocks_of(self, side: str) -> list[Block]:
+        return [block for block in self.blocks if block.side == side]
+
     def of(self, direction: str, block: Block) -> Counts:
         """Counters of the tokens that are text."""
         return self.counts[direction, block.name, False]
@@ -181,7 +177,7 @@ class Results:
 
     def mean(self, direction: str, side: str) -> float:
         """Requested capacity, mean over the tokens and the blocks of one side; nan without blocks."""
-        blocks = [self.of(direction, block) for block in self.blocks if block.side == side]
+        blocks = [self.of(direction, block) for block in self.blocks_of(side)]
         tokens = sum(counts.tokens for counts in blocks)
         return sum(counts.stops for counts in blocks) / tokens if tokens else float("nan")
 
@@ -192,24 +188,23 @@ class Results:
         return sorted(self.directions, key=lambda name: -self.sizes[name])
 
     def pivot(self) -> str | None:
-        """See `pivot`."""
-        return pivot(self.directions)
+        """The language that all directions ("de-en") have in common, when just one does."""
+        languages = [set(direction.split("-")) for direction in self.directions]
+        common = set.intersection(*languages) if len(languages) > 1 else set()
+        return common.pop() if len(common) == 1 else None
 
 
 class TokenTable:
     """``tokens.csv``, written one direction at a time, since it may be larger than memory."""
 
-    def __init__(self, path: Path, results: Results):
+    def __init__(self, file: TextIO, results: Results):
         self.results = results
-        self.file = open(path, "w", encoding="utf-8", newline="")
-        self.writer = csv.writer(self.file, lineterminator="\n")
+        self.writer = csv.writer(file, lineterminator="\n")
         self.choices: list[tuple[int, int]] | None = None
 
     def add(self, direction: Direction) -> None:
         if self.choices is None:  # of all blocks, which may have other strata
-            self.choices = sorted(
-                {choice for block in direction.blocks for choice in _visible(block)}
-            )
+            self.choices = sorted({c for block in direction.blocks for c in block.block.choices()})
             self.writer.writerow(
                 ["direction", "side", "layer", "token", "kind", "frequency_rank"]
                 + ["occurrences", "requested_capacity"]
@@ -221,9 +216,9 @@ class TokenTable:
     def _rows(self, direction: str, block: TypeCounts) -> Iterator[list]:
         side = block.block.side
         ranks = self.results.ranks
-        visible = _visible(block)
-        strata, experts = np.array(visible).T
-        columns = [visible.index(choice) if choice in visible else None for choice in self.choices]
+        choices = block.block.choices()
+        strata, experts = np.array(choices).T
+        columns = [choices.index(choice) if choice in choices else None for choice in self.choices]
         for n, number in enumerate(block.types):
             first = block.first_choices[n][strata, experts].tolist()
             yield [
@@ -236,12 +231,6 @@ class TokenTable:
                 *("" if column is None else first[column] for column in columns),
             ]
 
-    def __enter__(self) -> "TokenTable":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.file.close()
-
 
 def write(folder: Path, results: Results) -> None:
     """The sums over token types, and ``run.json``."""
@@ -251,7 +240,7 @@ def write(folder: Path, results: Results) -> None:
         start = [*_names(direction, block), KINDS[special]]
         mean = f"{counts.requested_capacity:.6f}" if counts.tokens else ""
         blocks.append([*start, counts.tokens, counts.stops, mean])
-        load += [[*start, i, e, counts.first_choices[i, e]] for i, e in counts.visible()]
+        load += [[*start, i, e, counts.first_choices[i, e]] for i, e in block.choices()]
         moves = counts.flow()
         for i, j in np.argwhere(np.triu(np.ones_like(moves))):
             if not block.strata.fixed_depth or i == j:
@@ -274,10 +263,6 @@ def write(folder: Path, results: Results) -> None:
 
 def _names(direction: str, block: Block) -> list[str]:
     return [direction, block.side, block.name.split(".")[-1]]
-
-
-def _visible(block: TypeCounts) -> list[tuple[int, int]]:
-    return block.total(special=False).visible()
 
 
 def _write(path: Path, header: list[str], rows: list[list]) -> None:

@@ -25,7 +25,7 @@ _TURNING = {*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
 
 def visible(text: str) -> str:
     r"""The text with such characters as ``\x1b`` or ``\u202e``; all others stay as they are."""
-    return "".join(_escaped(c) if _is_unseen(c) else c for c in text)
+    return "".join(c.encode("unicode_escape").decode() if _is_unseen(c) else c for c in text)
 
 
 def _is_unseen(character: str) -> bool:
@@ -33,57 +33,139 @@ def _is_unseen(character: str) -> bool:
     return unicodedata.category(character) in _UNSEEN or character in _TURNING or never_a_character
 
 
-def _escaped(character: str) -> str:
-    number = ord(character)
-    if number > 0xFFFF:
-        return f"\\U{number:08x}"
-    return f"\\u{number:04x}" if number > 0xFF else f"\\x{number:02x}"
-
-
-# The requested capacity of one sentence's tokens.
-
 BEAM = 5
 # Background colours of a 256-colour terminal, from low to high, with a text colour that is read on them.
 SHADES = ((255, 16), (153, 16), (111, 16), (68, 231), (25, 231), (17, 231))
 
 
+# Where single tokens stop, and which experts compute them there, with which weights.
+#
+# Shapes: B sentences, S positions, T tokens, N of them in a stratum, K choices.
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One token at one stratum.
+
+    Args:
+        stratum: counted from 0.
+        first: the expert of its first choice, by which it goes on; numbered over the block.
+        experts: those that compute it and their weights, best first; none where all were dropped.
+    """
+
+    stratum: int
+    first: int
+    experts: list[tuple[int, float]]
+
+
 @dataclass(frozen=True)
 class SentenceSide:
-    """One side of a sentence pair.
+    """One side of a sentence pair, or the text of a language model.
 
     Args:
         side: "encoder" or "decoder".
         tokens: what the side was given, special tokens included; as they are to be shown.
+        special: whether each stands for no text (see `inputs.special`).
         blocks: its MoE layers.
-        requested: strata stopped at, ``requested[b][t]`` of token t in block b.
+        stops: ``stops[b][t]`` of token t in block b, in the order of its way.
     """
 
     side: str
     tokens: list[str]
+    special: list[bool]
     blocks: list[Block]
-    requested: list[list[int]]
+    stops: list[list[list[Stop]]]
+
+    @property
+    def requested(self) -> list[list[int]]:
+        """The requested capacity, ``requested[b][t]`` of token t in block b."""
+        return [[len(stops) for stops in of_block] for of_block in self.stops]
+
+
+class StopRecorder(BlockFollower):
+    """Keeps each token's stops.
+
+    Attributes:
+        stops: of each token of the last batch, ``B * S`` lists.
+    """
+
+    def begin(self, tokens_BS: Tensor) -> None:
+        super().begin(tokens_BS)
+        self.stops: list[list[Stop]] = [[] for _ in range(tokens_BS.numel())]
+
+    def note(
+        self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
+    ) -> None:
+        before = self.block.strata.first_experts[stratum]
+        chosen = zip(
+            index_N.tolist(),
+            expert_N.tolist(),
+            routing.expert_TK[row_N].tolist(),
+            routing.weight_TK[row_N].tolist(),
+            strict=True,
+        )
+        for token, first, expert_K, weight_K in chosen:
+            experts = [
+                (before + expert, weight)
+                for expert, weight in zip(expert_K, weight_K, strict=True)
+                if expert < routing.num_experts
+            ]
+            self.stops[token].append(Stop(stratum, first, experts))
+
+
+class StopFinder:
+    """A model's dictionaries and what it takes to follow tokens, made once for many batches.
+
+    Args:
+        model: one of ours in evaluation mode.
+        task: the fairseq task of its dictionaries.
+    """
+
+    def __init__(self, model: nn.Module, task):
+        self.model, self.task = model, task
+        self.dictionaries = {side: inputs.dictionary_of(task, side) for side in inputs.sides(task)}
+        self.special = {
+            side: inputs.special(dictionary, task) for side, dictionary in self.dictionaries.items()
+        }
+
+    def run(self, net_input: dict) -> list[list[SentenceSide]]:
+        """The sides of each sentence pair of a batch, teacher-forced: one forward pass.
+
+        A decoder position stands for the token that it is given, as in all of the analysis.
+
+        Args:
+            net_input: fairseq's; of a translation model with ``prev_output_tokens``.
+        """
+        recorder = Recorder(self.model, self.task, StopRecorder)
+        with recorder.recording(), torch.inference_mode():
+            recorder.run(net_input)
+        return [
+            [self._side(side, net_input, sentence, recorder) for side in self.dictionaries]
+            for sentence in range(len(net_input["src_tokens"]))
+        ]
+
+    def _side(self, side: str, net_input: dict, sentence: int, recorder: Recorder) -> SentenceSide:
+        dictionary = self.dictionaries[side]
+        tokens = given(net_input, side)[sentence].tolist()
+        real = [s for s, token in enumerate(tokens) if token != dictionary.pad()]
+        start = sentence * len(tokens)
+        of_side = {n: r for n, r in recorder.blocks.items() if n.startswith(side)}
+        return SentenceSide(
+            side,
+            [visible(dictionary[tokens[s]]) for s in real],
+            [bool(self.special[side][tokens[s]]) for s in real],
+            [Block(name, recorder.block.strata) for name, recorder in of_side.items()],
+            [[recorder.stops[start + s] for s in real] for recorder in of_side.values()],
+        )
+
+
+# The requested capacity of one sentence's tokens.
 
 
 def run_pair(model: nn.Module, task, net_input: dict) -> list[SentenceSide]:
-    """Requested capacity in the first sentence pair of a batch, or the first text of a language model."""
-    recorder = Recorder(model, task)
-    with recorder.recording():
-        recorder.run(net_input)
-    sides = []
-    for side in inputs.sides(task):
-        dictionary = inputs.dictionary_of(task, side)
-        tokens = given(net_input, side)[0]
-        real = tokens != dictionary.pad()
-        recorders = {n: r for n, r in recorder.blocks.items() if n.startswith(side)}
-        sides.append(
-            SentenceSide(
-                side,
-                [visible(dictionary[i]) for i in tokens[real].tolist()],
-                [Block(name, r.block.strata) for name, r in recorders.items()],
-                [r.requested_BS[0][real].tolist() for r in recorders.values()],
-            )
-        )
-    return [side for side in sides if side.blocks]
+    """The sides with MoE layers of a batch's first sentence pair, or of its first text."""
+    first, *_ = StopFinder(model, task).run(net_input)
+    return [side for side in first if side.blocks]
 
 
 def run_sentence(
@@ -162,120 +244,3 @@ def _paint(token: str, value: int, strata: int, colour: bool) -> str:
     level = round((value - 1) / max(strata - 1, 1) * (len(SHADES) - 1))
     background, text = SHADES[level]
     return f"\033[48;5;{background};38;5;{text}m{token}\033[0m"
-
-
-# Where single tokens stop, and which experts compute them there, with which weights.
-#
-# Shapes: B sentences, S positions, T tokens, N of them in a stratum, K choices.
-
-
-@dataclass(frozen=True)
-class Stop:
-    """One token at one stratum.
-
-    Args:
-        stratum: counted from 0.
-        first: the expert of its first choice, by which it goes on; numbered over the block.
-        experts: those that compute it and their weights, best first; none where all were dropped.
-    """
-
-    stratum: int
-    first: int
-    experts: list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class SideStops:
-    """One side of a sentence pair.
-
-    Args:
-        side: "encoder" or "decoder".
-        tokens: what the side was given, special tokens included; as they are to be shown.
-        special: whether each stands for no text (see `inputs.special`).
-        blocks: its MoE layers.
-        stops: ``stops[b][t]`` of token t in block b, in the order of its way.
-    """
-
-    side: str
-    tokens: list[str]
-    special: list[bool]
-    blocks: list[Block]
-    stops: list[list[list[Stop]]]
-
-
-class StopRecorder(BlockFollower):
-    """Keeps each token's stops.
-
-    Attributes:
-        stops: of each token of the last batch, ``B * S`` lists.
-    """
-
-    def begin(self, tokens_BS: Tensor) -> None:
-        super().begin(tokens_BS)
-        self.stops: list[list[Stop]] = [[] for _ in range(tokens_BS.numel())]
-
-    def note(
-        self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
-    ) -> None:
-        before = self.block.strata.first_experts[stratum]
-        chosen = zip(
-            index_N.tolist(),
-            expert_N.tolist(),
-            routing.expert_TK[row_N].tolist(),
-            routing.weight_TK[row_N].tolist(),
-            strict=True,
-        )
-        for token, first, expert_K, weight_K in chosen:
-            experts = [
-                (before + expert, weight)
-                for expert, weight in zip(expert_K, weight_K, strict=True)
-                if expert < routing.num_experts
-            ]
-            self.stops[token].append(Stop(stratum, first, experts))
-
-
-class StopFinder:
-    """A model's dictionaries and what it takes to follow tokens, made once for many batches.
-
-    Args:
-        model: a `SMoETransformerModel` in evaluation mode.
-        task: the fairseq task of its dictionaries.
-    """
-
-    def __init__(self, model: nn.Module, task):
-        self.model, self.task = model, task
-        self.dictionaries = {"encoder": task.source_dictionary, "decoder": task.target_dictionary}
-        self.special = {
-            side: inputs.special(dictionary, task) for side, dictionary in self.dictionaries.items()
-        }
-
-    def run(self, net_input: dict) -> list[list[SideStops]]:
-        """Both sides of each sentence pair of a batch, teacher-forced: one forward pass.
-
-        A decoder position stands for the token that it is given, as in all of the analysis.
-
-        Args:
-            net_input: fairseq's, with ``prev_output_tokens``.
-        """
-        recorder = Recorder(self.model, self.task, StopRecorder)
-        with recorder.recording(), torch.inference_mode():
-            recorder.run(net_input)
-        given = {"encoder": net_input["src_tokens"], "decoder": net_input["prev_output_tokens"]}
-        return [
-            [self._side(side, tokens_BS, sentence, recorder) for side, tokens_BS in given.items()]
-            for sentence in range(len(given["encoder"]))
-        ]
-
-    def _side(self, side: str, tokens_BS: Tensor, sentence: int, recorder: Recorder) -> SideStops:
-        dictionary = self.dictionaries[side]
-        tokens = tokens_BS[sentence].tolist()
-        real = [s for s, token in enumerate(tokens) if token != dictionary.pad()]
-        start = sentence * len(tokens)
-        of_side = {n: r for n, r in recorder.blocks.items() if n.startswith(side)}
-        return SideStops(
-            side,
-            [visible(dictionary[tokens[s]]) for s in real],
-            [bool(self.special[side][tokens[s]]) for s in real],
-            [Block(name, recorder.block.strata) for name, recorder in of_side.items()],
-            [[recorder.stops[start + s] for s in real] for recorder in of_side.values()],
-        )

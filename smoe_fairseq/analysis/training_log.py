@@ -6,22 +6,24 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_text
 
 UPDATES = "num_updates"
 LARGEST_LOG = 1 << 32  # bytes
 NUMBER = re.compile(r"([\w./]+)[ =]([-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)(?=,| \||$)", re.ASCII)
+VALID_NUMBER = re.compile(
+    r" \| (\w+) ([-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)(?= \||$)", re.ASCII
+)
 LAYER = re.compile(r"(?:encoder|decoder)\.layer\.\d+/", re.ASCII)
 TRAINING = re.compile(r"^(?:.*\| train_inner \| |.*INFO \| \S+ \| )?(epoch \d+:.*|\{.*\})$")
 
 
 def read(path: Path) -> dict[str, dict[int, float]]:
-    """Values by update of each routing metric that was logged in training, by its name."""
+    """Values by update of each of `routing_metrics` that was logged in training, by its name."""
     series: dict[str, dict[int, float]] = {}
     for values in read_lines(path):
         for name, value in values.items():
-            if is_routing(name):
+            if LAYER.match(name) or name.startswith(("requested_capacity", "overflow_", "unused_")):
                 series.setdefault(name, {})[int(values[UPDATES])] = value
     return series
 
@@ -29,22 +31,21 @@ def read(path: Path) -> dict[str, dict[int, float]]:
 def read_lines(path: Path) -> Iterator[dict[str, float]]:
     """All that was logged in training, a dictionary for each line of it.
 
-    Takes what ``--log-file`` or a redirected console holds, in fairseq's simple or JSON format.
+    Takes what ``--log-file`` or a redirected console holds, in fairseq's simple or JSON format. Raises
+    UsageError for a file that cannot be read.
     """
-    try:
-        lines = read_text(path, LARGEST_LOG).splitlines()
-    except UsageError as error:
-        raise UsageError(f"--log {error}") from None
-    for line in lines:
+    for line in read_text(path, LARGEST_LOG).splitlines():
         if UPDATES in (values := _values(line)):
             yield values
 
 
-def is_routing(name: str) -> bool:
-    """Whether a metric is one of `routing_metrics`."""
-    return bool(LAYER.match(name)) or name.startswith(
-        ("requested_capacity", "overflow_", "unused_")
-    )
+def read_validations(path: Path) -> Iterator[dict[str, float]]:
+    """All that was logged in each validation, in fairseq's simple format; a loss may be NaN or infinite."""
+    for line in read_text(path, LARGEST_LOG).splitlines():
+        _, found, logged = line.partition(" | valid on '")
+        values = {name: float(value) for name, value in VALID_NUMBER.findall(logged)}
+        if found and UPDATES in values:
+            yield values
 
 
 def _values(line: str) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 from fairseq.data.data_utils import collate_tokens
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.sentence import SideStops, StopFinder
+from smoe_fairseq.analysis.sentence import SentenceSide, StopFinder
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.models.transformer import SMoETransformerModel, moe_blocks
 from smoe_fairseq.translate.translator import BatchTranslator, Options, Readout, Translation
@@ -415,7 +415,7 @@ def _answer(translation: Translation) -> dict:
     }
 
 
-def _side(side: SideStops) -> dict:
+def _side(side: SentenceSide) -> dict:
     return {
         "tokens": side.tokens,
         "special": side.special,

@@ -25,7 +25,8 @@ from smoe_fairseq.recipes.study.results import (
 )
 from smoe_fairseq.recipes.study.statements import (
     draw_statements,
-    margins_of,
+    judge,
+    measures_of,
     statements_of,
     statements_table,
 )
@@ -56,16 +57,17 @@ def write_report(dataset: Dataset) -> None:
         for method, results in systems.items()
     }
     flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
-    statements, margins = statements_of(dataset, systems), margins_of(dataset)
+    statements, measures = statements_of(dataset, systems), measures_of(dataset)
+    found = judge(statements, systems, measures)
     parts = [f"# Study: {dataset.name}"]
 
     def add(title: str, grid: Grid) -> None:
         parts.extend([f"## {title}", markdown(grid)] if grid.rows else [])
 
-    add("Statements", statements_table(statements, systems, margins, flops))
-    pictures = {"costs": draw_costs(systems, {m: 1e6 * value for m, value in flops.items()})}
+    add("Statements", statements_table(statements, found, measures, systems, flops))
+    pictures = {"costs": draw_costs(systems, flops)}
     if statements:
-        pictures = {"statements": draw_statements(statements, systems, margins)} | pictures
+        pictures = {"statements": draw_statements(statements, found, measures)} | pictures
     for name, figure in pictures.items():
         save(figure, folder / name)
         parts.append(f"![{name}]({name}.png)")
@@ -101,14 +103,15 @@ def _systems(dataset: Dataset) -> dict[str, list[Result]]:
 def draw_costs(systems: Systems, flops: Mapping[str, float]) -> Figure:
     """Validation loss over training FLOPs in the second half of training.
 
-    ``flops`` are those of a forward pass, per target token. Thin lines are seeds, a thick line is their mean.
+    ``flops`` are those of a forward pass in millions, per target token. Thin lines are seeds, a thick line is
+    their mean.
     """
     figure, axes = new(width=7.0, height=max(4.0, 0.5 + 0.19 * len(systems)))
     ax = axes[0][0]
     for i, (method, results) in enumerate(systems.items()):
         curves = [_second_half(result) for result in results if result.logged]
         for curve in curves:
-            curve["tflop"] = 3e-12 * flops.get(method, math.nan) * curve["words"]
+            curve["tflop"] = 3e-6 * flops.get(method, math.nan) * curve["words"]
         style = {"color": COLOURS[i % len(COLOURS)], "ls": LINES[i // len(COLOURS) % len(LINES)]}
         _draw_curves(ax, curves, label=method, **style)
     ax.set_xlabel("training, TFLOP")

@@ -1,29 +1,28 @@
 """The results of a study's runs: small text files in ``results/DATASET/RUN``, and how they are read."""
 
 import csv
-import io
 import json
 import math
 import os
 import platform
-import re
 import shlex
 import shutil
 import statistics
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import smoe_fairseq
-from smoe_fairseq.analysis.training_log import LARGEST_LOG, UPDATES, read_lines
+from smoe_fairseq.analysis import training_log
+from smoe_fairseq.analysis.training_log import UPDATES
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import read_plain, read_text, whole_folder, write_whole
+from smoe_fairseq.files import read_text, whole_folder, write_whole
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import Dataset, arguments, given_flags
 from smoe_fairseq.recipes.evaluation import scores
@@ -43,9 +42,6 @@ EXPERTS = "experts_per_token"
 COLUMNS = ("update", "training_nll", "validation_nll", EXPERTS, "words", "seconds")
 MIN_COUNT = 10  # occurrences of a token whose mean requested capacity is used
 _ABOUT = {"command": str, "commit": str, "machine": str, "versions": dict, "updates": int}
-_VALID = re.compile(
-    r"valid on '[^']*' subset \|.*? \| nll_loss ([\d.]+|nan|inf) \|.*\| num_updates (\d+)"
-)
 
 
 def folder_of(dataset: str) -> Path:
@@ -148,10 +144,10 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
     for folder, default in ((folders.data, "data"), (folders.runs, "runs")):
         line = line.replace(f"{folder}/", f"{default}/{dataset.name}/")  # the same on any machine
     log = run / "train.log"
-    lines = read_lines(log)
     # After an interruption some updates are repeated: the later line counts.
+    lines = training_log.read_lines(log)
     logged = {int(x[UPDATES]): x for x in lines if "nll_loss" in x and "wpb" in x}
-    curve = _curve(log, logged)
+    curve = _curve(logged, training_log.read_validations(log))
     content = {
         "command": line,
         "flags": identity.flags_of(run),
@@ -173,7 +169,7 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
         (folder / FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
-def _curve(log: Path, logged: Mapping[int, Mapping[str, float]]) -> list[dict]:
+def _curve(logged: Mapping[int, dict[str, float]], validated: Iterable[dict]) -> list[dict]:
     """A row of `COLUMNS` for each update with a line in the log or a validation.
 
     Losses are in bits per target token. Training loss and experts per token are means since the last line.
@@ -182,9 +178,9 @@ def _curve(log: Path, logged: Mapping[int, Mapping[str, float]]) -> list[dict]:
     rows: dict[int, dict] = defaultdict(lambda: dict.fromkeys(COLUMNS))
     for update, line in logged.items():
         rows[update] |= {"training_nll": line["nll_loss"], EXPERTS: line.get(EXPERTS)}
-    for line in read_plain(log, LARGEST_LOG).decode("utf-8", "replace").splitlines():
-        if found := _VALID.search(line):
-            rows[int(found[2])]["validation_nll"] = float(found[1])
+    for line in validated:
+        if "nll_loss" in line:
+            rows[int(line[UPDATES])]["validation_nll"] = line["nll_loss"]
     words, seconds, last = 0.0, 0.0, 0
     for update in sorted(rows):
         if line := logged.get(update):
@@ -242,8 +238,8 @@ def summary(run: Path) -> dict | None:
 
 
 def _text_rows(file: Path) -> Iterator[dict]:
-    lines = io.StringIO(read_text(file, LARGEST_LOG), newline="")
-    yield from (row for row in csv.DictReader(lines) if row["kind"] == "text")
+    with open(file, encoding="utf-8", newline="") as lines:
+        yield from (row for row in csv.DictReader(lines) if row["kind"] == "text")
 
 
 # Reading the results.
@@ -329,44 +325,47 @@ def read(dataset: str) -> list[Result]:
     return [_read(folder) for folder in folders if folder.suffix not in (".partial", ".old")]
 
 
-@contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Turn errors while a run's results are read into a UsageError that names the folder."""
-    try:
-        yield
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{folder} does not hold a run's results ({error})") from None
-
-
 def _about(folder: Path) -> dict:
     return read_json(folder / FILE, _ABOUT)
 
 
 def _read(folder: Path) -> Result:
     about = _about(folder)
-    with _naming(folder):
+    try:
         curve = [
             {name: float(row[name]) if row.get(name) else None for name in COLUMNS}
-            for row in csv.DictReader(io.StringIO(read_text(folder / CURVE), newline=""))
+            for row in csv.DictReader(read_text(folder / CURVE).splitlines())
         ]
-        if any(row[name] is None for row in curve for name in ("update", "words", "seconds")):
-            raise ValueError(f"{CURVE} has an empty cell")
-        file = folder / ROUTING
-        capacity = read_json(file) if file.exists() else None
+    except (ValueError, csv.Error) as error:
+        raise UsageError(f"{folder / CURVE} is no curve of a run ({error})") from None
+    if any(row[name] is None for row in curve for name in ("update", "words", "seconds")):
+        raise UsageError(f"{folder / CURVE} has an empty cell")
+    file = folder / ROUTING
+    capacity = read_json(file) if file.exists() else None
     found = Result(folder.name, scores.read(folder), curve, about, capacity, folder)
     if not found.scores or all(row["validation_nll"] is None for row in curve):
         raise UsageError(f"{folder} has no scores or no validation loss: delete it and study again")
     return found
 
 
+def means(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """The mean of the values of each key, in the keys' order."""
+    found = defaultdict(list)
+    for key, value in pairs:
+        found[key].append(value)
+    return {key: statistics.fmean(found[key]) for key in sorted(found)}
+
+
 def mean_capacity(results: Iterable[Result]) -> dict[str, float] | None:
     """Mean requested capacity over directions and runs, by MoE layer as `moe_blocks` names it."""
-    found = defaultdict(list)
-    for result in results:
-        for layers in result.routing["requested_capacity"].values() if result.routing else ():
-            for layer, value in layers.items():
-                found[layer.replace(".", ".layer.")].append(value)
-    return {layer: statistics.fmean(values) for layer, values in found.items()} or None
+    pairs = (
+        (layer.replace(".", ".layer."), value)
+        for result in results
+        if result.routing
+        for layers in result.routing["requested_capacity"].values()
+        for layer, value in layers.items()
+    )
+    return means(pairs) or None
 
 
 def mean_experts_per_token(results: Iterable[Result]) -> float | None:

@@ -6,9 +6,8 @@ ahead. Both are corrected over the statements of a study by Holm's method.
 """
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -16,7 +15,7 @@ from matplotlib.figure import Figure
 from smoe_fairseq.analysis.figures import DARK, LIGHT, MIDDLE, new, styled
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.recipes.config import Dataset
-from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation import comparison, scores
 from smoe_fairseq.recipes.evaluation.grid import MISSING, Grid
 from smoe_fairseq.recipes.study.results import Result, Systems
 
@@ -33,9 +32,6 @@ class Measure:
     sign: int  # 1 where higher is better, else -1
     digits: int
     unit: str
-
-    def format(self, value: float) -> str:
-        return f"{value:+.{self.digits}f}"
 
 
 # In the order in which they count: the first one decides.
@@ -63,14 +59,17 @@ def statements_of(dataset: Dataset, systems: Systems) -> list[Statement]:
     return [Statement("", method, reference) for method in systems if method != reference]
 
 
-def margins_of(dataset: Dataset) -> dict[str, float]:
-    """By measure."""
+def measures_of(dataset: Dataset) -> dict[str, Measure]:
+    """`MEASURES` with the data set's margins; raises UsageError for one of another measure."""
     unknown = [name for name in dataset.margins if name not in MEASURES]
     if unknown:
         raise UsageError(
             f"{dataset.name}: margins have no measure {unknown[0]!r}: expected {', '.join(MEASURES)}"
         )
-    return {name: measure.margin for name, measure in MEASURES.items()} | dataset.margins
+    return {
+        name: replace(measure, margin=dataset.margins.get(name, measure.margin))
+        for name, measure in MEASURES.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -84,16 +83,9 @@ class Difference:
     def values(self) -> np.ndarray:
         return np.array(list(self.by_seed.values()), dtype=float)
 
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values) if len(self.values) else math.nan
-
-    def interval(self) -> tuple[float, float]:
-        """Of 95 percent, by Student's t; NaN with fewer than two seeds."""
-        if len(self.values) < 2:
-            return math.nan, math.nan
-        low, high = self._test(0, "two-sided").confidence_interval(0.95)
-        return float(low), float(high)
+    def interval(self) -> comparison.Difference:
+        """The mean with its 95 percent interval by Student's t; needs a seed."""
+        return comparison.interval(self.values)
 
     def p_different(self) -> float:
         """Of the two-sided t-test that the mean is not zero."""
@@ -104,27 +96,33 @@ class Difference:
         return max(self._p(-self.margin, "greater"), self._p(self.margin, "less"))
 
     def _p(self, mean: float, alternative: str) -> float:
-        p = float(self._test(mean, alternative).pvalue) if len(self.values) > 1 else math.nan
-        return 1.0 if math.isnan(p) else p
-
-    def _test(self, mean: float, alternative: str):
         from scipy import stats  # slow to import
 
+        if len(self.values) < 2:
+            return 1.0
         with quietly():  # scipy warns of values that are all equal
-            return stats.ttest_1samp(self.values, mean, alternative=alternative)
+            p = float(stats.ttest_1samp(self.values, mean, alternative=alternative).pvalue)
+        return 1.0 if math.isnan(p) else p
 
 
-def difference(systems: Systems, statement: Statement, name: str, margin: float) -> Difference:
-    """In one of `MEASURES`, over the seeds in which one machine trained both systems to finite values."""
+def pairs(systems: Systems, statement: Statement) -> dict[int | None, tuple[Result, Result]]:
+    """The runs of both systems by seed, of the seeds that both have."""
     first, second = (
         {r.seed: r for r in systems.get(method, ())}
         for method in (statement.first, statement.second)
     )
-    of = MEASURES[name].of
-    pairs = {s: (r, second[s]) for s, r in first.items() if s in second}
-    pairs = {s: both for s, both in pairs.items() if both[0].machine == both[1].machine}
-    apart = {s: of(one) - of(other) for s, (one, other) in pairs.items()}
-    return Difference({s: value for s, value in apart.items() if math.isfinite(value)}, margin)
+    return {seed: (run, second[seed]) for seed, run in first.items() if seed in second}
+
+
+def difference(systems: Systems, statement: Statement, measure: Measure) -> Difference:
+    """Over the seeds in which one machine trained both systems to finite values."""
+    apart = {
+        seed: measure.of(one) - measure.of(other)
+        for seed, (one, other) in pairs(systems, statement).items()
+        if one.machine == other.machine
+    }
+    finite = {seed: value for seed, value in apart.items() if math.isfinite(value)}
+    return Difference(finite, measure.margin)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -145,44 +143,48 @@ def verdicts(differences: Sequence[Difference], sign: int) -> list[str]:
         if p_equal < LEVEL:
             found.append(EQUAL)
         elif p_different < LEVEL:
-            found.append(AHEAD if sign * d.mean > 0 else BEHIND)
+            found.append(AHEAD if sign * d.interval().mean > 0 else BEHIND)
         else:
             found.append(OPEN)
     return found
 
 
-def judged(
-    statements: Sequence[Statement], systems: Systems, margins: Mapping[str, float]
-) -> dict[str, list[tuple[Difference, str]]]:
+Judged = Mapping[str, Sequence[tuple[Difference, str]]]
+
+
+def judge(
+    statements: Sequence[Statement], systems: Systems, measures: Mapping[str, Measure]
+) -> Judged:
     """By measure, the difference and the verdict of each statement."""
     found = {}
-    for name, measure in MEASURES.items():
-        apart = [difference(systems, s, name, margins[name]) for s in statements]
+    for name, measure in measures.items():
+        apart = [difference(systems, s, measure) for s in statements]
         found[name] = list(zip(apart, verdicts(apart, measure.sign), strict=True))
     return found
 
 
 def statements_table(
     statements: Sequence[Statement],
+    found: Judged,
+    measures: Mapping[str, Measure],
     systems: Systems,
-    margins: Mapping[str, float],
     flops: Mapping[str, float],
 ) -> Grid:
-    """A row for each statement; ``flops`` are per token, by method."""
-    found = judged(statements, systems, margins)
+    """A row for each statement; ``found`` is of `judge`, ``flops`` are per token, by method."""
     rows = []
     for i, s in enumerate(statements):
         both = s.first in flops and s.second in flops
         cost = f"{flops[s.first] / flops[s.second] - 1:+.0%}" if both else MISSING
         row = [s.name, f"{s.first} and {s.second}", str(len(found["loss"][i][0].by_seed)), cost]
-        for name in MEASURES:
+        for name, measure in measures.items():
             apart, verdict = found[name][i]
-            row += [_cell(apart, MEASURES[name]), verdict]
+            cell = format(apart.interval(), f"+.{measure.digits}f") if apart.by_seed else MISSING
+            row += [cell, verdict]
         rows.append(row)
     header = ["statement", "systems", "seeds", "FLOPs"]
-    for name in MEASURES:
+    for name in measures:
         header += [name, "verdict"]
-    shown = ", ".join(f"{margins[name]:g} {m.unit} ({name})" for name, m in MEASURES.items())
+    shown = ", ".join(f"{m.margin:g} {m.unit} ({name})" for name, m in measures.items())
     notes = [
         "- **Differences** are the first system less the second, the mean over the seeds in which one "
         "machine trained both, with the 95 percent t interval. A lower loss is better. FLOPs: how much more "
@@ -196,23 +198,12 @@ def statements_table(
     return Grid(header, rows, notes, texts=2)
 
 
-def _cell(apart: Difference, measure: Measure) -> str:
-    if not apart.by_seed:
-        return MISSING
-    ends = apart.interval()
-    if math.isnan(ends[0]):
-        return measure.format(apart.mean)
-    return f"{measure.format(apart.mean)} [{', '.join(map(measure.format, ends))}]"
-
-
 def _left_out(statements: Iterable[Statement], systems: Systems) -> list[str]:
     """A note on the seeds that two machines trained."""
     found = []
     for s in statements:
-        first, second = (
-            {r.seed: r.machine for r in systems.get(m, ())} for m in (s.first, s.second)
-        )
-        seeds = [seed for seed in first if seed in second and first[seed] != second[seed]]
+        both = pairs(systems, s)
+        seeds = [seed for seed, (one, other) in both.items() if one.machine != other.machine]
         if seeds:
             names = ", ".join("the first" if seed is None else str(seed) for seed in seeds)
             found.append(f"{s.first} and {s.second} ({names})")
@@ -223,21 +214,22 @@ def _left_out(statements: Iterable[Statement], systems: Systems) -> list[str]:
 
 @styled
 def draw_statements(
-    statements: Sequence[Statement], systems: Systems, margins: Mapping[str, float]
+    statements: Sequence[Statement], found: Judged, measures: Mapping[str, Measure]
 ) -> Figure:
     """A panel for each measure: differences with 95 percent intervals, seeds as dots, margins shaded."""
-    found = judged(statements, systems, margins)
     height = 1.2 + 0.5 * len(statements)
-    figure, axes = new(1, len(MEASURES), width=11.0, height=height, sharey=True)
-    for ax, (name, measure) in zip(axes[0], MEASURES.items(), strict=True):
-        ax.axvspan(-margins[name], margins[name], color=LIGHT, alpha=0.35, lw=0)
+    figure, axes = new(1, len(measures), width=11.0, height=height, sharey=True)
+    for ax, (name, measure) in zip(axes[0], measures.items(), strict=True):
+        ax.axvspan(-measure.margin, measure.margin, color=LIGHT, alpha=0.35, lw=0)
         ax.axvline(0, color=MIDDLE, lw=0.8)
         for y, (apart, _) in enumerate(found[name]):
+            if not apart.by_seed:
+                continue
             ax.plot(apart.values, [y] * len(apart.values), "o", ms=3, color=MIDDLE, alpha=0.7)
-            low, high = apart.interval()
-            if not math.isnan(low):
-                ax.plot([low, high], [y, y], "-", lw=2, color=DARK)
-            ax.plot([apart.mean], [y], "D", ms=5, color=DARK)
+            around = apart.interval()
+            if around.low is not None:
+                ax.plot([around.low, around.high], [y, y], "-", lw=2, color=DARK)
+            ax.plot([around.mean], [y], "D", ms=5, color=DARK)
         better = "left" if measure.sign < 0 else "right"
         ax.set_title(f"{name}: the first is better on the {better}", fontsize=9)
         ax.set_xlabel(measure.unit)

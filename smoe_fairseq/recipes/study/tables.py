@@ -1,8 +1,9 @@
 """The tables of a study's report, except that of its statements."""
 
 import itertools
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from smoe_fairseq.recipes.evaluation.grid import MISSING, Grid, number
 from smoe_fairseq.recipes.evaluation.scores import CHRF, mean_of
 from smoe_fairseq.recipes.evaluation.table import average, columns
 from smoe_fairseq.recipes.folders import method_of, seed_in
-from smoe_fairseq.recipes.study.results import Result, Systems
+from smoe_fairseq.recipes.study.results import Result, Systems, means
 from smoe_fairseq.recipes.study.statements import MEASURES
 
 
@@ -97,7 +98,8 @@ def capacity_table(systems: Systems) -> Grid:
         routings = [result.routing for result in results if result.routing]
         if not routings:
             continue
-        targets = [_by_target(routing) for routing in routings]
+        decoders = [_values(routing["requested_capacity"], "decoder") for routing in routings]
+        targets = [means((d.split("-")[-1], v) for d, _, v in each) for each in decoders]
         alike = [
             spearman(*(np.array([each[t] for t in first]) for each in (first, second)))
             for first, second in itertools.combinations(targets, 2)
@@ -107,10 +109,13 @@ def capacity_table(systems: Systems) -> Grid:
         middle = number(statistics.fmean(alike) if alike else None, sign=True)
         row = [method, str(len(routings)), f"{middle} ({low} to {high})" if alike else MISSING]
         for side in ("encoder", "decoder"):
-            found = [_correlation(routing, side) for routing in routings]
-            found = [value for value in found if value is not None]
-            row.append(f"{sum(value > 0 for value in found)} of {len(found)}")
-        rows.append([*row, _first_layer(routings)])
+            each = [_values(routing["rank_correlation"], side) for routing in routings]
+            row.append(_count(statistics.fmean(v for *_, v in of) > 0 for of in each if of))
+        encoders = [_values(routing["requested_capacity"], "encoder") for routing in routings]
+        layers = [list(means((layer, v) for _, layer, v in each).values()) for each in encoders]
+        layers = [of for of in layers if len(of) > 1]
+        first = _count(of[0] > statistics.fmean(of[1:]) for of in layers)
+        rows.append([*row, first if layers else MISSING])
     header = ["method", "seeds", "target languages: rank correlation between seeds"]
     header += ["rare tokens request more (encoder), seeds", "(decoder), seeds"]
     notes = [
@@ -121,41 +126,19 @@ def capacity_table(systems: Systems) -> Grid:
     return Grid([*header, "first layer requests most, seeds"], rows, notes)
 
 
-def _by_target(routing: dict) -> dict[str, float]:
-    """The decoder's requested capacity by target language, the mean over directions and layers."""
-    found: dict[str, list[float]] = {}
-    for direction, layers in routing["requested_capacity"].items():
-        values = [value for name, value in layers.items() if name.startswith("decoder.")]
-        if values:
-            found.setdefault(direction.split("-")[-1], []).append(statistics.fmean(values))
-    return {target: statistics.fmean(values) for target, values in sorted(found.items())}
-
-
-def _correlation(routing: dict, side: str) -> float | None:
-    """Of rareness and requested capacity: the mean over directions and layers of a side."""
-    layers = [
-        each
-        for of_direction in routing["rank_correlation"].values()
-        for each in of_direction.items()
+def _values(found: dict, side: str) -> list[tuple[str, int, float]]:
+    """Direction, layer and value of all layers of a side."""
+    values = [
+        (direction, *name.split("."), value)
+        for direction, layers in found.items()
+        for name, value in layers.items()
     ]
-    values = [value for name, value in layers if name.startswith(f"{side}.") and value == value]
-    return statistics.fmean(values) if values else None
+    return [(d, int(n), v) for d, of, n, v in values if of == side and not math.isnan(v)]
 
 
-def _first_layer(routings: Sequence[dict]) -> str:
-    """In how many seeds the encoder's first MoE layer requests more than the later ones."""
-    found = []
-    for routing in routings:
-        by_layer: dict[int, list[float]] = {}
-        for layers in routing["requested_capacity"].values():
-            for name, value in layers.items():
-                side, layer = name.split(".")
-                if side == "encoder":
-                    by_layer.setdefault(int(layer), []).append(value)
-        means = [statistics.fmean(by_layer[layer]) for layer in sorted(by_layer)]
-        if len(means) > 1:
-            found.append(means[0] > statistics.fmean(means[1:]))
-    return f"{sum(found)} of {len(found)}" if found else MISSING
+def _count(found: Iterable[bool]) -> str:
+    found = list(found)
+    return f"{sum(found)} of {len(found)}"
 
 
 def runs_table(dataset: Dataset, systems: Systems) -> Grid:

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from smoe_fairseq.analysis.training_log import LARGEST_LOG, NUMBER, UPDATES, read_lines
+from smoe_fairseq.analysis.training_log import UPDATES, read_lines, read_validations
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.files import read_text
 
 STEM = "training"  # of the files in the run's folder
 LEAST = 5  # points of a curve; with fewer there is nothing to see
@@ -35,11 +34,8 @@ def curves(log: Path) -> Curves:
     for values in read_lines(log):
         if "wpb" in values:  # not an epoch's summary
             add("", values)
-    for line in read_text(log, LARGEST_LOG).splitlines():
-        if " | valid on '" in line:
-            values = {name: float(value) for name, value in NUMBER.findall(line)}
-            if UPDATES in values:
-                add("valid ", values)
+    for values in read_validations(log):
+        add("valid ", values)
     return found
 
 
