@@ -1,9 +1,10 @@
 """The form of data that somebody else may have written, and JSON files of that form.
 
-A form is a type (``float`` is any finite number, ``int`` a whole one, ``bool`` neither); None; a `Number`; a
-compiled pattern, which the whole text has to match; ``[form]``, a list; ``[form, form]``, a list of two; a
-tuple of forms, any of them; or a dictionary, which means an object: by key, the form of its value. Keys that
-end in "?" may be missing, others may be there too; the key ``str`` stands for all keys.
+A form is a type (``float`` is any finite number, ``int`` a whole one, ``bool`` neither); None; a `Number`;
+a compiled pattern, which the whole text has to match; a set of the values that are possible; ``[form]``, a
+list; ``[form, form]``, a list of two; a tuple of forms, any of them; or a dictionary, which means an object:
+by key, the form of its value. Keys that end in "?" may be missing, others may be there too; the key ``str``
+stands for all keys. Of `Settings` all keys may be missing or null, and no others may be there.
 """
 
 import json
@@ -29,9 +30,14 @@ class Number:
     whole: bool = False
 
 
+class Settings(dict):
+    """The form of an object whose keys are all optional, and the only ones."""
+
+
 _FLOAT = Number(-math.nextafter(math.inf, 0))
 _NAMES = {
-    **{str: "text", int: "a whole number", float: "a finite number", bool: "true or false"},
+    str: "text, in quotes if it looks like a number, yes or no",  # as in YAML
+    **{int: "a whole number", float: "a finite number", bool: "true or false"},
     **{dict: "an object", list: "a list", None: "null"},
 }
 
@@ -68,10 +74,18 @@ def fault(value: Any, form: Form, name: str = "") -> str | None:
     if isinstance(form, tuple):
         fits = any(fault(value, each) is None for each in form)
         return None if fits else _unlike(value, form, name)
+    if isinstance(form, Settings) and isinstance(value, Mapping):
+        if unknown := [key for key in value if key not in form]:
+            expected = " or ".join(form)
+            return f"{f'{name}.{unknown[0]}'.strip('.')} is unknown; expected {expected}"
+        value = {key: each for key, each in value.items() if each is not None}
+        form = {f"{key}?": each for key, each in form.items()}
     if isinstance(form, dict) and isinstance(value, Mapping):
         forms = [(key, form[str]) for key in value] if str in form else []
         for key, inner in [*forms, *((k, f) for k, f in form.items() if k is not str)]:
-            key, called = str(key), f"{name}.{key}".strip(".").removesuffix("?")
+            if not isinstance(key, str):
+                return fault(key, str, f"a key of {name}")
+            called = f"{name}.{key}".strip(".").removesuffix("?")
             if key.removesuffix("?") in value:
                 if found := fault(value[key.removesuffix("?")], inner, called):
                     return found
@@ -89,6 +103,8 @@ def fault(value: Any, form: Form, name: str = "") -> str | None:
 def _is(value: Any, form: Form) -> bool:
     if isinstance(form, re.Pattern):
         return isinstance(value, str) and form.fullmatch(value) is not None
+    if isinstance(form, set):
+        return isinstance(value, str) and value in form
     form = _FLOAT if form is float else form
     if isinstance(form, Number):
         kinds = (int,) if form.whole else (int, float)
@@ -111,7 +127,9 @@ def _named(form: Form) -> str:
     if isinstance(form, Number):
         most = f" to {form.most:g}" if form.most < _FLOAT.most else ""
         return f"a {'whole ' * form.whole}number from {form.least:g}{most}"
-    return _NAMES[type(form) if isinstance(form, dict | list) else form]
+    if isinstance(form, set):
+        return " or ".join(sorted(form))
+    return _NAMES[dict if isinstance(form, dict) else list if isinstance(form, list) else form]
 
 
 # Files of a run's folder that several parts read.

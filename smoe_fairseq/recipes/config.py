@@ -1,6 +1,5 @@
 """The recipes' settings: flags, the data sets and methods in ``configs/``, and the paper's tables."""
 
-import io
 import math
 import os
 import re
@@ -17,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_text
-from smoe_fairseq.recipes.schema import SCHEMA, check
+from smoe_fairseq.forms import Number, Settings, fault
 
 Flags = dict[str, Any]
 FAIRSEQ_POSITIONS = 1024  # the default of --max-source-positions and --max-target-positions
@@ -86,33 +85,75 @@ def config_folder() -> Path:
     return folder
 
 
-def read(path: Path, keys: Collection[str]) -> DictConfig:
+_ANYTHING = {str: object}
+_COUNT = Number(1, whole=True)
+_SHARE = Settings(share=float, most=int)
+_SPLITS = Settings(train=str, valid=str, test=str)
+_DROP = {"drop", "keep"}
+# The form of a data set's file.
+SCHEMA: dict[str, Any] = {
+    "base": str,
+    "pairs": [str],
+    "experts": _COUNT,
+    "shards": _COUNT,
+    "batch": {str: int},
+    "precision": str,
+    "raw": Settings(
+        builtin=str,
+        url=str,
+        sha256={str: str},
+        files=(str, _SPLITS),
+        splits=_SPLITS,
+        split={"lines", "hash"},
+        codes={str: str},
+        archives=[Settings(url=str, file=str, size=int, sha256=str)],
+        parallel=Settings(test=int, valid=int),
+        binarised=Settings(text=str, test=str, vocabulary=str),
+        messages=Settings(layout=str, words=int, valid=_SHARE, test=_SHARE),
+    ),
+    "source": Settings(datasets=str, config=str, splits=_SPLITS, sacrebleu=str),
+    "clean": Settings(
+        {"max-ratio": float, "max-words": float}, repeated=_DROP, equal=_DROP, overlap=_DROP
+    ),
+    "subwords": _ANYTHING,
+    "task": _ANYTHING,
+    "train": _ANYTHING,
+    "generate": _ANYTHING,
+    "validate": Settings(metric={"chrf", "bleu"}, sentences=int, every=int, patience=int, beam=int),
+    "checkpoint": str,
+    "sacrebleu": _ANYTHING,
+    "study": [str],
+    "methods": _ANYTHING,
+    "margins": _ANYTHING,
+    "statements": _ANYTHING,
+    "classes": {str: [str]},
+}
+
+
+def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
     """The content of a YAML file; keys without a value are left out.
 
     Raises:
-        UsageError: the file is missing, not YAML, or has other keys than ``keys``.
+        UsageError: the file cannot be read, is not YAML, or has not the form of `SCHEMA`, or others of its
+            keys than ``keys``.
     """
     text = read_text(path)
     try:
-        values = _values(yaml.compose(text), {})
+        node = yaml.compose(text)
+        if not isinstance(node, yaml.MappingNode | None):
+            raise UsageError(f"{path}: expected keys and values such as `pairs: [eng-nso]`")
+        values = _values(node, {})
         if values > MOST_VALUES:
             raise UsageError(
                 f"{path} has {values:,} values, with what its aliases repeat: expected at most "
                 f"{MOST_VALUES:,}"
             )
-        content = OmegaConf.load(io.StringIO(text))
+        content = OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    except OSError:  # so OmegaConf says that it is a number
-        content = None
-    if not isinstance(content, DictConfig):
-        raise UsageError(f"{path} may only have the keys {', '.join(sorted(keys))}")
-    own = OmegaConf.to_container(content)
-    check(path, own, {key: SCHEMA[key] for key in keys})
-    for key, value in own.items():
-        if value is None:
-            del content[key]
-    return content
+    if found := fault(content, Settings({key: SCHEMA[key] for key in keys})):
+        raise UsageError(f"{path}: {found}")
+    return {key: value for key, value in content.items() if value is not None}
 
 
 def _values(node: yaml.Node | None, known: dict[int, float]) -> float:
@@ -192,14 +233,12 @@ def load_dataset(name: str) -> Dataset:
     if name not in known:
         raise UsageError(f"unknown dataset {name!r}: choose one of {', '.join(known)}")
     merged = OmegaConf.to_container(_with_bases(path))
-    pairs, experts = merged.get("pairs"), merged.get("experts")
-    if not isinstance(pairs, list) or not all(map(_is_pair, pairs or [""])):
+    pairs = merged.get("pairs")
+    if not pairs or not all(map(_is_pair, pairs)):
         given = "missing" if pairs is None else pairs
         raise UsageError(
             f"{path}: `pairs` has to list language pairs such as [eng-nso, eng-fra]; it is {given}"
         )
-    if experts is not None and (type(experts) is not int or experts < 1):
-        raise UsageError(f"{path}: `experts` is {experts}: expected a whole number of at least 1")
     known_languages = {language for pair in pairs for language in pair.split("-")}
     for name_of_class, languages in (merged.get("classes") or {}).items():
         if others := sorted(set(languages) - known_languages):
@@ -210,13 +249,13 @@ def load_dataset(name: str) -> Dataset:
     return Dataset(name=name, **(values | {"pairs": tuple(pairs)}))
 
 
-def _is_pair(name) -> bool:
+def _is_pair(name: str) -> bool:
     """Whether it names two languages."""
-    found = re.fullmatch(r"([^-\s]+)-([^-\s]+)", str(name))
+    found = re.fullmatch(r"([^-\s]+)-([^-\s]+)", name)
     return found is not None and found[1] != found[2]
 
 
-def _with_bases(path: Path, above: tuple[str, ...] = ()) -> DictConfig:
+def _with_bases(path: Path, above: tuple[str, ...] = ()) -> DictConfig | dict:
     """A file's content merged over its ``base``, and so on to ``common``; ``above`` are based on it."""
     own = read(path, SCHEMA)
     base = own.pop("base", "common")
@@ -270,7 +309,7 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
             )
         return value.replace("{experts}", str(dataset.experts))
 
-    flags = OmegaConf.to_container(read(path, _METHOD_KEYS)).get("train", {})
+    flags = read(path, _METHOD_KEYS).get("train", {})
     own = dataset.methods.get(name, {})
     return {key: fill(value) for key, value in (flags | own).items()}
 
