@@ -203,7 +203,7 @@ def test_what_has_nothing_to_show_is_left_out(results):
     from smoe_fairseq.analysis.capacity import CapacityCheck
 
     def names(found):
-        return [section.name for section, _ in report._pictures(found, None, {}, 1)]
+        return [section.name for section in report._pictures(found, None, {}, 1)]
 
     fifths = np.stack([np.full(5, 9), np.zeros(5, dtype=int)])
     none_dropped = replace(results, capacity=CapacityCheck(4, fifths={"decoder.layer.1": fifths}))
@@ -263,7 +263,7 @@ def test_the_first_paragraph(results, tmp_path):
 def test_the_page_escapes_what_it_is_given():
     from smoe_fairseq.analysis import report
 
-    section = report.Section("load", "<load>", "a & b", "read", b"wide", b"narrow")
+    section = report.Section("load", "<load>", "a & b", "read", print, b"wide", b"narrow")
     page = report.page("<title>", "first", {"a<b": 1}, [section])
     assert "&lt;title&gt;" in page and "<title>&lt;" in page and "a &amp; b" in page
     assert "<th>a&lt;b</th><td>1</td>" in page and page.index("first") < page.index("<table>")

@@ -20,7 +20,7 @@ from test_training import UNINITIALISED, generate
 from test_training import train as train_smoe
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.prune import Layer, PrunedLayer
+from smoe_fairseq.analysis.prune import PrunedLayer
 from smoe_fairseq.analysis.prune import prune as prune_content
 from smoe_fairseq.models.transformer import moe_blocks
 
@@ -138,7 +138,7 @@ def test_so_they_do_in_the_family(ranks, small_corpus, tmp_path, member):
     # These alone: of others that the references did not choose, a search may have chosen some.
     model, _ = inputs.load(path, small_corpus)
     layers = {
-        name: PrunedLayer.of(Layer.of(block), {*range(block.strata.num_experts)} - gone)
+        name: PrunedLayer(block.strata, sorted({*range(block.strata.num_experts)} - gone))
         for name, block in moe_blocks(model).items()
     }
     torch.save(prune_content(path, layers), output)

@@ -36,7 +36,8 @@ class CapacityCheck:
 
     def percent_dropped(self, side: str) -> np.ndarray:
         """``(FIFTHS,)``, all MoE layers of one side taken together."""
-        return percent_dropped(sum(t for n, t in self.fifths.items() if n.startswith(side)))
+        chosen, dropped = sum(t for n, t in self.fifths.items() if n.startswith(side))
+        return 100 * dropped / chosen.clip(min=1)
 
     def sides(self) -> list[str]:
         return list(dict.fromkeys(name.split(".")[0] for name in self.fifths))
@@ -119,12 +120,6 @@ def by_position(stats: RoutingStats) -> torch.Tensor:
     sums_52 = counts_BS2.new_zeros(FIFTHS, 2)
     sums_52.index_add_(0, fifth_BS.flatten(), counts_BS2.view(-1, 2))
     return sums_52.t()
-
-
-def percent_dropped(table_25):
-    """``(FIFTHS,)`` of `by_position`'s table or a sum of such, a tensor or an array."""
-    chosen, dropped = table_25
-    return 100 * dropped / chosen.clip(min=1)
 
 
 def is_limited_in_training(model: nn.Module) -> bool:

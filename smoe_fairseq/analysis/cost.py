@@ -36,9 +36,14 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     SMoETransformerConfig.add_args(parser.add_argument_group("model, as for fairseq-train"))
 
 
+class _Parser(ArgumentParser):
+    def error(self, message: str):
+        raise UsageError(message)
+
+
 def parse_model(words: Sequence[str]) -> Namespace:
-    """The model's part of a command line of fairseq-train; other flags are passed over."""
-    parser = ArgumentParser(allow_abbrev=False, add_help=False)
+    """The model's part of a command line of fairseq-train, as `parse_run` takes it."""
+    parser = _Parser(allow_abbrev=False, add_help=False)
     add_model_arguments(parser)
     return parser.parse_known_args(list(words))[0]
 
@@ -127,34 +132,17 @@ def add_run_arguments(parser) -> None:
     parser.add_argument("--cpu", action="store_true", help="as a CPU computes, not a GPU")
 
 
-class _Parser(ArgumentParser):
-    def __init__(self):
-        super().__init__(allow_abbrev=False, add_help=False, conflict_handler="resolve")
-
-    def error(self, message: str):
-        raise UsageError(message)
-
-
 def parse_run(words: Sequence[str]) -> Namespace:
-    """These flags, the model's, the optimizer's and the criterion's of a command line of ``fairseq-train``.
+    """These flags and the model's of a command line of ``fairseq-train``; others are passed over.
 
     Raises:
-        UsageError: a value that none of them takes.
+        UsageError: a value that one of them does not take.
     """
-    parser = _Parser()
+    parser = _Parser(allow_abbrev=False, add_help=False)
     add_model_arguments(parser)
     add_run_arguments(parser)
-    flags = parser.parse_known_args(list(words))[0]
-    for registered in (OPTIMIZER_REGISTRY[flags.optimizer], CRITERION_REGISTRY[flags.criterion]):
-        registered.add_args(parser)
+    parser.add_argument("--momentum", type=float, default=0.0)  # of SGD
     return parser.parse_known_args(list(words))[0]
-
-
-def options_of(registered: type, flags: Namespace) -> Namespace:
-    """What an optimizer or criterion of fairseq's is built with: ``flags``, and its defaults for the rest."""
-    parser = _Parser()
-    registered.add_args(parser)
-    return Namespace(**vars(parser.parse_args([])) | vars(flags))
 
 
 # Parameters, forward FLOPs per token and requested capacity of a model, read off its modules.

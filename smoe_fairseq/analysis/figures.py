@@ -1,6 +1,5 @@
 """The pictures of an analysis, a function each."""
 
-import functools
 import io
 import re
 import sys
@@ -34,6 +33,8 @@ matplotlib.use("agg")
 
 DARK, LIGHT, MIDDLE = "#1d3f72", "#f0b45f", "#7f8c9a"  # luminance 0.05, 0.53, 0.25
 HATCH = "///"
+PLAIN = {"color": DARK}
+HATCHED = {"color": LIGHT, "hatch": HATCH, "edgecolor": "black"}
 DPI = 130
 NARROW = 3.9  # inches, of pictures for a phone
 SHADES = "Blues"  # light to dark, so it is read in grey as well
@@ -69,15 +70,7 @@ STYLE = {
 }
 
 
-def styled(draw):
-    """Decorates a function that draws, so that all pictures look the same."""
-
-    @functools.wraps(draw)
-    def draw_styled(*arguments, **options):
-        with plt.rc_context(STYLE):
-            return draw(*arguments, **options)
-
-    return draw_styled
+styled = plt.rc_context(STYLE)  # decorates functions that draw, so that all pictures look the same
 
 
 def new(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 3.0, **options):
@@ -99,15 +92,16 @@ def panels(number: int, stacked: bool, columns: int = 0, width=7.0, height=3.0, 
     return figure, list(axes.flat)
 
 
+@styled
 def png(figure: Figure) -> bytes:
     """The picture as a file's content; closes the figure."""
     content = io.BytesIO()
-    with plt.rc_context(STYLE):
-        figure.savefig(content, format="png", dpi=DPI)
+    figure.savefig(content, format="png", dpi=DPI)
     plt.close(figure)
     return content.getvalue()
 
 
+@styled
 def save(figure: Figure, stem: Path) -> set[str]:
     """Write ``stem.png`` and ``stem.svg`` atomically, and close the figure.
 
@@ -115,7 +109,7 @@ def save(figure: Figure, stem: Path) -> set[str]:
         Characters that no font here has.
     """
     try:
-        with plt.rc_context(STYLE), warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for kind, options in (("png", {"dpi": DPI}), ("svg", {"metadata": {"Date": None}})):
                 file = stem.with_name(f"{stem.name}.{kind}")
@@ -138,9 +132,14 @@ def warn_of_missing(characters: set[str]) -> None:
         )
 
 
-def text_on(share: float) -> str:
-    """Colour of text on a shade: ``share`` 0 is the lightest, 1 the darkest."""
-    return "white" if share > 0.55 else "black"
+def heat_map(ax, values: np.ndarray, least: float, most: float, form: str, size: int):
+    """Values as shades, with the numbers in the format ``form``, unless that is empty; returns the image."""
+    image = ax.imshow(values, cmap=SHADES, vmin=least, vmax=most, aspect="auto")
+    for (row, column), value in np.ndenumerate(values) if form else ():
+        colour = "white" if value - least > 0.55 * (most - least) else "black"
+        place = {"ha": "center", "va": "center"}
+        ax.text(column, row, format(value, form), fontsize=size, color=colour, **place)
+    return image
 
 
 # Requested capacity by depth (the paper's figure 5).
@@ -187,17 +186,13 @@ def draw_by_direction(results: Results, stacked: bool = False) -> Figure:
     height = 1.5 + 0.28 * len(names)
     figure, axes = panels(len(sides), stacked, height=height, sharex=True, sharey=True)
     for ax, side in zip(axes, sides):
-        means = [results.mean(name, side) for name in names]
-        for i, (name, mean) in enumerate(zip(names, means)):
-            out_of = pivot is not None and name.startswith(f"{pivot}-")
-            ax.barh(
-                *(i, mean),
-                color=LIGHT if out_of else DARK,
-                hatch=HATCH if out_of else None,
-                edgecolor="black" if out_of else DARK,
-                linewidth=0.5,
-            )
-            ax.text(mean, i, f" {mean:.2f}", va="center", fontsize=9)
+        for out_of, look in ((False, PLAIN), (True, HATCHED)):
+            rows = [i for i, name in enumerate(names) if name.startswith(f"{pivot}-") == out_of]
+            if rows:
+                label = f"{'out of' if out_of else 'into'} {pivot}"
+                means = [results.mean(names[row], side) for row in rows]
+                bars = ax.barh(rows, means, linewidth=0.5, label=label, **look)
+                ax.bar_label(bars, fmt=" %.2f", fontsize=9)
         ax.set_title(side)
         ax.set_xlabel("requested capacity, mean over tokens")
         ax.margins(x=0.16)
@@ -205,9 +200,8 @@ def draw_by_direction(results: Results, stacked: bool = False) -> Figure:
     axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
     if pivot is not None:
-        into = Patch(facecolor=DARK, label=f"into {pivot}")
-        out = Patch(facecolor=LIGHT, edgecolor="black", hatch=HATCH, label=f"out of {pivot}")
-        figure.legend(handles=[into, out], loc="outside upper center", ncols=2)
+        looks = axes[0].get_legend_handles_labels()
+        figure.legend(*looks, loc="outside upper center", ncols=2)
     return figure
 
 
@@ -385,12 +379,8 @@ def draw_load(results: Results, stacked: bool = False) -> Figure:
     top = max(max(load.max() for load in table.values()) for table in tables)
     for ax, block, table in zip(axes, results.blocks, tables):
         values = np.stack(list(table.values()))
-        image = ax.imshow(values, cmap=SHADES, vmin=0, vmax=top, aspect="auto")
-        for (i, e), value in np.ndenumerate(values):
-            if stacked and experts > 16:
-                break  # numbers would lie over each other
-            colour = text_on(value / top)
-            ax.text(e, i, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
+        form = "" if stacked and experts > 16 else ".1f"  # numbers would lie over each other
+        image = heat_map(ax, values, 0, top, form, size=8)
         for first in {*block.strata.first_experts} - {0}:
             ax.axvline(first - 0.5, color="black", linewidth=1.5)
         ax.set_yticks(range(len(table)), table)
@@ -415,11 +405,9 @@ def draw_positions(check: CapacityCheck, stacked: bool = False) -> Figure:
     figure, axes = panels(len(sides), stacked, height=2.8, sharey=True)
     for ax, side in zip(axes, sides):
         percent = check.percent_dropped(side)
-        look = {"color": LIGHT} if side == "decoder" else {"color": DARK}
-        look |= {"hatch": HATCH, "edgecolor": "black"} if side == "decoder" else {}
-        ax.bar(range(FIFTHS), percent, width=0.7, linewidth=0.6, **look)
-        for i, value in enumerate(percent):
-            ax.annotate(f"{value:.1f}", (i, value), (0, 3), textcoords="offset points", ha="center")
+        look = HATCHED if side == "decoder" else PLAIN
+        bars = ax.bar(range(FIFTHS), percent, width=0.7, linewidth=0.6, **look)
+        ax.bar_label(bars, fmt="%.1f", padding=3)
         ax.set_title(side)
         ax.set_xticks(range(FIFTHS), ["first", *map(str, range(2, FIFTHS)), "last"])
         ax.set_xlabel("fifth of the sentence")
@@ -452,10 +440,7 @@ def panel(ax, side: SentenceSide, start: int, per_row: int) -> None:
     tokens = side.tokens[start : start + per_row]
     values = np.array([row[start : start + per_row] for row in side.requested])
     most = max(len(block.strata) for block in side.blocks)
-    ax.imshow(values, cmap=SHADES, vmin=0.5, vmax=most, aspect="auto")
-    for (b, t), value in np.ndenumerate(values):
-        colour = text_on((value - 0.5) / (most - 0.5))
-        ax.text(t, b, str(value), ha="center", va="center", fontsize=9, color=colour)
+    heat_map(ax, values, 0.5, most, "d", size=9)
     ax.set_xticks(range(len(tokens)), tokens, rotation=40, ha="left", rotation_mode="anchor")
     ax.xaxis.tick_top()
     ax.set_yticks(range(len(side.blocks)), [block.title for block in side.blocks])

@@ -160,25 +160,14 @@ def directions(task, asked: str | None = None) -> list[str]:
     return names
 
 
-def language_tokens(task) -> set[str]:
-    """Tokens that name a language, such as ``__de__``."""
-    if not is_multilingual(task):
-        return set()
-    args = task.args
-    return {
-        get_lang_tok(lang, args.lang_tok_style, spec)
-        for lang in task.langs
-        for spec in args.langtoks_specs
-    }
-
-
 def special(dictionary, task) -> np.ndarray:
     """``(V,)``: whether a type stands for no text: language tokens and ``<s> <pad> </s> <unk>``."""
     is_special = np.zeros(len(dictionary), dtype=bool)
     is_special[: dictionary.nspecial] = True
-    for token in language_tokens(task):
-        if token in dictionary:
-            is_special[dictionary.index(token)] = True
+    if is_multilingual(task):
+        style, specs = task.args.lang_tok_style, task.args.langtoks_specs
+        tokens = {get_lang_tok(lang, style, spec) for lang in task.langs for spec in specs}
+        is_special[[dictionary.index(token) for token in tokens if token in dictionary]] = True
     return is_special
 
 

@@ -9,15 +9,17 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from fairseq.data import Dictionary
 from numpy import ndarray
 from tabulate import tabulate
 from torch import Tensor, nn
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.record import hooked
+from smoe_fairseq.analysis.record import BlockFollower, Recorder
 from smoe_fairseq.checkpoints.io import PENDING, RECORD, Record, rank_files, rank_of, set_name
 from smoe_fairseq.checkpoints.sets import (
     add_output_arguments,
@@ -66,33 +68,30 @@ class Use:
         return self.choices / max(self.choices.mean(), 1e-12)
 
 
-class LayerRecorder:
+class UseRecorder(BlockFollower):
     """Sums over what the gates of one MoE layer decide while a model runs, each ``(E,)``."""
 
-    def __init__(self, block: StratifiedMoE, device: torch.device):
-        self.first_experts = block.strata.first_experts
+    def __init__(self, block: StratifiedMoE, dictionary: Dictionary):
+        super().__init__(block, dictionary)
         self.tokens = 0
         self.firsts, self.confidence, self.choices = torch.zeros(
-            3, block.strata.num_experts, dtype=torch.float64, device=device
+            *(3, block.strata.num_experts),
+            dtype=torch.float64,
+            device=block.stratum_of_expert.device,
         )
 
-    def hook(self, stratum: int):
-        """The forward hook of the gate of this stratum; padding counts nowhere."""
-
-        def listen(gate, inputs, routing: Routing) -> None:
-            first = self.first_experts[stratum]
-            seen = slice(first, first + routing.num_experts)
-            active_T = routing.active_T
-            choice_T = routing.first_choice_T[active_T]
-            confidence_T = routing.probs_TE[active_T].gather(1, choice_T.unsqueeze(1)).squeeze(1)
-            firsts_E = routing.first_choices_E.double()
-            self.tokens += int(active_T.sum()) if stratum == 0 else 0
-            self.firsts[seen] += firsts_E
-            self.confidence[seen].index_add_(0, choice_T, confidence_T.double())
-            # A first choice decides where a token goes on, even if the token gets null experts alone.
-            self.choices[seen] += torch.maximum(routing.kept_E.double(), firsts_E)
-
-        return listen
+    def note(
+        self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
+    ) -> None:
+        first = self.block.strata.first_experts[stratum]
+        seen = slice(first, first + routing.num_experts)
+        firsts_E = routing.first_choices_E.double()
+        self.tokens += len(index_N) if stratum == 0 else 0
+        self.firsts[seen] += firsts_E
+        confidence_N = routing.probs_TE[row_N, expert_N - first]
+        self.confidence.index_add_(0, expert_N, confidence_N.double())
+        # A first choice decides where a token goes on, even if the token gets null experts alone.
+        self.choices[seen] += torch.maximum(routing.kept_E.double(), firsts_E)
 
     def use(self) -> Use:
         rate = self.firsts / max(self.tokens, 1)
@@ -102,17 +101,10 @@ class LayerRecorder:
 
 def use_of(samples: inputs.Samples) -> dict[str, Use]:
     """What a direction uses the experts of each MoE layer (see `moe_blocks`) for."""
-    device, blocks = next(samples.model.parameters()).device, moe_blocks(samples.model)
-    recorders = {layer: LayerRecorder(block, device) for layer, block in blocks.items()}
-    hooks = (
-        (gate, recorders[layer].hook(stratum))
-        for layer, block in blocks.items()
-        for stratum, gate in enumerate(block.gates)
-    )
-    with hooked(hooks), torch.no_grad():
+    with Recorder(samples.model, samples.task, UseRecorder).recording() as recorder:
         for sample in samples:
-            samples.model(**sample["net_input"])
-    return {layer: recorder.use() for layer, recorder in recorders.items()}
+            recorder.run(sample["net_input"])
+    return {layer: of_layer.use() for layer, of_layer in recorder.blocks.items()}
 
 
 # Choosing the experts that stay.
@@ -174,12 +166,6 @@ class Layer:
             required.update(sorted(experts, key=lambda e: (-score_E[e], e))[: self.fewest])
         return required
 
-    def after(self, kept: set[int]) -> Strata:
-        """The strata of the experts that stay."""
-        of_kept = [self.strata.stratum_of_expert[expert] for expert in kept]
-        sizes = tuple(of_kept.count(stratum) for stratum in range(len(self.strata.sizes)))
-        return Strata(sizes, self.strata.stacked, self.strata.chain)
-
 
 def keep_share(
     layers: Mapping[str, Layer], importance: Mapping[str, ndarray], share: float, over_all: bool
@@ -225,15 +211,17 @@ _GATE = re.compile(r"gates\.(\d+)\.(weight|bias\.steps|threshold\.steps)")
 
 @dataclass(frozen=True)
 class PrunedLayer:
-    """The experts of a layer that stay, in their order, and its strata before and after."""
+    """The strata of a layer before, and the experts that stay, in their order."""
 
-    experts: list[int]
     before: Strata
-    after: Strata
+    experts: list[int]
 
-    @classmethod
-    def of(cls, layer: Layer, kept: set[int]) -> "PrunedLayer":
-        return cls(sorted(kept), layer.strata, layer.after(kept))
+    @property
+    def after(self) -> Strata:
+        """The strata of the experts that stay."""
+        strata = [self.before.stratum_of_expert[expert] for expert in self.experts]
+        sizes = tuple(map(strata.count, range(len(self.before.sizes))))
+        return Strata(sizes, self.before.stacked, self.before.chain)
 
     @property
     def removed(self) -> list[int]:
@@ -273,10 +261,7 @@ def prune(path: Path, layers: Mapping[str, PrunedLayer]) -> dict:
         strata.setdefault(f"{name.partition('.')[0]}_smoe_strata", []).append(str(layer.after))
     strata = {option: ",".join(of_side) for option, of_side in strata.items()}
     if state.get("cfg"):  # fairseq repeats the model's settings for tasks of older kinds
-        state["cfg"] = {
-            part: _with_strata(values, strata) if part == "model" or _has_strata(values) else values
-            for part, values in state["cfg"].items()
-        }
+        state["cfg"] = {part: _with_strata(values, strata) for part, values in state["cfg"].items()}
     else:  # before fairseq had a config, checkpoints held the flat command line
         state["args"] = _with_strata(state["args"], strata)
     if (record := Record.of(state, path)) is not None:
@@ -287,15 +272,13 @@ def prune(path: Path, layers: Mapping[str, PrunedLayer]) -> dict:
     return state
 
 
-def _has_strata(values) -> bool:
-    values = vars(values) if isinstance(values, Namespace) else values
-    return isinstance(values, Mapping) and "smoe_strata" in values
-
-
-def _with_strata(values: Namespace | Mapping, strata: Mapping[str, str]) -> Namespace | dict:
-    if isinstance(values, Namespace):
-        return Namespace(**vars(values) | strata)
-    return {**values, **strata}
+def _with_strata(values: Any, strata: Mapping[str, str]) -> Any:
+    """A model's settings with other strata; all that is no model's as it is."""
+    options = vars(values) if isinstance(values, Namespace) else values
+    if not isinstance(options, Mapping) or "smoe_strata" not in options:
+        return values
+    changed = {**options, **strata}
+    return Namespace(**changed) if isinstance(values, Namespace) else changed
 
 
 # The command.
@@ -349,7 +332,7 @@ def run_prune(args: Namespace) -> None:
     else:  # the load in the direction where it is highest
         loads = {n: np.max([use[n].load for use in uses], axis=0) for n in layers}
         kept = keep_loaded(layers, loads, args.min_load)
-    pruned = {name: PrunedLayer.of(layers[name], kept[name]) for name in layers}
+    pruned = {name: PrunedLayer(layers[name].strata, sorted(kept[name])) for name in layers}
     state = prune(args.path, pruned)
     write_converted(state, args.output, args.force)
     print(f"choices counted over {args.gen_subset} of {', '.join(directions)}")

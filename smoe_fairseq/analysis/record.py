@@ -1,6 +1,6 @@
 """What the gates chose, recorded while a model reads a data set."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -174,13 +174,16 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator["Recorder"]:
         """Listens to the gates as long as the context is open."""
-        hooks = [
-            (gate, _listener(recorder, stratum))
+        handles = [
+            gate.register_forward_hook(_listener(recorder, stratum))
             for recorder in self.blocks.values()
             for stratum, gate in enumerate(recorder.block.gates)
         ]
-        with hooked(hooks):
+        try:
             yield self
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @torch.no_grad()
     def run(self, net_input: dict) -> None:
@@ -191,17 +194,6 @@ class Recorder:
         for name, recorder in self.blocks.items():
             recorder.begin(given(net_input, name.split(".")[0]))
         self.model(**net_input)
-
-
-@contextmanager
-def hooked(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
-    """Each hook is called after its module's forward pass as long as the context is open."""
-    handles = [module.register_forward_hook(hook) for module, hook in hooks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def given(net_input: dict, side: str) -> Tensor:

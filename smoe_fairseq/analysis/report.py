@@ -35,20 +35,15 @@ def summary(results: Results, checkpoint: Path) -> str:
         f"After {run['updates']:,} updates, over {over} of {run['subset']}, a token stops on average at "
         f"{' and at '.join(means)}."
     )
-    return f"{text} {bleu}" if (bleu := _bleu(results, checkpoint)) else text
-
-
-def _bleu(results: Results, checkpoint: Path) -> str | None:
-    """A sentence on the BLEU that ``evaluate.sh`` found; None if unknown."""
     try:
         found = read_json(checkpoint.parent / "scores.json", SCORES)
-        if found["checkpoint"] == checkpoint.name:
-            points = [found["scores"][name]["bleu"] for name in results.directions]
-            of = "" if len(points) == 1 else f", the mean of {len(points)} directions"
-            return f"Its BLEU on the test set is {np.mean(points):.1f}{of}."
-    except (UsageError, KeyError):
-        pass  # not evaluated, or not all of these directions
-    return None
+        if found["checkpoint"] != checkpoint.name:
+            return text
+        points = [found["scores"][name]["bleu"] for name in results.directions]
+    except (UsageError, KeyError):  # not evaluated, or not all of these directions
+        return text
+    of = "" if len(points) == 1 else f", the mean of {len(points)} directions"
+    return f"{text} Its BLEU on the test set is {np.mean(points):.1f}{of}."
 
 
 def by_direction(results: Results) -> str:
@@ -191,6 +186,7 @@ class Section:
         title: what the picture shows.
         finding: what it says here, in a sentence.
         reading: how to read it.
+        draw: makes the figure, ``stacked`` or not.
         wide, narrow: the picture as PNG, panels side by side, and one below the other for a phone.
     """
 
@@ -198,6 +194,7 @@ class Section:
     title: str
     finding: str
     reading: str
+    draw: Callable
     wide: bytes = b""
     narrow: bytes = b""
 
@@ -233,104 +230,87 @@ def draw(
 ) -> list[Section]:
     """Writes ``NAME.png`` and ``NAME.svg`` of each picture; those with nothing to show are left out."""
     sections, missing = [], set()
-    for section, figure in _pictures(results, example, series, min_count):
-        missing |= figures.save(figure(stacked=False), folder / section.name)
+    for section in _pictures(results, example, series, min_count):
+        missing |= figures.save(section.draw(stacked=False), folder / section.name)
         wide = (folder / f"{section.name}.png").read_bytes()
-        sections.append(replace(section, wide=wide, narrow=figures.png(figure(stacked=True))))
+        narrow = figures.png(section.draw(stacked=True))
+        sections.append(replace(section, wide=wide, narrow=narrow))
     figures.warn_of_missing(missing)
     return sections
 
 
-def _pictures(results, example, series, min_count) -> Iterator[tuple[Section, Callable]]:
+def _pictures(results, example, series, min_count) -> Iterator[Section]:
     order = "from most to least training data" if results.sizes else "in the order they were given"
     if results.has_languages:
-        yield (
-            Section(
-                "by_direction",
-                "Requested capacity by direction",
-                by_direction(results),
-                f"Directions {order}; means over the tokens of all blocks of a side. "
-                "The dotted line is 1, the least there can be. (Figure 3 of the paper.)",
-            ),
+        yield Section(
+            "by_direction",
+            "Requested capacity by direction",
+            by_direction(results),
+            f"Directions {order}; means over the tokens of all blocks of a side. "
+            "The dotted line is 1, the least there can be. (Figure 3 of the paper.)",
             partial(figures.draw_by_direction, results),
         )
     if results.ranks is not None:
-        yield (
-            Section(
-                "frequency",
-                "Frequency of the tokens that ask for least and for most",
-                token_frequency(results, min_count),
-                f"The {figures.TOKENS} tokens of lowest and highest mean requested capacity"
-                f"{' of each direction, made unique,' * results.has_languages} among those that occur "
-                f"at least {min_count} times; the dot and number are the median. (Figure 4 of the paper.)",
-            ),
+        yield Section(
+            "frequency",
+            "Frequency of the tokens that ask for least and for most",
+            token_frequency(results, min_count),
+            f"The {figures.TOKENS} tokens of lowest and highest mean requested capacity"
+            f"{' of each direction, made unique,' * results.has_languages} among those that occur "
+            f"at least {min_count} times; the dot and number are the median. (Figure 4 of the paper.)",
             partial(figures.draw_frequency, results, min_count),
         )
     if any(len(results.blocks_of(side)) > 1 for side in results.sides()):
-        yield (
-            Section(
-                "by_depth",
-                "Requested capacity by depth",
-                by_depth(results),
-                "Thin lines are directions. " * results.has_languages
-                + "Only layers with experts are shown. (Figure 5 of the paper.)",
-            ),
+        yield Section(
+            "by_depth",
+            "Requested capacity by depth",
+            by_depth(results),
+            "Thin lines are directions. " * results.has_languages
+            + "Only layers with experts are shown. (Figure 5 of the paper.)",
             partial(figures.draw_by_depth, results),
         )
-    yield (
-        Section(
-            "load",
-            "Expert load by language" if results.has_languages else "Expert load",
-            load(results),
-            "First choices of all strata's gates. Later strata are seen by more gates, so that more "
-            "than 1 is expected of them.",
-        ),
+    yield Section(
+        "load",
+        "Expert load by language" if results.has_languages else "Expert load",
+        load(results),
+        "First choices of all strata's gates. Later strata are seen by more gates, so that more "
+        "than 1 is expected of them.",
         partial(figures.draw_load, results),
     )
-    yield (
-        Section(
-            "flow",
-            "The way through the strata",
-            flow(results),
-            "A bar is a stratum, its height the share of the tokens that stop at it. The darker a "
-            "band, the fewer strata it passes by.",
-        ),
+    yield Section(
+        "flow",
+        "The way through the strata",
+        flow(results),
+        "A bar is a stratum, its height the share of the tokens that stop at it. The darker a "
+        "band, the fewer strata it passes by.",
         partial(figures.draw_flow, results),
     )
     check = results.capacity
     if check and any(check.percent_dropped(side).any() for side in check.sides()):
-        yield (
-            Section(
-                "positions",
-                "What training's capacity takes away",
-                positions(check),
-                "First choices dropped for want of capacity, in batches as those of training. They should "
-                "not depend on the position, nor the loss much on the limit: where it is far higher without "
-                "(0.1 and more), the experts get tokens that they never saw in training.",
-            ),
+        yield Section(
+            "positions",
+            "What training's capacity takes away",
+            positions(check),
+            "First choices dropped for want of capacity, in batches as those of training. They should "
+            "not depend on the position, nor the loss much on the limit: where it is far higher without "
+            "(0.1 and more), the experts get tokens that they never saw in training.",
             partial(figures.draw_positions, check),
         )
     if example is not None:
         direction, sides = example
-        yield (
-            Section(
-                "sentence",
-                f"One sentence, {direction}"
-                if results.has_languages
-                else "The beginning of a sample",
-                sentence(sides),
-                "Strata that each token stops at, special tokens included; in the decoder, a token is "
-                "the one that is given, not the one predicted from it.",
-            ),
+        yield Section(
+            "sentence",
+            f"One sentence, {direction}" if results.has_languages else "The beginning of a sample",
+            sentence(sides),
+            "Strata that each token stops at, special tokens included; in the decoder, a token is "
+            "the one that is given, not the one predicted from it.",
             partial(figures.draw_sentence, sides),
         )
     if series:
-        yield (
-            Section(
-                "training",
-                "Over the course of training",
-                training(series),
-                "Means between two lines of the log. A log in fairseq's JSON format has each block.",
-            ),
+        yield Section(
+            "training",
+            "Over the course of training",
+            training(series),
+            "Means between two lines of the log. A log in fairseq's JSON format has each block.",
             partial(figures.draw_training, series),
         )

@@ -1,8 +1,9 @@
 """The tables of an analysis."""
 
 import csv
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -27,24 +28,16 @@ def ranks(task, directions: list[str]) -> dict[str, np.ndarray] | None:
     Each language's text of each pair is counted once, also when both directions are trained. Where
     the two sides share their dictionary, they share the counts. None without binarised training text.
     """
-    same = task.source_dictionary == task.target_dictionary
-    counts = {
-        side: np.zeros(len(inputs.dictionary_of(task, side)), dtype=np.int64)
-        for side in inputs.sides(task)
-    }
-    seen = set()
-    for folder in inputs.folders(task):
-        for direction in directions:
-            for side, language in zip(counts, direction.split("-")):
-                prefix = _prefix(folder, direction, language)
-                if prefix is None:
-                    return None
-                if (same, prefix) in seen or (side, prefix) in seen:
-                    continue
-                seen.add((same, prefix) if same else (side, prefix))
-                for other in counts if same else [side]:
-                    counts[other] += _count(prefix, len(counts[other]))
-    return {side: _rank(count) for side, count in counts.items()}
+    texts: dict[str, set[str | None]] = {side: set() for side in inputs.sides(task)}
+    for folder, direction in itertools.product(inputs.folders(task), directions):
+        for side, language in zip(texts, direction.split("-")):
+            texts[side].add(_prefix(folder, direction, language))
+    everything = set.union(*texts.values())
+    if None in everything:
+        return None
+    if task.source_dictionary == task.target_dictionary:
+        return dict.fromkeys(texts, _rank(everything, task.source_dictionary))
+    return {side: _rank(of, inputs.dictionary_of(task, side)) for side, of in texts.items()}
 
 
 def sizes(task, directions: list[str]) -> dict[str, int] | None:
@@ -84,7 +77,8 @@ def _count(prefix: str, vocabulary: int) -> np.ndarray:
     return counts
 
 
-def _rank(counts: np.ndarray) -> np.ndarray:
+def _rank(texts: Iterable[str], dictionary: Dictionary) -> np.ndarray:
+    counts = sum(_count(prefix, len(dictionary)) for prefix in texts)
     ranks = np.empty(len(counts), dtype=np.int64)
     ranks[np.argsort(-counts, kind="stable")] = np.arange(1, len(counts) + 1)
     return ranks

@@ -190,9 +190,7 @@ def run_sentence(
     if len(tokens) >= longest:
         raise UsageError(f"--sentence: {len(tokens)} tokens, the model takes fewer than {longest}")
     dataset = task.build_dataset_for_inference([tokens], [len(tokens)])
-    device = next(model.parameters()).device
-    sample = dataset.collater([dataset[0]])
-    sample["net_input"] = {k: v.to(device) for k, v in sample["net_input"].items() if v is not None}
+    sample = inputs.on_device(model, dataset.collater([dataset[0]]))
     if inputs.is_language_model(task):
         return run_pair(model, task, sample["net_input"])
     generator = SequenceGenerator([model], task.target_dictionary, beam_size=BEAM)

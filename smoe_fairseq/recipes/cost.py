@@ -176,68 +176,63 @@ def run_cost(args: Namespace) -> None:
         raise UsageError(f"--context {args.context}: expected a number of positions, 0 or more")
     if args.data and not args.path:
         raise UsageError(f"{args.data}: DATA goes with --path CHECKPOINT")
-    planned = "--world-size" if args.world_size is not None else "--gpu-memory"
-    if args.world_size is not None or args.gpu_memory is not None:
-        if args.paper or args.path:
-            raise UsageError(
-                f"{planned} goes with the flags of a model, not with --paper or --path"
-            )
-        for flag, number in (
-            ("--world-size", 1 if args.world_size is None else args.world_size),
-            ("--max-tokens", args.max_tokens),
-            ("--update-freq", args.update_freq),
-            ("--sentence-length", args.sentence_length),
-        ):
-            if number < 1:
-                raise UsageError(f"{flag} {number}: expected a whole number of at least 1")
+    measured, processes, fitting = None, {}, {}
     with quietly():
+        if args.paper or args.path:
+            for flag, value in (
+                ("--world-size", args.world_size),
+                ("--gpu-memory", args.gpu_memory),
+            ):
+                if value is not None:
+                    raise UsageError(
+                        f"{flag} goes with the flags of a model, not with --paper or --path"
+                    )
         if args.paper:
             return _print_paper(compare(args.paper, args.context), args)
         if args.path:
-            uniform, measured, processes = expected_cost(args.path, args.context), None, {}
+            uniform = expected_cost(args.path, args.context)
             if args.data:
                 measured = measured_cost(args.path, args.data, args.gen_subset, args.context)
         else:
-            model = build_meta_model(args, args.vocab_size)
-            uniform, measured = count(model, args.context), None
-            processes = _processes(args)
-    costs = {"uniform routing": uniform}
-    if measured:
-        costs[f"measured on {args.gen_subset}"] = measured
+            uniform = count(build_meta_model(args, args.vocab_size), args.context)
+            run = _planned_run(args)
+            if args.world_size is not None:
+                try:
+                    processes = process_costs(run)
+                except ValueError as error:
+                    raise UsageError(f"--world-size {args.world_size}: {error}") from None
+            if args.gpu_memory is not None:
+                fitting = fits(run, args.gpu_memory)
     if args.json:
         content = _plain(uniform) | ({"measured": _plain(measured)} if measured else {})
         if processes:
             content["processes"] = {name: cost.as_dict() for name, cost in processes.items()}
-        if args.gpu_memory is not None:
-            content["fits"] = fits(_run_of(args), args.gpu_memory)
+        if fitting:
+            content["fits"] = fitting
         print(json.dumps(content | {"context": args.context}, indent=2))
         return
-    for routing, cost in costs.items():
-        _print_cost(cost, routing)
+    _print_cost(uniform, "uniform routing")
+    if measured:
+        _print_cost(measured, f"measured on {args.gen_subset}")
     if processes:
-        print_process_costs(processes, _run_of(args))
-    if args.gpu_memory is not None:
+        print_process_costs(processes, run)
+    if fitting:
         print(f"\ntokens that fit on a GPU of {args.gpu_memory:g} GiB, per forward pass")
-        for name, tokens in fits(_run_of(args), args.gpu_memory).items():
+        for name, tokens in fitting.items():
             name = "training" if name == "replicated" and not args.world_size else name
             print(f"{name:12}{tokens:>12,}" if tokens else f"{name:12}{'none':>12}")
     print(f"\n{READING}")
 
 
-def _processes(args: Namespace) -> dict:
-    """`process_costs`, or nothing without ``--world-size``."""
-    if args.world_size is None:
-        return {}
-    try:
-        return process_costs(_run_of(args))
-    except ValueError as error:
-        raise UsageError(f"--world-size {args.world_size}: {error}") from None
-
-
-def _run_of(args: Namespace) -> Run:
-    return Run(
-        *(config_of(args), args, args.vocab_size, args.world_size or 1, args.sentence_length)
-    )
+def _planned_run(args: Namespace) -> Run:
+    """The run that the flags describe; raises UsageError for a number below 1."""
+    for name in ("world_size", "max_tokens", "update_freq", "sentence_length"):
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} {number}: expected a whole number of at least 1")
+    ranks = args.world_size or 1
+    return Run(config_of(args), args, args.vocab_size, ranks, args.sentence_length)
 
 
 def _plain(cost: Cost) -> dict:

@@ -15,9 +15,7 @@ from pathlib import Path
 from smoe_fairseq.errors import ENDING, UsageError, end_with_parent
 
 STARTED = "SMOE_RECIPE"  # set in the environment of every command that a recipe starts
-PATIENCE = (
-    60  # seconds for the processes of a stopped command to end; torchrun gives its workers 30
-)
+PATIENCE = 60  # seconds for a stopped command's processes to end; torchrun gives its workers 30
 PYTHON = ("python", "-P")  # -P: no module of the current folder is imported
 # Programs that explain their failure in a sentence of their own.
 _TELL = {"python", "smoe", "fairseq-train", "fairseq-generate", "torchrun", "srun"}

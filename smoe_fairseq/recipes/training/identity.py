@@ -13,14 +13,14 @@ from smoe_fairseq.files import write_whole
 from smoe_fairseq.forms import IDENTITY, read_json
 from smoe_fairseq.recipes.config import given_flags, is_number
 from smoe_fairseq.recipes.processes import report
-from smoe_fairseq.recipes.training.batch import TOLERANCE
+from smoe_fairseq.recipes.training.batch import SIZES, TOLERANCE
 
 FILE = "identity.json"  # in the run's folder
 PATIENCE = 60  # seconds until other machines see the first one's file: NFS may delay it
 _joined: set[Path] = set()  # folders of runs that another machine started
 _RANKS = "ranks"  # key in the file, for information; earlier versions did not write it
 _TRAINED = "trained"  # key in the file, written when training has ended: the values of `_LIMITS`
-_SIZES = ("--max-tokens", "--batch-size")
+_SIZES = tuple(f"--{name}" for name in SIZES)
 BATCH = (*_SIZES, "--update-freq")  # compared by product: size x frequency x processes
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 

@@ -23,19 +23,14 @@ Curves = dict[str, dict[str, dict[int, float]]]  # value by update, by panel and
 def curves(log: Path) -> Curves:
     """What a run's log has of `CURVES`; of an update that was made twice, the later value."""
     found: Curves = {}
-
-    def add(kind: str, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            if kind + name in CURVES:
-                panel, curve = CURVES[kind + name]
-                at = found.setdefault(panel, {}).setdefault(curve, {})
-                at[int(values[UPDATES])] = value
-
-    for values in read_lines(log):
-        if "wpb" in values:  # not an epoch's summary
-            add("", values)
-    for values in read_validations(log):
-        add("valid ", values)
+    training = (values for values in read_lines(log) if "wpb" in values)  # no epoch's summary
+    for kind, lines in (("", training), ("valid ", read_validations(log))):
+        for values in lines:
+            for name in values:
+                if kind + name in CURVES:
+                    panel, curve = CURVES[kind + name]
+                    at = found.setdefault(panel, {}).setdefault(curve, {})
+                    at[int(values[UPDATES])] = values[name]
     return found
 
 

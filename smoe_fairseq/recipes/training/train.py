@@ -11,7 +11,7 @@ from smoe_fairseq.recipes.config import (
     Dataset,
     Flags,
     arguments,
-    config_folder,
+    dataset_file,
     given_flags,
     has_strata,
     method_flags,
@@ -212,8 +212,7 @@ def _check_complete(dataset: Dataset, words: Sequence[str]) -> None:
     there = given_flags(words).keys()
     for flags, example in NEEDED.items():
         if not there & set(flags):
-            file = config_folder() / "datasets" / f"{dataset.name}.yaml"
             raise UsageError(
-                f"{flags[0]} is missing: expected it behind the method, or in `train` of {file}, such as "
-                f"`{flags[0].lstrip('-')}: {example}`"
+                f"{flags[0]} is missing: expected it behind the method, or in `train` of "
+                f"{dataset_file(dataset.name)}, such as `{flags[0].lstrip('-')}: {example}`"
             )
