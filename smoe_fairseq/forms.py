@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import LARGEST, read_text
+from smoe_fairseq.files import read_text
 
 Form = Any
 
@@ -42,20 +42,19 @@ _NAMES = {
 }
 
 
-def read_json(file: Path | str, form: Form = dict, advice: str = "", largest: int = LARGEST) -> Any:
+def read_json(file: Path | str, form: Form = dict, advice: str = "") -> Any:
     """The content of a JSON file.
 
     Args:
         form: what it has to be.
         advice: the end of the sentence in an error, what to do about it.
-        largest: bytes.
 
     Raises:
         UsageError: the file cannot be read, is too large or no JSON, or has another form.
     """
     end = f"; {advice}" if advice else ""
     try:
-        content = json.loads(read_text(file, largest))
+        content = json.loads(read_text(file))
     except (ValueError, RecursionError):
         raise UsageError(f"{file} is not valid JSON{end}") from None
     if found := fault(content, form):

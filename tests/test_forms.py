@@ -54,9 +54,9 @@ def test_what_is_missing_is_named(missing):
     assert fault(given, FORM) == f"{missing} is missing"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b'{"a": "\xe4"}', b"1", b" " * 101])
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b'{"a": "\xe4"}', b"1"])
 def test_a_file_that_is_no_json_of_the_form(tmp_path, content):
     file = tmp_path / "a.json"
     file.write_bytes(content)
     with pytest.raises(UsageError, match=f"^{file}"):
-        read_json(file, {}, "delete it", largest=100 if content[:1] == b" " else 10**6)
+        read_json(file, {}, "delete it")

@@ -112,7 +112,7 @@ def print_process_costs(costs: dict[str, ProcessCost], run: Run) -> None:
     print(aligned(header, rows))
 
 
-def fits(run: Run, gibibytes: float, beam: int = 5) -> dict[str, int]:
+def fits(run: Run, gibibytes: float) -> dict[str, int]:
     """The most tokens of a forward pass on a GPU of so much memory: of training, with keys as
     `process_costs` has them, and of translating; 0 if the model itself does not fit."""
     room = gpu_room(gibibytes * 2**30)
@@ -121,7 +121,7 @@ def fits(run: Run, gibibytes: float, beam: int = 5) -> dict[str, int]:
         for name in process_costs(run)
         if run.processes > 1 or name == "replicated"
     }
-    weights, each = translation(run, beam)
+    weights, each = translation(run)
     return found | {"translation": max(0, int((room - weights) / each))}
 
 

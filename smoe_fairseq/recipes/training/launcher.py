@@ -1,6 +1,5 @@
 """Where training runs: processes, machines, torchrun or SLURM."""
 
-import math
 import os
 import socket
 import threading
@@ -90,20 +89,15 @@ def launch(extra: Sequence[str]) -> Launch:
         )
     cpu = gpus == 0 or "--cpu" in extra
     if not cpu and launcher != "slurm" and not dry_run():
-        cpu = not _has_gpus(gpus)
+        import torch
+
+        there = torch.cuda.device_count()
+        if 0 < there < gpus:
+            raise UsageError(
+                f"GPUS={gpus}: this machine has {there}; expected at most as many, or --cpu behind the method"
+            )
+        cpu = there == 0
     return Launch(launcher, nodes, gpus, cpu)
-
-
-def _has_gpus(wanted: int) -> bool:
-    """Whether this machine has GPUs; raises UsageError if it has some, but fewer than ``wanted``."""
-    import torch
-
-    there = torch.cuda.device_count()
-    if 0 < there < wanted:
-        raise UsageError(
-            f"GPUS={wanted}: this machine has {there}; expected at most as many, or --cpu behind the method"
-        )
-    return there > 0
 
 
 def visible_gpus(count: int) -> list[str]:
@@ -113,13 +107,13 @@ def visible_gpus(count: int) -> list[str]:
     return (named or [str(i) for i in range(count)])[:count]
 
 
-def divide_cpu(bytes_each: int, most: float = math.inf) -> tuple[int, int]:
-    """How many processes to run side by side on the CPU, at most ``most``, and the threads of each.
+def divide_cpu(bytes_each: int) -> tuple[int, int]:
+    """How many processes to run side by side on the CPU, and the threads of each.
 
     ``JOBS``, or as many as there are cores, and memory at ``bytes_each``.
     """
     fit = (machine_memory() or 1 << 62) // bytes_each
-    processes = min(most, whole_number("JOBS", least=1) or max(1, min(cores(), fit)))
+    processes = whole_number("JOBS", least=1) or max(1, min(cores(), fit))
     return processes, max(1, cores() // processes)
 
 
