@@ -100,7 +100,7 @@ class NllbMoe(Peer):
         config = NllbMoeConfig(
             d_model=self.embed_dim,
             num_experts=self.num_experts,
-            expert_capacity=None,
+            expert_capacity=1,  # `mix` sets it
             activation_dropout=0.0,
             moe_token_dropout=0.0,
             second_expert_policy="all",

@@ -1,0 +1,25 @@
+"""`make bench` on its smallest case: what is measured is in the report."""
+
+import json
+
+from benchmarks import block, program, report
+
+
+def test_the_report_has_what_the_block_measured(tmp_path, monkeypatch):
+    out = tmp_path / "block.json"
+    flags = ["--cases", "^base/4-4/8/", "--seconds", "0", "--threads", "1", "--peers"]
+    monkeypatch.setattr("sys.argv", ["block", *flags, "--out", str(out)])
+    monkeypatch.setattr(block, "keep_freed_memory", lambda: False)  # of the whole process
+    block.main()
+    cases = {each["case"]: each for each in json.loads(out.read_text())["cases"]}
+    assert set(cases) == {"base/4-4/8/train", "base/4-4/8/infer"}
+    trained = cases["base/4-4/8/train"]
+    assert set(trained["seconds"]) == {"floor", "ours"} and trained["memory"]["ours"]["saved"] > 0
+    report.main(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert all(f"| {case} |" in text for case in cases) and "not measured" in text
+
+
+def test_updates_are_read_from_the_log():
+    log = '2026 | INFO | train_inner | {"wps": "12.5"}\nother\n2026 | INFO | train_inner | {"wps": "13"}'
+    assert [update["wps"] for update in program.updates(log)] == ["12.5", "13"]
