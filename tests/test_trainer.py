@@ -146,7 +146,9 @@ def without_memory(failing: str, arguments: list[str]) -> None:
 
     def step(self, *others, **options):
         calls.append(1)
-        if {"one": len(calls) == 2, "at first": len(calls) % 2 == 1}.get(failing, True):
+        fails = {"one": len(calls) == 2, "at first": len(calls) % 2 == 1, "none": False}
+        fails["all but one"] = len(calls) > 1
+        if fails.get(failing, True):
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"
             )
@@ -176,6 +178,25 @@ def test_out_of_memory_ends_with_the_batch_to_try(ranks, small_corpus, tmp_path,
     lines = run.output().splitlines()
     *_, where = [i for i, line in enumerate(lines) if line.endswith(advice)]
     assert failing == "one" or where == len(lines) - 1
+
+
+def one_rank_without_memory(whose: str, arguments: list[str]) -> None:
+    """``fairseq-train`` where batches do not fit: all but the first of rank 0, or those of all ranks."""
+    failing = "all but one" if os.environ["RANK"] == "0" else "none"
+    without_memory("all" if whose == "all" else failing, arguments)
+
+
+@pytest.mark.parametrize("whose", ["one", "all"])
+def test_a_rank_out_of_memory_ends_no_run_in_which_others_train(
+    ranks, small_corpus, tmp_path, whose
+):
+    arguments = [small_corpus, "--save-dir", tmp_path, *SMALL, "--max-update", 5]
+    arguments += ["--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
+    arguments = list(map(str, arguments))
+    run = ranks.start(tmp_path, 2, whose, arguments, function=one_rank_without_memory)
+    assert run.wait(90) == ([0, 0] if whose == "one" else [1, 1]), run.output()
+    assert ("a batch was skipped: try --" in run.output(0)) == (whose == "one")
+    assert (tmp_path / "checkpoint_last.pt").exists() == (whose == "one")
 
 
 def test_batches_of_validation_that_fit_at_the_second_try_end_no_run(ranks, small_corpus, tmp_path):

@@ -33,6 +33,7 @@ from smoe_fairseq.models.transformer import (
 from smoe_fairseq.training import screen
 from smoe_fairseq.training.gradients import ExpertNorm
 from smoe_fairseq.training.launch import (
+    KNOWS_EXPERTS,
     check_data,
     check_flags,
     check_language_pairs,
@@ -68,7 +69,7 @@ def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
 
 
 logger = logging.getLogger(__name__)
-MOST_SKIPPED = 3  # batches that do not fit into memory, without an update between them
+MOST_SKIPPED = 3  # updates one after another for which no rank had the memory
 
 
 def ask_for_ours(trainer: ModuleType) -> None:
@@ -114,7 +115,8 @@ class SMoETrainer(Trainer):
         folder: the identity of ``--save-dir`` at the start; None if there is none.
         save_name: the name of the set that is being saved, else None.
         in_update: whether an update is running.
-        skipped: batches since the last update that did not fit into memory.
+        lacks_memory: whether a batch of the running update did not fit into this rank's memory.
+        skipped: updates since the last one that was made, for which no rank had the memory.
 
     Raises:
         UsageError: flags, data, folder or checkpoint do not fit the run.
@@ -130,8 +132,8 @@ class SMoETrainer(Trainer):
             )
         self.expert_placement = place = placement_of(model)
         self.save_name = None
-        self.in_update = False
-        self.skipped = 0
+        self.in_update = self.lacks_memory = False
+        self.skipped, self.known_logs = 0, []
         if place is not None:
             check_options(cfg)
             with open_dict(cfg):
@@ -256,16 +258,20 @@ class SMoETrainer(Trainer):
         """
         if begin_update := getattr(self.get_criterion(), "begin_update", None):
             begin_update()
-        self.in_update, skipped = True, self.skipped
+        self.in_update, self.lacks_memory = True, False
         try:
             with dummies_left_out(self.task), self._advising():
                 log = super().train_step(sorted(samples, key=_is_there), *others, **options)
             if log is not None:  # None where an update was skipped
                 screen.after_update(self.get_num_updates())
-            if self.skipped > skipped:
-                logger.warning(f"a batch was skipped: {self._smaller_batch()}")
-            elif log is not None:
                 self.skipped = 0
+            if self.lacks_memory:
+                self.skipped += log is None
+                if self.skipped >= MOST_SKIPPED:
+                    raise UsageError(
+                        f"out of memory {self.skipped} times without an update: {self._smaller_batch()}"
+                    )
+                logger.warning(f"a batch was skipped: {self._smaller_batch()}")
             return log
         except FloatingPointError as error:  # on all ranks, since the norm is over all gradients
             raise UsageError(
@@ -308,17 +314,35 @@ class SMoETrainer(Trainer):
         return {**sample, "is_dummy": True} if is_dummy else sample, is_dummy
 
     def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
-        """As fairseq's, but copies all numbers from the device at once."""
+        """As fairseq's, but copies all numbers from the device at once; None if no rank had memory."""
         if not hasattr(self.get_criterion(), "gate_losses"):  # not our criterion
+            if self.in_update and not float(sample_size):
+                return None
             return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
-        logs = [*(logging_outputs or []), {"norm": grad_norm}]
-        *logs, norm = on_host(logs)
+        logs = [*(logging_outputs or []), {"norm": grad_norm, "size": sample_size}]
+        *logs, own = on_host(logs)
+        if self.in_update and not own["size"]:
+            return None
         if torch.is_tensor(grad_norm):
-            grad_norm = torch.tensor(norm["norm"])
+            grad_norm = torch.tensor(own["norm"])
         kept = None if logging_outputs is None else logs
         if self.model.training:
             update_gates(self.get_model(), logs)
         return super()._reduce_and_log_stats(kept, sample_size, grad_norm)
+
+    def _aggregate_logging_outputs(self, logging_outputs, *numbers, ignore=False):
+        """As fairseq's; a rank that had memory for no batch takes part by zeros, which others expect."""
+        if logging_outputs:
+            self.known_logs = logging_outputs[:1]
+        elif not self.known_logs:
+            raise UsageError(
+                f"rank {self.data_parallel_rank} is out of memory at its first batch: "
+                f"{self._smaller_batch()}"
+            )
+        ignore = ignore or not logging_outputs
+        return super()._aggregate_logging_outputs(
+            self.known_logs if ignore else logging_outputs, *numbers, ignore=ignore
+        )
 
     def clip_grad_norm(self, clip_norm):
         """Clip by the gradient norm over the experts of all ranks."""
@@ -336,19 +360,20 @@ class SMoETrainer(Trainer):
     def _log_oom(self, exc):
         """As fairseq's, which then skips the batch; raises UsageError where that helps nobody."""
         super()._log_oom(exc)
-        self.skipped += self.in_update  # a batch of validation is tried again
+        self.lacks_memory = True
         which = "" if self.in_update else "_valid"
-        asking = [b for b in moe_blocks(self.get_model()).values() if b.balance_over == "update"]
-        if self.expert_placement is not None or (asking and self.data_parallel_world_size > 1):
-            # Other ranks wait for this rank's tokens or counts.
-            name = "--moe-balance-over update" if asking else "--expert-parallel"
+        blocks = moe_blocks(self.get_model()).values()
+        back_end = self.cfg.distributed_training.ddp_backend
+        waiting = {  # other ranks, for this one's tokens, counts or gradients
+            "--expert-parallel": self.expert_placement is not None,
+            "--moe-balance-over update": any(b.balance_over == "update" for b in blocks),
+            f"--ddp-backend {back_end}": self.in_update and back_end not in KNOWS_EXPERTS,
+        }
+        name = next((flag for flag, waits in waiting.items() if waits), None)
+        if name and self.data_parallel_world_size > 1:
             raise UsageError(
                 f"rank {self.data_parallel_rank} is out of memory, and with {name} no rank can skip a "
                 f"batch: {self._smaller_batch(which)}"
-            ) from exc
-        if self.in_update and self.skipped >= MOST_SKIPPED:
-            raise UsageError(
-                f"out of memory {self.skipped} times without an update: {self._smaller_batch()}"
             ) from exc
 
 
