@@ -44,6 +44,11 @@ def started(run, tmp_path) -> Path:
     return tmp_path / "runs/x/moe"
 
 
+def save(folder: Path) -> None:
+    """Training does, after updates."""
+    (folder / "checkpoint_last.pt").write_text("more")
+
+
 CHANGES = {
     ("--seed", "2"): "was started with --seed 1, not with --seed 2",
     ("--seed=2",): "was started with --seed 1, not with --seed 2",
@@ -77,6 +82,9 @@ def test_another_flag_may_be_forced(run, started, capsys):
     assert run("--lr", "0.003", force=True) is None
     said = f"warning: {started} was started with --lr 0.002, not with --lr 0.003, and goes on so"
     assert said in capsys.readouterr().err
+    assert "--lr 0.002, not with --lr 0.003" in run("--lr", "0.003")  # no update was made so far
+    assert run("--lr", "0.003", force=True) is None
+    save(started)
     assert run("--lr", "0.003") is None
     assert "--lr 0.003, not with --lr 0.002" in run()
 
@@ -87,6 +95,7 @@ def test_what_is_forced_on_a_finished_run_is_not_recorded(run, started):
     assert run("--lr", "0.003", force=True, left=False) is None  # nothing is trained
     assert (started / identity.FILE).read_bytes() == before
     assert run("--lr", "0.003", "--max-update", "20", force=True) is None
+    save(started)
     assert "--lr 0.003, not with --lr 0.002" in run()
 
 

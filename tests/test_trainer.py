@@ -199,6 +199,24 @@ def test_a_rank_out_of_memory_ends_no_run_in_which_others_train(
     assert (tmp_path / "checkpoint_last.pt").exists() == (whose == "one")
 
 
+@pytest.mark.parametrize("number", [1, soak(2)])
+def test_a_validation_that_fails_loses_no_update(ranks, small_corpus, tmp_path, number):
+    arguments = [small_corpus, "--save-dir", tmp_path, *SMALL, *GLOO, "--max-update", 2]
+    arguments.remove("--disable-validation")
+    arguments = list(map(str, arguments))
+    run = ranks.start(tmp_path, number, "valid", arguments, function=without_memory, one=number < 2)
+    assert run.wait(90) == [1] * number, run.output()
+    file = tmp_path / ("checkpoint_last.pt" if number == 1 else "crash.pt")
+    state = torch.load(file, weights_only=True)
+    assert state["optimizer_history"][-1]["num_updates"] == 2
+    assert state["extra_state"]["train_iterator"]["epoch"] >= 1
+
+
+def test_our_trainer_may_be_imported_before_fairseqs():
+    result = run_python("import smoe_fairseq.training.trainer, fairseq.trainer as f; f.Trainer")
+    assert result.returncode == 0, result.stdout
+
+
 def test_batches_of_validation_that_fit_at_the_second_try_end_no_run(ranks, small_corpus, tmp_path):
     arguments = [small_corpus, "--save-dir", tmp_path, *SMALL, "--max-update", 1, "--no-save"]
     arguments.remove("--disable-validation")

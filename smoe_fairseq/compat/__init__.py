@@ -131,7 +131,7 @@ ADDITIONS = (
     ("fairseq.checkpoint_utils", "smoe_fairseq.models.checks:know_what_is_loaded"),
     ("fairseq.data.dictionary", "smoe_fairseq.checkpoints.io:remember_file"),
     ("fairseq.data.iterators", "smoe_fairseq.training.epochs:resume_on_any_ranks"),
-    ("fairseq.trainer", "smoe_fairseq.training.trainer:ask_for_ours"),
+    ("fairseq.trainer", "smoe_fairseq.training.ours:ask_for_ours"),
 )
 
 _installed = False

@@ -1,6 +1,7 @@
 """Our trainer: fairseq's, with checks, sharded checkpoints and routing statistics."""
 
 import copy
+import functools
 import logging
 import os
 import sys
@@ -8,7 +9,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 import numpy
 import torch
@@ -72,30 +72,6 @@ logger = logging.getLogger(__name__)
 MOST_SKIPPED = 3  # updates one after another for which no rank had the memory
 
 
-def ask_for_ours(trainer: ModuleType) -> None:
-    """Make ``Trainer(...)`` return an `SMoETrainer`; subclasses of fairseq's Trainer do not change.
-
-    They raise UsageError for a model that only ours trains.
-
-    ``fairseq_cli.train`` imports the class before it reads ``--user-dir``, so replacing the name in the
-    module would come too late. Instead, the class's ``__new__`` is changed.
-    """
-    fairseqs = trainer.Trainer
-
-    def __new__(cls, *arguments, **options):
-        if cls is fairseqs:
-            return object.__new__(SMoETrainer)
-        models = [each for each in (*arguments, *options.values()) if isinstance(each, nn.Module)]
-        if not issubclass(cls, SMoETrainer) and (flag := learns_by_updates(models)):
-            raise UsageError(
-                f"{flag} with {cls.__name__}: only SMoETrainer of smoe_fairseq.training.trainer updates such "
-                "gates; expected a subclass of it"
-            )
-        return object.__new__(cls)
-
-    fairseqs.__new__ = staticmethod(__new__)
-
-
 def learns_by_updates(models: Iterable[nn.Module]) -> str | None:
     """The flag by which gates learn from the counts of an update, and not by gradients alone."""
     for block in (block for model in models for block in moe_blocks(model).values()):
@@ -144,6 +120,7 @@ class SMoETrainer(Trainer):
         self.folder = folder_identity(self.cfg.checkpoint.save_dir)
         set_early_stop({})
         score_by_translations()
+        save_if_validation_fails()
         if not self.cuda:
             keep_freed_memory()
 
@@ -395,6 +372,33 @@ def set_early_stop(state: Mapping[str, float]) -> None:
     stop = getattr(sys.modules.get("fairseq_cli.train"), "should_stop_early", None)
     for name in _COUNTED if stop is not None else ():
         setattr(stop, name, state.get(name))
+
+
+# A validation that fails, for want of memory or by a fault in a criterion, ends the run after saving it.
+
+
+def save_if_validation_fails() -> None:
+    """Have ``fairseq_cli.train`` do so, if that is what runs."""
+    train = sys.modules.get("fairseq_cli.train")
+    original = getattr(train, "validate", None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def validate(cfg, trainer, task, epoch_itr, subsets):
+        try:
+            return original(cfg, trainer, task, epoch_itr, subsets)
+        except Exception:
+            if trainer.data_parallel_world_size == 1:
+                train.checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
+            elif not cfg.checkpoint.no_save:  # perhaps of this rank alone, as after a failed update
+                trainer.in_update = True
+                trainer.consolidate_optimizer()
+                file = os.path.join(cfg.checkpoint.save_dir, "crash.pt")
+                trainer.save_checkpoint(file, {"train_iterator": epoch_itr.state_dict()})
+            raise
+
+    train.validate = validate
 
 
 def _is_there(sample) -> bool:

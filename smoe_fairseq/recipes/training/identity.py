@@ -21,6 +21,10 @@ _joined: set[Path] = set()  # folders of runs that another machine started
 _RANKS = "ranks"  # key in the file, for information; earlier versions did not write it
 _TRAINED = "trained"  # key in the file, written when training has ended: the values of `_LIMITS`
 _SIZES = tuple(f"--{name}" for name in SIZES)
+_BEFORE = (
+    "before"  # key in the file: the run until --force-resume changed it, and what it had saved
+)
+_SAVED = "saved"
 BATCH = (*_SIZES, "--update-freq")  # compared by product: size x frequency x processes
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
@@ -109,6 +113,7 @@ def claim(
         if not _is_unfinished(was, given):
             return False  # nothing is trained with the new flags
         report(f"{folder} {difference}, and goes on so, as --force-resume asks for")
+        own[_BEFORE] = {**was, _SAVED: _last_save(folder)}
     _write(file, own)
     return True
 
@@ -124,7 +129,7 @@ def _join(folder: Path, own: dict, data: Path) -> None:
     while time.monotonic() < end:
         with suppress(UsageError):
             if (folder / FILE).exists():
-                difference = _difference(_read(folder / FILE), own, data)
+                difference = _difference(_read(folder / FILE, begun=True), own, data)
         if difference is None:
             _joined.add(folder)
             return
@@ -205,12 +210,21 @@ def batch_of_earlier(run: Path) -> int | None:
     return next((int(size) for size in sizes if size.isdecimal()), None)
 
 
-def _read(file: Path) -> dict:
+def _last_save(folder: Path) -> str:
+    return str(max((f.stat().st_mtime_ns for f in folder.glob("checkpoint*.pt")), default=0))
+
+
+def _read(file: Path, begun: bool = False) -> dict:
+    """What the run was saved as; ``begun``: as which it was started last, perhaps without an update."""
     advice = (
         "delete it if the flags given now are those that the run was started with, or set RUN_DIR to "
         "another folder"
     )
-    return read_json(file, IDENTITY, advice)
+    found = read_json(file, IDENTITY, advice)
+    before = found.pop(_BEFORE, None)
+    if before is None or begun or before.pop(_SAVED, None) != _last_save(file.parent):
+        return found
+    return before
 
 
 def _difference(was: dict, now: dict, data: Path) -> str | None:
