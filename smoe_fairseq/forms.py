@@ -128,7 +128,9 @@ def _named(form: Form) -> str:
         return f"a {'whole ' * form.whole}number from {form.least:g}{most}"
     if isinstance(form, set):
         return " or ".join(sorted(form))
-    return _NAMES[dict if isinstance(form, dict) else list if isinstance(form, list) else form]
+    if isinstance(form, list):
+        return "a list" if len(form) == 1 else f"a list of {len(form)}"
+    return _NAMES[dict if isinstance(form, dict) else form]
 
 
 # Files of a run's folder that several parts read.

@@ -1,21 +1,24 @@
 """What the pictures of an analysis draw, from results made by hand."""
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from fairseq.data import Dictionary
+
+from smoe_fairseq.analysis import figures, report, training_log
+from smoe_fairseq.analysis.capacity import CapacityCheck
+from smoe_fairseq.analysis.record import Block, Direction, TypeCounts
+from smoe_fairseq.analysis.results import Results
+from smoe_fairseq.analysis.sentence import SentenceSide, Stop, visible
+from smoe_fairseq.modules.strata import Strata
 
 
 @pytest.fixture(scope="module")
 def results():
     """Results of one block of two strata with two experts each, and two directions, by hand."""
-    from fairseq.data import Dictionary
-
-    from smoe_fairseq.analysis.record import Block, Direction, TypeCounts
-    from smoe_fairseq.analysis.results import Results
-    from smoe_fairseq.modules.strata import Strata
-
     block = Block("decoder.layer.1", Strata.parse("2-2"))
     types = np.array([4, 5])
     routes = np.zeros((2, 2, 4), dtype=np.int64)  # type, stratum, expert
@@ -34,23 +37,17 @@ def results():
 
 
 def test_picture_of_directions(results):
-    from smoe_fairseq.analysis import figures
-
     decoder = figures.draw_by_direction(results).axes[0]
     assert [label.get_text() for label in decoder.get_yticklabels()] == ["bb-aa", "aa-bb"]
     assert [bar.get_width() for bar in decoder.patches] == [1.0, 1.25]  # 5 stops of 4 tokens
 
 
 def test_picture_of_depth(results):
-    from smoe_fairseq.analysis import figures
-
     lines = figures.draw_by_depth(results).axes[0].lines
     assert [line.get_ydata()[0] for line in lines] == [1.25, 1.0, 8 / 7]
 
 
 def test_picture_of_frequency(results):
-    from smoe_fairseq.analysis import figures
-
     block = results.blocks[0]
     groups = figures.groups(results, block, min_count=1)
     assert groups["all"].tolist() == [7, 50]
@@ -65,8 +62,6 @@ def test_lowest_and_highest(results):
 
 
 def test_picture_of_load(results):
-    from smoe_fairseq.analysis import figures
-
     axes = figures.draw_load(results).axes
     drawn = axes[0].images[0].get_array()
     # into bb: 1, 0, 3, 1 first choices; into aa: 0, 0, 3, 0
@@ -74,8 +69,6 @@ def test_picture_of_load(results):
 
 
 def test_picture_of_flow(results):
-    from smoe_fairseq.analysis import figures
-
     counts = results.over(results.directions, results.blocks[0])
     moves = figures.shares(counts)
     assert moves == {(0, 1): 1 / 7, (0, 2): 6 / 7, (1, 2): 1 / 7}
@@ -85,23 +78,19 @@ def test_picture_of_flow(results):
 
 
 def test_picture_of_training():
-    from smoe_fairseq.analysis import figures
-
     series = {
         "requested_capacity": {200: 1.5, 100: 2.0},
         "encoder.layer.1/requested_capacity": {100: 1.0, 200: 1.0},
         "encoder.layer.1/stratum.0/load_max": {100: 3.0, 200: 1.2},
         "encoder.layer.1/stratum.1/load_max": {100: 2.0, 200: 1.4},
     }
-    requested, figures = figures.draw_training(series).axes
+    requested, busiest = figures.draw_training(series).axes
     assert requested.lines[0].get_xydata().tolist() == [[100, 2.0], [200, 1.5]]
-    assert figures.lines[0].get_xydata().tolist() == [[100, 3.0], [200, 1.4]]
+    assert busiest.lines[0].get_xydata().tolist() == [[100, 3.0], [200, 1.4]]
 
 
 def test_block_whose_name_begins_like_another():
     """As the log of a deep model has them: layer 1 is not layers 10 and 11."""
-    from smoe_fairseq.analysis import figures
-
     series = {
         "encoder.layer.11/stratum.0/load_max": {100: 9.0},
         "encoder.layer.1/stratum.0/load_max": {100: 3.0, 200: 1.2},
@@ -115,8 +104,6 @@ def test_block_whose_name_begins_like_another():
 
 def side_of(side: str, tokens: list[str], blocks: list, requested: list[list[int]]):
     """Of a sentence whose tokens stop as often as `requested` says."""
-    from smoe_fairseq.analysis.sentence import SentenceSide, Stop
-
     stops = [[[Stop(i, 0, []) for i in range(n)] for n in of_block] for of_block in requested]
     special = [token.startswith(("__", "<")) for token in tokens]
     return SentenceSide(side, tokens, special, blocks, stops)
@@ -140,9 +127,6 @@ TOKENS = {  # and how they are shown
 @pytest.mark.filterwarnings("ignore:Glyph .* missing")
 def test_tokens_are_text(results, tmp_path):
     """Neither mathematics nor commands, in pictures and on a terminal."""
-    from smoe_fairseq.analysis import figures
-    from smoe_fairseq.analysis.sentence import visible
-
     shown = [visible(token) for token in TOKENS]
     assert shown == list(TOKENS.values())
     side = side_of("decoder", shown, results.blocks, [[1] * len(shown)])
@@ -153,8 +137,6 @@ def test_tokens_are_text(results, tmp_path):
 
 def test_fonts_of_other_scripts(tmp_path, capsys):
     """Installed ones follow matplotlib's own; what none has is named."""
-    from smoe_fairseq.analysis import figures
-
     installed = ["Noto Sans Thai", "Other", "Noto Sans CJK JP", "DejaVu Sans"]
     assert figures.fonts(installed) == ["DejaVu Sans", "Noto Sans CJK JP", "Noto Sans Thai"]
     figure, _ = figures.new()
@@ -182,8 +164,6 @@ LINES = [  # of a log, none of which says anything
 
 
 def test_malformed_log(tmp_path):
-    from smoe_fairseq.analysis import figures, training_log
-
     log = tmp_path / "train.log"
     for line in LINES:
         log.write_text(f"{line}\n")
@@ -197,10 +177,6 @@ def test_malformed_log(tmp_path):
 
 def test_what_has_nothing_to_show_is_left_out(results):
     """One layer has no depth, and limits that drop nothing no positions."""
-    from dataclasses import replace
-
-    from smoe_fairseq.analysis import report
-    from smoe_fairseq.analysis.capacity import CapacityCheck
 
     def names(found):
         return [section.name for section in report._pictures(found, None, {}, 1)]
@@ -217,14 +193,10 @@ def test_what_has_nothing_to_show_is_left_out(results):
 
 @pytest.mark.filterwarnings("ignore:No artists with labels")
 def figures_of_training(series):
-    from smoe_fairseq.analysis import figures
-
     return figures.draw_training({"requested_capacity": {100: 2.0, 200: 1.5}} | series).axes
 
 
 def test_panels_are_stacked_for_a_phone(results):
-    from smoe_fairseq.analysis import figures
-
     series = {"requested_capacity": {100: 2.0}, "overflow_expert1": {100: 3.0}}
     for stacked in (False, True):
         figure = figures.draw_training(series, stacked=stacked)
@@ -236,10 +208,6 @@ def test_panels_are_stacked_for_a_phone(results):
 
 def test_the_first_paragraph(results, tmp_path):
     """What was run, and the BLEU of this checkpoint in all of these directions, or none."""
-    from dataclasses import replace
-
-    from smoe_fairseq.analysis import report
-
     run = {"updates": 4000, "subset": "valid", "sentences": {"aa-bb": 3, "bb-aa": 4}}
     found, checkpoint = replace(results, run=run), tmp_path / "best.pt"
     text = (
@@ -261,8 +229,6 @@ def test_the_first_paragraph(results, tmp_path):
 
 
 def test_the_page_escapes_what_it_is_given():
-    from smoe_fairseq.analysis import report
-
     section = report.Section("load", "<load>", "a & b", "read", print, b"wide", b"narrow")
     page = report.page("<title>", "first", {"a<b": 1}, [section])
     assert "&lt;title&gt;" in page and "<title>&lt;" in page and "a &amp; b" in page
@@ -272,8 +238,6 @@ def test_the_page_escapes_what_it_is_given():
 
 def test_the_tokens_that_ask_for_most_and_least_are_words():
     """Neither language tokens and ends nor a mark without a word; numbers without zeros behind."""
-    from smoe_fairseq.analysis import report
-
     tokens = ["__de__", "\u2581", "\u2581two", "dog", "s", "</s>"]
     encoder = side_of("encoder", tokens, [], [[4, 1, 3, 2, 2, 1], [4, 1, 2, 2, 2, 1]])
     decoder = side_of("decoder", tokens[2:], [], [[2, 2, 2, 1]])

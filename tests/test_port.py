@@ -98,7 +98,7 @@ def test_port_that_is_free_or_of_another_machine(tmp_path, monkeypatch, taken):
 @pytest.mark.parametrize("port", ["0", "65536", "x"])
 def test_port_that_is_none(monkeypatch, port):
     monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(UsageError, match=f"^MASTER_PORT={port}: expected a port, a number from 1"):
+    with pytest.raises(UsageError, match=f"^MASTER_PORT={port}: expected a whole number from 1"):
         Launch("torchrun", 2, 1).words("fairseq-train")
     assert "--standalone" in Launch("torchrun", 1, 2).words("fairseq-train")
 

@@ -113,6 +113,8 @@ def test_a_file_stands_on_its_base(configs):
         ("pairs: [en-no]\nraw: {codes: {'no': 5}}\n", ": raw.codes.no "),
         ({"pairs": ["a-b"], "shards": "2"}, ": shards "),
         ({"pairs": ["a-b"], "study": "moe"}, ": study "),
+        ({"pairs": ["a-b"], "statements": {"x": ["moe"]}}, ": statements.x "),
+        ({"pairs": ["a-b"], "methods": {"moe": 1}}, ": methods.moe "),
         ({"pairs": ["a-b"], "clean": {"overlap": "remove"}}, ": clean.overlap "),
     ],
 )

@@ -50,10 +50,7 @@ class CapacityCheck:
 
 @torch.no_grad()
 def check_capacity(
-    model: nn.Module,
-    task,
-    directions: list[str],
-    subset: inputs.Subset,
+    model: nn.Module, task, directions: list[str], subset: inputs.Subset
 ) -> CapacityCheck | None:
     """Runs a model over a subset twice; None where training has no limit."""
     if not is_limited_in_training(model):

@@ -29,13 +29,7 @@ from smoe_fairseq.checkpoints.sets import (
 )
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.modules.gates import (
-    ExpertChoiceGate,
-    HashGate,
-    HashTopKGate,
-    TopKGate,
-    TopPGate,
-)
+from smoe_fairseq.modules.gates import ExpertChoiceGate, HashGate, HashTopKGate, TopKGate, TopPGate
 from smoe_fairseq.modules.layer import StratifiedMoE
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.strata import Strata

@@ -254,10 +254,7 @@ class Direction:
 
 
 def collect(
-    model: nn.Module,
-    task,
-    directions: Iterable[str],
-    subset: inputs.Subset,
+    model: nn.Module, task, directions: Iterable[str], subset: inputs.Subset
 ) -> Iterator[Direction]:
     """Runs a model over a subset with the references as decoder input, one direction after the other.
 

@@ -123,9 +123,9 @@ SCHEMA: dict[str, Any] = {
     "checkpoint": str,
     "sacrebleu": _ANYTHING,
     "study": [str],
-    "methods": _ANYTHING,
-    "margins": _ANYTHING,
-    "statements": _ANYTHING,
+    "methods": {str: _ANYTHING},
+    "margins": {str: float},
+    "statements": {str: [str, str]},
     "classes": {str: [str]},
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import smoe_fairseq
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.processes import checked_number, whole_number
 
 # In a data set's folder.
 SIZES = "sizes.json"  # {pair: training sentence pairs}; of earlier versions {language: ...}
@@ -109,16 +110,9 @@ def _own_seed(dataset: Dataset) -> int:
     return dataset.train.get("seed", 1)  # fairseq's default
 
 
-def _seed(variable: str, given: str) -> int:
-    if not (given.isascii() and given.isdecimal() and int(given) <= LARGEST_SEED):
-        raise UsageError(f"{variable}={given}: expected a whole number from 0 to {LARGEST_SEED:,}")
-    return int(given)
-
-
 def seed_of(dataset: Dataset) -> int:
     """``SEED``, by default the data set's seed; raises UsageError if it is no seed."""
-    given = os.environ.get("SEED", "")
-    return _seed("SEED", given) if given else _own_seed(dataset)
+    return whole_number("SEED", 0, _own_seed(dataset), LARGEST_SEED)
 
 
 def seeds_of(dataset: Dataset) -> tuple[int, ...]:
@@ -128,7 +122,8 @@ def seeds_of(dataset: Dataset) -> tuple[int, ...]:
         UsageError: one is no seed, or is given twice.
     """
     given = os.environ.get("SEEDS", "").replace(",", " ").split()
-    found = tuple(_seed("SEEDS", word) for word in given) or (_own_seed(dataset),)
+    found = tuple(checked_number("SEEDS", word, 0, LARGEST_SEED) for word in given)
+    found = found or (_own_seed(dataset),)
     if len(set(found)) < len(found):
         raise UsageError(f"SEEDS={' '.join(given)}: expected each seed once")
     return found

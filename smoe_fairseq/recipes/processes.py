@@ -1,5 +1,6 @@
 """Commands as child processes: printing, running and stopping them."""
 
+import math
 import os
 import shlex
 import shutil
@@ -42,18 +43,20 @@ def report(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-def whole_number(name: str, least: int, default: int | None = None) -> int | None:
-    """The value of an environment variable.
+def whole_number(
+    name: str, least: int, default: int | None = None, most: float = math.inf
+) -> int | None:
+    """The value of an environment variable; raises UsageError as `checked_number` does."""
+    given = os.environ.get(name)
+    return checked_number(name, given, least, most) if given else default
 
-    Raises:
-        UsageError: it is no whole number, or less than ``least``.
-    """
-    given = os.environ.get(name) or None
-    if given is None:
-        return default
-    if not given.isdecimal() or int(given) < least:
-        raise UsageError(f"{name}={given}: expected a whole number of at least {least}")
-    return int(given)
+
+def checked_number(name: str, given: str, least: int, most: float) -> int:
+    """The number in a value of an environment variable; raises UsageError unless it is within the bounds."""
+    if given.isascii() and given.isdecimal() and least <= int(given) <= most:
+        return int(given)
+    bounds = f"of at least {least}" if math.isinf(most) else f"from {least} to {most:,}"
+    raise UsageError(f"{name}={given}: expected a whole number {bounds}")
 
 
 def environment() -> dict[str, str]:

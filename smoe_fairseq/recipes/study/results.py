@@ -203,10 +203,7 @@ def commands(dataset: Dataset, run: Path) -> list[str]:
     checkpoint = run / f"checkpoint_{dataset.checkpoint}.pt"
     data = Folders(dataset.name).binary_path(dataset.shards)
     analyze = ("smoe", "analyze", data, "--path", checkpoint, "--gen-subset", "test")
-    return [
-        command("rm", "-rf", run / ANALYSIS),
-        command(*analyze, "--output", run / ANALYSIS),
-    ]
+    return [command("rm", "-rf", run / ANALYSIS), command(*analyze, "--output", run / ANALYSIS)]
 
 
 def summary(run: Path) -> dict | None:

@@ -16,14 +16,7 @@ from smoe_fairseq.files import check_plain, lock_folder, open_plain
 from smoe_fairseq.recipes.config import Dataset, given_flags, has_strata, method_flags, tables
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
-from smoe_fairseq.recipes.processes import (
-    Groups,
-    dry_run,
-    environment,
-    report,
-    step,
-    whole_number,
-)
+from smoe_fairseq.recipes.processes import Groups, dry_run, environment, report, step, whole_number
 from smoe_fairseq.recipes.study import results
 from smoe_fairseq.recipes.study.report import write_report
 from smoe_fairseq.recipes.training.launcher import divide_cpu, launch, visible_gpus

@@ -130,10 +130,8 @@ def cores() -> int:
 
 def endpoint() -> tuple[str, int]:
     """Address and port, the same on all machines; raises UsageError if the port is no port."""
-    port = os.environ.get("MASTER_PORT") or "29500"
-    if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UsageError(f"MASTER_PORT={port}: expected a port, a number from 1 to 65535")
-    return os.environ.get("MASTER_ADDR") or "localhost", int(port)
+    port = whole_number("MASTER_PORT", 1, 29500, most=2**16 - 1)
+    return os.environ.get("MASTER_ADDR") or "localhost", port
 
 
 def check_port(torchrun: bool = True) -> None:
