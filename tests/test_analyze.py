@@ -218,7 +218,9 @@ def collected(loaded, **options):
 
     return [
         (d.name, d.sentences, [(b.types.tolist(), b.first_choices.tolist()) for b in d.blocks])
-        for d in collect(*loaded, DIRECTIONS, inputs.Subset(**options))
+        for d in (
+            collect(inputs.Samples(*loaded, name, inputs.Subset(**options))) for name in DIRECTIONS
+        )
     ]
 
 

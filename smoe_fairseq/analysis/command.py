@@ -35,7 +35,8 @@ def analyze_subset(
     with whole_folder(args.output, called=f"--output {args.output}") as folder:
         with open(folder / "tokens.csv", "w", encoding="utf-8", newline="") as file:
             table = results.TokenTable(file, found)
-            for direction in collect(model, task, directions, subset):
+            for name in directions:
+                direction = collect(inputs.Samples(model, task, name, subset))
                 found.add(direction)
                 table.add(direction)
                 sentences[direction.name] = direction.sentences

@@ -466,7 +466,8 @@ def draw_training(series: Series, stacked: bool = False) -> Figure:
 
     For a log without blocks, dropped copies take the place of the load, if there were any.
     """
-    blocks = sorted({name.split("/")[0] for name in series if "/" in name}, key=_depth)
+    blocks = {name.split("/")[0] for name in series if "/" in name}
+    blocks = sorted(blocks, key=lambda b: (b.startswith("decoder"), int(b.split(".")[-1])))
     dropped = [name for name in DROPPED if any(series.get(name, {}).values())]
     figure, axes = panels(2 if blocks or dropped else 1, stacked, height=3.4)
     looks = {b: (COLOURS[i % len(COLOURS)], "--" if i % 2 else "-") for i, b in enumerate(blocks)}
@@ -497,11 +498,6 @@ def busiest(series: Series, block: str) -> dict[int, float]:
     ]
     updates = sorted({update for gate in gates for update in gate})
     return {update: max(gate[update] for gate in gates if update in gate) for update in updates}
-
-
-def _depth(block: str) -> tuple[bool, int]:
-    side, _, layer = block.split(".")
-    return side == "decoder", int(layer)
 
 
 def line(ax, values: dict[int, float], label: str, colour: str, style: str, width=1.3) -> None:

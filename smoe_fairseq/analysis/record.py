@@ -1,6 +1,6 @@
 """What the gates chose, recorded while a model reads a data set."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -253,32 +253,23 @@ class Direction:
     blocks: tuple[TypeCounts, ...]
 
 
-def collect(
-    model: nn.Module, task, directions: Iterable[str], subset: inputs.Subset
-) -> Iterator[Direction]:
-    """Runs a model over a subset with the references as decoder input, one direction after the other.
+def collect(samples: inputs.Samples) -> Direction:
+    """Runs a model over samples with the references as decoder input.
 
-    Memory holds the counters of one direction at a time, so it is bounded by the vocabulary. The numbers do
-    not depend on the size of the batches.
+    The counters' memory is bounded by the vocabulary, and the numbers do not depend on the size of the
+    batches.
     """
-    for name in directions:
-        samples = inputs.Samples(model, task, name, subset)
-        with Recorder(model, task).recording() as recorder:
-            for sample in samples:
-                recorder.run(sample["net_input"])
-        yield Direction(name, samples.seen, samples.too_long, _results(recorder, task))
-
-
-def _results(recorder: Recorder, task) -> tuple[TypeCounts, ...]:
-    results = []
-    for name, block in recorder.blocks.items():
-        block_of = Block(name, block.block.strata)
-        dictionary = inputs.dictionary_of(task, block_of.side)
-        counts = block.counts.cpu().numpy()
+    task, blocks = samples.task, []
+    with Recorder(samples.model, task).recording() as recorder:
+        for sample in samples:
+            recorder.run(sample["net_input"])
+    for name, of_block in recorder.blocks.items():
+        block = Block(name, of_block.block.strata)
+        counts = of_block.counts.cpu().numpy()
         types = counts[:, 0].sum(axis=1).nonzero()[0]
-        special = inputs.special(dictionary, task)[types]
-        results.append(TypeCounts(block_of, types, special, counts[types]))
-    return tuple(results)
+        special = inputs.special(inputs.dictionary_of(task, block.side), task)[types]
+        blocks.append(TypeCounts(block, types, special, counts[types]))
+    return Direction(samples.direction, samples.seen, samples.too_long, tuple(blocks))
 
 
 # Requested capacity of a trained model, measured with the references as decoder input.
@@ -293,8 +284,9 @@ def requested_capacity(model: nn.Module, task, subset: str = "valid") -> dict[st
     if not moe_blocks(model):
         return {}
     totals: dict[str, Counts] = {}
-    for direction in collect(model, task, inputs.directions(task), inputs.Subset(subset)):
-        for counts in direction.blocks:
+    for direction in inputs.directions(task):
+        samples = inputs.Samples(model, task, direction, inputs.Subset(subset))
+        for counts in collect(samples).blocks:
             both = counts.total(special=False) + counts.total(special=True)
             name = counts.block.name
             totals[name] = totals[name] + both if name in totals else both

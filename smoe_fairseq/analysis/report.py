@@ -208,14 +208,10 @@ def page(title: str, summary: str, description: dict[str, object], sections: lis
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["data_url"] = _data_url
+    environment.filters["base64"] = lambda png: base64.b64encode(png).decode()
     return environment.get_template("report.html.jinja").render(
         title=title, summary=summary, description=description, sections=sections
     )
-
-
-def _data_url(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 # All pictures of an analysis, drawn and saved, each with its words for the report.

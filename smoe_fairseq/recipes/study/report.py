@@ -109,9 +109,8 @@ def draw_costs(systems: Systems, flops: Mapping[str, float]) -> Figure:
     figure, axes = new(width=7.0, height=max(4.0, 0.5 + 0.19 * len(systems)))
     ax = axes[0][0]
     for i, (method, results) in enumerate(systems.items()):
-        curves = [_second_half(result) for result in results if result.logged]
-        for curve in curves:
-            curve["tflop"] = 3e-6 * flops.get(method, math.nan) * curve["words"]
+        each = flops.get(method, math.nan)
+        curves = [_second_half(result, each) for result in results if result.logged]
         style = {"color": COLOURS[i % len(COLOURS)], "ls": LINES[i // len(COLOURS) % len(LINES)]}
         _draw_curves(ax, curves, label=method, **style)
     ax.set_xlabel("training, TFLOP")
@@ -137,8 +136,15 @@ def _draw_curves(ax, curves: Sequence[dict], label: str, **style) -> None:
     ax.plot(x, y, lw=1.6, label=label, **style)
 
 
-def _second_half(result: Result) -> dict[str, np.ndarray]:
-    """Update, loss and target words of training at each validation."""
-    found = result.validated()
-    late = found["update"] >= found["update"][-1] / 2
-    return {name: values[late] for name, values in found.items()}
+def _second_half(result: Result, flops: float) -> dict[str, np.ndarray]:
+    """Update, loss and FLOPs of training at each validation; of words between two lines of the log."""
+    rows = [row for row in result.curve if row["validation_nll"] is not None]
+    rows = [row for row in rows if row["update"] >= rows[-1]["update"] / 2]
+    update = np.array([row["update"] for row in rows])
+    logged = [[row[name] for row in result.logged] for name in ("update", "words")]
+    tflop = 3e-6 * flops * np.interp(update, *logged)
+    return {
+        "update": update,
+        "loss": np.array([row["validation_nll"] for row in rows]),
+        "tflop": tflop,
+    }

@@ -284,19 +284,6 @@ class Result:
         """The rows of lines in the log; none if the run was shorter than the log interval."""
         return [row for row in self.curve if row["training_nll"] is not None]
 
-    def validated(self) -> dict[str, np.ndarray]:
-        """Update, loss, and target words and seconds of training at each validation.
-
-        For validations between two lines of the log, words and seconds are interpolated.
-        """
-        rows = [row for row in self.curve if row["validation_nll"] is not None]
-        updates = [row["update"] for row in rows]
-        found = {"update": updates, "loss": [row["validation_nll"] for row in rows]}
-        for column in ("words", "seconds"):
-            at = [[row["update"] for row in self.logged], [row[column] for row in self.logged]]
-            found[column] = np.interp(updates, *at)
-        return {name: np.array(values) for name, values in found.items()}
-
     @property
     def time(self) -> float:
         """Seconds of training per target token; 0 if unknown or `untimed`.
