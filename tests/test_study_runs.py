@@ -129,8 +129,9 @@ def test_flags_that_a_kept_run_was_not_made_with(tmp_path, monkeypatch, command,
         json.dumps(about | {"flags": {"--lr": "0.006"}})
     )
     if said is None:
-        study_results.check_flags(dataset, "moe", flags)
+        assert study_results.are_kept(dataset, "moe", flags)
+        assert not study_results.are_kept(dataset, "dense", flags)
         return
     with pytest.raises(UsageError) as error:
-        study_results.check_flags(dataset, "moe", flags)
+        study_results.are_kept(dataset, "moe", flags)
     assert said in str(error.value) and "RESULTS_DIR" in str(error.value)

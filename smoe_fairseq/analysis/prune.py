@@ -186,16 +186,6 @@ def keep_share(
     return kept
 
 
-def keep_loaded(
-    layers: Mapping[str, Layer], loads: Mapping[str, ndarray], min_load: float
-) -> dict[str, set[int]]:
-    """Experts with a load above ``min_load``, and those that gates need; ``loads``: ``(E,)`` by layer."""
-    return {
-        name: layer.required(loads[name]) | set(np.flatnonzero(loads[name] > min_load).tolist())
-        for name, layer in layers.items()
-    }
-
-
 # Taking experts out of a checkpoint: their weights, the gates' rows for them, and its settings.
 
 _EXPERTS = re.compile(r"experts\.(w1|b1|w2|b2)")
@@ -325,7 +315,8 @@ def run_prune(args: Namespace) -> None:
         kept = keep_share(layers, importance, args.keep, args.over == "all")
     else:  # the load in the direction where it is highest
         loads = {n: np.max([use[n].load for use in uses], axis=0) for n in layers}
-        kept = keep_loaded(layers, loads, args.min_load)
+        used = {n: set(np.flatnonzero(loads[n] > args.min_load).tolist()) for n in layers}
+        kept = {n: layer.required(loads[n]) | used[n] for n, layer in layers.items()}
     pruned = {name: PrunedLayer(layers[name].strata, sorted(kept[name])) for name in layers}
     state = prune(args.path, pruned)
     write_converted(state, args.output, args.force)

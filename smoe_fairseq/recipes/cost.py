@@ -107,12 +107,6 @@ def expected_cost(checkpoint: Path, context: int) -> Cost:
         return count(model, context)
 
 
-def measured_cost(checkpoint: Path, data: Path, subset: str, context: int) -> Cost:
-    """The cost at the requested capacity of a subset's tokens, by teacher forcing."""
-    model, task = load(checkpoint, data)
-    return count(model, context, requested_capacity(model, task, subset))
-
-
 def add_cost_arguments(parser: ArgumentParser) -> None:
     """What to count: flags of a model, a table of the paper, or a checkpoint."""
     parser.formatter_class = RawDescriptionHelpFormatter
@@ -192,7 +186,9 @@ def run_cost(args: Namespace) -> None:
         if args.path:
             uniform = expected_cost(args.path, args.context)
             if args.data:
-                measured = measured_cost(args.path, args.data, args.gen_subset, args.context)
+                model, task = load(args.path, args.data)
+                capacity = requested_capacity(model, task, args.gen_subset)
+                measured = count(model, args.context, capacity)
         else:
             uniform = count(build_meta_model(args, args.vocab_size), args.context)
             run = _planned_run(args)

@@ -116,14 +116,11 @@ def _machine(variables: Mapping[str, str]) -> str:
 # Writing the results of a run that is trained and scored.
 
 
-def are_kept(dataset: Dataset, name: str) -> bool:
-    """Whether a run's results are kept."""
-    return (folder_of(dataset.name) / name / FILE).exists()
-
-
-def check_flags(dataset: Dataset, name: str, words: Sequence[str]) -> None:
-    """Raise UsageError if the run's results were made with another value of a flag in ``words``."""
+def are_kept(dataset: Dataset, name: str, words: Sequence[str]) -> bool:
+    """Whether a run has results; raises UsageError if a flag in ``words`` had another value for them."""
     folder = folder_of(dataset.name) / name
+    if not (folder / FILE).exists():
+        return False
     about = _about(folder)
     given = given_flags(words)
     made_with = [*arguments(dataset.train), *shlex.split(about["command"].split(" && ")[0])]
@@ -135,6 +132,7 @@ def check_flags(dataset: Dataset, name: str, words: Sequence[str]) -> None:
                 f"{flag} {value}: {folder} is there and was made {was}; set RESULTS_DIR and RUN_DIR to "
                 "other folders for a study with other flags"
             )
+    return True
 
 
 def keep(dataset: Dataset, name: str, line: str) -> None:

@@ -82,12 +82,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         SystemExit: a signal stopped all runs; the next start resumes them.
     """
     runs = _runs(dataset, flags)
-    left = []
-    for run in runs:
-        if results.are_kept(dataset, run.name):
-            results.check_flags(dataset, run.name, run.flags)
-        else:
-            left.append(run)
+    left = [run for run in runs if not results.are_kept(dataset, run.name, run.flags)]
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are left", flush=True)
     if dry_run():
         for run in left:
