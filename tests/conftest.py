@@ -1,5 +1,7 @@
 """Fixtures that several test files share."""
 
+import copy
+import functools
 import gc
 import os
 import random
@@ -9,6 +11,7 @@ from pathlib import Path
 import handmade
 import pytest
 from commands import preprocess, run, train
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from ranks import Ranks
 from sampling import pairwise
 
@@ -16,6 +19,9 @@ os.environ.setdefault(
     "FORECAST", "0"
 )  # which recipes take seconds for; test_forecast.py asks for it
 
+# hydra parses each setting once.
+parse_once = functools.cache(OverridesParser.create().parse_rule)
+OverridesParser.parse_rule = lambda self, *words: copy.copy(parse_once(*words))
 
 # nohup and a shell's background ignore some of these, and every process started from there with them. One
 # that starts from a handler has the default.

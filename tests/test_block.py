@@ -8,8 +8,7 @@ from reference import reference
 from torch.utils.checkpoint import checkpoint
 
 from smoe_fairseq.modules import StratifiedMoE, torch_features
-from smoe_fairseq.modules.grouped import Grouped, can_group
-from smoe_fairseq.modules.per_expert import PerExpert
+from smoe_fairseq.modules.grouped import can_group
 
 T, D, F = 18, 8, 6
 STRATA = ["8", "4-4", "4-12", "2-2-2-2", "1-1-1"]
@@ -307,48 +306,6 @@ def test_state_dict_has_the_contracts_names_and_shapes():
     }
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"strata": ""}, "strata ''"),
-        ({"strata": "4--4"}, "strata '4--4'"),
-        ({"strata": "4-0"}, "such as 16, 4-12"),
-        ({"strata": "-4"}, "strata '-4'"),
-        ({"strata": "four"}, "strata 'four'"),
-        ({"strata": "7-1"}, "top_k 2: a gate of strata 7-1 sees 1 expert"),
-        ({"strata": "1-4", "stacked": True}, "top_k 2"),
-        ({"top_k": 3}, "top_k 3: a gate of strata 2-2-2-2 sees 2 experts, so top-k"),
-        ({"capacity_factor": -1.0}, "capacity_factor -1.0"),
-        ({"eval_capacity_factor": float("nan")}, "eval_capacity_factor nan"),
-        ({"gate_normalization": "softmax"}, "gate_normalization 'softmax'"),
-        ({"second_expert_policy": "best"}, "second_expert_policy 'best'"),
-        (
-            {"drop_order": "first"},
-            "drop_order 'first': expected one of sentence, score, random",
-        ),
-        ({"norms": "post"}, "norms 'post'"),
-        ({"dropout_per": "token"}, "dropout_per 'token'"),
-        (
-            {"dropout_per": "layer", "norms": "released"},
-            "dropout_per layer: with norms",
-        ),
-        (
-            {"norms": "released", "stacked": True, "strata": "4-4"},
-            "norms released: stacked",
-        ),
-        ({"gate_init_scale": 0.0}, "gate_init_scale 0.0: expected a positive number"),
-        ({"output_init_scale": -1.0}, "output_init_scale -1.0"),
-        ({"activation_fn": "reluu"}, "activation_fn 'reluu': expected a function, or the name"),
-        ({"execution": "fast"}, "execution 'fast': expected one of auto, per-expert, grouped"),
-        ({"cmr": True, "strata": "4-4"}, "cmr: expected one stratum, such as strata 8, not 4-4"),
-    ],
-)
-def test_bad_options_are_refused_by_the_parameters_name(options, words):
-    with pytest.raises(ValueError) as error:
-        StratifiedMoE(D, F, **options)
-    assert words in str(error.value)
-
-
 @pytest.mark.parametrize("capacity_factor", [0.0, 1.0])
 @pytest.mark.parametrize("strata", ["8", "2-2-2-2"])
 def test_grouped_products_equal_one_product_per_expert(strata, capacity_factor):
@@ -499,17 +456,6 @@ def test_an_interrupted_pass_leaves_nothing_behind():
         assert torch.allclose(params[name].grad, want[name]), name
 
 
-@pytest.mark.parametrize("strata", ["8", "4-4", "2-2-2-2"])
-def test_without_statistics_the_output_is_the_same(strata):
-    block = StratifiedMoE(16, 24, strata, capacity_factor=1.0).eval()
-    x = torch.randn(6, 5, 16)
-    mask = torch.rand(6, 5) < 0.2
-    (y, stats), (z, nothing) = block(x, mask), block(x, mask, with_stats=False)
-    assert torch.equal(y, z) and stats is not None and nothing is None
-    with torch.no_grad():  # by another way: inference.py
-        torch.testing.assert_close(block(x, mask)[0], y)
-
-
 def test_statistics_are_printed_in_one_line():
     block = make_block("4-4", capacity_factor=0.5).train()
     x, mask = make_input("some")
@@ -522,23 +468,3 @@ def test_statistics_are_printed_in_one_line():
     )
     on_meta = type(stats)(*(part.to("meta") if torch.is_tensor(part) else part for part in stats))
     assert repr(on_meta) == "RoutingStats(strata=2, shape=(18,))"
-
-
-@pytest.mark.parametrize("kind", [PerExpert, Grouped])
-def test_an_execution_carries_nothing_from_call_to_call(kind):
-    """What a stratum finds out is returned, so that calls need no order."""
-    made = []
-
-    def execution(*arguments):
-        run = kind(*arguments)
-        made.append((run, dict(vars(run))))
-        return run
-
-    x, mask = make_input("some")
-    block = make_block("2-2-2-2")
-    block.execution = execution
-    y, _ = block(x, mask)
-    y.sum().backward()
-    ((run, before),) = made
-    assert vars(run).keys() == before.keys()
-    assert all(value is before[name] for name, value in vars(run).items())

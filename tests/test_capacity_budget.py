@@ -3,14 +3,11 @@
 import pytest
 import torch
 from reference_gates import softmax
-from test_block import PADDING, D, F, make_block, make_input
+from test_block import PADDING, D, make_block, make_input
 from test_criterion import make_criterion, make_sample
-from test_model import make_task, sentence_against, tiny
+from test_model import tiny
 
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.modules.statistics import Counts
 
 EXECUTIONS = pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 
@@ -162,88 +159,8 @@ def test_loss_is_the_distance_of_the_mean_that_is_logged(budget):
     )
 
 
-@pytest.mark.parametrize("budget, towards", [(1.05, 1), (1.95, -1)])
-def test_a_step_goes_towards_the_budget(budget, towards):
-    """Down the gradient of a budget below the mean, fewer stops are expected."""
-    model = tiny("--smoe-strata", "4-4", "--smoe-capacity-budget", str(budget)).double().eval()
-    sample = make_sample(4, 6, seed=1)
-    criterion = make_criterion()
-    blocks = [model.encoder.layers[1].moe, model.decoder.layers[1].moe]
-    gates = [block.gates[0].weight for block in blocks]
-
-    def later():
-        """Mean probabilities of the later stratum at the first gates."""
-        seen = []
-        hooks = [
-            b.gates[0].register_forward_hook(
-                lambda gate, inputs, routing: seen.append(
-                    float(Counts(routing).mean_true_probs_E[4:].sum().detach())
-                )
-            )
-            for b in blocks
-        ]
-        loss, _, log = criterion(model, sample)
-        for hook in hooks:
-            hook.remove()
-        return loss, seen[:2], log
-
-    criterion.moe_gate_loss_wt = 0.0
-    criterion.smoe_capacity_budget_wt = 1e6  # nothing else matters
-    loss, before, _ = later()
-    steps = torch.autograd.grad(loss, gates)
-    with torch.no_grad():
-        for gate, step in zip(gates, steps, strict=True):
-            gate -= 0.01 * step / step.norm()
-    _, after, _ = later()
-    for one, other in zip(before, after, strict=True):
-        assert (other - one) * towards > 1e-6
-
-
 def test_all_layers_left_out_by_layerdrop():
     """It is logged all the same, as other processes do that have layers."""
     model = tiny("--smoe-strata", "4-4", "--smoe-capacity-budget", "1.5")
     losses = make_criterion().gate_losses(moe_blocks(model), {}, {})
     assert {name: float(value) for name, _, value in losses}["smoe_budget_loss"] == 0
-
-
-def test_a_weight_that_is_none_is_refused():
-    kind = type(make_criterion())
-    for weight in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(UsageError) as error:
-            kind(make_task(), False, 0.1, smoe_capacity_budget_wt=weight)
-        words = f"--smoe-capacity-budget-wt {weight}: expected 0 or a positive number"
-        assert str(error.value) == words
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"strata": "8", "capacity_budget": 1.5}, "capacity_budget 1.5: it is about later strata"),
-        ({"stacked": True, "capacity_budget": 2.0}, "with stacked no gate sees those of strata"),
-        ({"capacity_budget": 0.9}, "0.9: expected 0 (none) or a number from 1 to the 4 strata of"),
-        ({"capacity_budget": 4.1}, "capacity_budget 4.1: expected 0 (none) or a number from 1 to"),
-        ({"capacity_budget": float("nan")}, "capacity_budget nan: expected 0 (none)"),
-        ({"capacity_budget": -1.0}, "capacity_budget -1.0: expected 0 (none)"),
-    ],
-)
-def test_bad_budgets_are_refused(options, words):
-    with pytest.raises(ValueError) as error:
-        StratifiedMoE(D, F, **options)
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (
-            "--smoe-strata 8 --smoe-capacity-budget 1.5",
-            "--smoe-capacity-budget 1.5: it is about later strata, and there are none in --smoe-strata 8; "
-            "expected 0, or several strata such as 4-4",
-        ),
-        ("--moe-stacked --smoe-capacity-budget 2", "with --moe-stacked no gate sees those of"),
-        ("--smoe-strata 4-4 --smoe-capacity-budget 3", "from 1 to the 2 strata of 4-4"),
-        ("--moe-freq 0 --smoe-capacity-budget 2", "--smoe-capacity-budget 2.0 with --moe-freq 0"),
-    ],
-)
-def test_bad_flags_end_with_one_sentence(flags, words):
-    assert words in sentence_against(*flags.split())

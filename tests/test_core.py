@@ -82,31 +82,6 @@ def test_names_of_another_side_take_the_place_of_the_parameters():
     assert error.value.named(names).startswith("--moe-top-k 2: a gate of --smoe-strata 7-1 sees 1")
 
 
-def test_a_value_is_never_taken_for_a_name():
-    with pytest.raises(OptionError, match=r"strata '\{top_k\}': expected"):
-        StratifiedMoE(8, 16, "{top_k}")
-
-
-def test_experts_that_cannot_be_spread(monkeypatch):
-    monkeypatch.setattr(
-        Placement, "over_processes", classmethod(lambda cls, experts: cls(experts, 3, 0))
-    )
-    with pytest.raises(OptionError) as error:
-        StratifiedMoE(8, 16, "4-4", expert_parallel=True)
-    words = "strata 4-4 with expert_parallel: 8 experts cannot be spread evenly over 3 processes; accepted"
-    assert str(error.value).startswith(words)
-
-
-@pytest.mark.parametrize("given", ["gelu", torch.nn.functional.gelu, torch.nn.GELU()])
-def test_activation(given):
-    torch.manual_seed(1)
-    block, other = StratifiedMoE(8, 16, "4", activation_fn=given).eval(), None
-    x = torch.randn(5, 8)
-    torch.manual_seed(1)
-    other = StratifiedMoE(8, 16, "4", activation_fn=torch.nn.functional.gelu).eval()
-    assert torch.equal(block(x)[0], other(x)[0])
-
-
 def test_a_copy_of_sharded_experts_is_marked_as_they_are():
     """As an average of the weights has one: fairseq's ``legacy_ddp`` asks for the mark."""
     experts = copy.deepcopy(Experts(Placement(4, world_size=2), 8, 16))

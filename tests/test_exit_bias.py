@@ -6,10 +6,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from reference_gates import softmax
-from test_block import PADDING, D, F, make_block, make_input
-from test_model import make_batch, sentence_against, tiny
+from test_block import PADDING, D, make_block, make_input
+from test_model import make_batch, tiny
 
-from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.modules.gates.linear import ExitBias
 
 
@@ -140,35 +139,3 @@ def test_of_a_model_in_evaluation(dtype):
         for m in (plain, other)
     ]
     assert capacities == [[2, 2], [1, 1]]
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (
-            {"strata": "8", "exit_bias": 1.0},
-            "exit_bias 1.0: it is about later strata, and there are",
-        ),
-        (
-            {"stacked": True, "exit_bias": -1.0},
-            "exit_bias -1.0: it is about later strata, and with",
-        ),
-        ({"exit_bias": math.nan}, "exit_bias nan: expected a number, above 0 for fewer stops"),
-    ],
-)
-def test_bad_biases_are_refused(options, words):
-    with pytest.raises(ValueError) as error:
-        StratifiedMoE(D, F, **options)
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--smoe-strata 8 --smoe-exit-bias 1", "--smoe-exit-bias 1.0: it is about later strata"),
-        ("--moe-stacked --smoe-exit-bias 1", "and with --moe-stacked no gate sees those of"),
-        ("--moe-freq 0 --smoe-exit-bias 1", "--smoe-exit-bias 1.0 with --moe-freq 0"),
-    ],
-)
-def test_bad_flags_end_with_one_sentence(flags, words):
-    assert words in sentence_against(*flags.split())

@@ -80,13 +80,6 @@ def test_chain_of_experts(chain, top_k, normalization, execution, padding):
         assert block.experts.w1.shape[0] == 5 and len(block.layer_norms) == chain
 
 
-@EXECUTIONS
-def test_chain_of_top_p_gates(execution):
-    x, mask = make_input("some")
-    block = family_block("5", execution, gate="top-p", top_p=0.6, chain=2)
-    assert_agrees(block, x, mask, gate="top-p", top_p=0.6, chain=2)
-
-
 @pytest.mark.parametrize("length", [1, 3])
 def test_a_chain_is_vanilla_layers_that_share_their_experts(length):
     """Of one, it is the vanilla layer."""
@@ -130,14 +123,6 @@ def test_strata_without_experts(strata, top_k, execution, padding):
         sizes = block.strata.sizes
         reached = stats.first_choices.sum(1) > 0
         assert not any(reached[i + 1] for i, size in enumerate(sizes[:-1]) if size == 0)
-
-
-@EXECUTIONS
-@pytest.mark.parametrize("stacked", [False, True])
-def test_more_than_two_experts_stacked(stacked, execution):
-    x, mask = make_input("some")
-    block = family_block("4-4", execution, top_k=4, stacked=stacked)
-    assert_agrees(block, x, mask, top_k=4, stacked=stacked)
 
 
 def test_further_experts_are_drawn_without_replacement():
@@ -322,19 +307,6 @@ def test_the_l1_coefficient_goes_towards_the_goal():
     assert seen[0] > 3 and sum(seen[-50:]) / 50 == pytest.approx(2, abs=0.3)
 
 
-def test_a_token_without_any_expert_keeps_its_residual():
-    block = make_block("4-4", gate="relu")
-    with torch.no_grad():
-        for gate in block.gates:
-            gate.weight.zero_()
-    x = torch.randn(5, D, dtype=torch.float64)
-    y, stats = block(x)
-    assert torch.equal(y, x) and not stats.chosen.any()
-    assert (
-        stats.requested_capacity.tolist() == [2] * 5
-    )  # of equal logits the first is its stratum's own
-
-
 @PADDED
 @EXECUTIONS
 @pytest.mark.parametrize("strata, top_k", [("8", 2), ("4-4", 3), ("1-1-1", 1)])
@@ -377,28 +349,6 @@ def test_thresholds_are_means_over_batches_and_updates():
     block.end_update(torch.zeros_like(found[0]))
     assert torch.allclose(threshold.value().double(), want.double(), atol=1e-4)
     assert block.half().gates[0].threshold.steps.dtype == torch.long  # as exact as before
-
-
-def test_a_dead_experts_threshold_falls():
-    """Scores that fell below it are above it again, and each expert has k T / E tokens."""
-    block = make_block("8", gate="threshold", top_k=2, capacity_factor=0.0)
-    x = torch.randn(400, D, dtype=torch.float64)
-    block.end_update(block(x)[1].observed)
-    with torch.no_grad():
-        block.gates[0].weight[3] = 0.1 * block.gates[0].weight[3]
-    used = lambda: block.gates[0](block.layer_norms[0](x)).kept_E  # noqa: E731
-    before = int(used()[3])
-    for _ in range(200):
-        block.end_update(block(x)[1].observed)
-    assert before < 20 and (used() - 100).abs().max() <= 2
-
-
-def test_thresholds_let_no_token_see_another():
-    """As in a decoder: later tokens and other sentences change nothing, in training either."""
-    block = make_block("4-4", gate="threshold", capacity_factor=0.0)
-    x = torch.randn(3, 6, D, dtype=torch.float64)
-    block.end_update(block(x)[1].observed)
-    assert torch.allclose(block(x)[0][:1, :2], block(x[:1, :2])[0], atol=1e-12)
 
 
 @PADDED
@@ -592,85 +542,3 @@ def test_balanced_assignment_of_odd_affinities(affinity):
     assert (
         sorted(balanced_assignment(affinity).bincount(minlength=8).tolist()) == [12] * 4 + [13] * 4
     )
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (
-            {"strata": "4-0"},
-            "strata '4-0': expected positive numbers of experts joined by '-', such",
-        ),
-        ({"strata": "0"}, "or 0 for any but the last"),
-        (
-            {"strata": "4-0-4", "stacked": True},
-            "strata 4-0-4 with stacked: a stratum without experts leaves its gate none to choose from",
-        ),
-        (
-            {"gate": "soft"},
-            "gate 'soft': expected one of topk, hash, hash-topk, base, expert-choice, top-p, relu, "
-            "threshold, depths",
-        ),
-        ({"gate": "base"}, "gate base: expected one stratum, such as strata 8, not 2-2-2-2"),
-        ({"gate": "hash", "hash_table": TABLE}, "gate hash: expected one stratum"),
-        ({"gate": "hash", "strata": "8"}, "hash_table: gate hash looks experts up; expected a"),
-        (
-            {"gate": "hash", "strata": "4", "hash_table": TABLE},
-            "with a number from 0 to 3 for each",
-        ),
-        ({"gate": "expert-choice"}, "gate expert-choice: expected one stratum"),
-        (
-            {"gate": "expert-choice", "strata": "8", "capacity_factor": 0.0},
-            "capacity_factor 0.0: gate expert-choice takes so many experts per token; expected a pos",
-        ),
-        ({"gate": "top-p", "top_p": 0.0}, "top_p 0.0: expected"),
-        ({"gate": "top-p", "top_p": 1.5}, "top_p 1.5"),
-        ({"gate": "top-p", "null_experts": 1}, "null_experts 1: it is an option of gate topk, not"),
-        (
-            {"gate": "top-p", "scores": "sigmoid"},
-            "scores sigmoid: it is an option of gate topk, not",
-        ),
-        ({"gate": "relu", "top_k": 5}, "top_k 5: a gate of strata 2-2-2-2 sees 2 experts"),
-        ({"gate": "depths"}, "gate depths: expected one stratum, such as strata 8, not 2-2-2-2"),
-        (
-            {"gate": "depths", "strata": "1", "top_k": 1, "capacity_factor": 0.0},
-            "capacity_factor 0.0: gate depths takes so many experts per token; expected a positive",
-        ),
-        ({"gate": "threshold", "top_k": 5}, "top_k 5: a gate of strata 2-2-2-2 sees 2 experts"),
-        ({"gate": "threshold", "threshold_step": 0}, "threshold_step 0: expected a number above 0"),
-        (
-            {"gate": "threshold", "balance": "bias"},
-            "balance bias: it is an option of gate topk, not",
-        ),
-        ({"gate": "relu", "null_experts": 1}, "null_experts 1: it is an option of gate topk, not"),
-        ({"gate": "relu", "copy_experts": 1}, "copy_experts 1: it is an option of gate topk, not"),
-        (
-            {"balance": "bias", "constant_experts": 1},
-            "constant_experts 1 with balance bias: constant experts are balanced by the loss",
-        ),
-        ({"constant_experts": -1}, "constant_experts -1: expected a whole number of at least 0"),
-        ({"scores": "tanh"}, "scores 'tanh': expected one of softmax, sigmoid"),
-        ({"gate": "top-p", "balance": "bias"}, "balance bias: it is an option of gate topk, not"),
-        ({"null_experts": -1}, "null_experts -1: expected a whole number of at least 0"),
-        ({"top_k": 5, "null_experts": 2}, "top_k 5: a gate of strata 2-2-2-2 sees 4 experts"),
-        ({"top_k": 0}, "top_k 0: expected a whole number of at least 1"),
-        ({"balance": "none"}, "balance 'none': expected one of loss, bias"),
-        ({"balance": "bias"}, "second_expert_policy sampling with balance bias: a draw would"),
-        ({"balance": "bias", "null_experts": 1}, "null_experts 1 with balance bias: null experts"),
-        ({"balance": "bias", "bias_step": 0.0}, "bias_step 0.0: expected a positive number"),
-        ({"balance_over": "epoch"}, "balance_over 'epoch': expected one of batch, update"),
-        (
-            {"balance_over": "update", "gate": "base", "strata": "8"},
-            "balance_over update: it is for a balance loss, and gate base with balance loss has none",
-        ),
-        ({"residual": True}, "residual: expected one stratum, such as strata 8, not 2-2-2-2"),
-        ({"shared_experts": 1}, "shared_experts 1: expected one stratum"),
-        ({"shared_experts": -1}, "shared_experts -1: expected a whole number"),
-        ({"expert_ffn_dim": -4}, "expert_ffn_dim -4: expected a whole number"),
-        ({"residual": True, "cmr": True, "strata": "8"}, "residual with cmr: both mix the experts"),
-    ],
-)
-def test_bad_options_are_refused_by_the_parameters_name(options, words):
-    with pytest.raises(ValueError) as error:
-        StratifiedMoE(D, F, **options)
-    assert words in str(error.value) and "\n" not in str(error.value)

@@ -8,7 +8,7 @@ from commands import run
 from family import FAMILY
 from sampling import soak, some
 from test_criterion import ALPHA, logged, make_criterion, make_sample
-from test_model import PAD, make_batch, reckoned_and_real, sentence_against, tiny
+from test_model import PAD, make_batch, reckoned_and_real, tiny
 
 from smoe_fairseq.analysis.cost import count
 from smoe_fairseq.errors import UsageError
@@ -292,119 +292,6 @@ def test_balance_over_an_update_by_hand():
 
 
 @pytest.mark.parametrize(
-    "flags, words",
-    [
-        (
-            "--moe-gate hash",
-            "--moe-gate hash: expected one stratum, such as --smoe-strata 8, not 4-4",
-        ),
-        ("--moe-gate base --smoe-strata 2-2", "--moe-gate base: expected one stratum"),
-        ("--moe-top-p 0 --moe-gate top-p", "--moe-top-p 0.0: expected"),
-        (
-            "--moe-top-k 9 --smoe-strata 8",
-            "--moe-top-k 9: a gate of --smoe-strata 8 sees 8 experts",
-        ),
-        (
-            "--moe-gate expert-choice --smoe-strata 8 --encoder-moe-freq 0",
-            "--moe-gate expert-choice: it is for the encoder, which has no MoE layer here",
-        ),
-        ("--moe-balance bias", "--moe-second-expert-policy sampling with --moe-balance bias"),
-        (
-            "--moe-gate base --smoe-strata 8 --moe-balance-over update",
-            "--moe-balance-over update: it is for a balance loss, and --moe-gate base with",
-        ),
-        ("--moe-residual", "--moe-residual: expected one stratum"),
-        ("--moe-residual --moe-cmr --smoe-strata 8", "--moe-residual with --moe-cmr: both mix"),
-        ("--moe-shared-experts 1", "--moe-shared-experts 1: expected one stratum"),
-        ("--moe-expert-ffn-dim -1", "--moe-expert-ffn-dim -1: expected a whole number"),
-        (
-            "--smoe-chain 2 --smoe-strata 4-4",
-            "--smoe-chain 2: expected one stratum, such as --smoe-strata 8",
-        ),
-        ("--smoe-chain 0", "--smoe-chain 0: expected a whole number of at least 1"),
-        (
-            "--smoe-chain 2 --smoe-strata 8 --moe-stacked",
-            "--smoe-chain 2 with --moe-stacked: expected one of the two",
-        ),
-        (
-            "--smoe-chain 2 --smoe-strata 8 --moe-gate base",
-            "--moe-gate base: expected --smoe-chain 1",
-        ),
-        ("--smoe-chain 2 --smoe-strata 8 --moe-cmr", "--moe-cmr: expected --smoe-chain 1, not 2"),
-        (
-            "--smoe-chain 2 --smoe-strata 8 --smoe-norm released",
-            "--smoe-norm released: that code has no --smoe-chain 2; expected paper",
-        ),
-        (
-            "--smoe-strata 8 --moe-gate-residual strata",
-            "--moe-gate-residual strata: --smoe-strata 8 has a single gate; expected none, or layers",
-        ),
-        (
-            "--moe-stacked --moe-gate-residual strata",
-            "--moe-gate-residual strata with --moe-stacked: its gates have no such residual",
-        ),
-        (
-            "--moe-gate top-p --moe-gate-residual layers",
-            "--moe-gate-residual layers: it is an option of --moe-gate topk, not of top-p",
-        ),
-        (
-            "--moe-freq 1 --decoder-smoe-strata 4-4,8-8 --moe-gate-residual layers",
-            "--moe-gate-residual layers: the decoder's MoE layers of 4-4 and 8-8 differ in their experts",
-        ),
-        ("--moe-freq 0 --smoe-chain 2", "--smoe-chain 2 with --moe-freq 0: a dense model has no"),
-        ("--moe-freq 0 --moe-gate base", "--moe-gate base with --moe-freq 0: a dense model has no"),
-        ("--moe-freq 0 --moe-shared-experts 1", "--moe-shared-experts 1 with --moe-freq 0"),
-        ("--moe-freq 0 --moe-stacked", "--moe-stacked with --moe-freq 0"),
-        ("--moe-freq 0 --moe-eom 0.2", "--moe-eom 0.2 with --moe-freq 0"),
-        ("--moe-freq 0 --moe-gating-dropout 0.2", "--moe-gating-dropout 0.2 with --moe-freq 0"),
-        ("--moe-top-p 0.9", "--moe-top-p 0.9: it is an option of --moe-gate top-p, not of topk"),
-        (
-            "--moe-gate relu --moe-null-experts 1",
-            "--moe-null-experts 1: it is an option of --moe-gate topk, not of relu",
-        ),
-        (
-            "--moe-constant-experts 2 --moe-freq 0",
-            "--moe-constant-experts 2 with --moe-freq 0: a dense model has no experts",
-        ),
-        (
-            "--moe-hash-seed 5 --moe-gate base --smoe-strata 8",
-            "--moe-hash-seed 5: it is an option of --moe-gate hash or hash-topk, not of base",
-        ),
-        (
-            "--moe-hash-table balanced",
-            "--moe-hash-table balanced: it is an option of --moe-gate hash",
-        ),
-        (
-            "--moe-bias-step 0.1",
-            "--moe-bias-step 0.1: it is an option of --moe-balance bias, not of",
-        ),
-        ("--moe-gate base --smoe-strata 8 --moe-capacity-factor 1.0", "--moe-capacity-factor 1.0"),
-        ("--moe-gate base --smoe-strata 8 --moe-top-k 3", "--moe-top-k 3"),
-        ("--moe-gate top-p --moe-top-k 3", "--moe-top-k 3"),
-        (
-            "--moe-gate top-p --moe-gate-normalization before-drop",
-            "--moe-gate-normalization before-drop",
-        ),
-        (
-            "--moe-gate relu --moe-second-expert-policy random",
-            "--moe-second-expert-policy random",
-        ),
-        ("--moe-gate hash --smoe-strata 8 --moe-drop-order score", "--moe-drop-order score"),
-        (
-            "--moe-gate depths --smoe-strata 1 --moe-eval-capacity-factor 0.5",
-            "--moe-eval-capacity-factor 0.5",
-        ),
-        (
-            "--moe-gate depths --smoe-strata 1 --moe-capacity-factor 1.0",
-            "--moe-capacity-factor 1.0 with --moe-gate depths",
-        ),
-    ],
-)
-def test_bad_flags_end_with_one_sentence(flags, words):
-    assert words in sentence_against(*flags.split())
-
-
-@pytest.mark.parametrize(
     "flags, factor",
     [
         ("--smoe-strata 4-4", 2.0),
@@ -417,25 +304,6 @@ def test_bad_flags_end_with_one_sentence(flags, words):
 def test_the_capacity_of_a_gate_where_none_is_given(flags, factor):
     gate = tiny(*flags.split()).decoder.layers[1].moe.gates[0]
     assert getattr(gate, "capacity", gate).factor == factor
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--moe-gate hash --smoe-strata 8", "this model has --moe-gate hash"),
-        ("--smoe-strata 8 --smoe-chain 3", "this model has --smoe-chain 3 --smoe-strata 8"),
-        ("--smoe-strata 4-4 --moe-null-experts 2 --moe-top-k 3", "null_weight is missing in it"),
-        (
-            "--smoe-strata 4-4 --moe-balance bias --moe-second-expert-policy all",
-            "bias.steps is missing in it",
-        ),
-    ],
-)
-def test_a_checkpoint_of_another_member_is_named(flags, words):
-    state = tiny("--smoe-strata", "4-4").state_dict()
-    with pytest.raises(UsageError) as end:
-        tiny(*flags.split()).load_state_dict(state)
-    assert words in str(end.value)
 
 
 @pytest.mark.parametrize("member", some(FAMILY, "null", "hash", "shared", "layers", first=1))

@@ -6,10 +6,9 @@ from family import FAMILY
 from reference_lm import language_model
 from sampling import some
 from test_criterion import ALPHA, EPSILON, make_criterion
-from test_model import PAD, make_model, make_task, parameters
+from test_model import PAD, make_model, parameters
 
 from smoe_fairseq.analysis.cost import count
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import memory
 from smoe_fairseq.models.transformer import moe_blocks
 
@@ -125,44 +124,6 @@ def test_in_training_only_a_limit_and_base_look_ahead(member):
     assert torch.equal(got, want) == (member not in ("base", "depths"))
 
 
-def test_exit_bias_moves_the_stops_of_evaluation():
-    """0 leaves every bit as it is; far below, every token stops everywhere, far above at one of two."""
-    tokens, stops = make_text(), {}
-    for bias in ("0", "-1e4", "1e4"):
-        torch.manual_seed(1)
-        model = tiny_lm("--smoe-strata", "4-4", f"--smoe-exit-bias={bias}").eval()
-        out, extra = model(tokens)
-        stops[bias] = extra["moe_stats"][0].requested_capacity[tokens != PAD]
-        if bias == "0":
-            torch.manual_seed(1)
-            assert torch.equal(out, tiny_lm("--smoe-strata", "4-4").eval()(tokens)[0])
-    assert set(stops["-1e4"].tolist()) == {2} and set(stops["1e4"].tolist()) == {1}
-    assert set(stops["0"].tolist()) == {1, 2}
-
-
-def test_budget_is_of_the_logged_capacity():
-    model = tiny_lm("--smoe-strata", "4-4", "--smoe-capacity-budget", "1.9")
-    sample = make_sample(make_text())
-    _, checks, log = make_criterion()(model.train(), sample)
-    _, extra = model.eval()(**sample["net_input"])  # in both a token is where its best expert is
-    real = sample["net_input"]["src_tokens"] != PAD
-    capacity = extra["moe_stats"][0].requested_capacity[real].float().mean()
-    assert float(log["smoe_budget_loss"]) / checks == pytest.approx(
-        abs(float(capacity) - 1.9), abs=1e-6
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_loss_of_half_precision_is_that_of_single(dtype):
-    sample = make_sample(make_text())
-    model = tiny_lm("--smoe-strata", "4").eval()
-    want, checks, _ = make_criterion()(model, sample)
-    loss, _, _ = make_criterion()(model.to(dtype), sample)
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=0.02)
-    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-
-
 @pytest.mark.parametrize("member", some(MEMBERS, "null", "hash", "base", "chain", "cmr", first=1))
 def test_step_by_step_equals_at_once(member):
     """Three texts, in another order at every step, as a search has them."""
@@ -187,38 +148,6 @@ def test_a_text_does_not_depend_on_its_batch(member):
     for i, row in enumerate(tokens):
         row = row[row != PAD].unsqueeze(0)
         assert torch.allclose(model(row)[0][0], want[i, : row.shape[1]], atol=1e-5)
-
-
-@pytest.mark.parametrize("member", some(MEMBERS, "top-p", "residual", "budget", "cmr"))
-def test_all_of_a_member_learns_also_with_checkpointed_activations(member):
-    """Gradients are there, finite, and the same where layers are recomputed."""
-    gradients = []
-    for more in ((), ("--checkpoint-activations",)):
-        model = tiny_lm(
-            *MEMBERS[member].split(), *("--moe-second-expert-policy", "all", *more)
-        ).train()
-        torch.manual_seed(3)
-        loss, *_ = make_criterion()(model, make_sample(make_text()))
-        loss.backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    plain, recomputed = gradients
-    assert plain.keys() == recomputed.keys() and all(g.isfinite().all() for g in plain.values())
-    assert any(".moe." in name for name in plain)
-    for name, gradient in plain.items():
-        assert torch.allclose(gradient, recomputed[name], atol=1e-6), name
-
-
-def test_without_smoothing_and_balance_it_is_cross_entropy():
-    model, sample = tiny_lm().eval(), make_sample(make_text())
-    criterion = make_criterion()
-    criterion.eps, criterion.moe_gate_loss_wt = 0.0, 0.0
-    loss, _, log = criterion(model, sample)
-    logits, _ = model(**sample["net_input"])
-    want = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), sample["target"].flatten(), ignore_index=PAD, reduction="sum"
-    )
-    assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=1e-6)
-    assert "moe_gate_loss" in log
 
 
 @pytest.mark.parametrize(
@@ -256,29 +185,6 @@ def test_positions_are_the_tasks(arch, flags, longest):
 
 
 @pytest.mark.parametrize(
-    "flags, words",
-    [
-        (
-            "--moe-gate expert-choice --smoe-strata 8",
-            "an expert would choose a token by later ones",
-        ),
-        ("--moe-freq 3", "--moe-freq 3 for the decoder: expected 0 (dense) to its 2 layers"),
-        ("--no-decoder-normalize-before", "--no-decoder-normalize-before: a stratified MoE brings"),
-        ("--smoe-strata 4-4,8", "expected one value of the decoder, which has 1"),
-        ("--moe-freq 0 --moe-cmr", "--moe-cmr with --moe-freq 0: a dense model"),
-        (
-            "--tokens-per-sample 0",
-            "--max-target-positions 0: expected a whole number of at least 1",
-        ),
-    ],
-)
-def test_bad_options_are_one_sentence(flags, words):
-    with pytest.raises(UsageError) as end:
-        tiny_lm(*flags.split())
-    assert words in str(end.value) and "\n" not in str(end.value)
-
-
-@pytest.mark.parametrize(
     "flags", ["--encoder-layers 3", "--no-share-all-embeddings", "--encoder-moe-freq=2"]
 )
 @pytest.mark.parametrize("arch", ["smoe_transformer_lm", "smoe_transformer_lm_base"])
@@ -290,18 +196,3 @@ def test_an_encoders_flags_are_refused(capsys, arch, flags):
     assert (
         capsys.readouterr().err == f"error: {name}: a language model has no encoder; leave it out\n"
     )
-
-
-def test_a_smaller_output_dictionary_is_refused_where_embeddings_are_shared():
-    from fairseq.data import TruncatedDictionary
-
-    from smoe_fairseq.models.checks import check_language_modeling
-    from smoe_fairseq.models.options import SMoETransformerLMConfig
-
-    task = make_task()
-    task.target_dictionary = TruncatedDictionary(task.source_dictionary, 50)
-    config = SMoETransformerLMConfig()
-    with pytest.raises(ValueError, match="--output-dictionary-size 50: .*--no-share-decoder"):
-        check_language_modeling(config, task)
-    config.share_decoder_input_output_embed = False
-    check_language_modeling(config, task)

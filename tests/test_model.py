@@ -1,6 +1,7 @@
 """The registered model, built as fairseq builds it from flags."""
 
-import time
+import copy
+import functools
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from omegaconf import OmegaConf
 
 import smoe_fairseq.models  # noqa: F401  (as --user-dir does)
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.models import memory
 
 PAD = 1
@@ -28,11 +28,15 @@ def make_task(vocabulary=96):
     return Task
 
 
-def configured(*flags):
-    """The config of a model of these flags."""
-    parser = options.get_training_parser()
-    args = options.parse_args_and_arch(parser, ["data", *flags])
+@functools.cache
+def parsed(*flags):
+    args = options.parse_args_and_arch(options.get_training_parser(), ["data", *flags])
     return convert_namespace_to_omegaconf(args).model
+
+
+def configured(*flags):
+    """The config of a model of these flags, which takes half a second to make."""
+    return copy.deepcopy(parsed(*flags))
 
 
 def make_model(*flags, vocabulary=96):
@@ -154,45 +158,6 @@ def test_moe_freq_places_the_moe_layers(flags, encoder, decoder):
         assert torch.equal(extra["moe_stats"][0].requested_capacity > 0, real)
 
 
-@pytest.mark.parametrize("strata", ["8", "2-2-2-2"])
-def test_decoding_step_by_step_equals_one_pass(strata):
-    model = tiny("--smoe-strata", strata).eval()
-    src, lengths, tgt = make_batch()
-    encoder_out = model.encoder(src, lengths)
-    want, _ = model.decoder(tgt, encoder_out)
-    state = {}
-    for step in range(1, 5):  # to where the shortest target ends
-        got, _ = model.decoder(tgt[:, :step], encoder_out, incremental_state=state)
-        assert torch.allclose(got[:, 0], want[:, step - 1], atol=1e-5)
-
-
-def test_activation_checkpointing_changes_nothing():
-    src, lengths, tgt = make_batch()
-    results = []
-    for flags in ([], ["--checkpoint-activations"]):
-        model = tiny("--smoe-strata", "2-2-2-2", *flags)
-        torch.manual_seed(1)  # the second experts are drawn
-        out, extra = model(src, lengths, tgt)
-        loss = out.pow(2).mean() + sum(stats.balance_loss for stats in extra["moe_stats"])
-        loss.backward()
-        results.append((loss, {n: p.grad for n, p in model.named_parameters()}))
-    (loss, grads), (checkpointed_loss, checkpointed_grads) = results
-    assert torch.equal(loss, checkpointed_loss)
-    gates = [n for n in grads if "gates" in n]
-    assert gates and all(grads[n].abs().sum() > 0 for n in gates)
-    for name in grads:
-        assert torch.allclose(grads[name], checkpointed_grads[name], atol=1e-6), name
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_forward_and_backward(dtype):
-    model = tiny("--smoe-strata", "2-2-2-2").to(dtype)
-    out, extra = model(*make_batch())
-    assert out.dtype == dtype
-    (out.float().mean() + extra["moe_stats"][0].balance_loss).backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
 @pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 def test_autocast(execution):
     model = tiny("--smoe-strata", "2-2-2-2")
@@ -209,33 +174,6 @@ def test_autocast(execution):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--smoe-strata 4-x", "--smoe-strata '4-x': expected positive numbers"),
-        ("--smoe-strata 7-1", "--moe-top-k 2"),
-        ("--moe-freq 3", "--moe-freq 3 for the encoder: expected 0 (dense) to its 2 layers"),
-        ("--moe-freq -2", "--moe-freq -2"),
-        ("--no-decoder-normalize-before", "pre-norm layers"),
-        ("--encoder-attention-heads 3", "--encoder-attention-heads 3"),
-        ("--moe-capacity-factor -1", "--moe-capacity-factor -1.0"),
-        ("--encoder-embed-dim 0", "--encoder-embed-dim 0: expected a whole number of at least 1"),
-        ("--encoder-attention-heads 0", "--encoder-attention-heads 0: expected a whole number"),
-        ("--decoder-attention-heads -1", "--decoder-attention-heads -1: expected a whole number"),
-        ("--decoder-layers -1", "--decoder-layers -1: expected a whole number of at least 1"),
-        ("--decoder-ffn-embed-dim -8", "--decoder-ffn-embed-dim -8: expected a whole number"),
-        ("--max-source-positions 0", "--max-source-positions 0: expected a whole number"),
-        ("--attention-dropout nan", "--attention-dropout nan: expected a probability"),
-        ("--relu-dropout 1", "--activation-dropout 1.0: expected a probability from 0 to below 1"),
-        ("--encoder-layerdrop -0.1", "--encoder-layerdrop -0.1: expected a probability"),
-        ("--moe-freq 0 --moe-cmr", "--moe-cmr with --moe-freq 0: a dense model has no experts"),
-        ("--cmr-gate-drop 0.2", "--cmr-gate-drop 0.2: expected it with --moe-cmr"),
-    ],
-)
-def test_bad_flags_end_with_one_sentence(flags, words):
-    assert words in sentence_against(*flags.split())
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
         ("--smoe-strata 1000000", "--smoe-strata 1000000 with --encoder-embed-dim"),
         ("--smoe-strata 4-9000000", "--smoe-strata 4-9000000 with"),
         ("--encoder-ffn-embed-dim 1000000", "--encoder-ffn-embed-dim 1000000"),
@@ -244,12 +182,8 @@ def test_bad_flags_end_with_one_sentence(flags, words):
 )
 def test_absurd_sizes_are_refused_at_once(flags, words, monkeypatch):
     monkeypatch.setattr(memory, "machine_memory", lambda: 2**34)
-    started = time.process_time()
     sentence = sentence_against(*flags.split(), "--moe-freq", "2")
     assert words in sentence and "fits into the 16.0 GiB of memory here" in sentence
-    assert (
-        time.process_time() - started < 3
-    )  # nothing was made; most of it goes into fairseq's flags
 
 
 def test_each_rank_of_a_machine_builds_its_model(monkeypatch):
@@ -260,43 +194,6 @@ def test_each_rank_of_a_machine_builds_its_model(monkeypatch):
     tiny()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert "in each of 8 ranks, of which" in sentence_against()
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--smoe-strata 4-12",
-        "--moe-freq 0",
-        "--smoe-strata 8 --smoe-norm released --moe-cmr",
-        "--smoe-strata 4-4 --moe-stacked",
-        "--smoe-strata 8 --moe-shared-experts 2 --moe-expert-ffn-dim 64 --moe-residual",
-        "--smoe-strata 8 --moe-copy-experts 1 --moe-constant-experts 2",
-        "--smoe-strata 8 --moe-gate hash",
-    ],
-)
-def test_parameters_are_known_before_the_model_is_made(monkeypatch, flags):
-    reckoned, real = reckoned_and_real(monkeypatch, *flags.split(), vocabulary=3000)
-    assert reckoned == real
-
-
-def test_memory_of_this_machine():
-    assert 2**28 < machine_memory() < 2**60
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--smoe-strata 2-2-2-2", "trained with --smoe-strata 4-4 and this model has"),
-        ("--moe-freq 0", "this model has --moe-freq 0"),
-        ("--smoe-strata 4-4 --moe-stacked", "this model has --moe-stacked --smoe-strata 4-4"),
-        ("--smoe-strata 4-4 --encoder-ffn-embed-dim 64", "of another architecture: "),
-    ],
-)
-def test_a_checkpoint_of_another_architecture_is_named(flags, words):
-    state = tiny("--smoe-strata", "4-4").state_dict()
-    with pytest.raises(UsageError) as end:
-        tiny(*flags.split()).load_state_dict(state)
-    assert words in str(end.value)
 
 
 def test_the_former_name_of_smoe_norm_is_known():

@@ -10,7 +10,7 @@ from test_cost import TINY_SIZES, cost, processes
 from test_criterion import make_criterion, make_sample
 from test_expert_parallel import checkpoint, compare, flags, furthest, whole
 from test_expert_parallel_checkpoints import call
-from test_model import make_batch, sentence_against, tiny
+from test_model import make_batch, tiny
 
 from smoe_fairseq.checkpoints.io import RECORD, Record
 from smoe_fairseq.checkpoints.sets import same_bits
@@ -45,60 +45,6 @@ def test_each_layer_has_its_strata(words, encoder, decoder):
         assert stats.first_choices.shape == (len(block.strata), block.strata.num_experts)
         assert block.experts.w1.shape[0] == sum(block.strata.sizes)
         assert block.experts.w1.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (
-            "--smoe-strata 2,6",
-            "--smoe-strata 2,6: expected one value, or 3 separated by commas, one for each MoE layer of the "
-            "encoder, which has 3",
-        ),
-        (
-            "--decoder-smoe-strata 2,6,8",
-            "--decoder-smoe-strata 2,6,8: expected one value, or 2 sep",
-        ),
-        (
-            "--decoder-smoe-strata 2,6 --decoder-moe-freq 4",
-            "--decoder-smoe-strata 2,6: expected one value of the decoder, which has 1",
-        ),
-        ("--encoder-smoe-strata 2,6-0,4", "--encoder-smoe-strata '6-0': expected positive numbers"),
-        ("--decoder-smoe-strata 2,", "--decoder-smoe-strata '': expected positive numbers"),
-        (
-            "--decoder-smoe-strata 4,2-1",
-            "--moe-top-k 2: a gate of --decoder-smoe-strata 2-1 sees 1 expert",
-        ),
-        (
-            "--encoder-smoe-strata 8 --encoder-moe-freq 0",
-            "--encoder-smoe-strata 8: the encoder has no MoE layer",
-        ),
-        (
-            "--encoder-smoe-strata 2,2,2-2 --moe-cmr --smoe-strata 2",
-            "--moe-cmr: expected one stratum, such as --encoder-smoe-strata 4, not 2-2",
-        ),
-    ],
-)
-def test_bad_flags_end_with_one_sentence(words, sentence):
-    assert sentence in sentence_against(*DEEP, *words.split())
-
-
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        ("", "this model has --smoe-strata 4-4"),
-        (
-            "--encoder-smoe-strata 2,6,3-3",
-            "--encoder-smoe-strata 2,6,3-3 --decoder-smoe-strata 4-4,4-4",
-        ),
-    ],
-)
-def test_a_checkpoint_with_other_strata_is_named(words, sentence):
-    state = tiny(*DEEP, "--encoder-smoe-strata", "2,6,4").state_dict()
-    with pytest.raises(UsageError) as end:
-        tiny(*DEEP, *words.split()).load_state_dict(state)
-    assert sentence in str(end.value)
-    assert "with --encoder-smoe-strata 2,6,4 --decoder-smoe-strata 4-4,4-4 and" in str(end.value)
 
 
 def test_cost_adds_up_what_layers_cost_by_themselves():

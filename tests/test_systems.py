@@ -3,9 +3,7 @@
 import pytest
 import torch
 from reference import ffn, layer_norm, reference
-from test_block import D, F, T, gradients, make_block, make_input
-
-from smoe_fairseq.modules import StratifiedMoE
+from test_block import T, gradients, make_block, make_input
 
 
 def draws_as_made(monkeypatch, *values):
@@ -146,19 +144,3 @@ def test_z_loss_agrees_with_plain_loops(execution):
     (got,) = torch.autograd.grad(stats.z_loss, block.gates[0].weight)
     (expected,) = torch.autograd.grad(want, block.gates[0].weight)
     assert torch.allclose(got, expected, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"cmr": True, "strata": "4-4"}, "cmr: expected one stratum, such as"),
-        ({"eom": 1.0}, "eom 1.0: expected a probability"),
-        ({"fom": -0.1}, "fom -0.1"),
-        ({"gating_dropout": 2.0}, "gating_dropout 2.0"),
-        ({"cmr": True, "strata": "8", "cmr_gate_drop": 1.5}, "cmr_gate_drop 1.5"),
-    ],
-)
-def test_bad_options_are_refused_by_the_parameters_name(options, words):
-    with pytest.raises(ValueError) as error:
-        StratifiedMoE(D, F, **options)
-    assert words in str(error.value)
