@@ -174,6 +174,36 @@ def _fork(
     return subprocess.CompletedProcess(command, status, output, errors)
 
 
+def refused(result, *named) -> str:
+    """The last line of a command that has ended with status 1, which is one sentence and has these words."""
+    output = result.stdout + (result.stderr or "")
+    last = output.splitlines()[-1] if output else ""
+    assert result.returncode == 1 and "Traceback" not in output, output[-4000:]
+    assert last.startswith("error: ") and all(str(each) in last for each in named), (last, named)
+    return last
+
+
+def load(path: Path) -> dict:
+    """What a checkpoint holds."""
+    import torch
+
+    return torch.load(path, weights_only=True)
+
+
+def changed(source: Path, path: Path, change) -> Path:
+    """A copy of a checkpoint at ``path``, whose content ``change`` has changed."""
+    import torch
+
+    state = load(source)
+    change(state)
+    torch.save(state, path)
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def preprocess(raw: Path, folder: Path, *flags) -> None:
     """``fairseq-preprocess`` from the tiny corpus's text to ``folder``."""
     prefixes = [f"--{split}pref={raw / split}" for split in ("train", "valid", "test")]

@@ -3,19 +3,16 @@
 import os
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from commands import FAIRSEQ, PLUGIN, run, run_python
+from commands import PLUGIN, changed, load, run
 from sampling import soak
-from test_checkpoint_files import FULL, contents, rotted
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
 from test_family_training import member_flags
-from test_malicious_checkpoints import program
 from test_training import UNINITIALISED
 from test_training import train as train_smoe
 
@@ -47,17 +44,6 @@ def run_of_two(ranks, small_corpus, tmp_path_factory) -> Path:
 
 def names(updates=SAVED) -> list[str]:
     return [f"checkpoint_1_{update}.pt" for update in updates]
-
-
-def load(path: Path) -> dict:
-    return torch.load(path, weights_only=True)
-
-
-def changed(source: Path, path: Path, change) -> Path:
-    state = load(source)
-    change(state)
-    torch.save(state, path)
-    return path
 
 
 def put(name: str, tensor):
@@ -158,15 +144,6 @@ def assert_translates(corpus, path: Path) -> None:
     assert len(re.findall(r"^H-", output, re.M)) == 50
 
 
-def test_the_command_as_typed(small_corpus, run_of_one, tmp_path):
-    output = tmp_path / "mean.pt"
-    done = run("smoe", "average", run_of_one, "--last", 4, "--output", output)
-    first, last = (run_of_one / names()[i] for i in (0, -1))
-    assert f"{output}: mean of 4 checkpoints, {first} to {last.name}" in done.stdout
-    assert "100%" in done.stdout and " checkpoints" in done.stdout
-    assert_translates(small_corpus, output)
-
-
 def test_a_stock_model_and_numbers_of_16_bits(corpus, pre_norm, tmp_path):
     def halve(state):
         state["model"] = {name: tensor.half() for name, tensor in state["model"].items()}
@@ -215,23 +192,17 @@ def test_counts_are_the_last_ones_and_tables_have_to_agree(ranks, small_corpus, 
     assert f"{other}: {name} is of whole numbers, which have no mean" in sentence
 
 
-OTHERS = {
-    f"{W1} is (8, 2, 3) torch.float32 in it and (8, ": put(W1, torch.ones(8, 2, 3)),
-    f"{W1} is (8, 64, 48) torch.float16 in it": lambda s: put(W1, s["model"][W1].half())(s),
-    f"{W1} is missing in it": lambda s: s["model"].pop(W1),
-    "more is (1,) torch.float32 in it and missing in the other": put("more", torch.ones(1)),
-    "the setting moe_top_k is 1 in it and 2 in the other": lambda s: s["cfg"]["model"].update(
-        moe_top_k=1
-    ),
-    "was trained with another dictionary than": lambda s: s["smoe_dictionaries"]["source"].update(
-        sha256="0"
-    ),
-    f"{W1} has values that are not numbers": lambda s: (
-        s["model"][W1].view(-1)[3:4].fill_(float("inf"))
-    ),
-    "more in its model is no tensor of real numbers": put("more", "x"),
-    "wide in its model is no tensor of real numbers": put("wide", torch.ones(1).expand(10**13)),
-    "sparse in its model is no tensor of real": put("sparse", torch.ones(2, 2).to_sparse()),
+OTHERS = {  # by what the sentence names
+    f"{W1} is (8, 2, 3)": put(W1, torch.ones(8, 2, 3)),
+    "torch.float16": lambda s: put(W1, s["model"][W1].half())(s),
+    W1: lambda s: s["model"].pop(W1),
+    "more is (1,)": put("more", torch.ones(1)),
+    "moe_top_k": lambda s: s["cfg"]["model"].update(moe_top_k=1),
+    "dictionary": lambda s: s["smoe_dictionaries"]["source"].update(sha256="0"),
+    f"{W1} has values": lambda s: s["model"][W1].view(-1)[3:4].fill_(float("inf")),
+    "more in its model": put("more", "x"),
+    "wide": put("wide", torch.ones(1).expand(10**13)),
+    "sparse": put("sparse", torch.ones(2, 2).to_sparse()),
 }
 
 
@@ -244,39 +215,6 @@ def test_what_has_no_mean_is_refused(run_of_one, tmp_path, words, first):
     sentence = refusal("average", *files, "--output", tmp_path / "mean.pt")
     assert first or (words in sentence and str(other) in sentence)
     assert [path.name for path in tmp_path.iterdir()] == ["other.pt"]
-
-
-def test_damaged_files_have_the_sentence_that_they_have_elsewhere(run_of_one, tmp_path):
-    sound = run_of_one / names()[0]
-    (tmp_path / "cut.pt").write_bytes(sound.read_bytes()[:5000])
-    rotted(sound, tmp_path / "rotted.pt")
-    changed(sound, tmp_path / "empty.pt", lambda state: state.pop("model"))
-    before = contents(tmp_path)
-    for name, words in (
-        ("cut.pt", "is cut off or not a checkpoint"),
-        ("rotted.pt", "is damaged: "),
-        ("empty.pt", "is not a checkpoint of fairseq"),
-        ("none.pt", "is missing"),
-    ):
-        ask = ("average", sound, tmp_path / name, "--output", tmp_path / "mean.pt")
-        assert f"{tmp_path / name} {words}" in refusal(*ask)
-    assert contents(tmp_path) == before
-
-
-class Program:
-    def __init__(self, trace: Path):
-        self.trace = trace
-
-    def __reduce__(self):
-        return eval, (program(self.trace),)
-
-
-def test_a_file_that_would_run_a_program_is_refused(run_of_one, tmp_path):
-    sound, trace = run_of_one / names()[0], tmp_path / "trace"
-    bad = changed(sound, tmp_path / "bad.pt", lambda state: state.update(more=Program(trace)))
-    sentence = refusal("average", sound, bad, "--output", tmp_path / "mean.pt")
-    assert f"{bad} holds eval (a type or function), which is not loaded" in sentence
-    assert not trace.exists() and not (tmp_path / "mean.pt").exists()
 
 
 def test_requests_that_are_not_clear(run_of_one, tmp_path):
@@ -295,36 +233,6 @@ def test_requests_that_are_not_clear(run_of_one, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_overwritten_unasked(run_of_one, tmp_path):
-    files = [Path(shutil.copy(run_of_one / name, tmp_path)) for name in names()[:2]]
-    output = tmp_path / "mean.pt"
-    output.write_text("old")
-    assert "is there already; --force" in refusal("average", *files, "--output", output)
-    assert output.read_text() == "old"
-    call("average", *files, "--output", output, "--force")
-    assert_is_mean(output, [load(file)["model"] for file in files])
-    sentence = refusal("average", *files, "--output", files[1], "--force")
-    assert f"--output: {files[1]} is what is read" in sentence
-    sentence = refusal("average", *files, "--output", tmp_path, "--force")
-    assert f"--output: {tmp_path} is a folder; expected a file's name" in sentence
-    sentence = refusal("average", files[0], tmp_path / "..", "--output", output)
-    assert "is a folder: add --last N" in sentence
-
-
-def test_a_file_that_appears_during_the_work_is_not_overwritten(run_of_one, tmp_path, monkeypatch):
-    output = tmp_path / "mean.pt"
-    save = torch.save
-
-    def meanwhile(state, file):
-        save(state, file)
-        output.write_text("another's")
-
-    monkeypatch.setattr(torch, "save", meanwhile)
-    files = [run_of_one / name for name in names()[:2]]
-    assert f"--output {output} cannot be saved" in refusal("average", *files, "--output", output)
-    assert contents(tmp_path) == {"mean.pt": b"another's"}
-
-
 def test_what_cannot_be_written_is_known_before_the_work(run_of_one, tmp_path, monkeypatch):
     """On a file system that may be read only, and below a file; what is read is not even there."""
     files = ["no-checkpoint-1.pt", "no-checkpoint-2.pt"]
@@ -338,50 +246,6 @@ def test_what_cannot_be_written_is_known_before_the_work(run_of_one, tmp_path, m
 
 
 # A disk without room, and a kill
-
-
-AVERAGE = "import sys; from smoe_fairseq.cli import main; sys.exit(main(sys.argv[1:]))"
-KILLED = """
-import os, signal, torch
-def save(state, file):
-    file.write(b"half")
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-torch.save = save
-"""
-
-
-@pytest.fixture
-def asked(run_of_one, tmp_path) -> list:
-    """A request, of which the output is there from an earlier time."""
-    (tmp_path / "mean.pt").write_text("old")
-    files = [run_of_one / name for name in names()]
-    return ["average", *files, "--output", tmp_path / "mean.pt", "--force"]
-
-
-def test_without_room_what_was_there_stays(tmp_path, asked):
-    result = run_python(FULL + AVERAGE, *asked, server=FAIRSEQ)
-    assert result.returncode == 1 and "Traceback" not in result.stdout
-    words = f"error: --output {tmp_path / 'mean.pt'} cannot be saved: File too large; files"
-    assert result.stdout.splitlines()[-1].startswith(words)
-    assert contents(tmp_path) == {"mean.pt": b"old"}
-
-
-def test_a_kill_leaves_what_was_there(tmp_path, asked):
-    """And the next attempt takes the place of what is left beside it."""
-    assert run_python(KILLED + AVERAGE, *asked, server=FAIRSEQ).returncode == -9
-    assert sorted(contents(tmp_path).values()) == [b"half", b"old"]
-    assert (tmp_path / "mean.pt").read_text() == "old"
-    call(*asked)
-    assert list(contents(tmp_path)) == ["mean.pt"] and load(tmp_path / "mean.pt")["model"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, soak(signal.SIGINT), soak(signal.SIGHUP)])
-def test_a_signal_leaves_nothing_beside_what_was_there(tmp_path, asked, number):
-    """By the door that all commands have in common."""
-    sent = KILLED.replace("signal.SIGKILL", str(int(number)))
-    assert run_python(sent + AVERAGE, *asked, server=FAIRSEQ).returncode == 128 + number
-    assert contents(tmp_path) == {"mean.pt": b"old"}
 
 
 def test_memory_holds_one_sum_and_one_checkpoint(run_of_two, tmp_path, monkeypatch):

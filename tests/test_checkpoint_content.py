@@ -4,16 +4,13 @@ import errno
 
 import pytest
 import torch
-from commands import PLUGIN, generation, run, run_python
+from commands import changed, refused, smoe
 from fairseq import checkpoint_utils
-from test_compat import run_without
 from test_training import train as train_smoe
 
-from smoe_fairseq.checkpoints.io import open_checkpoint, pending, rank_file, record_of
+from smoe_fairseq.checkpoints.io import open_checkpoint, record_of
 from smoe_fairseq.compat.safe_load import InaccessibleCheckpoint
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.modules.parallel import Placement
-from smoe_fairseq.training import sharded_checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +19,6 @@ def sparse(small_corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sparse")
     train_smoe(small_corpus, folder, "--max-update", 2)
     return folder / "checkpoint_last.pt"
-
-
-def changed(source, path, change):
-    state = torch.load(source, weights_only=True)
-    change(state)
-    torch.save(state, path)
-    return path
 
 
 OTHER_KINDS = {
@@ -85,57 +75,6 @@ def test_a_shortage_is_no_fault_of_the_file(sparse, tmp_path, monkeypatch, place
         assert str(end.value).startswith(str(file)) and "remove" not in str(end.value)
 
 
-def test_a_pending_set_is_kept_for_want_of_memory(sparse, tmp_path, monkeypatch):
-    file = pending(rank_file(tmp_path / "checkpoint_last.pt", 0))
-    changed(sparse, file, lambda state: None)
-    monkeypatch.setattr(sharded_checkpoints, "all_gather", lambda value: [value])
-
-    def full(*_, **__):
-        raise SHORTAGES[-1]
-
-    monkeypatch.setattr("torch.load", full)
-    with pytest.raises(UsageError, match="checkpoint_last-rank-0.pt.pending"):
-        sharded_checkpoints.recover(tmp_path, Placement(2, 1, 0))
-    assert file.exists()
-
-
-LIMITED = """
-import resource, sys, torch, fairseq.checkpoint_utils
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 30_000_000,) * 2)
-sys.path[0] = sys.argv.pop()
-from smoe_fairseq.compat.safe_load import InaccessibleCheckpoint
-try:
-    fairseq.checkpoint_utils.load_checkpoint_to_cpu(sys.argv[1])
-except InaccessibleCheckpoint:
-    sys.exit(7)
-"""
-
-
-def test_a_sound_checkpoint_that_does_not_fit_into_memory(tmp_path):
-    state = {"model": {"w": torch.zeros(20_000_000)}, "args": None, "cfg": {}}
-    torch.save(state, tmp_path / "large.pt")
-    result = run_python(LIMITED, tmp_path / "large.pt", PLUGIN.parent)
-    assert result.returncode == 7, result.stdout
-
-
-def test_an_empty_history_is_named_by_the_command(small_corpus, sparse, tmp_path):
-    file = changed(sparse, tmp_path / "c.pt", lambda state: state.update(optimizer_history=[]))
-    result = run("fairseq-generate", *generation(small_corpus, file), check=False)
-    assert result.returncode == 1 and "Traceback" not in result.stdout
-    words = f"error: {file} is not a checkpoint of fairseq, or parts of it are missing: IndexError"
-    assert result.stdout.splitlines()[-1].startswith(words)
-
-
-def test_without_its_plugin_a_model_is_named(small_corpus, sparse):
-    command = ("fairseq-generate", *generation(small_corpus, sparse))
-    result = run(*command, check=False)
-    words = "error: --user-dir is missing or another: the model is a smoe_transformer"
-    assert result.returncode == 1 and "Traceback" not in result.stdout
-    assert result.stdout.splitlines()[-1].startswith(words) and "$(smoe path)" in result.stdout
-    assert "KeyError: \"'_name'\"" in run_without("name_unknown_model", *command).stdout
-
-
 def test_state_of_another_run_is_named(small_corpus, sparse, tmp_path):
     file = changed(
         sparse,
@@ -144,20 +83,7 @@ def test_state_of_another_run_is_named(small_corpus, sparse, tmp_path):
     )
     more = ("--restore-file", file, "--max-update", 4)
     result = train_smoe(small_corpus, tmp_path / "new", *more, check=False)
-    last = result.stdout.splitlines()[-1]
-    assert last.startswith(f"error: {file} does not fit this run (ValueError: loaded state dict")
-    assert "--reset-optimizer" in last and "Traceback" not in result.stdout
-
-
-@pytest.mark.parametrize("record", ["x", {"rank": 0}, {"extra": 1, "parameters": []}])
-def test_a_record_of_another_kind_is_named(sparse, tmp_path, record):
-    file = changed(sparse, tmp_path / "c.pt", lambda state: state.update(smoe_experts=record))
-    result = run(
-        *("smoe", "reshard", file, "--world-size", 2, "--output", tmp_path / "new" / "c.pt"),
-        check=False,
-    )
-    assert result.returncode == 1 and "Traceback" not in result.stdout
-    assert "what it says of its experts (smoe_experts)" in result.stdout.splitlines()[-1]
+    refused(result, file, "--reset-optimizer")
 
 
 MISSING = {
@@ -173,6 +99,6 @@ MISSING = {
 def test_a_part_that_cannot_be_divided_is_named(sparse, tmp_path, words):
     file = changed(sparse, tmp_path / "c.pt", MISSING[words])
     output = tmp_path / "new" / "c.pt"
-    result = run("smoe", "reshard", file, "--world-size", 2, "--output", output, check=False)
-    assert result.returncode == 1 and result.stdout.startswith(f"error: {file}")
-    assert words in result.stdout and not output.parent.exists()
+    result = smoe("reshard", file, "--world-size", 2, "--output", output, check=False)
+    refused(result, file, words)
+    assert not output.parent.exists()

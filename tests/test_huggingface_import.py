@@ -8,6 +8,7 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
+from commands import load
 from sampling import some
 from test_expert_parallel_checkpoints import call, refusal
 from test_golden import SYSTEMS_WITH_CHECKPOINT, TRANSLATED, read_json
@@ -20,10 +21,6 @@ pytest.importorskip("transformers", reason="the package transformers is not inst
 from test_huggingface import batch, export, trained  # noqa: E402, F401
 
 SYSTEMS = some(SYSTEMS_WITH_CHECKPOINT, "dense", "strata-4-4", "hash", "released")
-
-
-def load(path: Path) -> dict:
-    return torch.load(path, weights_only=True)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -10,8 +10,6 @@ import pytest
 import torch
 from commands import TINY, generation, run
 from fairseq import checkpoint_utils
-from test_compat import run_without
-from test_expert_parallel_checkpoints import refusal
 
 from smoe_fairseq.checkpoints.io import open_checkpoint
 from smoe_fairseq.compat.safe_load import RefusedCheckpoint
@@ -69,24 +67,6 @@ def test_commands_of_fairseq_name_file_and_type(intruded, corpus, tmp_path, trac
     # torch's words explain how to load it all the same.
     for word in ("Traceback", "weights_only", "safe_globals", "trust"):
         assert word not in result.stdout
-
-
-def test_without_its_mend_torch_says_how_to_run_the_program(intruded, corpus):
-    command = ("fairseq-generate", *generation(corpus, intruded))
-    result = run_without("name_unreadable_checkpoints", *command)
-    assert result.returncode and "Traceback" in result.stdout
-    assert "Weights only load failed" in result.stdout and "weights_only" in result.stdout
-
-
-def test_our_commands_too(intruded, corpus, tmp_path, trace):
-    new = tmp_path / "new"
-    for words in (
-        ["reshard", intruded, "--world-size", 2, "--output", new],
-        ["analyze", corpus, "--path", intruded, "--output", new, "--cpu"],
-        ["cost", "--path", intruded],
-    ):
-        assert f"{intruded} holds posix.mkdir (a type or function), {REST}" in refusal(*words)
-    assert not new.exists() and not trace.exists()
 
 
 def saved(content, path: Path, **options) -> Path:
