@@ -3,124 +3,71 @@
     python3 tests/matrix.py [--python FILE] [--jobs N] [NAME ...]
 
 Each environment is made in .venv-matrix, several GB for a torch with CUDA, and deleted. The tests run in a
-clone of the last commit beside it, since recipes would take the other torch in .venv of this checkout. What
-came out goes to docs/compatibility.json as soon as one is finished, and from there into the table of
-docs/compatibility.md.
-Environments whose result still holds, since nothing but documentation has changed after its commit, are not
-run again unless named. Needs Python's own library only.
+clone of the last commit, since recipes would take the other torch in .venv of this checkout. Results
+go to docs/compatibility.json, and from there into the table of docs/compatibility.md; an environment whose
+result still holds is not run again unless named. Needs Python's own library only.
 """
 
 import argparse
 import datetime
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+import xml.etree.ElementTree
 from pathlib import Path
-
-import matrix_table
-from matrix_table import counts, read_report, read_results
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-matrix"
+RESULTS, PAGE = ROOT / "docs/compatibility.json", ROOT / "docs/compatibility.md"
+START, END = "<!-- from here to the end mark: tests/matrix.py -->", "<!-- end -->"
 # What no result depends on: documentation, and how the results are made.
-ASIDE = (":!docs", ":!*.md", ":!tests/matrix*.py", ":!tests/test_matrix.py")
+ASIDE = (":!docs", ":!*.md", ":!tests/matrix.py", ":!tests/test_matrix.py")
 GB = 1e9
-# An environment of torch 2.15 with CUDA, and beside it the archive that pip unpacks and the tests' own files.
-NEEDED = 14 * GB
-
-
-class MatrixError(Exception):
-    """A sentence for the user."""
-
-
-@dataclass(frozen=True)
-class Environment:
-    """Versions that are installed together.
-
-    oldest: our other requirements in the lowest versions of setup.py, not in those of constraints.txt.
-    """
-
-    python: str
-    torch: str
-    oldest: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"python{self.python}-torch{self.torch}"
-
-
-# The oldest and the newest of all first: what fails mostly fails there.
+NEEDED = 14 * GB  # an environment of torch 2.15 with CUDA, the archive, and the tests' own files
+# Python, torch, and whether our other requirements are in the lowest versions of setup.py. The oldest and the
+# newest of all first: what fails mostly fails there.
 ENVIRONMENTS = (
-    Environment("3.11", "2.6.0", oldest=True),
-    Environment("3.13", "2.15.0"),
-    Environment("3.12", "2.9.1"),
-    Environment("3.11", "2.11.0"),
-    Environment("3.11", "2.15.0"),
+    *(("3.11", "2.6.0", True), ("3.13", "2.15.0", False), ("3.12", "2.9.1", False)),
+    *(("3.11", "2.11.0", False), ("3.11", "2.15.0", False)),
 )
 
 
-def main(words: list[str] | None = None) -> int:
-    """Runs what is asked for; 1 where a test failed, an environment could not be made, or a word is wrong."""
+def main() -> int:
+    """Runs what is asked for; 1 where a test failed or an environment could not be made."""
+    known = {
+        f"python{python}-torch{torch}": (python, torch, o) for python, torch, o in ENVIRONMENTS
+    }
     parser = argparse.ArgumentParser(description="Runs the tests with other torch and Python.")
-    parser.add_argument("names", metavar="NAME", nargs="*", help="such as python3.11-torch2.6.0")
-    parser.add_argument(
-        "--python", action="append", default=[], help="a Python beside those in PATH"
-    )
+    parser.add_argument("names", nargs="*", choices=[*known, []], default=[], metavar="NAME")
+    parser.add_argument("--python", action="append", default=[], help="one beside those in PATH")
     parser.add_argument("--jobs", type=int, default=2, help="test processes")
-    args = parser.parse_args(words)
-    try:
-        return run(args.names, args.python, args.jobs)
-    except MatrixError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-
-
-def run(names: list[str], pythons: list[str], jobs: int) -> int:
-    results = read_results()
-    chosen = choose(names, results, holds)
-    for environment in set(ENVIRONMENTS) - set(chosen):
-        if not names:
-            print(f"{environment.name}: its result still holds")
-    if chosen and changed("HEAD"):
-        raise MatrixError("files differ from the last commit, which a result names: commit first")
+    args = parser.parse_args()
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    names = args.names or [n for n in known if n not in results or changed(results[n]["commit"])]
+    if names and changed("HEAD"):
+        sys.exit("error: files differ from the last commit, which a result names: commit first")
     failed = False
-    for environment in chosen:
-        python = find_python(environment.python, pythons)
-        if python is None:
+    for name in names:
+        python, torch, oldest = known[name]
+        path = find_python(python, args.python)
+        if path is None:
             print(
-                f"{environment.name} is left out: there is no python{environment.python} here that makes "
-                f"environments; name one with --python FILE (make matrix PYTHONS=FILE)"
+                f"{name} is left out: name a python{python} that makes environments with --python FILE"
             )
             continue
         try:
-            result = run_one(environment, python, jobs)
-        except MatrixError as error:
-            print(f"{environment.name}: {error}", file=sys.stderr)
+            results[name] = run_one(FOLDER / name, path, torch, oldest, args.jobs)
+        except (subprocess.CalledProcessError, OSError) as error:
+            print(f"{name}: {error}", file=sys.stderr)
             failed = True
             continue
-        failed |= result["failed"] > 0
-        results[environment.name] = result
-        matrix_table.write(results)
-        print(f"{environment.name}: {counts(result)}")
+        failed |= results[name]["failed"] > 0
+        write(results)
+        print(f"{name}: {results[name]}")
     return int(failed)
-
-
-def choose(names, results, still_holds) -> list[Environment]:
-    """Those named; without names all but those that have a result of which ``still_holds`` is true."""
-    known = {environment.name: environment for environment in ENVIRONMENTS}
-    for name in names:
-        if name not in known:
-            raise MatrixError(f"{name} is none of {', '.join(known)}")
-    if names:
-        return [known[name] for name in names]
-    return [e for e in ENVIRONMENTS if e.name not in results or not still_holds(results[e.name])]
-
-
-def holds(result: dict) -> bool:
-    return not changed(result["commit"])
 
 
 def changed(commit: str) -> bool:
@@ -140,35 +87,33 @@ def find_python(version: str, more: list[str]) -> str | None:
     return None
 
 
-def run_one(environment: Environment, python: str, jobs: int) -> dict:
+def run_one(folder: Path, python: str, torch: str, oldest: bool, jobs: int) -> dict:
     """Makes an environment, runs the tests in it, deletes it; returns what came out."""
-    folder = FOLDER / environment.name  # which holds env and source
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     free = shutil.disk_usage(ROOT).free
-    print(f"{environment.name}: {free / GB:.0f} GB of the disk are free", flush=True)
     if free < NEEDED:
-        raise MatrixError(f"{free / GB:.0f} GB of the disk are free, {NEEDED / GB:.0f} are needed")
+        raise OSError(f"{free / GB:.0f} GB of the disk are free, {NEEDED / GB:.0f} are needed")
     try:
-        commit = execute("git", "rev-parse", "--short", "HEAD", output=True).strip()
+        commit = execute("git", "rev-parse", "--short", "HEAD").strip()
         execute("git", "clone", "-q", ROOT, folder / "source")
-        install(environment, python, folder)
-        return test(environment, folder, jobs) | {"commit": commit}
+        install(folder, python, torch, oldest)
+        return test(folder, jobs) | {"oldest": oldest, "commit": commit}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def install(environment: Environment, python: str, folder: Path) -> None:
+def install(folder: Path, python: str, torch: str, oldest: bool) -> None:
     """torch first, then the rest around it: no version that constraints.txt names takes torch's place."""
     source = folder / "source"
     execute(python, "-m", "venv", folder / "env")
     pip = folder / "env/bin/python", "-m", "pip", "--disable-pip-version-check"
     get = *pip, "install", "-q", "--no-cache-dir", "--progress-bar", "off"
-    execute(*get, f"torch=={environment.torch}", "setuptools>=70")
-    there = execute(*pip, "freeze", "--all", "--exclude", "pip", output=True)
+    execute(*get, f"torch=={torch}", "setuptools>=70")
+    there = execute(*pip, "freeze", "--all", "--exclude", "pip")
     tested = (source / "constraints.txt").read_text(encoding="utf-8")
     lowest = lowest_versions((source / "setup.py").read_text(encoding="utf-8"))
     constraints = folder / "constraints.txt"
-    constraints.write_text(around(there, lowest if environment.oldest else "", tested))
+    constraints.write_text(around(there, lowest if oldest else "", tested))
     execute(*get, "-c", constraints, "-e", f"{source}[dev,analysis,export,serve]")
     execute(*get, "--no-deps", "fairseq==0.12.2")
 
@@ -190,42 +135,73 @@ def around(*constraints: str) -> str:
     return "".join(f"{line}\n" for line in lines.values())
 
 
-def test(environment: Environment, folder: Path, jobs: int) -> dict:
+def test(folder: Path, jobs: int) -> dict:
     """Runs the tests in an environment."""
     python, report = folder / "env/bin/python", folder / "report.xml"
     words = ("-q", "-n", jobs, "--dist", "loadfile", "-p", "no:cacheprovider", "--junitxml", report)
     execute(python, "-m", "pytest", *words, check=False, folder=folder / "source")
-    if not report.exists():
-        raise MatrixError("the tests ended without a report")
-    program = (
-        "import platform, torch, numpy; "
-        "print(platform.python_version(), torch.__version__, numpy.__version__)"
-    )
-    versions = execute(python, "-c", program, output=True).split()
-    size = int(execute("du", "-sk", folder / "env", output=True).split()[0]) * 1024
+    names = "platform.python_version(), torch.__version__, numpy.__version__"
+    program = f"import platform, torch, numpy; print({names})"
+    versions = execute(python, "-c", program).split()
+    size = int(execute("du", "-sk", folder / "env").split()[0]) * 1024
     return {
         **dict(zip(("python", "torch", "numpy"), versions)),
-        "oldest": environment.oldest,
         **read_report(report.read_text(encoding="utf-8")),
         "size_gb": round(size / GB, 1),
         "date": datetime.date.today().isoformat(),
     }
 
 
-def execute(*command, check: bool = True, output: bool = False, folder: Path = ROOT) -> str:
-    """Runs a command in a folder, the checkout; its output where that is asked for."""
+def execute(*command, check: bool = True, folder: Path = ROOT) -> str:
+    """Runs a command in a folder, the checkout; returns its output."""
     command = [str(word) for word in command]
     environment = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "PYTHONHOME")}
     environment["OMP_NUM_THREADS"] = "1"
-    if (
-        "/" in command[0]
-    ):  # the commands that belong to this Python come before others of their name
+    if "/" in command[0]:  # commands of this Python come before others of their name
         environment["PATH"] = f"{Path(command[0]).parent}{os.pathsep}{environment['PATH']}"
-    pipe = subprocess.PIPE if output else None
-    result = subprocess.run(command, cwd=folder, env=environment, stdout=pipe, text=True)
-    if check and result.returncode:
-        raise MatrixError(f"`{' '.join(command)}` ended with status {result.returncode}")
-    return result.stdout or ""
+    options = {"cwd": folder, "env": environment, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.run(command, check=check, **options).stdout
+
+
+def read_report(xml_text: str) -> dict:
+    """Numbers of tests in pytest's report, and the names of those that failed."""
+    cases = list(xml.etree.ElementTree.fromstring(xml_text).iter("testcase"))
+    bad = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    skipped = sum(c.find("skipped") is not None for c in cases)
+    failures = sorted({f"{c.get('classname')}::{c.get('name')}" for c in bad})
+    counts = {"passed": len(cases) - len(bad) - skipped, "failed": len(failures)}
+    return counts | {"skipped": skipped, "failures": failures}
+
+
+def write(results: dict[str, dict]) -> None:
+    """Results to the file, and the table of them between its marks on the page."""
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{START}\n\n{table(results)}\n{END}{after}", encoding="utf-8")
+
+
+def table(results: dict[str, dict]) -> str:
+    """Markdown of all results, the environments in order of torch and Python, then what failed."""
+    lines = [
+        "| Python | torch | numpy | others | passed | failed | skipped | size | date | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    failures = []
+    for name, row in sorted(results.items(), key=lambda item: _order(item[1])):
+        cells = [row[key] for key in ("python", "torch", "numpy")]
+        cells += ["lowest" if row["oldest"] else "as tested"]
+        cells += [row[key] for key in ("passed", "failed", "skipped")]
+        cells += [f"{row['size_gb']:.1f} GB", row["date"], row["commit"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+        failures += [f"- {name}: `{failure}`" for failure in row["failures"]]
+    if failures:
+        lines += ["", "Failed:", "", *failures]
+    return "\n".join(lines) + "\n"
+
+
+def _order(row: dict) -> list[list[int]]:
+    return [[int(n) for n in re.findall(r"\d+", row[key])][:3] for key in ("torch", "python")]
 
 
 if __name__ == "__main__":
