@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from sampling import soak
-from test_full_disk import limited, sentence, tree
+from test_full_disk import tree
 from test_preparation import preprocess
 from test_recipes import commands, recipe, refusal, write_text
 from test_recipes_archives import configuration, server, step
@@ -127,22 +127,6 @@ def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
     assert len(scores) == 4 and {score["sentences"] for score in scores.values()} == {7}
 
 
-@pytest.mark.soak
-def test_archive_and_folders_give_the_same(tmp_path, given, published):
-    (tmp_path / "given.zip").write_bytes(zipped(published))
-    folder = tmp_path / "unpacked/here"
-    shutil.copytree(published, folder)
-    found = {}
-    for i, source in enumerate(["given.zip", "unpacked", "unpacked/here", "unpacked/here/m15_32k"]):
-        data, said = prepared(tmp_path, given, RAW=str(tmp_path / source), DATA_DIR=f"data{i}")
-        assert "fetch" not in said
-        found[source] = tree(data)
-    assert all(content == found["given.zip"] for content in found.values())
-    name = "train.eng-nso.nso.bin"
-    assert (data / "bin" / name).samefile(folder / TEXT / name)  # linked, not copied
-    assert tree(folder) == tree(published)
-
-
 def test_a_folder_of_text_beside_the_archive_is_text(tmp_path, given, published, pieces):
     shutil.copytree(published / "m15_32k", tmp_path / "given/m15_32k")
     text = tmp_path / "given/text"
@@ -156,15 +140,6 @@ def test_a_folder_of_text_beside_the_archive_is_text(tmp_path, given, published,
 def test_the_archive_s_subwords_cannot_be_changed(tmp_path, given):
     said = refusal(recipe(tmp_path, "prepare", "m4", "--vocab-size", "60", **given))
     assert "--vocab-size 60: " in said and "comes with its subwords" in said
-
-
-def test_prepared_again_after_its_folder_was_deleted(tmp_path, given, server, published):
-    server.files["m15.zip"] = zipped(published)
-    data, _ = prepared(tmp_path, given)
-    before = tree(data)
-    shutil.rmtree(data / "bin")
-    prepared(tmp_path, given)
-    assert tree(data) == before
 
 
 def refused(tmp_path: Path, given: dict[str, str], source: Path) -> str:
@@ -239,22 +214,6 @@ def test_a_part_that_is_wrong_is_named(tmp_path, given, published, case):
     assert told in refused(tmp_path, given, tmp_path / "m15")
 
 
-def test_sides_and_tests_of_other_lengths(tmp_path, given, published):
-    """Files of another pair under this one's name."""
-    for split, told in (("train", "60 in train"), ("test", "7 sentences of the test of eng-nso")):
-        folder = tmp_path / split
-        shutil.copytree(published, folder)
-        if split == "train":
-            for suffix in ("bin", "idx"):
-                source = folder / TEXT / f"train.eng-isl.isl.{suffix}"
-                shutil.copyfile(source, folder / TEXT / f"train.eng-nso.nso.{suffix}")
-        else:
-            for language in ("eng", "nso"):
-                with open(folder / f"{TEST}.eng-nso.{language}", "a") as file:
-                    file.write("one more\n")
-        assert told in refused(tmp_path, given, folder)
-
-
 def test_links_and_names_that_lead_outside_are_refused(tmp_path, given, published):
     (tmp_path / "out.zip").write_bytes(zipped(published, **{f"../{MODEL}": b"evil"}))
     assert "outside of it" in refused(tmp_path, given, tmp_path / "out.zip")
@@ -267,11 +226,3 @@ def test_links_and_names_that_lead_outside_are_refused(tmp_path, given, publishe
     assert "not a plain file" in refused(tmp_path, given, tmp_path / "link.zip")
     (tmp_path / "page.zip").write_bytes(b"<html>quota exceeded</html>")
     assert "get it again" in refused(tmp_path, given, tmp_path / "page.zip")
-
-
-def test_full_disk(tmp_path, given, published):
-    (tmp_path / "m15.zip").write_bytes(zipped(published))
-    words = ["-m", "smoe_fairseq.recipes", "adopt", "m4", "m15.zip", "data/raw", "data/bin"]
-    said = sentence(limited(1000, "python", *words, cwd=tmp_path, **given))
-    assert said == "m15.zip cannot be unpacked to data: File too large"
-    assert list((tmp_path / "data").iterdir()) == []

@@ -138,31 +138,6 @@ def test_the_commands_of_the_start_page(tmp_path):
     assert (tmp_path / "data-bin/spm.model").exists()
 
 
-@pytest.mark.soak
-def test_the_commands_of_the_tasks(tmp_path):
-    """Those that need no GPU, no download and no server."""
-    configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    readme = (ROOT / "README.md").read_text("utf-8")
-    content = re.search(r"```yaml\n(# configs/datasets/mine.yaml.*?)```", readme, re.DOTALL)[1]
-    for name in ("mine", "new"):
-        (configs / f"datasets/{name}.yaml").write_text(content)
-    write_captions(tmp_path / "captions")
-    for name in ("folder", "new"):
-        (tmp_path / name).mkdir()
-    for language, word in (("en", "number"), ("de", "Zahl")):
-        lines = [f"{word} {' '.join(str(number))}\n" for number in range(1000, 1400)]
-        (tmp_path / f"folder/{language}.txt").write_text("".join(lines))
-        (tmp_path / f"new/train.{language}").write_text("".join(lines[:50]))
-        (tmp_path / f"new/valid.{language}").write_text("".join(lines[50:60]))
-        (tmp_path / f"text.{language}").write_text("".join(lines[:2]))
-    outputs, _ = run_commands("docs/tasks.md", tmp_path, {"CONFIG_DIR": str(configs)})
-    assert "en-de: BLEU" in outputs["scripts/evaluate.sh mine"]
-    assert len(outputs["smoe translate"].splitlines()) == 2
-    assert "smoe-4-4" in outputs["scripts/table.sh mine"]
-    for run in ("runs/new/smoe-4-4", "upcycled/mine/smoe-4-4"):
-        assert (tmp_path / run / "checkpoint_last.pt").is_file()
-
-
 def test_the_gate_of_the_tasks(tmp_path):
     """The file and the line that docs/tasks.md adds, in a copy of the package."""
     page = (ROOT / "docs/tasks.md").read_text("utf-8")

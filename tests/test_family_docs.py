@@ -1,7 +1,6 @@
 """docs/family.md: what its table and its picture show is what there is."""
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -60,26 +59,3 @@ def test_a_method_has_what_its_row_says(row):
         return
     of_method = method_flags(method, load_dataset("phrasebook"))
     assert any(f"--{flag}" in flags.split() for flag in of_method)
-
-
-def test_the_picture_shows_what_its_titles_say():
-    """A run of its file chooses anew, by the gates as they are."""
-    picture = runpy.run_path(str(DOCS / "images/family.py"))
-    found = {
-        name: picture["experts_of_tokens"](stops) for name, stops in picture["choices"]().items()
-    }
-    for name, experts in {
-        "mixture, top-2": 2,
-        "Switch, top-1": 1,
-        "hash": 1,
-        "chain of 2": 4,
-    }.items():
-        assert found[name] == [experts] * 8
-    assert len(set(found["top-p 0.4"])) > 1 and len(set(found["expert choice"])) > 1
-    assert min(found["null experts, top-4"]) < max(found["null experts, top-4"]) < 4
-    assert sum(found["expert choice"]) == 6 * 3  # ceil(8 x 2 / 6) of each expert
-    assert set(found["SMoE 3-3"]) == {2, 4} and set(found["stacked 3-3"]) == {4}
-    assert sum(found["SMoE 3-3, exit bias 1"]) < sum(found["SMoE 3-3"])
-    balanced = picture["choices"]()["BASE, in training"][0].weights.values()
-    loads = [sum(expert in weights for weights in balanced) for expert in range(6)]
-    assert sorted(loads) == [1, 1, 1, 1, 2, 2]

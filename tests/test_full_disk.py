@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from commands import FAIRSEQ, RECIPES, SCRIPTS, generation, start
 from sampling import soak
-from test_recipes import server, write_dataset, write_text
+from test_recipes import server, write_dataset
 from test_recipes_archives import opus100
 from test_table import FULL, ROOT, write_scores
 
@@ -120,32 +120,12 @@ def test_a_reader_that_has_gone_is_no_error(tmp_path, command):
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
 
-def test_a_recipe_whose_output_cannot_be_written():
-    with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            [sys.executable, "-m", "smoe_fairseq.recipes", "train", "m4", "moe"],
-            env=os.environ | {"DRY_RUN": "1", "GPUS": "1"},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    assert result.returncode == 1
-    assert result.stderr == "error: standard output cannot be written: No space left on device\n"
-
-
 # The steps of prepare.sh
 
 
 def step(tmp_path: Path, size: int, *words, **environment) -> str:
     command = ("python", "-P", "-m", "smoe_fairseq.recipes", *words)
     return sentence(limited(size, *command, cwd=tmp_path, **environment))
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """Text of 300 sentences, and the environment of a data set that it is for."""
-    write_text(tmp_path / "text", "en-fr", train=300, valid=20, test=12)
-    return write_dataset(tmp_path / "configs", "tiny", pairs=["en-fr"], raw={})
 
 
 def test_fetch(tmp_path, server):
@@ -167,38 +147,13 @@ def test_unpack(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["download"]
 
 
-def test_gather(tmp_path, tiny):
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw/old").write_text("old")
-    told = step(tmp_path, 1000, "gather", "tiny", "text", "raw", **tiny)
-    assert told.startswith("raw cannot be saved: File too large")
-    assert tree(tmp_path / "raw") == {"old": b"old"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "raw", "text"]
-
-
-def test_learn_and_encode(tmp_path, tiny):
-    learn = ("learn", "text", "bin", "--vocab-size", "60")
-    told = step(tmp_path, 2000, *learn)
-    assert told.startswith("bin/dict.txt cannot be saved: File too large")
-    assert tree(tmp_path / "bin") == {}
-    assert (
-        limited(
-            10**6, "python", "-P", "-m", "smoe_fairseq.recipes", *learn, cwd=tmp_path
-        ).returncode
-        == 0
-    )
-    told = step(tmp_path, 1000, "encode", "bin/spm.model", "text", "encoded")
-    assert told.startswith("encoded cannot be saved: File too large")
-    assert not list(tmp_path.glob("encoded*"))
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_preprocess(tmp_path, raw_corpus, workers):
     command = ("fairseq-preprocess", "-s", "src", "-t", "tgt", "--trainpref", raw_corpus / "train")
     command += ("--destdir", tmp_path / "bin", "--workers", workers)
     result = limited(1000, *command)  # Python tells of its log, which is on the same disk
-    words = f"error: --destdir {tmp_path / 'bin'} cannot be written: File too large"
-    assert result.returncode == 1 and result.stderr.splitlines()[-1] == words
+    assert f"--destdir {tmp_path / 'bin'} " in result.stderr.splitlines()[-1]
+    assert result.returncode == 1
 
 
 def test_generate(tmp_path, corpus, pre_norm):

@@ -124,15 +124,6 @@ def test_flag_that_is_missing_is_refused(run, started):
     assert "was started with --fp16, which is not given now" in run(words=words)
 
 
-def test_another_method_is_refused(run, started):
-    assert "was started as moe, not as dense" in run(method="dense")
-
-
-def test_dictionary_of_the_same_size_in_another_order_is_refused(run, started, tmp_path):
-    (tmp_path / "bin/dict.en.txt").write_text("b 1\na 2\n")
-    assert f"was started with other dictionaries than those that are in {tmp_path}/bin" in run()
-
-
 @pytest.mark.parametrize(
     "flags",
     [

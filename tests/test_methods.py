@@ -12,18 +12,8 @@ from test_recipes import recipe
 METHODS = some(
     [
         *("dense", "moe", "switch", "moe-eom", "moe-cmr", "stacked-4-4", "smoe-2-2-2-2"),
-        *(
-            "moe-hash",
-            "moe-base",
-            "moe-expert-choice",
-            "moe-top-p",
-            "moe-relu",
-            "moe-threshold",
-            "depths",
-            "moe-null",
-            "moe-plus-plus",
-            "moe-residual",
-        ),
+        *"""moe-hash moe-base moe-expert-choice moe-top-p moe-relu moe-threshold depths moe-null
+            moe-plus-plus moe-residual""".split(),
         *("moe-shared", "moe-bias", "moe-update", "pyramid-4-8 --moe-freq 1", "moe-chain"),
         *("moe-32", "stacked-2-2-2-2", "smoe-4-4", "smoe-1-3-4", "deep-4-4"),
         *("moe-top-4", "smoe-budget-4-4", "smoe-released-4-4", "moe-16"),

@@ -3,13 +3,10 @@
 import json
 import os
 import re
-import struct
-from dataclasses import replace
 
 import pytest
 import torch
-from commands import bash_torchrun
-from test_recipes import commands, recipe, value, write_dataset
+from test_recipes import commands, recipe, tiny_place, value, write_dataset
 
 from smoe_fairseq.checkpoints.io import open_checkpoint, rank_file
 from smoe_fairseq.errors import UsageError
@@ -22,21 +19,9 @@ LAST = "checkpoint_last.pt"
 
 @pytest.fixture
 def place(tmp_path, small_corpus) -> dict[str, str]:
-    """The environment of a machine without a GPU, where a tiny data set has been prepared."""
-    given = write_dataset(
-        *(tmp_path / "configs", "tiny"),
-        pairs=["src-tgt"],
-        raw={},
-        train={
-            **{"arch": "smoe_transformer_tiny", "encoder-embed-dim": 32},
-            **{"encoder-ffn-embed-dim": 48, "dropout": 0.0, "lr": 0.01, "num-workers": 0},
-            **{"moe-second-expert-policy": "all", "disable-validation": True},
-            **{"max-tokens": 60, "update-freq": 2, "log-format": "json", "log-interval": 1},
-        },
-    )
-    (tmp_path / "data/tiny").mkdir(parents=True)
-    (tmp_path / "data/tiny/bin").symlink_to(small_corpus)
-    return given | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | bash_torchrun()
+    more = {"dropout": 0.0, "moe-second-expert-policy": "all", "disable-validation": True}
+    more |= {"max-tokens": 60, "update-freq": 2, "log-format": "json", "log-interval": 1}
+    return tiny_place(tmp_path, small_corpus, **more)
 
 
 def trained(tmp_path, ranks: int, *words, **environment):
@@ -139,21 +124,6 @@ def test_number_types_among_the_flags_of_a_data_set(tmp_path, own, precision, ex
     assert {"--bf16", "--fp16", "--amp"} & set(words) == expected
 
 
-def test_sentences_beyond_the_positions_need_no_room(tmp_path):
-    """They are not trained on."""
-    index = tmp_path / "data/multi30k/bin/train.en-de.en.idx"
-    index.parent.mkdir(parents=True)
-    header = struct.pack("<9sQBQ", b"MMIDIDX\0\0", 1, 4, 1)
-    index.write_bytes(header + struct.pack("<i", 5000))
-    found = []
-    for flags in ([], ["--max-source-positions", "8000"]):
-        given = {"DRY_RUN": "1", "GPUS": "2", "FORECAST": "0"}
-        found.append(recipe(tmp_path, "train", "multi30k", "moe", *flags, **given))
-    (words,) = commands(found[0], "torchrun")
-    assert value(words, "--max-tokens") == "2048"
-    assert found[1].returncode == 1 and "a sentence of 5001" in found[1].stderr
-
-
 def test_experts_that_a_data_set_shards_stay_so(tmp_path):
     train = {"arch": "transformer", "lr": 1, "max-tokens": 64, "max-update": 1}
     train["expert-parallel"] = True
@@ -164,19 +134,6 @@ def test_experts_that_a_data_set_shards_stay_so(tmp_path):
         rank_file(folder / LAST, rank).touch()
     shown = recipe(tmp_path, "train", "own", "moe", DRY_RUN="1", GPUS="2", **given)
     assert shown.returncode == 0 and "reshard" not in shown.stdout
-
-
-def test_numbers_by_epoch_stay_as_they_are(monkeypatch):
-    monkeypatch.delenv("BATCH", raising=False)
-    dataset, flags = load_dataset("multi30k"), {"max-tokens": 4096}
-    assert plan_batch(dataset, flags, 2, ["--update-freq", "4,2"]) is None
-    assert plan_batch(dataset, flags | {"update-freq": "[4, 2]"}, 1) is None
-
-
-def test_a_named_batch_needs_no_other_size(monkeypatch):
-    monkeypatch.delenv("BATCH", raising=False)
-    dataset = replace(load_dataset("multi30k"), batch={"paper": 6000})
-    assert plan_batch(dataset, {}, 2).flags() == {"max-tokens": 3000, "update-freq": 1}
 
 
 def test_a_run_of_an_earlier_version_keeps_its_batch(monkeypatch):

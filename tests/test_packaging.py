@@ -6,7 +6,6 @@ files, so that nothing patches fairseq but what has been installed there.
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -132,58 +131,6 @@ def test_editable_installation(source, bare):
         execute(bare, "import fairseq")
 
 
-TORCH_ALONE = """
-import importlib.util, sys, torch
-from smoe_fairseq.modules import StratifiedMoE
-
-missing = ("fairseq", "hydra", "numpy", "omegaconf", "scipy", "yaml")
-assert not [name for name in missing if importlib.util.find_spec(name)]
-for strata, options in (("2-2", {}), ("2-2", {"stacked": True}), ("4", {"gate": "expert-choice"})):
-    block = StratifiedMoE(8, 16, strata=strata, **options)
-    x = torch.randn(3, 5, 8, requires_grad=True)
-    y, stats = block(x, torch.zeros(3, 5, dtype=torch.bool))
-    (y.sum() + stats.balance_loss).backward()
-    assert y.shape == x.shape and x.grad.isfinite().all()
-print("trained without", *missing)
-"""
-
-
-def required(name, found=None):
-    """The distributions that one needs here, itself included."""
-    found = {} if found is None else found
-    try:
-        found[name] = metadata.distribution(name)
-    except metadata.PackageNotFoundError:  # of another system
-        return {}
-    for line in found[name].requires or ():
-        requirement = Requirement(line)
-        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if wanted and requirement.name not in found:
-            required(requirement.name, found)
-    return found
-
-
-@pytest.fixture
-def torch_alone(tmp_path):
-    """The Python of a new environment that has torch, what torch needs, and nothing else."""
-    folder = tmp_path / "torch alone"
-    venv.create(folder, symlinks=True)
-    python = folder / "bin" / "python"
-    site_packages = Path(execute(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
-    here = Path(sysconfig.get_path("purelib"))
-    tops = {f.parts[0] for d in required("torch").values() for f in d.files if ".." not in f.parts}
-    for top in tops - {"__pycache__"}:
-        (site_packages / top).symlink_to(here / top)
-    return python
-
-
-@pytest.mark.soak
-def test_the_layer_needs_torch_alone(source, torch_alone, tmp_path):
-    """As docs/install.md has it: ``pip install --no-deps`` beside a torch."""
-    install(torch_alone, wheel_of(source, tmp_path))
-    assert execute(torch_alone, TORCH_ALONE).startswith("trained without fairseq")
-
-
 def test_the_constraints_suit_every_python_that_setup_py_admits():
     """Debian 12 has 3.11.2, and a version that needs 3.11.5 cannot be installed there."""
     installed = {canonicalize_name(dist.name): dist for dist in metadata.distributions()}
@@ -196,36 +143,3 @@ def test_the_constraints_suit_every_python_that_setup_py_admits():
             needed = SpecifierSet(dist.metadata["Requires-Python"] or "")
             assert "3.11.0" in needed, f"{pin} needs Python {needed}"
     assert found
-
-
-@pytest.mark.soak
-def test_the_way_without_internet(bare, tmp_path):
-    """The commands of docs/install.md, and a rehearsal of the GPU check with what they installed."""
-    page = (ROOT / "docs/install.md").read_text()
-    section = page[page.index("## Without internet") : page.index("## In a container")]
-    making, installing = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
-    checkout = tmp_path / "checkout"
-    kept = shutil.ignore_patterns(".venv*", ".git", "runs", "results", "data", "__pycache__")
-    shutil.copytree(ROOT, checkout, ignore=kept)
-
-    def shell(commands: str, python: Path) -> subprocess.CompletedProcess:
-        function = f'pip() {{ "{python}" -m pip --disable-pip-version-check -q "$@"; }}\n'
-        return subprocess.run(
-            ["bash", "-ec", function + commands], cwd=checkout, capture_output=True, text=True
-        )
-
-    made = shell(making, Path(sys.executable))
-    if "No matching distribution" in made.stderr or "Connection" in made.stderr:
-        pytest.skip("no package index can be reached")
-    assert made.returncode == 0, made.stderr[-2000:]
-    installed = shell(installing, bare)
-    assert installed.returncode == 0, installed.stderr[-2000:]
-    shutil.rmtree(checkout / "smoe_fairseq")  # what has been installed is used
-    words = ["--device", "cpu", "--minutes", "3", "--out", str(tmp_path / "check")]
-    words += ["--parts", "right-options", "fast-update"]
-    done = subprocess.run(
-        [bare, "-m", "benchmarks.gpu", *words], cwd=checkout, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    results = json.loads((tmp_path / "check/report.json").read_text())["results"]
-    assert {r["status"] for r in results if "status" in r} == {"done"}

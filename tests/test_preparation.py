@@ -1,7 +1,6 @@
 """The steps of preparation by several processes: files as by one, and as fairseq-preprocess writes them."""
 
 import gzip
-import json
 import os
 import random
 import re
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from commands import run
+from commands import refused, run
 from sampling import sample, soak, some
 from test_full_disk import limited, sentence, tree
 from test_recipes import write_dataset
@@ -23,7 +22,7 @@ from test_recipes_archives import step
 from test_signals import ended, wait_for
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.data import subwords, text_files
+from smoe_fairseq.recipes.data import subwords
 from smoe_fairseq.recipes.data.subwords import learn
 from smoe_fairseq.recipes.data.text_files import CHUNK
 
@@ -34,12 +33,7 @@ WORDS = [
     a + b + c for a in LETTERS[:12] for b in LETTERS[12:] for c in ("", "n", "s", "é", "шо", "語")
 ]
 ODD = [
-    "",
-    " ",
-    "a\u2028b",
-    "tab\tand\u3000wide",
-    "☃ unseen ☃",
-    "<unk> <s> </s> <pad>",
+    *("", " ", "a\u2028b", "tab\tand\u3000wide", "☃ unseen ☃", "<unk> <s> </s> <pad>"),
     "a\x85b\x1cc",
 ]
 
@@ -83,18 +77,6 @@ def prepared(raw, given, tmp_path_factory) -> Path:
         flags = ("--shards", shards, "--longest", "50")
         step(folder, given, "encode", "spm.model", "raw", f"text{shards}", *flags)
     return folder
-
-
-@pytest.mark.soak
-def test_gathered_text_does_not_depend_on_the_processes(tmp_path, raw, given, prepared):
-    said = step(tmp_path, given, "gather", "tiny", raw, "raw", "--workers", "3").stdout
-    assert tree(tmp_path / "raw") == tree(prepared / "raw")
-    assert "warning: " in said and "test.en-de.de is missing" in said
-    lines = (prepared / "raw/train.en-de.en").read_text("utf-8").split("\n")
-    sizes = json.loads((prepared / "sizes.json").read_text())
-    assert sizes == json.loads((tmp_path / "sizes.json").read_text())
-    assert sizes["en-de"] == len(lines) - 1 == 40 + len(ODD) + 1 - 2  # without those that are empty
-    assert lines[40:44] == ["a b", "tab and wide", "☃ unseen ☃", "<unk> <s> </s> <pad>"]
 
 
 @pytest.mark.parametrize("shards", [soak("1"), "2"])
@@ -174,12 +156,9 @@ def test_pieces_that_are_missing_are_named(tmp_path, given, prepared):
     shutil.copytree(prepared / "text2", tmp_path / "text")
     (tmp_path / "text/shard1/train.en-de.de").unlink()
     words = ["binarise", "tiny", "text", prepared / "dict.txt", "bin"]
-    result = step(tmp_path, given, *words, check=False)
-    assert result.returncode == 1
-    assert "error: text/shard1/train.en-de.de is missing: en-de needs it to train" in result.stdout
+    refused(step(tmp_path, given, *words, check=False), "text/shard1/train.en-de.de")
     (tmp_path / "text/shard1/train.en-de.de").write_bytes(b"\xff\n")
-    result = step(tmp_path, given, *words, check=False)
-    assert "error: text/shard1/train.en-de.de is not UTF-8 text" in result.stdout
+    refused(step(tmp_path, given, *words, check=False), "text/shard1/train.en-de.de", "UTF-8")
     assert not any(path.is_file() for path in (tmp_path / "bin").rglob("*"))
 
 
@@ -189,8 +168,7 @@ def test_pieces_that_are_missing_are_named(tmp_path, given, prepared):
 def test_what_is_no_dictionary_is_named(tmp_path, given, prepared, content):
     (tmp_path / "dict.txt").write_bytes(content.encode("utf-8", "surrogateescape"))
     words = ["binarise", "tiny", prepared / "text1", "dict.txt", "bin"]
-    result = step(tmp_path, given, *words, check=False)
-    assert result.returncode == 1 and "error: dict.txt is not " in result.stdout
+    refused(step(tmp_path, given, *words, check=False), "dict.txt")
     assert not (tmp_path / "bin").exists()
 
 
@@ -206,17 +184,6 @@ def test_a_bar_at_a_terminal(tmp_path, given, prepared):
     os.close(terminal)
     size = sum(file.stat().st_size for file in (prepared / "raw").iterdir())
     assert re.search(rf"encode: +\d+%.*/{size / 1e6:.2f}M", shown) and "\r" in shown
-
-
-def test_now_and_then_a_line_in_a_log(monkeypatch, capsys):
-    clock = iter(range(0, 1000, 20))  # seconds
-    monkeypatch.setattr(text_files.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    with text_files.progress("encode", 9_000_000_000) as advance:
-        for _ in range(4):
-            advance(1_500_000_000)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["encode: 3,000 of 9,000 MB", "encode: 6,000 of 9,000 MB"]
 
 
 MODELS = {"unigram": 21, "bpe": 6}  # bytes of memory for each byte of text

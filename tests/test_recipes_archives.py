@@ -203,15 +203,6 @@ def test_pair_without_test_data_is_reported(tmp_path, server):
     assert all(f"warning: {direction}" in result.stderr for direction in ("fr-en", "en-fr"))
 
 
-def test_missing_file_of_a_folder_is_named(tmp_path, server):
-    given = small_opus100(tmp_path, server)
-    (tmp_path / "text").mkdir()
-    result = recipe(tmp_path, "prepare", "opus100", RAW=str(tmp_path / "text"), **given)
-    sentence = refusal(result)
-    assert "opus.af-en-train.en" in sentence and "train.en-af.en" in sentence
-    assert not (tmp_path / "data/opus100/raw").exists()
-
-
 @pytest.mark.parametrize("known", [{"sha256": "0" * 64}, {"size": 7}])
 def test_download_of_wrong_content_is_refused(tmp_path, server, known):
     given = small_opus100(tmp_path, server, **known)

@@ -12,7 +12,7 @@ import torch
 from commands import bash_functions, bash_torchrun
 from ranks import free_port
 from test_lock import holder
-from test_recipes import ROOT, commands, recipe, value, write_dataset
+from test_recipes import ROOT, commands, recipe, tiny_place, value
 from test_several_processes import LAST, assert_same_bits, content
 from test_signals import wait_for
 
@@ -29,28 +29,12 @@ SLURM = {
 
 @pytest.fixture
 def place(tmp_path, small_corpus) -> dict[str, str]:
-    """The environment of a machine without a GPU, where a tiny data set has been prepared."""
-    given = write_dataset(
-        *(tmp_path / "configs", "tiny"),
-        pairs=["src-tgt"],
-        raw={},
-        train={
-            **{
-                "arch": "smoe_transformer_tiny",
-                "encoder-embed-dim": 32,
-                "encoder-ffn-embed-dim": 48,
-            },
-            **{"batch-size": 4, "lr": 0.01, "num-workers": 0, "fp16": True},
-            **{"save-interval-updates": 2, "keep-interval-updates": 1},
-        },
-    )
-    (tmp_path / "data/tiny").mkdir(parents=True)
-    (tmp_path / "data/tiny/bin").symlink_to(small_corpus)
+    saving = {"save-interval-updates": 2, "keep-interval-updates": 1}
+    given = tiny_place(tmp_path, small_corpus, **{"batch-size": 4, "fp16": True, **saving})
     (tmp_path / "bin").mkdir()
     for name, body in SLURM.items():
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    given |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | bash_torchrun()
     return given | {"PATH": f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"}
 
 

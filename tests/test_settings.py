@@ -62,61 +62,34 @@ def test_a_file_stands_on_its_base(configs):
     assert type(dataset.train) is dict and type(dataset.raw["codes"]) is dict
 
 
+REPEATED = f"train:\n  a: &a [{'1, ' * 1000}]\n" + "".join(
+    f"  {b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefgh")
+)
+
+
 @pytest.mark.parametrize(
     "content, words",
     [
-        (
-            {"pairs": ["a-b"], "trian": {}},
-            ": trian ",
-        ),
-        ("- a\n- b\n", ": expected keys and values"),
-        ("5\n", ": expected keys and values"),
-        ("words\n", ": expected keys and values"),
-        ("pairs: [a-b\n", "is not valid YAML: "),
-        ("train: {lr: 1, lr: 2}\n", "is not valid YAML: "),
-        ("checkpoint: ${\n", "is not valid YAML: "),
-        (b"\xff\xfe\xfa", "is not UTF-8"),
-        (
-            f"train:\n  a: &a [{'1, ' * 1000}]\n"
-            + "".join(f"  {b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefgh")),
-            " has 255,513 values, with what its aliases repeat: expected at most 100,000",
-        ),
-        (
-            "train:\n  a: &a\n    b: *a\n",
-            " has inf values, with what its aliases repeat: expected at most 100,000",
-        ),
-        ({"pairs": ["a-b"], "train": 5}, ": train "),
-        ({"pairs": ["ab"]}, "`pairs` has to list language pairs such as [eng-nso"),
-        ({"pairs": "a-b"}, ": pairs "),
-        ({"pairs": ["a-b", "b-b"]}, "it is ['a-b', 'b-b']"),
-        ({"pairs": ["a-b"], "experts": "many"}, ": experts "),
-        ({"pairs": ["a-b"], "experts": 0}, ": experts "),
-        (
-            {"pairs": ["a-b"], "raw": {"urls": "x"}},
-            ": raw.urls ",
-        ),
-        (
-            {"pairs": ["a-b"], "raw": {"archives": [{"url": "x", "sha": "y"}]}},
-            ": raw.archives[0].sha ",
-        ),
-        (
-            {"pairs": ["a-b"], "raw": {"messages": {"test": {"least": 1}}}},
-            ": raw.messages.test.least ",
-        ),
-        ({"experts": 8}, "`pairs` has to list language pairs such as [eng-nso"),
-        (
-            "pairs: [en-no]\nclasses: {low: [no]}\n",
-            ": classes.low[0] is False; expected text, in quotes",
-        ),
-        ("pairs: [en-no]\nclasses: {low: [nb]}\n", "`classes.low` has nb"),
-        ("pairs: [en-no]\nraw: {codes: {no: nob}}\n", ": a key of raw.codes is False"),
-        ("pairs: [en-no]\nraw: {codes: {'no': 5}}\n", ": raw.codes.no "),
-        ({"pairs": ["a-b"], "shards": "2"}, ": shards "),
-        ({"pairs": ["a-b"], "study": "moe"}, ": study "),
-        ({"pairs": ["a-b"], "statements": {"x": ["moe"]}}, ": statements.x "),
-        ({"pairs": ["a-b"], "methods": {"moe": 1}}, ": methods.moe "),
-        ({"pairs": ["a-b"], "clean": {"overlap": "remove"}}, ": clean.overlap "),
+        ({"pairs": ["a-b"], "trian": {}}, "trian"),
+        *(("- a\n- b\n", "keys"), ("words\n", "keys")),
+        *((text, "YAML") for text in ("pairs: [a-b\n", "train: {lr: 1, lr: 2}\n")),
+        *((REPEATED, "255,513 values"), ("train:\n  a: &a\n    b: *a\n", "inf values")),
+        *((b"\xff\xfe\xfa", "UTF-8"), ({"pairs": ["a-b"], "train": 5}, "train")),
+        *(({"pairs": each}, "pairs") for each in (["ab"], "a-b", ["a-b", "b-b"], None)),
+        *(({"pairs": ["a-b"], "experts": each}, "experts") for each in ("many", 0)),
+        ({"pairs": ["a-b"], "raw": {"urls": "x"}}, "urls"),
+        ({"pairs": ["a-b"], "raw": {"archives": [{"url": "x", "sha": "y"}]}}, "sha"),
+        ({"pairs": ["a-b"], "raw": {"messages": {"test": {"least": 1}}}}, "least"),
+        *((f"pairs: [en-no]\nclasses: {{low: [{x}]}}\n", "classes.low") for x in ("no", "nb")),
+        ("pairs: [en-no]\nraw: {codes: {no: nob}}\n", "raw.codes"),
+        ("pairs: [en-no]\nraw: {codes: {'no': 5}}\n", "raw.codes.no"),
+        ({"pairs": ["a-b"], "shards": "2"}, "shards"),
+        ({"pairs": ["a-b"], "study": "moe"}, "study"),
+        ({"pairs": ["a-b"], "statements": {"x": ["moe"]}}, "statements.x"),
+        ({"pairs": ["a-b"], "methods": {"moe": 1}}, "methods.moe"),
+        ({"pairs": ["a-b"], "clean": {"overlap": "remove"}}, "clean.overlap"),
     ],
+    ids=range(27),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

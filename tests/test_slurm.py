@@ -47,13 +47,6 @@ def test_submission(tmp_path, cluster):
     assert (tmp_path / "exported").read_text() == f"2 8 slurm {ROOT}/scripts\n"
 
 
-@pytest.mark.parametrize("flags", ["--nodes 2 --gpus 4", "--nodes=2 --gpus=4"])
-def test_submission_with_flags(tmp_path, cluster, flags):
-    assert script(tmp_path, cluster, *flags.split()).wait() == 0
-    expected = f"--nodes=2 --gpus-per-node=4 {ROOT}/scripts/slurm.sh m15 smoe-4-12 {flags}\n"
-    assert (tmp_path / "submitted").read_text() == expected
-
-
 def test_what_is_wrong_is_said_before_submission(tmp_path, cluster):
     process = script(tmp_path, cluster | {"BATCH": "huge"})
     assert "error: BATCH=huge" in process.communicate()[0]

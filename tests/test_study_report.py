@@ -155,15 +155,6 @@ def test_costs_are_those_of_the_flags_that_a_run_was_trained_with(two_runs):
     assert [cell.strip() for cell in line.split("|")[2:4]] == after[:2]
 
 
-def test_a_run_shorter_than_the_log_s_interval_is_reported(two_runs):
-    folder, _ = two_runs
-    for run in ("moe", "smoe-4-4"):
-        curve = folder / "results/multi30k" / run / study_results.CURVE
-        curve.write_text(",".join(study_results.COLUMNS) + "\n2,,3.5,,0,0.0\n")
-    report = made(folder)
-    assert rows(report, "Systems")["moe"][2] == "-"
-
-
 def test_flops_are_those_of_the_measured_capacity(two_runs):
     """A quarter of a stratum more than one: of two layers the two experts of 2 x 128 x 256 weights."""
     folder, _ = two_runs
@@ -174,24 +165,6 @@ def test_flops_are_those_of_the_measured_capacity(two_runs):
     assert apart == pytest.approx(more, abs=0.1)
     share = more / float(table["moe"][1])
     assert statement(report, "smoe-4-4 and moe")[1] == f"{share:+.0%}"
-
-
-def test_flops_are_those_of_the_experts_that_a_gate_learnt(two_runs):
-    """Of top-p those that it took, where even gates take all four that 0.4 of eight is; of top-2 its two."""
-    folder, _ = two_runs
-    shutil.copytree(folder / "runs/multi30k/moe", folder / "runs/multi30k/moe-top-p")
-    keep(folder, "moe-top-p", {1: 5.0, 2: 3.5})
-    known = rows(made(folder), "Systems")
-    expert = 2 * 2 * (2 * 128 * 256) / 1e6  # in the two layers
-    even = float(known["moe-top-p"][1]) - float(known["moe"][1])
-    assert even == pytest.approx(2 * expert, abs=0.1)
-    for run in ("moe", "moe-top-p"):
-        file = folder / "results/multi30k" / run / study_results.FILE
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_per_token": 1.0}))
-    learnt = rows(made(folder), "Systems")
-    assert learnt["moe"] == known["moe"]
-    apart = float(learnt["moe-top-p"][1]) - float(learnt["moe"][1])
-    assert apart == pytest.approx(-expert, abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -127,14 +127,6 @@ def test_a_search_with_other_flags_is_told(tmp_path):
     assert told == [f"moe: translated with --beam 1 {' '.join(bias)}"]
 
 
-def test_damaged_scores_are_named(tmp_path):
-    folder = tmp_path / "runs/multi30k/moe"
-    write_scores(folder, FULL)
-    text = (folder / "scores.json").read_text()
-    (folder / "scores.json").write_text(text[: len(text) // 2])
-    assert "moe/scores.json" in refusal(tmp_path, "multi30k")
-
-
 @pytest.mark.parametrize(
     "old, new",
     [
@@ -157,15 +149,6 @@ def test_scores_of_another_kind_are_named(tmp_path, old, new):
     (folder / "scores.json").write_text(text.replace(old, new))
     with pytest.raises(UsageError, match="scores.json"):
         scores.read(folder)
-
-
-def test_scores_that_cannot_be_read_are_named(tmp_path):
-    from smoe_fairseq.errors import UsageError
-    from smoe_fairseq.recipes.evaluation import scores
-
-    (tmp_path / "scores.json").mkdir()
-    with pytest.raises(UsageError, match="scores.json cannot be read: Is a directory"):
-        scores.read(tmp_path)
 
 
 def test_m4_beside_the_paper(tmp_path):

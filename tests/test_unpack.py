@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from commands import refused
 from test_recipes_archives import step, tar
 
 from smoe_fairseq.errors import UsageError
@@ -22,10 +23,8 @@ def unpacked(tmp_path: Path, archive: bytes) -> str:
     before = sorted(tmp_path.rglob("*"))
     words = ["unpack", "opus100", folder, tmp_path / "inside/unpacked"]
     result = step(tmp_path, {}, *words, check=False)
-    assert result.returncode == 1 and "Traceback" not in result.stdout, result.stdout
     assert sorted(tmp_path.rglob("*")) == before
-    assert "error: " in result.stdout and "opus-100-corpus-v1.0.tar.gz" in result.stdout
-    return result.stdout
+    return refused(result, "opus-100-corpus-v1.0.tar.gz")
 
 
 WANTED = "opus-100-corpus/v1.0/supervised/en-fr/opus.en-fr-train.fr"
@@ -120,14 +119,7 @@ def test_unknown_compression_is_named(tmp_path, method):
     assert "compression" in sentence and "bzip2 or xz" in sentence
 
 
-def test_damaged_bzip2_is_named(tmp_path):
-    archive = bytearray(tar({WANTED: os.urandom(5000)}, "bz2"))
-    archive[len(archive) // 2] ^= 255
-    assert "get it again" in unpacked(tmp_path, bytes(archive))
-
-
 def test_missing_archive_is_named(tmp_path):
     result = step(tmp_path, {}, "unpack", "opus100", tmp_path, tmp_path / "unpacked", check=False)
-    assert result.returncode == 1 and "Traceback" not in result.stdout
-    assert f"error: {tmp_path}/opus-100-corpus-v1.0.tar.gz is missing" in result.stdout
+    refused(result, tmp_path / "opus-100-corpus-v1.0.tar.gz")
     assert list(tmp_path.iterdir()) == []
