@@ -1,7 +1,6 @@
 """The fused kernels by Triton's interpreter, which a process has to ask for before it imports Triton.
 
 TRITON_INTERPRET=1 python tests/interpreted.py CASE ...     # prints what is wrong, as JSON, case by case
-TRITON_INTERPRET=1 python tests/interpreted.py --record FILE float32   # all launches
 """
 
 import json
@@ -147,39 +146,9 @@ def slope(name: str) -> list[str]:
     return wrong
 
 
-def record(file: str, dtype: torch.dtype = torch.float32) -> None:
-    """Each launch of a pass and its gradients: name, grid, options, and the arguments before and after."""
-    found, module = [], fused.kernels()
-
-    class Recorder:
-        def __init__(self, name, kernel):
-            self.__name__, self.kernel = name, kernel
-
-        def __getitem__(self, grid):
-            def launch(*args, **options):
-                before = [a.detach().clone() if torch.is_tensor(a) else a for a in args]
-                self.kernel[grid](*args, **options)
-                after = [a.detach().clone() if torch.is_tensor(a) else a for a in args]
-                found.append((self.__name__, grid, options, before, after))
-
-            return launch
-
-    for name, value in list(vars(module).items()):
-        if type(value).__name__ == "InterpretedFunction" and not name.startswith("_"):
-            setattr(module, name, Recorder(name, value))
-    options = {"dropout": 0.3, "activation_dropout": 0.2, "second_expert_policy": "sampling"}
-    block = make_block("2-3", capacity_factor=0.8, **options).to(dtype)
-    x, mask = batch()
-    y, stats, loss = objective(block, x.to(dtype).requires_grad_(), mask)
-    loss.backward()
-    torch.save(found, file)
-
-
 def main(words: list[str]) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
-    if words[0] == "--record":
-        return record(words[1], getattr(torch, words[2]))
     for name in words:
         check = compare if name in CASES else slope if name in NOISY else others
         check = rounded if name == ROUNDED else check

@@ -75,11 +75,7 @@ def run_gate(params, i, inputs, tokens, options):
     num_experts, normalization = options["visible"][i], options["normalization"]
     capacity = math.inf
     if options["capacity_factor"] and options["gate"] in (
-        "topk",
-        "hash-topk",
-        "top-p",
-        "relu",
-        "threshold",
+        *("topk", "hash-topk", "top-p", "relu", "threshold"),
     ):
         capacity = math.ceil(Fraction(str(options["capacity_factor"])) * len(inputs) / num_experts)
     scores, chosen, weights, first = ask(params, i, inputs, tokens, options)

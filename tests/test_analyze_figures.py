@@ -77,18 +77,6 @@ def test_picture_of_flow(results):
     assert tops[0, 2] == pytest.approx([6 / 7, 6 / 7 - figures.GAP, 6 / 7])
 
 
-def test_picture_of_training():
-    series = {
-        "requested_capacity": {200: 1.5, 100: 2.0},
-        "encoder.layer.1/requested_capacity": {100: 1.0, 200: 1.0},
-        "encoder.layer.1/stratum.0/load_max": {100: 3.0, 200: 1.2},
-        "encoder.layer.1/stratum.1/load_max": {100: 2.0, 200: 1.4},
-    }
-    requested, busiest = figures.draw_training(series).axes
-    assert requested.lines[0].get_xydata().tolist() == [[100, 2.0], [200, 1.5]]
-    assert busiest.lines[0].get_xydata().tolist() == [[100, 3.0], [200, 1.4]]
-
-
 def test_block_whose_name_begins_like_another():
     """As the log of a deep model has them: layer 1 is not layers 10 and 11."""
     series = {
@@ -194,16 +182,6 @@ def test_what_has_nothing_to_show_is_left_out(results):
 @pytest.mark.filterwarnings("ignore:No artists with labels")
 def figures_of_training(series):
     return figures.draw_training({"requested_capacity": {100: 2.0, 200: 1.5}} | series).axes
-
-
-def test_panels_are_stacked_for_a_phone(results):
-    series = {"requested_capacity": {100: 2.0}, "overflow_expert1": {100: 3.0}}
-    for stacked in (False, True):
-        figure = figures.draw_training(series, stacked=stacked)
-        figure.canvas.draw()
-        first, second = (ax.get_position() for ax in figure.axes)
-        assert (first.y0 > second.y1) == stacked and (first.x1 < second.x0) != stacked
-    assert figures.png(figure).startswith(b"\x89PNG")
 
 
 def test_the_first_paragraph(results, tmp_path):

@@ -46,15 +46,6 @@ def test_as_fairseqs(kind):
     assert list(ours.state_dict()) == list(theirs.state_dict())
 
 
-def test_other_maps_than_linear_ones_are_called():
-    torch.manual_seed(0)
-    attention = Attention(D, 2, self_attention=True)
-    x = torch.randn(T, B, D)
-    want, _ = attention(x, x, x, need_weights=False)
-    attention.k_proj = torch.nn.Sequential(attention.k_proj)
-    torch.testing.assert_close(attention(x, x, x, need_weights=False)[0], want)
-
-
 def test_dropout_is_retained_where_fairseq_is_told_to():
     """By --retain-dropout, which its dropout module knows."""
     attention = Attention(D, 2, dropout=0.5, self_attention=True).eval()

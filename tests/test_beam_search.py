@@ -60,15 +60,17 @@ def batch(task) -> dict:
     return {"net_input": {"src_tokens": rows, "src_lengths": rows.ne(pad).sum(1)}}
 
 
-def compare(model, task, beam=4, lenpen=1.0, unkpen=0.0, min_len=1, max_len_b=20, **more):
+def compare(
+    model, task, beam=4, lenpen=1.0, unkpen=0.0, min_len=1, max_len_b=20, temperature=1.0, **more
+):
     sample = batch(task)
     options = {"unk_penalty": unkpen, "min_len": min_len, "max_len_b": max_len_b}
+    options["temperature"] = temperature
     oracle = SequenceGenerator(
         [model], task.target_dictionary, beam_size=beam, len_penalty=lenpen, **options
     )
-    ours = BeamSearch(
-        task.target_dictionary, SearchOptions(beam, lenpen, unkpen, min_len, 0, max_len_b)
-    )
+    ours = SearchOptions(beam, lenpen, unkpen, min_len, 0, max_len_b, temperature=temperature)
+    ours = BeamSearch(task.target_dictionary, ours)
     expected = oracle.generate([model], sample, **more)
     found = ours.generate([model], sample, **more)
     for want, got in zip(expected, found, strict=True):
@@ -113,6 +115,7 @@ def test_every_system_has_fairseqs_hypotheses(system):
         {"unkpen": -20.0, "max_len_b": 8},
         soak({"beam": 200, "max_len_b": 6}),
         {"beam": 90, "max_len_b": 4},
+        {"temperature": 1.7},
         {"bos_token": 7},
         {"prefix_tokens": torch.tensor([[8], [9], [10], [11], [12], [13]])},
         {"prefix_tokens": torch.arange(8, 20).view(6, 2)},
@@ -218,17 +221,6 @@ def test_no_sequence_occurs_twice(size, monkeypatch):
         lambda self, tokens, lprobs, bsz, beam, step: block(
             self, tokens[:, : step + 1], lprobs, bsz, beam, step
         ),
-    )
-    oracle = SequenceGenerator([model], task.target_dictionary, beam_size=4, **options)
-    for want, got in zip(oracle.generate([model], batch(task)), found, strict=True):
-        assert [h["tokens"].tolist() for h in want] == [h["tokens"].tolist() for h in got]
-
-
-def test_the_temperature_is_fairseqs():
-    model, task = sharp("--smoe-strata", "4-4"), make_task(96)
-    options = {"max_len_b": 20, "temperature": 1.7}
-    found = BeamSearch(task.target_dictionary, SearchOptions(4, **options)).generate(
-        [model], batch(task)
     )
     oracle = SequenceGenerator([model], task.target_dictionary, beam_size=4, **options)
     for want, got in zip(oracle.generate([model], batch(task)), found, strict=True):

@@ -188,17 +188,6 @@ def test_dropout_of_the_layer_is_of_all_that_it_adds(execution):
     assert 0.1 < left_out[~mask].double().mean() < 0.4 and left_out[mask].all()
 
 
-def test_scales_of_initial_weights():
-    def largest(**options):
-        torch.manual_seed(0)
-        block = StratifiedMoE(D, F, "4-4", **options)
-        return [p.abs().max().item() for p in (block.gates[1].weight, *block.experts.parameters())]
-
-    gate, w1, b1, w2, b2 = largest()
-    assert largest(gate_init_scale=0.1)[0] == pytest.approx(0.1 * gate)
-    assert largest(output_init_scale=0.5) == pytest.approx([gate, w1, b1, 0.5 * w2, 0.5 * b2])
-
-
 def test_evaluation_drops_nothing_and_draws_nothing():
     x, mask = make_input("some")
     block = make_block("2-2-2-2", capacity_factor=0.1, second_expert_policy="sampling").eval()
@@ -260,18 +249,6 @@ def test_any_leading_shape_and_uneven_sizes():
     flat, _ = block(x.reshape(12, 7))
     assert stats.requested_capacity.shape == (4, 3)
     assert torch.allclose(y.reshape(12, 7), flat)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_routes_as_float32(dtype):
-    x, mask = make_input("some")
-    block = make_block("2-2-2-2").eval()
-    half = make_block("2-2-2-2").eval().to(dtype)
-    y, stats = half(x.to(dtype), mask)
-    assert y.dtype == dtype and stats.balance_loss.dtype == torch.float32
-    want, _ = block.to(torch.float32)(x.float(), mask)
-    agree = (y.float() - want).abs().amax(1) < 0.3
-    assert agree.float().mean() > 0.7  # a close call may fall differently
 
 
 @pytest.mark.parametrize(
@@ -454,17 +431,3 @@ def test_an_interrupted_pass_leaves_nothing_behind():
     total.backward()
     for name in ("experts.w1", "experts.b1", "experts.w2", "experts.b2"):
         assert torch.allclose(params[name].grad, want[name]), name
-
-
-def test_statistics_are_printed_in_one_line():
-    block = make_block("4-4", capacity_factor=0.5).train()
-    x, mask = make_input("some")
-    y, stats = block(x, mask)
-    requested = stats.requested_capacity.sum() / 14
-    dropped = 100 * stats.dropped.sum() / stats.chosen.sum()
-    assert repr(stats) == (
-        f"RoutingStats(strata=2, tokens=14, requested_capacity={requested:.2f}, "
-        f"dropped={dropped:.1f}%, balance_loss={stats.balance_loss:.3f})"
-    )
-    on_meta = type(stats)(*(part.to("meta") if torch.is_tensor(part) else part for part in stats))
-    assert repr(on_meta) == "RoutingStats(strata=2, shape=(18,))"

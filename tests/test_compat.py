@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from commands import SCRIPTS, TINY, generation, run, run_python
+from commands import SCRIPTS, TINY, generation, refused, run, run_python
 from sampling import soak
 
 import smoe_fairseq
@@ -81,24 +81,6 @@ assert "smoe_label_smoothed_cross_entropy" in CRITERION_REGISTRY
 # Each patch: what happens without it
 
 
-@pytest.mark.soak
-def test_without_dataclass_hash_fairseq_is_not_imported():
-    output = run_without("hash_dataclasses", "fairseq-train", "--help").stdout
-    assert "mutable default" in output
-
-
-@pytest.mark.soak
-def test_deprecation_of_jit_is_not_told_to_those_who_cannot_help_it(tmp_path):
-    """torch 2.14 warns five times while fairseq is imported; here any torch does."""
-    message = (
-        "`torch.jit.script` is deprecated. Please switch to `torch.compile` or `torch.export`."
-    )
-    program = tmp_path / "program.py"
-    program.write_text(f"import fairseq, warnings; warnings.warn({message!r}, FutureWarning)\n")
-    assert message not in run("python", program).stdout
-    assert message in run_without("quiet_jit", program).stdout
-
-
 def test_patched_dataclass_names_its_options():
     """torch 2.6 asks it for them."""
     program = (
@@ -107,55 +89,37 @@ def test_patched_dataclass_names_its_options():
     assert run_python(program).stdout.splitlines()[-1] == "True"
 
 
-@pytest.mark.soak
-def test_without_safe_globals_checkpoints_do_not_load(corpus, post_norm):
-    command = ("fairseq-generate", *generation(corpus, post_norm))
-    result = run_without("allow_checkpoint_types", *command)
-    assert result.returncode == 1
-    assert f"{post_norm} holds argparse.Namespace" in result.stdout.splitlines()[-1]
+WITHOUT_PATCH = {  # what fairseq's command says then
+    "hash_dataclasses": ("train", ["--help"], "mutable default"),
+    "allow_checkpoint_types": ("generate", [], "argparse.Namespace"),
+    "avoid_fast_path": ("generate", [], "Mask Type should be defined"),
+    "keep_bf16_off_tpu": ("train", ["--bf16", "--max-update", 2], "xla_device"),
+    "import_user_dir_first": ("hydra-train", [], "Could not find"),
+    "quiet_hydra": ("generate", [], "version_base parameter is not specified"),
+    "check_values": ("train", ["--max-update", -1], "done training"),
+    "give_nan_for_missing": ("train", ["--best-checkpoint-metric", "none"], "KeyError"),
+}
 
 
-@pytest.mark.soak
-def test_without_its_patch_a_cut_off_checkpoint_is_not_called_so(corpus, post_norm, tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    path.write_bytes(Path(post_norm).read_bytes()[:5000])
-    command = ("fairseq-generate", *generation(corpus, path))
-    sentence = f"error: {path} is cut off or not a checkpoint"
-    assert run(*command, check=False).stdout.splitlines()[-1].startswith(sentence)
-    result = run_without("name_unreadable_checkpoints", *command)
-    assert result.returncode and sentence not in result.stdout
+@pytest.mark.parametrize("patch", [soak(patch) for patch in WITHOUT_PATCH])
+def test_what_happens_without_a_patch(corpus, post_norm, tmp_path, patch):
+    command, more, words = WITHOUT_PATCH[patch]
+    hydra = ("--cfg", "job", f"common.user_dir={USER_DIR}", "model=smoe_transformer")
+    given = {
+        "train": (corpus, "--save-dir", tmp_path, *TINY),
+        "generate": generation(corpus, post_norm),
+        "hydra-train": (*hydra, "criterion=smoe_label_smoothed_cross_entropy"),
+    }[command]
+    command = (f"fairseq-{command}", *given, *more)
+    assert words in run_without(patch, *command).stdout
+    assert words == "done training" or words not in run(*command, check=False, cwd=tmp_path).stdout
 
 
 def test_a_folder_that_holds_a_dictionary_is_named(raw_corpus, tmp_path):
     (tmp_path / "dict.src.txt").write_text("a 1\n")
     command = ("fairseq-preprocess", "-s", "src", "-t", "tgt", "--destdir", tmp_path)
     result = run(*command, "--trainpref", raw_corpus / "train", check=False)
-    assert result.returncode == 1 and "Traceback" not in result.stdout
-    assert f"FileExistsError: {tmp_path}/dict.src.txt" in result.stdout.splitlines()[-1]
-
-
-@pytest.mark.soak
-def test_without_its_patch_hydra_knows_no_plugin(tmp_path):
-    command = (
-        *("fairseq-hydra-train", "--cfg", "job", f"common.user_dir={USER_DIR}"),
-        *("model=smoe_transformer", "criterion=smoe_label_smoothed_cross_entropy"),
-    )
-    assert "moe_top_k: 2" in run(*command, cwd=tmp_path).stdout
-    result = run_without("import_user_dir_first", *command)
-    assert result.returncode and "Could not find" in result.stdout
-
-
-@pytest.mark.soak
-def test_without_encoder_fast_path_patch_padded_batches_stop(corpus, post_norm):
-    result = run_without("avoid_fast_path", "fairseq-generate", *generation(corpus, post_norm))
-    assert result.returncode and "Mask Type should be defined" in result.stdout
-
-
-@pytest.mark.soak
-def test_without_bf16_patch_bf16_asks_for_a_tpu(corpus, tmp_path):
-    command = [corpus, "--save-dir", tmp_path, *TINY, "--bf16", "--max-update", "2"]
-    assert "xla_device" in run_without("keep_bf16_off_tpu", "fairseq-train", *command).stdout
-    assert "done training" in run("fairseq-train", *command).stdout
+    refused(result, tmp_path / "dict.src.txt")
 
 
 def test_a_tpu_that_was_asked_for_is_not_taken_away():
@@ -170,9 +134,9 @@ def test_a_tpu_that_was_asked_for_is_not_taken_away():
 @pytest.mark.parametrize("kind", ["cached", soak("lazy")])
 def test_older_kinds_of_data_sets_are_refused(raw_corpus, tmp_path, kind):
     words = ("-s", "src", "-t", "tgt", "--destdir", tmp_path, "--trainpref", raw_corpus / "train")
-    result = run("fairseq-preprocess", *words, "--dataset-impl", kind, check=False)
-    last = result.stdout.splitlines()[-1]
-    assert result.returncode == 1 and last.startswith("error: ") and "--dataset-impl" in last
+    refused(
+        run("fairseq-preprocess", *words, "--dataset-impl", kind, check=False), "--dataset-impl"
+    )
 
 
 HUFFMAN = """
@@ -273,14 +237,6 @@ def test_a_missing_file_to_restore_is_a_new_run_unless_it_seems_mistyped(corpus,
     line = next(line for line in result.stdout.splitlines() if "is missing" in line)
     assert f"--restore-file {name}" in line
     assert (tmp_path / "checkpoint_last.pt").exists() == (name == "x.pt")
-
-
-@pytest.mark.soak
-def test_without_hydra_patch_every_command_warns():
-    command = ("fairseq-generate", "no-data", "--path", "no-checkpoint")
-    assert "version_base parameter is not specified" in run_without("quiet_hydra", *command).stdout
-    quiet = run(*command, check=False).stdout
-    assert "no-checkpoint" in quiet and "hydra" not in quiet.lower()
 
 
 # The right fairseq, or one sentence

@@ -22,7 +22,7 @@ from smoe_fairseq.modules.statistics import average_null
 WITHOUT_FAIRSEQ = """
 import sys
 
-OTHERS = ("fairseq", "fairseq_cli", "omegaconf", "hydra", "yaml")
+OTHERS = ("fairseq", "fairseq_cli", "omegaconf", "hydra", "scipy", "yaml")
 for name in [name for name in sys.modules if name.partition(".")[0] in OTHERS]:
     del sys.modules[name]  # which the process that this is forked from has imported
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from commands import smoe, train
+from commands import refused, smoe, train
 from test_model import make_batch, make_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -104,37 +104,19 @@ def test_naive_stacking_passes_every_stratum():
     assert cost("--arch", "smoe_transformer_tiny", "--moe-freq", "0")["requested_capacity"] is None
 
 
-def test_the_table_of_one_model_says_how_it_counts():
-    output = smoe("cost", "--arch", "smoe_transformer_tiny").stdout
-    assert "requested capacity" in output and "Kaplan" in output
-    assert "Kaplan" in smoe("cost", "--help").stdout
-
-
-def test_cells_that_differ_are_named():
-    output = smoe("cost", "--paper", "m4").stdout
-    assert "dense: parameters differ by more than 0.5%" in output
-    assert "stacked-2-2-2-2: no reading" in output
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--smoe-strata 4-x", "--smoe-strata '4-x'"),
-        ("--vocab-size 2", "--vocab-size 2"),
-        ("--vocab-size 1000000000000000000", "expected at most 10,000,000"),
-        ("--encoder-layers 1000000000", "--encoder-layers 1000000000: expected at most"),
-        ("--smoe-strata 1000000000", "expected at most 1,000 strata"),
-        (f"--smoe-strata {'1-' * 100_000}1", "expected at most 1,000 strata"),
-        ("--context -1", "--context -1"),
-        ("--path nowhere.pt", "nowhere.pt is missing"),
-        ("data-bin", "--path CHECKPOINT"),
+        *((flags, flags) for flags in ("--vocab-size 2", "--context -1")),
+        *(("--smoe-strata 4-x", "--smoe-strata '4-x'"), ("--path nowhere.pt", "nowhere.pt")),
+        *(("--vocab-size 1000000000000000000", "10,000,000"), ("data-bin", "--path")),
+        ("--encoder-layers 1000000000", "--encoder-layers 1000000000"),
+        *((f"--smoe-strata {each}", "1,000 strata") for each in (10**9, f"{'1-' * 100_000}1")),
     ],
+    ids=range(9),
 )
 def test_bad_input_is_named(flags, words):
-    result = smoe("cost", *flags.split(), check=False)
-    assert result.returncode == 1 and "Traceback" not in result.stdout
-    (sentence,) = [line for line in result.stdout.splitlines() if line.startswith("error: ")]
-    assert words in sentence
+    refused(smoe("cost", *flags.split(), check=False), words)
 
 
 def test_a_flag_that_cannot_be_read_is_one_sentence():
@@ -146,8 +128,7 @@ def test_a_flag_that_cannot_be_read_is_one_sentence():
 
 
 def test_another_architectures_checkpoint_is_named(pre_norm):
-    result = smoe("cost", "--path", pre_norm, check=False)
-    assert result.returncode == 1 and "of architecture transformer" in result.stdout
+    refused(smoe("cost", "--path", pre_norm, check=False), pre_norm, "transformer")
 
 
 @pytest.fixture(scope="module")
@@ -211,35 +192,7 @@ def test_what_processes_hold_and_send_is_that_on_paper():
     assert costs["sharded"]["memory"] < held["peak"]
 
 
-@pytest.mark.soak
-def test_zero_sharding_sends_what_each_process_has_updated():
-    """Shared parameters to all others, in the type that the optimizer has them in."""
-    experts = 2 * 4 * (8 * 16 * 2 + 16 + 8)
-    zero = ("--world-size", 2, "--zero-sharding", "os", "--max-tokens", 100)
-    costs, without = processes(*zero), processes("--world-size", 2, "--max-tokens", 100)
-    shared = without["sharded"]["gradients"] / 4
-    assert costs["replicated"]["parameters"] == 4 * (shared + experts) / 2
-    assert costs["sharded"]["parameters"] == 4 * shared / 2
-    assert processes(*zero, "--memory-efficient-fp16")["sharded"]["parameters"] == 2 * shared / 2
-    for name, cost in costs.items():
-        assert cost["sent"] == without[name]["sent"] + cost["parameters"]
-        assert cost["memory"] < without[name]["memory"]
-    table = smoe("cost", *map(str, zero), *TINY_SIZES).stdout
-    assert (
-        "parameters" in table.split("of 32, uniform routing\n")[-1].splitlines()[1]
-        and "at the" in table
-    )
-
-
-def test_one_process_is_not_called_processes():
-    table = smoe("cost", "--world-size", 1, *TINY_SIZES).stdout
-    assert "\none process, 4096 tokens per batch" in table and "1 processes" not in table
-
-
 def test_processes_that_experts_do_not_fit_are_named():
-    result = smoe("cost", "--world-size", 3, check=False)
-    assert result.returncode == 1 and "--world-size 3" in result.stdout.splitlines()[-1]
-    assert "accepted are 1, 2, 4, 8 processes" in result.stdout
-    for flags in (("--world-size", 0), ("--world-size", 2, "--sentence-length", 0)):
-        result = smoe("cost", *flags, check=False)
-        assert result.returncode == 1 and "at least 1" in result.stdout
+    refused(smoe("cost", "--world-size", 3, check=False), "--world-size 3", "1, 2, 4, 8")
+    for flag in ("--world-size", "--sentence-length"):
+        refused(smoe("cost", "--world-size", 2, flag, 0, check=False), f"{flag} 0")

@@ -1,13 +1,12 @@
 """Experts spread over processes: the same training as in one process, whatever their number."""
 
-import itertools
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from commands import PLUGIN, SCRIPTS, run
-from sampling import rest, sample, soak
+from commands import PLUGIN
+from sampling import sample, soak
 
 from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.modules.parallel import Placement
@@ -103,13 +102,8 @@ def one_process(ranks, small_corpus, tmp_path_factory):
     return get
 
 
-IN_SINGLE = [("2-2-2-2", "accumulated-clipped", 2)]
-IN_SINGLE += [  # the soak has all of them in double precision
-    rest(*case) for case in itertools.product(STRATA, SETTINGS, (2, 4)) if case not in IN_SINGLE
-]
-
-
-@pytest.mark.parametrize("strata, setting, world_size", IN_SINGLE)
+# The soak has all of them in double precision.
+@pytest.mark.parametrize("strata, setting, world_size", [("2-2-2-2", "accumulated-clipped", 2)])
 def test_equals_one_process(
     ranks, small_corpus, tmp_path, one_process, strata, setting, world_size
 ):
@@ -142,10 +136,7 @@ def in_double(arguments):
     train.cli_main()
 
 
-@pytest.mark.parametrize(
-    "strata, setting",
-    sample([], STRATA, SETTINGS),
-)
+@pytest.mark.parametrize("strata, setting", sample([], STRATA, SETTINGS))
 def test_equals_one_process_in_double_precision(ranks, small_corpus, tmp_path, strata, setting):
     for world_size in (1, 2, 4):
         folder = tmp_path / str(world_size)
@@ -165,17 +156,6 @@ def test_equals_one_process_in_double_precision(ranks, small_corpus, tmp_path, s
         compare(tmp_path / str(world_size), tmp_path / "1", logged=1e-10, parameters=1e-10)
 
 
-@pytest.mark.soak
-def test_more_processes_than_experts(ranks, small_corpus, tmp_path, one_process):
-    """2 experts on 4 ranks: two groups, whose experts stay the same, bit for bit."""
-    one = one_process("2", "accumulated-clipped", 4)
-    setting = with_setting("accumulated-clipped", 1)
-    arguments = flags(small_corpus, tmp_path, "--smoe-strata", "2", *setting, "--expert-parallel")
-    ranks.train(tmp_path, 4, *arguments)
-    checkpoint(tmp_path).check_agreement()
-    compare(tmp_path, one, logged=1e-5, parameters=2e-5)
-
-
 def test_replicated_experts_equal_one_process(ranks, small_corpus, tmp_path, one_process):
     """Without the flag every process has all experts, and any DDP back end will do."""
     one = one_process("4-4", "plain", 2)
@@ -184,21 +164,6 @@ def test_replicated_experts_equal_one_process(ranks, small_corpus, tmp_path, one
         arguments = flags(small_corpus, folder, "--smoe-strata", "4-4", "--ddp-backend", backend)
         ranks.train(folder, 2, *arguments)
         compare(folder, one, logged=1e-5, parameters=2e-5)
-
-
-@pytest.mark.soak
-def test_torchrun_and_the_default_launcher_agree(small_corpus, tmp_path, ranks):
-    """The command as a user types it gives what the test's own launcher gives."""
-    arguments = flags(small_corpus, tmp_path / "torchrun", "--expert-parallel")
-    process = run(
-        *("torchrun", "--standalone", "--nproc-per-node", 2, "--no-python"),
-        *(SCRIPTS / "fairseq-train", *arguments),
-    )
-    assert len(re.findall(r"\| train_inner \|", process.stdout)) == UPDATES
-    ranks.train(
-        tmp_path / "forked", 2, *flags(small_corpus, tmp_path / "forked", "--expert-parallel")
-    )
-    assert furthest(whole(tmp_path / "torchrun"), whole(tmp_path / "forked")) == 0
 
 
 @pytest.mark.parametrize(

@@ -161,21 +161,3 @@ def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, uni
     ranks.train(tmp_path, 2, *arguments, "--max-update", 5)
     ranks.train(tmp_path, 2, *arguments)
     assert furthest(whole(tmp_path), whole(reference)) == 0
-
-
-def test_files_of_two_updates_are_not_mixed(ranks, small_corpus, tmp_path, uninterrupted):
-    reference, _ = uninterrupted
-    for path in reference.glob("checkpoint*.pt"):
-        shutil.copy(path, tmp_path)
-    older = rank_file(tmp_path / f"checkpoint_1_{UPDATES - 1}.pt", 1)
-    last = rank_file(tmp_path / "checkpoint_last.pt", 1)
-    shutil.copy(older, last)
-    before = {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
-    run = ranks.start(tmp_path, 2, *saving_flags(small_corpus, tmp_path))
-    assert run.wait(60) == [1, 1]
-    for rank in (0, 1):
-        assert run.output(rank).strip().splitlines()[-1] == (
-            f"error: {last} is of another save (update {UPDATES - 1}) than "
-            f"{rank_file(tmp_path / 'checkpoint_last.pt', 0)} (update {UPDATES})"
-        )
-    assert {path: path.read_bytes() for path in tmp_path.glob("*.pt")} == before

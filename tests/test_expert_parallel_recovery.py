@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from commands import PLUGIN, TINY, run
+from commands import run
 from ranks import free_port
 from sampling import soak
 from test_expert_parallel import checkpoint, flags, furthest, whole
@@ -63,20 +63,6 @@ def test_a_half_published_set_is_read_as_it_was_meant(saves, tmp_path, capsys):
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
-@pytest.mark.soak
-def test_another_runs_folder_is_only_read(ranks, small_corpus, saves, tmp_path):
-    """It may be about to save: --restore-file finds its last whole set, and leaves what is pending."""
-    source = tmp_path / "source"
-    shutil.copytree(saves[2], source)
-    shutil.copy(rank_file(saves[3] / LAST, 1), pending(rank_file(source / LAST, 1)))
-    before = {path: path.read_bytes() for path in source.iterdir()}
-    arguments = flags(small_corpus, tmp_path / "new", "--expert-parallel", "--max-update", 3)
-    run = ranks.train(tmp_path / "logs", 4, *arguments, "--restore-file", source / LAST)
-    assert "@ 2 updates" in run.output(0)
-    assert {path: path.read_bytes() for path in source.iterdir()} == before
-    assert furthest(whole(tmp_path / "new"), whole(saves[3])) == 0
-
-
 def test_finetuning_beside_an_incomplete_set(ranks, small_corpus, saves, tmp_path):
     """fairseq decides on every rank by itself whether this is the first launch; all have to agree."""
     consolidated = tmp_path / "whole.pt"
@@ -98,20 +84,6 @@ def test_a_set_is_no_model_to_start_from(ranks, small_corpus, saves, tmp_path, f
     assert "smoe consolidate" in run.output() or "does not exist" in run.output()
 
 
-@pytest.mark.soak
-def test_files_that_only_one_rank_has_left(ranks, small_corpus, tmp_path):
-    """Killed while it removed old checkpoints, a run goes on; fairseq counts those that there are."""
-    options = ["--expert-parallel", "--keep-best-checkpoints", 1, "--max-update", 6]
-    arguments = flags(small_corpus, tmp_path, *options, "--save-interval-updates", 2)
-    arguments = [a for a in arguments if a != "--disable-validation"]
-    (tmp_path / "checkpoint.best_loss_0.0010-rank-1.pt").write_bytes(b"left over")
-    ranks.train(tmp_path, 2, *arguments)
-    best = sorted(p.name for p in tmp_path.glob("checkpoint.best*-rank-0.pt"))
-    assert len(best) == 1
-    assert (tmp_path / best[0].replace("-rank-0", "-rank-1")).exists()
-    assert checkpoint(tmp_path).record.num_updates == 6
-
-
 def test_averaged_weights_are_part_of_a_set(ranks, small_corpus, tmp_path):
     options = ["--store-ema", "--ema-fp32", "--ema-decay", 0.5]
     ranks.train(tmp_path, 2, *flags(small_corpus, tmp_path, "--expert-parallel", *options))
@@ -127,29 +99,6 @@ def adafactor(data, folder, *more) -> list:
     arguments = flags(data, folder, "--optimizer", "adafactor", *more)
     position = arguments.index("--adam-eps")
     return [*arguments[:position], *arguments[position + 2 :]]
-
-
-@pytest.mark.soak
-def test_an_optimizer_that_cannot_be_divided(ranks, small_corpus, tmp_path):
-    """Adafactor keeps a number for each tensor: all experts of a process together."""
-    arguments = adafactor(small_corpus, tmp_path, "--expert-parallel")
-    ranks.train(tmp_path, 2, *arguments)
-    main(["consolidate", str(tmp_path / LAST), "--output", str(tmp_path / "whole.pt")])
-    command = ["reshard", str(tmp_path / LAST), "--world-size", "4"]
-    with pytest.raises(SystemExit, match="cannot be divided") as refused:
-        main([*command, "--output", str(tmp_path / "new" / LAST)])
-    assert "rank-1.pt" in str(refused.value) and not (tmp_path / "new").exists()
-
-
-def test_an_old_checkpoint_of_a_stock_model(corpus, pre_norm, tmp_path):
-    """In torch's older format, which cannot be mapped; the plugin has no say in it."""
-    old = tmp_path / "old.pt"
-    content = torch.load(pre_norm, weights_only=True)
-    torch.save(content, old, _use_new_zipfile_serialization=False)
-    norms = ["--encoder-normalize-before", "--decoder-normalize-before"]
-    arguments = [corpus, "--save-dir", tmp_path / "new", *TINY, *norms, "--user-dir", PLUGIN]
-    process = run("fairseq-train", *arguments, "--max-epoch", 1, "--finetune-from-model", old)
-    assert "loading pretrained model" in process.stdout
 
 
 SPAWNED = """

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from commands import preprocess, run
+from commands import preprocess, smoe
 from sampling import soak
 from test_recipes import recipe
 
@@ -260,11 +260,11 @@ def test_what_is_said_to_fit_does(flags):
 
 
 def test_more_memory_holds_more_tokens():
-    command = ["smoe", "cost", "--json", *TINY, "--vocab-size", "100", "--bf16", "--gpu-memory"]
-    small, large = (json.loads(run(*command, size).stdout)["fits"] for size in (24, 80))
+    command = ["cost", "--json", *TINY, "--vocab-size", "100", "--bf16", "--gpu-memory"]
+    small, large = (json.loads(smoe(*command, size).stdout)["fits"] for size in (24, 80))
     assert small.keys() == {"replicated", "translation"}
     assert all(0 < small[name] < large[name] for name in small)
-    assert not any(json.loads(run(*command, "0.001").stdout)["fits"].values())
+    assert not any(json.loads(smoe(*command, "0.001").stdout)["fits"].values())
 
 
 # train.sh

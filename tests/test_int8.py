@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from commands import run
+from commands import run, smoe
 from sampling import some
 from test_beam_search import SYSTEMS, batch, sharp
 from test_model import make_task
@@ -105,17 +105,6 @@ def test_small_matrices_stay_as_they_are():
         assert [h["tokens"].tolist() for h in a] == [h["tokens"].tolist() for h in b]
 
 
-def test_a_model_that_has_diverged_is_named():
-    for broken in (float("nan"), float("inf")):
-        model, task = sharp("--smoe-strata", "4-4"), make_task(96)
-        with torch.no_grad():
-            model.decoder.output_projection.weight.fill_(broken)
-        quantize(model, min_weights=0)
-        with pytest.raises(UsageError, match="it has diverged"):
-            search = BeamSearch(task.target_dictionary, SearchOptions(max_len_b=20))
-            search.generate([model], batch(task))
-
-
 TEXTS = [f"{' '.join(str(number))} is a number" for number in range(100, 112)]
 
 
@@ -154,7 +143,7 @@ def test_the_commands(tiny_run, tmp_path):
         found.append((tmp_path / "text").read_text())
     assert found[0] == found[1] and found[0].count("\n") == 3
     for command in ("translate", "serve"):
-        said = run("smoe", command, "none", "--device", "meta", "--int8", check=False).stdout
+        said = smoe(command, "none", "--device", "meta", "--int8", check=False).stdout
         assert said.splitlines()[-1] == (
             "error: --int8 with --device meta: int8 is for a CPU; expected --device cpu"
         )

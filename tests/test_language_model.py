@@ -182,17 +182,3 @@ def test_positions_are_the_tasks(arch, flags, longest):
     model = make_model(*TASK, "--arch", arch, *sizes, *flags.split(), "--decoder-learned-pos")
     assert model.max_positions() == longest
     model(torch.full((1, longest), 5))  # so many are taken
-
-
-@pytest.mark.parametrize(
-    "flags", ["--encoder-layers 3", "--no-share-all-embeddings", "--encoder-moe-freq=2"]
-)
-@pytest.mark.parametrize("arch", ["smoe_transformer_lm", "smoe_transformer_lm_base"])
-def test_an_encoders_flags_are_refused(capsys, arch, flags):
-    with pytest.raises(SystemExit) as end:
-        make_model(*TASK, "--arch", arch, *flags.split())
-    assert end.value.code == 1
-    name = flags.split()[0].split("=")[0]
-    assert (
-        capsys.readouterr().err == f"error: {name}: a language model has no encoder; leave it out\n"
-    )

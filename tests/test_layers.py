@@ -33,13 +33,7 @@ LAYERS = {
         *("compat", "errors", "files", "forms", "host_memory", "huggingface", "models", "modules")
     },
     "training": {
-        "checkpoints",
-        "criterions",
-        "errors",
-        "files",
-        "host_memory",
-        "models",
-        "modules",
+        *("checkpoints", "criterions", "errors", "files", "host_memory", "models", "modules"),
         "translate",
     },
     "analysis": {ROOT, "checkpoints", "errors", "files", "forms", "models", "modules"},
@@ -155,40 +149,22 @@ def test_the_layers_are_those_of_contributing_and_each_imports_only_lower_ones()
         assert LAYERS[name] <= {ROOT, *order[:number]}
 
 
-WRONG = {
-    "modules/gate.py": (
-        "def f():\n    from smoe_fairseq.errors import UsageError",
-        "modules/gate.py:2 imports smoe_fairseq.errors, which is not below modules",
-    ),
-    "models/size.py": (
-        "from ..training import options",
-        "models/size.py:1 imports smoe_fairseq.training, which is not below models",
-    ),
-    "checkpoints/write.py": (
-        "from smoe_fairseq import analysis",
-        "checkpoints/write.py:1 imports smoe_fairseq.analysis, which is not below checkpoints",
-    ),
-    "analysis/inputs.py": (
-        "from smoe_fairseq.recipes.config import load_dataset",
-        "analysis/inputs.py:1 imports smoe_fairseq.recipes.config, which is not below analysis",
-    ),
+WRONG = {  # a file, and where the sentence points
+    "modules/gate.py": ("def f():\n    from smoe_fairseq.errors import UsageError", ":2"),
+    "models/size.py": ("from ..training import options", ":1"),
+    "checkpoints/write.py": ("from smoe_fairseq import analysis", ":1"),
+    "analysis/inputs.py": ("from smoe_fairseq.recipes.config import load_dataset", ":1"),
     "training/start.py": (
         "import importlib\nimportlib.import_module('smoe_fairseq.recipes.training.identity')",
-        "training/start.py:2 imports smoe_fairseq.recipes.training.identity, which is not below training",
+        ":2",
     ),
-    "compat/patches.py": (
-        "ADDITIONS = ('smoe_fairseq.models:add',)",
-        "compat/patches.py:1 imports smoe_fairseq.models, which is not below compat",
-    ),
-    "modules/experts.py": (
-        "class Experts:\n    def f(self):\n        import fairseq.utils",
-        "modules/experts.py:3 imports fairseq.utils, and modules does without",
-    ),
+    "compat/patches.py": ("ADDITIONS = ('smoe_fairseq.models:add',)", ":1"),
+    "modules/experts.py": ("class Experts:\n    def f(self):\n        import fairseq.utils", ":3"),
     "files.py": (
         "def f():\n    import torch\ntry:\n    import yaml\nexcept ImportError:\n    pass",
-        "files.py:4 imports yaml at once, not in a function",
+        ":4",
     ),
-    "tools/new.py": ("", "tools/new.py is of no layer"),
+    "tools/new.py": ("", ""),
 }
 RIGHT = {
     "compat/__init__.py": "from .patches import a\nADDITIONS = (('fairseq', 'smoe_fairseq.models'),)",
@@ -210,8 +186,9 @@ def made(folder: Path, files: dict[str, str]) -> Path:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_found(tmp_path, name):
-    source, sentence = WRONG[name]
-    assert violations(made(tmp_path, RIGHT | {name: source})) == [sentence]
+    source, place = WRONG[name]
+    (found,) = violations(made(tmp_path, RIGHT | {name: source}))
+    assert found.startswith(f"{name}{place} ")
 
 
 def test_a_circle_is_found(tmp_path):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from commands import PLUGIN, SCRIPTS, generation, run
+from commands import PLUGIN, SCRIPTS, generation, run, smoe
 from test_translate import folder, translate  # noqa: F401  (a fixture)
 from test_translator import evaluated
 
@@ -145,8 +145,8 @@ def test_ensembles(two_models, three_languages, tmp_path):
 
 
 def test_models_of_other_subwords_are_no_ensemble(folder, two_models, three_languages):  # noqa: F811
-    command = ("smoe", "translate", folder / "run", two_models[0], "--to", "fr")
-    result = run(*command, check=False)
+    command = ("translate", folder / "run", two_models[0], "--to", "fr")
+    result = smoe(*command, check=False)
     assert result.returncode == 1 and len(result.stdout.splitlines()) == 1
 
 

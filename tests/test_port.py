@@ -150,11 +150,8 @@ def test_a_first_rank_that_ends_ends_the_others():
 @pytest.mark.parametrize(
     "method, place",
     [
-        ("tcp://[::1]:80", ("::1", 80)),
-        ("file:///tmp/x", None),
-        ("tcp://host:99999999", None),
-        ("None", None),
-        ("env://", ("a", 5)),
+        *(("tcp://[::1]:80", ("::1", 80)), ("file:///tmp/x", None)),
+        *(("tcp://host:99999999", None), ("None", None), ("env://", ("a", 5))),
     ],
 )
 def test_where_ranks_meet(monkeypatch, method, place):

@@ -21,14 +21,8 @@ def events_of(folder: Path) -> set[str]:
 def test_routing_metrics_reach_the_loggers(multilingual):
     blocks = [f"{side}.layer.{layer}" for side in ("encoder", "decoder") for layer in (1, 3)]
     names = {f"{block}/requested_capacity" for block in blocks}
-    for metric in (
-        "tokens",
-        "load_max",
-        "experts_per_token",
-        "overflow_expert1",
-        "overflow_expert2",
-        "unused_expert1_count",
-    ):
+    metrics = "tokens load_max experts_per_token overflow_expert1 overflow_expert2"
+    for metric in f"{metrics} unused_expert1_count".split():
         names |= {f"{block}/stratum.{i}/{metric}" for block in blocks for i in range(4)}
     for tag in ("train_inner", "valid"):
         found = {name for name in events_of(multilingual.parent / "events" / tag) if "/" in name}

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import shutil
-import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +10,6 @@ import pytest
 from commands import run, run_python
 from handmade import ROUTES, SPECIAL
 from serving import JSON, Serving
-from test_recipes import ROOT, surroundings
 
 from smoe_fairseq.models import SMoETransformerModel
 from smoe_fairseq.serve.app import MAX_BODY, PAGE
@@ -197,10 +194,7 @@ def test_other_requests_are_refused(server):
         ("GET", "/page/../engine.py", {}, 404, "nothing at /page/../engine.py: expected /"),
         # A page of another origin can send this one without asking first.
         (
-            "POST",
-            "/translate",
-            {"Content-Type": "text/plain"},
-            415,
+            *("POST", "/translate", {"Content-Type": "text/plain"}, 415),
             "Content-Type: application/json",
         ),
         ("GET", "/languages", {"Host": "evil.example:80"}, 403, "answers to 127.0.0.1, ::1, local"),
@@ -316,22 +310,3 @@ def test_a_stock_model_has_no_strata(corpus, pre_norm):
         assert found["routing"]["encoder"]["tokens"] == ["a", "b", "c", "</s>"]
         assert found["routing"]["encoder"]["layers"] == found["routing"]["decoder"]["layers"] == []
         assert serving.get("/languages")["strata"] == {}
-
-
-@pytest.mark.soak
-def test_the_demo_ends_with_the_command(prepared, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(prepared, folder)
-    result = subprocess.run(
-        [ROOT / "scripts/recipe", "demo", "tiny", "smoe-2-2"],
-        cwd=folder,
-        env=surroundings() | {"CONFIG_DIR": str(folder / "configs"), "RAW": str(folder / "text")},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    last = result.stdout.splitlines()[-1]
-    found = re.fullmatch(r"  (\S+)/smoe serve (\S+) +# then open http://127.0.0.1:8000/", last)
-    assert found, last
-    with Serving(found[2], folder=folder) as serving:
-        assert serving.get("/languages")["model"] == "smoe-2-2"

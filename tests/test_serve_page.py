@@ -10,7 +10,6 @@ import signal
 import fairseq  # noqa: F401  (by which torch takes its checkpoints)
 import pytest
 from handmade import ROUTES
-from sampling import soak
 from serving import Serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -194,16 +193,6 @@ def test_by_touch(server, opened):
     page.wait_for_selector("#details", state="hidden")
 
 
-def test_one_layer_or_all(server, opened):
-    page = translated(opened(server, f"#aa-bb:{SENTENCE}"))
-    page.get_by_label("Source:").select_option("encoder.layer.3")
-    assert page.locator("section[aria-label^=Source] svg.flow").count() == 1
-    assert page.locator("section[aria-label^=Translation] svg.flow").count() == 2
-    page.locator(".token").nth(2).hover()
-    lines = details(page)
-    assert "encoder layer 3: 3 of 4 strata" in lines and "encoder layer 1" not in " ".join(lines)
-
-
 def test_links_can_be_shared(talking, opened):
     page = opened(talking)
     page.get_by_label("From", exact=True).select_option("bb")
@@ -221,21 +210,6 @@ def test_links_can_be_shared(talking, opened):
     assert same[0] == same[1] != ""
     wrong = opened(talking, "#xx-aa:text")
     assert "The link asks for xx-aa" in wrong.get_by_role("alert").inner_text()
-
-
-def test_languages_are_swapped(talking, opened):
-    page = translated(opened(talking, "#aa-bb:aa1"))
-    spoken = page.locator("#translation").inner_text()
-    page.get_by_role("button", name="Swap the languages").click()
-    assert page.locator("#text").input_value() == spoken != ""
-    assert [page.locator(f"#{id}").input_value() for id in ("source", "target")] == ["bb", "aa"]
-    page.get_by_label("From", exact=True).select_option("bb")
-    page.get_by_label("To", exact=True).select_option("cc")
-    page.locator("#text").fill("bb2")
-    page.get_by_role("button", name="Swap the languages").click()  # nothing is translated into cc
-    assert page.locator("#text").input_value() == "bb2"
-    page.get_by_role("button", name="Swap the languages").click()
-    assert page.locator("#unseen").is_visible()  # the model was not trained in it
 
 
 def test_text_is_text(server, opened):
@@ -286,52 +260,3 @@ def luminance(colour: str) -> float:
     parts = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize(
-    "flags, words, tokens",
-    [
-        (("--moe-freq", 0), "This model is dense", 0),
-        soak(("--smoe-strata", "4"), "This model has one stratum", 1),
-    ],
-    ids=["dense", "one stratum"],
-)
-def test_models_without_strata_say_so(small_corpus, tmp_path, opened, flags, words, tokens):
-    from test_training import train
-
-    train(small_corpus, tmp_path, "--max-update", 2, *flags)
-    with Serving(tmp_path) as serving:
-        page = translated(opened(serving, "#src-tgt:ax by"))
-        assert page.locator("#nothing").inner_text().startswith(words)
-        assert page.locator("svg.flow").count() == 0 and page.locator("#view").is_hidden()
-        assert set(numbers(page)) == {"1"} if tokens else numbers(page) == []
-        page.locator(".token").first.hover()
-        if tokens:
-            assert "expert" in " ".join(details(page))
-        else:
-            assert page.locator("#details").is_hidden()
-
-
-def test_an_empty_page_has_examples_and_says_what_a_stratum_is(server, talking, opened):
-    page = opened(server)
-    assert page.locator("#what").inner_text().startswith("A stratum is one level")
-    assert page.locator("#examples").is_hidden()  # none are known in the language aa
-    page.evaluate("""() => {
-        const option = document.createElement('option');
-        option.value = 'eng';
-        document.getElementById('source').append(option);
-        document.getElementById('source').value = 'eng';
-        document.getElementById('source').dispatchEvent(new Event('change'));
-    }""")
-    assert page.locator("#examples button").count() == 2
-    page = translated(opened(talking, "#aa-bb:aa1"))
-    assert page.locator("#empty").is_hidden()
-
-
-def test_sentencepieces_mark_is_a_thin_space(server, opened):
-    page = opened(server)
-    shown = page.evaluate("""async () => {
-        const { piece } = await import('./tokens.js');
-        return ['\\u2581', '\\u2581word', '\\u2581of\\u2581the', 'ing'].map(piece);
-    }""")
-    assert shown == ["\u2423", "word", "of\u2009the", "ing"]

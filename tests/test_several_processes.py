@@ -134,16 +134,8 @@ def test_every_batch_counts_where_another_process_has_one_more(
     make = stock if model == "stock" else flags
     sharded = ["--expert-parallel"] if model == "sharded" else []
     same = [
-        "--batch-size",
-        10,
-        "--required-batch-size-multiple",
-        1,
-        "--max-update",
-        3,
-        "--dropout",
-        0,
-        "--log-interval",
-        1,
+        *("--batch-size", 10, "--required-batch-size-multiple", 1, "--max-update", 3),
+        *("--dropout", 0, "--log-interval", 1),
     ]
     same += ["--log-format", "json", "--ddp-backend", "legacy_ddp"]
     one = make(small_corpus, tmp_path / "one", *same, "--update-freq", 5)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from commands import run
+from commands import smoe
 from fairseq.data import Dictionary
 from scipy import sparse
 from test_beam_search import batch, sharp
@@ -89,8 +89,8 @@ def task_of(dictionary: Dictionary):
 
 
 def test_the_file_is_that_of_its_dictionary(data, tmp_path):
-    words = ("smoe", "shortlist", data, "--candidates", 1, "--frequent", 2)
-    assert "shortlist.npz: aa-bb, bb-aa" in run(*words).stdout
+    words = ("shortlist", data, "--candidates", 1, "--frequent", 2)
+    assert "shortlist.npz: aa-bb, bb-aa" in smoe(*words).stdout
     dictionary = Dictionary.load(str(data / "dict.aa.txt"))
     language = dictionary.add_symbol("__bb__")  # as tasks of several directions do
     shortlist = Shortlist(data / "shortlist.npz", task_of(dictionary))
@@ -107,5 +107,5 @@ def test_the_file_is_that_of_its_dictionary(data, tmp_path):
     with pytest.raises(UsageError, match="No such file"):
         Shortlist(data / "none.npz", task_of(dictionary))
     (tmp_path / "empty").mkdir()
-    result = run("smoe", "shortlist", tmp_path / "empty", check=False)
+    result = smoe("shortlist", tmp_path / "empty", check=False)
     assert result.returncode == 1 and "has no training data: expected" in result.stdout

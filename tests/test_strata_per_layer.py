@@ -1,13 +1,8 @@
 """Strata that differ between MoE layers: ``--smoe-strata 4,2-2`` and one flag for each side."""
 
-import json
-
-import handmade
 import pytest
 import torch
-from commands import smoe
-from test_cost import TINY_SIZES, cost, processes
-from test_criterion import make_criterion, make_sample
+from test_cost import cost
 from test_expert_parallel import checkpoint, compare, flags, furthest, whole
 from test_expert_parallel_checkpoints import call
 from test_model import make_batch, tiny
@@ -57,19 +52,6 @@ def test_cost_adds_up_what_layers_cost_by_themselves():
     assert found["requested_capacity"] == pytest.approx((1 + 1.5 + 1 + 3 * 1.5) / 6)
 
 
-def test_what_processes_hold_and_send_is_that_on_paper():
-    """Two processes, 4 experts in the encoder, and one in the decoder, which both have."""
-    expert = 8 * 16 * 2 + 16 + 8
-    words = ["--encoder-smoe-strata", "4", "--decoder-smoe-strata", "1", "--moe-top-k", "1"]
-    everything = json.loads(smoe("cost", "--json", *TINY_SIZES, *words).stdout)["parameters"]
-    sharded = processes(*words, "--world-size", 2, "--max-tokens", 100)["sharded"]
-    assert sharded["memory"] == 16 * (everything - 2 * expert)
-    assert sharded["gradients"] == 4 * (
-        everything - 4 * expert
-    )  # the encoder's stay where they are
-    assert sharded["tokens"] == pytest.approx(0.5 * 100 * 4 * 8 * 4)  # half of the encoder's
-
-
 def test_two_processes_equal_one(ranks, small_corpus, tmp_path):
     """With clipping, which needs the norm over all experts, each counted once."""
     one, two, together = tmp_path / "one", tmp_path / "two", tmp_path / "together.pt"
@@ -107,57 +89,12 @@ def test_two_processes_equal_one(ranks, small_corpus, tmp_path):
                 assert same_bits(tensor, tensors[name]), name
 
 
-def test_balance_over_an_update_of_layers_that_differ():
-    """After one batch it is that batch's loss, after two the fractions of each layer are of both."""
-    words = ["--encoder-smoe-strata", "2-6", "--decoder-smoe-strata", "5", "--dropout", "0"]
-    words += ["--moe-balance-over", "update", "--moe-second-expert-policy", "all"]
-    model, criterion = tiny(*words).train(), make_criterion().train()
-    samples = [make_sample(2, 4, seed=1), make_sample(5, 9, seed=2)]
-    stats = [model(**sample["net_input"])[1]["moe_stats"] for sample in samples]
-    criterion.begin_update()
-    found = [criterion(model, s)[2]["moe_gate_loss"] / s["ntokens"] for s in samples]
-    first = sum(layer.balance_loss for layer in stats[0]) / 2
-    assert float(found[0]) == pytest.approx(float(first), rel=1e-5)
-    both = 0
-    for before, now, visible in zip(*stats, ([8, 6], [5]), strict=True):
-        counts = before.first_choices + now.first_choices
-        fractions = counts / counts.sum(1, keepdim=True)
-        both = both + (torch.tensor(visible) * (fractions * now.mean_probs).sum(1)).mean() / 2
-    assert float(found[1]) == pytest.approx(float(both), rel=1e-5) != float(first)
-
-
 def test_a_layer_that_cannot_be_spread_is_named(ranks, small_corpus, tmp_path):
     words = ["--decoder-smoe-strata", "3", "--expert-parallel"]
     started = ranks.start(tmp_path, 2, *flags(small_corpus, tmp_path / "new", *words))
     assert started.wait(60) == [1, 1]
     sentence = "error: --decoder-smoe-strata 3 with --expert-parallel: 3 experts cannot be spread"
     assert sentence in started.output(0).splitlines()[-1]
-
-
-@pytest.mark.soak
-def test_analysis_has_the_columns_of_all_layers(three_languages, tmp_path):
-    """A token's row is empty where the gate is of another layer."""
-    words = ["--encoder-smoe-strata", "2-0-2", "--decoder-smoe-strata", "3"]
-    handmade.train(three_languages, tmp_path, *handmade.MULTILINGUAL, *words, "--max-update", 1)
-    output = tmp_path / "analysis"
-    path = tmp_path / "checkpoint_last.pt"
-    handmade.analyze(three_languages, path, output)
-    rows = handmade.read(output / "tokens.csv")
-    experts = {
-        "encoder": [*(f"stratum0_expert{e}" for e in range(4)), "stratum1_expert2"],
-        "decoder": [f"stratum0_expert{e}" for e in range(3)],
-    }
-    assert set(experts["encoder"]) | set(experts["decoder"]) < rows[0].keys()
-    for row in rows:
-        choices = {name: row[name] for name in row if name.startswith("stratum")}
-        assert all(choices[name] for name in experts[row["side"]])
-        if row["side"] == "decoder":
-            assert not any(choices[name] for name in choices.keys() - {*experts["decoder"]})
-        counts = sum(int(n or 0) for n in choices.values())
-        requested = float(row["requested_capacity"]) * int(row["occurrences"])
-        assert counts == pytest.approx(requested, abs=1e-3)
-    strata = json.loads((output / "run.json").read_text())["strata"]
-    assert set(strata.values()) == {"2-0-2", "3"}
 
 
 def test_a_record_from_before_says_the_same_of_all_layers():

@@ -12,8 +12,6 @@ from commands import PLUGIN, SCRIPTS, TINY, run, run_python
 from sampling import soak
 from test_lock import SMALL
 
-from smoe_fairseq.modules import StratifiedMoE
-
 OURS = "smoe_experts"  # what only our trainer writes into a checkpoint
 MOE = [*SMALL, "--moe-freq", 2, "--smoe-strata", "2", "--max-update", 1]
 GLOO = ("--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp")
@@ -119,21 +117,6 @@ def test_amp_repeats_a_batch_that_overflows(small_corpus, tmp_path, flags):
     result = run_python(OVERFLOW, "fairseq-train", small_corpus, *flags, *more)
     assert result.returncode == 0, result.stdout[-3000:]
     assert "calls 3" in result.stdout.splitlines()
-
-
-def test_a_fault_of_ours_is_not_blamed_on_the_checkpoint():
-    """`load_checkpoint` says that --reset-optimizer helps, which costs its state, only where it may."""
-    import fairseq.trainer  # noqa: F401  (which ours takes the place of, and so comes first)
-
-    from smoe_fairseq.training.trainer import _is_fault_of_ours
-
-    for fault, ours in (
-        (lambda: StratifiedMoE(8, 8, no_such=1), True),
-        (lambda: torch.ones("x"), False),
-    ):
-        with pytest.raises(TypeError) as end:
-            fault()
-        assert _is_fault_of_ours(end.value) == ours
 
 
 def without_memory(failing: str, arguments: list[str]) -> None:

@@ -1,14 +1,13 @@
 """Training, resuming and translating from the command line."""
 
 import json
-import math
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from commands import run
+from commands import refused, run
 from sampling import soak
 
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
@@ -57,27 +56,6 @@ def state_of(checkpoint):
     return torch.load(checkpoint, weights_only=True)
 
 
-@pytest.fixture(scope="session")
-def overfitted(small_corpus, tmp_path_factory):
-    """(process, checkpoint) of a model that has learnt the 50 sentences by heart."""
-    folder = tmp_path_factory.mktemp("overfitted")
-    flags = ["--max-update", 350, "--dropout", 0, "--lr", 0.004, "--lr-scheduler", "inverse_sqrt"]
-    flags += ["--warmup-updates", 70, "--validate-interval", 50, "--save-interval", 1000]
-    process = train(small_corpus, folder, *flags)
-    return process, folder / "checkpoint_last.pt"
-
-
-@pytest.mark.soak
-def test_overfits_to_the_label_smoothing_floor(overfitted):
-    process, checkpoint = overfitted
-    last = log_lines(process)[-20:]  # a single update may be far off
-    vocabulary = state_of(checkpoint)["model"]["decoder.embed_tokens.weight"].shape[0]
-    floor = -(0.9 * math.log2(0.9) + 0.1 * math.log2(0.1 / (vocabulary - 1)))
-    losses = [float(x["loss"]) - 0.01 * float(x["moe_gate_loss"]) / math.log(2) for x in last]
-    assert floor <= min(losses) and sum(losses) / len(losses) < floor + 0.1
-    assert 1 <= float(last[-1]["requested_capacity"]) <= 4
-
-
 def generate(data, checkpoint, *flags):
     process = run(
         *("fairseq-generate", data, "--user-dir", PLUGIN, "--path", checkpoint, "--cpu"),
@@ -85,18 +63,6 @@ def generate(data, checkpoint, *flags):
     )
     hypotheses = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", process.stdout, re.M)
     return {int(i): (text, float(score)) for i, score, text in hypotheses}, process.stdout
-
-
-@pytest.mark.soak
-def test_a_translation_does_not_depend_on_its_batch(overfitted, small_corpus):
-    _, checkpoint = overfitted
-    alone, _ = generate(small_corpus, checkpoint, "--batch-size", 1)
-    together, output = generate(small_corpus, checkpoint, "--batch-size", 64)
-    assert len(alone) == SENTENCES
-    assert {i: text for i, (text, _) in alone.items()} == {i: t for i, (t, _) in together.items()}
-    assert all(abs(alone[i][1] - together[i][1]) < 1e-4 for i in alone)
-    bleu = float(re.search(r"BLEU4 = ([\d.]+)", output)[1])
-    assert bleu > 95  # it knows them by heart
 
 
 def test_generation_is_quiet_about_masks(two_updates, small_corpus):
@@ -152,11 +118,8 @@ def test_resuming_a_finished_run_changes_nothing(small_corpus, finished):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--bf16"],
-        soak(["--fp16", "--fp16-no-flatten-grads"]),
-        ["--memory-efficient-fp16"],
-        soak(["--amp"]),
-        ["--checkpoint-activations"],
+        *(["--bf16"], soak(["--fp16", "--fp16-no-flatten-grads"]), ["--memory-efficient-fp16"]),
+        *(soak(["--amp"]), ["--checkpoint-activations"]),
     ],
     ids=lambda flags: flags[0].strip("-"),
 )
@@ -171,16 +134,14 @@ def test_precisions_and_checkpointing_train(small_corpus, tmp_path, flags):
 def test_other_strata_on_resume_are_refused(small_corpus, finished):
     before = {path: path.read_bytes() for path in finished.iterdir()}
     process = train(small_corpus, finished, "--max-update", 4, "--smoe-strata", "4-4", check=False)
-    assert process.returncode == 1
-    assert "Traceback" not in process.stdout
-    assert "trained with --smoe-strata 2-2-2-2" in process.stdout.splitlines()[-1]
+    refused(process, "--smoe-strata 2-2-2-2")
     assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
 def test_experts_on_resume_of_a_dense_model(small_corpus, tmp_path):
     train(small_corpus, tmp_path, "--max-update", 1, "--moe-freq", 0, "--smoe-strata", "2")
     result = train(small_corpus, tmp_path, "--max-update", 2, check=False)
-    assert result.returncode == 1 and "smoe upcycle" in result.stdout.splitlines()[-1]
+    refused(result, "smoe upcycle")
 
 
 @pytest.mark.parametrize("size", [0, 3_000, -100])
@@ -188,32 +149,10 @@ def test_a_checkpoint_that_was_cut_off_is_named(small_corpus, finished, size):
     last = finished / "checkpoint_last.pt"
     last.write_bytes(last.read_bytes()[:size])
     before = {path: path.read_bytes() for path in finished.iterdir()}
-    for process in (
-        train(small_corpus, finished, "--max-update", 4, check=False),
-        run(
-            "fairseq-generate",
-            small_corpus,
-            "--user-dir",
-            PLUGIN,
-            "--path",
-            last,
-            "--cpu",
-            check=False,
-        ),
-    ):
-        assert process.returncode == 1
-        assert "Traceback" not in process.stdout
-        assert re.search(
-            r"^error: .*checkpoint_last\.pt is cut off or not a", process.stdout.splitlines()[-1]
-        )
+    refused(train(small_corpus, finished, "--max-update", 4, check=False), last)
+    words = (small_corpus, "--user-dir", PLUGIN, "--path", last, "--cpu")
+    refused(run("fairseq-generate", *words, check=False), last)
     assert {path: path.read_bytes() for path in finished.iterdir()} == before
-
-
-def test_bad_flags_end_before_training(small_corpus, tmp_path):
-    process = train(small_corpus, tmp_path / "new", "--smoe-strata", "4--4", check=False)
-    assert process.returncode == 1 and "Traceback" not in process.stdout
-    assert process.stdout.splitlines()[-1].startswith("error: --smoe-strata '4--4'")
-    assert not list((tmp_path / "new").glob("*"))
 
 
 @pytest.mark.soak
@@ -238,18 +177,5 @@ def test_hydra_train(small_corpus, tmp_path):
 
 def test_numbers_that_are_none_end_in_one_sentence(small_corpus, tmp_path):
     process = train(small_corpus, tmp_path, "--lr", 1e30, "--max-update", 5, check=False)
-    assert process.returncode == 1
-    last = process.stdout.splitlines()[-1]
-    assert re.match(r"error: update \d: gradients are Nan/Inf; .*lower --lr", last)
+    refused(process, "--lr")
     assert "NaN detected in output of encoder" in process.stdout
-    assert "Traceback" not in process.stdout
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "flags", [["--fp16", "--fp16-no-flatten-grads"], soak(["--memory-efficient-fp16"])]
-)
-def test_an_overflow_on_cpu_is_skipped(small_corpus, tmp_path, flags):
-    process = train(small_corpus, tmp_path, *flags, "--fp16-init-scale", 2**20, "--max-update", 4)
-    assert "gradient overflow detected, ignoring gradient" in process.stdout
-    assert int(log_lines(process)[-1]["num_updates"]) == 4
