@@ -56,11 +56,6 @@ def test_picture_of_frequency(results):
     assert medians == [50, 50, 50]
 
 
-def test_lowest_and_highest(results):
-    low, high = results.types["aa-bb", "decoder.layer.1"].extremes(1, min_count=1)
-    assert (low.tolist(), high.tolist()) == ([4], [5])
-
-
 def test_picture_of_load(results):
     axes = figures.draw_load(results).axes
     drawn = axes[0].images[0].get_array()
