@@ -29,7 +29,7 @@ def gpus(monkeypatch):
         ("", "2", ["0,2", "1,3"]),
         ("4,5,6,7", "2", ["4,6", "5,7"]),
         ("GPU-a, GPU-b,GPU-c,GPU-d", "3", ["GPU-a,GPU-d", "GPU-b", "GPU-c"]),
-        ("6,7,4,5", "9", ["6", "7", "4", "5"]),
+        ("6,7,4,5", "6", ["6", "7", "4", "5", "6", "7"]),  # more runs than GPUs share them
     ],
 )
 def test_runs_share_the_gpus_that_are_visible(gpus, visible, jobs, shares):

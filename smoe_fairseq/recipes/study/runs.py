@@ -19,7 +19,7 @@ from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
 from smoe_fairseq.recipes.processes import Groups, dry_run, environment, report, step, whole_number
 from smoe_fairseq.recipes.study import results
 from smoe_fairseq.recipes.study.report import write_report
-from smoe_fairseq.recipes.training.launcher import divide_cpu, launch, visible_gpus
+from smoe_fairseq.recipes.training.launcher import cores, divide_cpu, launch, visible_gpus
 
 POLL_SECONDS = 1
 NEWS_SECONDS = 600  # between two lines on what is running, unless there is a terminal
@@ -183,20 +183,27 @@ def _slots() -> dict[int, dict[str, str]]:
     """The slots in which runs are trained side by side, with the environment variables of each.
 
     Without a GPU there are ``JOBS`` slots, by default as many as cores and memory allow. With GPUs there is
-    one slot with all of them, or ``JOBS`` slots that divide them.
+    one slot with all of them, or ``JOBS`` slots that divide them. More slots than GPUs share these: a small
+    model leaves most of a GPU idle.
     """
     where = launch(())
     if where.cpu:
         slots, threads = divide_cpu(_MEMORY)
         one = {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": str(threads)}
         return {i: one for i in range(slots)}
-    slots = min(whole_number("JOBS", least=1, default=1), where.gpus)
+    slots = whole_number("JOBS", least=1, default=1)
     if slots == 1:
         return {0: {"GPUS": str(where.gpus), "JOBS": ""}}
     gpus = visible_gpus(where.gpus)
-    shares = [gpus[i::slots] for i in range(slots)]
+    threads = str(max(1, cores() // slots))
+    shares = [gpus[i::slots] or [gpus[i % len(gpus)]] for i in range(slots)]
     return {
-        i: {"CUDA_VISIBLE_DEVICES": ",".join(share), "GPUS": str(len(share)), "JOBS": ""}
+        i: {
+            "CUDA_VISIBLE_DEVICES": ",".join(share),
+            "GPUS": str(len(share)),
+            "JOBS": "",
+            "OMP_NUM_THREADS": threads,
+        }
         for i, share in enumerate(shares)
     }
 
