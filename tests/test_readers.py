@@ -400,3 +400,28 @@ def test_the_table_tells_what_is_odd(tmp_path, capfd):
 def test_lines_end_at_line_feeds_alone(tmp_path):
     (tmp_path / "a").write_bytes("a\u2028b\r\nc\x85d\n\n".encode())
     assert [*readers.lines(tmp_path / "a")] == ["a\u2028b", "c\x85d", ""]
+
+
+def test_tests_in_the_training_text_of_other_pairs(tmp_path):
+    """Of en-de, the English is in training with French; its German stands nowhere else."""
+    raw = write_text(tmp_path / "text", "en-fr", train=300, valid=20, test=12)
+    write_text(raw, "en-de", train=100, valid=20, test=12)
+    for language, text in (("en", "A cat sleeps .\n"), ("de", "Eine Katze .\n")):
+        (raw / f"test.en-de.{language}").write_text(text)
+    for language, text in (("en", "A cat sleeps .\n"), ("fr", "Un chat .\n")):
+        with open(raw / f"train.en-fr.{language}", "a") as train:
+            train.write(text)
+    found = {}
+    for overlap in ("drop", "drop-all"):
+        content = {"subwords": {"vocab-size": 60}, "clean": {"overlap": overlap}}
+        given = write_dataset(tmp_path / overlap, "tiny", pairs=["en-fr", "en-de"], **content)
+        folder = tmp_path / overlap
+        done = step_here("prepare", "tiny", cwd=folder, RAW=str(raw), WORKERS="1", **given)
+        assert done.returncode == 0, done.stderr
+        found[overlap] = json.loads((folder / "data/tiny/left_out.json").read_text())["en-fr"]
+        (row,) = (line for line in done.stdout.splitlines() if line.startswith("| en-de"))
+        leaks = overlap == "drop"
+        assert ("0 / 0 / 0 / 1 (!)" in row, "0 / 0 / 0 / 0 " in row) == (leaks, not leaks)
+        said = [line for line in done.stderr.splitlines() if "overlap: drop-all" in line]
+        assert [line.split(":")[1].strip() for line in said] == ["en-de"] * leaks
+    assert found["drop-all"]["overlap"] == found["drop"].get("overlap", 0) + 1

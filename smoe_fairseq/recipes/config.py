@@ -113,7 +113,10 @@ SCHEMA: dict[str, Any] = {
     ),
     "source": Settings(datasets=str, config=str, splits=_SPLITS, sacrebleu=str),
     "clean": Settings(
-        {"max-ratio": float, "max-words": float}, repeated=_DROP, equal=_DROP, overlap=_DROP
+        {"max-ratio": float, "max-words": float},
+        repeated=_DROP,
+        equal=_DROP,
+        overlap=_DROP | {"drop-all"},
     ),
     "subwords": _ANYTHING,
     "task": _ANYTHING,

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, type_of
-from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, Faults
+from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, SIDES, Faults
 from smoe_fairseq.recipes.data.subwords import load_model
 from smoe_fairseq.recipes.data.text_files import shared
 from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
@@ -30,6 +30,7 @@ class Row:
     pair: str
     counts: dict[str, int] = field(default_factory=dict)
     leaked: dict[str, int] = field(default_factory=dict)  # tests seen in training, by side
+    seen: set[tuple[str, str]] = field(default_factory=set)  # (language, sentence) of others' tests
     bleu: float | None = None  # best reachable, of the worse side; None without a test set
     chrf: float | None = None
 
@@ -43,12 +44,22 @@ def print_checks(dataset: Dataset, workers: int = 1) -> None:
     )
     with shared(functools.partial(_row, dataset, folders), workers, sum(sizes)) as each:
         rows = list(each(dataset.pairs))
+    for row in rows:
+        seen = set().union(*(other.seen for other in rows if other is not row))
+        row.leaked["other pairs"] = len(seen & _tests(folders, row.pair))
     print(_table(rows), flush=True)
     advice = [line for row in rows for line in _advice(row)]
     for line in advice[:_SHOWN]:
         report(line)
     if len(advice) > _SHOWN:
         report(f"and {len(advice) - _SHOWN} more lines like these; the table has all pairs")
+
+
+def _tests(folders: Folders, pair: str) -> set[tuple[str, str]]:
+    """(language, sentence) of a pair's test set, empty without one."""
+    files = {lang: folders.raw / f"test.{pair}.{lang}" for lang in pair.split("-")}
+    there = all(file.exists() for file in files.values())
+    return {(lang, line) for lang in files if there for line in readers.lines(files[lang]) if line}
 
 
 def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
@@ -62,8 +73,10 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
     faults, row = Faults(tests), Row(pair)
     left_out = _left_out(folders.raw.with_name(LEFT_OUT), pair)
     counts = dict.fromkeys(("kept", "empty", "repeated", "equal", "max-ratio", "max-words"), 0)
+    others = set().union(*(_tests(folders, other) for other in dataset.pairs if other != pair))
     for source, target in readers.pairs(files["train"]):
         counts["kept"] += 1
+        row.seen |= others & {(languages[0], source), (languages[1], target)}
         for fault in faults.of(source, target):
             if fault in counts:
                 counts[fault] += 1
@@ -140,7 +153,7 @@ def _table(rows: list[Row]) -> str:
     body = []
     for row in rows:
         names = ("read", "kept", "empty", "repeated", "equal", "max-ratio", "too long")
-        leaked = " / ".join(str(row.leaked[side]) for side in ("source", "target", "both"))
+        leaked = " / ".join(map(str, row.leaked.values()))
         scores = ["-" if x is None else f"{x:.1f}" for x in (row.bleu, row.chrf)]
         marked = "" if row.chrf is None or row.chrf >= REACHABLE else " (!)"
         leaked += " (!)" if any(row.leaked.values()) else ""
@@ -154,11 +167,17 @@ def _table(rows: list[Row]) -> str:
 def _advice(row: Row) -> Iterator[str]:
     """A line for each thing that is bad about a pair."""
     counts = row.counts
-    if any(row.leaked.values()):
-        told = ", ".join(f"{number:,} {side}" for side, number in row.leaked.items() if number)
+    elsewhere = row.leaked["other pairs"]
+    if any(row.leaked[side] for side in SIDES):
+        told = ", ".join(f"{row.leaked[side]:,} {side}" for side in SIDES if row.leaked[side])
         yield (
             f"{row.pair}: of the test set, {told} are in the training text: scores will be too good; "
             "set `clean: {overlap: drop}`, or `raw: {split: hash}` for text that is split here"
+        )
+    if elsewhere:
+        yield (
+            f"{row.pair}: {elsewhere:,} sentences of the test set are in the training text of other pairs: "
+            "scores may be too good; set `clean: {overlap: drop-all}`"
         )
     if counts["empty tests"]:
         yield f"{row.pair}: {counts['empty tests']:,} pairs of the test set have an empty side: remove them"

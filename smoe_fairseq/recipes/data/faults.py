@@ -8,6 +8,7 @@ from smoe_fairseq.recipes.data.readers import Pair
 
 MAX_RATIO, MAX_WORDS = 9, 250
 FAULTS = ("empty", "repeated", "equal", "overlap", "max-ratio", "max-words")
+SIDES = ("source", "target", "both")
 # Scripts without blanks between words, of which each letter counts as a word; and words of others.
 _WORDS = re.compile(
     r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
@@ -43,12 +44,9 @@ class Faults:
         self.max_ratio, self.max_words = max_ratio, max_words
         self.seen: set[int] = set()  # hashes, which take less memory
         both = set(held_out)
-        self.held_out = {
-            "source": {a for a, _ in both},
-            "target": {b for _, b in both},
-            "both": both,
-        }
-        self.leaked: dict[str, set] = {side: set() for side in self.held_out}
+        sides = ({a for a, _ in both}, {b for _, b in both}, both)
+        self.held_out = dict(zip(SIDES, sides, strict=True))
+        self.leaked: dict[str, set] = {side: set() for side in SIDES}
 
     @classmethod
     def to_drop(cls, clean: Mapping[str, Any], held_out: Iterable[Pair]) -> "Faults":
@@ -83,7 +81,7 @@ class Faults:
 
     def _leaks(self, source: str, target: str) -> bool:
         found = False
-        for side, text in (("source", source), ("target", target), ("both", (source, target))):
+        for side, text in zip(SIDES, (source, target, (source, target)), strict=True):
             if text in self.held_out[side]:
                 self.leaked[side].add(text)
                 found = True

@@ -12,11 +12,10 @@ from pathlib import Path, PurePosixPath
 import polib
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import whole_folder
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.download import read_members
 from smoe_fairseq.recipes.data.normalization import plain as normalized
-from smoe_fairseq.recipes.data.raw import place, write_sizes
+from smoe_fairseq.recipes.data.raw import SPLITS, Section, place, write
 from smoe_fairseq.recipes.processes import report
 
 ENGLISH = "en"
@@ -33,13 +32,12 @@ Pairs = dict[str, str]  # English text to translation
 
 
 def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
-    """Write the pairs of all languages of ``dataset`` to ``target`` in the shared layout.
+    """Write the pairs of all languages of ``dataset`` to ``target`` in the shared layout; see `raw.write`.
 
     The data set's ``raw.messages`` has the archive's ``layout``, such as translations/source/{language}, the
     minimum number of English ``words`` in a text, and for ``valid`` and ``test`` their ``share`` of all texts
     and the maximum number of pairs of a language (``most``). ``raw.codes`` has the archive's codes of
-    languages that differ from the data set's. The numbers of training pairs go to ``sizes.json`` beside
-    ``target``.
+    languages that differ from the data set's.
 
     Args:
         source: the archive, or a folder with one archive.
@@ -55,27 +53,26 @@ def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
                 f"{dataset.name}: the pair {pair}: expected one of {ENGLISH}, such as en-sl"
             )
     found = read_pairs(dataset, archive)
-    sizes = {}
-    with whole_folder(target, replace=True) as partial:
-        for language, pairs in found.items():
-            parts = split(pairs, dataset.raw["messages"])
-            for name, part in parts.items():
-                if part:
-                    _write(partial, f"{name}.{ENGLISH}-{language}", language, part)
-                elif name == "test":
-                    report(f"{language} has no text to test and will not be scored")
-                else:
-                    words = dataset.raw["messages"]["words"]
-                    raise UsageError(
-                        f"{archive}: {language} has {len(pairs)} pairs left (translated, not fuzzy, of at "
-                        f"least {words} English words, no two the same), and none of them to "
-                        f"{'train' if name == 'train' else 'validate'}: leave {ENGLISH}-{language} out of "
-                        "`pairs`"
-                    )
-            sizes[f"{ENGLISH}-{language}"] = len(parts["train"])
-            counts = ", ".join(f"{len(part):,} {name}" for name, part in parts.items())
-            print(f"{target}: {ENGLISH}-{language}: {counts}", flush=True)
-        write_sizes(target, sizes)
+    sections = {}
+    for language, pairs in found.items():
+        for name, part in split(pairs, dataset.raw["messages"]).items():
+            if part:
+                languages = dict.fromkeys((ENGLISH, language))
+                sections[name, f"{ENGLISH}-{language}"] = Section(languages, elsewhere=part.copy)
+            elif name == "test":
+                report(f"{language} has no text to test and will not be scored")
+            else:
+                words = dataset.raw["messages"]["words"]
+                raise UsageError(
+                    f"{archive}: {language} has {len(pairs)} pairs left (translated, not fuzzy, of at "
+                    f"least {words} English words, no two the same), and none of them to "
+                    f"{'train' if name == 'train' else 'validate'}: leave {ENGLISH}-{language} out of "
+                    "`pairs`"
+                )
+    kept = write(dataset, sections, target)
+    for pair in dataset.pairs:
+        counts = ", ".join(f"{kept.get((s, pair), Counter())['kept']:,} {s}" for s in SPLITS)
+        print(f"{target}: {pair}: {counts}", flush=True)
     print(f"{target}: {_counts_in_words(found)}", flush=True)
 
 
@@ -185,12 +182,6 @@ def _unique(files: dict[str, list[tuple[str, str]]], words: int) -> Pairs:
             if count >= words and translation and translation != english:
                 pairs.setdefault(english, translation)
     return pairs
-
-
-def _write(folder: Path, name: str, language: str, pairs: list[tuple[str, str]]) -> None:
-    for side, code in enumerate((ENGLISH, language)):
-        text = "".join(f"{pair[side]}\n" for pair in pairs)
-        (folder / f"{name}.{code}").write_text(text, "utf-8")
 
 
 def _counts_in_words(found: dict[str, Pairs]) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -38,16 +38,14 @@ class Section:
         files: by language; a file that holds both is named twice.
         start, stop: the first pair, and the one after the last (None: all).
         places: only the pairs whose first side has a `place` from the first number up to the second.
-        source: of a data set of Hugging Face, in place of files; see `readers.of_datasets`.
-        split: its split.
+        elsewhere: reads the pairs, in place of files.
     """
 
     files: dict[str, Path | None]
     start: int = 0
     stop: int | None = None
     places: tuple[float, float] | None = None
-    source: Mapping[str, Any] | None = None
-    split: str = ""
+    elsewhere: Callable[[], Iterable[Pair]] | None = None
 
     @property
     def size(self) -> int:
@@ -57,10 +55,7 @@ class Section:
 
     def pairs(self) -> Iterator[Pair]:
         """The sentences, each on one line and without what `plain` removes; raises as `readers.pairs`."""
-        if self.source is not None:
-            found = readers.of_datasets(self.source, self.split, tuple(self.files))
-        else:
-            found = readers.pairs(self.files)
+        found = readers.pairs(self.files) if self.elsewhere is None else self.elsewhere()
         found = ((plain(first), plain(second)) for first, second in found)
         if self.places is not None:
             low, high = self.places
@@ -69,11 +64,9 @@ class Section:
 
 
 def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:
-    """Bring the text of a folder (see `find`) into the shared layout.
+    """Bring the text of a folder (see `find`) into the shared layout; see `write`.
 
-    Lines are cleaned by `plain`. Training pairs with an empty side are left out, and those that ``clean`` of
-    the data set names. A pair without test files is reported. The numbers of training pairs go to
-    ``sizes.json`` beside ``target``, and of those that were left out to ``left_out.json``.
+    A pair without test files is reported.
 
     Raises:
         UsageError: a file is missing or damaged, or two sides differ in length. An existing ``target`` stays
@@ -83,31 +76,46 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
         raise UsageError(
             f"{source} is not a folder: RAW has to name one with {dataset.name}'s text"
         )
-    parts = [
-        (split, pair, section)
+    sections = {
+        (split, pair): section
         for split in SPLITS
         for pair in dataset.pairs
         if (section := _section(dataset, source, split, pair))
-    ]
-    # The longest first, so that all processes end together.
-    parts.sort(key=lambda part: -part[2].size)
-    size = sum(section.size for *_, section in parts)
-    held_out = {
-        pair: [s for name, p, s in parts if p == pair and name != "train"] for pair in dataset.pairs
     }
-    units = [(*part, held_out[part[1]]) for part in parts]
+    counts = write(dataset, sections, target, workers)
+    kept = sum(count["kept"] for count in counts.values())
+    print(f"{target}: {2 * len(sections)} files, {kept:,} pairs of lines", flush=True)
+
+
+def write(
+    dataset: Dataset, sections: Mapping[tuple[str, str], Section], target: Path, workers: int = 1
+) -> dict[tuple[str, str], Counter]:
+    """Write text in the shared layout; returns how many pairs were read and kept, by split and pair.
+
+    Training pairs with an empty side are left out, and those that ``clean`` of the data set names. The
+    numbers of training pairs go to ``sizes.json`` beside ``target``, and of those that were left out to
+    ``left_out.json``.
+    """
+    # The longest first, so that all processes end together.
+    parts = sorted(sections.items(), key=lambda part: -part[1].size)
+    size = sum(section.size for _, section in parts)
+    overlap, held_out = dataset.clean.get("overlap"), {pair: [] for pair in dataset.pairs}
+    for (split, pair), section in sections.items():
+        if split != "train" and overlap in ("drop", "drop-all"):
+            for other in dataset.pairs if overlap == "drop-all" else [pair]:
+                held_out[other].append(section)
     counts: dict[tuple[str, str], Counter] = {}
     with whole_folder(target, replace=True) as partial:
         copy = functools.partial(_copy, partial, dataset.clean)
+        units = ((*key, section, held_out[key[1]]) for key, section in parts)
         with progress("gather", size) as advance, shared(copy, workers, size) as each:
-            for (split, pair, section), count in zip(parts, each(units), strict=True):
-                counts[split, pair] = count
+            for (key, section), count in zip(parts, each(units), strict=True):
+                counts[key] = count
                 advance(section.size)
         write_sizes(target, {pair: counts["train", pair]["kept"] for pair in dataset.pairs})
         left_out = {pair: dict(counts["train", pair]) for pair in dataset.pairs}
         write_whole(target.with_name(LEFT_OUT), json.dumps(left_out, indent=2) + "\n")
-    kept = sum(count["kept"] for count in counts.values())
-    print(f"{target}: {2 * len(parts)} files, {kept:,} pairs of lines", flush=True)
+    return counts
 
 
 def write_sizes(raw: Path, sizes: dict[str, int]) -> None:
@@ -155,7 +163,8 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
     """
     languages = pair.split("-")
     if dataset.source.get("datasets"):
-        return Section(dict.fromkeys(languages), source=dataset.source, split=split)
+        load = functools.partial(readers.of_datasets, dataset.source, split, tuple(languages))
+        return Section(dict.fromkeys(languages), elsewhere=load)
     if split == "test" and (name := dataset.source.get("sacrebleu")):
         return Section(readers.of_sacrebleu(name, tuple(languages)))
     files, missing = {}, None
@@ -279,20 +288,25 @@ def _copy(folder: Path, clean: Mapping[str, Any], unit: tuple) -> Counter:
     split, pair, section, held_out = unit
     faults = None
     if split == "train":
-        reserved = held_out if clean.get("overlap") == "drop" else ()
-        faults = Faults.to_drop(clean, (pair for section in reserved for pair in section.pairs()))
+        faults = Faults.to_drop(clean, _held_out(pair.split("-"), held_out))
     counts = copy_pairs(section, folder / f"{split}.{pair}", faults)
     if not counts["kept"]:
-        for file in filter(None, section.files.values()):
+        files = list(dict.fromkeys(filter(None, section.files.values())))
+        for file in files:
             _refuse_empty(file, split, pair)
-        told = (
-            " and ".join(dict.fromkeys(map(str, filter(None, section.files.values()))))
-            or section.source
-        )
+        told = " and ".join(map(str, files)) or "the source"
         raise UsageError(
-            f"{told} have no line with text on both sides that is kept: {pair} needs one to {split}"
+            f"{told}: no line with text on both sides is kept: {pair} needs one to {split}"
         )
     return counts
+
+
+def _held_out(languages: Sequence[str], sections: Iterable[Section]) -> Iterator[tuple]:
+    """The sentences of sections in two languages; None for a language that a section does not have."""
+    for section in sections:
+        if set(languages) & set(section.files):
+            for pair in section.pairs():
+                yield tuple(map(dict(zip(section.files, pair, strict=True)).get, languages))
 
 
 def copy_pairs(section: Section, prefix: Path, faults: Faults | None) -> Counter:
