@@ -28,7 +28,7 @@ def log(tmp_path):
 def test_curves_are_those_of_the_log(log):
     found = curves(log)
     assert found[LOSS]["training"] == {1: 7.0, 2: 6.0, 3: 5.0, 4: 4.0, 5: 3.0, 6: 1.5}
-    assert found[LOSS]["validation"] == {4: 5.5} and found[SCORES]["chrF"] == {4: 20.25}
+    assert found[LOSS]["validation"] == {4: 5.5} and found[SCORES]["chrF++"] == {4: 20.25}
     assert found[SCORES]["BLEU"] == {4: 1.5} and found[RATE]["learning rate"][6] == 0.006
 
 

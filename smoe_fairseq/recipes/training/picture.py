@@ -13,7 +13,7 @@ CURVES = {
     "nll_loss": (LOSS, "training"),
     "lr": (RATE, "learning rate"),
     "valid nll_loss": (LOSS, "validation"),
-    "valid chrf": (SCORES, "chrF"),
+    "valid chrf": (SCORES, "chrF++"),
     "valid bleu": (SCORES, "BLEU"),
 }
 
