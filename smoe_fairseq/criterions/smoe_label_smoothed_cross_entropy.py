@@ -206,6 +206,14 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     validate_beam: int = field(
         default=1, metadata={"help": "beam size of these translations; 1 is the fastest"}
     )
+    subword_sampling: float = field(
+        default=0.0,
+        metadata={
+            "help": "divide training text into other subwords in each epoch, by the spm.model beside the "
+            "data: of BPE the probability to leave out a merge, such as 0.1; of a unigram model the exponent "
+            "of the probabilities, such as 0.2; 0: never"
+        },
+    )
 
 
 @register_criterion(
@@ -236,6 +244,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         smoe_capacity_budget_wt=0.1,
         validate_sentences=0,
         validate_beam=1,
+        subword_sampling=0.0,
     ):
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         weights = {
@@ -252,8 +261,12 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             raise UsageError(
                 f"--label-smoothing {label_smoothing}: expected a number from 0 to below 1"
             )
-        if not 0 <= cmr_gate_loss_p <= 1:
-            raise UsageError(f"--cmr-gate-loss-p {cmr_gate_loss_p}: expected a number from 0 to 1")
+        for flag, share in (
+            ("--cmr-gate-loss-p", cmr_gate_loss_p),
+            ("--subword-sampling", subword_sampling),
+        ):
+            if not 0 <= share <= 1:
+                raise UsageError(f"{flag} {share}: expected a number from 0 to 1")
         for flag, number, least in (
             ("--validate-sentences", validate_sentences, 0),
             ("--validate-beam", validate_beam, 1),
@@ -261,6 +274,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             if number < least:
                 raise UsageError(f"{flag} {number}: expected a whole number of at least {least}")
         self.validate_sentences, self.validate_beam = validate_sentences, validate_beam
+        self.subword_sampling = subword_sampling
         self.moe_gate_loss_wt = moe_gate_loss_wt
         self.moe_z_loss_wt = moe_z_loss_wt
         self.moe_entropy_loss_wt = moe_entropy_loss_wt

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy
 import torch
 from fairseq.trainer import Trainer
+from fairseq.utils import resolve_max_positions
 from omegaconf import open_dict
 from torch import Tensor, nn
 
@@ -47,6 +48,7 @@ from smoe_fairseq.training.sharded_checkpoints import (
     new_save_name,
     publish,
 )
+from smoe_fairseq.training.subword_sampling import sample_subwords
 from smoe_fairseq.training.translations import score_by_translations
 
 
@@ -121,6 +123,11 @@ class SMoETrainer(Trainer):
         set_early_stop({})
         score_by_translations()
         save_if_validation_fails()
+        if alpha := getattr(self.get_criterion(), "subword_sampling", 0):
+            most = resolve_max_positions(
+                task.max_positions(), self.get_model().max_positions(), cfg.dataset.max_tokens
+            )
+            sample_subwords(task, cfg.dataset.train_subset, alpha, cfg.common.seed, most)
         if not self.cuda:
             keep_freed_memory()
 

@@ -1,0 +1,224 @@
+"""Subword regularisation (``--subword-sampling ALPHA``): training text divided anew in each epoch.
+
+BPE-dropout (Provilkov et al. 2020) for a sentencepiece model of BPE; for a unigram model one of the best
+segmentations of each word (Kudo 2018). The text stays the same. Validation and test text is not sampled.
+
+sentencepiece's own sampling is not used: with the same seed, 0.2.3 draws otherwise in each process, so that
+ranks would disagree and no run could resume.
+"""
+
+import functools
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+import torch
+from fairseq.data import BaseWrapperDataset, Dictionary, FairseqDataset, LanguagePairDataset
+from fairseq.data import TransformEosLangPairDataset as WithLanguageTokens
+from fairseq.utils import split_paths
+from torch import Tensor
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.hub import subwords_of
+
+FLAG = "--subword-sampling"
+MEASURED = 256  # sentences that tell how much longer sampling makes them
+SHARE = 0.95  # of the draws, which the sizes of batches have room for
+DRAWS = 16  # for a segmentation that fits, before a sentence stays as it is
+BEST = 16  # segmentations of a word
+CACHED = 1 << 15  # words
+BEGINS_WORD = "\u2581"
+logger = logging.getLogger(__name__)
+
+
+def sample_subwords(task, subset: str, alpha: float, seed: int, most: tuple[int, int]) -> None:
+    """Make the task sample the subwords of its training text.
+
+    Args:
+        subset: the name of the training text.
+        alpha: for a BPE model the probability to leave out a merge; for a unigram model the exponent of the
+            probabilities, of which a smaller one gives more variety.
+        most: the maximum lengths of source and target in tokens.
+
+    Raises:
+        UsageError: the data has no sentencepiece model or, once it is loaded, no pairs of sentences.
+    """
+    options = task.cfg or task.args
+    data = split_paths(getattr(options, "data", None) or "")[0]
+    model = subwords_of(data)
+    if model is None:
+        raise UsageError(f"{FLAG}: expected spm.model, by which the text was divided, in {data}")
+    if getattr(options, "num_batch_buckets", 0):
+        raise UsageError(f"--num-batch-buckets with {FLAG}, which changes lengths: leave one out")
+    samplers = [
+        Sampler(model, each, alpha) for each in (task.source_dictionary, task.target_dictionary)
+    ]
+    load = task.load_dataset
+
+    @functools.wraps(load)
+    def load_dataset(split, epoch=1, **others):
+        load(split, epoch=epoch, **others)
+        if split != subset:
+            return
+        found = task.datasets[split]
+        parts = getattr(found, "datasets", None)
+        pairs = [
+            part if isinstance(part, SampledPairs) else _sampled(part, samplers, seed, most, epoch)
+            for part in (parts if isinstance(parts, list) else [found])
+        ]
+        if isinstance(parts, list):
+            found.datasets = pairs
+        else:
+            task.datasets[split] = pairs[0]
+
+    task.load_dataset = load_dataset
+
+
+def _sampled(pairs, *options) -> "SampledPairs":
+    if not isinstance(pairs, LanguagePairDataset | WithLanguageTokens):
+        raise UsageError(
+            f"{FLAG}: the task's data are no pairs of sentences; expected --task translation or "
+            "translation_multi_simple_epoch"
+        )
+    return SampledPairs(pairs, *options)
+
+
+class Sampler:
+    """Samples the subwords of sentences that are numbers of a dictionary, each word by itself.
+
+    What the model would divide otherwise is left as it is, such as the token of a language.
+    """
+
+    def __init__(self, model: Path, dictionary: Dictionary, alpha: float):
+        self.model = sentencepiece.SentencePieceProcessor(model_file=str(model))
+        self.alpha, self.numbers, self.symbols = alpha, dictionary.indices, dictionary.symbols
+        self.special = dictionary.nspecial
+        pieces = map(self.model.id_to_piece, range(self.model.get_piece_size()))
+        scores = {piece: self.model.get_score(i) for i, piece in enumerate(pieces)}
+        self.scores = {piece: score for piece, score in scores.items() if piece in self.numbers}
+        self.known: dict[tuple[str, ...], Any] = {}  # results of `_prepared` by word
+        try:
+            self.model.nbest_encode("a", nbest_size=1)
+            self.is_unigram = True
+        except RuntimeError:
+            self.is_unigram = False
+
+    def __call__(self, tokens: Tensor, seed: str, most: int) -> Tensor:
+        """Another segmentation of at most ``most`` tokens, always the same for a seed."""
+        words: list[list[str]] = []
+        for number in tokens.tolist():
+            symbol = self.symbols[number]
+            if not words or number < self.special or symbol.startswith(BEGINS_WORD):
+                words.append([])
+            words[-1].append(symbol)
+        generator = random.Random(seed)
+        for _ in range(DRAWS):
+            drawn = [piece for word in words for piece in self._draw(tuple(word), generator)]
+            if len(drawn) <= most:
+                return torch.tensor([self.numbers[piece] for piece in drawn]).to(tokens)
+        return tokens
+
+    def _draw(self, word: tuple[str, ...], generator: random.Random) -> Sequence[str]:
+        if word not in self.known:
+            if len(self.known) == CACHED:
+                self.known.clear()
+            self.known[word] = self._prepared(word)
+        found = self.known[word]
+        if found is None:
+            return word
+        if not self.is_unigram:
+            return self._merged(found, self.alpha, generator)
+        return generator.choices(found[0], cum_weights=found[1])[0]
+
+    def _prepared(self, word: tuple[str, ...]):
+        """The best segmentations with cumulative weights, or the word's letters; None to leave it alone."""
+        text = self.model.decode(list(word))
+        if not text or tuple(self.model.encode(text, out_type=str)) != word:
+            return None
+        if not self.is_unigram:
+            letters = "".join(word)
+            return letters if self._merged(letters, 0, random.Random(0)) == [*word] else None
+        best = self.model.nbest_encode(text, nbest_size=BEST, out_type=str)
+        best = [each for each in best if self.scores.keys() >= set(each)]
+        totals = np.array([sum(self.scores[piece] for piece in each) for each in best])
+        return best, np.exp(self.alpha * (totals - totals.max())).cumsum().tolist()
+
+    def _merged(self, letters: str, dropout: float, generator: random.Random) -> list[str]:
+        """The pieces of BPE, where each possible merge is left out with a probability at each step."""
+        pieces = [*letters]
+        while True:
+            merges = [
+                (-self.scores[both], i)
+                for i, both in enumerate(map("".join, zip(pieces, pieces[1:], strict=False)))
+                if both in self.scores and not (dropout and generator.random() < dropout)
+            ]
+            if not merges:
+                return pieces
+            i = min(merges)[1]
+            pieces[i : i + 2] = ["".join(pieces[i : i + 2])]
+
+
+class SampledPairs(BaseWrapperDataset):
+    """Pairs of sentences with sampled subwords, the same for a seed, an epoch and a pair.
+
+    fairseq makes batches by `sizes` before anything is sampled. So these are upper bounds, and no batch has
+    more than ``--max-tokens``: a sentence's length times a factor that 95 percent of the draws stay below.
+    Draws that are longer are repeated.
+
+    Args:
+        samplers: of source and target.
+        most: bounds are at most that, unless the sentence itself is longer.
+    """
+
+    def __init__(self, pairs, samplers, seed: int, most: tuple[int, int], epoch: int):
+        super().__init__(pairs)
+        self.samplers, self.seed, self.epoch = samplers, seed, 0
+        lengths_N2 = np.asarray(pairs.sizes)
+        some_S = np.unique(np.linspace(0, len(pairs) - 1, MEASURED).astype(int))
+        long = (1 << 30, 1 << 30)
+        drawn_S2 = np.array([[len(t) for t in self._draw(pairs[i], long)] for i in some_S])
+        growth_2 = np.quantile(drawn_S2 / lengths_N2[some_S], SHARE, axis=0).clip(min=1)
+        bounds_N2 = np.minimum(np.ceil(lengths_N2 * growth_2), most)
+        self._sizes_N2 = np.maximum(bounds_N2, lengths_N2).astype(lengths_N2.dtype)
+        self.epoch = epoch  # not before: sizes are those of a run that began in another epoch
+        logger.info(
+            f"{FLAG}: sentences have {drawn_S2.sum() / lengths_N2[some_S].sum():.2f} times the subwords; "
+            f"batches have room for {growth_2[0]:.2f} (source) and {growth_2[1]:.2f} (target)"
+        )
+
+    def _draw(self, example: dict, most) -> list[Tensor]:
+        place = f"{self.seed} {self.epoch} {example['id']}"
+        sides = zip(self.samplers, ("source", "target"), most, strict=True)
+        return [draw(example[side], f"{place} {side}", int(limit)) for draw, side, limit in sides]
+
+    def __getitem__(self, index):
+        example = self.dataset[index]
+        source, target = self._draw(example, self._sizes_N2[index])
+        return {**example, "source": source, "target": target}
+
+    def set_epoch(self, epoch):
+        super().set_epoch(epoch)
+        self.epoch = epoch
+
+    def collater(self, samples, **options):
+        return self.dataset.collater(samples, **options)
+
+    @property
+    def sizes(self):
+        return self._sizes_N2
+
+    def size(self, index):
+        return tuple(self._sizes_N2[index])
+
+    def num_tokens(self, index):
+        return self._sizes_N2[index].max()
+
+    def num_tokens_vec(self, indices):
+        return self._sizes_N2[indices].max(1)
+
+    def batch_by_size(self, indices, **options):
+        return FairseqDataset.batch_by_size(self, indices, **options)

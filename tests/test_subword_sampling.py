@@ -1,0 +1,244 @@
+"""``--subword-sampling``: training text is divided anew, stays the same text, and a run resumes exactly."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from commands import PLUGIN, run, step_here
+from fairseq import options, tasks
+from fairseq.data import Dictionary
+from test_recipes import write_dataset
+
+from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.folders import package_folder
+from smoe_fairseq.training.subword_sampling import Sampler, sample_subwords
+
+SENTENCES = {"eng-nso": 100, "eng-cat": 300}
+MANY = """--task translation_multi_simple_epoch --encoder-langtok tgt --decoder-langtok
+    --langs eng,nso,cat --lang-pairs nso-eng,eng-nso,eng-cat""".split()
+TASKS = {
+    "bilingual": ["--task", "translation", "-s", "eng", "-t", "cat"],
+    "multilingual": [*MANY, "--sampling-method", "temperature", "--sampling-temperature", "2"],
+    "tokens-for-ends": [*MANY, "--lang-tok-replacing-bos-eos"],
+    "virtual-epochs": [*MANY, "--virtual-epoch-size", "400"],
+}
+LIMIT = 500  # tokens of a batch
+MOST = (60, 60)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Some of the built-in corpus, as the recipe prepares it."""
+    folder = tmp_path_factory.mktemp("sampling")
+    (folder / "text").mkdir()
+    file = Path(package_folder("recipes", "phrasebook")).absolute() / "train.tsv.xz"
+    for pair, count in SENTENCES.items():
+        languages = pair.split("-")
+        rows = ["\t".join(row) for row in readers.pairs(dict.fromkeys(languages, file))]
+        (folder / f"text/train.{pair}.tsv").write_text("\n".join(rows[:count]))
+        (folder / f"text/valid.{pair}.tsv").write_text("\n".join(rows[-20:]))
+    given = write_dataset(
+        folder / "configs", "tiny", pairs=[*SENTENCES], subwords={"vocab-size": 400}
+    )
+    done = step_here("prepare", "tiny", cwd=folder, RAW=str(folder / "text"), WORKERS="1", **given)
+    assert done.returncode == 0, done.stderr
+    return folder / "data/tiny/bin"
+
+
+@pytest.fixture(scope="module")
+def model(data):
+    return sentencepiece.SentencePieceProcessor(model_file=str(data / "spm.model"))
+
+
+def task_of(data, name, alpha=0.2, seed=3):
+    """A task that has loaded its data; not sampled with alpha 0."""
+    parser = options.get_training_parser()
+    words = [str(data), "--arch", "smoe_transformer", *TASKS[name]]
+    given = options.parse_args_and_arch(parser, words)
+    given.max_source_positions = given.max_target_positions = 1024  # of the model
+    task = tasks.setup_task(given)
+    if alpha:
+        sample_subwords(task, "train", alpha, seed, MOST)
+    for split in ("train", "valid"):
+        task.load_dataset(split, epoch=1)
+    return task
+
+
+def batches(task, epoch=1, workers=0):
+    """Those of an epoch, in order."""
+    iterator = task.get_batch_iterator(
+        task.dataset("train"),
+        max_tokens=LIMIT,
+        max_positions=MOST,
+        num_workers=workers,
+        epoch=epoch,
+    )
+    return list(iterator.next_epoch_itr(shuffle=False))
+
+
+def texts(task, model, batch, side="target"):
+    """Of each sentence its text and its pieces, which may begin with the token of a language."""
+    ids = batch["target"] if side == "target" else batch["net_input"]["src_tokens"]
+    dictionary = task.target_dictionary
+    for row in ids:
+        words = [dictionary[i] for i in row if i not in (dictionary.pad(), dictionary.eos())]
+        pieces = [word for word in words if not word.startswith("__")]
+        yield model.decode(pieces), tuple(pieces)
+
+
+def by_pair(task, model, all_batches):
+    found = {}
+    for batch in all_batches:
+        sides = zip(texts(task, model, batch, "source"), texts(task, model, batch), strict=True)
+        for (source, pieces), (target, others) in sides:
+            found.setdefault((source, target), set()).add((pieces, others))
+    return found
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_segmentations_change_and_texts_do_not(data, model, name):
+    task, plain = task_of(data, name), task_of(data, name, alpha=0)
+    sampled, usual = (by_pair(each, model, batches(each)) for each in (task, plain))
+    assert len(sampled) > 250
+    if name == "bilingual":  # in each epoch all pairs
+        assert sampled.keys() == usual.keys()
+    both = sampled.keys() & usual.keys()
+    assert sum(sampled[pair] != usual[pair] for pair in both) > 0.8 * len(both) > 150
+    valid = (each.dataset("valid") for each in (task, plain))
+    one, other = (each.collater([each[i] for i in range(20)])["target"] for each in valid)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_batches_keep_to_max_tokens_and_positions(data, name):
+    found = batches(task_of(data, name, alpha=0.1))
+    for batch in found:
+        for ids in (batch["target"], batch["net_input"]["src_tokens"]):
+            assert ids.numel() <= LIMIT and ids.shape[1] <= MOST[0]
+    assert max(batch["target"].numel() for batch in found) > 0.7 * LIMIT
+
+
+@pytest.mark.parametrize("name", ["bilingual", "multilingual"])
+def test_workers_epochs_and_seeds(data, model, name):
+    task = task_of(data, name)
+    first, again = batches(task), batches(task_of(data, name), workers=2)
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one["target"], other["target"]) and torch.equal(one["id"], other["id"])
+        assert torch.equal(one["net_input"]["src_tokens"], other["net_input"]["src_tokens"])
+    first, seed = (by_pair(t, model, batches(t)) for t in (task, task_of(data, name, seed=4)))
+    task.dataset("train").set_epoch(2)
+    second = by_pair(task, model, batches(task, epoch=2))
+    for other in (second, seed):
+        both = first.keys() & other.keys()
+        assert np.mean([first[pair] != other[pair] for pair in both]) > 0.7
+
+
+def test_unknown_words_and_other_segmentations_stay(data, model, tmp_path):
+    """A text that was divided by another model, or has a word that no piece has."""
+    words = (data / "dict.txt").read_text().splitlines()
+    unknown = f"{words[5].split()[0]} unheard {words[6].split()[0]}\n"
+    for language, text in (("eng", "\u2581 h o u s e\n"), ("cat", "h o u s e\n")):
+        for split in ("train", "valid"):
+            (tmp_path / f"{split}.{language}").write_text(text + unknown)
+    dictionary = ["--srcdict", data / "dict.txt", "--tgtdict", data / "dict.txt"]
+    split = ["--trainpref", tmp_path / "train", "--validpref", tmp_path / "valid"]
+    run(
+        "fairseq-preprocess",
+        "-s",
+        "eng",
+        "-t",
+        "cat",
+        *dictionary,
+        *split,
+        "--destdir",
+        tmp_path / "bin",
+    )
+    (tmp_path / "bin/spm.model").write_bytes((data / "spm.model").read_bytes())
+    task, plain = (task_of(tmp_path / "bin", "bilingual", alpha) for alpha in (0.1, 0))
+    for i in range(2):
+        for side in ("source", "target"):
+            assert torch.equal(task.dataset("train")[i][side], plain.dataset("train")[i][side])
+
+
+def test_byte_pairs(data, tmp_path):
+    """Without dropout our merges are sentencepiece's; with a probability of 1 none is left."""
+    text = (data.parent / "raw/train.eng-cat.cat").read_text()
+    (tmp_path / "text").write_text(text)
+    words = ["learn", tmp_path / "text", "--model-type", "bpe", "--vocab-size", 300]
+    run("smoe", "subwords", *words, "--output", tmp_path / "bpe")
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "bpe/spm.model"))
+    dictionary = Dictionary.load(str(tmp_path / "bpe/dict.txt"))
+    some = Counter()
+    for line in text.splitlines()[:100]:
+        pieces = model.encode(line, out_type=str)
+        tokens = dictionary.encode_line(" ".join(pieces), add_if_not_exist=False).long()
+        for alpha in (1e-12, 0.3, 1):
+            drawn = Sampler(tmp_path / "bpe/spm.model", dictionary, alpha)(tokens, "1", 1000)
+            found = [dictionary[i] for i in drawn[:-1]]
+            assert drawn[-1] == dictionary.eos() and model.decode(found) == model.decode(pieces)
+            some[alpha, found == pieces] += 1
+            if alpha == 1:
+                assert found == [*"".join(pieces)]
+    assert some[1e-12, True] == 100 and some[0.3, False] > 95
+
+
+SIZES = """--arch smoe_transformer_tiny --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 16
+    --encoder-ffn-embed-dim 16 --smoe-strata 2-2 --criterion smoe_label_smoothed_cross_entropy
+    --optimizer adam --lr 0.01 --max-tokens 2000 --no-epoch-checkpoints --num-workers 0 --cpu
+    --disable-validation""".split()
+
+
+def trained(data, folder, *flags, check=True):
+    words = ["--user-dir", PLUGIN, *TASKS["bilingual"], *SIZES, "--save-dir", folder, *flags]
+    return run("fairseq-train", data, *words, check=check)
+
+
+def parameters(folder):
+    return torch.load(folder / "checkpoint_last.pt", weights_only=False)["model"]
+
+
+def equal(one, other):
+    names = (name for name in one | other if not name.endswith("_float_tensor"))  # uninitialised
+    return all(torch.equal(one[name], other[name]) for name in names)
+
+
+def test_zero_is_none_and_a_run_resumes_exactly(data, tmp_path):
+    short = ["--max-update", 8]
+    trained(data, tmp_path / "none", *short)
+    trained(data, tmp_path / "zero", *short, "--subword-sampling", 0)
+    assert equal(parameters(tmp_path / "none"), parameters(tmp_path / "zero"))
+    flags = ["--subword-sampling", 0.2]
+    trained(data, tmp_path / "parts", *short, *flags)
+    assert not equal(parameters(tmp_path / "none"), parameters(tmp_path / "parts"))
+    whole = trained(data, tmp_path / "whole", *flags, "--max-update", 14)
+    assert "epoch 002" in whole.stdout
+    trained(data, tmp_path / "parts", *flags, "--max-update", 14)
+    assert equal(parameters(tmp_path / "whole"), parameters(tmp_path / "parts"))
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (["--subword-sampling", 1.5], "--subword-sampling 1.5"),
+        (["--subword-sampling", 0.1], "spm.model"),
+    ],
+)
+def test_refused(corpus, tmp_path, flags, named):
+    words = ["--user-dir", PLUGIN, *SIZES, "--no-share-all-embeddings", "--max-update", 1]
+    refused = run("fairseq-train", corpus, *words, "--save-dir", tmp_path, *flags, check=False)
+    assert refused.returncode == 1 and not list(tmp_path.glob("*.pt"))
+    last = refused.stdout.strip().splitlines()[-1]
+    assert "error: " in last and "--subword-sampling" in last and named in last
+
+
+def test_refused_without_pairs_of_sentences(english, data, tmp_path):
+    (english / "spm.model").write_bytes((data / "spm.model").read_bytes())
+    words = ["--task", "language_modeling", "--arch", "smoe_transformer_lm_tiny", "--cpu"]
+    words += ["--criterion", "smoe_label_smoothed_cross_entropy", "--max-tokens", 400, "--lr", 1]
+    words += ["--subword-sampling", 0.1, "--save-dir", tmp_path, "--user-dir", PLUGIN]
+    refused = run("fairseq-train", english, *words, check=False)
+    (english / "spm.model").unlink()
+    assert refused.returncode == 1 and "error: --subword-sampling" in refused.stdout
