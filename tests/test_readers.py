@@ -99,6 +99,20 @@ def test_plain_text_compressed_in_several_ways(tmp_path, dataset):
     assert lines(tmp_path / "raw", "train.en-ha.en")[0] == "0 words"  # without a byte order mark
 
 
+def test_zstandard_is_read_if_it_is_installed(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    file = tmp_path / "a.en-ha.tsv.zst"
+    rows = [("a" * 99, f"{i}") for i in range(5000)]
+    frames = ["".join(f"{a}\t{b}\n" for a, b in part).encode() for part in (rows[:9], rows[9:])]
+    file.write_bytes(b"".join(map(zstandard.compress, frames)))
+    assert [*readers.pairs({"en": file, "ha": file})] == rows
+    whole = file.read_bytes()
+    for damaged in (whole[:-2], whole[:9], b"nonsense"):
+        file.write_bytes(damaged)
+        with pytest.raises(UsageError, match="a.en-ha.tsv.zst is damaged"):
+            list(readers.pairs({"en": file, "ha": file}))
+
+
 @pytest.mark.parametrize(
     "name, content, line",
     [

@@ -12,6 +12,7 @@ Each may be compressed: `.gz`, `.xz`, `.bz2`, `.zst`.
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import zlib
@@ -36,7 +37,37 @@ def _zstandard(path: Path) -> IO[bytes]:
         raise UsageError(
             f"{path}: install zstandard to read it, as `pip install zstandard` does, or decompress it"
         ) from None
-    return zstandard.open(path, "rb")
+    return io.BufferedReader(_Frames(path, zstandard.ZstdDecompressor()))
+
+
+class _Frames(io.RawIOBase):
+    """The content of a file of zstandard, whose own reader does not notice that a file is cut off."""
+
+    def __init__(self, path: Path, decompressor):
+        self.file, self.decompressor, self.frame = open(path, "rb"), decompressor, None
+        self.content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.content:
+            if self.frame is None or not (data := self.frame.unused_data):
+                data = self.file.read(1 << 14)
+            if not data:
+                if self.frame is not None and not self.frame.eof:
+                    raise EOFError("it is cut off")
+                return 0
+            if self.frame is None or self.frame.eof:
+                self.frame = self.decompressor.decompressobj()
+            self.content = memoryview(self.frame.decompress(data))
+        part, self.content = self.content[: len(buffer)], self.content[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
 
 
 COMPRESSED: dict[str, Callable] = {
