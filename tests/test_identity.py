@@ -49,31 +49,23 @@ def save(folder: Path) -> None:
     (folder / "checkpoint_last.pt").write_text("more")
 
 
-CHANGES = {
-    ("--seed", "2"): "was started with --seed 1, not with --seed 2",
-    ("--seed=2",): "was started with --seed 1, not with --seed 2",
-    ("--lr", "0.003"): "was started with --lr 0.002, not with --lr 0.003",
-    ("--moe-cmr",): "was started without --moe-cmr, which is given now",
-    ("--bf16",): "was started without --bf16, which is given now",
-    (
-        "-a",
-        "smoe_transformer",
-    ): "was started with --arch smoe_transformer_tiny, not with --arch smoe_t",
-    ("--max-tokens", "2000"): (
-        "was started with --max-tokens x --update-freq x processes = 8000, not with --max-tokens x "
-        "--update-freq x processes = 4000"
-    ),
-    ("--weight-decay", "-1"): "was started without --weight-decay -1, which is given now",
+CHANGES = {  # a flag that is given now, and what the sentence names of the start
+    "--seed 2": "--seed 1",
+    "--seed=2": "--seed 1",
+    "--lr 0.003": "--lr 0.002",
+    "--moe-cmr": "--moe-cmr",
+    "-a smoe_transformer": "--arch smoe_transformer_tiny",
+    "--max-tokens 2000": "= 8000",
+    "--weight-decay -1": "--weight-decay -1",
 }
 
 
-@pytest.mark.parametrize("flags", CHANGES, ids=" ".join)
+@pytest.mark.parametrize("flags", CHANGES)
 def test_another_flag_is_refused(run, started, flags):
     before = {path: path.read_bytes() for path in started.iterdir()}
-    sentence = run(*flags)
-    assert f"{started} {CHANGES[flags]}" in sentence
-    assert "repeat what it was started with, set RUN_DIR" in sentence
-    assert "or add --force-resume" in sentence
+    sentence = run(*flags.split())
+    named = (started, CHANGES[flags], "RUN_DIR", "--force-resume")
+    assert all(str(each) in sentence for each in named)
     assert {path: path.read_bytes() for path in started.iterdir()} == before
 
 

@@ -162,13 +162,6 @@ def test_bad_flags_end_before_training(english, tmp_path):
     assert not list((tmp_path / "new").glob("*"))
 
 
-@pytest.mark.parametrize("arch", ["smoe_transformer_lm_tiny", soak("transformer_lm")])
-def test_a_task_without_its_options_is_one_line(small_corpus, tmp_path, arch):
-    command = (small_corpus, "--task", "translation", "--save-dir", tmp_path / "new", "--cpu")
-    command += ("--arch", arch, "--user-dir", PLUGIN, "--optimizer", "adam", "--max-tokens", 300)
-    refused(run("fairseq-train", *command, check=False), "task.tokens_per_sample")
-
-
 def test_fewer_words_to_predict_are_counted(english, tmp_path):
     """--decoder-embed-dim 32, of which the output projection has 50."""
     more = ("--output-dictionary-size", 50, "--no-share-decoder-input-output-embed")

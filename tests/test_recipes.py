@@ -149,12 +149,6 @@ def test_a_seed_has_a_run_of_its_own(tmp_path):
         assert f"SEED={bad}: expected a whole number from 0 to" in sentence
 
 
-@pytest.mark.parametrize("workers", ["0", "two", "-1"])
-def test_workers_that_are_no_number(tmp_path, workers):
-    sentence = refusal(recipe(tmp_path, "prepare", "phrasebook", DRY_RUN="1", WORKERS=workers))
-    assert f"WORKERS={workers}: expected a whole number of at least 1" in sentence
-
-
 @pytest.mark.parametrize("method", ["smoe", "smoe-", "smoe-4-0", "moe-4", "../methods/moe", ""])
 def test_unknown_method(tmp_path, method):
     sentence = refusal(recipe(tmp_path, "train", "phrasebook", method, DRY_RUN="1"))

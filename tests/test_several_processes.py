@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from commands import PLUGIN, SCRIPTS, TINY, run
+from commands import PLUGIN, TINY
 from sampling import soak
 from test_expert_parallel import flags
 
@@ -90,19 +90,6 @@ def test_finetuning(ranks, small_corpus, tmp_path, model):
     before, after = (content(tmp_path / name)["model"] for name in ("first", "then"))
     for name, tensor in before.items():
         assert torch.allclose(tensor, after[name], atol=1e-6), name
-
-
-@pytest.mark.soak
-def test_a_run_under_torchrun_is_resumed(ranks, small_corpus, tmp_path):
-    """The command as a user types it, on what the test's own launcher has saved."""
-    ranks.train(tmp_path / "logs", 2, *flags(small_corpus, tmp_path / "whole", "--max-update", 4))
-    ranks.train(tmp_path / "logs", 2, *flags(small_corpus, tmp_path / "parts", "--max-update", 2))
-    run(
-        *("torchrun", "--standalone", "--nproc-per-node", 2, "--no-python"),
-        SCRIPTS / "fairseq-train",
-        *flags(small_corpus, tmp_path / "parts", "--max-update", 4),
-    )
-    assert_same_bits(content(tmp_path / "parts"), content(tmp_path / "whole"))
 
 
 def validated(run) -> dict:
