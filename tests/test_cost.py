@@ -192,6 +192,17 @@ def test_what_processes_hold_and_send_is_that_on_paper():
     assert costs["sharded"]["memory"] < held["peak"]
 
 
+def test_zero_sharding_sends_what_each_process_has_updated():
+    """Shared parameters to all others, in the type that the optimizer has them in."""
+    experts = 2 * 4 * (8 * 16 * 2 + 16 + 8)
+    zero = ("--world-size", 2, "--zero-sharding", "os", "--max-tokens", 100)
+    costs, without = processes(*zero), processes("--world-size", 2, "--max-tokens", 100)
+    shared = without["sharded"]["gradients"] / 4
+    assert costs["replicated"]["parameters"] == 4 * (shared + experts) / 2
+    assert costs["sharded"]["parameters"] == 4 * shared / 2
+    assert costs["sharded"]["sent"] == without["sharded"]["sent"] + 2 * shared
+
+
 def test_processes_that_experts_do_not_fit_are_named():
     refused(smoe("cost", "--world-size", 3, check=False), "--world-size 3", "1, 2, 4, 8")
     for flag in ("--world-size", "--sentence-length"):

@@ -59,14 +59,6 @@ def test_the_translations_are_those_of_fairseq_generate(prepared, folder, direct
         assert again == found
 
 
-def test_several_threads_change_nothing(prepared, folder):
-    text, expected = evaluated(prepared, "en-fr")
-    command = ("smoe", "translate", "run", "--to", "fr", *SEARCH, "--max-tokens", 60)
-    output = folder / "threads.txt"
-    run(*command, "--output", output, cwd=folder, stdin="\n".join(text), OMP_NUM_THREADS="3")
-    assert output.read_text().splitlines() == expected
-
-
 def test_all_directions_of_several_languages(multilingual, three_languages, tmp_path):
     """Scores and words of every hypothesis, by fairseq-generate and by --nbest."""
     for direction in ("cc-aa", "aa-bb"):
