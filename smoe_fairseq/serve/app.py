@@ -14,8 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError, port, positive, quietly, seconds
-from smoe_fairseq.host_memory import keep_freed_memory
+from smoe_fairseq.errors import UsageError, port, positive, seconds
 from smoe_fairseq.serve.engine import (
     MAX_TEXTS,
     Asked,
@@ -26,8 +25,7 @@ from smoe_fairseq.serve.engine import (
     RequestQueue,
     read,
 )
-from smoe_fairseq.translate.int8 import INT8_HELP
-from smoe_fairseq.translate.shortlist import SHORTLIST_HELP
+from smoe_fairseq.serve.translate import add_model_arguments, load_model
 
 try:
     import uvicorn
@@ -59,10 +57,6 @@ HEADERS = {
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:]+))(?::[0-9]*)?")
 
 
-class TooLarge(Exception):
-    """A body above the limit."""
-
-
 class Guard:
     """ASGI middleware: refuses other hosts' names, and adds `HEADERS` to each answer.
 
@@ -87,7 +81,8 @@ class Guard:
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
-        host = host_of(Request(scope).headers.get("host", ""))
+        found = _HOST.fullmatch(Request(scope).headers.get("host", ""))
+        host = (found[1] or found[2] or "").lower() if found else ""
         if self.hosts is not None and host not in self.hosts:
             answer = refusal(403, f"this server answers to {', '.join(sorted(self.hosts))} alone")
             await answer(scope, receive, send_with_headers)
@@ -100,23 +95,13 @@ def refusal(status: int, sentence: str, **headers: str) -> JSONResponse:
     return JSONResponse({"error": sentence}, status, headers)
 
 
-def host_of(header: str) -> str:
-    """The name or address in a Host header, without the port; "" where it is not of that form."""
-    found = _HOST.fullmatch(header)
-    return (found[1] or found[2] or "").lower() if found else ""
-
-
-async def body_of(request: Request, limit: int) -> bytes:
-    """The body, up to ``limit`` bytes.
-
-    Raises:
-        TooLarge: the body is longer; the rest is not read.
-    """
+async def body_of(request: Request, limit: int) -> bytes | None:
+    """The body; None if it has more than ``limit`` bytes, of which the rest is not read."""
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > limit:
-            raise TooLarge
+            return None
     return bytes(body)
 
 
@@ -257,29 +242,21 @@ class WebApp:
 
     async def health(self, request: Request) -> Response:
         """Numbers of texts."""
-        queue = self.queue
-        return JSONResponse(
-            {
-                "status": "ok",
-                "waiting": queue.waiting,
-                "translating": queue.translating,
-                "translated": queue.translated,
-                "batches": queue.batches,
-            }
-        )
+        return JSONResponse({"status": "ok", **self._numbers()})
 
     async def metrics(self, request: Request) -> Response:
         """The same numbers in the text format of Prometheus."""
-        queue = self.queue
         lines = []
-        for name, kind, value in (
-            ("texts_waiting", "gauge", queue.waiting),
-            ("texts_translating", "gauge", queue.translating),
-            ("texts_translated_total", "counter", queue.translated),
-            ("batches_total", "counter", queue.batches),
-        ):
-            lines += [f"# TYPE smoe_{name} {kind}", f"smoe_{name} {value}"]
+        for name, value in self._numbers().items():
+            is_total = name in ("translated", "batches")
+            shown = f"smoe_{'' if name == 'batches' else 'texts_'}{name}{'_total' * is_total}"
+            kind = "counter" if is_total else "gauge"
+            lines += [f"# TYPE {shown} {kind}", f"{shown} {value}"]
         return Response("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
+
+    def _numbers(self) -> dict[str, int]:
+        names = ("waiting", "translating", "translated", "batches")
+        return {name: getattr(self.queue, name) for name in names}
 
     async def translate(self, request: Request) -> Response:
         """Translations of one text or several, in their order; an error is one sentence."""
@@ -290,14 +267,14 @@ class WebApp:
         try:
             async with asyncio.timeout(SLOWEST_BODY):
                 body = await body_of(request, MAX_BODY)
+            if body is None:  # the connection, with the rest, is of no use any more
+                sentence = f"the body has more than {MAX_BODY} bytes: expected fewer texts"
+                return refusal(413, sentence, Connection="close")
             wanted = read(body, self.max_texts)
             # In a thread: dividing a text into subwords takes longer than other requests should wait.
             await asyncio.to_thread(self.engine.check, wanted.texts, wanted.search)
             futures = self.queue.submit(wanted.texts, wanted.search)
-        except TooLarge:
-            # The rest is not read, so that the connection is of no use any more.
-            sentence = f"the body has more than {MAX_BODY} bytes: expected fewer texts"
-            return refusal(413, sentence, Connection="close")
+            return await self._answer(request, wanted, futures)
         except TimeoutError:
             sentence = f"the body was not here within {SLOWEST_BODY} s"
             return refusal(408, sentence, Connection="close")
@@ -313,10 +290,14 @@ class WebApp:
             return refusal(503, sentence, **{"Retry-After": RETRY_AFTER})
         except QueueClosed:
             return refusal(503, "the server is stopping")
-        return await self._answer(request, wanted, futures)
 
     async def _answer(self, request: Request, wanted: Asked, futures: list) -> Response:
-        """Wait for all futures; they are cancelled if the client disconnects."""
+        """Wait for all futures; they are cancelled if the client disconnects.
+
+        Raises:
+            QueueClosed: the server stops before they are complete.
+            UsageError: a text cannot be translated.
+        """
         results = asyncio.gather(*map(asyncio.wrap_future, futures))
         # Otherwise asyncio would log that the error of a cancelled request was never retrieved.
         results.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -338,10 +319,6 @@ class WebApp:
                 raise QueueClosed
             sentence = f"no translation within {self.limits.timeout:g} s: try again, with less text"
             return refusal(504, sentence)
-        except QueueClosed:
-            return refusal(503, "the server is stopping")
-        except UsageError as error:
-            return refusal(422, str(error))
         finally:
             gone.cancel()
             too_late.cancel()
@@ -447,19 +424,12 @@ def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
     Stoppable(config, web).run(sockets=[listener])
 
 
-# ``smoe serve``: a page in the browser, and JSON for programs, before a trained model.
-
 PORT = 8000
 
 
 def add_serve_arguments(parser: ArgumentParser) -> None:
     """The run, where to listen, and limits."""
     parser.add_argument("path", metavar="RUN", help="folder of a run, or a checkpoint")
-    parser.add_argument(
-        "--data",
-        metavar="DIR",
-        help="folder with dict.*.txt and spm.model; default: the run's",
-    )
     parser.add_argument(
         "--from",
         dest="source",
@@ -500,26 +470,15 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
     ):
         words = f"{words} (default: {default:g})"
         parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=words)
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
-    parser.add_argument("--int8", action="store_true", help=INT8_HELP)
-    parser.add_argument("--shortlist", metavar="FILE", help=SHORTLIST_HELP)
+    add_model_arguments(parser)
 
 
 def run_serve(args: Namespace) -> None:
     """Listens until a signal ends it; the exit status is then 128 and the signal's number, as a shell's."""
     with listening(args.host, args.port) as listener:  # before the model, which takes longer
-        with quietly():
-            from smoe_fairseq.translate.translator import device_of
-
-            device = device_of(args.device, args.int8)
-            if device.type == "cpu":
-                keep_freed_memory()
-            engine = Engine.of_run(
-                *(args.path, args.data, args.source, args.target, args.max_tokens),
-                device=device,
-                int8=args.int8,
-                shortlist=args.shortlist,
-            )
+        path = Path(args.path).resolve()
+        name = path.parent.name if path.is_file() else path.name
+        engine = Engine(load_model(args), name, args.max_tokens)
         if not is_loopback(args.host):
             print(
                 f"warning: --host {args.host} lets other machines in: whoever reaches this one can "

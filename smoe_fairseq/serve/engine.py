@@ -1,13 +1,13 @@
 """The model behind the server: requests, their queue, and their translation."""
 
 import json
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from fairseq.data.data_utils import collate_tokens
@@ -15,15 +15,26 @@ from fairseq.data.data_utils import collate_tokens
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.sentence import SentenceSide, StopFinder
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.models.transformer import SMoETransformerModel, moe_blocks
+from smoe_fairseq.forms import Number, fault
+from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.translate.translator import BatchTranslator, Options, Readout, Translation
 
 MAX_BEAM = 20
 MAX_TEXTS = 64
 CHARACTERS = 32  # per subword: longer texts are refused before they are divided into subwords
+_HALF = re.compile(r"[\ud800-\udfff]")
 EXAMPLE = '{"text": "Ein Hund.", "source": "de", "target": "en"}'
-_DEFAULTS = {"text": None, "texts": None, "source": None, "target": None}
-_DEFAULTS |= {"beam": 5, "nbest": 1, "lenpen": 1.0, "routing": False}
+_DEFAULTS = {"text": None, "texts": None, "beam": 5, "nbest": 1, "lenpen": 1.0, "routing": False}
+_FORM = {  # of the content of a request
+    "text": (None, str),
+    "texts": (None, [str]),
+    "source": str,
+    "target": str,
+    "beam": Number(1, MAX_BEAM, whole=True),
+    "nbest": Number(1, MAX_BEAM, whole=True),
+    "lenpen": Number(0, 10),
+    "routing": bool,
+}
 
 
 class MalformedRequest(UsageError):
@@ -59,19 +70,23 @@ def read(body: bytes, max_texts: int = MAX_TEXTS) -> Asked:
     """
     given = _object(body)
     for name in given:
-        if name not in _DEFAULTS:
-            raise UsageError(f"{_short(name)}: unknown; expected some of {', '.join(_DEFAULTS)}")
+        if name not in _FORM:
+            raise UsageError(f"{name!r:.60}: unknown; expected some of {', '.join(_FORM)}")
     asked = _DEFAULTS | given
-    texts = _texts(asked["text"], asked["texts"], max_texts)
-    beam = _whole(asked, "beam", MAX_BEAM)
-    nbest = _whole(asked, "nbest", beam)
-    lenpen = asked["lenpen"]
-    if not _is_number(lenpen) or not 0 <= lenpen <= 10:
-        raise UsageError(f"lenpen {_short(lenpen)}: expected a number from 0 to 10")
-    if not isinstance(asked["routing"], bool):
-        raise UsageError(f"routing {_short(asked['routing'])}: expected true or false")
-    languages = [_language(asked, name) for name in ("source", "target")]
-    return Asked(texts, Search(*languages, beam, nbest, float(lenpen), asked["routing"]))
+    if found := fault(asked, _FORM):
+        raise UsageError(found)
+    text, texts = asked.pop("text"), asked.pop("texts")
+    if (text is None) == (texts is None):
+        raise UsageError('expected either "text", a string, or "texts", a list of strings')
+    texts = [text] if texts is None else texts
+    if not 1 <= len(texts) <= max_texts:
+        raise UsageError(f"texts: {len(texts)} of them; expected 1 to {max_texts} in one request")
+    if any(_HALF.search(each) for each in texts):  # "\ud800" in JSON
+        raise UsageError("a text holds half of a surrogate pair, which is no character")
+    search = Search(**asked | {"lenpen": float(asked["lenpen"])})
+    if search.nbest > search.beam:
+        raise UsageError(f"nbest is {search.nbest}; expected at most the beam, {search.beam}")
+    return Asked(texts, search)
 
 
 def _object(body: bytes) -> dict:
@@ -85,55 +100,6 @@ def _object(body: bytes) -> dict:
     if not isinstance(given, dict):
         raise MalformedRequest(f"the body is not a JSON object: expected {EXAMPLE}")
     return given
-
-
-def _texts(text, texts, most: int) -> list[str]:
-    if (text is None) == (texts is None):
-        raise UsageError('expected either "text", a string, or "texts", a list of strings')
-    if texts is None:
-        texts = [text]
-    if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
-        raise UsageError('"text" has to be a string, "texts" a list of strings')
-    if not 1 <= len(texts) <= most:
-        raise UsageError(f"texts: {len(texts)} of them; expected 1 to {most} in one request")
-    for each in texts:
-        if not each.strip():
-            raise UsageError("a text is empty: expected at least one word")
-        if not _is_text(each):  # "\ud800" in JSON
-            raise UsageError("a text holds half of a surrogate pair, which is no character")
-    return texts
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-        return True
-    except UnicodeEncodeError:
-        return False
-
-
-def _language(asked: dict, name: str) -> str:
-    if not isinstance(asked[name], str):
-        raise UsageError(f"{name} is missing: expected a language, as GET /languages names them")
-    return asked[name]
-
-
-def _whole(asked: dict, name: str, most: int) -> int:
-    value = asked[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        of = " (the beam)" if name == "nbest" else ""
-        raise UsageError(f"{name} {_short(value)}: expected a whole number from 1 to {most}{of}")
-    return value
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _short(value) -> str:
-    """The value as JSON, on one short line."""
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 # Texts that wait for the model: those of one direction that come together are translated as one
@@ -296,28 +262,6 @@ class Engine:
         self.blocks = moe_blocks(translator.models[0])
         self.finder = StopFinder(translator.models[0], task)
 
-    @classmethod
-    def of_run(
-        cls,
-        run: Path,
-        data: Path | None = None,
-        source: str | None = None,
-        target: str | None = None,
-        max_tokens: int = 200,
-        device: torch.device | str = "cpu",
-        int8: bool = False,
-        shortlist: Path | None = None,
-    ) -> "Engine":
-        """Load the model of a run, see `SMoETransformerModel.from_pretrained`."""
-        translator = SMoETransformerModel.from_pretrained(
-            run, data_name_or_path=data, source_lang=source, target_lang=target
-        )
-        path = Path(run).resolve()
-        if path.is_file():
-            path = path.parent
-        model = BatchTranslator(translator.to(device), int8=int8, shortlist=shortlist)
-        return cls(model, path.name, max_tokens)
-
     def description(self) -> dict:
         """The answer to ``GET /languages``."""
         return {
@@ -338,13 +282,8 @@ class Engine:
             UsageError: the model has no such direction, or a text is too long.
         """
         source, target = search.source, search.target
-        known = set(self.languages)
-        unseen = self.any_pair and source != target and {source, target} <= known
-        if f"{source}-{target}" not in self.directions and not unseen:
-            raise UsageError(
-                f"from {source[:20]!r} to {target[:20]!r}: no such direction; expected one of "
-                f"{', '.join(self.directions)}"
-            )
+        asked = f"from {source[:20]!r} to {target[:20]!r}"
+        self.translator.task_for(source, target, asked)
         for text in texts:
             if len(text) > self.max_characters:
                 raise UsageError(

@@ -43,8 +43,6 @@ def _decoded(line: bytes, number: int) -> str:
         ) from None
 
 
-# ``smoe translate``: text in, translations out, a line for each line.
-
 with quietly():
     from smoe_fairseq.models.transformer import SMoETransformerModel
     from smoe_fairseq.translate.int8 import INT8_HELP
@@ -64,6 +62,30 @@ _LINE_ENDS = (
 AT_ONCE = 4000  # lines that are read and sorted by length; their translations are written together
 
 
+def add_model_arguments(parser: ArgumentParser) -> None:
+    """What `load_model` reads, but the run and the languages."""
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="folder with dict.*.txt and spm.model; default: the run's",
+    )
+    parser.add_argument("--shortlist", metavar="FILE", help=SHORTLIST_HELP)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
+    parser.add_argument("--int8", action="store_true", help=INT8_HELP)
+
+
+def load_model(args: Namespace, max_tokens: int = MAX_TOKENS) -> BatchTranslator:
+    """The model of a run, or of several, on its device."""
+    device = device_of(args.device, args.int8)
+    if device.type == "cpu":
+        keep_freed_memory()
+    with quietly():
+        translator = SMoETransformerModel.from_pretrained(
+            args.path, data_name_or_path=args.data, source_lang=args.source, target_lang=args.target
+        )
+        return BatchTranslator(translator.to(device), max_tokens, args.int8, args.shortlist)
+
+
 def add_translate_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "path",
@@ -71,17 +93,12 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         nargs="+",
         help="folder of a run, or a checkpoint; the probabilities of several are averaged",
     )
-    parser.add_argument("--to", metavar="LANG", help="language to translate to")
+    parser.add_argument("--to", dest="target", metavar="LANG", help="language to translate to")
     parser.add_argument(
         "--from",
         dest="source",
         metavar="LANG",
         help="language of the text; leave --from and --to out where only one is possible",
-    )
-    parser.add_argument(
-        "--data",
-        metavar="DIR",
-        help="folder with dict.*.txt and spm.model; default: the run's",
     )
     parser.add_argument("--output", metavar="FILE", help="write here in place of standard output")
     parser.add_argument(
@@ -167,13 +184,7 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         metavar="P",
         help="with --sampling: draw from the most probable tokens that together have a probability of P",
     )
-    parser.add_argument(
-        "--shortlist",
-        metavar="FILE",
-        help=SHORTLIST_HELP,
-    )
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
-    parser.add_argument("--int8", action="store_true", help=INT8_HELP)
+    add_model_arguments(parser)
 
 
 def run_translate(args: Namespace) -> None:
@@ -191,12 +202,12 @@ def run_translate(args: Namespace) -> None:
             raise UsageError(f"{flag}: it is for --sampling; add that flag")
     if args.sampling_topk is not None and args.sampling_topp is not None:
         raise UsageError("--sampling-topk with --sampling-topp: expected one of them")
-    model = _load(args)
+    model = load_model(args, args.max_tokens)
     asked = " ".join(
-        f"{flag} {lang}" for flag, lang in (("--from", args.source), ("--to", args.to)) if lang
+        f"{flag} {lang}" for flag, lang in (("--from", args.source), ("--to", args.target)) if lang
     )
     asked = asked or "neither --from nor --to is given"
-    direction = direction_of(model.translator.task_for(args.source, args.to, asked))
+    direction = direction_of(model.translator.task_for(args.source, args.target, asked))
     if model.shortlist is not None and model.shortlist.of(*direction) is None:
         raise UsageError(
             f"--shortlist {args.shortlist}: it has no direction {'-'.join(direction)}; expected one of "
@@ -207,7 +218,7 @@ def run_translate(args: Namespace) -> None:
         at_once = 1 if args.line_by_line or sys.stdin.isatty() else AT_ONCE
         for texts in text_lines(sys.stdin.buffer, at_once):
             with quietly():
-                found = model.translate_batch(texts, args.source, args.to, options, bar.update)
+                found = model.translate_batch(texts, args.source, args.target, options, bar.update)
             for text_number, translation in enumerate(found, lines + 1):
                 if translation.parts > 1:
                     words = f"line {text_number} is long: translated in {translation.parts} parts"
@@ -230,17 +241,6 @@ def _check_streams(args: Namespace) -> None:
         raise UsageError("standard input is closed: expected text, a line for each translation")
     if sys.stdout is None and args.output is None:
         raise UsageError("standard output is closed: expected it open, or --output FILE")
-
-
-def _load(args: Namespace) -> BatchTranslator:
-    device = device_of(args.device, args.int8)
-    if device.type == "cpu":
-        keep_freed_memory()
-    with quietly():
-        translator = SMoETransformerModel.from_pretrained(
-            args.path, data_name_or_path=args.data, source_lang=args.source, target_lang=args.to
-        )
-    return BatchTranslator(translator.to(device), args.max_tokens, args.int8, args.shortlist)
 
 
 @contextmanager
