@@ -112,20 +112,21 @@ class SparseModel:
 
     Attributes:
         config_class: the dataclass of the model's options.
+        check: further checks of options and task, besides `check_config`; raises ValueError.
+        of_config: returns the model of options that have been checked.
     """
 
     config_class: type[DecoderOptions]
+    check: Callable
+    of_config: Callable
 
     @classmethod
     def add_args(cls, parser):
         cls.config_class.add_args(parser)
 
     @classmethod
-    def built(cls, cfg, task, build: Callable, check: Callable):
-        """Check the options and return ``build(config, task)``.
-
-        Args:
-            check: further checks beside `check_config`; raises ValueError.
+    def build_model(cls, cfg, task):
+        """Check the options, and build the model.
 
         Raises:
             UsageError: the options do not fit together, or do not fit the task.
@@ -133,10 +134,10 @@ class SparseModel:
         try:
             config = cls.config_class.of(cfg)
             check_config(config, task)
-            check(config, task)
+            cls.check(config, task)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        model = build(config, task)
+        model = cls.of_config(config, task)
         if placement_of(model) is not None:
             check_model(config, task)
         return model
@@ -201,16 +202,13 @@ class SMoETransformerModel(SparseModel, TransformerModelBase):
     """
 
     config_class = SMoETransformerConfig
+    check = staticmethod(check_translation)
     has_own_search = True  # that of translate/search.py
 
     @classmethod
-    def build_model(cls, cfg, task):
-        return cls.built(cfg, task, cls._of_sides, check_translation)
-
-    @classmethod
-    def _of_sides(cls, config, task):
+    def of_config(cls, config, task):
         transformer = with_experts(config, task.source_dictionary, task.target_dictionary)
-        return super().build_model(transformer, task)
+        return super(SparseModel, cls).build_model(transformer, task)
 
     @classmethod
     def build_encoder(cls, cfg, src_dict, embed_tokens):

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections import OrderedDict
+from functools import partial
 
 from fairseq.models import (
     ARCH_CONFIG_REGISTRY,
@@ -16,6 +17,7 @@ from smoe_fairseq.models.checks import check_language_modeling, check_language_p
 from smoe_fairseq.models.hub import TrainedModel
 from smoe_fairseq.models.options import (
     SMoEMultilingualTransformerConfig,
+    SMoETransformerConfig,
     SMoETransformerLMConfig,
 )
 from smoe_fairseq.models.transformer import (
@@ -35,13 +37,10 @@ class SMoETransformerLanguageModel(SparseModel, FairseqLanguageModel):
     """
 
     config_class = SMoETransformerLMConfig
+    check = staticmethod(check_language_modeling)
 
     @classmethod
-    def build_model(cls, cfg, task):
-        return cls.built(cfg, task, cls._of_decoder, check_language_modeling)
-
-    @classmethod
-    def _of_decoder(cls, config, task):
+    def of_config(cls, config, task):
         words = task.source_dictionary
         transformer = with_experts(config, words, words)
         embed_tokens = Embedding(len(words), transformer.decoder.embed_dim, words.pad())
@@ -77,17 +76,14 @@ class SMoEMultilingualTransformerModel(SparseModel, MultilingualTransformerModel
     """
 
     config_class = SMoEMultilingualTransformerConfig
+    check = staticmethod(check_language_pairs)
 
     @classmethod
-    def build_model(cls, cfg, task):
-        return cls.built(cfg, task, cls._of_pairs, check_language_pairs)
-
-    @classmethod
-    def _of_pairs(cls, config, task):
+    def of_config(cls, config, task):
         """Let fairseq decide what is shared; it calls `_get_module_class` for the parts."""
         args = Namespace(**vars(config), config=config)
         args.encoder_embed_path = args.decoder_embed_path = None
-        pairs = super().build_model(args, task).models
+        pairs = super(SparseModel, cls).build_model(args, task).models
         encoders, decoders = (
             OrderedDict((pair, getattr(model, side)) for pair, model in pairs.items())
             for side in config.SIDES
@@ -110,87 +106,31 @@ class SMoEMultilingualTransformerModel(SparseModel, MultilingualTransformerModel
 
 # The sizes of the registered architectures.
 
-
-def _defaults(args: Namespace, **values) -> None:
-    """Set options that no flag has set."""
-    for name, value in values.items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
-
-
-@register_model_architecture("smoe_transformer", "smoe_transformer_base")
-def smoe_transformer_base(args):
-    """512/2048/8 heads, 6 + 6 layers: the paper's M4 model."""
-    _defaults(
-        args,
-        encoder_embed_dim=512,
-        encoder_ffn_embed_dim=2048,
-        encoder_attention_heads=8,
-        encoder_layers=6,
-        decoder_layers=6,
-    )
-    _defaults(
-        args,
-        decoder_embed_dim=args.encoder_embed_dim,
-        decoder_ffn_embed_dim=args.encoder_ffn_embed_dim,
-        decoder_attention_heads=args.encoder_attention_heads,
-    )
+_OPTIONS = ("embed_dim", "ffn_embed_dim", "attention_heads", "layers")
+_SIZES = {
+    "base": (512, 2048, 8, 6),  # the paper's M4 model
+    "big": (1024, 4096, 16, 6),  # the paper's M15 and OPUS-100 model
+    "tiny": (128, 256, 4, 2),  # for a laptop and for tests
+}
 
 
-@register_model_architecture("smoe_transformer", "smoe_transformer_big")
-def smoe_transformer_big(args):
-    """1024/4096/16 heads, 6 + 6 layers: the paper's M15 and OPUS-100 model."""
-    _defaults(args, encoder_embed_dim=1024, encoder_ffn_embed_dim=4096, encoder_attention_heads=16)
-    smoe_transformer_base(args)
+def _set_sizes(sides: tuple[str, ...], sizes: tuple[int, ...], args: Namespace) -> None:
+    """Set the sizes that no flag has set; a decoder is as wide as its encoder."""
+    for side in sides:
+        for option, size in zip(_OPTIONS, sizes, strict=True):
+            if getattr(args, f"{side}_{option}", None) is None:
+                follows = side != sides[0] and option != "layers"
+                value = getattr(args, f"{sides[0]}_{option}") if follows else size
+                setattr(args, f"{side}_{option}", value)
 
 
-@register_model_architecture("smoe_transformer", "smoe_transformer_tiny")
-def smoe_transformer_tiny(args):
-    """128/256/4 heads, 2 + 2 layers: for a laptop and for tests."""
-    _defaults(
-        args,
-        encoder_embed_dim=128,
-        encoder_ffn_embed_dim=256,
-        encoder_attention_heads=4,
-        encoder_layers=2,
-        decoder_layers=2,
-    )
-    smoe_transformer_base(args)
-
-
-for name, sizes in {
-    "base": smoe_transformer_base,
-    "big": smoe_transformer_big,
-    "tiny": smoe_transformer_tiny,
+for _model, _config in {
+    "smoe_transformer": SMoETransformerConfig,
+    "smoe_multilingual_transformer": SMoEMultilingualTransformerConfig,
+    "smoe_transformer_lm": SMoETransformerLMConfig,
 }.items():
-    model = "smoe_multilingual_transformer"
-    register_model_architecture(model, f"{model}_{name}")(sizes)
-
-
-def _decoder(args, dim: int, ffn: int, heads: int, layers: int) -> None:
-    _defaults(args, decoder_embed_dim=dim, decoder_ffn_embed_dim=ffn)
-    _defaults(args, decoder_attention_heads=heads, decoder_layers=layers)
-
-
-@register_model_architecture("smoe_transformer_lm", "smoe_transformer_lm_base")
-def smoe_transformer_lm_base(args):
-    """512/2048/8 heads, 6 layers: the decoder of ``smoe_transformer_base``."""
-    _decoder(args, 512, 2048, heads=8, layers=6)
-
-
-@register_model_architecture("smoe_transformer_lm", "smoe_transformer_lm_big")
-def smoe_transformer_lm_big(args):
-    """1024/4096/16 heads, 6 layers."""
-    _decoder(args, 1024, 4096, heads=16, layers=6)
-
-
-@register_model_architecture("smoe_transformer_lm", "smoe_transformer_lm_tiny")
-def smoe_transformer_lm_tiny(args):
-    """128/256/4 heads, 2 layers: for a laptop and for tests."""
-    _decoder(args, 128, 256, heads=4, layers=2)
-
-
-# fairseq registers a model's own name as an architecture that sets nothing.
-ARCH_CONFIG_REGISTRY["smoe_transformer"] = smoe_transformer_base
-ARCH_CONFIG_REGISTRY["smoe_multilingual_transformer"] = smoe_transformer_base
-ARCH_CONFIG_REGISTRY["smoe_transformer_lm"] = smoe_transformer_lm_base
+    for _name, _sizes in _SIZES.items():
+        _architecture = partial(_set_sizes, _config.SIDES, _sizes)
+        register_model_architecture(_model, f"{_model}_{_name}")(_architecture)
+    # fairseq registers a model's own name as an architecture that sets nothing.
+    ARCH_CONFIG_REGISTRY[_model] = ARCH_CONFIG_REGISTRY[f"{_model}_base"]
