@@ -24,9 +24,8 @@ from smoe_fairseq.modules.gates import GATES
 SIDES = ("encoder", "decoder")
 # The name of the cache in outputs and in `generate`, by the version of transformers.
 CACHE = "cache" if hasattr(Seq2SeqMoEOutput, "cache") else "past_key_values"
-ACTIVATIONS: dict[
-    str, Callable[[Tensor], Tensor]
-] = {  # by fairseq's names, as fairseq computes them
+# By fairseq's names, as fairseq computes them.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
     "gelu": lambda x: F.gelu(x.float()).type_as(x),
@@ -67,22 +66,12 @@ class SMoEConfig(PretrainedConfig):
         vocab_size: int = 1000,
         source_vocab_size: int | None = None,
         moe_blocks: dict[str, dict] | None = None,
-        router_aux_loss_coef: float = 0.01,
-        router_z_loss_coef: float = 0.0,
-        router_entropy_loss_coef: float = 1e-4,
-        output_router_logits: bool = False,
-        label_smoothing: float = 0.0,
         use_cache: bool = True,
         **options,
     ):
         self.vocab_size = vocab_size
         self.source_vocab_size = source_vocab_size or vocab_size
         self.moe_blocks = moe_blocks or {}
-        self.router_aux_loss_coef = router_aux_loss_coef
-        self.router_z_loss_coef = router_z_loss_coef
-        self.router_entropy_loss_coef = router_entropy_loss_coef
-        self.output_router_logits = output_router_logits
-        self.label_smoothing = label_smoothing
         for side in SIDES:
             for name, default in _SIDE_DEFAULTS.items():
                 setattr(self, f"{side}_{name}", options.pop(f"{side}_{name}", default))
@@ -119,6 +108,11 @@ _DEFAULTS = {
     "share_decoder_input_output_embed": False,
     "max_source_positions": 1024,
     "max_target_positions": 1024,
+    "router_aux_loss_coef": 0.01,
+    "router_z_loss_coef": 0.0,
+    "router_entropy_loss_coef": 1e-4,
+    "output_router_logits": False,
+    "label_smoothing": 0.0,
 }
 
 
@@ -163,11 +157,8 @@ class Attention(nn.Module):
     def __init__(self, config: SMoEConfig, side: str, layer: int, key_dim: int | None = None):
         super().__init__()
         dim, self.heads = config.of(side, "embed_dim"), config.of(side, "attention_heads")
-        self.dropout, self.layer, self.is_cross = (
-            config.attention_dropout,
-            layer,
-            key_dim is not None,
-        )
+        self.dropout, self.layer = config.attention_dropout, layer
+        self.is_cross = key_dim is not None
         self.q_proj, self.out_proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
         self.k_proj, self.v_proj = nn.Linear(key_dim or dim, dim), nn.Linear(key_dim or dim, dim)
 
@@ -199,14 +190,15 @@ class Attention(nn.Module):
         return self.out_proj(y.transpose(1, 2).flatten(2)), probs
 
     def _keys(self, source: Tensor, cache: EncoderDecoderCache | None) -> tuple[Tensor, Tensor]:
-        if cache is None:
-            return self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
-        part = cache.cross_attention_cache if self.is_cross else cache.self_attention_cache
-        if self.is_cross and cache.is_updated.get(self.layer):
-            return part.layers[self.layer].keys, part.layers[self.layer].values
+        if cache is not None and self.is_cross and cache.is_updated.get(self.layer):
+            kept = cache.cross_attention_cache.layers[self.layer]
+            return kept.keys, kept.values
         k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
+        if cache is None:
+            return k, v
         if self.is_cross:
             cache.is_updated[self.layer] = True
+        part = cache.cross_attention_cache if self.is_cross else cache.self_attention_cache
         return part.update(k, v, self.layer)
 
     def _heads(self, x: Tensor) -> Tensor:

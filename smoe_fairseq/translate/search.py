@@ -286,8 +286,8 @@ class BeamSearch:
         if self.options.sampling:
             run.draw(source_BS)
         for step in range(run.last_step + 1):
-            forced_B = prefix_tokens[run.left, step] if _begins(prefix_tokens, step) else None
-            if run.step(step, forced_B):
+            begins = prefix_tokens is not None and step < prefix_tokens.shape[1]
+            if run.step(step, prefix_tokens[run.left, step] if begins else None):
                 break
             if self.stopped.is_set():
                 raise RuntimeError("the search was stopped")
@@ -306,10 +306,6 @@ def places_without(gone: set[int], number: int) -> list[int]:
     left = number - len(gone)
     last = (place for place in range(left, number) if place not in gone)
     return [next(last) if place in gone else place for place in range(left)]
-
-
-def _begins(prefix_tokens: Tensor | None, step: int) -> bool:
-    return prefix_tokens is not None and step < prefix_tokens.shape[1]
 
 
 @dataclass

@@ -395,7 +395,7 @@ class BatchTranslator:
 
         Args:
             source, target: languages; may be left out where only one direction is possible.
-            done: called after each batch with the number of its texts.
+            done: called after each batch with the number of texts that begin in it.
 
         Raises:
             UsageError: the direction is not known or not clear.
@@ -404,17 +404,10 @@ class BatchTranslator:
         parts = [self._parts(text, options) for text in texts]
         flat = [(part, not n) for of_text in parts for n, part in enumerate(of_text)]
         done(sum(not of_text for of_text in parts))
-        left, text_of = [len(of_text) for of_text in parts], []
-        for number, of_text in enumerate(parts):
-            text_of += [number] * len(of_text)
         found: dict[int, Translation] = {}
         for batch, translations in self._translate(task, flat, options):
             found.update(zip(batch, translations, strict=True))
-            complete = 0
-            for index in batch:
-                left[text_of[index]] -= 1
-                complete += not left[text_of[index]]
-            done(complete)
+            done(sum(begins for _, begins in (flat[index] for index in batch)))
         remaining = iter(found[index] for index in range(len(flat)))
         return [
             joined(text, [next(remaining) for _ in of_text], options)
