@@ -74,7 +74,6 @@ WRONG = [
     ("config.json", {"model_type": "bert"}, "model_type"),
     ("config.json", {"router_aux_loss_coef": float("nan")}, "router_aux_loss_coef"),
     ("config.json", {"label_smoothing": 2}, "label_smoothing"),
-    ("config.json", {"moe_blocks": []}, "moe_blocks"),
     ("config.json", {"encoder_layers": "2"}, "encoder_layers"),
     ("config.json", {"share_all_embeddings": 1}, "share_all_embeddings"),
     ("config.json", {"encoder_ffn_embed_dim": 9}, ""),

@@ -135,12 +135,17 @@ def test_a_file_that_the_settings_name_is_the_one_at_fault(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("encoder_layers", 10**9), ("decoder_embed_dim", 10**12), ("dropout", "x")]
+    "name, value, said",
+    [
+        ("encoder_layers", 10**9, "--encoder-layers"),
+        ("decoder_embed_dim", 10**12, "--decoder-embed-dim"),
+        ("dropout", "x", "dropout"),
+    ],
 )
-def test_options_that_are_not_those_of_the_weights(recorded, tmp_path, name, value):
+def test_options_that_are_not_those_of_the_weights(recorded, tmp_path, name, value, said):
     """They would be written into what is exported, if a list of so many layers ever ended."""
     path = changed(recorded, tmp_path, "cfg", "model", name, value=value)
-    with pytest.raises(UsageError, match=f"{path}: .*{name} is "):
+    with pytest.raises(UsageError, match=f"{path}: .*{said} "):
         known_options(path, weights_of(path))
 
 

@@ -250,4 +250,4 @@ def test_post_norm_and_experts_are_refused(post_norm, dense, tmp_path):
     again = refusal(
         "upcycle", tmp_path / "up.pt", "--smoe-strata", 4, "--output", tmp_path / "2.pt"
     )
-    assert "has experts already: expected a dense model (--moe-freq 0)" in again
+    assert "has experts: expected a dense model (--moe-freq 0)" in again

@@ -13,13 +13,9 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 )
 from fairseq.models import ARCH_CONFIG_REGISTRY
 
-from smoe_fairseq.checkpoints.huggingface import write_huggingface
+from smoe_fairseq.checkpoints.huggingface import is_export, write_huggingface
 from smoe_fairseq.checkpoints.io import files_read
-from smoe_fairseq.checkpoints.model import (
-    STOCK,
-    model_values,
-    transformer_options,
-)
+from smoe_fairseq.checkpoints.model import STOCK, model_values, transformer_options
 from smoe_fairseq.checkpoints.sets import (
     add_output_arguments,
     check_output,
@@ -34,12 +30,11 @@ from smoe_fairseq.models.hub import data_of
 _CRITERION = "label_smoothed_cross_entropy"
 
 
-def as_stock(path: Path, reader: str = "fairseq's transformer") -> dict:
+def as_stock(path: Path) -> dict:
     """The content of a checkpoint of ``transformer``, without optimizer state.
 
     Args:
         path: a checkpoint of a dense ``smoe_transformer``, pre-norm or post-norm.
-        reader: what the content is for, in the sentence that refuses experts.
 
     Raises:
         UsageError: it is another model, has experts, or cannot be read.
@@ -50,11 +45,6 @@ def as_stock(path: Path, reader: str = "fairseq's transformer") -> dict:
     if not state.get("cfg"):
         raise UsageError(
             f"{path} has no cfg, in which fairseq 0.12.2 keeps all options; expected one"
-        )
-    if any(".moe." in name for name in state["model"]):
-        raise UsageError(
-            f"{path} has experts, for which {reader} has no place; expected a dense model "
-            "(--moe-freq 0), or --to safetensors"
         )
     model = Namespace(**transformer_options(path, state), arch=STOCK, _name=STOCK)
     ARCH_CONFIG_REGISTRY[STOCK](model)
@@ -95,29 +85,20 @@ def _without_plugin(part):
 
 # A folder of CTranslate2, whose own converter reads a checkpoint of fairseq's transformer.
 
-_CT2_WEIGHTS = "model.bin"  # in each such folder
 
-
-def write_ctranslate2(path: Path, output: Path, force: bool, data: Path | None = None) -> None:
+def write_ctranslate2(path: Path, output: Path, force: bool, data: Path | None) -> None:
     """Writes the folder ``output`` whole: a dense model in float32, and its vocabularies.
 
     Args:
         path: a checkpoint, as of `as_stock`.
-        force: whether another such folder may be replaced.
+        force: whether an existing folder is replaced.
         data: folder of the dictionaries; by default that of the checkpoint, or of the training data.
 
     Raises:
-        UsageError: as of `as_stock`, the dictionaries are missing, the package ctranslate2 is missing
-            or refuses the model, or the system refuses the folder.
+        UsageError: as of `as_stock`, the dictionaries are missing, the package ctranslate2 refuses the
+            model, or the system refuses the folder.
     """
-    if importlib.util.find_spec("ctranslate2") is None:
-        raise UsageError(
-            "--to ctranslate2: the package ctranslate2 is missing; pip install ctranslate2"
-        )
-    if output.exists() and not (force and (output / _CT2_WEIGHTS).is_file()):
-        advice = "--force replaces a model of CTranslate2 only" if force else "--force replaces it"
-        raise UsageError(f"--output: {output} is there already; {advice}")
-    state = as_stock(path, "CTranslate2")
+    state = as_stock(path)
     options = state["cfg"]["model"]
     folder = data_of(path, str(getattr(options, "data", None) or ""), data)
     from ctranslate2.converters import FairseqConverter
@@ -134,7 +115,21 @@ def write_ctranslate2(path: Path, output: Path, force: bool, data: Path | None =
             stock.unlink(missing_ok=True)
 
 
-# ``smoe export``: a checkpoint for other tools.
+_PACKAGES = {  # what a kind of export needs, and how it is installed
+    "ctranslate2": ("ctranslate2", "ctranslate2"),
+    "huggingface": ("transformers", "'transformers>=5,<6' safetensors"),
+    "safetensors": ("safetensors", "safetensors"),
+}
+_FOLDERS = {  # kinds that are folders, and what tells one
+    "ctranslate2": lambda folder: (folder / "model.bin").is_file(),
+    "huggingface": is_export,
+}
+_WRITTEN = {
+    "fairseq": "fairseq's transformer, for its commands without --user-dir",
+    "ctranslate2": "a model for CTranslate2, with its vocabularies",
+    "huggingface": "a model for transformers, with its tokenizer",
+    "safetensors": "weights, with all options in {options}",
+}
 
 
 def add_export_arguments(parser: ArgumentParser) -> None:
@@ -174,29 +169,27 @@ def run_export(args: Namespace) -> None:
         raise UsageError(f"--fp16 with --to {args.to}: expected --to huggingface or safetensors")
     if args.data is not None and args.to not in ("huggingface", "ctranslate2"):
         raise UsageError(f"--data with --to {args.to}: it needs no dictionaries; leave --data out")
-    if args.to == "huggingface":
-        with quietly():
-            write_huggingface(path, output, args.force, args.fp16, args.data)
-        print(f"{output}: a model for transformers, with its tokenizer")
-    elif args.to == "ctranslate2":
-        with quietly():
-            write_ctranslate2(path, output, args.force, args.data)
-        print(f"{output}: a model for CTranslate2, with its vocabularies")
-    elif args.to == "fairseq":
-        check_output(read, [output], args.force)
-        with quietly():
-            write_converted(as_stock(path), output, args.force)
-        print(f"{output}: fairseq's transformer, for its commands without --user-dir")
+    package, install = _PACKAGES.get(args.to, ("torch", ""))
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(f"--to {args.to}: the package {package} is missing; pip install {install}")
+    if args.to in _FOLDERS:
+        if output.exists() and not (args.force and _FOLDERS[args.to](output)):
+            advice = "--force replaces such an export only" if args.force else "--force replaces it"
+            raise UsageError(f"--output: {output} is there already; {advice}")
     else:
-        if importlib.util.find_spec("safetensors") is None:
-            raise UsageError(
-                "--to safetensors: the package safetensors is missing; pip install safetensors"
-            )
-        if output.suffix == ".json":
+        if args.to == "safetensors" and output.suffix == ".json":
             raise UsageError(
                 f"--output {output}: the options are to have this name; expected .safetensors"
             )
-        check_output(read, [output, config_file(output)], args.force)
-        with quietly():
+        files = [output, config_file(output)] if args.to == "safetensors" else [output]
+        check_output(read, files, args.force)
+    with quietly():
+        if args.to == "huggingface":
+            write_huggingface(path, output, args.force, args.fp16, args.data)
+        elif args.to == "ctranslate2":
+            write_ctranslate2(path, output, args.force, args.data)
+        elif args.to == "safetensors":
             write_safetensors(path, output, args.force, args.fp16)
-        print(f"{output}: weights, with all options in {config_file(output)}")
+        else:
+            write_converted(as_stock(path), output, args.force)
+    print(f"{output}: {_WRITTEN[args.to].format(options=config_file(output))}")

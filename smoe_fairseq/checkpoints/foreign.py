@@ -7,25 +7,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.io import (
-    open_checkpoint,
-    rank_file,
-    rank_files,
-    rank_of,
-    set_name,
-)
+from smoe_fairseq.checkpoints.io import open_checkpoint, rank_file, rank_files, rank_of, set_name
 from smoe_fairseq.checkpoints.model import (
     NORM_OPTION,
     SIDES,
+    check_fit,
     check_pre_norm,
     of_experts,
     plain_config,
     saved_options,
     target_model,
 )
-from smoe_fairseq.checkpoints.sets import OPTIMIZER, check_tensors, with_model_options
+from smoe_fairseq.checkpoints.sets import OPTIMIZER, UNSET, check_tensors, with_model_options
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.layers import STOCK_LAYER_COPIES
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
 from smoe_fairseq.modules.strata import Strata
 
@@ -43,11 +37,6 @@ def gate_sizes(weights: Mapping[str, Tensor]) -> dict[str, list[int]]:
         if match := _GATE.fullmatch(name):
             found.setdefault(match[1], {})[int(match[2] or 0)] = len(tensor)
     return {layer: [sizes[i] for i in sorted(sizes)] for layer, sizes in found.items()}
-
-
-def has_later_norms(weights: Mapping[str, Tensor]) -> bool:
-    """Whether the paper's code has written it, which normalises after each stratum."""
-    return any(map(_LATER_NORM.fullmatch, weights))
 
 
 def renamed(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -119,7 +108,9 @@ def foreign_options(path: Path, state: Mapping, weights: Mapping[str, Tensor]) -
         "moe_gate_normalization": "before-drop" if before else "after-drop",
         "moe_drop_order": "score" if values.get("moe_batch_prioritized_routing") else "sentence",
     }
-    if has_later_norms(weights):
+    if any(
+        map(_LATER_NORM.fullmatch, weights)
+    ):  # of the paper's code, which normalises after each stratum
         options[NORM_OPTION] = "released"
     layers = gate_sizes(weights)
     if not layers:
@@ -229,8 +220,6 @@ EXPECTED = {
     "optimizer_history": [{"num_updates": 0, "lr_scheduler_state": {}}],
     "extra_state": {"train_iterator": {"epoch": 1}},
 }
-# Buffers without meaning, which some versions of fairseq have and some have not.
-_BUFFERS = {".version": 3.0, ".embed_positions._float_tensor": 0.0}
 
 
 def import_moe(path: Path) -> dict:
@@ -246,8 +235,7 @@ def import_moe(path: Path) -> dict:
     options = foreign_options(path, state, state["model"])
     weights = renamed(path, state["model"])
     check_pre_norm(path, SMoETransformerConfig(**options))
-    target = target_model(path, options, weights).state_dict()
-    state["model"] = fitted(path, weights, target)
+    state["model"] = fitted(path, options, weights)
     state.pop(OPTIMIZER, None)
     for part, value in EXPECTED.items():
         state[part] = state.get(part) or value
@@ -258,26 +246,15 @@ def import_moe(path: Path) -> dict:
     return state
 
 
-def fitted(
-    path: Path, weights: dict[str, Tensor], target: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The weights under exactly the names of ``target``."""
-    tied = "decoder.output_projection.weight"
-    if tied not in weights:  # fairseq fills it in, too
-        weights[tied] = weights["decoder.embed_tokens.weight"]
-    for name in weights:
-        useless = name.endswith((*_BUFFERS, *STOCK_LAYER_COPIES))
-        if name not in target and not useless:
-            raise UsageError(f"{path} has {name}, for which smoe_transformer has no place")
-    made = {}
-    for name, like in target.items():
-        value = next((value for end, value in _BUFFERS.items() if name.endswith(end)), None)
-        if name not in weights and value is None:
-            raise UsageError(f"{path} lacks what would be {name} here")
-        made[name] = weights[name] if name in weights else torch.full((1,), value)
-        if made[name].shape != like.shape:
-            raise UsageError(
-                f"{path}: what would be {name} here is {tuple(made[name].shape)}, and its options make it "
-                f"{tuple(like.shape)}"
-            )
-    return made
+def fitted(path: Path, options: dict, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under exactly the names that a model of these options has."""
+    model = target_model(path, options, weights)
+    weights = {f"{side}.version": torch.full((1,), 3.0) for side in SIDES} | weights
+    weights.setdefault("decoder.output_projection.weight", weights["decoder.embed_tokens.weight"])
+    model.upgrade_state_dict(weights)
+    target = model.state_dict()
+    for name in target:
+        if name.endswith(UNSET):
+            weights[name] = torch.zeros(1)
+    check_fit(path, weights, target)
+    return {name: weights[name] for name in target}

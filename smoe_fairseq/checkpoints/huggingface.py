@@ -1,6 +1,5 @@
 """``smoe export --to huggingface``: a folder that transformers' ``from_pretrained`` loads."""
 
-import importlib.util
 import json
 from argparse import Namespace
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from fairseq import tasks
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.model import known_options, plain_config
+from smoe_fairseq.checkpoints.model import check_fit, known_options, plain_config
 from smoe_fairseq.checkpoints.sets import weights_of
 from smoe_fairseq.checkpoints.tensors import blocks, halved, save_tensors, unique_tensors
 from smoe_fairseq.errors import UsageError
@@ -31,14 +30,12 @@ SEARCH = {  # as `smoe translate` searches
 }
 
 
-def write_huggingface(
-    run: Path, output: Path, force: bool, half: bool = False, data: Path | None = None
-) -> None:
+def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Path | None) -> None:
     """Writes the folder ``output`` whole: weights, settings, tokenizer, and a model card.
 
     Args:
         run: a run's folder, a checkpoint, or the name of a set of ``--expert-parallel``.
-        force: whether another such folder may be replaced.
+        force: whether an existing folder is replaced.
         data: folder of the dictionaries; by default that of the checkpoint, or of the training data.
         half: see `halved`; a model that is loaded computes in float32 unless it is told otherwise.
 
@@ -46,14 +43,6 @@ def write_huggingface(
         UsageError: a file is missing or damaged, the model or its text has something that the folder has no
             place for, the system refuses the folder, or see `halved`.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise UsageError(
-            "--to huggingface: the package transformers is missing; pip install 'transformers>=5,<6' "
-            "safetensors"
-        )
-    if output.exists() and not (force and _is_export(output)):
-        advice = "--force replaces such an export only" if force else "--force replaces it"
-        raise UsageError(f"--output: {output} is there already; {advice}")
     from transformers import GenerationConfig
 
     path = checkpoint_of(run) if run.is_dir() else run
@@ -81,7 +70,8 @@ def write_huggingface(
         (partial / "README.md").write_text(_card(output, path.parent, config, tokenizer), "utf-8")
 
 
-def _is_export(folder: Path) -> bool:
+def is_export(folder: Path) -> bool:
+    """Whether a folder is one that `write_huggingface` has written."""
     try:
         return read_json(folder / "config.json")["model_type"] == "smoe_transformer"
     except (UsageError, KeyError):
@@ -128,7 +118,7 @@ def _config_of(path: Path, state: Mapping, task):
 
     options = plain_config(known_options(path, state))
     del options["_name"]
-    moe = blocks(path, SMoETransformerConfig(**options), state["model"])
+    moe = blocks(SMoETransformerConfig(**options))
     for prefix, arguments in moe.items():
         released = arguments["norms"] == "released" and arguments["strata"].isdigit()
         if released and f"{prefix}.layer_norms.1.weight" not in state["model"]:
@@ -164,18 +154,11 @@ def _weights_of(path: Path, config, model: Mapping[str, Tensor]) -> dict[str, Te
 
     with torch.device("meta"):
         target = SMoEForConditionalGeneration(config)
-    shapes = {name: tensor.shape for name, tensor in target.state_dict().items()}
     tied = target._tied_weights_keys
     tensors, _ = unique_tensors(
         {n: t for n, t in model.items() if n not in tied and not n.endswith((*STOCK_LAYER_COPIES,))}
     )
-    for name in sorted({*shapes, *tensors} - set(tied)):
-        found = tuple(tensors[name].shape) if name in tensors else "missing"
-        expected = tuple(shapes[name]) if name in shapes else "without place"
-        if found != expected:
-            raise UsageError(
-                f"{path}: {name} is {found} in it and {expected} in what its options describe"
-            )
+    check_fit(path, tensors, {n: t for n, t in target.state_dict().items() if n not in tied})
     return tensors
 
 

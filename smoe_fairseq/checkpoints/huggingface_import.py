@@ -16,7 +16,7 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.foreign import EXPECTED, fitted, renamed
-from smoe_fairseq.checkpoints.model import SIDES, plain_config, target_model
+from smoe_fairseq.checkpoints.model import SIDES, plain_config
 from smoe_fairseq.checkpoints.sets import check_tensors
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, read_plain
@@ -48,7 +48,6 @@ _FORMS = {
             for option in fields(SMoETransformerConfig)
             if type(option.default) in _OPTIONS
         },
-        "moe_blocks?": (None, {str: {"output_norm?": bool}}),
         "label_smoothing?": (None, _RATE),
         **{f"router_{name}_loss_coef?": (None, Number(0)) for name in _LOSS_WEIGHTS},
     },
@@ -120,15 +119,8 @@ def _checkpoint(
     folder: Path, options: dict, config: Mapping, weights: dict[str, Tensor], task: list[str]
 ) -> dict:
     """The content of a checkpoint, with the settings that ``fairseq-train`` would give it."""
-    for name in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
-        if name not in weights and "encoder.embed_tokens.weight" in weights:
-            own = "encoder" if options.get("share_all_embeddings") else "decoder"
-            weights[name] = weights.get(f"{own}.embed_tokens.weight")
-    target = target_model(folder, options, weights).state_dict()
-    for prefix, block in (config.get("moe_blocks") or {}).items():
-        if block.get("output_norm") is False:  # of a checkpoint of before it had one
-            for part in ("weight", "bias"):
-                target.pop(f"{prefix}.layer_norms.1.{part}", None)
+    if options.get("share_all_embeddings") and "encoder.embed_tokens.weight" in weights:
+        weights.setdefault("decoder.embed_tokens.weight", weights["encoder.embed_tokens.weight"])
     flags = ["", *task, "--arch", OURS, "--criterion", _CRITERION]
     flags += ["--label-smoothing", str(config.get("label_smoothing") or 0.0)]
     for theirs, ours in _LOSS_WEIGHTS.items():
@@ -138,10 +130,10 @@ def _checkpoint(
     cfg = convert_namespace_to_omegaconf(fairseq_options.parse_args_and_arch(parser, flags))
     cfg = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
     return {
-        **{name: value for name, value in EXPECTED.items()},
+        **EXPECTED,
         "args": None,
         "cfg": {**cfg, "model": plain_config(options)},
-        "model": fitted(folder, weights, target),
+        "model": fitted(folder, options, weights),
     }
 
 

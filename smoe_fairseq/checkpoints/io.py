@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +22,7 @@ from smoe_fairseq.compat.safe_load import (
 )
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import rank_files
+from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.modules.parallel import Placement
 
 
@@ -88,6 +89,13 @@ RECORD = "smoe_experts"  # the record's key in a checkpoint
 _LAYER = re.compile(r"\S+(?=\.experts\.)")
 
 
+_FROM_0, _FROM_1 = Number(0, whole=True), Number(1, whole=True)
+_RECORD = {
+    **{"save": str, "num_updates": _FROM_0, "rank": _FROM_0, "parameters": [str]},
+    **{"num_experts": _FROM_1, "world_size": _FROM_1, "other_layers?": {str: _FROM_1}},
+}
+
+
 @dataclass(frozen=True)
 class Record:
     """Which experts a file holds; stored in the checkpoint under `RECORD` as a plain dictionary.
@@ -132,28 +140,15 @@ class Record:
         content = state.get(RECORD)
         if content is None:
             return None
-        try:
-            parameters = tuple(content["parameters"])
-            other_layers = dict(content.get("other_layers", {}))  # older ones have none
-            record = cls(**{**content, "parameters": parameters, "other_layers": other_layers})
-        except (TypeError, LookupError, ValueError):
-            record = None
-        if record is None or not record._is_sound():
-            raise UsageError(
-                f"{path}: what it says of its experts ({RECORD}) is of another kind: it is damaged, or of "
-                "a later version"
-            )
-        return record
-
-    def _is_sound(self) -> bool:
-        """Whether all is of its type, and the numbers are some that a run may have."""
-        numbers = (self.num_experts, self.world_size, *self.other_layers.values())
-        if not all(type(n) is int and 0 < n for n in numbers):
-            return False
-        if not all(type(n) is int and 0 <= n for n in (self.rank, self.num_updates)):
-            return False
-        names = (self.save, *self.parameters, *self.other_layers)
-        return self.rank < self.world_size and all(isinstance(n, str) for n in names)
+        found = fault(content, _RECORD)
+        if not found and content.keys() <= {each.name for each in fields(cls)}:
+            record = cls(**content | {"parameters": tuple(content["parameters"])})
+            if record.rank < record.world_size:
+                return record
+        raise UsageError(
+            f"{path}: what it says of its experts ({RECORD}) is of another kind: it is damaged, or of "
+            "a later version"
+        )
 
 
 def record_of(path: Path | str) -> Record | None:
@@ -201,12 +196,9 @@ def check_set(records: Mapping[Path, Record | None]) -> None:
                 f"{path} is of another save (update {record.num_updates}) than {first_path} (update "
                 f"{first.num_updates})"
             )
-    for rank in range(len(records), first.world_size):
-        missing = rank_file(set_name(first_path), rank)
+    if len(records) < first.world_size:  # more cannot be, since each rank is below the world size
+        missing = rank_file(set_name(first_path), len(records))
         raise UsageError(f"{missing} is missing: the set has {first.world_size} files")
-    if len(records) > first.world_size:
-        extra = list(records)[first.world_size]
-        raise UsageError(f"{extra} is one too many: the set has {first.world_size} files")
 
 
 # Checksums of the dictionaries are saved in a checkpoint and compared when it is loaded.
@@ -284,6 +276,8 @@ def compare_when_loaded(checkpoint_utils: ModuleType) -> None:
         UsageError: on loading, if the settings of a checkpoint make no task or model, if its
             dictionaries differ from the task's, or if a weight is NaN or infinite.
     """
+    from smoe_fairseq.models.checks import as_loaded
+
     original = checkpoint_utils.load_model_ensemble_and_task
     parameters = inspect.signature(original)
 
@@ -300,7 +294,8 @@ def compare_when_loaded(checkpoint_utils: ModuleType) -> None:
         if others.keys() & LANGUAGE_TOKENS:
             raise UsageError(told)
         try:
-            models, config, task = original(*arguments, **options)
+            with as_loaded():
+                models, config, task = original(*arguments, **options)
         except UsageError as error:
             raise (UsageError(told) if others else error) from error
         for name, model in zip(given["filenames"], models, strict=False):

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
+from torch import Tensor
 
 from smoe_fairseq.errors import UsageError, naming_file
+from smoe_fairseq.models.checks import as_loaded
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
 from smoe_fairseq.models.transformer import SMoETransformerModel
 
@@ -64,7 +66,8 @@ def known_options(path: Path, state: Mapping) -> dict:
     """The options of `SMoETransformerConfig` with which our model equals the checkpoint's.
 
     Raises:
-        UsageError: it has options that our model does not have, or is another model.
+        UsageError: it has options that our model does not have, is another model, or its weights are not
+            those of its options.
     """
     with naming_file(path):
         model, values = model_values(path, state)
@@ -74,26 +77,37 @@ def known_options(path: Path, state: Mapping) -> dict:
                 f"{path} was trained with {flag(name)} {values[name]}, which smoe_transformer has not got; "
                 "expected a model without it"
             )
-    known = SMoETransformerConfig.among(values)
-    _check_against_weights(path, known, state["model"])
-    return known if model == OURS else {**known, "moe_freq": 0}
+    options = SMoETransformerConfig.among(values)
+    if model == STOCK:
+        options["moe_freq"] = 0
+    check_weights(path, options, state["model"])
+    return options
 
 
-def _check_against_weights(path: Path, options: Mapping, weights: Mapping) -> None:
-    """Raise UsageError where a number of the options is none, or sizes are not those of the weights."""
-    expected = {}
-    for side in SIDES:
-        layers = {name.split(".")[2] for name in weights if name.startswith(f"{side}.layers.")}
-        expected[f"{side}_layers"] = len(layers)
-        if (embeddings := weights.get(f"{side}.embed_tokens.weight")) is not None:
-            expected[f"{side}_embed_dim"] = embeddings.shape[-1]
+def check_weights(path: Path, options: Mapping, weights: Mapping[str, Tensor]) -> None:
+    """Raise UsageError unless the options make a model with the names and shapes of these weights."""
     for option in fields(SMoETransformerConfig):
         value = options.get(option.name, option.default)
-        is_number = isinstance(value, int | float) or not isinstance(option.default, int | float)
-        if not is_number or option.name in options and expected.get(option.name, value) != value:
-            wanted = f"; its weights have {expected[option.name]}" if is_number else ""
+        if isinstance(option.default, int | float) and not isinstance(value, int | float):
             raise UsageError(
-                f"{path}: its settings cannot be used ({option.name} is {value!r:.60}{wanted})"
+                f"{path}: its settings cannot be used ({option.name} is {value!r:.60})"
+            )
+    with as_loaded():
+        model = target_model(path, {**options, "expert_parallel": False}, weights)
+    weights = dict(weights)
+    model.upgrade_state_dict(weights)
+    check_fit(path, weights, model.state_dict())
+
+
+def check_fit(path: Path, weights: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    """Raise UsageError at the first name or shape that differs."""
+    for name in {**target, **weights}:
+        found, expected = (
+            tuple(each[name].shape) if name in each else "missing" for each in (weights, target)
+        )
+        if found != expected:
+            raise UsageError(
+                f"{path}: {name} is {found} in it and {expected} in what its options describe"
             )
 
 
@@ -104,7 +118,7 @@ def transformer_options(path: Path, state: Mapping) -> dict:
         UsageError: as `known_options`, or the model has experts.
     """
     if any(".moe." in name for name in state["model"]):
-        raise UsageError(f"{path} has experts already: expected a dense model (--moe-freq 0)")
+        raise UsageError(f"{path} has experts: expected a dense model (--moe-freq 0)")
     options = known_options(path, state)
     return {name: value for name, value in options.items() if not of_experts(name)}
 

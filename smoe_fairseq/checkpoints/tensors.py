@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoints.model import SIDES, known_options, plain_config
 from smoe_fairseq.checkpoints.sets import place_of, weights_of
-from smoe_fairseq.errors import UsageError, naming_file
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_files
 from smoe_fairseq.models.options import SMoETransformerConfig
 
@@ -24,7 +24,7 @@ def config_file(output: Path) -> Path:
     return output.with_suffix(".json")
 
 
-def write_safetensors(path: Path, output: Path, force: bool, half: bool = False) -> None:
+def write_safetensors(path: Path, output: Path, force: bool, half: bool) -> None:
     """Writes ``output`` and the JSON beside it, both or none.
 
     The JSON has ``model``, all options; ``blocks``, the arguments of `StratifiedMoE` by the prefix of each
@@ -43,7 +43,7 @@ def write_safetensors(path: Path, output: Path, force: bool, half: bool = False)
     tensors, tied = unique_tensors(state["model"])
     content = {
         "model": plain_config(options),
-        "blocks": blocks(path, SMoETransformerConfig(**options), tensors),
+        "blocks": blocks(SMoETransformerConfig(**options)),
         "tied": tied,
         "dictionaries": state.get("smoe_dictionaries", {}),
     }
@@ -56,9 +56,7 @@ def write_safetensors(path: Path, output: Path, force: bool, half: bool = False)
         Path(config).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
-def blocks(
-    path: Path, config: SMoETransformerConfig, tensors: Mapping[str, Tensor]
-) -> dict[str, dict]:
+def blocks(config: SMoETransformerConfig) -> dict[str, dict]:
     """Arguments of the `StratifiedMoE` of each MoE layer, as plain data, by the prefix of its parameters.
 
     A hash gate's ``hash_table`` is not among them: it is ``PREFIX.gates.0.table`` of the weights.
@@ -66,20 +64,13 @@ def blocks(
     found = {}
     for side in SIDES:
         freq = config.moe_freq_of(side)
-        with naming_file(path):
-            of_layers = config.moe_options(side)
-        for number, options in enumerate(of_layers, start=1):
+        for number, options in enumerate(config.moe_options(side), start=1):
             prefix = f"{side}.layers.{number * freq - 1}.moe"
             options |= {"activation_fn": str(config.activation_fn), "expert_parallel": False}
             sizes = {
                 name: getattr(config, f"{side}_{name}") for name in ("embed_dim", "ffn_embed_dim")
             }
             found[prefix] = sizes | options
-    missing = {name.partition(".moe.")[0] + ".moe" for name in tensors if ".moe." in name} ^ set(
-        found
-    )
-    if missing:
-        raise UsageError(f"{path}: {min(missing)} is not where its options have a MoE layer")
     return found
 
 

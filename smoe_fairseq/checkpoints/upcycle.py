@@ -32,7 +32,6 @@ from smoe_fairseq.checkpoints.sets import (
 )
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.models.layers import STOCK_LAYER_COPIES
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
 from smoe_fairseq.modules.gates.linear import draw_as_linear
 
@@ -64,7 +63,7 @@ def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
             f"these experts make a model of {size:,} bytes, which the {memory:,} of memory do not hold"
         )
     scale = options.get("moe_gate_init_scale", SMoETransformerConfig.moe_gate_init_scale)
-    state["model"] = _weights(path, state["model"], target, scale, noise)
+    state["model"] = _weights(state["model"], target, scale, noise)
     return with_model_options(state, plain_config(options))
 
 
@@ -99,29 +98,16 @@ def _rules(config: SMoETransformerConfig) -> Iterator[tuple[str, bool, str, str]
     yield NORM_OPTION, other_norm, "it normalises what the dense model left as it was", default
 
 
-def _weights(path: Path, dense: dict, target: dict, scale: float, noise: float) -> dict:
+def _weights(dense: dict, target: dict, scale: float, noise: float) -> dict:
     """Weights for all names of ``target``, each made of the dense model's."""
-    used, made = set(), {}
+    made = {}
     for name, like in target.items():
-        block = _BLOCK.fullmatch(name)
-        source = name if block is None else _source(*block.groups())
-        if source is None:
+        if (block := _BLOCK.fullmatch(name)) is None:
+            made[name] = dense[name]
+        elif (source := _source(*block.groups())) is None:
             made[name] = _new(name, like, scale)
-            continue
-        if source not in dense:
-            raise UsageError(f"{path} lacks {source}, which a model of its options has")
-        used.add(source)
-        tensor = dense[source]
-        if block:
-            tensor = _of_block(block[2], tensor, len(like), noise)
-        if tensor.shape != like.shape:
-            raise UsageError(
-                f"{path}: {source} is {tuple(dense[source].shape)}, which its options do not make"
-            )
-        made[name] = tensor
-    left = (name for name in dense if name not in used and not _is_copy(name))
-    if unknown := next(left, None):
-        raise UsageError(f"{path} has {unknown}, for which smoe_transformer has no place")
+        else:
+            made[name] = _of_block(block[2], dense[source], len(like), noise)
     return made
 
 
@@ -150,14 +136,6 @@ def _new(name: str, like: Tensor, scale: float) -> Tensor:
     if not name.endswith((COUNTS, "residual_weight")):
         draw_as_linear(tensor, scale)
     return tensor
-
-
-def _is_copy(name: str) -> bool:
-    """One of those that fairseq's encoder layer keeps without using them."""
-    return (
-        ".layers." in name
-        and name.rpartition(".layers.")[2].partition(".")[2] in STOCK_LAYER_COPIES
-    )
 
 
 def add_upcycle_arguments(parser: ArgumentParser) -> None:

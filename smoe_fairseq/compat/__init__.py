@@ -128,7 +128,6 @@ ADDITIONS = (
     ("fairseq.checkpoint_utils", "smoe_fairseq.training.sharded_checkpoints:save_sets"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.training.sharded_checkpoints:load_sets"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.checkpoints.io:compare_when_loaded"),
-    ("fairseq.checkpoint_utils", "smoe_fairseq.models.checks:know_what_is_loaded"),
     ("fairseq.data.dictionary", "smoe_fairseq.checkpoints.io:remember_file"),
     ("fairseq.data.iterators", "smoe_fairseq.training.epochs:resume_on_any_ranks"),
     ("fairseq.trainer", "smoe_fairseq.training.ours:ask_for_ours"),

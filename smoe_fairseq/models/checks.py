@@ -1,8 +1,8 @@
 """What is wrong with a model's options, said before anything is built."""
 
-import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
 
 import torch
 
@@ -41,19 +41,14 @@ OF_ONE_CHOICE = MoEConfig.of_one_choice() | {
 _loading = ContextVar("whether the options are a checkpoint's own", default=False)
 
 
-def know_what_is_loaded(checkpoint_utils: ModuleType) -> None:
-    """Has options that a checkpoint was trained with, without effect, not refused when it is loaded."""
-    original = checkpoint_utils.load_model_ensemble_and_task
-
-    @functools.wraps(original)
-    def load_model_ensemble_and_task(*arguments, **options):
-        before = _loading.set(True)
-        try:
-            return original(*arguments, **options)
-        finally:
-            _loading.reset(before)
-
-    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
+@contextmanager
+def as_loaded() -> Iterator[None]:
+    """Options that a checkpoint was trained with, without effect, are not refused."""
+    before = _loading.set(True)
+    try:
+        yield
+    finally:
+        _loading.reset(before)
 
 
 def check_config(config: DecoderOptions, task) -> None:
