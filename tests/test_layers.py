@@ -37,7 +37,7 @@ LAYERS = {
         "translate",
     },
     "analysis": {ROOT, "checkpoints", "errors", "files", "forms", "models", "modules"},
-    "serve": {"analysis", "errors", "files", "host_memory", "models", "translate"},
+    "serve": {"analysis", "errors", "files", "forms", "host_memory", "models", "translate"},
 }
 for top in ("recipes", "cli"):  # these import all below them
     LAYERS[top] = {ROOT, *LAYERS}

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from smoe_fairseq.checkpoints.io import DICTIONARIES, PENDING, files_read, rank_of, set_name
+from smoe_fairseq.checkpoints.io import (
+    DICTIONARIES,
+    PENDING,
+    files_read,
+    rank_of,
+    set_name,
+    values_of,
+)
 from smoe_fairseq.checkpoints.sets import (
     UNSET,
     add_output_arguments,
@@ -102,8 +109,7 @@ def _mean(name: str, total: Tensor, count: int, like: Tensor) -> Tensor:
 
 def _outline(state: Mapping) -> dict:
     """What checkpoints have to have in common: (what, value), and their dictionaries."""
-    options = (state.get("cfg") or {}).get("model") or state.get("args") or {}
-    options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
+    options = values_of((state.get("cfg") or {}).get("model") or state.get("args"))
     return {
         "tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in state["model"].items()},
         "settings": {

@@ -14,7 +14,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.models import ARCH_CONFIG_REGISTRY
 
 from smoe_fairseq.checkpoints.huggingface import is_export, write_huggingface
-from smoe_fairseq.checkpoints.io import files_read
+from smoe_fairseq.checkpoints.io import files_read, values_of
 from smoe_fairseq.checkpoints.model import STOCK, model_values, transformer_options
 from smoe_fairseq.checkpoints.sets import (
     add_output_arguments,
@@ -59,12 +59,10 @@ def _plain_config(state: Mapping, model: Namespace) -> dict:
     """All parts of the config; nothing in them asks for the plugin."""
     cfg = {name: _without_plugin(part) for name, part in state["cfg"].items()}
     # fairseq keeps the whole command line as the model; CTranslate2 reads the task's options there.
-    task = cfg.get("task") or {}
-    task = dict(task if isinstance(task, Mapping) else vars(task))
+    task = dict(values_of(cfg.get("task")))
     model = Namespace(**{"task": task.pop("_name", None), **task, **vars(model)})
     known = {f.name for f in fields(LabelSmoothedCrossEntropyCriterionConfig)}
-    criterion = cfg.get("criterion") or {}
-    values = criterion if isinstance(criterion, Mapping) else vars(criterion)
+    values = values_of(cfg.get("criterion"))
     criterion = {name: value for name, value in values.items() if name in known}
     return {**cfg, "model": model, "criterion": {**criterion, "_name": _CRITERION}}
 

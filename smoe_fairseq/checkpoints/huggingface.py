@@ -10,13 +10,14 @@ from fairseq import tasks
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from smoe_fairseq.checkpoints.io import values_of
 from smoe_fairseq.checkpoints.model import check_fit, known_options, plain_config
 from smoe_fairseq.checkpoints.sets import weights_of
 from smoe_fairseq.checkpoints.tensors import blocks, halved, save_tensors, unique_tensors
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, whole_folder
 from smoe_fairseq.forms import IDENTITY, SCORES, read_json
-from smoe_fairseq.models.hub import checkpoint_of, data_of, subwords_of
+from smoe_fairseq.models.hub import checkpoint_of, data_of, knowing_direction, subwords_of
 from smoe_fairseq.models.layers import STOCK_LAYER_COPIES
 from smoe_fairseq.models.options import SMoETransformerConfig
 
@@ -80,16 +81,16 @@ def is_export(folder: Path) -> bool:
 
 def _task_of(path: Path, state: Mapping, given: Path | None):
     """The task that the checkpoint was trained for, with its dictionaries."""
-    saved = (state.get("cfg") or {}).get("task")
-    values = saved if isinstance(saved, Mapping) else vars(saved or Namespace())
+    cfg = values_of(state.get("cfg"))
+    saved = cfg.get("task")
+    values = values_of(saved)
     name = values.get("_name") or values.get("task")
     if name not in ("translation", "translation_multi_simple_epoch"):
         raise UsageError(
             f"{path} is of the task {name}; expected translation or translation_multi_simple_epoch"
         )
     for option in ("tokenizer", "bpe"):
-        part = (state["cfg"].get(option) or {}) if isinstance(state["cfg"], Mapping) else {}
-        kind = part.get("_name") if isinstance(part, Mapping) else getattr(part, "_name", None)
+        kind = values_of(cfg.get(option)).get("_name")
         if kind not in (None, "sentencepiece"):
             raise UsageError(
                 f"{path}: --{option} {kind} has no place there; expected sentencepiece"
@@ -102,15 +103,8 @@ def _task_of(path: Path, state: Mapping, given: Path | None):
         options = Namespace(**{"task": name, **values})
     else:
         options = OmegaConf.create(values)
-    try:
+    with knowing_direction(data, f"the data that {path} was trained with"):
         return tasks.setup_task(options)
-    except Exception as error:
-        if not str(error).startswith("Could not infer language pair"):
-            raise
-        raise UsageError(
-            f"{data} has dictionaries and no text, which would say the direction: expected the data that "
-            f"{path} was trained with"
-        ) from None
 
 
 def _config_of(path: Path, state: Mapping, task):
@@ -124,8 +118,7 @@ def _config_of(path: Path, state: Mapping, task):
         if released and f"{prefix}.layer_norms.1.weight" not in state["model"]:
             arguments["output_norm"] = False
     source, target = task.source_dictionary, task.target_dictionary
-    criterion = (state["cfg"] or {}).get("criterion") or {}
-    criterion = criterion if isinstance(criterion, Mapping) else vars(criterion)
+    criterion = values_of(values_of(state["cfg"]).get("criterion"))
     weights = {
         f"router_{new}_loss_coef": float(criterion[f"moe_{old}_loss_wt"])
         for old, new in (("gate", "aux"), ("z", "z"), ("entropy", "entropy"))

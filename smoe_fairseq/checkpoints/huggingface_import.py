@@ -236,22 +236,21 @@ def _of_nllb(
     named["decoder.output_projection.weight"] = (
         embedding if tied or projection is None else projection
     )
-    try:
-        options = {
-            f"{side}_{ours}": config[theirs.format(side=side)]
-            for side in SIDES
-            for ours, theirs in (
-                ("embed_dim", "d_model"),
-                ("ffn_embed_dim", "{side}_ffn_dim"),
-                ("layers", "{side}_layers"),
-                ("attention_heads", "{side}_attention_heads"),
-                ("moe_freq", "{side}_sparse_step"),
-            )
-        }
-        options |= {"smoe_strata": str(config["num_experts"])}
-        options |= {f"max_{s}_positions": config["max_position_embeddings"] for s in _TEXTS}
-    except KeyError as missing:
-        raise UsageError(f"{folder / _CONFIG} lacks {missing}") from None
+    options = {
+        f"{side}_{ours}": config[theirs.format(side=side)]
+        for side in SIDES
+        for ours, theirs in (
+            ("embed_dim", "d_model"),
+            ("ffn_embed_dim", "{side}_ffn_dim"),
+            ("layers", "{side}_layers"),
+            ("attention_heads", "{side}_attention_heads"),
+            ("moe_freq", "{side}_sparse_step"),
+        )
+    }
+    options |= {"smoe_strata": str(config["num_experts"])}
+    options |= {
+        f"max_{text}_positions": config["max_position_embeddings"] for text in ("source", "target")
+    }
     options |= {f"{side}_normalize_before": True for side in SIDES}
     before = config.get("normalize_router_prob_before_dropping", False)
     return options | {
@@ -266,6 +265,3 @@ def _of_nllb(
         "moe_second_expert_policy": config.get("second_expert_policy", "all"),
         "moe_eom": config.get("moe_token_dropout", 0.2),
     }, renamed(folder, named)
-
-
-_TEXTS = ("source", "target")

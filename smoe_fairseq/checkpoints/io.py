@@ -151,6 +151,11 @@ class Record:
         )
 
 
+def values_of(part) -> Mapping:
+    """The settings in a part of a checkpoint's config, a mapping or a namespace; empty if it is neither."""
+    return part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
+
+
 def record_of(path: Path | str) -> Record | None:
     """The record of a file; None if the file is missing, cut off, damaged, or has no record.
 
@@ -322,7 +327,7 @@ def other_flags(content: Mapping, task) -> dict[str, str]:
     """
     config = content.get("cfg")
     saved, now = (
-        given if isinstance(given, Mapping) else getattr(given, "__dict__", {})
+        values_of(given)
         for given in (
             content.get("args") if config is None else config.get("task"),
             getattr(task, "cfg", None) or getattr(task, "args", None),

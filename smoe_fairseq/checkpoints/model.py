@@ -10,6 +10,7 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
 from torch import Tensor
 
+from smoe_fairseq.checkpoints.io import values_of
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.models.checks import as_loaded
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
@@ -36,9 +37,8 @@ def saved_options(path: Path, state: Mapping) -> dict:
     Raises:
         UsageError: it has no model options.
     """
-    config = state["cfg"].get("model") if state.get("cfg") else state.get("args")
-    values = vars(config) if isinstance(config, Namespace) else config
-    if not isinstance(values, Mapping):
+    values = values_of(state["cfg"].get("model") if state.get("cfg") else state.get("args"))
+    if not values:
         raise UsageError(f"{path} is not a checkpoint of fairseq: its model has no options")
     return _flat(values)
 

@@ -180,17 +180,14 @@ class SMoETokenizer(PreTrainedTokenizer):
     ) -> list[int]:
         """The token of a language where there is one, and the end of sentence."""
         begin = []
-        whose = self.encoder_langtok and self.encoder_langtok[:3]
-        name = f"{whose}_lang"
-        if self._of_target:
-            name = "tgt_lang" if self.decoder_langtok else ""
-        elif not whose:
-            name = ""
-        if name and self.language_tokens:
-            if (language := getattr(self, name)) is None:
+        side = "tgt" if self.decoder_langtok else None
+        if not self._of_target:
+            side = self.encoder_langtok and self.encoder_langtok[:3]
+        if side and self.language_tokens:
+            if (language := getattr(self, f"{side}_lang")) is None:
                 known = ", ".join(self.language_tokens)
                 raise UsageError(
-                    f"tokenizer.{name} is not set; expected one of {known}, since the model knows "
+                    f"tokenizer.{side}_lang is not set; expected one of {known}, since the model knows "
                     "several languages"
                 )
             begin = [self._convert_token_to_id(self.language_tokens[language])]

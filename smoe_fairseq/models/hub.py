@@ -3,7 +3,8 @@
 import copy
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fairseq import checkpoint_utils
@@ -78,6 +79,19 @@ def data_of(checkpoint: Path, saved: str, given: Path | str | None = None) -> st
     )
 
 
+@contextmanager
+def knowing_direction(data: str, expected: str) -> Iterator[None]:
+    """Raise UsageError where fairseq cannot infer the direction of a task, with what would say it."""
+    try:
+        yield
+    except Exception as error:
+        if not str(error).startswith("Could not infer language pair"):
+            raise
+        raise UsageError(
+            f"{data} has dictionaries and no text, which would say the direction: expected {expected}"
+        ) from None
+
+
 def subwords_of(data: str) -> Path | None:
     """The sentencepiece model in the folder of the dictionaries; None if it has none."""
     folder = Path(data)
@@ -130,17 +144,10 @@ class TrainedModel(GeneratorHubInterface):
                 prepare(saved, overrides)
             _check_names(saved, overrides)
             overwrite_args_by_name(saved, {**overrides, "data": data})
-        try:
+        with knowing_direction(data, "source_lang and target_lang"):
             models, cfg, task = checkpoint_utils.load_model_ensemble_and_task(
                 [str(checkpoint)], state=state
             )
-        except Exception as error:
-            if not str(error).startswith("Could not infer language pair"):
-                raise
-            raise UsageError(
-                f"{data} has dictionaries and no text, which would say the direction: expected source_lang "
-                "and target_lang"
-            ) from None
         subwords = subwords_of(data)
         if subwords is None and cfg.bpe is None and _has_pieces(task.source_dictionary):
             raise UsageError(
@@ -305,7 +312,6 @@ class Translator(TrainedModel):
         return {
             name: getattr(self.cfg.generation, name, default)
             for name, default in vars(Options()).items()
-            if name != "nbest"
         } | {"nbest": 1}
 
     def _check_options(self, options: dict) -> None:

@@ -83,7 +83,7 @@ def hash_table(config: MoEOptions, dictionary: Dictionary, experts: int) -> Tens
     et al. 2021), using the dictionary's counts.
 
     Raises:
-        ValueError: all counts in the dictionary are equal.
+        UsageError: all counts in the dictionary are equal.
     """
     if torch.empty(0).is_meta:  # a model built for its shapes, whose dictionary has no counts
         return torch.zeros(len(dictionary), dtype=torch.long)
@@ -91,7 +91,7 @@ def hash_table(config: MoEOptions, dictionary: Dictionary, experts: int) -> Tens
         generator = torch.Generator("cpu").manual_seed(config.moe_hash_seed)
         return torch.randint(experts, (len(dictionary),), generator=generator, device="cpu")
     if len(set(dictionary.count[dictionary.nspecial :])) < 2:
-        raise ValueError(
+        raise UsageError(
             "--moe-hash-table balanced: the dictionary says of all its entries that they are equally "
             "frequent; expected counts of the training data as fairseq-preprocess writes them without "
             "--srcdict, or --moe-hash-table random"
@@ -182,11 +182,7 @@ def with_experts(config: DecoderOptions, source: Dictionary, target: Dictionary)
         side.moe_options = config.moe_options(name)
         if GATES[config.moe_gate].extra_input == "id":
             for options, strata in zip(side.moe_options, config.strata_of(name), strict=True):
-                try:
-                    table = hash_table(config, dictionaries[name], strata.num_experts)
-                except ValueError as error:
-                    raise UsageError(str(error)) from None
-                options["hash_table"] = table
+                options["hash_table"] = hash_table(config, dictionaries[name], strata.num_experts)
     return transformer
 
 
