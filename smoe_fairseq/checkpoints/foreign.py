@@ -14,11 +14,11 @@ from smoe_fairseq.checkpoints.model import (
     check_fit,
     check_pre_norm,
     of_experts,
-    plain_config,
     saved_options,
     target_model,
+    with_model_options,
 )
-from smoe_fairseq.checkpoints.sets import OPTIMIZER, UNSET, check_tensors, with_model_options
+from smoe_fairseq.checkpoints.sets import OPTIMIZER, UNSET, check_tensors
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
 from smoe_fairseq.modules.strata import Strata
@@ -239,7 +239,7 @@ def import_moe(path: Path) -> dict:
     state.pop(OPTIMIZER, None)
     for part, value in EXPECTED.items():
         state[part] = state.get(part) or value
-    state = with_model_options(state, plain_config(options))
+    state = with_model_options(state, options)
     if isinstance(criterion := (state.get("cfg") or {}).get("criterion"), Mapping):
         smoothing = criterion.get("label_smoothing", 0.0)
         state["cfg"]["criterion"] = {"_name": _CRITERION, "label_smoothing": smoothing}

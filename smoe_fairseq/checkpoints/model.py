@@ -175,6 +175,16 @@ def plain_config(options: dict) -> dict:
     return plain | {"_name": "smoe_transformer"}
 
 
+def with_model_options(state: Mapping, options: dict) -> dict:
+    """The content of a checkpoint of ``smoe_transformer`` with these options of the model."""
+    plain = plain_config(options)
+    if state.get("cfg"):
+        return {**state, "cfg": {**state["cfg"], "model": plain}}
+    # Before fairseq had a config, checkpoints held the flat command line.
+    args = vars(state["args"]) | plain | {"arch": plain["_name"]}
+    return {**state, "args": Namespace(**args)}
+
+
 def _vocabulary(path: Path, weights: dict, side: str) -> Dictionary:
     name = f"{side}.embed_tokens.weight"
     if name not in weights or weights[name].dim() != 2:

@@ -305,15 +305,6 @@ def place_of(tensor: Tensor) -> tuple:
     return (start, tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (id(tensor),)
 
 
-def with_model_options(state: Mapping, options: Mapping) -> dict:
-    """The content of a checkpoint with other model options (``_name`` among them)."""
-    if state.get("cfg"):
-        return {**state, "cfg": {**state["cfg"], "model": dict(options)}}
-    # Before fairseq had a config, checkpoints held the flat command line.
-    args = vars(state["args"]) | dict(options) | {"arch": options["_name"]}
-    return {**state, "args": Namespace(**args)}
-
-
 def add_output_arguments(parser: ArgumentParser, text: str = "file to write") -> None:
     """``--output FILE`` and ``--force``."""
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=text)

@@ -19,15 +19,14 @@ from smoe_fairseq.checkpoints.model import (
     SIDES,
     check_pre_norm,
     of_experts,
-    plain_config,
     target_model,
     transformer_options,
+    with_model_options,
 )
 from smoe_fairseq.checkpoints.sets import (
     add_output_arguments,
     check_output,
     weights_of,
-    with_model_options,
     write_converted,
 )
 from smoe_fairseq.errors import UsageError, quietly
@@ -64,7 +63,7 @@ def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
         )
     scale = options.get("moe_gate_init_scale", SMoETransformerConfig.moe_gate_init_scale)
     state["model"] = _weights(state["model"], target, scale, noise)
-    return with_model_options(state, plain_config(options))
+    return with_model_options(state, options)
 
 
 def _check(path: Path, config: SMoETransformerConfig) -> None:
