@@ -462,12 +462,33 @@ def may_have_padding(padding_BT: Tensor) -> bool:
     return padding_BT.device.type != "cpu" or bool(padding_BT.any())
 
 
-class SMoEPreTrainedModel(PreTrainedModel):
+class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
+    """Encoder-decoder of a ``smoe_transformer``, dense or with experts, that translates.
+
+    Losses of the gates are of each batch by itself; those of CMR and of ``--smoe-capacity-budget`` are
+    fairseq's criterion's alone.
+    """
+
     config_class = SMoEConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Layer"]
     _supports_sdpa = True
+    _tied_weights_keys = {}  # of each model its own
+    accepts_loss_kwargs = True  # the Trainer tells for how many labels the loss is
+
+    def __init__(self, config: SMoEConfig):
+        super().__init__(config)
+        self.encoder, self.decoder = Encoder(config), Decoder(config)
+        shared = "encoder.embed_tokens.weight"
+        self._tied_weights_keys = {}
+        if config.share_all_embeddings:
+            for name in ("embed_tokens", "output_projection"):
+                self._tied_weights_keys[f"decoder.{name}.weight"] = shared
+        elif config.share_decoder_input_output_embed:
+            own = "decoder.embed_tokens.weight"
+            self._tied_weights_keys["decoder.output_projection.weight"] = own
+        self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -487,30 +508,6 @@ class SMoEPreTrainedModel(PreTrainedModel):
                 ("visible_of_gate", module.strata.visible),
             ):
                 getattr(module, name).copy_(torch.tensor(values))
-
-
-class SMoEForConditionalGeneration(SMoEPreTrainedModel, GenerationMixin):
-    """Encoder-decoder of a ``smoe_transformer``, dense or with experts, that translates.
-
-    Losses of the gates are of each batch by itself; those of CMR and of ``--smoe-capacity-budget`` are
-    fairseq's criterion's alone.
-    """
-
-    _tied_weights_keys = {}  # of each model its own
-    accepts_loss_kwargs = True  # the Trainer tells for how many labels the loss is
-
-    def __init__(self, config: SMoEConfig):
-        super().__init__(config)
-        self.encoder, self.decoder = Encoder(config), Decoder(config)
-        shared = "encoder.embed_tokens.weight"
-        self._tied_weights_keys = {}
-        if config.share_all_embeddings:
-            for name in ("embed_tokens", "output_projection"):
-                self._tied_weights_keys[f"decoder.{name}.weight"] = shared
-        elif config.share_decoder_input_output_embed:
-            own = "decoder.embed_tokens.weight"
-            self._tied_weights_keys["decoder.output_projection.weight"] = own
-        self.post_init()
 
     def get_encoder(self, modality: str | None = None) -> Encoder:
         return self.encoder

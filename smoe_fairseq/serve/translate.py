@@ -189,7 +189,10 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
 
 def run_translate(args: Namespace) -> None:
     """Translates standard input."""
-    _check_streams(args)
+    if sys.stdin is None:
+        raise UsageError("standard input is closed: expected text, a line for each translation")
+    if sys.stdout is None and args.output is None:  # all that is written would be lost
+        raise UsageError("standard output is closed: expected it open, or --output FILE")
     names = {each.name for each in fields(Options)} & vars(args).keys()
     options = Options(
         **{name: getattr(args, name) for name in names if getattr(args, name) is not None},
@@ -233,14 +236,6 @@ def run_translate(args: Namespace) -> None:
         f"{lines} line{'s' * (lines != 1)} in {seconds:.1f} s ({lines / max(seconds, 1e-3):.1f} per second)",
         file=sys.stderr,
     )
-
-
-def _check_streams(args: Namespace) -> None:
-    """Raise UsageError where nothing can be read, or all that is written is lost."""
-    if sys.stdin is None:
-        raise UsageError("standard input is closed: expected text, a line for each translation")
-    if sys.stdout is None and args.output is None:
-        raise UsageError("standard output is closed: expected it open, or --output FILE")
 
 
 @contextmanager

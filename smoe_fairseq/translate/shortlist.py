@@ -155,13 +155,8 @@ def add_shortlist_arguments(parser: ArgumentParser) -> None:
         ("--frequent", 200, "number of most frequent target tokens that every text may use"),
         ("--lines", 500_000, "maximum number of training sentences to count per pair"),
     ):
-        parser.add_argument(
-            *(flag,),
-            type=at_least(int, 1),
-            default=default,
-            metavar="N",
-            help=f"{words} (default: {default})",
-        )
+        kind, words = at_least(int, 1), f"{words} (default: {default})"
+        parser.add_argument(flag, type=kind, default=default, metavar="N", help=words)
 
 
 def run_shortlist(args: Namespace) -> None:
