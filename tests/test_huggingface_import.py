@@ -46,6 +46,7 @@ def test_languages_and_settings_are_taken_back(three_languages, tmp_path):
     from transformers import AutoModelForSeq2SeqLM
 
     more = (*handmade.MULTILINGUAL, "--decoder-langtok", "--label-smoothing", 0.2)
+    more += ("--langs", "cc,aa,bb")  # the order of their tokens, in which JSON does not keep them
     handmade.train(three_languages, tmp_path, *more)
     source = tmp_path / "checkpoint_last.pt"
     folder = export(source, tmp_path / "model")
@@ -56,16 +57,18 @@ def test_languages_and_settings_are_taken_back(three_languages, tmp_path):
     output = tmp_path / "new/ours.pt"
     call("import", folder, "--output", output)
     assert load(output)["cfg"]["criterion"]["label_smoothing"] == 0.2
+    assert load(output)["smoe_dictionaries"] == load(source)["smoe_dictionaries"]
     translators = [
-        BatchTranslator(SMoETransformerModel.from_pretrained(path)) for path in (source, output)
+        BatchTranslator(SMoETransformerModel.from_pretrained(path, data_name_or_path=data))
+        for path, data in ((source, None), (output, None), (output, three_languages))
     ]
     text = [" ".join(handmade.words_of("aa")[:n]) for n in (2, 5)]
     for target in ("bb", "cc"):
-        expected, found = (
+        expected, *others = (
             [t.hypotheses[0].tokens for t in each.translate_batch(text, "aa", target)]
             for each in translators
         )
-        assert found == expected
+        assert others == [expected, expected]
 
 
 SETTINGS = "tokenizer_config.json"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -197,6 +198,7 @@ def test_other_requests_are_refused(server):
             *("POST", "/translate", {"Content-Type": "text/plain"}, 415),
             "Content-Type: application/json",
         ),
+        ("POST", "/translate", JSON | {"Content-Encoding": "gzip"}, 415, "Content-Encoding"),
         ("GET", "/languages", {"Host": "evil.example:80"}, 403, "answers to 127.0.0.1, ::1, local"),
         ("GET", "/", {"Host": "127.0.0.1.evil.example"}, 403, "answers to 127.0.0.1"),
         ("GET", "/", {"Host": "[127.0.0.1]evil.example"}, 403, "answers to 127.0.0.1"),
@@ -206,6 +208,16 @@ def test_other_requests_are_refused(server):
         assert (found, sentence in json.loads(content)["error"]) == (status, True), content
     for host in ("localhost", "127.0.0.1:1", "[::1]:8000", "LOCALHOST"):
         assert server.request("GET", "/health", None, {"Host": host})[0] == 200
+
+
+def test_a_request_with_two_lengths_ends_its_connection(server):
+    """To a proxy before the server, what follows may be no request (RFC 9112, 6.1)."""
+    request = "POST /translate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    request += "Content-Length: 5\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(request.encode())
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
 
 
 def test_a_long_text_is_refused_before_it_is_divided_into_subwords(server):

@@ -16,6 +16,7 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.foreign import EXPECTED, fitted, renamed
+from smoe_fairseq.checkpoints.io import DICTIONARIES, checksum
 from smoe_fairseq.checkpoints.model import SIDES, plain_config
 from smoe_fairseq.checkpoints.sets import check_tensors
 from smoe_fairseq.errors import UsageError
@@ -84,13 +85,14 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
     check_tensors(folder, weights)
     if kind == NLLB:
         options, weights = _of_nllb(folder, config, weights)
-        text, task = {}, ["--task", "translation", "-s", "src", "-t", "tgt"]
+        text, task, words = {}, ["--task", "translation", "-s", "src", "-t", "tgt"], {}
     else:
         options = SMoETransformerConfig.among(config)
         # The table of a hash gate is among the weights; a balanced one takes counts, which are lost.
         options["moe_hash_table"] = "random"
-        text, task = _text(folder, weights)
-    return _checkpoint(folder, options, config, weights, task), text
+        text, task, words = _text(folder, weights)
+    state = _checkpoint(folder, options, config, weights, task)
+    return state | {DICTIONARIES: words}, text
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -140,8 +142,10 @@ def _checkpoint(
 # The text of an export: dictionaries and subwords, and the task that reads them.
 
 
-def _text(folder: Path, weights: Mapping[str, Tensor]) -> tuple[dict[str, bytes], list[str]]:
-    """The files of a data folder by their names, and the task's flags."""
+def _text(
+    folder: Path, weights: Mapping[str, Tensor]
+) -> tuple[dict[str, bytes], list[str], dict[str, dict]]:
+    """The files of a data folder by their names, the task's flags, and `noted` of its dictionaries."""
     file = folder / "tokenizer_config.json"
     settings = read_json(file, _TOKENIZER)
     pairs, tokens = settings["lang_pairs"], settings.get("language_tokens") or {}
@@ -154,10 +158,12 @@ def _text(folder: Path, weights: Mapping[str, Tensor]) -> tuple[dict[str, bytes]
     vocabulary["target"] = vocabulary["source"]
     if (folder / "target_vocab.json").exists():
         vocabulary["target"] = _vocabulary(folder / "target_vocab.json", len(target))
-    text = {}
+    text, words = {}, {side: checksum(symbols) for side, symbols in vocabulary.items()}
+    of_languages = {}
     for pair in pairs:
         for side, language in zip(vocabulary, pair.split("-"), strict=True):
-            content = vocabulary[side]
+            content = "".join(f"{symbol} 1\n" for symbol in vocabulary[side][4:]).encode()
+            of_languages[language] = words[side]
             if text.setdefault(f"dict.{language}.txt", content) != content:
                 raise UsageError(
                     f"{folder}: {language} is a source and a target, whose vocabularies differ"
@@ -166,17 +172,20 @@ def _text(folder: Path, weights: Mapping[str, Tensor]) -> tuple[dict[str, bytes]
         text[_SUBWORDS] = _subwords(folder / _SUBWORDS)
     if not tokens:
         source, target = pairs[0].split("-")
-        return text, ["--task", "translation", "-s", source, "-t", target]
+        return text, ["--task", "translation", "-s", source, "-t", target], words
+    # Dictionaries without tokens of languages get them in the order of --langs, which JSON does not keep.
+    langs = sorted(tokens, key=lambda language: vocabulary["target"].index(tokens[language]))
     style = "mbart" if next(iter(tokens.values())).startswith("[") else "multilingual"
-    flags = ["--task", "translation_multi_simple_epoch", "--langs", ",".join(tokens)]
+    flags = ["--task", "translation_multi_simple_epoch", "--langs", ",".join(langs)]
     flags += ["--lang-pairs", ",".join(pairs), "--lang-tok-style", style]
     if settings.get("encoder_langtok"):
         flags += ["--encoder-langtok", settings["encoder_langtok"][:3]]
-    return text, flags + ["--decoder-langtok"] * bool(settings.get("decoder_langtok"))
+    flags += ["--decoder-langtok"] * bool(settings.get("decoder_langtok"))
+    return text, flags, of_languages
 
 
-def _vocabulary(file: Path, rows: int) -> bytes:
-    """A dictionary of fairseq, which begins with four entries that its file has not. Counts are lost."""
+def _vocabulary(file: Path, rows: int) -> list[str]:
+    """The entries of a dictionary, four of which its file in fairseq's form has not. Counts are lost."""
     symbols = read_json(file, [_SYMBOL])
     if symbols[:4] != _FIRST:
         raise UsageError(f"{file} begins with {symbols[:4]}; expected {_FIRST}")
@@ -184,7 +193,7 @@ def _vocabulary(file: Path, rows: int) -> bytes:
         raise UsageError(f"{file} has {len(symbols)} entries, and the embeddings {rows}")
     if twice := next((symbol for symbol, n in Counter(symbols).items() if n > 1), None):
         raise UsageError(f"{file} has {twice!r} twice")
-    return "".join(f"{symbol} 1\n" for symbol in symbols[4:]).encode()
+    return symbols
 
 
 def _subwords(file: Path) -> bytes:

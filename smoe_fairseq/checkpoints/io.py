@@ -219,14 +219,13 @@ def noted(task) -> dict[str, dict]:
 
     The keys are languages if the task has a dictionary for each, else "source" and "target".
     """
-    found = {}
-    for name, dictionary in _dictionaries(task).items():
-        words = "\n".join(dictionary.symbols).encode("utf-8", "surrogatepass")
-        found[name] = {
-            "symbols": len(dictionary.symbols),
-            "sha256": hashlib.sha256(words).hexdigest(),
-        }
-    return found
+    return {name: checksum(d.symbols) for name, d in _dictionaries(task).items()}
+
+
+def checksum(symbols: Sequence[str]) -> dict:
+    """Size and checksum of a dictionary's words, as plain data."""
+    words = "\n".join(symbols).encode("utf-8", "surrogatepass")
+    return {"symbols": len(symbols), "sha256": hashlib.sha256(words).hexdigest()}
 
 
 def _dictionaries(task) -> dict[str, object]:

@@ -81,11 +81,17 @@ class Guard:
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
-        found = _HOST.fullmatch(Request(scope).headers.get("host", ""))
+        headers = Request(scope).headers
+        found = _HOST.fullmatch(headers.get("host", ""))
         host = (found[1] or found[2] or "").lower() if found else ""
         if self.hosts is not None and host not in self.hosts:
             answer = refusal(403, f"this server answers to {', '.join(sorted(self.hosts))} alone")
             await answer(scope, receive, send_with_headers)
+            return
+        if headers.get("transfer-encoding") and headers.get("content-length"):
+            # Proxies may disagree about where the body ends and the next request begins (RFC 9112, 6.1).
+            sentence = "expected the header Content-Length or Transfer-Encoding, not both"
+            await refusal(400, sentence, Connection="close")(scope, receive, send_with_headers)
             return
         await self.app(scope, receive, send_with_headers)
 
@@ -264,6 +270,8 @@ class WebApp:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             return refusal(415, "expected the header Content-Type: application/json")
+        if "content-encoding" in request.headers:
+            return refusal(415, "expected a body without the header Content-Encoding")
         try:
             async with asyncio.timeout(SLOWEST_BODY):
                 body = await body_of(request, MAX_BODY)
