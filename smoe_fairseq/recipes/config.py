@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_text
-from smoe_fairseq.forms import Number, Settings, fault
+from smoe_fairseq.forms import Number, Settings, check
 
 Flags = dict[str, Any]
 FAIRSEQ_POSITIONS = 1024  # the default of --max-source-positions and --max-target-positions
@@ -154,8 +154,7 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
         content = OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if found := fault(content, Settings({key: SCHEMA[key] for key in keys})):
-        raise UsageError(f"{path}: {found}")
+    check(content, Settings({key: SCHEMA[key] for key in keys}), path)
     return {key: value for key, value in content.items() if value is not None}
 
 

@@ -89,11 +89,11 @@ def plan_batch(
             share the batch.
     """
     by_epoch = given_flags(extra).get("--update-freq", str(flags.get("update-freq", 1)))
-    named = os.environ.get("BATCH") or _named(dataset)
-    if not named and {",", "["} & set(by_epoch):
+    name = os.environ.get("BATCH") or ("paper" if _named(dataset) else "")
+    if not name and {",", "["} & set(by_epoch):
         return None
     given = {name: _number(extra, f"--{name}") for name in (*SIZES, "update-freq")}
-    if name := os.environ.get("BATCH") or ("paper" if _named(dataset) else ""):
+    if name:
         wanted = _named(dataset).get(name)
         if wanted is None and not (name.isdecimal() and int(name)):
             raise UsageError(f"BATCH={name}: {dataset.name} has {batch_choices(dataset)} of tokens")
@@ -122,13 +122,13 @@ def _named(dataset: Dataset) -> dict[str, int]:
 
 def _named_batch(name: str, wanted: int, most: int, ranks: int, given: dict, least: int) -> Batch:
     frequency, size = given["update-freq"], given["max-tokens"]
-    if size or frequency:
-        if size:
-            frequency = frequency or max(1, round(wanted / ranks / size))
-        else:
-            size = min(max(least, most), max(least, int(wanted / ranks / frequency)))
-        return Batch("max-tokens", wanted, ranks, size, frequency, name)
-    return _divided("max-tokens", wanted, most, ranks, least, name)
+    if size:
+        frequency = frequency or max(1, round(wanted / ranks / size))
+    elif frequency:
+        size = min(max(least, most), max(least, int(wanted / ranks / frequency)))
+    else:
+        return _divided("max-tokens", wanted, most, ranks, least, name)
+    return Batch("max-tokens", wanted, ranks, size, frequency, name)
 
 
 def _divided(unit: str, wanted: int, most: int, ranks: int, least: int, name: str = "") -> Batch:
@@ -164,9 +164,8 @@ def _number(words: Sequence[str], flag: str) -> int | None:
 
 def without_sizes(words: Sequence[str], flags: Flags) -> list[str]:
     """The user's words without the flags that ``flags`` sets anew, with their values."""
-    names = {f"--{name}" for name in flags} | (
-        {"--max-sentences"} if "batch-size" in flags else set()
-    )
+    names = {f"--{name}" for name in flags}
+    names |= {"--max-sentences"} if "batch-size" in flags else set()
     kept: list[str] = []
     dropping = False
     for word in words:
