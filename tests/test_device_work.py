@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.criterions.metrics import on_host
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.modules.experts import best_execution
+from smoe_fairseq.modules.experts import best_execution, cast_once
 from smoe_fairseq.modules.per_expert import PerExpert
 
 T, D = 96, 16
@@ -191,6 +191,89 @@ def test_execution_by_what_the_device_can_do(monkeypatch, capability, dtype, exp
         assert best_execution(device, weight) == expected
         assert best_execution(device, weight) == expected
     assert sum(dtype in record.message for record in caplog.records) <= 1  # once in a process
+
+
+def casts(operations, experts) -> int:
+    """How often first or second weights of all experts were made anew in another type."""
+    size = experts.w1.numel()
+    return sum(operations.made.count((name, size)) for name in ("_to_copy", "to"))
+
+
+HALF = {"device_type": "cpu", "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+def test_weights_are_cast_once_until_an_optimizers_step(execution):
+    """fairseq's optimizers write ``p.data``, which does not change a parameter's version."""
+    from fairseq.optim.adam import Adam
+
+    block, x = make_block("4-4"), torch.randn(T, D)
+    block.execution = execution
+    optimizer = Adam(block.parameters(), lr=0.1)
+
+    def batch():
+        with Operations() as operations, torch.autocast(**HALF):
+            y, _ = block(x)
+        y.float().square().sum().backward()
+        return casts(operations, block.experts), y
+
+    assert batch()[0] == 2
+    once = [p.grad.clone() for p in block.experts.parameters()]
+    with cast_once():
+        assert [batch()[0], batch()[0]] == [2, 0]
+        for p, grad in zip(block.experts.parameters(), once, strict=True):
+            torch.testing.assert_close(p.grad, 3 * grad)
+        version = block.experts.w1._version
+        optimizer.step()
+        assert block.experts.w1._version == version
+        number, y = batch()
+        assert number == 2
+        with torch.no_grad(), torch.autocast(**HALF):
+            assert torch.equal(block(x)[0], y)
+    number, again = batch()
+    assert number == 2 and torch.equal(again, y)
+
+
+def test_a_search_casts_weights_once(training):
+    from smoe_fairseq.translate.search import BeamSearch, SearchOptions
+
+    criterion, model, sample = training
+    experts = [m.experts for m in model.modules() if isinstance(m, StratifiedMoE)]
+    search = BeamSearch(criterion.task.target_dictionary, SearchOptions(max_len_b=5, min_len=4))
+    with Operations() as operations, torch.autocast(**HALF):
+        search.generate([model.eval()], sample)
+    model.train()
+    assert casts(operations, experts[0]) == 2 * len(experts)
+
+
+def test_an_update_casts_weights_once(small_corpus, tmp_path, monkeypatch):
+    """All of its batches, with an autocast for each of them as fairseq's of ``--amp``."""
+    from fairseq import options, tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from fairseq.trainer import Trainer
+    from handmade import PLUGIN
+
+    monkeypatch.setattr(torch.cuda.amp, "autocast", lambda enabled: torch.autocast(**HALF))
+    words = (
+        f"{small_corpus} --user-dir {PLUGIN} --arch smoe_transformer_tiny --smoe-strata 2-2 --cpu "
+        "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --max-tokens 100 --update-freq 3 --lr 0.1 "
+        f"--criterion smoe_label_smoothed_cross_entropy --optimizer adam --save-dir {tmp_path}"
+    )
+    parser = options.get_training_parser()
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words.split()))
+    task = tasks.setup_task(cfg.task)
+    task.load_dataset("train")
+    model = task.build_model(cfg.model)
+    trainer = Trainer(cfg, task, model, task.build_criterion(cfg.criterion))
+    experts = [m.experts for m in model.modules() if isinstance(m, StratifiedMoE)]
+    batches = iter(trainer.get_train_iterator(1).next_epoch_itr(shuffle=False))
+    for _ in range(2):
+        weights = experts[0].w1.detach().clone()
+        with Operations() as operations:
+            trainer.train_step([next(batches) for _ in range(3)])
+        # Once forward, and the gradients of each batch back.
+        assert casts(operations, experts[0]) == 2 * len(experts) * (1 + 3)
+        assert not torch.equal(experts[0].w1, weights)
 
 
 def test_logged_numbers_leave_in_one_transfer():

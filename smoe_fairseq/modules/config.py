@@ -4,7 +4,7 @@ The block's arguments, fairseq's flags (models/options.py) and the checks are ma
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Optional
 
@@ -125,9 +125,7 @@ class MoEConfig:
         bounds=NUMBER,
     )
     copy_experts: int = option(
-        0,
-        "number of experts that return their input; chosen like null experts",
-        bounds=NUMBER,
+        0, "number of experts that return their input; chosen like null experts", bounds=NUMBER
     )
     constant_experts: int = option(
         0,
@@ -140,13 +138,10 @@ class MoEConfig:
         bounds=NUMBER,
     )
     shared_experts: int = option(
-        0,
-        "number of experts that every token uses, besides those it chooses",
-        bounds=NUMBER,
+        0, "number of experts that every token uses, besides those it chooses", bounds=NUMBER
     )
     residual: bool = option(
-        False,
-        "PR-MoE: add a shared FFN, mixed with the experts by a gate of its own",
+        False, "PR-MoE: add a shared FFN, mixed with the experts by a gate of its own"
     )
     balance: str = option(
         "loss",
@@ -234,9 +229,7 @@ class MoEConfig:
         choices=("stratum", "layer"),
     )
     gate_init_scale: float = option(
-        1.0,
-        "scale of the gates' initial weights, relative to a linear layer",
-        bounds=SCALE,
+        1.0, "scale of the gates' initial weights, relative to a linear layer", bounds=SCALE
     )
     output_init_scale: float = option(
         1.0,
@@ -260,8 +253,7 @@ class MoEConfig:
         bounds=PROBABILITY,
     )
     cmr: bool = option(
-        False,
-        "conditional MoE routing: a gate chooses between a shared FFN and the experts",
+        False, "conditional MoE routing: a gate chooses between a shared FFN and the experts"
     )
     cmr_gate_drop: float = option(
         0.0,
@@ -305,9 +297,8 @@ class MoEConfig:
                 raise OptionError(f"{{{name}}} {{given}}: {expected}", given=repr(value))
             if data["bounds"] and not data["bounds"].hold(value):
                 raise OptionError(f"{{{name}}} {value}: {data['bounds'].expected}")
-        for broken, sentence in _rules(self, self.layout):
-            if broken:
-                raise OptionError(sentence)
+        if sentence := _contradiction(self, self.layout):
+            raise OptionError(sentence)
 
     @property
     def layout(self) -> Strata:
@@ -345,109 +336,102 @@ class MoEConfig:
         return {flag: (f.default, *f.metadata["harmless"]) for flag, f in each.items()}
 
 
-def _rules(c: MoEConfig, strata: Strata) -> Iterator[tuple[bool, str]]:
-    """Rules across options: whether each is broken, and what the user reads then (see `OptionError`)."""
+def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
+    """What the user reads of options that do not go together, see `OptionError`; None: they do."""
     gate, kind, several = c.gate, GATES[c.gate], len(strata) > 1
     one = f"expected one stratum, such as {{strata}} {strata.num_experts}, not {strata}"
     if strata.chain > 1:
         one = f"expected {{chain}} 1, not {strata.chain}"
 
     # The gate.
-    yield several and kind.of_one_stratum, f"{{gate}} {gate}: {one}"
-    yield (
-        kind.takes_top_k and c.top_k < 1,
-        f"{{top_k}} {c.top_k}: expected a whole number of at least 1",
-    )
+    if several and kind.of_one_stratum:
+        return f"{{gate}} {gate}: {one}"
+    if kind.takes_top_k and c.top_k < 1:
+        return f"{{top_k}} {c.top_k}: expected a whole number of at least 1"
     fewest = min(strata.visible) + sum(getattr(c, name) for name in FREE_EXPERTS)
-    yield (
-        kind.takes_top_k and c.top_k > fewest,
-        f"{{top_k}} {c.top_k}: a gate of {{strata}} {strata} sees {fewest} expert{'s' * (fewest != 1)}, so "
-        f"top-k can be at most {fewest}; or give every gate at least {c.top_k} experts",
-    )
-    for name in (*FREE_EXPERTS, "balance", "scores"):
-        yield (
-            gate != "topk" and getattr(c, name) != getattr(MoEConfig, name),
-            f"{{{name}}} {getattr(c, name)}: it is an option of {{gate}} topk, not of {gate}",
+    if kind.takes_top_k and c.top_k > fewest:
+        return (
+            f"{{top_k}} {c.top_k}: a gate of {{strata}} {strata} sees {fewest} expert{'s' * (fewest != 1)}, "
+            f"so top-k can be at most {fewest}; or give every gate at least {c.top_k} experts"
         )
-    yield gate == "top-p" and not SHARE.hold(c.top_p), f"{{top_p}} {c.top_p}: {SHARE.expected}"
+    for name in (*FREE_EXPERTS, "balance", "scores"):
+        if gate != "topk" and getattr(c, name) != getattr(MoEConfig, name):
+            return f"{{{name}}} {getattr(c, name)}: it is an option of {{gate}} topk, not of {gate}"
+    if gate == "top-p" and not SHARE.hold(c.top_p):
+        return f"{{top_p}} {c.top_p}: {SHARE.expected}"
     what = "{stacked}" if strata.stacked else f"{{gate}} {gate}"
-    yield (
-        c.gate_residual != "none" and (gate != "topk" or strata.stacked),
-        f"{{gate_residual}} {c.gate_residual} with {what}: its gates have no such residual; expected none",
-    )
-    yield (
-        c.gate_residual == "strata" and not several,
-        f"{{gate_residual}} strata: {{strata}} {strata} has a single gate; expected none, or layers",
-    )
-    yield (
-        kind.needs_capacity and not c.capacity_factor,
-        f"{{capacity_factor}} {c.capacity_factor}: {{gate}} {gate} takes so many experts per token; "
-        "expected a positive number",
-    )
-    yield (
-        kind.extra_input == "id" and not _is_table(c.hash_table, strata.num_experts),
-        f"{{hash_table}}: {{gate}} {gate} looks experts up; expected a vector with a number from 0 to "
-        f"{strata.num_experts - 1} for each token id",
-    )
+    if c.gate_residual != "none" and (gate != "topk" or strata.stacked):
+        value = c.gate_residual
+        return (
+            f"{{gate_residual}} {value} with {what}: its gates have no such residual; expected none"
+        )
+    if c.gate_residual == "strata" and not several:
+        return f"{{gate_residual}} strata: {{strata}} {strata} has a single gate; expected none, or layers"
+    if kind.needs_capacity and not c.capacity_factor:
+        return (
+            f"{{capacity_factor}} {c.capacity_factor}: {{gate}} {gate} takes so many experts per token; "
+            "expected a positive number"
+        )
+    if kind.extra_input == "id" and not _is_table(c.hash_table, strata.num_experts):
+        return (
+            f"{{hash_table}}: {{gate}} {gate} looks experts up; expected a vector with a number from 0 to "
+            f"{strata.num_experts - 1} for each token id"
+        )
 
     # Balance.
     for name in FREE_EXPERTS:
-        yield (
-            c.balance == "bias" and getattr(c, name),
-            f"{{{name}}} {getattr(c, name)} with {{balance}} bias: {name.replace('_', ' ')} are balanced by "
-            "the loss; expected 0, or {balance} loss",
+        if c.balance == "bias" and getattr(c, name):
+            return (
+                f"{{{name}}} {getattr(c, name)} with {{balance}} bias: {name.replace('_', ' ')} are balanced "
+                "by the loss; expected 0, or {balance} loss"
+            )
+    if c.balance == "bias" and c.top_k > 1 and c.second_expert_policy == "sampling":
+        return (
+            "{second_expert_policy} sampling with {balance} bias: a draw would pass over the bias; expected "
+            "all or random"
         )
-    yield (
-        c.balance == "bias" and c.top_k > 1 and c.second_expert_policy == "sampling",
-        "{second_expert_policy} sampling with {balance} bias: a draw would pass over the bias; expected all "
-        "or random",
-    )
-    yield (
-        c.balance_over == "update" and not c.learns_balance,
-        f"{{balance_over}} update: it is for a balance loss, and {{gate}} {gate} with {{balance}} "
-        f"{c.balance} has none; expected batch",
-    )
+    if c.balance_over == "update" and not c.learns_balance:
+        return (
+            f"{{balance_over}} update: it is for a balance loss, and {{gate}} {gate} with {{balance}} "
+            f"{c.balance} has none; expected batch"
+        )
 
     # How often tokens stop, in training and in evaluation: a matter of several strata.
     what = "with {stacked} no gate sees those of" if strata.stacked else "there are none in"
     for name in ("capacity_budget", "exit_bias"):
-        yield (
-            getattr(c, name) and (len(strata.sizes) == 1 or strata.stacked),
-            f"{{{name}}} {getattr(c, name)}: it is about later strata, and {what} {{strata}} {strata}; "
-            "expected 0, or several strata such as 4-4",
+        if getattr(c, name) and (len(strata.sizes) == 1 or strata.stacked):
+            return (
+                f"{{{name}}} {getattr(c, name)}: it is about later strata, and {what} {{strata}} {strata}; "
+                "expected 0, or several strata such as 4-4"
+            )
+    if c.capacity_budget and not 1 <= c.capacity_budget <= len(strata):
+        return (
+            f"{{capacity_budget}} {c.capacity_budget}: expected 0 (none) or a number from 1 to the "
+            f"{len(strata)} strata of {strata}"
         )
-    yield (
-        c.capacity_budget and not 1 <= c.capacity_budget <= len(strata),
-        f"{{capacity_budget}} {c.capacity_budget}: expected 0 (none) or a number from 1 to the "
-        f"{len(strata)} strata of {strata}",
-    )
-    yield (
-        math.isnan(c.exit_bias),
-        f"{{exit_bias}} {c.exit_bias}: expected a number, above 0 for fewer stops",
-    )
+    if math.isnan(c.exit_bias):
+        return f"{{exit_bias}} {c.exit_bias}: expected a number, above 0 for fewer stops"
 
     # Norms, and networks beside the experts.
     released = c.norms == "released"
-    yield (
-        released and strata.stacked,
-        "{norms} released: {stacked} has no inner norms; expected paper",
-    )
-    yield (
-        released and strata.chain > 1,
-        f"{{norms}} released: that code has no {{chain}} {strata.chain}; expected paper",
-    )
-    yield (
-        released and c.dropout_per == "layer",
-        "{dropout_per} layer: with {norms} released no residual runs past the whole layer; expected "
-        "stratum",
-    )
-    yield several and c.shared_experts, f"{{shared_experts}} {c.shared_experts}: {one}"
-    yield several and c.residual, f"{{residual}}: {one}"
-    yield several and c.cmr, f"{{cmr}}: {one}"
-    yield (
-        c.residual and c.cmr,
-        "{residual} with {cmr}: both mix the experts with a network; expected one",
-    )
+    if released and strata.stacked:
+        return "{norms} released: {stacked} has no inner norms; expected paper"
+    if released and strata.chain > 1:
+        return f"{{norms}} released: that code has no {{chain}} {strata.chain}; expected paper"
+    if released and c.dropout_per == "layer":
+        return (
+            "{dropout_per} layer: with {norms} released no residual runs past the whole layer; expected "
+            "stratum"
+        )
+    if several and c.shared_experts:
+        return f"{{shared_experts}} {c.shared_experts}: {one}"
+    if several and c.residual:
+        return f"{{residual}}: {one}"
+    if several and c.cmr:
+        return f"{{cmr}}: {one}"
+    if c.residual and c.cmr:
+        return "{residual} with {cmr}: both mix the experts with a network; expected one"
+    return None
 
 
 def _is_table(table: Tensor | None, num_experts: int) -> bool:

@@ -6,10 +6,13 @@ Shapes: D embedding, F feed-forward, E experts of this rank.
 import functools
 import logging
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from smoe_fairseq.modules.activation import Activation, Hidden, activation
 from smoe_fairseq.modules.grouped import Grouped, can_group, one_kernel
@@ -78,9 +81,17 @@ class Experts(nn.Module):
     def weights(self) -> Weights:
         """``w1``, ``b1``, ``w2``, ``b2`` in the type that is computed in, autocast's where it is on."""
         dtype = autocast_dtype(self.w1.device) or self.w1.dtype
+        if torch.compiler.is_compiling() or dtype == self.w1.dtype or _casts.made is None:
+            return self._cast(dtype)
+        key = self, dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        if key not in _casts.made:
+            _casts.made[key] = self._cast(dtype)
+        return _casts.made[key]
+
+    def _cast(self, dtype: torch.dtype) -> Weights:
         weights = self.w1, self.b1, self.w2, self.b2
-        if self.placement.is_sharded and torch.is_grad_enabled():
-            weights = (DividedGradient.apply(w, self.placement.world_size) for w in weights)
+        if self.placement.is_sharded:
+            weights = (divide_gradient(w, self.placement.world_size) for w in weights)
         return tuple(w.to(dtype) for w in weights)
 
     @property
@@ -89,20 +100,38 @@ class Experts(nn.Module):
         return Hidden(self.activation_fn, self.activation_dropout if self.training else 0.0)
 
 
-class DividedGradient(torch.autograd.Function):
+class _Casts(threading.local):
+    made: dict | None = None  # None: outside of `cast_once`
+
+
+_casts = _Casts()
+
+
+@contextmanager
+def cast_once() -> Iterator[None]:
+    """Within it experts cast their weights once under autocast, and again after a step of an optimizer.
+
+    Nothing else may change the weights. A cache without such a scope cannot know: optimizers write
+    ``p.data``, which leaves no trace, and torch keeps its own casts within one autocast alone.
+    """
+    before, _casts.made = _casts.made, {}
+    hook = register_optimizer_step_post_hook(lambda *_, made=_casts.made: made.clear())
+    try:
+        yield
+    finally:
+        hook.remove()
+        _casts.made = before
+
+
+def divide_gradient(weight: Tensor, number: int) -> Tensor:
     """The weights; their gradient is divided by a number of processes.
 
     It sums over the tokens of all processes, and that of any other parameter becomes a mean over them.
     """
-
-    @staticmethod
-    def forward(ctx, weight: Tensor, number: int) -> Tensor:
-        ctx.number = number
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient / ctx.number, None
+    weight = weight.view_as(weight)
+    if weight.requires_grad:
+        weight.register_hook(lambda gradient: gradient / number)
+    return weight
 
 
 EXECUTIONS = ("auto", "per-expert", "grouped", "fused")
@@ -139,12 +168,10 @@ def best_execution(device: torch.device, weight: Tensor) -> str:
 
 @functools.cache
 def log_once(device: str, dtype: str, grouped: bool) -> None:
-    if grouped:
-        logger.info("experts on %s in %s: products of all experts in one kernel", device, dtype)
-    else:
-        logger.info(
-            "experts on %s in %s: a product per expert, whose sizes are read once per stratum; torch has "
-            "one kernel for all in bfloat16 on GPUs of compute capability 9 and 10",
-            device,
-            dtype,
+    how = "products of all experts in one kernel"
+    if not grouped:
+        how = (
+            "a product per expert, whose sizes are read once per stratum; torch has one kernel for all in "
+            "bfloat16 on GPUs of compute capability 9 and 10"
         )
+    logger.info("experts on %s in %s: %s", device, dtype, how)

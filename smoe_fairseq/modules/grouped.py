@@ -54,9 +54,9 @@ class Grouped:
         if torch.compiler.is_compiling():
             y_TD = _differentiable_sum(x_TD, copies, weights, layout, hidden)
             return y_TD, tuple(w[_passed_by(copies, w) :] for w in weights)
+        of_stratum = copies, layout, hidden
         y_TD, *passed_on = GroupedSum.apply(
-            *(x_TD, copies.weight_TK, *weights, copies, hidden),
-            *(*layout, *hidden.parameters),
+            x_TD, copies.weight_TK, *weights, *of_stratum, *hidden.parameters
         )
         if not any(w.requires_grad for w in weights):
             passed_on = [w.detach() for w in passed_on]
@@ -66,9 +66,7 @@ class Grouped:
 class Layout(NamedTuple):
     """Where the copies of a stratum lie; E counts the experts that its gate sees."""
 
-    row_TK: Tensor  # as of `DispatchPlan`, as the next two
-    copy_N: Tensor
-    token_N: Tensor
+    plan: DispatchPlan
     ends_E: Tensor  # where each expert's rows end
     expert_NE: Tensor  # 1 in the column of each row's expert, 0 for padding rows
     padding_N1: Tensor
@@ -83,7 +81,7 @@ class Layout(NamedTuple):
         expert_NE = expert_N1 == torch.arange(len(ends_E), device=ends_E.device)
         padding_N1 = expert_N1 == len(ends_E)
         plan = DispatchPlan.of(copies, rows)
-        return cls(*plan, ends_E, expert_NE.to(weights[0].dtype), padding_N1)
+        return cls(plan, ends_E, expert_NE.to(weights[0].dtype), padding_N1)
 
 
 class GroupedSum(torch.autograd.Function):
@@ -94,23 +92,8 @@ class GroupedSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        x_TD,
-        weight_TK,
-        w1,
-        b1,
-        w2,
-        b2,
-        copies,
-        hidden,
-        row_TK,
-        copy_N,
-        token_N,
-        ends_E,
-        *others,
-    ):
-        expert_NE, padding_N1 = others[:2]
+    def forward(ctx, x_TD, weight_TK, w1, b1, w2, b2, copies, layout, hidden, *parameters):
+        (row_TK, copy_N, token_N), ends_E, expert_NE, padding_N1 = layout
         ctx.set_materialize_grads(False)
         experts = len(copies.kept_E)
         seen = w1_E, b1_E, w2_E, b2_E = [w[:experts] for w in (w1, b1, w2, b2)]
@@ -123,8 +106,8 @@ class GroupedSum(torch.autograd.Function):
             weight_N1 = select(weight_TK.flatten(), copy_N).unsqueeze(1)
             y_ND.mul_(weight_N1)
         y_ND[-1] = 0
-        layout = row_TK, token_N, ends_E, expert_NE, padding_N1
-        ctx.save_for_backward(x_TD, weight_N1, *seen, *layout, *kept)
+        where = row_TK, token_N, ends_E, expert_NE, padding_N1
+        ctx.save_for_backward(x_TD, weight_N1, *seen, *where, *kept)
         ctx.passed_by, ctx.hidden = _passed_by(copies, w1), hidden
         ctx.unseen = len(w1) - experts
         y_TD = sum_rows(y_ND, row_TK)
@@ -161,7 +144,7 @@ class GroupedSum(torch.autograd.Function):
         sums = [
             _add(*each, ctx.passed_by, ctx.unseen) for each in zip(sums, gradients, strict=True)
         ]
-        return x_grad_TD, weight_grad_TK, *sums, *[None] * 8, *parameter_grads
+        return x_grad_TD, weight_grad_TK, *sums, None, None, None, *parameter_grads
 
 
 def _passed_by(copies: Copies, weight: Tensor) -> int:
@@ -187,15 +170,15 @@ def _differentiable_sum(
 ) -> Tensor:
     """The weighted sum by operations that torch differentiates, and can trace."""
     w1, b1, w2, b2 = (w[: len(copies.kept_E)] for w in weights)
-    plan = DispatchPlan(*layout[:3])
 
     def linear(x_NI: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         y_NO = grouped_mm(x_NI, weight.transpose(1, 2), layout.ends_E)
         # NaN times 0 is NaN: `masked_fill` keeps what is uninitialised out in both directions.
         return torch.addmm(y_NO, layout.expert_NE, bias).masked_fill(layout.padding_N1, 0)
 
-    x_ND = plan.take(x_TD).masked_fill(layout.padding_N1, 0)
-    return plan.weighted_sum(linear(hidden.plain(linear(x_ND, w1, b1)), w2, b2), copies.weight_TK)
+    x_ND = layout.plan.take(x_TD).masked_fill(layout.padding_N1, 0)
+    y_ND = linear(hidden.plain(linear(x_ND, w1, b1)), w2, b2)
+    return layout.plan.weighted_sum(y_ND, copies.weight_TK)
 
 
 def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:

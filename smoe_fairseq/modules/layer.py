@@ -68,7 +68,8 @@ class StratifiedMoE(nn.Module):
             GATES[config.gate](config, embed_dim, num_visible, own)
             for num_visible, own in zip(self.strata.visible, self.strata.own, strict=True)
         )
-        for gate in self._gates_with_residual():
+        first = {"none": len(self.gates), "strata": 1, "layers": 0}[config.gate_residual]
+        for gate in self.gates[first:]:
             gate.add_residual()
         self.counting = StatsBuilder(config, self.gates)
         self.choices = self.counting.choices  # K
@@ -98,11 +99,6 @@ class StratifiedMoE(nn.Module):
             "visible_of_gate", torch.tensor(self.strata.visible), persistent=False
         )  # experts that each sees
         self.execution = config.execution
-
-    def _gates_with_residual(self) -> nn.ModuleList:
-        """Those that add a map of an earlier gate's logits."""
-        first = {"none": len(self.gates), "strata": 1, "layers": 0}
-        return self.gates[first[self.config.gate_residual] :]
 
     def _placement(self, expert_parallel: bool) -> Placement:
         num_experts = self.strata.num_experts
@@ -216,8 +212,7 @@ class StratifiedMoE(nn.Module):
             gate = self.gates[0]
             shape = x.shape[:-1].numel(), gate.num_experts + gate.free_experts
             if gate_logits is None or not self.hands_on_logits:
-                dtype = torch.promote_types(x.dtype, torch.float32)
-                return torch.zeros(shape, dtype=dtype, device=x.device)
+                return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
             return gate_logits.reshape(shape)
         asked = self.gates[0].extra_input
         if asked == "id":
@@ -225,9 +220,9 @@ class StratifiedMoE(nn.Module):
                 raise ValueError(f"a hash gate needs ids of shape {tuple(x.shape[:-1])}")
             return ids.reshape(-1)
         if asked == "sentence":
-            shape = x.shape[:-1]
-            sentence = torch.arange(shape[:-1].numel(), device=x.device).unsqueeze(1)
-            return sentence.expand(-1, shape[-1]).reshape(-1)
+            *sentences, length = x.shape[:-1]
+            number = torch.Size(sentences).numel()
+            return torch.arange(number, device=x.device).repeat_interleave(length)
         return None
 
     def _stratum_of_first_choice(self, i: int, routing: Routing) -> Tensor:
@@ -282,11 +277,7 @@ class PaperNorms(nn.ModuleList):
         return tokens.add(y_TD, F.dropout(out_TD, dropout, self.training))
 
     def finish(self, x_TD: Tensor, y_TD: Tensor, last, padding_T: Tensor) -> Tensor:
-        """The block's output.
-
-        Args:
-            last: the tokens of the last stratum.
-        """
+        """The block's output; ``last`` are the tokens of the last stratum."""
         if self.dropout_per == "layer" and self.training and self.dropout > 0:
             return x_TD + F.dropout(y_TD - x_TD, self.dropout, self.training)
         return y_TD

@@ -174,20 +174,21 @@ def exchange(
     Returns:
         The rows, behind them the padding row, 0 on arrival; and what ``meanwhile`` returned.
     """
-    transfer = AsyncAllToAll(group)
-    y_ND = Send.apply(x_ND, sent, received, transfer)
+    transfer = AsyncAllToAll(group, sent, received)
+    y_ND = Send.apply(x_ND, transfer)
     result = meanwhile()
-    return Receive.apply(y_ND, sent, received, transfer), result
+    return Receive.apply(y_ND, transfer), result
 
 
 class AsyncAllToAll:
-    """Rows on their way between the processes of ``group``, forward or backward."""
+    """Rows on their way between the ranks of ``group``, or backward, their gradients."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]):
+        self.group, self.sent, self.received = group, sent, received
 
-    def start(self, x_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def start(self, x_ND: Tensor, back: bool = False) -> Tensor:
         """Starts the exchange; returns the tensor that will hold the rows that arrive."""
+        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
         x_ND = x_ND.contiguous()
         y_ND = x_ND.new_empty(sum(received) + 1, *x_ND.shape[1:])
         y_ND[-1] = 0
@@ -209,15 +210,13 @@ class Send(torch.autograd.Function):
     """Forward, rows are sent. Backward, their gradients are received."""
 
     @staticmethod
-    def forward(
-        ctx, x_ND: Tensor, sent: list[int], received: list[int], transfer: AsyncAllToAll
-    ) -> Tensor:
+    def forward(ctx, x_ND: Tensor, transfer: AsyncAllToAll) -> Tensor:
         ctx.transfer = transfer
-        return transfer.start(x_ND, sent, received)
+        return transfer.start(x_ND)
 
     @staticmethod
     def backward(ctx, _):
-        return ctx.transfer.wait(), None, None, None
+        return ctx.transfer.wait(), None
 
 
 class Receive(torch.autograd.Function):
@@ -227,14 +226,12 @@ class Receive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, y_ND: Tensor, sent: list[int], received: list[int], transfer: AsyncAllToAll
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.transfer = sent, received, transfer
+    def forward(ctx, y_ND: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
         transfer.wait()
         return y_ND
 
     @staticmethod
     def backward(ctx, grad_ND: Tensor):
-        ctx.transfer.start(grad_ND, ctx.received, ctx.sent)
-        return grad_ND, None, None, None  # in place of what arrives, whose shape is another
+        ctx.transfer.start(grad_ND, back=True)
+        return grad_ND, None  # in place of what arrives, whose shape is another

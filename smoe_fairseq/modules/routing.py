@@ -119,9 +119,8 @@ def rank_within_expert(
     sorted_N, order_N = expert_KT.flatten().sort(stable=True)
     bounds_E1 = torch.arange(num_experts + 1, device=sorted_N.device)
     start_E1 = torch.searchsorted(sorted_N, bounds_E1)  # of expert E: copies without an expert
-    rank_N = torch.arange(len(sorted_N), device=sorted_N.device) - start_E1.index_select(
-        0, sorted_N
-    )
+    rank_N = torch.arange(len(sorted_N), device=sorted_N.device)
+    rank_N = rank_N - start_E1.index_select(0, sorted_N)
     rank_KT = torch.empty_like(rank_N).scatter_(0, order_N, rank_N).view_as(expert_KT)
     return rank_KT.t(), start_E1.diff()
 
@@ -167,19 +166,10 @@ class Routing(NamedTuple):
         kept_TK = places.kept(taken_TK)
         if probs_TE.shape[1] > len(places.kept_E):
             kept_TK = kept_TK & (choice_TK < len(places.kept_E))
-        return cls(
-            choice_TK,
-            weight_TK.masked_fill(~kept_TK, 0),
-            taken_TK,
-            kept_TK,
-            places.rank_TK,
-            places.kept_E,
-            choice_TK[:, 0] if first_choice_T is None else first_choice_T,
-            active_T,
-            probs_TE,
-            logits_TE,
-            **of_gate,
-        )
+        weight_TK = weight_TK.masked_fill(~kept_TK, 0)
+        first_choice_T = choice_TK[:, 0] if first_choice_T is None else first_choice_T
+        copies = choice_TK, weight_TK, taken_TK, kept_TK, places.rank_TK, places.kept_E
+        return cls(*copies, first_choice_T, active_T, probs_TE, logits_TE, **of_gate)
 
     @property
     def num_experts(self) -> int:

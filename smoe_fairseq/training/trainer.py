@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy
@@ -31,6 +31,7 @@ from smoe_fairseq.models.transformer import (
     moe_blocks,
     placement_of,
 )
+from smoe_fairseq.modules.experts import cast_once
 from smoe_fairseq.training import screen
 from smoe_fairseq.training.gradients import ExpertNorm
 from smoe_fairseq.training.launch import (
@@ -244,7 +245,8 @@ class SMoETrainer(Trainer):
             begin_update()
         self.in_update, self.lacks_memory = True, False
         try:
-            with dummies_left_out(self.task), self._advising():
+            several = cast_once() if len(samples) > 1 else nullcontext()
+            with dummies_left_out(self.task), self._advising(), several:
                 log = super().train_step(sorted(samples, key=_is_there), *others, **options)
             if log is not None:  # None where an update was skipped
                 screen.after_update(self.get_num_updates())

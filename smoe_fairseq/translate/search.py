@@ -13,6 +13,7 @@ from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules import RoutingStats
+from smoe_fairseq.modules.experts import cast_once
 from smoe_fairseq.translate.packed import rows_of
 
 GROUP = 16  # by trial
@@ -260,6 +261,7 @@ class BeamSearch:
         """End the searches that run in other threads, by an exception."""
         self.stopped.set()
 
+    @cast_once()
     @torch.inference_mode()
     def generate(
         self,

@@ -108,8 +108,15 @@ class Assignment:
     def balance(self) -> Tensor:
         load_E = self.expert_T.bincount(minlength=len(self.empty_E)) + self.empty_E
         while (load_E > self.places).any():
-            path = self._cheapest_path(load_E > self.places, load_E < self.places)
-            self._move_along(path)
+            cost_EE, mover_EE = self._moves()
+            path = self._cheapest_path(load_E > self.places, load_E < self.places, cost_EE)
+            for one, other in zip(path, path[1:]):
+                if (token := int(mover_EE[one, other])) < 0:
+                    self.empty_E[one], self.empty_E[other] = False, True
+                else:
+                    self.expert_T[token] = other
+            for expert in set(path):
+                self._find_movers(expert)
             load_E[path[0]] -= 1
             load_E[path[-1]] += 1
         return self.expert_T
@@ -123,15 +130,14 @@ class Assignment:
         cost_E, row_E = (affinity_NE[:, expert : expert + 1] - affinity_NE).min(0)
         self.cost_EE[expert], self.mover_EE[expert] = cost_E, token_N[row_E]
 
-    def _edges(self) -> Tensor:
-        """``(E, E)``: the cost from one expert to another, of a token, or of an empty place for nothing."""
-        free_EE = self.empty_E.unsqueeze(1) & ~self.empty_E
-        edge_EE = self.cost_EE.where(~free_EE, self.cost_EE.clamp(max=0))
-        return edge_EE.fill_diagonal_(torch.inf)
+    def _moves(self) -> tuple[Tensor, Tensor]:
+        """``(E, E)`` from one expert to another: what a move costs, and its token; -1: an empty place."""
+        empty_EE = self.empty_E.unsqueeze(1) & ~self.empty_E & (self.cost_EE > 0)
+        cost_EE = self.cost_EE.masked_fill(empty_EE, 0)
+        return cost_EE.fill_diagonal_(torch.inf), self.mover_EE.masked_fill(empty_EE, -1)
 
-    def _cheapest_path(self, start_E: Tensor, end_E: Tensor) -> list[int]:
+    def _cheapest_path(self, start_E: Tensor, end_E: Tensor, edge_EE: Tensor) -> list[int]:
         """From any expert of ``start`` to any of ``end``, by the algorithm of Bellman and Ford."""
-        edge_EE = self._edges()
         distance_E = torch.zeros(len(start_E), dtype=torch.double).masked_fill(~start_E, torch.inf)
         before_E = torch.full_like(start_E, -1, dtype=torch.long)
         for _ in range(len(start_E) - 1):
@@ -145,18 +151,3 @@ class Assignment:
         while before_E[path[0]] >= 0:
             path.insert(0, int(before_E[path[0]]))
         return path
-
-    def _move_along(self, path: list[int]) -> None:
-        moves = []
-        for one, other in zip(path, path[1:]):
-            is_empty = (
-                self.empty_E[one] and not self.empty_E[other] and self.cost_EE[one, other] > 0
-            )
-            moves.append((one, other, None if is_empty else int(self.mover_EE[one, other])))
-        for one, other, token in moves:
-            if token is None:
-                self.empty_E[one], self.empty_E[other] = False, True
-            else:
-                self.expert_T[token] = other
-        for expert in set(path):
-            self._find_movers(expert)
