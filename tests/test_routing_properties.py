@@ -78,7 +78,7 @@ def test_tokens_advance_and_capacity_holds(case):
         capacity = math.ceil(factor * here / strata.visible[i]) if factor else math.inf
         load = torch.bincount(routing.expert_TK.flatten(), minlength=strata.visible[i] + 1)[:-1]
         assert load.max() <= capacity
-        assert int(load.sum()) == int(routing.chosen_K.sum() - routing.dropped_TK.sum())
+        assert int(load.sum()) == int(routing.chosen_TK.sum() - routing.dropped_TK.sum())
         assert (routing.expert_TK[~active] == strata.visible[i]).all()
     assert waiting[-1] == int((~mask).sum())  # everyone leaves
 

@@ -47,10 +47,6 @@ class Hidden:
         """Of the activation, such as those of ``nn.PReLU``."""
         return tuple(self.function.parameters()) if isinstance(self.function, nn.Module) else ()
 
-    def plain(self, h_NF: Tensor) -> Tensor:
-        """``a``, differentiable by torch."""
-        return F.dropout(self.function(h_NF), self.dropout)
-
     def forward(self, h_NF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``a`` and what `reopen` needs of it; overwrites ``h``."""
         if self.is_relu:

@@ -331,9 +331,8 @@ class MoEConfig:
     @classmethod
     def harmless(cls) -> dict[str, tuple]:
         """Values of the models' options that are no contradiction where they have no effect."""
-        fields_of, flags = cls.__dataclass_fields__, cls.flags()
-        each = {flag: fields_of[name] for name, flag in flags.items()}
-        return {flag: (f.default, *f.metadata["harmless"]) for flag, f in each.items()}
+        flags, made = cls.flags(), [f for f in fields(cls) if f.name in cls.flags()]
+        return {flags[f.name]: (f.default, *f.metadata["harmless"]) for f in made}
 
 
 def _contradiction(c: MoEConfig, strata: Strata) -> str | None:

@@ -81,12 +81,13 @@ class Experts(nn.Module):
     def weights(self) -> Weights:
         """``w1``, ``b1``, ``w2``, ``b2`` in the type that is computed in, autocast's where it is on."""
         dtype = autocast_dtype(self.w1.device) or self.w1.dtype
-        if torch.compiler.is_compiling() or dtype == self.w1.dtype or _casts.made is None:
+        made = None if torch.compiler.is_compiling() else getattr(_casts, "made", None)
+        if made is None or dtype == self.w1.dtype:
             return self._cast(dtype)
         key = self, dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        if key not in _casts.made:
-            _casts.made[key] = self._cast(dtype)
-        return _casts.made[key]
+        if key not in made:
+            made[key] = self._cast(dtype)
+        return made[key]
 
     def _cast(self, dtype: torch.dtype) -> Weights:
         weights = self.w1, self.b1, self.w2, self.b2
@@ -100,11 +101,7 @@ class Experts(nn.Module):
         return Hidden(self.activation_fn, self.activation_dropout if self.training else 0.0)
 
 
-class _Casts(threading.local):
-    made: dict | None = None  # None: outside of `cast_once`
-
-
-_casts = _Casts()
+_casts = threading.local()  # its ``made``: weights that were cast within `cast_once`; else None
 
 
 @contextmanager
@@ -114,8 +111,9 @@ def cast_once() -> Iterator[None]:
     Nothing else may change the weights. A cache without such a scope cannot know: optimizers write
     ``p.data``, which leaves no trace, and torch keeps its own casts within one autocast alone.
     """
-    before, _casts.made = _casts.made, {}
-    hook = register_optimizer_step_post_hook(lambda *_, made=_casts.made: made.clear())
+    before, made = getattr(_casts, "made", None), {}
+    hook = register_optimizer_step_post_hook(lambda *_: made.clear())
+    _casts.made = made
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.modules import torch_features
@@ -177,8 +178,8 @@ def _differentiable_sum(
         return torch.addmm(y_NO, layout.expert_NE, bias).masked_fill(layout.padding_N1, 0)
 
     x_ND = layout.plan.take(x_TD).masked_fill(layout.padding_N1, 0)
-    y_ND = linear(hidden.plain(linear(x_ND, w1, b1)), w2, b2)
-    return layout.plan.weighted_sum(y_ND, copies.weight_TK)
+    h_NF = F.dropout(hidden.function(linear(x_ND, w1, b1)), hidden.dropout)
+    return layout.plan.weighted_sum(linear(h_NF, w2, b2), copies.weight_TK)
 
 
 def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.parallel import Placement, compute_over_ranks
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.rows import Copies, IndexedTokens, MaskedTokens
-from smoe_fairseq.modules.statistics import RoutingStats, StatsBuilder, Visit
+from smoe_fairseq.modules.statistics import RoutingStats, StatsBuilder
 from smoe_fairseq.modules.strata import OptionError
 
 
@@ -73,7 +73,6 @@ class StratifiedMoE(nn.Module):
             gate.add_residual()
         self.counting = StatsBuilder(config, self.gates)
         self.choices = self.counting.choices  # K
-        self.hands_on_logits = self.counting.hands_on_logits
         place = self._placement(config.expert_parallel)
         expert_dim = config.expert_ffn_dim or ffn_embed_dim
         activation = config.activation_fn, config.activation_dropout
@@ -107,9 +106,8 @@ class StratifiedMoE(nn.Module):
         try:
             return Placement.over_processes(num_experts)
         except ValueError as error:
-            raise OptionError(
-                "{strata} {sizes} with {expert_parallel}: {reason}", sizes=self.strata, reason=error
-            ) from None
+            sizes = f"{{strata}} {self.strata} with {{expert_parallel}}"
+            raise OptionError(f"{sizes}: {error}") from None
 
     def forward(
         self,
@@ -145,7 +143,7 @@ class StratifiedMoE(nn.Module):
             )
         if fused.applies(self, x):
             return fused.forward(self, x, padding_mask, with_stats)
-        with_stats = with_stats or self.hands_on_logits
+        with_stats = with_stats or self.counting.hands_on_logits
         if not with_stats and inference.applies(self, x):
             return inference.forward(self, x, padding_mask), None
         x_TD, weights = x.reshape(-1, x.shape[-1]), self.experts.weights()
@@ -192,7 +190,7 @@ class StratifiedMoE(nn.Module):
             # x <- y + x (eq. 7)
             y_TD = self.layer_norms.leave(y_TD, out_TD, tokens)
             if with_stats:
-                visits.append(Visit(here_T, tokens, routing))
+                visits.append((here_T, tokens, routing))
 
         y_TD = self.layer_norms.finish(x_TD, y_TD, tokens, padding_T)
         if not with_stats:
@@ -211,7 +209,7 @@ class StratifiedMoE(nn.Module):
         if self.config.gate_residual != "none":
             gate = self.gates[0]
             shape = x.shape[:-1].numel(), gate.num_experts + gate.free_experts
-            if gate_logits is None or not self.hands_on_logits:
+            if gate_logits is None or not self.counting.hands_on_logits:
                 return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
             return gate_logits.reshape(shape)
         asked = self.gates[0].extra_input

@@ -36,13 +36,9 @@ class PerExpert:
         """
         hidden, trains = self.experts.hidden, any(w.requires_grad for w in weights)
         layout = *self.lay_out(copies), copies.own
+        x_TD = x_TD.to(weights[0].dtype)
         y_TD, *passed_on = ExpertSum.apply(
-            x_TD.to(weights[0].dtype),
-            copies.weight_TK,
-            *weights,
-            layout,
-            hidden,
-            *hidden.parameters,
+            x_TD, copies.weight_TK, *weights, layout, hidden, *hidden.parameters
         )
         return y_TD, tuple(passed_on) if trains else weights
 
@@ -55,11 +51,7 @@ class PerExpert:
     def by_expert(
         self, x_ND: Tensor, sizes: list[int], weights: Weights
     ) -> Iterator[tuple[int, Tensor]]:
-        """Experts that have rows, with their outputs for them; for inference.
-
-        Args:
-            sizes: rows of each expert.
-        """
+        """Experts that have rows, ``sizes`` of each, with their outputs for them; for inference."""
         rows, activation_fn = x_ND.split(sizes), self.experts.activation_fn
         w1, b1, w2, b2 = map(Tensor.unbind, weights)
         for e, size in enumerate(sizes):

@@ -20,12 +20,6 @@ class Places(NamedTuple):
     kept_E: Tensor  # copies that each expert keeps: those of ranks 0 to this - 1
 
     @classmethod
-    def without_limit(cls, expert_TK: Tensor, num_experts: int) -> "Places":
-        """Each expert keeps all its copies; E is no expert."""
-        rank_TK, kept_E = rank_within_expert(expert_TK, num_experts)
-        return cls(rank_TK, None, kept_E)
-
-    @classmethod
     def of_columns(cls, taken_TE: Tensor) -> "Places":
         """Where choice e is expert e's: those that it takes."""
         return cls(taken_TE.cumsum(0) - 1, None, taken_TE.sum(0))
@@ -54,9 +48,7 @@ class Capacity(nn.Module):
 
     def __init__(self, factor: float = 2.0, eval_factor: float = 0.0, order: str = "sentence"):
         super().__init__()
-        self.factor = factor
-        self.eval_factor = eval_factor
-        self.order = order
+        self.factor, self.eval_factor, self.order = factor, eval_factor, order
 
     @property
     def factor_in_force(self) -> float:
@@ -70,12 +62,12 @@ class Capacity(nn.Module):
             probs_TE: the gate's probabilities, for `order`.
             active_T: marks the tokens that count.
         """
-        num_experts = probs_TE.shape[1]
-        if not self.factor_in_force:
-            return Places.without_limit(expert_TK, num_experts)
-        order_T = self.row_order(probs_TE.detach())
+        factor, num_experts = self.factor_in_force, probs_TE.shape[1]
+        order_T = self.row_order(probs_TE.detach()) if factor else None
         rank_TK, asked_E = rank_within_expert(expert_TK, num_experts, order_T)
-        most = most_copies(self.factor_in_force, active_T.sum(), num_experts)
+        if not factor:
+            return Places(rank_TK, None, asked_E)
+        most = most_copies(factor, active_T.sum(), num_experts)
         return Places(rank_TK, rank_TK < most, asked_E.minimum(most))
 
     def row_order(self, probs_TE: Tensor) -> Tensor | None:
@@ -187,10 +179,6 @@ class Routing(NamedTuple):
         if self.probs_TE.shape[1] == self.num_experts:
             return self.taken_TK
         return self.taken_TK & (self.choice_TK < self.num_experts)
-
-    @property
-    def chosen_K(self) -> Tensor:
-        return self.chosen_TK.sum(0)
 
     @property
     def dropped_TK(self) -> Tensor:

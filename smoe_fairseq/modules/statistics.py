@@ -102,12 +102,7 @@ class Counts:
         return self.mean(self.routing.logits_TE.logsumexp(dim=-1).square())
 
 
-class Visit(NamedTuple):
-    """The tokens at one stratum in one pass."""
-
-    here_T: Tensor  # marks them
-    tokens: IndexedTokens | MaskedTokens
-    routing: Routing
+Visit = tuple[Tensor, IndexedTokens | MaskedTokens, Routing]  # the first marks a stratum's tokens
 
 
 class StatsBuilder:
@@ -125,8 +120,8 @@ class StatsBuilder:
 
     def stats(self, visits: list[Visit], shape: torch.Size, cmr: CMROutput | None) -> RoutingStats:
         """Of one pass over tokens of this shape, with a visit for each stratum."""
-        routings = [visit.routing for visit in visits]
-        requested_T = torch.zeros_like(visits[0].here_T, dtype=torch.long)
+        routings = [routing for _, _, routing in visits]
+        requested_T = torch.zeros_like(visits[0][0], dtype=torch.long)
         dropped_TK = requested_T.unsqueeze(1).repeat(1, self.choices)
         for here_T, tokens, routing in visits:
             requested_T = requested_T + here_T
@@ -149,7 +144,7 @@ class StatsBuilder:
             requested_capacity=requested_T.view(shape),
             first_choices=self._stack(first_choices),
             unused=torch.stack([(f_E == 0).sum() for f_E in first_choices]),
-            chosen=torch.stack([self.on_all_choices(r.chosen_K) for r in routings]),
+            chosen=torch.stack([self.on_all_choices(r.chosen_TK.sum(0)) for r in routings]),
             dropped=torch.stack([self.on_all_choices(r.dropped_TK.sum(0)) for r in routings]),
             dropped_choices=dropped_TK.view(*shape, self.choices),
             z_loss=_mean([each.z_loss() for each in counts]),
@@ -166,9 +161,10 @@ class StatsBuilder:
 
     def _gate_logits(self, first: Visit, shape: torch.Size) -> Tensor:
         """What `StratifiedMoE.forward` of the next layer takes: 0 at padding."""
-        logits_TE = first.routing.own_logits_TE
+        _, tokens, routing = first
+        logits_TE = routing.own_logits_TE
         every_TE = logits_TE.new_zeros(shape.numel(), logits_TE.shape[1])
-        return first.tokens.replace(every_TE, logits_TE).view(*shape, -1)
+        return tokens.replace(every_TE, logits_TE).view(*shape, -1)
 
     def on_all_choices(self, number_K: Tensor) -> Tensor:
         """Numbers of a gate's choices ``(..., K)``, with 0 for those that only other gates have."""

@@ -40,31 +40,22 @@ class Strata:
             )
         if len(sizes) > MOST_STRATA or max(map(len, sizes)) > len(str(MOST_EXPERTS)):
             raise OptionError(
-                "{strata} {given}: expected at most {strata_limit} strata of {experts_limit} experts in all",
-                given=repr(f"{text:.20}..."),
-                strata_limit=f"{MOST_STRATA:,}",
-                experts_limit=f"{MOST_EXPERTS:,}",
+                f"{{strata}} '{text:.20}...': expected at most {MOST_STRATA:,} strata of "
+                f"{MOST_EXPERTS:,} experts in all"
             )
         sizes = tuple(map(int, sizes))
         if stacked and 0 in sizes:
             raise OptionError(
-                "{strata} {given} with {stacked}: a stratum without experts leaves its gate none to "
-                "choose from; expected positive numbers",
-                given=text,
+                f"{{strata}} {text} with {{stacked}}: a stratum without experts leaves its gate none to "
+                "choose from; expected positive numbers"
             )
         if chain < 1:
-            raise OptionError("{chain} {given}: expected a whole number of at least 1", given=chain)
+            raise OptionError(f"{{chain}} {chain}: expected a whole number of at least 1")
         if chain > 1 and stacked:
-            raise OptionError(
-                "{chain} {given} with {stacked}: expected one of the two", given=chain
-            )
+            raise OptionError(f"{{chain}} {chain} with {{stacked}}: expected one of the two")
         if chain > 1 and len(sizes) > 1:
-            raise OptionError(
-                "{chain} {given}: expected one stratum, such as {strata} {one}, not {sizes}",
-                given=chain,
-                one=sum(sizes),
-                sizes=text,
-            )
+            one = f"expected one stratum, such as {{strata}} {sum(sizes)}, not {text}"
+            raise OptionError(f"{{chain}} {chain}: {one}")
         return cls(sizes, stacked, chain)
 
     def __str__(self) -> str:

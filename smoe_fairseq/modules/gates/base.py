@@ -41,9 +41,6 @@ class BaseGate(LinearGate):
 # exactly: as long as an expert has too many tokens, the cheapest chain of moves brings one to an expert that
 # has too few (successive shortest paths; a chain is cheapest in the affinities that its tokens lose). So the
 # result is as good as any, whatever the prices were.
-#
-# Shapes: T tokens, E experts.
-
 
 # Of the affinities' spread: how soft the assignment is that the prices balance, from rough to fine.
 SOFTNESS = (0.3, 0.1, 0.03, 0.01)

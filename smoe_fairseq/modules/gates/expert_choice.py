@@ -16,9 +16,7 @@ class ExpertChoiceGate(LinearGate):
     Scores are a softmax over the experts, and the weights of their outputs as they are. A token may have
     several experts or none. Who is taken depends on all tokens, later ones too, so that this is no gate for a
     decoder. In evaluation the tokens of each sentence are chosen from by themselves, so that a result does
-    not depend on its batch. There is no loss.
-
-    The factor is ``eval_capacity_factor`` in evaluation, where there is one.
+    not depend on its batch, and the factor is ``eval_capacity_factor`` if it is not 0. There is no loss.
     """
 
     extra_input = "sentence"

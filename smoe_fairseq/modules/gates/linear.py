@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.routing import Capacity, Places, Routing
+from smoe_fairseq.modules.routing import Capacity, Places, Routing, rank_within_expert
 from smoe_fairseq.modules.torch_features import without_autocast
 
 
@@ -110,9 +110,7 @@ class ExitBias(nn.Module):
 
     def __init__(self, own_experts: int, num_experts: int, bias: float = 0.0):
         super().__init__()
-        self.own_experts = own_experts
-        self.num_experts = num_experts
-        self.bias = bias
+        self.own_experts, self.num_experts, self.bias = own_experts, num_experts, bias
 
     @property
     def acts(self) -> bool:
@@ -158,11 +156,6 @@ class ExpertBias(nn.Module):
         self.steps += (asked_E.sum() - asked_E * len(asked_E)).sign()
 
 
-# The routing of gates that give each token one expert, and of those that give any number.
-#
-# Shapes: T tokens, E experts; K is 1, or E.
-
-
 def route_to_one(
     expert_T: Tensor,
     weight_T1: Tensor,
@@ -173,7 +166,8 @@ def route_to_one(
     """The routing of a gate that gives each token one expert and limits none; K is 1."""
     choice_T1, active_T1 = expert_T.unsqueeze(1), active_T.unsqueeze(1)
     num_experts = probs_TE.shape[1]
-    places = Places.without_limit(choice_T1.masked_fill(~active_T1, num_experts), num_experts)
+    ranked = rank_within_expert(choice_T1.masked_fill(~active_T1, num_experts), num_experts)
+    places = Places(ranked[0], None, ranked[1])
     return Routing.of(choice_T1, weight_T1, active_T1, places, active_T, probs_TE, logits_TE)
 
 

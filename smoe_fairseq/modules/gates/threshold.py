@@ -32,9 +32,8 @@ class ThresholdGate(AnyNumberGate):
 
     def decide(self, x_TD: Tensor, active_T: Tensor) -> Routing:
         logits_TE, threshold_E = self.logits(x_TD), self.threshold.value()
-        margin_TE, choice_TE = (
-            (logits_TE - threshold_E).detach().sort(dim=1, descending=True, stable=True)
-        )
+        margin_TE = (logits_TE - threshold_E).detach()
+        margin_TE, choice_TE = margin_TE.sort(dim=1, descending=True, stable=True)
         weight_TE = logits_TE.sigmoid().gather(1, choice_TE)
         chosen_TE = (margin_TE > 0) & active_T.unsqueeze(1)
         biased_TE = self.exit_bias(logits_TE)

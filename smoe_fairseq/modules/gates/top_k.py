@@ -40,6 +40,7 @@ class TopKGate(LinearGate):
         self.null_experts = config.null_experts
         self.simple_experts = config.constant_experts + config.copy_experts
         self.free_experts = self.simple_experts + self.null_experts
+        self.learns_number = self.free_experts > 0
         for kind in ("simple", "null"):
             if number := getattr(self, f"{kind}_experts"):
                 weight_ED = nn.Parameter(torch.empty(number, embed_dim))
@@ -57,10 +58,6 @@ class TopKGate(LinearGate):
         """
         columns = self.num_experts + self.free_experts
         self.residual_weight = nn.Parameter(self.weight.new_zeros(columns, columns))
-
-    @property
-    def learns_number(self) -> bool:
-        return self.free_experts > 0
 
     def decide(
         self,
@@ -119,9 +116,8 @@ class TopKGate(LinearGate):
             score_TE = logits_TE.softmax(dim=-1)
             return own_TE, logits_TE, score_TE, score_TE
         score_TE = logits_TE.sigmoid()
-        least = torch.finfo(score_TE.dtype).tiny
-        probs_TE = score_TE / score_TE.sum(1, keepdim=True).clamp(min=least)
-        return own_TE, logits_TE, score_TE, probs_TE
+        sum_T1 = score_TE.sum(1, keepdim=True).clamp(min=torch.finfo(score_TE.dtype).tiny)
+        return own_TE, logits_TE, score_TE, score_TE / sum_T1
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """``(T, E + S + M)``, null experts last."""
