@@ -1,4 +1,4 @@
-"""The block: strata, gate, dispatcher, experts, and what composes them. Needs torch only.
+"""The block: strata, gates, experts, and what composes them. Needs torch only.
 
 Nothing here imports from the rest of the package or from fairseq, so that the block can be a layer of any
 PyTorch model.

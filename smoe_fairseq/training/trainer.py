@@ -245,8 +245,9 @@ class SMoETrainer(Trainer):
             begin_update()
         self.in_update, self.lacks_memory = True, False
         try:
-            several = cast_once() if len(samples) > 1 else nullcontext()
-            with dummies_left_out(self.task), self._advising(), several:
+            # fully_sharded gathers the weights anew for each batch.
+            alike = cast_once() if len(samples) > 1 and not self.is_fsdp else nullcontext()
+            with dummies_left_out(self.task), self._advising(), alike:
                 log = super().train_step(sorted(samples, key=_is_there), *others, **options)
             if log is not None:  # None where an update was skipped
                 screen.after_update(self.get_num_updates())
