@@ -438,3 +438,23 @@ def test_tests_in_the_training_text_of_other_pairs(tmp_path):
         said = [line for line in done.stderr.splitlines() if "overlap: drop-all" in line]
         assert [line.split(":")[1].strip() for line in said] == ["en-de"] * leaks
     assert found["drop-all"]["overlap"] == found["drop"].get("overlap", 0) + 1
+
+
+def test_two_files_of_one_text_are_refused(tmp_path, dataset):
+    given = dataset()
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.en-ha.tsv").write_text("a\tb\n")
+    for name in ("train.en-ha.tsv.gz", "train.en-ha.jsonl"):
+        (tmp_path / name).write_bytes(gzip.compress(b"a\tb\n"))
+        with pytest.raises(UsageError, match=f"train.en-ha.tsv and .*{name}"):
+            gather(given, tmp_path, tmp_path / "raw")
+        (tmp_path / name).unlink()
+    assert not (tmp_path / "raw").exists()
+
+
+def test_compressed_text_without_the_ending_is_named(tmp_path):
+    text = b"a\n" * 99
+    for name, content in (("a", gzip.compress(text)), ("b.gz", gzip.compress(gzip.compress(text)))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UsageError, match=f"{name} is compressed: .*.gz"):
+            list(readers.lines(tmp_path / name))

@@ -88,8 +88,11 @@ REPEATED = f"train:\n  a: &a [{'1, ' * 1000}]\n" + "".join(
         ({"pairs": ["a-b"], "statements": {"x": ["moe"]}}, "statements.x"),
         ({"pairs": ["a-b"], "methods": {"moe": 1}}, "methods.moe"),
         ({"pairs": ["a-b"], "clean": {"overlap": "remove"}}, "clean.overlap"),
+        ({"pairs": ["a-b"], "clean": {"max-words": -1}}, "clean.max-words"),
+        ({"pairs": ["a-b"], "clean": {"max-ratio": float("nan")}}, "clean.max-ratio"),
+        ({"pairs": ["a-b"], "shards": 10**6}, "shards"),
     ],
-    ids=range(27),
+    ids=range(30),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

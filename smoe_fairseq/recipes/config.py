@@ -95,7 +95,7 @@ SCHEMA: dict[str, Any] = {
     "base": str,
     "pairs": [str],
     "experts": _COUNT,
-    "shards": _COUNT,
+    "shards": Number(1, 1000, whole=True),  # whose files are open at the same time
     "batch": {str: int},
     "precision": str,
     "raw": Settings(
@@ -113,7 +113,7 @@ SCHEMA: dict[str, Any] = {
     ),
     "source": Settings(datasets=str, config=str, splits=_SPLITS, sacrebleu=str),
     "clean": Settings(
-        {"max-ratio": float, "max-words": float},
+        {"max-ratio": Number(1), "max-words": Number(1)},
         repeated=_DROP,
         equal=_DROP,
         overlap=_DROP | {"drop-all"},

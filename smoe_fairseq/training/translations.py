@@ -9,6 +9,7 @@ checkpoints of a run; ``smoe evaluate`` scores against the raw references.
 import functools
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -87,10 +88,8 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
     return result
 
 
-_SIZES = {
-    "chrf": 24,
-    "bleu": 10,
-}  # numbers of a sentence: of six orders of letters and two of words; of four
+# Counts of a sentence: of six orders of letters and two of words; of four orders of words and two lengths.
+_SIZES = {"chrf": 24, "bleu": 10}
 
 
 def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], list[dict]]]:
@@ -101,8 +100,7 @@ def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], 
         found, _ = task.data_manager.load_split_datasets(subset, task.training, epoch=1)
         named = [(key.rpartition(":")[2], dataset) for key, dataset in found]
     else:
-        options = task.cfg
-        named = [(f"{options.source_lang}-{options.target_lang}", task.dataset(subset))]
+        named = [(f"{task.cfg.source_lang}-{task.cfg.target_lang}", task.dataset(subset))]
     most_source, most_target = task.max_positions()
     for direction, dataset in named:
         fitting = (
@@ -120,21 +118,16 @@ def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], 
         )
 
 
-class _turned_to:
+@contextmanager
+def _turned_to(task, direction: tuple[str, str]) -> Iterator[None]:
     """In this context the task translates in the direction; a multilingual one has none while it trains."""
-
-    def __init__(self, task, direction: tuple[str, str]):
-        self.options = task.args if hasattr(task, "data_manager") else None
-        self.direction = direction
-
-    def __enter__(self) -> None:
-        if self.options is not None:
-            self.before = self.options.source_lang, self.options.target_lang
-            self.options.source_lang, self.options.target_lang = self.direction
-
-    def __exit__(self, *error) -> None:
-        if self.options is not None:
-            self.options.source_lang, self.options.target_lang = self.before
+    options = task.args if hasattr(task, "data_manager") else task.cfg
+    before = options.source_lang, options.target_lang
+    options.source_lang, options.target_lang = direction
+    try:
+        yield
+    finally:
+        options.source_lang, options.target_lang = before
 
 
 def _texts(

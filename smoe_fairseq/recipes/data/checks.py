@@ -1,14 +1,16 @@
 """The table at the end of preparation: what is odd about each pair's text, and the setting for it."""
 
 import functools
-import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from tabulate import tabulate
 
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, type_of
@@ -99,15 +101,9 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
 
 
 def _left_out(file: Path, pair: str) -> dict[str, int]:
-    try:
-        return dict(json.loads(file.read_text("utf-8"))[pair])
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # of text from elsewhere, or of an earlier version
-        return {}
+    with suppress(UsageError, KeyError):  # of text from elsewhere, or of an earlier version
+        return read_json(file, {str: {str: int}})[pair]
+    return {}
 
 
 def _binarised(dataset: Dataset, binary: Path, pair: str) -> dict[str, int]:

@@ -181,15 +181,18 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
     return _unsplit(dataset, source, split, pair) or missing
 
 
-def _existing(path: Path) -> Path | None:
-    """The file, plain or compressed."""
-    return next(filter(Path.is_file, (Path(f"{path}{ending}") for ending in COMPRESSED)), None)
+def _existing(path: Path, endings: Iterable[str] = ("",)) -> Path | None:
+    """The file of one of the endings, plain or compressed; raises UsageError if there are several."""
+    names = (f"{path}{ending}{compressed}" for ending in endings for compressed in COMPRESSED)
+    found = list(filter(Path.is_file, map(Path, names)))
+    if len(found) > 1:
+        raise UsageError(f"{found[0]} and {found[1]} are both there: keep the one to use")
+    return found[0] if found else None
 
 
 def _of_both(source: Path, stems: Iterable[str]) -> Path | None:
     """The file of a kind that holds both languages, by its name without ending."""
-    files = (_existing(source / f"{stem}{ending}") for stem in stems for ending in READERS)
-    return next(filter(None, files), None)
+    return next(filter(None, (_existing(source / stem, READERS) for stem in stems)), None)
 
 
 def _orders(pair: str) -> tuple[str, str]:

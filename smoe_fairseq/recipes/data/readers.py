@@ -75,6 +75,8 @@ COMPRESSED: dict[str, Callable] = {
     **{".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstandard},
 }
 
+_BEGINNINGS = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ", ".bz2": b"BZh", ".zst": b"\x28\xb5\x2f\xfd"}
+
 
 def ending_of(path: Path) -> str:
     """The part of a name that tells its kind, without that of its compression: ``.tsv``, or ""."""
@@ -123,6 +125,12 @@ def lines(path: Path) -> Iterator[str]:
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
+                for ending, beginning in _BEGINNINGS.items():
+                    if number == 1 and line.startswith(beginning):
+                        raise UsageError(
+                            f"{path} is compressed: expected text, or a name that ends in {ending}; of "
+                            "text that was compressed twice, decompress it once"
+                        ) from None
                 raise UsageError(
                     f"{path}, line {number}, {_BYTES}: {error.reason}; convert it, as `iconv -t utf-8` does"
                 ) from None

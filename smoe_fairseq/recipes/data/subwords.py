@@ -1,6 +1,7 @@
 """Subwords: learn a sentencepiece model from text, and encode text; also ``smoe subwords``."""
 
 import io
+import shlex
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections import Counter
@@ -15,6 +16,7 @@ from smoe_fairseq.errors import UsageError, positive
 from smoe_fairseq.files import whole_files, whole_folder, write_whole
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.commands import add_learning
+from smoe_fairseq.recipes.config import arguments
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.normalization import nfc_rules
 from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk, count_lines
@@ -138,8 +140,12 @@ def learn_from(
                 **rules,
                 **options,
             )
-        except RuntimeError as error:
-            raise UsageError(f"sentencepiece cannot learn from {raw}: {error}") from None
+        except (RuntimeError, ValueError, OverflowError) as error:
+            given = options | {"user_defined_symbols": list(user_defined_symbols) or None}
+            flags = arguments({name.replace("_", "-"): value for name, value in given.items()})
+            raise UsageError(
+                f"sentencepiece cannot learn from {raw} with {shlex.join(flags)}: {error}"
+            ) from None
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     # fairseq's format is a piece and its count per line; the counts are used for sorting only.

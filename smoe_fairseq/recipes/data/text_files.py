@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
+from smoe_fairseq.training.screen import duration
 
 CHUNK = 1 << 20  # bytes, some tenths of a second of work
 _NEWS_SECONDS = 30  # between two lines on progress in a log
@@ -75,23 +76,29 @@ def count_lines(file: Path) -> int:
 
 
 @contextmanager
-def progress(step: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield ``advance(bytes)``: shows a bar at a terminal, and prints a line now and then elsewhere."""
-    if sys.stderr.isatty():
-        with tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False) as bar:
-            yield bar.update
-        return
-    done, said = 0, time.monotonic()
+def progress(step: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
+    """Yield ``advance(number)``: shows a bar at a terminal, and prints a line now and then elsewhere."""
+    start = said = time.monotonic()
+    done, size, name = 0, *((1e6, "MB") if unit == "B" else (1, unit))
+    with tqdm(
+        total=total,
+        desc=step,
+        unit=f" {unit}" if size == 1 else unit,
+        unit_scale=size > 1,
+        leave=False,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
 
-    def advance(size: int) -> None:
-        nonlocal done, said
-        done += size
-        if time.monotonic() - said >= _NEWS_SECONDS:
-            said = time.monotonic()
-            words = f"{step}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
-            print(words, file=sys.stderr, flush=True)
+        def advance(number: int) -> None:
+            nonlocal done, said
+            done += number
+            bar.update(number)
+            if bar.disable and (now := time.monotonic()) - said >= _NEWS_SECONDS:
+                said, rest = now, duration((now - start) * (total - done) / max(done, 1))
+                words = f"{step}: {done / size:,.0f} of {total / size:,.0f} {name} | {rest} left"
+                print(words, file=sys.stderr, flush=True)
 
-    yield advance
+        yield advance
 
 
 @contextmanager
@@ -156,7 +163,11 @@ def _each(pool: ProcessPoolExecutor, ahead: int, units: Iterable) -> Iterator:
 def _begin_worker(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
-    # Ctrl-C also reaches the parent, which ends its workers.
+    follow_parent()
+
+
+def follow_parent() -> None:
+    """Make this worker process end with its parent, and leave Ctrl-C, which reaches both, to that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

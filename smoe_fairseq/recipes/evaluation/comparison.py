@@ -14,7 +14,6 @@ from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
 
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.files import read_text
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.grid import Grid, number
@@ -95,7 +94,7 @@ class SentenceCounter:
 
     def __init__(self, dataset: Dataset, direction: str, metric: str):
         self.reference = tested_text(dataset, direction, direction.split("-")[1])
-        references = _lines(self.reference)
+        references = scores.lines_of(self.reference)
         self.sentences = len(references)
         if metric == scores.CHRF:
             self.metric: Metric = CHRF(word_order=2, references=[references])
@@ -110,7 +109,7 @@ class SentenceCounter:
         Raises:
             UsageError: translations are missing, or more or fewer than the references.
         """
-        lines = _lines(translations)
+        lines = scores.lines_of(translations)
         if len(lines) != self.sentences:
             raise UsageError(
                 f"{translations} has {len(lines)} lines and {self.reference} has {self.sentences}: "
@@ -146,11 +145,6 @@ def mean_p_value(first: np.ndarray, second: np.ndarray) -> float:
     draw = np.random.default_rng(None if seed.lower() == "none" else int(seed))
     samples = np.abs(apart[draw.choice(len(apart), (SAMPLES, len(apart)))].mean(1))
     return float(((samples - samples.mean() >= abs(apart.mean())).sum() + 1) / (SAMPLES + 1))
-
-
-def _lines(path: Path) -> Sequence[str]:
-    """The lines, split at line feeds alone, as sacreBLEU's command does."""
-    return read_text(path).split("\n")[:-1]
 
 
 # ``--compare A B``

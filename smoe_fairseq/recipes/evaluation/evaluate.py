@@ -6,9 +6,8 @@ import os
 import re
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +21,7 @@ from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import Dataset, Flags, arguments, method_flags
 from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
-from smoe_fairseq.recipes.data.text_files import count_lines
+from smoe_fairseq.recipes.data.text_files import count_lines, progress
 from smoe_fairseq.recipes.evaluation import generate, metrics, scores
 from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
 from smoe_fairseq.recipes.processes import (
@@ -33,12 +32,10 @@ from smoe_fairseq.recipes.processes import (
     step,
 )
 from smoe_fairseq.recipes.training.train import data_arguments
-from smoe_fairseq.training.screen import duration
 
 FILE = "evaluation.json"
 # What fairseq saves at the end of an epoch, or after so many updates; perhaps with a rank's experts.
 _SAVED = re.compile(r"(checkpoint(?:_\d+_(\d+)|(\d+)))(?:-rank-\d+)?\.pt")
-NEWS_SECONDS = 30  # between two lines on progress, unless there is a terminal
 
 
 @dataclass(frozen=True)
@@ -322,7 +319,7 @@ def _translate(evaluation: Evaluation) -> None:
         print(f"# {where}: {len(left)} of {count} directions, the longest first", flush=True)
         jobs = {direction: evaluation.generation(direction) for direction in left}
         total = sum(count_lines(evaluation.source(d)) for d in left)
-        with _progress(total) as advance:
+        with progress("evaluate", total, "sentences") as advance:
             for direction in generate.translated(where, jobs, advance):
                 scored[direction] = _score(evaluation, direction)
                 evaluation.save(scored, evaluation.partial)
@@ -346,24 +343,6 @@ def _score(evaluation: Evaluation, direction: str) -> scores.Score:
     found = metrics.score(translations, references, settings)
     write_whole(folder / f"{direction}.json", f"{found}\n")
     return scores.read_score(folder, direction)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Yield ``advance(sentences)``: a bar at a terminal, and elsewhere a line now and then."""
-    start = shown = time.monotonic()
-    with tqdm(total=total, unit=" sentences", disable=not sys.stderr.isatty()) as bar:
-        count = 0
-
-        def advance(number: int) -> None:
-            nonlocal count, shown
-            count += number
-            bar.update(number)
-            if bar.disable and (now := time.monotonic()) - shown >= NEWS_SECONDS:
-                shown, rest = now, duration((now - start) * (total - count) / count)
-                print(f"  {count:,} of {total:,} sentences | {rest} left", flush=True)
-
-        yield advance
 
 
 def _print_score(direction: str, score: scores.Score, count: str) -> None:

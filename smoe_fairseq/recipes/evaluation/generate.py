@@ -10,8 +10,6 @@ import io
 import math
 import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -20,6 +18,7 @@ from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import read_text, whole_file
+from smoe_fairseq.recipes.data.text_files import follow_parent
 from smoe_fairseq.recipes.processes import whole_number
 from smoe_fairseq.recipes.training.launcher import launch, visible_gpus
 
@@ -96,14 +95,8 @@ def translated(
 def _begin_worker(devices) -> None:
     global _worker
     os.environ["CUDA_VISIBLE_DEVICES"] = devices.get()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which also reaches the parent
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    follow_parent()
     _worker = Generator(threads=1)
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 def _work(words: Sequence[str]) -> int:

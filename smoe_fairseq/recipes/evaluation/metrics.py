@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.files import read_text
 from smoe_fairseq.recipes.config import Flags, arguments
+from smoe_fairseq.recipes.evaluation import scores
 
 AUTO = "auto"  # of `sacrebleu.tokenize`: by the language translated to
 DEFAULT = "13a"
@@ -48,7 +48,7 @@ def check_tokenizer(settings: Flags, language: str) -> None:
 
 def lines_of(file: Path) -> list[str]:
     """The lines as sacreBLEU's command reads them: divided at line feeds, without blanks at their ends."""
-    return [line.rstrip() for line in read_text(file).removesuffix("\n").split("\n")]
+    return [line.rstrip() for line in scores.lines_of(file)]
 
 
 def score(translations: Sequence[str], references: Sequence[str], settings: Flags) -> str:

@@ -49,13 +49,6 @@ class Score:
         return (self.bleu, self.signature) if metric == BLEU else self.others.get(metric)
 
     @property
-    def unpenalized(self) -> float | None:
-        """BLEU without its brevity penalty, within 0.2 percent; None in older files."""
-        if not self.length_ratio:
-            return None
-        return self.bleu / math.exp(min(0.0, 1 - 1 / self.length_ratio))
-
-    @property
     def has_odd_length(self) -> bool:
         """Whether translations seem not to end, or end too early."""
         return self.length_ratio is not None and not 0.8 <= self.length_ratio <= 1.2
@@ -181,11 +174,11 @@ class Scorer:
         if not left:
             return
         print(f"# {COMET} of {len(left)} directions by {self.model}", flush=True)
-        lines = {name: len(_lines(texts.translation)) for name, texts in left.items()}
+        lines = {name: len(lines_of(texts.translation)) for name, texts in left.items()}
         with tempfile.TemporaryDirectory() as name:
             together = Texts(*(Path(name, part) for part in ("source", "translation", "reference")))
             for part, file in vars(together).items():
-                texts = (line for t in left.values() for line in _lines(getattr(t, part)))
+                texts = (line for t in left.values() for line in lines_of(getattr(t, part)))
                 file.write_text("".join(f"{line}\n" for line in texts), "utf-8")
             scored = Path(name, "scores.json")
             run_quietly(f"{self.command(together, scored)} > /dev/null")
@@ -247,5 +240,6 @@ def _file(folder: Path, direction: str) -> Path:
     return folder / f"{direction}.comet.json"
 
 
-def _lines(file: Path) -> list[str]:
+def lines_of(file: Path) -> list[str]:
+    """The lines, split at line feeds alone, as sacreBLEU's command does."""
     return read_text(file).removesuffix("\n").split("\n")
