@@ -265,13 +265,12 @@ def _end(number: int, _frame) -> None:
 
 
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def end_with_parent() -> None:
     """Have the kernel send SIGTERM to this process when its parent ends in any way (Linux)."""
     if _prctl is not None:
-        _prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+        _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 # Standard output that cannot be written: one sentence for a full disk, none for a closed pipe.
@@ -281,23 +280,18 @@ def end_with_parent() -> None:
 
 
 class _Watched:
-    """Standard output that remembers its first error, also if the writer ignores it."""
+    """Standard output that remembers its last failed write, also if the writer ignores it."""
+
+    problem: OSError | None = None
 
     def __init__(self, stream: TextIO):
         self.stream = stream
-        self.problem: OSError | None = None
 
     def write(self, text: str) -> int:
-        return self._try(self.stream.write, text)
-
-    def flush(self) -> None:
-        self._try(self.stream.flush)
-
-    def _try(self, function: Callable, *arguments):
         try:
-            return function(*arguments)
+            return self.stream.write(text)
         except OSError as error:
-            self.problem = self.problem or error
+            self.problem = error
             raise
 
     def __getattr__(self, name: str):
@@ -321,26 +315,26 @@ def flush_stdout(command: Callable) -> Callable:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         if codecs.lookup(encoding).name != "utf-8" and hasattr(sys.stdout, "reconfigure"):
             with suppress(OSError):  # of a stream that says more of itself than is true
-                sys.stdout.reconfigure(
-                    errors="backslashreplace"
-                )  # letters that it lacks are spelt out
+                sys.stdout.reconfigure(errors="backslashreplace")  # spells letters that it lacks
         output = sys.stdout = _Watched(sys.stdout)
         try:
             return command(*arguments, **options)
         finally:
             sys.stdout = output.stream
-            with suppress(OSError):
-                output.flush()
+            try:
+                sys.stdout.flush()
+            except OSError as error:
+                output.problem = error
             if output.problem is not None:
-                _give_up(output)
+                _give_up(output.problem)
 
     return run
 
 
-def _give_up(output: _Watched) -> None:
+def _give_up(problem: OSError) -> NoReturn:
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, output.fileno())  # for what is still in Python's buffer
+    os.dup2(nowhere, sys.stdout.fileno())  # for what is still in Python's buffer
     os.close(nowhere)
-    if isinstance(output.problem, BrokenPipeError):
+    if isinstance(problem, BrokenPipeError):
         raise SystemExit(128 + signal.SIGPIPE) from None
-    raise UsageError(f"standard output cannot be written: {output.problem.strerror}") from None
+    raise UsageError(f"standard output cannot be written: {problem.strerror}") from None

@@ -21,7 +21,25 @@ def sparse(small_corpus, tmp_path_factory):
     return folder / "checkpoint_last.pt"
 
 
+def of_kind(change):
+    """Another kind of tensor in the place of one of the model's."""
+
+    def of(state: dict) -> None:
+        name = "encoder.embed_tokens.weight"
+        state["model"][name] = change(state["model"][name])
+
+    return of
+
+
 OTHER_KINDS = {
+    "whole numbers": of_kind(lambda tensor: tensor.char()),
+    "a sparse tensor": of_kind(lambda tensor: tensor.to_sparse()),
+    "text": of_kind(str),
+    "a tensor on no device": of_kind(lambda tensor: tensor.to("meta")),
+    "a number as a name": lambda state: state["model"].update({1: torch.zeros(1)}),
+    "no options of the model": lambda state: state["cfg"].update(model=None),
+    "no options of the task": lambda state: state["cfg"].update(task=None),
+    "no history": lambda state: state.update(optimizer_history=[]),
     "no model": lambda state: state.pop("model"),
     "no parameters": lambda state: state.update(model=None),
     "a list of parameters": lambda state: state.update(model=[1]),
@@ -84,6 +102,20 @@ def test_state_of_another_run_is_named(small_corpus, sparse, tmp_path):
     more = ("--restore-file", file, "--max-update", 4)
     result = train_smoe(small_corpus, tmp_path / "new", *more, check=False)
     refused(result, file, "--reset-optimizer")
+
+
+UNFIT = {
+    "no optimizer state": lambda state: state.pop("last_optimizer_state"),
+    "not finite": of_kind(lambda tensor: tensor * float("nan")),
+}
+
+
+@pytest.mark.parametrize("change", UNFIT.values(), ids=UNFIT)
+def test_training_does_not_go_on_from_what_it_cannot(small_corpus, sparse, tmp_path, change):
+    file = changed(sparse, tmp_path / "checkpoint_last.pt", change)
+    before = file.read_bytes()
+    refused(train_smoe(small_corpus, tmp_path, "--max-update", 9, check=False), file)
+    assert file.read_bytes() == before and len(list(tmp_path.glob("*.pt"))) == 1
 
 
 MISSING = {

@@ -10,6 +10,7 @@ The start-up hook loads this package without its parent. Write ``from .file impo
 ``from . import file`` would import the parent.
 """
 
+import functools
 import importlib
 import sys
 import warnings
@@ -20,11 +21,7 @@ from types import ModuleType
 from smoe_fairseq.errors import UsageError
 
 from .patches_training import PATCHES as OTHERS
-from .safe_load import (
-    allow_checkpoint_types,
-    evaluate_literals_only,
-    name_unreadable_checkpoints,
-)
+from .safe_load import allow_checkpoint_types, evaluate_literals_only, name_unreadable_checkpoints
 
 __all__ = ["ADDITIONS", "PATCHES", "install", "register", "require_fairseq", "when_imported"]
 
@@ -157,15 +154,11 @@ def register() -> None:
 
 def _register(fairseq) -> None:
     for module, place in ADDITIONS:
-        when_imported(module, _addition(place))
+        when_imported(module, functools.partial(_add, place))
 
 
-def _addition(place: str) -> Action:
+def _add(place: str, of_fairseq: ModuleType) -> None:
     module, _, name = place.partition(":")
-
-    def add(of_fairseq) -> None:
-        found = importlib.import_module(module)
-        if name:
-            getattr(found, name)(of_fairseq)
-
-    return add
+    found = importlib.import_module(module)
+    if name:
+        getattr(found, name)(of_fairseq)

@@ -22,7 +22,7 @@ from smoe_fairseq.errors import (
 )
 from smoe_fairseq.files import rank_files
 
-from .safe_load import check_there, evaluate, saved_task
+from .safe_load import check_there, evaluate
 
 logger = logging.getLogger(__name__)
 PATCHES: list[tuple[str, Callable[[ModuleType], None]]] = []  # module of fairseq, and its patch
@@ -65,10 +65,11 @@ def hash_dataclasses(dataclasses: ModuleType) -> None:
     dataclasses.dataclass = dataclass
 
 
-# Drops the warning that `torch.jit.script` is deprecated, five times at every command's start.
+# Drops warnings about how fairseq calls torch.jit and hydra, some forty lines at every command's start.
 #
-# For fairseq 0.12.2 on torch 2.14 and later. fairseq's model_utils.py asks for it as it is imported, it
-# works all the same, and a user can do nothing about it. Other warnings are untouched.
+# For fairseq 0.12.2 on torch 2.14 and hydra 1.1, and later. They name old functions and headers inside
+# fairseq, which work all the same, and a user can do nothing about them. Errors, and warnings from anywhere
+# else, are untouched.
 
 
 @patches("torch.jit")
@@ -76,13 +77,6 @@ def quiet_jit(jit: ModuleType) -> None:
     message = r"`torch\.jit\.script` is (deprecated|not supported)"
     warnings.filterwarnings("ignore", message, FutureWarning)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"fairscale\.")
-
-
-# Drops the warnings about how fairseq calls hydra, some thirty lines at every command's start.
-#
-# For fairseq 0.12.2 on hydra 1.1 and later. They name old functions, arguments and headers inside fairseq,
-# which work all the same, and a user can do nothing about them. Errors, and warnings from anywhere else,
-# are untouched.
 
 
 @patches("fairseq.dataclass.utils")
@@ -313,13 +307,9 @@ def end_parsing_with_line(options: ModuleType) -> None:
 # the command line decides which flags there are; what is validated is the checkpoint's task in any case.
 
 
-@patches("fairseq.options")
-def take_task_of_checkpoint(options: ModuleType) -> None:
-    _before_parsing(options, _set_task)
-
-
 def _set_task(parser: argparse.ArgumentParser, given: Namespace) -> None:
     """The parser's default for ``--task``, where it has none and no task is given."""
+    from fairseq.checkpoint_utils import load_checkpoint_to_cpu
     from fairseq.tasks import TASK_REGISTRY
 
     has_task = any(action.dest == "task" for action in parser._actions)
@@ -327,7 +317,8 @@ def _set_task(parser: argparse.ArgumentParser, given: Namespace) -> None:
         return
     if not given.path:
         raise UsageError("--path is missing: expected the checkpoint to validate")
-    task = saved_task(given.path)
+    saved = load_checkpoint_to_cpu(given.path)["cfg"].task
+    task = getattr(saved, "_name", None) or getattr(saved, "task", None)
     if task is None:
         raise UsageError(f"{given.path} does not say of what task it is: expected --task")
     if task not in TASK_REGISTRY:
@@ -338,20 +329,21 @@ def _set_task(parser: argparse.ArgumentParser, given: Namespace) -> None:
     parser.set_defaults(task=task)
 
 
-def _before_parsing(options: ModuleType, check: Callable) -> None:
-    """Has ``check(parser, given)`` called before arguments are parsed; ``given`` are some of them."""
+@patches("fairseq.options")
+def take_task_of_checkpoint(options: ModuleType) -> None:
+    """And look at the ``--arch`` that is given, both before arguments are parsed."""
     original = options.parse_args_and_arch
     words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--user-dir", "--task", "--path", "--arch"):
-        words.add_argument(flag, nargs="?", **{"dest": "arch"} if flag == "--arch" else {})
-    words.add_argument("-a", nargs="?", dest="arch")
+    for flags in (["--user-dir"], ["--task"], ["--path"], ["--arch", "-a"]):
+        words.add_argument(*flags, nargs="?")
     words.add_argument("-h", "--help", action="store_true")
 
     @functools.wraps(original)
     def parse_args_and_arch(parser, input_args=None, *others, **more):
         given, _ = words.parse_known_args(input_args)
         options.utils.import_user_module(given)
-        check(parser, given)
+        _set_task(parser, given)
+        _check_arch(given)
         return original(parser, input_args, *others, **more)
 
     options.parse_args_and_arch = parse_args_and_arch
@@ -380,13 +372,8 @@ def name_unknown_model(models: ModuleType) -> None:
     models.build_model = build_model
 
 
-@patches("fairseq.options")
-def name_unknown_model_to_train(options: ModuleType) -> None:
+def _check_arch(given: Namespace) -> None:
     """Of ``fairseq-train --arch``, whose own answer is a list of some two hundred."""
-    _before_parsing(options, _check_arch)
-
-
-def _check_arch(_, given: Namespace) -> None:
     from fairseq import models
 
     if given.arch and (sentence := _problem(models, given.arch)):
@@ -410,9 +397,7 @@ def _problem(models: ModuleType, name: str | None) -> str | None:
 # A model of ``translation_multi_simple_epoch`` translates by fairseq's interface for Python, too.
 #
 # For fairseq 0.12.2 on any Python. ``GeneratorHubInterface`` gives every task's ``build_generator`` an
-# argument that this one's does not have (``prefix_allowed_tokens_fn``), so any translation ends in a
-# TypeError. All that the argument does is to say which tokens may follow; it is None unless it is asked
-# for.
+# argument that this one's lacks, so any translation ends in a TypeError; it is None unless it is asked for.
 
 
 @patches("fairseq.tasks.translation_multi_simple_epoch")
@@ -422,9 +407,7 @@ def take_prefix_function(task: ModuleType) -> None:
     @functools.wraps(original)
     def build_generator(self, *others, prefix_allowed_tokens_fn=None, **options):
         if prefix_allowed_tokens_fn is not None:
-            raise NotImplementedError(
-                "prefix_allowed_tokens_fn with the multilingual_translation task is not supported"
-            )
+            raise NotImplementedError("prefix_allowed_tokens_fn")
         return original(self, *others, **options)
 
     task.TranslationMultiSimpleEpochTask.build_generator = build_generator
@@ -452,9 +435,8 @@ def avoid_fast_path(transformer_layer: ModuleType) -> None:
 
 # Keeps the routing metrics of each block and stratum off the console's lines.
 #
-# For fairseq 0.12.2 on any Python. Its progress bars print every metric that its loggers get, and a large
-# model has a hundred of these. They are named by block, ``encoder.layer.1/...``; TensorBoard, Weights &
-# Biases and lines in JSON, which programs read, have them all.
+# For fairseq 0.12.2 on any Python. Its progress bars print every metric, and a large model has a hundred of
+# these, named ``encoder.layer.1/...``; TensorBoard, Weights & Biases and lines in JSON have them all.
 
 
 @patches("fairseq.logging.progress_bar")

@@ -81,10 +81,11 @@ def join_bytes_of_pieces(sentencepiece_bpe: ModuleType) -> None:
     encoder.decode = lambda self, pieces: original(self, join_bytes(pieces))
 
 
-# Names the data file that cannot be opened, without a second error.
+# Names the dictionary or data file that cannot be used, and refuses a pipe or a device in its place.
 #
-# For fairseq 0.12.2 on any Python. ``__del__`` closes files that were never opened, and Python prints a
-# stack trace of that below the first error.
+# For fairseq 0.12.2 on any Python. It says what is wrong in a line of a dictionary, but not in which; opens
+# whatever has the name, and waits for ever for a pipe's writer; and its ``__del__`` closes data files that
+# were never opened, with a stack trace below the first error.
 
 
 @patches("fairseq.data.indexed_dataset")
@@ -99,13 +100,23 @@ def name_data_file(indexed_dataset: ModuleType) -> None:
     def _do_init(self, path):
         with naming_file(f"{path}.idx", f"it or {os.path.basename(path)}.bin"):
             begin(self, path)
+            starts, sizes = self._index._pointers[-1:], self._index._sizes[-1:]
+            ends = starts + sizes.astype("int64") * self._index._dtype_size
+            if os.path.getsize(f"{path}.bin") < max(ends, default=0):
+                raise ValueError("cut off")
 
     kind.__del__, kind._do_init = __del__, _do_init
+    for name in ("index_file_path", "data_file_path"):
+        setattr(indexed_dataset, name, _plain(getattr(indexed_dataset, name)))
 
 
-# Names the dictionary that cannot be used.
-#
-# For fairseq 0.12.2 on any Python, which says what is wrong in a line of it, but not in which file.
+def _plain(path_of):
+    @functools.wraps(path_of)
+    def plain_path_of(prefix_path):
+        check_plain(path := path_of(prefix_path))
+        return path
+
+    return plain_path_of
 
 
 @patches("fairseq.data.dictionary")
@@ -123,45 +134,18 @@ def name_dictionary(dictionary: ModuleType) -> None:
     dictionary.Dictionary.load = classmethod(load)
 
 
-# Refuses a pipe or a device in the place of a data file.
+# Gives fairseq's modules the names that newer libraries lack.
 #
-# For fairseq 0.12.2 on any Python. It opens whatever has the name, and waits for ever for a pipe's writer.
-
-
-@patches("fairseq.data.indexed_dataset")
-def open_plain_files(indexed_dataset: ModuleType) -> None:
-    for name in ("index_file_path", "data_file_path"):
-        setattr(indexed_dataset, name, _plain(getattr(indexed_dataset, name)))
-
-
-def _plain(path_of):
-    @functools.wraps(path_of)
-    def plain_path_of(prefix_path):
-        check_plain(path := path_of(prefix_path))
-        return path
-
-    return plain_path_of
-
-
-# Lets ``--dataset-impl huffman`` be read.
-#
-# For fairseq 0.12.2 and bitarray 3, which has no ``util.rindex`` any more: a method takes its place.
+# For fairseq 0.12.2 and bitarray 3, whose ``util.rindex`` is a method now (``--dataset-impl huffman``), and
+# numpy 2, which has no ``np.compat.long`` (language models with ``--sample-break-mode eos``). The libraries
+# stay as they are for everybody else.
 
 
 @patches("fairseq.data.huffman.huffman_coder")
 def find_last_bit(huffman_coder: ModuleType) -> None:
-    def rindex(bits, value):
-        return bits.find(value, right=True)
-
     if not hasattr(huffman_coder.util, "rindex"):
+        rindex = functools.partial(huffman_coder.bitarray.find, right=True)
         huffman_coder.util = SimpleNamespace(rindex=rindex)
-
-
-# Lets fairseq use ``np.compat.long``, which numpy 2 no longer has, as ``int``.
-#
-# For fairseq 0.12.2 and numpy 2.0 and later. Language models with ``--sample-break-mode eos``, and their
-# sampling and interactive use, end in an AttributeError. Only fairseq's module that divides text into
-# samples sees the name again; numpy stays as it is for everybody else.
 
 
 @patches("fairseq.data.token_block_dataset")

@@ -33,9 +33,7 @@ class Array(numpy.ndarray):
         _, shape, kind, fortran, content = state
         _check(kind, content, shape)
         if self.filled:
-            raise pickle.UnpicklingError(
-                "an array that is filled twice: expected one as numpy saves it"
-            )
+            raise pickle.UnpicklingError("an array that is filled twice")
         self.filled = True
         super().__setstate__((1, tuple(shape), kind.dtype, bool(fortran), content))
 
@@ -78,6 +76,4 @@ def _check(kind: Kind, content: bytes, shape: tuple) -> None:
     fine = fine and all(type(size) is int and 0 <= size <= LARGEST for size in shape)
     fine = fine and len(shape) <= MOST_DIMENSIONS
     if not fine or math.prod(shape) * kind.dtype.itemsize != len(content):
-        raise pickle.UnpicklingError(
-            "numbers of an array: expected as many bytes as shape and type say"
-        )
+        raise pickle.UnpicklingError("an array with other bytes than its shape and type say")

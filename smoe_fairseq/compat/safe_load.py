@@ -11,7 +11,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +28,10 @@ _REFUSED = re.compile(
 # torch's words for bytes that are wrong, in a RuntimeError. All others are of the system or the memory.
 _OF_CONTENT = ("failed reading zip archive", "hasRecord", "mmap can only be used", "magic number")
 _LONGEST = 100  # letters that are shown of a type's name, or of an error
+_TENSOR = re.compile(
+    r"torch\.strided torch\.(b?float|u?int)\d+\w*"
+)  # of a model, by layout and type
+_REAL = (".weight", ".bias", ".w1", ".w2", ".b1", ".b2")  # whole numbers are of tables and counts
 _sound = set()  # files that this process has found to be so, by path and state
 
 
@@ -98,16 +102,17 @@ def check_content(path: Path | str, state, has_config: bool = True) -> None:
     for part, kind in kinds.items():
         if part == "cfg" and state.get(part) is None:
             continue  # older ones have args in its place
-        if part in state and not isinstance(state[part], kind):
+        if part in state and (not isinstance(state[part], kind) or state[part] == []):
             raise UnreadableCheckpoint(
-                f"{path} is not a checkpoint of fairseq: {part} in it is of another kind"
+                f"{path} is not a checkpoint of fairseq: {part} in it is of another kind, or empty"
             )
     for name, tensor in state["model"].items():
-        kind = str(getattr(tensor, "dtype", None)).removeprefix("torch.")
-        if kind.startswith(("complex", "bool")):
+        kind = f"{getattr(tensor, 'layout', type(tensor).__name__)} {getattr(tensor, 'dtype', '')}"
+        whole = "int" in kind and str(name).endswith(_REAL)
+        if not _TENSOR.fullmatch(kind) or whole or tensor.is_meta or not isinstance(name, str):
             raise UnreadableCheckpoint(
-                f"{path} is not a checkpoint of fairseq: {str(name)[:_LONGEST]!r} in its model is of "
-                f"{kind} numbers; expected real ones"
+                f"{path} is not a checkpoint of fairseq: {str(name)[:_LONGEST]!r} in its model is {kind}; "
+                "expected a name, and a dense tensor of real numbers"
             )
     position = state.get("extra_state", {}).get("train_iterator", {})
     epoch = position.get("epoch", 1) if isinstance(position, Mapping) else None
@@ -115,10 +120,10 @@ def check_content(path: Path | str, state, has_config: bool = True) -> None:
         raise UnreadableCheckpoint(
             f"{path} is not a checkpoint of fairseq: train_iterator in it is of another kind"
         )
-    if has_config and state.get("cfg") is None and state.get("args") is None:
-        raise UnreadableCheckpoint(
-            f"{path} does not say of what model it is: neither cfg nor args is in it"
-        )
+    config = state.get("cfg") or {"model": state.get("args")}
+    for part in ("model", "task"):
+        if has_config and config.get(part, part) is None:
+            raise UnreadableCheckpoint(f"{path} does not say of what {part} it is")
 
 
 def _refusal(path: Path | str, words: str) -> str:
@@ -246,27 +251,6 @@ def _put_together(left, operator: ast.operator, right) -> list | tuple:
     raise ValueError("no list, or too long a one")
 
 
-# What a checkpoint says of its task, without building it.
-
-
-def saved_task(path: str) -> str | None:
-    """The name of a checkpoint's task; None where it does not say.
-
-    Raises:
-        UsageError: the file is missing, damaged, or no checkpoint of fairseq.
-    """
-    import torch
-
-    with reading(path):
-        state = torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=True)
-    check_content(path, state)
-    config = state.get("cfg")
-    saved = state["args"] if config is None else config.get("task")
-    saved = saved if isinstance(saved, Mapping) else vars(saved)
-    found = saved.get("_name") or saved.get("task")
-    return found if isinstance(found, str) else None
-
-
 # Lets torch load fairseq checkpoints with ``weights_only=True``.
 #
 # For fairseq 0.12.2 on torch 2.6 and later. There ``torch.load`` builds tensors, plain containers and only
@@ -342,10 +326,13 @@ def _checked(load):
                 f"{error}: take another one (with --restore-file in training), or remove it to train anew"
             ) from None
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise UnreadableCheckpoint(
-                f"{path} is not a checkpoint of fairseq, or parts of it are missing: "
-                f"{type(error).__name__}: {' '.join(str(error).split())}"
-            ) from None
+            from torch import load as load_again
+
+            with suppress(LookupError, TypeError, AttributeError, ValueError):
+                again = load_again(path, "cpu", mmap=is_archive(path), weights_only=True)
+                check_content(path, again)
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise UnreadableCheckpoint(f"{path} is not a checkpoint of fairseq: {said}") from None
         check_content(path, state, has_config="ema" not in load.__name__)
         return state
 

@@ -219,6 +219,8 @@ class SMoETrainer(Trainer):
                     "--reset-dataloader --reset-meters only its parameters are taken"
                 ) from None
             raise
+        if extra_state is not None:
+            self._check_loaded(filename, reset_optimizer)
         # --finetune-from-model resets both here, and not in the flags; fairseq's best score is the same.
         if extra_state is not None and not (reset_optimizer or reset_meters):
             set_early_stop(extra_state.get(EARLY_STOP, {}))
@@ -228,6 +230,21 @@ class SMoETrainer(Trainer):
             logger.info(f"--max-update {optimization.max_update}: nothing is left to train")
             optimization.max_epoch = -1
         return extra_state
+
+    def _check_loaded(self, filename: str, reset_optimizer: bool) -> None:
+        """Raise UsageError where training cannot go on with what was loaded, or would begin anew unasked."""
+        made = self._optim_history[-1]["num_updates"] if self._optim_history else 0
+        if not reset_optimizer and made != self.get_num_updates():
+            raise UsageError(
+                f"{filename} has no optimizer state, so training cannot go on from its {made} updates: "
+                f"expected --finetune-from-model {filename} to begin anew with its parameters, or "
+                "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-meters"
+            )
+        for name, parameter in self.get_model().named_parameters():
+            if not parameter.isfinite().all():
+                raise UsageError(
+                    f"{filename} holds values that are not finite, in {name}: expected an earlier checkpoint"
+                )
 
     def get_train_iterator(self, *arguments, **options):
         """As fairseq's; raises UsageError if ranks have different data."""
