@@ -25,7 +25,7 @@ def of_kind(change):
     """Another kind of tensor in the place of one of the model's."""
 
     def of(state: dict) -> None:
-        name = "encoder.embed_tokens.weight"
+        name = "encoder.layers.0.fc1.weight"
         state["model"][name] = change(state["model"][name])
 
     return of
