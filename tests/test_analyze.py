@@ -120,6 +120,19 @@ def test_requested_capacity_is_weighted_by_tokens(analysis):
         assert row["requested_capacity"] == f"{choices.total() / tokens:.6f}"
 
 
+def test_flow_is_the_one_on_paper(analysis):
+    found = {case: Counter() for case in cases()}
+    for row in read(analysis / "flow.csv"):
+        case = row["direction"], row["side"], int(row["layer"]), row["kind"]
+        if count := int(row["tokens"]):
+            found[case][int(row["stratum"]), int(row["chosen_stratum"])] = count
+    for case in cases():
+        want = Counter()
+        for (stratum, expert), count in expected(*case[:2], case[3]).items():
+            want[stratum, expert // 2] += count
+        assert found[case] == want
+
+
 def test_token_types(analysis):
     rows = read(analysis / "tokens.csv")
     for direction, side, layer, kind in cases():
@@ -282,3 +295,17 @@ def test_a_sentence_is_segmented_by_the_model_beside_sharded_data(
     main([*one_direction(shard, gates_by_hand), "--sentence", "aa0+aa4+aa5"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].split() == ["__bb__", "aa0", "aa4", "aa5", "</s>"]
+
+
+def test_positions_are_of_all_first_choices(analysis):
+    """In five fifths as many as in all directions together; some are dropped on each side."""
+    load = Counter()
+    for row in read(analysis / "load.csv"):
+        load[row["side"], row["layer"]] += int(row["first_choices"])
+    positions, dropped = Counter(), Counter()
+    for row in read(analysis / "positions.csv"):
+        assert 0 <= int(row["dropped"]) <= int(row["first_choices"])
+        positions[row["side"], row["layer"]] += int(row["first_choices"])
+        dropped[row["side"]] += int(row["dropped"])
+    assert positions == load and len(dropped) == 2 and all(dropped.values())
+    assert 'id="positions"' in (analysis / "report.html").read_text()

@@ -170,3 +170,21 @@ def test_it_is_the_order_of_the_words_that_counts():
     one, same, other = (noted(Namespace(target_dictionary=d)) for d in (one, same, other))
     assert one == same != other
     assert set(one["target"]) == {"symbols", "sha256"} and len(one["target"]["sha256"]) == 64
+
+
+class Silent:
+    """A task without text."""
+
+    @property
+    def source_dictionary(self):
+        raise NotImplementedError
+
+    target_dictionary = None
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {DICTIONARIES: None}, {DICTIONARIES: "x"}, {DICTIONARIES: {"source": 1}}]
+)
+def test_without_a_note_nothing_is_compared(content):
+    assert difference("model.pt", content, Namespace(source_dictionary=dictionary("a"))) is None
+    assert noted(Silent()) == {}

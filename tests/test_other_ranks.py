@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,3 +162,16 @@ def test_its_command_resumes_it(tmp_path, ranks, tokens, frequency):
     )
     assert (value(words, "--max-tokens"), value(words, "--update-freq")) == (tokens, frequency)
     assert not {"--bf16", "--fp16"} & set(words)
+
+
+def test_numbers_by_epoch_stay_as_they_are(monkeypatch):
+    monkeypatch.delenv("BATCH", raising=False)
+    dataset, flags = load_dataset("multi30k"), {"max-tokens": 4096}
+    assert plan_batch(dataset, flags, 2, ["--update-freq", "4,2"]) is None
+    assert plan_batch(dataset, flags | {"update-freq": "[4, 2]"}, 1) is None
+
+
+def test_a_named_batch_needs_no_other_size(monkeypatch):
+    monkeypatch.delenv("BATCH", raising=False)
+    dataset = replace(load_dataset("multi30k"), batch={"paper": 6000})
+    assert plan_batch(dataset, {}, 2).flags() == {"max-tokens": 3000, "update-freq": 1}

@@ -67,6 +67,26 @@ def test_the_most_important_experts_stay(three_languages, by_hand, tmp_path, pai
             assert strata.split(",") == 2 * ["-".join(map(str, sizes))]
 
 
+@pytest.mark.soak
+def test_over_all_layers_the_best_of_all_stay(three_languages, by_hand, tmp_path):
+    """Both layers of a side have the same routes, so that they stay the same, and the sides do not."""
+    direction, differ = "aa-bb", 0
+    scores = {side: importance(direction, side) for side in SIDES}
+    others = sorted(((scores[side][e], side) for side in SIDES for e in range(6)), reverse=True)
+    for more in (0, 3, 8, 12):
+        output, share = tmp_path / f"{more}.pt", (8 + 2 * more) / 32
+        words = ("--keep", share, "--over", "all", "--lang-pairs", direction)
+        call("prune", by_hand, three_languages, *words, "--cpu", "--output", output)
+        numbers = [2 + sum(side == s for _, s in others[:more]) for side in SIDES]
+        differ += numbers[0] != numbers[1]
+        found = [strata.split(",") for strata in strata_of(output)]
+        for number, layers, side in zip(numbers, found, SIDES, strict=True):
+            kept = best(scores[side], number)
+            assert layers[0] == layers[1]
+            assert layers[0] == "-".join(str(sum(e // 2 == s for e in kept)) for s in range(4))
+    assert differ
+
+
 @pytest.fixture
 def by_language(multilingual, tmp_path, monkeypatch) -> Path:
     """Switch gates by which each language goes another way."""
@@ -100,6 +120,19 @@ def test_what_any_direction_uses_stays(three_languages, by_language, tmp_path, p
         for layer in (1, 3):
             # One in the last stratum would do; two of it are on all ways here.
             assert kept[f"{side} layer {layer}"] == sorted(used)
+
+
+@pytest.mark.soak
+def test_a_load_is_that_of_the_direction_where_it_is_highest(
+    three_languages, by_language, tmp_path
+):
+    """What only cc uses has in cc-aa a load that it has not in both directions together."""
+    printed = {}
+    for pairs in ("cc-aa", "cc-aa,aa-bb"):
+        words = ("--min-load", 0.6, "--lang-pairs", pairs, "--force")
+        printed[pairs] = kept_of(prune(three_languages, by_language, tmp_path / "p.pt", *words))
+    one, both = (kept["encoder layer 1"] for kept in printed.values())
+    assert {0, 3, 5, 7} <= {*one} <= {*both}
 
 
 def test_a_sample_is_counted(three_languages, by_hand, tmp_path):

@@ -15,7 +15,6 @@ import pytest
 import sacrebleu
 from commands import bash_torchrun
 from commands import run as run_program
-from sampling import soak
 from test_recipes import (
     commands,
     recipe,
@@ -334,17 +333,6 @@ def test_a_killed_evaluation_goes_on_with_what_is_left(tiny, unevaluated):
     assert (run / "test" / done / "generate-test.txt").stat().st_mtime_ns == before
     assert result_of(run) == expected
     assert not (run / "test.partial").exists() and not list(run.glob("**/*.log*"))[1:]  # train.log
-
-
-@pytest.mark.parametrize("seconds", [soak(0.2 + 0.6 * i) for i in range(4)])
-def test_killed_at_any_time_it_ends_in_the_same_scores(tiny, unevaluated, seconds):
-    run = unevaluated / "runs/tiny/smoe-2-2"
-    process = start_evaluation(unevaluated, "runs")
-    time.sleep(seconds)
-    kill(process, unevaluated)
-    again = evaluate_again(unevaluated)
-    assert again.returncode == 0, again.stderr
-    assert result_of(run) == result_of(tiny[0] / "runs/tiny/smoe-2-2")
 
 
 @pytest.mark.soak

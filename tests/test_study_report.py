@@ -195,3 +195,21 @@ def test_runs_of_different_directions_are_named(two_runs):
     file.write_text(file.read_text().replace("en-de", "en-fr"))
     said = refusal(report_of(folder))
     assert "moe in en-fr and " in said and "smoe-4-4 in en-de" in said
+
+
+def test_flops_are_those_of_the_experts_that_a_gate_learnt(two_runs):
+    """Of top-p those that it took, where even gates take all four that 0.4 of eight is; of top-2 its two."""
+    folder, _ = two_runs
+    shutil.copytree(folder / "runs/multi30k/moe", folder / "runs/multi30k/moe-top-p")
+    keep(folder, "moe-top-p", {1: 5.0, 2: 3.5})
+    known = rows(made(folder), "Systems")
+    expert = 2 * 2 * (2 * 128 * 256) / 1e6  # in the two layers
+    even = float(known["moe-top-p"][1]) - float(known["moe"][1])
+    assert even == pytest.approx(2 * expert, abs=0.1)
+    for run in ("moe", "moe-top-p"):
+        file = folder / "results/multi30k" / run / study_results.FILE
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_per_token": 1.0}))
+    learnt = rows(made(folder), "Systems")
+    assert learnt["moe"] == known["moe"]
+    apart = float(learnt["moe-top-p"][1]) - float(learnt["moe"][1])
+    assert apart == pytest.approx(-expert, abs=0.1)
