@@ -51,6 +51,12 @@ def test_a_bad_value_is_named(corpus, tmp_path, given):
     assert not list((tmp_path / "run").glob("*.pt"))
 
 
+def test_a_mistyped_flag_names_the_nearest(corpus):
+    result = run("fairseq-train", corpus, *TINY, "--encoder-layer", 1, check=False)
+    assert result.returncode == 2 and "--encoder-layers" in result.stdout.splitlines()[-1]
+    assert len(result.stdout) < 500
+
+
 OTHER_CRITERION = "--arch smoe_transformer_tiny --no-share-all-embeddings --smoe-strata 4-4"
 WITHOUT_EFFECT = {
     "--moe-balance bias": "--moe-second-expert-policy all",
