@@ -2,7 +2,7 @@
 
 Equations are numbered as in arXiv 2305.02176v2. Here are 4 to 7 (layer norm, gate, experts, residual: see
 `StratifiedMoE.forward`); 1 (FFN_e) is in experts.py, 2 (the gate of a vanilla MoE) in gates/top_k.py, 3 (the
-weighted sum) in rows.py, 8 to 11 (the balance loss) in routing.py and statistics.py.
+weighted sum) in per_expert.py and grouped.py, 8 to 11 (the balance loss) in routing.py and statistics.py.
 
 Shapes: T tokens, D embedding, F feed-forward, E experts, K choices per token, L strata.
 """
