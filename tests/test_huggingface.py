@@ -486,3 +486,17 @@ def test_what_cannot_be_exported_is_one_sentence(trained, tmp_path):
         ask = ("export", saved(str(number), change), "--to", "huggingface", "--output")
         assert named in refusal(*ask, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_tokens_that_are_added(exported, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer.add_tokens(["<new>", "<new2>"])
+    word = TRANSLATED[0].split()[0]
+    ids = tokenizer(f"{word} <new2> {word} </s>")["input_ids"]
+    assert ids[1] == tokenizer.vocab_size + 1 and ids[0] == ids[2]
+    assert ids[3:] == tokenizer("</s>")["input_ids"] and len(ids) == 5  # text, as in fairseq
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(f"{word} <new2> {word} </s>")["input_ids"] == ids
+    assert again.get_vocab() == tokenizer.get_vocab() and "<new>" in again.get_vocab()
+    assert again.decode(ids[:3]) == f"{word} <new2> {word}"

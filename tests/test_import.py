@@ -212,7 +212,7 @@ WRONG = {  # by what the sentence names
     "encoder.layers.1 sees 4 experts": drop("experts.3.fc1.weight"),
     "experts of encoder.layers.1": add("encoder.layers.1.moe_layer.experts.2.fc1.bias"),
     "more": add("more", "x"),
-    "options": lambda state: state["cfg"].update(model=None),
+    "of what model it is": lambda state: state["cfg"].update(model=None),
 }
 
 

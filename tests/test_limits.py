@@ -124,7 +124,7 @@ def test_settings_of_which_no_model_can_be_made(
     monkeypatch.setattr(sys, "argv", ["smoe", *words])
     with pytest.raises(SystemExit) as error:
         main(words)
-    assert str(error.value).startswith(f"error: {path}: ") and named in str(error.value)
+    assert str(error.value).startswith(f"error: {path}") and named in str(error.value)
 
 
 def test_a_file_that_the_settings_name_is_the_one_at_fault(tmp_path):

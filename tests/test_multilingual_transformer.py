@@ -213,3 +213,11 @@ def test_a_back_end_that_would_not_sum_gradients_is_refused(ranks, three_languag
     run = ranks.start(tmp_path, 2, *arguments)
     assert run.wait(60) == [1, 1], run.output()
     assert "error: --ddp-backend pytorch_ddp with a model per language pair: " in run.output()
+
+
+def test_resuming_goes_on(three_languages, tmp_path):
+    run("fairseq-train", *flags(three_languages, tmp_path / "whole"))
+    for updates in (2, 4):
+        run("fairseq-train", *flags(three_languages, tmp_path / "parts", "--max-update", updates))
+    whole, parts = (content(tmp_path / name)["model"] for name in ("whole", "parts"))
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())

@@ -28,9 +28,7 @@ _REFUSED = re.compile(
 # torch's words for bytes that are wrong, in a RuntimeError. All others are of the system or the memory.
 _OF_CONTENT = ("failed reading zip archive", "hasRecord", "mmap can only be used", "magic number")
 _LONGEST = 100  # letters that are shown of a type's name, or of an error
-_TENSOR = re.compile(
-    r"torch\.strided torch\.(b?float|u?int)\d+\w*"
-)  # of a model, by layout and type
+_TENSOR = re.compile(r"torch\.strided torch\.(b?float|u?int)\d+\w*")  # a weight's layout and type
 _REAL = (".weight", ".bias", ".w1", ".w2", ".b1", ".b2")  # whole numbers are of tables and counts
 _sound = set()  # files that this process has found to be so, by path and state
 
@@ -107,7 +105,7 @@ def check_content(path: Path | str, state, has_config: bool = True) -> None:
                 f"{path} is not a checkpoint of fairseq: {part} in it is of another kind, or empty"
             )
     for name, tensor in state["model"].items():
-        kind = f"{getattr(tensor, 'layout', type(tensor).__name__)} {getattr(tensor, 'dtype', '')}"
+        kind = f"{getattr(tensor, 'layout', type(tensor).__name__)} {getattr(tensor, 'dtype', '')}".strip()
         whole = "int" in kind and str(name).endswith(_REAL)
         if not _TENSOR.fullmatch(kind) or whole or tensor.is_meta or not isinstance(name, str):
             raise UnreadableCheckpoint(

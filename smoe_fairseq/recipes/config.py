@@ -231,7 +231,8 @@ def dataset_file(name: str) -> Path:
 def load_dataset(name: str) -> Dataset:
     """Read ``configs/datasets/NAME.yaml``; raises UsageError for an unknown name or key."""
     path = dataset_file(name)
-    known = sorted(file.stem for file in path.parent.glob("*.yaml"))
+    # A name with a dash in front would be taken for a flag by the recipe's steps.
+    known = sorted(file.stem for file in path.parent.glob("*.yaml") if file.stem[0] != "-")
     if name not in known:
         raise UsageError(f"unknown dataset {name!r}: choose one of {', '.join(known)}")
     merged = OmegaConf.to_container(_with_bases(path))

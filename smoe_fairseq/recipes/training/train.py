@@ -184,6 +184,8 @@ def _run(lines: Sequence[str], folder: Path, place: Launch) -> None:
         how = f"without {folder}/checkpoint_last.pt the same command starts again"
         if any(folder.glob("checkpoint_last*.pt")):
             how = f"the same command goes on from {folder}/checkpoint_last.pt"
+            if not stopped:
+                how = f"once the cause is mended, {how}"
         if isinstance(ended, UsageError):
             raise UsageError(f"{ended}; {how}") from None
         report(f"training has ended early; {how}")
