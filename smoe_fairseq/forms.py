@@ -135,16 +135,17 @@ def _named(form: Form) -> str:
 
 # Files of a run's folder that several parts read.
 
+_POINTS = Number(0, 101)  # a perfect BLEU is a little above 100
 SCORES = {
     "checkpoint?": str,
     "generate?": str,
     "scores": {
         str: {
-            "bleu": Number(0),
+            "bleu": _POINTS,
             "signature": str,
             "sentences": Number(0, whole=True),
-            "length_ratio?": (None, Number(0)),
-            "others?": (None, {str: [Number(0), str]}),
+            "length_ratio?": (None, Number(0, 1e6)),
+            "others?": (None, {str: [Number(-1000, 1000), str]}),  # COMET may be below 0
         }
     },
 }

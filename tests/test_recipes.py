@@ -167,6 +167,19 @@ def test_unknown_dataset(tmp_path, script):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("suffix", ["", "-rank-0"])
+def test_without_its_last_checkpoint_a_run_goes_on_from_the_newest(tmp_path, suffix):
+    folder = tmp_path / "runs/multi30k/moe"
+    folder.mkdir(parents=True)
+    for name in ("1_10", "2_20", "1_5", "_best"):
+        (folder / f"checkpoint_{name.strip('_')}{suffix}.pt").touch()
+    given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "0"}
+    printed = recipe(tmp_path, "train", "multi30k", "moe", **given).stdout
+    assert "--restore-file runs/multi30k/moe/checkpoint_2_20.pt" in printed
+    (folder / f"checkpoint_last{suffix}.pt").touch()
+    assert "--restore-file" not in recipe(tmp_path, "train", "multi30k", "moe", **given).stdout
+
+
 def test_steps_out_of_order_name_the_missing_step(tmp_path):
     assert "scripts/prepare.sh multi30k" in refusal(recipe(tmp_path, "train", "multi30k", "moe"))
     sentence = refusal(recipe(tmp_path, "evaluate", "multi30k", "moe"))

@@ -91,8 +91,13 @@ REPEATED = f"train:\n  a: &a [{'1, ' * 1000}]\n" + "".join(
         ({"pairs": ["a-b"], "clean": {"max-words": -1}}, "clean.max-words"),
         ({"pairs": ["a-b"], "clean": {"max-ratio": float("nan")}}, "clean.max-ratio"),
         ({"pairs": ["a-b"], "shards": 10**6}, "shards"),
+        ({"pairs": ["a-b"], "batch": {"x": 0}}, "batch.x"),
+        ({"pairs": ["a-b"], "raw": {"files": "{langauge}"}}, "raw.files"),
+        ({"pairs": ["a-b"], "raw": {"parallel": {"valid": -1}}}, "raw.parallel.valid"),
+        ({"pairs": ["a-b"], "statements": {"x": ["moe", "moe"]}}, "statements.x"),
+        ({"pairs": ["a-b"], "generate": {"path": "x.pt"}}, "generate.path"),
     ],
-    ids=range(30),
+    ids=range(35),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

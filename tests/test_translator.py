@@ -80,6 +80,13 @@ def test_with_all_that_it_needs_in_one_folder(prepared, tmp_path, monkeypatch):
     loaded = SMoETransformerModel.from_pretrained(str(tmp_path), **direction)
     assert loaded.translate(text, **SEARCH) == expected
 
+    (tmp_path / "other.txt").write_text("zyx wvu tsr qpo nml kji\n" * 20)
+    other = ["--vocab-size", 30, "--output", tmp_path / "other"]
+    run("smoe", "subwords", "learn", tmp_path / "other.txt", *other)
+    shutil.copy(tmp_path / "other/spm.model", tmp_path)
+    with pytest.raises(UsageError, match=r"spm\.model"):
+        SMoETransformerModel.from_pretrained(tmp_path)
+
     (tmp_path / "spm.model").unlink()
     with pytest.raises(UsageError, match=r"has no spm\.model, by which the pieces of words"):
         SMoETransformerModel.from_pretrained(tmp_path)

@@ -104,6 +104,21 @@ def _has_dictionaries(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("dict.*"))
 
 
+def _check_pieces(model, dictionary, subwords: Path) -> None:
+    """Raise UsageError if a third of a dictionary's words are no pieces: the text had another model.
+
+    Some may be none: languages, and characters that the model does not cover.
+    """
+    words = [word for word in dictionary.symbols[dictionary.nspecial :] if word[:2] != "__"]
+    words = [word for word in words if not word.startswith("madeupword")]
+    unknown = [word for word in words if model.piece_to_id(word) == model.unk_id()]
+    if 3 * len(unknown) > len(words):
+        raise UsageError(
+            f"{subwords} is not the model of the dictionaries beside it: {len(unknown):,} of their "
+            f"{len(words):,} words are no pieces of it, such as {unknown[0][:40]!r}"
+        )
+
+
 _BEGINS_WORD = "\u2581"  # sentencepiece's mark of the beginning of a word
 
 
@@ -117,6 +132,7 @@ class TrainedModel(GeneratorHubInterface):
         super().__init__(cfg, task, models)
         if subwords is not None:
             self.bpe = SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(subwords)))
+            _check_pieces(self.bpe.sp, task.source_dictionary, subwords)
         self.eval()
 
     @classmethod

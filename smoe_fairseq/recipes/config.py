@@ -89,6 +89,7 @@ _ANYTHING = {str: object}
 _COUNT = Number(1, whole=True)
 _SHARE = Settings(share=float, most=int)
 _SPLITS = Settings(train=str, valid=str, test=str)
+_NAME = re.compile(r"([^{}]|\{(split|pair|sorted|language|code)\})+")  # of a publisher's file
 _DROP = {"drop", "keep"}
 # The form of a data set's file.
 SCHEMA: dict[str, Any] = {
@@ -96,18 +97,18 @@ SCHEMA: dict[str, Any] = {
     "pairs": [str],
     "experts": _COUNT,
     "shards": Number(1, 1000, whole=True),  # whose files are open at the same time
-    "batch": {str: int},
+    "batch": {str: _COUNT},
     "precision": str,
     "raw": Settings(
         builtin=str,
         url=str,
         sha256={str: str},
-        files=(str, _SPLITS),
+        files=(_NAME, Settings(train=_NAME, valid=_NAME, test=_NAME)),
         splits=_SPLITS,
         split={"lines", "hash"},
         codes={str: str},
         archives=[Settings(url=str, file=str, size=int, sha256=str)],
-        parallel=Settings(test=int, valid=int),
+        parallel=Settings(test=_COUNT, valid=_COUNT),
         binarised=Settings(text=str, test=str, vocabulary=str),
         messages=Settings(layout=str, words=int, valid=_SHARE, test=_SHARE),
     ),
@@ -122,7 +123,10 @@ SCHEMA: dict[str, Any] = {
     "task": _ANYTHING,
     "train": _ANYTHING,
     "generate": _ANYTHING,
-    "validate": Settings(metric={"chrf", "bleu"}, sentences=int, every=int, patience=int, beam=int),
+    "validate": Settings(
+        {name: _COUNT for name in ("sentences", "every", "patience", "beam")},
+        metric={"chrf", "bleu"},
+    ),
     "checkpoint": str,
     "sacrebleu": _ANYTHING,
     "study": [str],
@@ -248,6 +252,12 @@ def load_dataset(name: str) -> Dataset:
             raise UsageError(
                 f"{path}: `classes.{name_of_class}` has {others[0]}, which is in none of `pairs`"
             )
+    for statement, (first, second) in (merged.get("statements") or {}).items():
+        if first == second:
+            raise UsageError(f"{path}: `statements.{statement}` compares {first} with itself")
+    for key in ("path", "results-path", "gen-subset"):
+        if key in (merged.get("generate") or {}):
+            raise UsageError(f"{path}: `generate.{key}` is set by the recipe")
     values = {key: merged.get(key) for key in SCHEMA if key != "base"}
     return Dataset(name=name, **(values | {"pairs": tuple(pairs)}))
 

@@ -235,6 +235,10 @@ class SearchOptions:
     sampling_topp: float = -1.0
     seed: int = 1
 
+    def __post_init__(self):
+        if self.beam < 1:
+            raise UsageError(f"--beam {self.beam}: expected a whole number of at least 1")
+
 
 class BeamSearch:
     """Called as fairseq's generators are, by ``task.inference_step``.

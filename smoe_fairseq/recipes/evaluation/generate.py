@@ -317,6 +317,7 @@ def _parsed(words: list[str]):
     try:
         with contextlib.redirect_stderr(said):
             parser = options.get_generation_parser()
+            parser.prog = "fairseq-generate"
             parser.add_argument("--arch", "-a", default="wav2vec2")  # as fairseq-generate does
             cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
     except SystemExit as ended:

@@ -1,6 +1,7 @@
 """``scripts/train.sh``: one ``fairseq-train`` command, on as many GPUs as there are."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +68,11 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     words = [*data_arguments(dataset), *arguments(recipe)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / LOG), *extra]
     _check_complete(dataset, words)
+    if not given.keys() & {"--restore-file", "--finetune-from-model"} and (
+        newest := _newest(folder)
+    ):
+        words += ["--restore-file", str(newest)]
+        report(f"{folder} has no checkpoint_last.pt: training goes on from {newest.name}")
     if not dry_run():
         if place.meets_at_port:
             check_port()
@@ -106,6 +112,21 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         identity.finish(words)
         if not identity.is_joined(folder) and (drawn := picture.draw(folder, folder / LOG)):
             print(f"# {drawn} shows losses and learning rate", flush=True)
+
+
+def _newest(folder: Path) -> Path | None:
+    """The checkpoint with the most updates, in a folder whose ``checkpoint_last.pt`` is missing; else None.
+
+    Training from the start would replace it.
+    """
+    found = {}
+    for file in folder.glob("checkpoint*.pt"):
+        name = re.fullmatch(r"(checkpoint(_last|_best|_?\d+(_(\d+))?))(-\w+-?\d+)*\.pt", file.name)
+        if name and name[2] == "_last":
+            return None
+        if name:
+            found[int(name[4] or 0), file.stat().st_mtime] = folder / f"{name[1]}.pt"
+    return found[max(found)] if found else None
 
 
 def begin_log(file: Path, line: str) -> None:
