@@ -135,6 +135,7 @@ FAULTS = {
     "bin cut off": (lambda d: cut(d / "train.src-tgt.src.bin", 20), "train.src-tgt.src.bin"),
     "bin empty": (lambda d: cut(d / "train.src-tgt.src.bin", 0), "train.src-tgt.src.bin"),
     "dictionary": (lambda d: (d / "dict.src.txt").write_text("a b c\n"), "dict.src.txt: "),
+    "word twice": (lambda d: (d / "dict.src.txt").write_text("a 1\na 1\n"), "dict.src.txt: "),
     "small dictionary": (lambda d: (d / "dict.src.txt").write_text("a 1\n"), ""),
 }
 

@@ -129,7 +129,10 @@ def name_dictionary(dictionary: ModuleType) -> None:
             return original(cls, f)
         check_plain(f)
         with naming_file(f, "it"):
-            return original(cls, f)
+            try:
+                return original(cls, f)
+            except RuntimeError as error:  # a word that is there twice
+                raise ValueError(str(error)) from None
 
     dictionary.Dictionary.load = classmethod(load)
 

@@ -119,7 +119,17 @@ SCHEMA: dict[str, Any] = {
         equal=_DROP,
         overlap=_DROP | {"drop-all"},
     ),
-    "subwords": _ANYTHING,
+    "subwords": Settings(
+        {
+            "vocab-size": _COUNT,
+            "character-coverage": Number(0.98, 1),
+            "normalization": str,
+            "byte-fallback": bool,
+            "user-defined-symbols": [str],
+            "model-type": {"unigram", "bpe"},
+            "input-sentence-size": Number(0, whole=True),
+        }
+    ),
     "task": _ANYTHING,
     "train": _ANYTHING,
     "generate": _ANYTHING,
