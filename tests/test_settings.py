@@ -96,8 +96,13 @@ REPEATED = f"train:\n  a: &a [{'1, ' * 1000}]\n" + "".join(
         ({"pairs": ["a-b"], "raw": {"parallel": {"valid": -1}}}, "raw.parallel.valid"),
         ({"pairs": ["a-b"], "statements": {"x": ["moe", "moe"]}}, "statements.x"),
         ({"pairs": ["a-b"], "generate": {"path": "x.pt"}}, "generate.path"),
+        ({"pairs": ["a-b"], "generate": {"beam": 0}}, "generate.beam"),
+        ({"pairs": ["a-b"], "generate": {"lenpen": float("nan")}}, "generate.lenpen"),
+        ({"pairs": ["a-b"], "train": {"lr": float("nan")}}, "train.lr"),
+        ({"pairs": ["a-b"], "sacrebleu": {"width": -2}}, "sacrebleu.width"),
+        ({"pairs": ["a-b"], "subwords": {"vocab-size": [100, 200]}}, "subwords.vocab-size"),
     ],
-    ids=range(35),
+    ids=range(40),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

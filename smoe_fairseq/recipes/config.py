@@ -131,14 +131,18 @@ SCHEMA: dict[str, Any] = {
         }
     ),
     "task": _ANYTHING,
-    "train": _ANYTHING,
-    "generate": _ANYTHING,
+    "train": {str: object, "lr?": (None, Number(0), str, list)},
+    "generate": {
+        str: object,
+        **{f"{name}?": (None, _COUNT) for name in ("beam", "nbest", "max-tokens", "batch-size")},
+        **{f"{name}?": (None, float) for name in ("lenpen", "unkpen", "temperature")},
+    },
     "validate": Settings(
         {name: _COUNT for name in ("sentences", "every", "patience", "beam")},
         metric={"chrf", "bleu"},
     ),
     "checkpoint": str,
-    "sacrebleu": _ANYTHING,
+    "sacrebleu": {str: object, "width?": (None, _COUNT)},
     "study": [str],
     "methods": {str: _ANYTHING},
     "margins": {str: float},
@@ -246,7 +250,8 @@ def load_dataset(name: str) -> Dataset:
     """Read ``configs/datasets/NAME.yaml``; raises UsageError for an unknown name or key."""
     path = dataset_file(name)
     # A name with a dash in front would be taken for a flag by the recipe's steps.
-    known = sorted(file.stem for file in path.parent.glob("*.yaml") if file.stem[0] != "-")
+    files = (config_folder() / "datasets").glob("*.yaml")
+    known = sorted(file.stem for file in files if file.stem[0] != "-")
     if name not in known:
         raise UsageError(f"unknown dataset {name!r}: choose one of {', '.join(known)}")
     merged = OmegaConf.to_container(_with_bases(path))

@@ -238,6 +238,10 @@ class SearchOptions:
     def __post_init__(self):
         if self.beam < 1:
             raise UsageError(f"--beam {self.beam}: expected a whole number of at least 1")
+        if not self.max_len_a and self.min_len > self.max_len_b:
+            raise UsageError(
+                f"--min-len {self.min_len}: expected at most --max-len-b, {self.max_len_b}"
+            )
 
 
 class BeamSearch:

@@ -111,6 +111,7 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
     first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     methods, flags = words[:first_flag] or dataset.study, tuple(words[first_flag:])
     methods = methods or list(tables().get(dataset.name, {}).get("rows", {}))
+    methods = dict.fromkeys(methods)  # each once
     if not methods:
         raise UsageError(f"{dataset.name} has no methods to study: name them behind it")
     runs = []
