@@ -135,7 +135,7 @@ def _named(form: Form) -> str:
 
 # Files of a run's folder that several parts read.
 
-_POINTS = Number(0, 101)  # a perfect BLEU is a little above 100
+_POINTS = Number(0, 1000)  # far above 100, which a perfect BLEU exceeds a little
 SCORES = {
     "checkpoint?": str,
     "generate?": str,
