@@ -135,13 +135,12 @@ def _named(form: Form) -> str:
 
 # Files of a run's folder that several parts read.
 
-_POINTS = Number(0, 1000)  # far above 100, which a perfect BLEU exceeds a little
 SCORES = {
     "checkpoint?": str,
     "generate?": str,
     "scores": {
         str: {
-            "bleu": _POINTS,
+            "bleu": Number(0, 1000),  # a perfect one is a little above 100
             "signature": str,
             "sentences": Number(0, whole=True),
             "length_ratio?": (None, Number(0, 1e6)),

@@ -17,7 +17,13 @@ from smoe_fairseq.checkpoints.tensors import blocks, halved, save_tensors, uniqu
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, whole_folder
 from smoe_fairseq.forms import IDENTITY, SCORES, read_json
-from smoe_fairseq.models.hub import checkpoint_of, data_of, knowing_direction, subwords_of
+from smoe_fairseq.models.hub import (
+    checkpoint_of,
+    data_of,
+    has_pieces,
+    knowing_direction,
+    subwords_of,
+)
 from smoe_fairseq.models.layers import STOCK_LAYER_COPIES
 from smoe_fairseq.models.options import SMoETransformerConfig
 
@@ -173,7 +179,7 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
     if subwords is not None:
         (folder / "spm.model").write_bytes(read_plain(subwords))
         files["sp_model_file"] = folder / "spm.model"
-    elif any(symbol.startswith("\u2581") for symbol in task.source_dictionary.symbols):
+    elif has_pieces(task.source_dictionary):
         raise UsageError(f"{path}: spm.model is missing beside its dictionaries")
     languages = {}
     if not hasattr(task, "data_manager"):

@@ -111,7 +111,8 @@ def _check_pieces(model, dictionary, subwords: Path) -> None:
     """
     words = [word for word in dictionary.symbols[dictionary.nspecial :] if word[:2] != "__"]
     words = [word for word in words if not word.startswith("madeupword")]
-    unknown = [word for word in words if model.piece_to_id(word) == model.unk_id()]
+    numbers = model.piece_to_id(words)
+    unknown = [w for w, number in zip(words, numbers, strict=True) if number == model.unk_id()]
     if 3 * len(unknown) > len(words):
         raise UsageError(
             f"{subwords} is not the model of the dictionaries beside it: {len(unknown):,} of their "
@@ -119,7 +120,7 @@ def _check_pieces(model, dictionary, subwords: Path) -> None:
         )
 
 
-_BEGINS_WORD = "\u2581"  # sentencepiece's mark of the beginning of a word
+BEGINS_WORD = "\u2581"  # sentencepiece's mark of the beginning of a word
 
 
 class TrainedModel(GeneratorHubInterface):
@@ -165,7 +166,7 @@ class TrainedModel(GeneratorHubInterface):
                 [str(checkpoint)], state=state
             )
         subwords = subwords_of(data)
-        if subwords is None and cfg.bpe is None and _has_pieces(task.source_dictionary):
+        if subwords is None and cfg.bpe is None and has_pieces(task.source_dictionary):
             raise UsageError(
                 f"{data} has no {SUBWORDS[0]}, by which the pieces of words in its dictionaries were made: "
                 "expected it beside them"
@@ -205,8 +206,9 @@ def _names_of(part) -> Iterable[str]:
     return part.keys() if OmegaConf.is_dict(part) else ()
 
 
-def _has_pieces(dictionary) -> bool:
-    return any(symbol.startswith(_BEGINS_WORD) for symbol in dictionary.symbols)
+def has_pieces(dictionary) -> bool:
+    """Whether its text was divided by sentencepiece."""
+    return any(symbol.startswith(BEGINS_WORD) for symbol in dictionary.symbols)
 
 
 # Tasks whose models `Translator` does not load, and what to use instead.

@@ -23,7 +23,7 @@ from fairseq.utils import split_paths
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.hub import subwords_of
+from smoe_fairseq.models.hub import BEGINS_WORD, subwords_of
 
 FLAG = "--subword-sampling"
 MEASURED = 256  # sentences that tell how much longer sampling makes them
@@ -31,7 +31,6 @@ SHARE = 0.95  # of the draws, which the sizes of batches have room for
 DRAWS = 16  # for a segmentation that fits, before a sentence stays as it is
 BEST = 16  # segmentations of a word
 CACHED = 1 << 15  # words
-BEGINS_WORD = "\u2581"
 logger = logging.getLogger(__name__)
 
 

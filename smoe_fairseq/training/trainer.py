@@ -1,10 +1,8 @@
 """Our trainer: fairseq's, with checks, sharded checkpoints and routing statistics."""
 
 import copy
-import functools
 import logging
 import os
-import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -42,6 +40,12 @@ from smoe_fairseq.training.launch import (
     check_options,
     folder_identity,
     hold_folder,
+)
+from smoe_fairseq.training.program import (
+    EARLY_STOP,
+    early_stop,
+    save_if_validation_fails,
+    set_early_stop,
 )
 from smoe_fairseq.training.sharded_checkpoints import (
     check_dictionaries,
@@ -240,11 +244,7 @@ class SMoETrainer(Trainer):
                 f"expected --finetune-from-model {filename} to begin anew with its parameters, or "
                 "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-meters"
             )
-        for name, parameter in self.get_model().named_parameters():
-            if not parameter.isfinite().all():
-                raise UsageError(
-                    f"{filename} holds values that are not finite, in {name}: expected an earlier checkpoint"
-                )
+        io.check_finite(filename, self.get_model().named_parameters())
 
     def get_train_iterator(self, *arguments, **options):
         """As fairseq's; raises UsageError if ranks have different data."""
@@ -379,53 +379,6 @@ class SMoETrainer(Trainer):
                 f"rank {self.data_parallel_rank} is out of memory, and with {name} no rank can skip a "
                 f"batch: {self._smaller_batch(which)}"
             ) from exc
-
-
-# The count of validations without gain (--patience), which fairseq keeps as attributes of a function. It is
-# saved in the checkpoint, since a resumed run begins without.
-
-EARLY_STOP = "early_stop"  # key of a checkpoint's "extra_state"
-_COUNTED = ("best", "num_runs")
-
-
-def early_stop() -> dict[str, float]:
-    """The best number so far and the validations since; empty before the first."""
-    stop = getattr(sys.modules.get("fairseq_cli.train"), "should_stop_early", None)
-    return {name: getattr(stop, name) for name in _COUNTED if getattr(stop, name, None) is not None}
-
-
-def set_early_stop(state: Mapping[str, float]) -> None:
-    """Go on counting from here."""
-    stop = getattr(sys.modules.get("fairseq_cli.train"), "should_stop_early", None)
-    for name in _COUNTED if stop is not None else ():
-        setattr(stop, name, state.get(name))
-
-
-# A validation that fails, for want of memory or by a fault in a criterion, ends the run after saving it.
-
-
-def save_if_validation_fails() -> None:
-    """Have ``fairseq_cli.train`` do so, if that is what runs."""
-    train = sys.modules.get("fairseq_cli.train")
-    original = getattr(train, "validate", None)
-    if original is None or hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def validate(cfg, trainer, task, epoch_itr, subsets):
-        try:
-            return original(cfg, trainer, task, epoch_itr, subsets)
-        except Exception:
-            if trainer.data_parallel_world_size == 1:
-                train.checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
-            elif not cfg.checkpoint.no_save:  # perhaps of this rank alone, as after a failed update
-                trainer.in_update = True
-                trainer.consolidate_optimizer()
-                file = os.path.join(cfg.checkpoint.save_dir, "crash.pt")
-                trainer.save_checkpoint(file, {"train_iterator": epoch_itr.state_dict()})
-            raise
-
-    train.validate = validate
 
 
 def _is_there(sample) -> bool:

@@ -6,32 +6,31 @@ chooses checkpoints by them. Text is that of subwords put together, so that the 
 checkpoints of a run; ``smoe evaluate`` scores against the raw references.
 """
 
-import functools
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from smoe_fairseq.models.hub import has_pieces
+from smoe_fairseq.training.program import change
+
 MAX_TOKENS = 4096  # of source, padding included, that are translated at a time
 
 
 def score_by_translations() -> None:
-    """Have ``fairseq_cli.train`` add the scores to the numbers of a validation, if that is what runs."""
-    train = sys.modules.get("fairseq_cli.train")
-    original = getattr(train, "get_valid_stats", None)
-    if original is None or hasattr(original, "__wrapped__"):
-        return
+    """Have fairseq-train add the scores to the numbers of a validation."""
 
-    @functools.wraps(original)
-    def get_valid_stats(cfg, trainer, stats, tracking_best):
-        number = getattr(trainer.get_criterion(), "validate_sentences", 0)
-        if number and tracking_best:
-            stats = {**stats, **scores(trainer, number, trainer.get_criterion().validate_beam)}
-        return original(cfg, trainer, stats, tracking_best)
+    def changed(original: Callable) -> Callable:
+        def get_valid_stats(cfg, trainer, stats, tracking_best):
+            number = getattr(trainer.get_criterion(), "validate_sentences", 0)
+            if number and tracking_best:
+                stats = {**stats, **scores(trainer, number, trainer.get_criterion().validate_beam)}
+            return original(cfg, trainer, stats, tracking_best)
 
-    train.get_valid_stats = get_valid_stats
+        return get_valid_stats
+
+    change("get_valid_stats", changed)
 
 
 @torch.no_grad()
@@ -138,7 +137,7 @@ def _texts(
     unsaid = {dictionary.eos()}
     if hasattr(task, "data_manager") and (spec := task.args.langtoks["main"][1]):
         unsaid.add(task.data_manager.get_decoder_langtok(direction[1], spec))
-    pieces = any(symbol.startswith("\u2581") for symbol in dictionary.symbols)
+    pieces = has_pieces(dictionary)
     words = any(symbol.endswith("@@") for symbol in dictionary.symbols)
     subwords = "sentencepiece" if pieces else "subword_nmt" if words else None
 
