@@ -71,8 +71,11 @@ def check(value: Any, form: Form, where: object) -> None:
 def fault(value: Any, form: Form, name: str = "") -> str | None:
     """What about ``value``, called ``name``, is not of this form; None if nothing is."""
     if isinstance(form, tuple):
-        fits = any(fault(value, each) is None for each in form)
-        return None if fits else _unlike(value, form, name)
+        if any(fault(value, each) is None for each in form):
+            return None
+        kind = dict if isinstance(value, Mapping) else list
+        alike = [each for each in form if isinstance(value, kind) and isinstance(each, kind)]
+        return fault(value, alike[0], name) if alike else _unlike(value, form, name)
     if isinstance(form, Settings) and isinstance(value, Mapping):
         if unknown := [key for key in value if key not in form]:
             expected = " or ".join(form)

@@ -203,6 +203,11 @@ def test_zero_sharding_sends_what_each_process_has_updated():
     assert costs["sharded"]["sent"] == without["sharded"]["sent"] + 2 * shared
 
 
+def test_the_context_is_the_one_that_was_counted():
+    shown = smoe("cost", "--arch", "smoe_transformer_tiny", "--context", 0).stdout
+    assert "context is 0 positions" in " ".join(shown.split())
+
+
 def test_processes_that_experts_do_not_fit_are_named():
     refused(smoe("cost", "--world-size", 3, check=False), "--world-size 3", "1, 2, 4, 8")
     for flag in ("--world-size", "--sentence-length"):

@@ -13,6 +13,7 @@ FORM = {
     "rate?": (float, None),
     "pairs": {str: re.compile("[a-z]+-[a-z]+")},
     "two?": [float, str],
+    "either?": (str, {"a": str}),
     "more?": {"deep": {"is": bool}},
 }
 RIGHT = {"name": "a", "sizes": [1, 4], "pairs": {"x": "en-de"}, "unknown": [{}]}
@@ -34,6 +35,7 @@ def test_what_has_the_form(more):
         ({"sizes": {}}, "sizes"),
         ({"two": [1]}, "two"),
         ({"two": [1, 1]}, "two[1]"),
+        ({"either": {"a": 1}}, "either.a"),
         ({"rate": float("nan")}, "rate"),
         ({"rate": 10**400}, "rate"),
         ({"rate": False}, "rate"),

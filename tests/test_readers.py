@@ -20,7 +20,7 @@ from smoe_fairseq.recipes.config import load_dataset
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.faults import words_in
 from smoe_fairseq.recipes.data.normalization import plain
-from smoe_fairseq.recipes.data.raw import gather, place
+from smoe_fairseq.recipes.data.raw import find, gather, place
 from smoe_fairseq.recipes.data.subwords import learn_from
 
 SHARED = Path(__file__).parents[2] / "shared/data"
@@ -160,6 +160,22 @@ def test_codes_of_languages_in_any_case(tmp_path, name, content):
     assert [*readers.pairs(files)] == [("a", "b")]
 
 
+@pytest.mark.parametrize("kind", ["folder", "loop"])
+def test_a_name_that_is_no_file_is_named(tmp_path, dataset, kind):
+    (tmp_path / "ha.txt").write_text("a\n" * 400)
+    (tmp_path / "en.txt").mkdir() if kind == "folder" else (tmp_path / "en.txt").symlink_to(
+        "en.txt"
+    )
+    with pytest.raises((UsageError, OSError), match="/en.txt"):
+        gather(dataset(), tmp_path, tmp_path / "raw")
+
+
+def test_text_under_other_names_than_the_data_sets_is_told(tmp_path, dataset, capsys):
+    (tmp_path / "en-ha.tsv").write_text("a\tb\n" * 400)
+    gather(dataset(raw={"files": "x/{split}.{language}"}), tmp_path, tmp_path / "raw")
+    assert "raw.files" in (told := capsys.readouterr().err) and "en-ha.tsv" in told
+
+
 def test_a_file_of_both_languages_has_a_known_ending(tmp_path, dataset):
     for split in ("train", "valid", "test"):
         (tmp_path / f"{split}.txt").write_text("a\tb\n")
@@ -250,9 +266,13 @@ def test_a_test_set_of_sacrebleu(tmp_path, dataset, monkeypatch):
     for split in ("train", "valid"):
         (tmp_path / f"{split}.tsv").write_text("en\tde\na\tb\n")
     monkeypatch.setattr(DATASETS["wmt13"], "langpairs", {"de-en": ["x", "y"]})
-    gather(dataset(["en-de"], source={"sacrebleu": "wmt13"}), tmp_path, tmp_path / "raw")
+    own = dataset(["en-de"], source={"sacrebleu": "wmt13"})
+    gather(own, tmp_path, tmp_path / "raw")
     assert lines(tmp_path / "raw", "test.en-de.de") == ["Hund"]
     assert lines(tmp_path / "raw", "test.en-de.en") == ["dog"]
+    own.source["datasets"] = "none"  # for all else
+    section = find(own, tmp_path, "test", "en-de")
+    assert section.files["de"] == tmp_path / "wmt13.de-en.src"
     with pytest.raises(UsageError, match="wmt13 has no fr-de"):
         readers.of_sacrebleu("wmt13", ("fr", "de"))
     with pytest.raises(UsageError, match="wmt99"):

@@ -5,7 +5,7 @@ import inspect
 import os
 
 import pytest
-from commands import smoe, step_here
+from commands import refused, smoe, step_here
 from test_recipes import ROOT
 
 from smoe_fairseq.recipes.commands import NEAR, RECIPES, SETTINGS, function_of
@@ -53,6 +53,13 @@ def test_a_flag_does_what_its_variable_does(tmp_path, words, variables):
     assert {f"export {name}" for name in variables} == {
         x.partition("=")[0] for x in shown.stdout.splitlines() if x.startswith("export ")
     }
+
+
+@pytest.mark.parametrize("flag", ["--data-dir", "--run-dir", "--results-dir"])
+def test_a_folder_that_is_a_file_is_named(tmp_path, flag):
+    (tmp_path / "file").touch()
+    name = "study" if flag == "--results-dir" else "train"
+    refused(dry(tmp_path, name, "multi30k", "moe", flag, "file", "--gpus", "0"), flag)
 
 
 def test_the_environment_is_as_before(tmp_path, monkeypatch):

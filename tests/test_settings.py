@@ -67,6 +67,10 @@ REPEATED = f"train:\n  a: &a [{'1, ' * 1000}]\n" + "".join(
 )
 
 
+WORDLESS = ("x: {y: 1}", "x: .nan", "x: [[1]]", "x: !!binary aGVsbG8=")
+PROGRAMS = ("task", "generate", "sacrebleu")
+
+
 @pytest.mark.parametrize(
     "content, words",
     [
@@ -101,8 +105,21 @@ REPEATED = f"train:\n  a: &a [{'1, ' * 1000}]\n" + "".join(
         ({"pairs": ["a-b"], "train": {"lr": float("nan")}}, "train.lr"),
         ({"pairs": ["a-b"], "sacrebleu": {"width": -2}}, "sacrebleu.width"),
         ({"pairs": ["a-b"], "subwords": {"vocab-size": [100, 200]}}, "subwords.vocab-size"),
+        ({"pairs": ["a-b"], "margins": {"blue": 1}}, "margins.blue"),
+        *((f"pairs: [a-b]\ntrain: {{{each}}}\n", "train.x") for each in WORDLESS),
+        *((f"pairs: [a-b]\n{each}: {{x: {{y: 1}}}}\n", f"{each}.x") for each in PROGRAMS),
+        ({"pairs": ["a-b"], "train": {"max-tokens": "x"}}, "train.max-tokens"),
+        ({"pairs": ["a-b"], "methods": {"moe": {"update-freq": 0}}}, "methods.moe.update-freq"),
+        ({"pairs": ["a-b"], "methods": {"smoe-9-9-x": {"lr": 1}}}, "methods"),
+        ({"pairs": ["a-b"], "statements": {"x": ["moe", "mo"]}}, "statements.x"),
+        ({"pairs": ["a-b"], "study": ["mo"]}, "study"),
+        ({"pairs": ["a-b"], "checkpoint": "newest"}, "checkpoint"),
+        ({"pairs": ["a-b"], "raw": {"url": "http://a/{flie}"}}, "raw.url"),
+        ({"pairs": ["a-b"], "raw": {"files": {"train": "x"}}}, "raw.files.valid"),
+        ({"pairs": ["a-b"], "raw": {"messages": {}}}, "raw.messages.layout"),
+        ({"pairs": ["a-b"], "raw": {"archives": [{"size": 1}]}}, "raw.archives[0].url"),
     ],
-    ids=range(40),
+    ids=range(58),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

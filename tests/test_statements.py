@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import load_dataset
 from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.study.results import Result
@@ -119,13 +118,3 @@ def test_the_planned_study_states_what_the_plan_says():
 def test_without_statements_each_system_is_compared_with_moe():
     found = statements_of(load_dataset("m4"), systems(dense=[], moe=[], switch=[]))
     assert [(s.first, s.second) for s in found] == [("dense", "moe"), ("switch", "moe")]
-
-
-def test_an_unknown_measure_is_named(monkeypatch, tmp_path):
-    (tmp_path / "datasets").mkdir()
-    (tmp_path / "methods").mkdir()
-    (tmp_path / "common.yaml").write_text("margins: {blue: 1}\n")
-    (tmp_path / "datasets/odd.yaml").write_text("pairs: [en-de]\n")
-    monkeypatch.setenv("CONFIG_DIR", str(tmp_path))
-    with pytest.raises(UsageError, match="'blue'"):
-        measures_of(load_dataset("odd"))

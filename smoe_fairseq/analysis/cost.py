@@ -160,7 +160,7 @@ weight and token:
   embedding   2 x vocabulary x dimension, one input matrix as if it were multiplied
   output      2 x vocabulary x dimension, the output projection
   context     2 x context x dimension per attention block
-Biases, layer norms and gates are left out. The context is 512 positions (--context). The paper's
+Biases, layer norms and gates are left out. The context is {context} positions (--context). The paper's
 absolute numbers are 4 to 5 M more, for a reason that no reading explains (docs/cost.md)."""
 
 

@@ -85,12 +85,27 @@ def config_folder() -> Path:
     return folder
 
 
-_ANYTHING = {str: object}
+def _names(*words: str) -> re.Pattern:
+    """Text in which ``{word}`` may stand for the name of a file's language, split and so on."""
+    return re.compile(rf"([^{{}}]|\{{({'|'.join(words)})\}})+")
+
+
 _COUNT = Number(1, whole=True)
-_SHARE = Settings(share=float, most=int)
+_SHARE = Settings(share=Number(0, 1), most=_COUNT)
 _SPLITS = Settings(train=str, valid=str, test=str)
-_NAME = re.compile(r"([^{}]|\{(split|pair|sorted|language|code)\})+")  # of a publisher's file
+_NAME = _names("split", "pair", "sorted", "language", "code")  # of a publisher's file
 _DROP = {"drop", "keep"}
+# Flags of a program: a word, several, or none (`true`: the bare flag; `false`: not at all).
+_WORD = (float, str)
+_FLAGS = {str: (None, bool, *_WORD, [_WORD])}
+_OF_TRAINING = {
+    **_FLAGS,
+    **{f"{name}?": (None, _COUNT) for name in ("max-tokens", "batch-size", "max-update")},
+    **{f"max-{side}-positions?": (None, _COUNT) for side in ("source", "target")},
+    "update-freq?": (None, _COUNT, re.compile(r"\[?\d+(, ?\d+)*\]?"), [_COUNT]),
+    "seed?": (None, Number(0, 2**31 - 1, whole=True)),
+    "lr?": (None, Number(0), str, list),
+}
 # The form of a data set's file.
 SCHEMA: dict[str, Any] = {
     "base": str,
@@ -101,7 +116,7 @@ SCHEMA: dict[str, Any] = {
     "precision": str,
     "raw": Settings(
         builtin=str,
-        url=str,
+        url=_names("file"),
         sha256={str: str},
         files=(_NAME, Settings(train=_NAME, valid=_NAME, test=_NAME)),
         splits=_SPLITS,
@@ -109,8 +124,8 @@ SCHEMA: dict[str, Any] = {
         codes={str: str},
         archives=[Settings(url=str, file=str, size=int, sha256=str)],
         parallel=Settings(test=_COUNT, valid=_COUNT),
-        binarised=Settings(text=str, test=str, vocabulary=str),
-        messages=Settings(layout=str, words=int, valid=_SHARE, test=_SHARE),
+        binarised=Settings(text=str, test=_names("pair", "language"), vocabulary=str),
+        messages=Settings(layout=_names("language"), words=int, valid=_SHARE, test=_SHARE),
     ),
     "source": Settings(datasets=str, config=str, splits=_SPLITS, sacrebleu=str),
     "clean": Settings(
@@ -130,10 +145,10 @@ SCHEMA: dict[str, Any] = {
             "input-sentence-size": Number(0, whole=True),
         }
     ),
-    "task": _ANYTHING,
-    "train": {str: object, "lr?": (None, Number(0), str, list)},
+    "task": _FLAGS,
+    "train": _OF_TRAINING,
     "generate": {
-        str: object,
+        **_FLAGS,
         **{f"{name}?": (None, _COUNT) for name in ("beam", "nbest", "max-tokens", "batch-size")},
         **{f"{name}?": (None, float) for name in ("lenpen", "unkpen", "temperature")},
     },
@@ -141,13 +156,28 @@ SCHEMA: dict[str, Any] = {
         {name: _COUNT for name in ("sentences", "every", "patience", "beam")},
         metric={"chrf", "bleu"},
     ),
-    "checkpoint": str,
-    "sacrebleu": {str: object, "width?": (None, _COUNT)},
+    "checkpoint": re.compile(r"best|last|average:[1-9]\d*"),
+    "sacrebleu": {**_FLAGS, "width?": (None, _COUNT)},
     "study": [str],
-    "methods": {str: _ANYTHING},
-    "margins": {str: float},
+    "methods": {str: _OF_TRAINING},
+    "margins": Settings({name: Number(0) for name in ("loss", "chrF++", "BLEU")}),
     "statements": {str: [str, str]},
     "classes": {str: [str]},
+}
+# What it needs, with its bases.
+_SPLIT = {"share": float, "most": int}
+_WHOLE = {
+    "shards": int,
+    "precision": str,
+    "checkpoint": str,
+    "subwords": {"vocab-size": int},
+    "raw": {
+        "archives?": [{"url": str}],
+        "files?": (str, {"train": str, "valid": str, "test": str}),
+        "messages?": {"layout": str, "words": int, "valid": _SPLIT, "test": _SPLIT},
+        "binarised?": {"text": str, "test": str, "vocabulary": str},
+        "parallel": {"valid": int, "test": int},
+    },
 }
 
 
@@ -254,24 +284,34 @@ def load_dataset(name: str) -> Dataset:
     known = sorted(file.stem for file in files if file.stem[0] != "-")
     if name not in known:
         raise UsageError(f"unknown dataset {name!r}: choose one of {', '.join(known)}")
-    merged = OmegaConf.to_container(_with_bases(path))
+    empty = {key: type(form)() for key, form in SCHEMA.items() if isinstance(form, dict | list)}
+    merged = empty | OmegaConf.to_container(_with_bases(path))
     pairs = merged.get("pairs")
     if not pairs or not all(map(_is_pair, pairs)):
-        given = "missing" if pairs is None else pairs
+        given = pairs or "missing"
         raise UsageError(
             f"{path}: `pairs` has to list language pairs such as [eng-nso, eng-fra]; it is {given}"
         )
+    check(merged, _WHOLE, path)
     known_languages = {language for pair in pairs for language in pair.split("-")}
-    for name_of_class, languages in (merged.get("classes") or {}).items():
+    for name_of_class, languages in merged["classes"].items():
         if others := sorted(set(languages) - known_languages):
             raise UsageError(
                 f"{path}: `classes.{name_of_class}` has {others[0]}, which is in none of `pairs`"
             )
-    for statement, (first, second) in (merged.get("statements") or {}).items():
+    statements = {f"statements.{each}": both for each, both in merged["statements"].items()}
+    for statement, (first, second) in statements.items():
         if first == second:
-            raise UsageError(f"{path}: `statements.{statement}` compares {first} with itself")
+            raise UsageError(f"{path}: `{statement}` compares {first} with itself")
+    named = {"study": merged["study"], "methods": merged["methods"], **statements}
+    for key, methods in named.items():
+        for method in methods:
+            try:
+                _method_file(method)
+            except UsageError as error:
+                raise UsageError(f"{path}: `{key}`: {error}") from None
     for key in ("path", "results-path", "gen-subset"):
-        if key in (merged.get("generate") or {}):
+        if key in merged["generate"]:
             raise UsageError(f"{path}: `generate.{key}` is set by the recipe")
     values = {key: merged.get(key) for key in SCHEMA if key != "base"}
     return Dataset(name=name, **(values | {"pairs": tuple(pairs)}))
@@ -311,19 +351,7 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
     Raises:
         UsageError: there is no such method, or it needs ``experts`` and the data set has none.
     """
-    folder = config_folder() / "methods"
-    files = {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
-    families = {
-        stem for stem, path in files.items() if re.search(r"\{(strata|layers)\}", read_text(path))
-    }
-    match = _FAMILY.fullmatch(name)
-    if name in files.keys() - families:
-        path, strata = files[name], ""
-    elif match and match["family"] in families:
-        path, strata = files[match["family"]], match["strata"]
-    else:
-        known = [f"{stem}-A-B-..." if stem in families else stem for stem in files]
-        raise UsageError(f"unknown method {name!r}: choose one of {', '.join(known)}")
+    path, strata = _method_file(name)
 
     def fill(value):
         if not isinstance(value, str):
@@ -340,6 +368,23 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
     flags = read(path, _METHOD_KEYS).get("train", {})
     own = dataset.methods.get(name, {})
     return {key: fill(value) for key, value in (flags | own).items()}
+
+
+def _method_file(name: str) -> tuple[Path, str]:
+    """The file of a method, and the sizes behind the name of a family; raises UsageError without one."""
+    folder = config_folder() / "methods"
+    files = {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
+
+    def is_family(stem: str) -> bool:
+        return re.search(r"\{(strata|layers)\}", read_text(files[stem])) is not None
+
+    if name in files and not is_family(name):
+        return files[name], ""
+    match = _FAMILY.fullmatch(name)
+    if match and match["family"] in files and is_family(match["family"]):
+        return files[match["family"]], match["strata"]
+    known = [f"{stem}-A-B-..." if is_family(stem) else stem for stem in files]
+    raise UsageError(f"unknown method {name!r}: choose one of {', '.join(known)}")
 
 
 def has_strata(flags: Flags) -> bool:

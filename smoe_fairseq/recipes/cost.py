@@ -110,7 +110,7 @@ def expected_cost(checkpoint: Path, context: int) -> Cost:
 def add_cost_arguments(parser: ArgumentParser) -> None:
     """What to count: flags of a model, a table of the paper, or a checkpoint."""
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.epilog = READING
+    parser.epilog = READING.format(context=CONTEXT)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--paper", choices=WITH_COSTS, help="compute all rows of a table of the paper"
@@ -217,7 +217,7 @@ def run_cost(args: Namespace) -> None:
         for name, tokens in fitting.items():
             name = "training" if name == "replicated" and not args.world_size else name
             print(f"{name:12}{tokens:>12,}" if tokens else f"{name:12}{'none':>12}")
-    print(f"\n{READING}")
+    print(f"\n{READING.format(context=args.context)}")
 
 
 def _planned_run(args: Namespace) -> Run:
@@ -273,4 +273,4 @@ def _print_paper(entries: list[dict], args: Namespace) -> None:
     for e in entries:
         if abs(e["flops_over_moe"] - e["paper_flops_over_moe"]) >= 1:
             print(f"{e['method']}: no reading of the text explains the paper's FLOPs")
-    print(f"\n{READING}")
+    print(f"\n{READING.format(context=args.context)}")

@@ -18,8 +18,14 @@ _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
 
 
 def given_path(variable: str, default: str = "") -> Path:
-    """The path in an environment variable; made absolute if it looks like a flag."""
+    """The path in an environment variable; made absolute if it looks like a flag.
+
+    Raises:
+        UsageError: it has a default, as folders have, and is no folder.
+    """
     path = Path(os.environ.get(variable) or default)
+    if default and path.exists() and not path.is_dir():
+        raise UsageError(f"{variable}={path}: expected a folder")
     return path.absolute() if str(path).startswith("-") else path
 
 

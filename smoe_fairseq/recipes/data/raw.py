@@ -7,6 +7,7 @@ in UTF-8. Line ``n`` of both sides of a pair is the same sentence.
 import functools
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -131,6 +132,10 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     """
     section = find(dataset, source, split, pair)
     if isinstance(section, Section):
+        used = {file.name for file in section.files.values() if file}
+        named = {Path(name).name for names in all_publisher_names(dataset) for name in names}
+        if (split, pair) == ("train", dataset.pairs[0]) and "files" in dataset.raw and used - named:
+            report(f"{source} has no file of `raw.files`; {' and '.join(sorted(used))} is used")
         return section
     if split == "test":
         report(f"{section} is missing: {pair} has no test data and will not be scored")
@@ -162,11 +167,11 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
     may be compressed. ``source`` of the data set comes first.
     """
     languages = pair.split("-")
+    if split == "test" and (name := dataset.source.get("sacrebleu")):
+        return Section(readers.of_sacrebleu(name, tuple(languages)))
     if dataset.source.get("datasets"):
         load = functools.partial(readers.of_datasets, dataset.source, split, tuple(languages))
         return Section(dict.fromkeys(languages), elsewhere=load)
-    if split == "test" and (name := dataset.source.get("sacrebleu")):
-        return Section(readers.of_sacrebleu(name, tuple(languages)))
     files, missing = {}, None
     for language in languages:
         names = publisher_names(dataset, split, pair, language)
@@ -184,7 +189,9 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
 def _existing(path: Path, endings: Iterable[str] = ("",)) -> Path | None:
     """The file of one of the endings, plain or compressed; raises UsageError if there are several."""
     names = (f"{path}{ending}{compressed}" for ending in endings for compressed in COMPRESSED)
-    found = list(filter(Path.is_file, map(Path, names)))
+    found = list(
+        map(Path, filter(os.path.lexists, names))
+    )  # what is no file is named when it is read
     if len(found) > 1:
         raise UsageError(f"{found[0]} and {found[1]} are both there: keep the one to use")
     return found[0] if found else None

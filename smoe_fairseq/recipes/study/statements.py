@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from smoe_fairseq.analysis.figures import DARK, LIGHT, MIDDLE, new, styled
-from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.errors import quietly
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluation import comparison, scores
 from smoe_fairseq.recipes.evaluation.grid import MISSING, Grid
@@ -60,12 +60,7 @@ def statements_of(dataset: Dataset, systems: Systems) -> list[Statement]:
 
 
 def measures_of(dataset: Dataset) -> dict[str, Measure]:
-    """`MEASURES` with the data set's margins; raises UsageError for one of another measure."""
-    unknown = [name for name in dataset.margins if name not in MEASURES]
-    if unknown:
-        raise UsageError(
-            f"{dataset.name}: margins have no measure {unknown[0]!r}: expected {', '.join(MEASURES)}"
-        )
+    """`MEASURES` with the data set's margins."""
     return {
         name: replace(measure, margin=dataset.margins.get(name, measure.margin))
         for name, measure in MEASURES.items()

@@ -96,7 +96,7 @@ def plan_batch(
     if name:
         wanted = _named(dataset).get(name)
         if wanted is None and not (name.isdecimal() and int(name)):
-            raise UsageError(f"BATCH={name}: {dataset.name} has {batch_choices(dataset)} of tokens")
+            raise UsageError(f"BATCH={name}: expected {batch_choices(dataset)} of tokens from 1")
         most = dataset.batch.get("max-tokens") or flags.get("max-tokens")
         wanted = wanted or int(name)
         return _named_batch(name, wanted, most or wanted, ranks, given, least)
