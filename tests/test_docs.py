@@ -75,9 +75,9 @@ LEFT_OUT = ("make setup", ". .venv/bin/activate", "smoe serve")
 
 
 def commands_of(page: str) -> list[str]:
-    """The lines of a page's blocks of shell, but for those that begin with "# not run"."""
+    """The lines of a page's blocks of shell."""
     text = (ROOT / page).read_text("utf-8").replace("\\\n", " ")
-    blocks = re.findall(r"^```bash\n(?!# not run)(.*?)^```", text, re.M | re.DOTALL)
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.M | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
