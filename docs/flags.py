@@ -1,7 +1,4 @@
-"""Writes the tables of docs/flags.md from the declarations: `python docs/flags.py`.
-
-The text around the tables is written by hand; a table is what is between two comments.
-"""
+"""Writes the tables of docs/flags.md, each between two comments: `python docs/flags.py`."""
 
 import re
 from collections.abc import Iterable
@@ -14,11 +11,13 @@ from smoe_fairseq.criterions.smoe_label_smoothed_cross_entropy import (
 from smoe_fairseq.models.options import MoEOptions, SMoETransformerConfig, flag
 
 PAGE = Path(__file__).with_suffix(".md")
-# Where more is said of a flag.
+# Pages that explain a flag.
 PAGES = {
     "moe_gate": "family.md",
     "smoe_capacity_budget": "family.md",
     "expert_parallel": "distributed.md",
+    "validate_sentences": "recipes.md",
+    "subword_sampling": "recipes.md",
 }
 
 
@@ -29,7 +28,9 @@ def options() -> dict[str, list[Field]]:
     model = [f for f in model if not f.name.startswith("_")]
     place = {f.name: number for number, f in enumerate(model)}
     model.sort(key=lambda f: place[re.sub("^(en|de)coder_", "", f.name)])  # sides behind both
-    criterion = [f for f in fields(CriterionConfig) if re.match("s?moe_|cmr_", f.name)]
+    criterion = [
+        f for f in fields(CriterionConfig) if re.match("s?moe_|cmr_|validate_|subword_", f.name)
+    ]
     return {"model": model, "criterion": criterion}
 
 

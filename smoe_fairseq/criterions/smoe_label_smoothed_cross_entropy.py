@@ -184,14 +184,14 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     moe_entropy_loss_wt: float = field(
         default=1e-4,
         metadata={
-            "help": "weight of the gates' entropy (with --moe-gate top-p), which keeps experts few"
+            "help": "weight of the gates' entropy (with --moe-gate top-p), which limits the experts per token"
         },
     )
     cmr_gate_loss_wt: float = field(
         default=0.1, metadata={"help": "weight of the CMR budget loss (with --moe-cmr)"}
     )
     cmr_gate_loss_p: float = field(
-        default=0.8, metadata={"help": "budget: mean CMR gate that the loss pulls to, 0 to 1"}
+        default=0.8, metadata={"help": "budget: target mean of the CMR gate, 0 to 1"}
     )
     smoe_capacity_budget_wt: float = field(
         default=0.1, metadata={"help": "weight of the loss of --smoe-capacity-budget"}
@@ -199,8 +199,8 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     validate_sentences: int = field(
         default=0,
         metadata={
-            "help": "sentences of each direction that each validation translates, for valid_chrf and "
-            "valid_bleu in the log and --best-checkpoint-metric; 0: none"
+            "help": "number of sentences of each direction that each validation translates, for valid_chrf "
+            "and valid_bleu in the log and --best-checkpoint-metric; 0: none"
         },
     )
     validate_beam: int = field(
@@ -209,9 +209,9 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     subword_sampling: float = field(
         default=0.0,
         metadata={
-            "help": "divide training text into other subwords in each epoch, by the spm.model beside the "
-            "data: of BPE the probability to leave out a merge, such as 0.1; of a unigram model the exponent "
-            "of the probabilities, such as 0.2; 0: never"
+            "help": "split training text into other subwords in each epoch, by the data's spm.model: for BPE "
+            "the probability to omit a merge, such as 0.1; for a unigram model the exponent of the "
+            "probabilities, such as 0.2; 0: never"
         },
     )
 

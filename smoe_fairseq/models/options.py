@@ -54,12 +54,12 @@ class MoEOptions(BlockOptions):
 
     smoe_strata: str = option("4-4", MoEConfig.help_of("strata"))
     decoder_smoe_strata: str = option("", "--smoe-strata of the decoder; empty: as --smoe-strata")
-    moe_freq: int = option(2, "every N-th layer is a MoE layer; 0: a dense model")
+    moe_freq: int = option(2, "every N-th layer is an MoE layer; 0: a dense model")
     decoder_moe_freq: int = option(-1, "--moe-freq of the decoder; -1: as --moe-freq")
     moe_hash_table: ChoiceEnum(HASH_TABLES) = option(
         "random",
-        "--moe-gate hash, hash-topk: how the table assigns token types to experts, at random or so that "
-        "each expert gets as many tokens, by the dictionary's counts",
+        "--moe-gate hash, hash-topk: how the table assigns token types to experts: at random, or so that "
+        "each expert gets equally many tokens, by the dictionary's counts",
     )
     moe_hash_seed: int = option(1, "--moe-hash-table random: the random seed")
 

@@ -73,36 +73,34 @@ class MoEConfig:
     )
     chain: int = option(
         1,
-        "chain of experts: how many times every token passes through the experts; each pass has a "
-        "gate of its own",
+        "chain of experts: number of times that every token passes the experts; each pass has its "
+        "own gate",
         "smoe_chain",
     )
     gate: str = option(
         "topk",
-        "how experts are chosen. topk: each token takes its k best-scored experts; top-p: as many "
-        "as reach --moe-top-p; hash: one, by a table of token ids; hash-topk: the first by that "
-        "table, the others by score; base: one, so that a batch is balanced; expert-choice: each "
-        "expert takes its best tokens (encoder only); relu: all with a logit above 0; threshold: "
-        "all above a running threshold; depths: Mixture-of-Depths, where experts take some of a "
-        "sentence's tokens",
+        "how experts are chosen. topk: the k experts with the highest scores; top-p: the best, up "
+        "to a probability of --moe-top-p; hash: one, by a table of token ids; hash-topk: the first "
+        "by that table, the others by score; base: one, so that a batch is balanced; expert-choice: "
+        "each expert chooses its best tokens (encoder only); relu: all with a logit above 0; "
+        "threshold: all with a score above a running threshold; depths: Mixture-of-Depths",
         choices=tuple(GATES),
     )
     top_k: int = option(
         2,
-        "experts per token and stratum, null experts included; for --moe-gate relu and threshold "
-        "the mean to aim at",
+        "experts per token and stratum, null experts included; with --moe-gate relu and threshold, "
+        "their target mean",
         of=("gate", *_RANKED, "relu", "threshold"),
         harmless=(1,),
     )
     top_p: float = option(
         0.4,
-        "--moe-gate top-p: a token takes its best experts until their probabilities add up to this",
+        "--moe-gate top-p: least sum of the probabilities of a token's experts",
         of=("gate", "top-p"),
     )
     threshold_step: float = option(
         0.05,
-        "--moe-gate threshold, depths: weight of the newest update in the running mean that sets "
-        "the thresholds",
+        "--moe-gate threshold, depths: weight of the newest update in the running thresholds",
         bounds=SHARE,
         of=("gate", "threshold", "depths"),
     )
@@ -113,15 +111,14 @@ class MoEConfig:
     )
     gate_residual: str = option(
         "none",
-        "MoE++: add a learnt linear map of an earlier gate's logits. strata: of the last stratum "
-        "at which the token stopped; layers: of the previous MoE layer as well",
+        "MoE++: add a learnt linear map of an earlier gate's logits. strata: of the token's last "
+        "stop in the layer; layers: of the previous MoE layer, too",
         choices=("none", "strata", "layers"),
         of=("gate", "topk"),
     )
     null_experts: int = option(
         0,
-        "number of experts without output; a token that chooses one saves a real expert; needs a "
-        "larger --moe-top-k",
+        "number of experts that return 0 and cost nothing; use a larger --moe-top-k with them",
         bounds=NUMBER,
     )
     copy_experts: int = option(
@@ -138,14 +135,14 @@ class MoEConfig:
         bounds=NUMBER,
     )
     shared_experts: int = option(
-        0, "number of experts that every token uses, besides those it chooses", bounds=NUMBER
+        0, "number of experts that every token uses, in addition to the chosen ones", bounds=NUMBER
     )
     residual: bool = option(
-        False, "PR-MoE: add a shared FFN, mixed with the experts by a gate of its own"
+        False, "PR-MoE: add a shared FFN, mixed with the experts by its own gate"
     )
     balance: str = option(
         "loss",
-        "what keeps experts equally busy: a balance loss, or a bias that changes the choice and "
+        "how the load of experts is balanced: by a loss, or by a bias that changes the choice but "
         "not the weights",
         choices=("loss", "bias"),
     )
@@ -157,14 +154,14 @@ class MoEConfig:
     )
     balance_over: str = option(
         "batch",
-        "tokens over which the balance loss counts first choices: those of a batch, or all of the "
-        "update so far, on all processes",
+        "tokens over which the balance loss counts first choices: a rank's batch, or all batches of "
+        "the update so far, on all ranks",
         choices=("batch", "update"),
     )
     capacity_budget: float = option(
         0.0,
-        "mean number of strata at which a token should stop, from 1 to the number of strata; "
-        "trained by a loss (--smoe-capacity-budget-wt); 0: no such loss",
+        "target mean of the requested capacity, from 1 to the number of strata; trained by a loss "
+        "(--smoe-capacity-budget-wt); 0: no such loss",
         "smoe_capacity_budget",
     )
     exit_bias: float = option(
@@ -175,13 +172,13 @@ class MoEConfig:
     )
     stacked: bool = option(
         False,
-        "naive stacking: each stratum is a MoE layer of its own, without layer norm or residual "
+        "naive stacking: each stratum is a separate MoE layer, without layer norm or residual "
         "between them",
     )
     capacity_factor: Optional[float] = option(  # noqa: UP045 (fairseq reads no other form)
         None,
-        "in training an expert takes at most ceil(factor * tokens / experts) tokens; 0: no limit; "
-        "default: 2.0, for --moe-gate depths 0.5, for top-p, relu and threshold 0",
+        "in training an expert processes at most ceil(factor * tokens / experts) tokens; 0: no "
+        "limit; default: 2.0; with --moe-gate depths 0.5, with top-p, relu and threshold 0",
         bounds=FACTOR,
         of=("gate", *_RANKED, "top-p", "relu", "threshold", "depths"),
         harmless=(2.0, 0.0),
@@ -194,7 +191,7 @@ class MoEConfig:
     )
     second_expert_policy: str = option(
         "sampling",
-        "second and further experts in training. sampling: drawn by their scores; all: the best; "
+        "second and later experts in training. sampling: drawn by their scores; all: the best; "
         "random: the best, kept with probability min(1, 2 * weight)",
         choices=("sampling", "all", "random"),
         of=("gate", *_RANKED),
@@ -210,15 +207,15 @@ class MoEConfig:
     )
     drop_order: str = option(
         "sentence",
-        "which tokens keep an expert that is full. sentence: the first in the batch; score: those "
-        "of highest gate probability; random: a random choice",
+        "which tokens an expert keeps when it is full. sentence: the first in the batch; score: those "
+        "with the highest gate probability; random: a random choice",
         choices=DROP_ORDERS,
         of=("gate", *_RANKED, "top-p", "relu", "threshold"),
     )
     norms: str = option(
         "paper",
         "inner layer norms and residuals. paper: as in the paper; released: as in its released "
-        "code, which also normalises the output of a MoE layer",
+        "code, which also normalises the output of an MoE layer",
         "smoe_norm",
         choices=("paper", "released"),
         alias="--moe-norms",
@@ -249,7 +246,7 @@ class MoEConfig:
     )
     gating_dropout: float = option(
         0.0,
-        "probability that a MoE layer routes none of a batch's tokens in training",
+        "probability in training that an MoE layer routes none of a batch's tokens",
         bounds=PROBABILITY,
     )
     cmr: bool = option(
@@ -257,13 +254,13 @@ class MoEConfig:
     )
     cmr_gate_drop: float = option(
         0.0,
-        "CMR: probability in training that a token uses the shared FFN only",
+        "CMR: probability in training that a token uses only the shared FFN",
         "cmr_gate_drop",
         bounds=PROBABILITY,
     )
     expert_parallel: bool = option(
         False,
-        "spread the experts of every MoE layer over the processes; needs --ddp-backend legacy_ddp",
+        "shard the experts of every MoE layer over the ranks; needs --ddp-backend legacy_ddp",
         "expert_parallel",
     )
     # Set by other parts of a model: the transformer's flags of these names, its dictionary, and nothing.
@@ -282,8 +279,8 @@ class MoEConfig:
     execution: str = option(
         "auto",
         "how experts are computed. per-expert: a product for each; grouped: one for all; fused: the "
-        "same, with all that is around it in a few kernels (a top-k gate on a GPU, with Triton; else "
-        "as auto); auto: what is known to be fastest",
+        "whole block in a few kernels (a top-k gate on a GPU, with Triton; else as auto); auto: the "
+        "fastest that was measured",
         choices=EXECUTIONS,
     )
 
