@@ -1,7 +1,5 @@
 """Fixtures that several test files share."""
 
-import copy
-import functools
 import gc
 import os
 import random
@@ -11,17 +9,13 @@ from pathlib import Path
 import handmade
 import pytest
 from commands import preprocess, run, train
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from filelock import FileLock
 from ranks import Ranks
 from sampling import pairwise
 
 os.environ.setdefault(
     "FORECAST", "0"
 )  # which recipes take seconds for; test_forecast.py asks for it
-
-# hydra parses each setting once.
-parse_once = functools.cache(OverridesParser.create().parse_rule)
-OverridesParser.parse_rule = lambda self, *words: copy.copy(parse_once(*words))
 
 # nohup and a shell's background ignore some of these, and every process started from there with them. One
 # that starts from a handler has the default.
@@ -39,6 +33,9 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish():
+    import composing
+
+    composing.begin()
     # What modules hold is not searched for garbage again and again.
     gc.collect()
     gc.freeze()
@@ -164,23 +161,39 @@ def gates_by_hand(multilingual) -> Path:
     return handmade.fix_gates(multilingual, handmade.symbols(len(handmade.LANGUAGES)))
 
 
+def shared(tmp_path_factory, name: str, make) -> Path:
+    """A folder that takes long to ``make``, which one of pytest-xdist's processes does for all."""
+    top = tmp_path_factory.getbasetemp()
+    folder = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / name
+    with FileLock(f"{folder}.lock"):
+        if not folder.with_suffix(".done").exists():
+            folder.mkdir()
+            make(folder)
+            folder.with_suffix(".done").touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def phrasebook(tmp_path_factory) -> Path:
     """A folder in which the recipe has prepared the built-in corpus."""
     from test_recipes import recipe
 
-    folder = tmp_path_factory.mktemp("phrasebook")
-    process = recipe(folder, "prepare", "phrasebook")
-    assert process.returncode == 0, process.stderr
-    return folder
+    def make(folder):
+        process = recipe(folder, "prepare", "phrasebook")
+        assert process.returncode == 0, process.stderr
+
+    return shared(tmp_path_factory, "phrasebook", make)
 
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
     """The folder in which a data set was prepared, and a run trained until it has words, by the recipes."""
+    return shared(tmp_path_factory, "prepared", prepare)
+
+
+def prepare(folder: Path) -> None:
     from test_recipes import recipe, write_dataset, write_text
 
-    folder = tmp_path_factory.mktemp("prepared")
     raw = write_text(folder / "text", "en-fr", train=300, valid=20, test=12)
     write_text(raw, "en-de", train=30, valid=20)
     sizes = {"encoder-embed-dim": 64, "encoder-ffn-embed-dim": 64, "encoder-attention-heads": 2}
@@ -201,7 +214,6 @@ def prepared(tmp_path_factory) -> Path:
     ):
         result = recipe(folder, *words, RAW=str(raw), OMP_NUM_THREADS="1", **given)
         assert result.returncode == 0, result.stdout + result.stderr
-    return folder
 
 
 @pytest.fixture(scope="session")

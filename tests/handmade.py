@@ -5,8 +5,7 @@ import random
 from pathlib import Path
 from unittest import mock
 
-import torch
-from commands import run
+from commands import changed, run
 
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 LANGUAGES = ("aa", "bb", "cc")
@@ -91,26 +90,23 @@ def fix_gates(checkpoint: Path, symbols: list[str]) -> Path:
     An embedding says its type's class, attention and feed-forward networks add nothing to it, and a
     gate reads the class.
     """
-    state = torch.load(checkpoint, weights_only=True)
-    weights = state["model"]
-    for name, weight in weights.items():
-        if name.endswith("embed_tokens.weight"):
-            weight.zero_()
-            for i, symbol in enumerate(symbols):
-                weight[i, SPECIAL if symbol is None else class_of(symbol)] = 1000
-        elif (
-            "out_proj" in name or ".fc2." in name or ".experts.w2" in name or ".experts.b2" in name
-        ):
-            weight.zero_()
-        elif ".gates." in name:
-            stratum = int(name.split(".gates.")[1].split(".")[0])
-            weight.zero_()
-            for kind, route in ROUTES.items():
-                if stratum in route:
-                    weight[route[stratum] - 2 * stratum, kind] = 1
-    path = checkpoint.with_name("by_hand.pt")
-    torch.save(state, path)
-    return path
+
+    def change(state):
+        for name, weight in state["model"].items():
+            if name.endswith("embed_tokens.weight"):
+                weight.zero_()
+                for i, symbol in enumerate(symbols):
+                    weight[i, SPECIAL if symbol is None else class_of(symbol)] = 1000
+            elif any(part in name for part in ("out_proj", ".fc2.", ".experts.w2", ".experts.b2")):
+                weight.zero_()
+            elif ".gates." in name:
+                stratum = int(name.split(".gates.")[1].split(".")[0])
+                weight.zero_()
+                for kind, route in ROUTES.items():
+                    if stratum in route:
+                        weight[route[stratum] - 2 * stratum, kind] = 1
+
+    return changed(checkpoint, checkpoint.with_name("by_hand.pt"), change)
 
 
 def symbols(language_tokens):

@@ -37,18 +37,17 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.made = []  # (name, elements of the new tensor, 0 where there is none)
         self.called = Counter()  # by name
-        self.kept = []  # memory of the results, so that no address is given twice
+        self.kept = {}  # memory of the results by its address, so that none is given twice
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         results = result if isinstance(result, (tuple, list)) else (result,)
-        known = {address(t) for t in (*args, *(kwargs or {}).values())}
-        known.update(storage.data_ptr() for storage in self.kept)
-        new = [t.numel() for t in results if address(t) is not None and address(t) not in known]
+        known = {None, *map(address, args), *map(address, (kwargs or {}).values())}
+        new = [t for t in results if address(t) not in known and address(t) not in self.kept]
         name = function.overloadpacket.__name__
         self.called[name] += 1
-        self.made += [(name, elements) for elements in new or [0]]
-        self.kept += [t.untyped_storage() for t in results if isinstance(t, torch.Tensor)]
+        self.made += [(name, t.numel()) for t in new] or [(name, 0)]
+        self.kept |= {address(t): t.untyped_storage() for t in new}
         return result
 
     def calls(self, names) -> int:
