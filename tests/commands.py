@@ -174,6 +174,20 @@ def _fork(
     return subprocess.CompletedProcess(command, status, output, errors)
 
 
+def touch_binarised(folder: Path, dataset: str, *pairs: str) -> Path:
+    """Empty files in place of a data set's binarised text, for programs that do not read it."""
+    from smoe_fairseq.recipes.config import load_dataset
+
+    binary = folder / "data" / dataset / "bin"
+    binary.mkdir(parents=True, exist_ok=True)
+    for pair in pairs or load_dataset(dataset).pairs:
+        for language in pair.split("-"):
+            names = (f"{split}.{pair}.{language}.idx" for split in ("train", "valid"))
+            for name in (f"dict.{language}.txt", *names):
+                (binary / name).touch()
+    return binary
+
+
 def refused(result, *named) -> str:
     """The last line of a command that has ended with status 1, which is one sentence and has these words."""
     output = result.stdout + (result.stderr or "")

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import PLUGIN, refused
+from commands import PLUGIN, refused, touch_binarised
 from test_recipes import recipe
 
 from smoe_fairseq import files
@@ -68,7 +68,7 @@ def test_a_data_set_is_prepared_by_one_alone(tmp_path):
     second = recipe(tmp_path, "prepare", "phrasebook")
     refused(second, data, f"process {first.pid} ", "DATA_DIR")
     assert os.listdir(data) == [files.PREPARATION]
-    (data / "bin").mkdir()  # which asks for nothing more
+    touch_binarised(tmp_path, "phrasebook")
     third = recipe(tmp_path, "prepare", "phrasebook")
     assert third.returncode == 0 and "is prepared already" in third.stdout
     first.communicate()

@@ -8,6 +8,7 @@ from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
+from commands import touch_binarised
 from ranks import free_port
 
 from smoe_fairseq.errors import UsageError
@@ -58,7 +59,7 @@ def trained(tmp_path, monkeypatch, status: int | None = None) -> list[str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NODES", "2")
     monkeypatch.setenv("GPUS", "0")
-    (tmp_path / "data/multi30k/bin").mkdir(parents=True, exist_ok=True)
+    touch_binarised(tmp_path, "multi30k")
     monkeypatch.setattr(train, "run", run)
     train.train(load_dataset("multi30k"), "moe", ["--no-save"])
     return started

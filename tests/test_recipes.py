@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import bash_functions, bash_torchrun, run, run_step
+from commands import bash_functions, bash_torchrun, run, run_step, touch_binarised
 
 from smoe_fairseq.recipes.commands import RECIPES
 
@@ -185,6 +185,15 @@ def test_steps_out_of_order_name_the_missing_step(tmp_path):
     sentence = refusal(recipe(tmp_path, "evaluate", "multi30k", "moe"))
     assert "checkpoint_best.pt is missing" in sentence and "scripts/train.sh" in sentence
     assert "scripts/train.sh" in refusal(recipe(tmp_path, "table", "multi30k"))
+
+
+@pytest.mark.parametrize("words", ["prepare tiny", "train tiny dense", "study tiny dense"])
+@pytest.mark.parametrize("name", ["dict.c.txt", "valid.a-b.b.idx"])
+def test_what_a_prepared_data_set_lacks_is_named(tmp_path, words, name):
+    given = write_dataset(tmp_path / "configs", "tiny", pairs=["a-b", "c-a"], raw={})
+    binary = touch_binarised(tmp_path, "tiny", "a-b", "a-c")
+    (binary / name).unlink()
+    assert name in refusal(recipe(tmp_path, *words.split(), GPUS="0", **given))
 
 
 def test_data_set_file_with_an_unknown_key(tmp_path):

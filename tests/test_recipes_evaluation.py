@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
-from commands import bash_torchrun
+from commands import bash_torchrun, changed
 from commands import run as run_program
 from test_recipes import (
     commands,
@@ -375,6 +375,23 @@ def test_what_goes_wrong_in_a_translation_is_one_sentence(unevaluated):
     checkpoint = run / "checkpoint_best.pt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     assert "checkpoint_best.pt" in refusal(evaluate_again(unevaluated))
+    assert not (run / "scores.json").exists() and not (run / "test").exists()
+
+
+def test_what_is_not_of_this_run_or_text_is_not_scored(unevaluated):
+    run = unevaluated / "runs/tiny/smoe-2-2"
+    shutil.copytree(run, unevaluated / "runs/tiny/smoe-2-2.seed-2")
+    assert "smoe-2-2.seed-2" in refusal(evaluate_again(unevaluated, SEED="2"))
+    reference = unevaluated / "data/tiny/raw/test.en-fr.fr"
+    lines = reference.read_text().splitlines(keepends=True)
+    for number, others in ((1, lines[::-1]), (12, [*lines[:-1], lines[0]]), (11, lines[1:])):
+        reference.write_text("".join(others))
+        assert f"{number} " in refusal(evaluate_again(unevaluated)).replace(",", " ")
+    reference.write_text("".join(lines))
+    best = run / "checkpoint_best.pt"
+    changed(best, best, lambda state: state["cfg"]["model"].update(smoe_strata="4"))
+    sentence = refusal(evaluate_again(unevaluated))
+    assert "checkpoint_best.pt" in sentence and "--smoe-strata" in sentence
     assert not (run / "scores.json").exists() and not (run / "test").exists()
 
 

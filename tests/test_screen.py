@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from commands import touch_binarised
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from test_recipes import recipe, write_dataset
@@ -102,7 +103,7 @@ def test_the_last_line_says_how_to_go_on(tmp_path, ending, said, saved):
         train={"arch": "smoe_transformer_tiny", "max-tokens": 500, "max-update": 3, "lr": 0.01},
         generate={"max-tokens": 1000},
     )
-    (tmp_path / "data/tiny/bin").mkdir(parents=True)
+    touch_binarised(tmp_path, "tiny", "en-fr")
     save = "touch runs/tiny/smoe-2-2/checkpoint_last.pt; " if saved else ""
     given |= {"BASH_FUNC_fairseq-train%%": f"() {{ {save}{ending}; }}", "GPUS": "0"}
     result = recipe(tmp_path, "train", "tiny", "smoe-2-2", FORECAST="0", fresh=True, **given)

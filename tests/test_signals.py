@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import touch_binarised
 from test_recipes import ROOT
 
 # In the place of srun, which starts the training: a process that takes its time to end, and one in the
@@ -50,7 +51,7 @@ def training(tmp_path, request):
     (tmp_path / "bin/srun").write_text(SRUN)
     (tmp_path / "bin/srun").chmod(0o755)
     for dataset in ("m15", "phrasebook"):
-        (tmp_path / "data" / dataset / "bin").mkdir(parents=True)
+        touch_binarised(tmp_path, dataset)
     path = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
     process = subprocess.Popen(
         [ROOT / "scripts" / script, *words],

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import touch_binarised
 from sampling import soak
 from test_recipes import ROOT
 
@@ -27,7 +28,7 @@ def cluster(tmp_path) -> dict[str, str]:
     for name, body in STAND_INS.items():
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / "data/m15/bin").mkdir(parents=True)
+    touch_binarised(tmp_path, "m15")
     path = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
     return os.environ | {"PATH": os.pathsep.join(path)}
 
@@ -88,7 +89,7 @@ def whole_table(tmp_path: Path, environment: dict[str, str], *words: str) -> lis
 @pytest.mark.parametrize("methods", [("moe", "smoe-4-4"), soak(())])
 def test_a_dry_run_of_a_table_prints_two_jobs_for_each_of_its_rows(tmp_path, cluster, methods):
     """Without methods, of all rows of the paper's."""
-    (tmp_path / "data/m4/bin").mkdir(parents=True)
+    touch_binarised(tmp_path, "m4")
     given = {"DRY_RUN": "1", "NODES": "2"}
     lines = whole_table(tmp_path, cluster | given, "m4", *methods)
     methods = methods or list(tables()["m4"]["rows"])

@@ -47,10 +47,15 @@ def system_cost(
 
     ``flags`` are those that a run was trained with; where they differ from the method's, they count.
     """
-    words = [word for flag, value in (flags or {}).items() for word in (flag, *value.split())]
-    args = parse_model([*arguments(dataset.train | method_flags(method, dataset)), *words])
+    words = [*arguments(dataset.train | method_flags(method, dataset)), *words_of(flags or {})]
+    args = parse_model(words)
     model = build_meta_model(args, int(dataset.subwords["vocab-size"]))
     return count(model, context, requested_capacity, experts_per_token)
+
+
+def words_of(flags: Mapping[str, str]) -> list[str]:
+    """The words of a command line for what `given_flags` reads."""
+    return [word for flag, value in flags.items() for word in (flag, *value.split())]
 
 
 def compare(table: str, context: int = CONTEXT) -> list[dict[str, Any]]:
@@ -88,15 +93,7 @@ def expected_cost(checkpoint: Path, context: int) -> Cost:
     Raises:
         UsageError: the checkpoint cannot be read, or holds another model.
     """
-    state = open_checkpoint(checkpoint)
-    values = saved_options(checkpoint, state)
-    arch = values.get("arch") or values.get("_name")
-    if arch not in ARCHITECTURES:
-        raise UsageError(
-            f"{checkpoint} holds a model of architecture {arch}: expected one of "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    args, weights = Namespace(**values | {"arch": arch}), state["model"]
+    args, weights = saved_model(checkpoint)
     with naming_file(checkpoint):
         vocabulary = len(weights["decoder.embed_tokens.weight"])
         outputs = vocabulary
@@ -105,6 +102,19 @@ def expected_cost(checkpoint: Path, context: int) -> Cost:
         model = build_meta_model(args, vocabulary, None if outputs == vocabulary else outputs)
         model.upgrade_state_dict(weights)  # older ones may have fewer layer norms
         return count(model, context)
+
+
+def saved_model(checkpoint: Path) -> tuple[Namespace, dict]:
+    """A checkpoint's options, as `parse_model` has them, and its weights; raises as `expected_cost`."""
+    state = open_checkpoint(checkpoint)
+    values = saved_options(checkpoint, state)
+    arch = values.get("arch") or values.get("_name")
+    if arch not in ARCHITECTURES:
+        raise UsageError(
+            f"{checkpoint} holds a model of architecture {arch}: expected one of "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return Namespace(**values | {"arch": arch}), state["model"]
 
 
 def add_cost_arguments(parser: ArgumentParser) -> None:

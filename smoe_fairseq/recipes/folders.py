@@ -1,7 +1,9 @@
 """Paths of a data set's files, and names of its runs (a run is a method with a seed)."""
 
+import itertools
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,12 +61,22 @@ class Folders:
         """Sentencepiece model, dictionary and binarised text; exists only when complete."""
         return self.data / "bin"
 
-    def check_prepared(self) -> None:
-        """Raise UsageError without binarised text."""
+    def check_prepared(self, pairs: Iterable[str]) -> None:
+        """Raise UsageError without binarised text of all pairs to train and validate."""
         if not self.binary.exists():
             raise UsageError(
                 f"{self.binary} is missing: run scripts/prepare.sh {self.dataset} first"
             )
+        folder = shard_folders(self.binary)[0]
+        for pair, split in itertools.product(pairs, ("train", "valid")):
+            for language in pair.split("-"):
+                texts = [f"{split}.{order}.{language}.idx" for order in orders(pair)]
+                for names in ([f"dict.{language}.txt"], texts):
+                    if not any((folder / name).exists() for name in names):
+                        raise UsageError(
+                            f"{folder / names[0]} is missing: delete {self.binary} and run "
+                            f"scripts/prepare.sh {self.dataset} again"
+                        )
 
     @property
     def runs(self) -> Path:
@@ -93,6 +105,11 @@ def shard_folders(folder: Path) -> list[Path]:
     """The shards in ``folder``, in order; ``folder`` itself if it has none."""
     shards = sum(1 for path in folder.glob("shard*") if path.is_dir())
     return [folder / name for name in shard_names(shards or 1)]
+
+
+def orders(pair: str) -> tuple[str, str]:
+    """A pair as it is named, and in the other order."""
+    return pair, "-".join(reversed(pair.split("-")))
 
 
 def tested_text(dataset: Dataset, direction: str, language: str) -> Path:

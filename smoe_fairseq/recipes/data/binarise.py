@@ -21,8 +21,8 @@ from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.download import extract
 from smoe_fairseq.recipes.data.raw import SPLITS, Section, copy_pairs, write_sizes
 from smoe_fairseq.recipes.data.subwords import encode_files, load_model
-from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk
-from smoe_fairseq.recipes.folders import shard_folders
+from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk, chunks
+from smoe_fairseq.recipes.folders import orders, shard_folders
 
 SUFFIXES = ("bin", "idx")
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # the first entries of every dictionary of fairseq
@@ -173,6 +173,35 @@ def count_sentences(index: Path) -> int:
     raise UsageError(f"{index} is cut off, or not an index of fairseq-preprocess")
 
 
+def check_text(text: Path, binary: Path) -> None:
+    """Raise UsageError if lines of a raw file were added, left out or moved since it was binarised.
+
+    Lines that were corrected in their places pass.
+    """
+    advice = f"restore it, or delete {binary} and prepare the data set again"
+    pair = text.name.split(".")[1]
+    names = (f"{text.name.replace(pair, order)}.idx" for order in orders(pair))
+    index = next(filter(Path.exists, map(shard_folders(binary)[0].joinpath, names)), None)
+    lines = [line for chunk in chunks(text) for line in chunk.lines()]
+    if index is None or len(lines) != (count := count_sentences(index)):
+        there = f"has {len(lines):,} lines, and {count:,} were binarised" if index else "is new"
+        raise UsageError(f"{text} {there}: {advice}")
+    if not (binary / "spm.model").exists():
+        return
+    words = read_dictionary(min(binary.glob("**/dict*.txt")))
+    content = np.fromfile(index.with_suffix(".bin"), type_of(index)).tolist()
+    ends = np.cumsum(read_index(index)).tolist()
+    was = [tuple(content[start:end]) for start, end in zip([0, *ends], ends)]
+    known = set(was)
+    now = load_model(binary / "spm.model").encode(lines, out_type=str)
+    for number, (pieces, before) in enumerate(zip(now, was), 1):
+        sentence = (*map(words.__getitem__, pieces), EOS)
+        if sentence != before and sentence in known:
+            raise UsageError(
+                f"{text}, line {number} was another line when it was binarised: {advice}"
+            )
+
+
 # Binarised text of other authors, as an archive or a folder, which is checked and used as it is.
 
 
@@ -226,16 +255,12 @@ def _wanted(dataset: Dataset, numbers: Path, given: Path) -> dict[str, Path]:
     wanted = {layout["vocabulary"]: numbers / "spm.model"}
     names = ["dict.txt", *(f"dict.{language}.txt" for language in dataset.languages)]
     for pair in dataset.pairs:
-        for order in _orders(pair):
+        for order in orders(pair):
             names += [file for split in SPLITS for file in _names(split, order)]
             for language in pair.split("-"):
                 name = layout["test"].format(pair=order, language=language)
                 wanted[name] = given / f"{order}.{language}"
     return wanted | {f"{layout['text']}/{name}": numbers / name for name in names}
-
-
-def _orders(pair: str) -> tuple[str, str]:
-    return pair, "-".join(reversed(pair.split("-")))
 
 
 def _names(split: str, order: str) -> Iterator[str]:
@@ -310,7 +335,7 @@ class _Archive:
     def sentences(self, split: str, pair: str) -> int:
         """The number of sentences in a pair's split, 0 without one; the pair may be named in either order."""
         counts = []
-        for order in _orders(pair):
+        for order in orders(pair):
             names = list(_names(split, order))
             there = [name for name in names if (self.numbers / name).exists()]
             if not there:
@@ -351,7 +376,7 @@ class _Archive:
         print(f"tests, which are there as text only: {told}", flush=True)
 
     def copy_test(self, pair: str, text: Path) -> int:
-        for order in _orders(pair):
+        for order in orders(pair):
             files = {lang: self.given / f"{order}.{lang}" for lang in pair.split("-")}
             if all(file.exists() for file in files.values()):
                 if lines := copy_pairs(Section(files), text / f"test.{pair}", None)["kept"]:

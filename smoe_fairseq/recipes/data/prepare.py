@@ -33,19 +33,20 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     if dry_run():
         _prepare(dataset, folders, flags)
         return
-    if _is_prepared(folders):
+    if _is_prepared(dataset, folders):
         return
     folders.data.mkdir(parents=True, exist_ok=True)
     files.lock_folder(folders.data, files.PREPARATION)
     try:
-        if not _is_prepared(folders):  # by another process meanwhile
+        if not _is_prepared(dataset, folders):  # by another process meanwhile
             _prepare(dataset, folders, flags)
     finally:
         files.unlock_folder(folders.data, files.PREPARATION)
 
 
-def _is_prepared(folders: Folders) -> bool:
+def _is_prepared(dataset: Dataset, folders: Folders) -> bool:
     if folders.binary.exists():
+        folders.check_prepared(dataset.pairs)
         print(f"{folders.binary} is prepared already: delete it to prepare it again")
     return folders.binary.exists()
 

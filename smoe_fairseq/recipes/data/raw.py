@@ -24,7 +24,7 @@ from smoe_fairseq.recipes.data.faults import Faults
 from smoe_fairseq.recipes.data.normalization import plain
 from smoe_fairseq.recipes.data.readers import COMPRESSED, READERS, Pair
 from smoe_fairseq.recipes.data.text_files import progress, shared
-from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES
+from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES, orders
 from smoe_fairseq.recipes.processes import report
 
 SPLITS = ("train", "valid", "test")
@@ -181,7 +181,7 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
         missing = missing or (source / names[0] if files[language] is None else None)
     if missing is None:
         return Section(files)
-    if both := _of_both(source, [f"{split}.{order}" for order in _orders(pair)] + [split]):
+    if both := _of_both(source, [f"{split}.{order}" for order in orders(pair)] + [split]):
         return Section(dict.fromkeys(languages, both))
     return _unsplit(dataset, source, split, pair) or missing
 
@@ -200,10 +200,6 @@ def _existing(path: Path, endings: Iterable[str] = ("",)) -> Path | None:
 def _of_both(source: Path, stems: Iterable[str]) -> Path | None:
     """The file of a kind that holds both languages, by its name without ending."""
     return next(filter(None, (_existing(source / stem, READERS) for stem in stems)), None)
-
-
-def _orders(pair: str) -> tuple[str, str]:
-    return pair, "-".join(reversed(pair.split("-")))
 
 
 def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> tuple[str, ...]:
@@ -243,10 +239,10 @@ def _unsplit(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     """The split's part of text that is not split; None if ``source`` has none."""
     files = {language: _existing(source / f"{language}.txt") for language in dataset.languages}
     if None in files.values():
-        stems = {lang: f"{order}.{lang}" for order in _orders(pair) for lang in pair.split("-")}
+        stems = {lang: f"{order}.{lang}" for order in orders(pair) for lang in pair.split("-")}
         files = {lang: _existing(source / stem) for lang, stem in stems.items()}
     if None in files.values():
-        files = dict.fromkeys(pair.split("-"), _of_both(source, _orders(pair)))
+        files = dict.fromkeys(pair.split("-"), _of_both(source, orders(pair)))
     if None in files.values():
         return None
     total = _count(tuple(files.items()), tuple(f.stat().st_mtime_ns for f in files.values()))

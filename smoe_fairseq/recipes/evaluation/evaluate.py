@@ -8,14 +8,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 
 from tqdm import tqdm
 
 from smoe_fairseq import files
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import rank_files, write_whole
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import Dataset, Flags, arguments, method_flags
@@ -23,7 +23,7 @@ from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.data.text_files import count_lines, progress
 from smoe_fairseq.recipes.evaluation import generate, metrics, scores
-from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
+from smoe_fairseq.recipes.folders import Folders, run_name, seed_of, tested_text
 from smoe_fairseq.recipes.processes import (
     command,
     dry_run,
@@ -31,6 +31,7 @@ from smoe_fairseq.recipes.processes import (
     run,
     step,
 )
+from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.train import data_arguments
 
 FILE = "evaluation.json"
@@ -227,6 +228,8 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
         raise UsageError(
             f"{checkpoint} is missing: run scripts/train.sh {dataset.name} {method} first"
         )
+    if not dry_run():
+        identity.check(folder, method, seed_of(dataset), folders.binary)
     directions = _directions(dataset, folders.raw)
     return Evaluation(dataset, folder, checkpoint, directions, tuple(flags), making)
 
@@ -313,6 +316,11 @@ def _translate(evaluation: Evaluation) -> None:
         _print_score(direction, score, "as it was")
     left = [direction for direction in evaluation.directions if direction not in scored]
     if left:
+        from smoe_fairseq.recipes.data.binarise import check_text  # imports numpy
+
+        _check_model(evaluation)
+        for direction in left:
+            check_text(evaluation.reference(direction), Folders(evaluation.dataset.name).binary)
         left.sort(key=lambda d: -evaluation.source(d).stat().st_size)
         count = len(evaluation.directions)
         where = generate.place(len(left), evaluation.extra)
@@ -327,6 +335,27 @@ def _translate(evaluation: Evaluation) -> None:
                     _print_score(direction, scored[direction], f"{len(scored)} of {count}")
     if evaluation.partial.exists():
         evaluation.finish(scored)
+
+
+def _check_model(evaluation: Evaluation) -> None:
+    """Raise UsageError if the checkpoint has a model of other options than the run was started with."""
+    with quietly():
+        from smoe_fairseq.analysis.cost import ARCHITECTURES, config_of, parse_model
+        from smoe_fairseq.recipes.cost import saved_model, words_of
+    flags = identity.flags_of(evaluation.folder)
+    if flags.get("--arch") not in ARCHITECTURES:  # of a run without an identity, or fairseq's model
+        return
+    own = config_of(parse_model(words_of(flags)))
+    saved = config_of(saved_model(evaluation.checkpoint)[0])
+    for option in fields(own):
+        here, there = getattr(own, option.name), getattr(saved, option.name, None)
+        flag = f"--{option.name.replace('_', '-')}"
+        # Numbers such as --dropout may have been changed by --force-resume.
+        if here != there and not isinstance(here, float) and identity.what_is_trained({flag: ""}):
+            raise UsageError(
+                f"{evaluation.checkpoint} was trained with {flag} {there}, and the run in its folder with "
+                f"{flag} {here}: put a checkpoint of the run there"
+            )
 
 
 def _score(evaluation: Evaluation, direction: str) -> scores.Score:

@@ -89,7 +89,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
             print(f"SEED={run.seed} {run.line}")
         return
     folders = Folders(dataset.name)
-    folders.check_prepared()
+    folders.check_prepared(dataset.pairs)
     for run in left:  # raises UsageError before the work rather than after it
         results.summary_of_starts(run.folder)
     results.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)

@@ -137,6 +137,16 @@ def _join(folder: Path, own: dict, data: Path) -> None:
     raise UsageError(f"{folder} is in use by another machine, and {difference}")
 
 
+def check(folder: Path, method: str, seed: int, data: Path) -> None:
+    """Raise UsageError if a folder has the run of another method, seed or dictionary."""
+    if (folder / FILE).exists():
+        was = _read(folder / FILE)
+        flags = was["flags"] | {"--seed": str(seed)}
+        own = {"method": method, "dictionary": _dictionary(data), "flags": flags}
+        if difference := _difference(was, own, data):
+            raise UsageError(f"{folder} {difference}: expected the folder of this run")
+
+
 def finish(words: Sequence[str]) -> None:
     """Write that the run is trained as far as ``words`` ask for, so that another start does nothing."""
     given = given_flags(words)

@@ -60,7 +60,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
     recipe |= {"seed": seed_of(dataset)}
     if not dry_run():
-        folders.check_prepared()
+        folders.check_prepared(dataset.pairs)
     place = launch(extra)
     given = given_flags(extra)
     folder = Path(given.get("--save-dir") or folders.run(run_name(dataset, method)))
