@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ _FLOAT = Number(-math.nextafter(math.inf, 0))
 _NAMES = {
     str: "text, in quotes if it looks like a number, yes or no",  # as in YAML
     **{int: "a whole number", float: "a finite number", bool: "true or false"},
-    **{dict: "an object", list: "a list", None: "null"},
+    **{dict: "an object", list: "a list", None: "null", Real: "a number"},
 }
 
 

@@ -44,9 +44,21 @@ OTHER_KINDS = {
     "no parameters": lambda state: state.update(model=None),
     "a list of parameters": lambda state: state.update(model=[1]),
     "a history of no kind": lambda state: state.update(optimizer_history=3),
+    "a history of numbers": lambda state: state.update(optimizer_history=[5]),
+    "a schedule of no kind": lambda state: state["optimizer_history"][-1].update(
+        lr_scheduler_state=None
+    ),
+    "a number of updates of no kind": lambda state: state["optimizer_history"][-1].update(
+        num_updates="x"
+    ),
+    "meters of no kind": lambda state: state["extra_state"].update(metrics=3),
+    "a best score of no kind": lambda state: state["extra_state"].update(best="x"),
     "extra state of no kind": lambda state: state.update(extra_state="x"),
     "options of no kind": lambda state: state.update(cfg=[1]),
     "a position of no kind": lambda state: state["extra_state"].update(train_iterator="x"),
+    "a batch of no kind": lambda state: state["extra_state"]["train_iterator"].update(
+        iterations_in_epoch="x"
+    ),
     "an epoch of no kind": lambda state: state["extra_state"]["train_iterator"].update(epoch=-4),
     "no options": lambda state: state.update(cfg=None, args=None),
 }
@@ -104,8 +116,20 @@ def test_state_of_another_run_is_named(small_corpus, sparse, tmp_path):
     refused(result, file, "--reset-optimizer")
 
 
+def of_moments(change):
+    """Other moments of Adam."""
+
+    def of(state: dict) -> None:
+        for values in state["last_optimizer_state"]["state"].values():
+            values["exp_avg"] = change(values["exp_avg"])
+
+    return of
+
+
 UNFIT = {
     "no optimizer state": lambda state: state.pop("last_optimizer_state"),
+    "moments of another model": of_moments(lambda tensor: tensor.new_zeros(3)),
+    "moments not finite": of_moments(lambda tensor: tensor * float("nan")),
     "not finite": of_kind(lambda tensor: tensor * float("nan")),
 }
 
@@ -116,6 +140,17 @@ def test_training_does_not_go_on_from_what_it_cannot(small_corpus, sparse, tmp_p
     before = file.read_bytes()
     refused(train_smoe(small_corpus, tmp_path, "--max-update", 9, check=False), file)
     assert file.read_bytes() == before and len(list(tmp_path.glob("*.pt"))) == 1
+
+
+def test_a_position_that_the_data_do_not_have_is_named(small_corpus, sparse, tmp_path):
+    file = changed(
+        sparse,
+        tmp_path / "checkpoint_last.pt",
+        lambda state: state["extra_state"]["train_iterator"].update(iterations_in_epoch=10**9),
+    )
+    result = train_smoe(small_corpus, tmp_path, "--max-update", 9, check=False)
+    refused(result, "--reset-dataloader")
+    assert list(tmp_path.glob("*.pt")) == [file]
 
 
 MISSING = {

@@ -146,27 +146,42 @@ def closes_what_asks_nothing(server):
         assert connection.recv(1) == b""
 
 
-def test_who_has_gone_is_not_translated_for(tiny_run):
+def posted(length: int, body: bytes = b"") -> bytes:
+    """The bytes of a request that declares a length."""
+    head = f"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON['Content-Type']}"
+    return f"{head}\r\nContent-Length: {length}\r\n\r\n".encode() + body
+
+
+def test_who_has_gone_is_not_translated_for_and_who_waits_is_answered(tiny_run):
+    """Both end their half of the connection behind the request."""
+    body = json.dumps(GOOD).encode()
     with Serving(tiny_run, "--max-batch", 64) as serving:
         thread = busy(serving)
-        body = json.dumps(GOOD).encode()
-        head = (
-            f"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON['Content-Type']}"
-        )
         with socket.create_connection(("127.0.0.1", serving.port)) as connection:
-            connection.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            connection.sendall(posted(len(body), body))
+        with socket.create_connection(("127.0.0.1", serving.port), timeout=600) as connection:
+            connection.sendall(posted(len(body), body))
+            connection.shutdown(socket.SHUT_WR)
+            with connection.makefile("rb") as answer:
+                *_, final = answer.read().split(b"HTTP/1.1 ")
+        assert final.startswith(b"200 ") and b"translations" in final
         thread.join()
-        assert serving.post(**GOOD)[0] == 200
         assert serving.get("/health")["translated"] == 64 + 1
         assert serving.output.count("\n") == 1, serving.output  # nothing of it is logged
 
 
+def test_a_length_beyond_the_limit_is_refused_before_the_body(tiny_run):
+    with Serving(tiny_run) as serving:
+        with socket.create_connection(("127.0.0.1", serving.port), timeout=60) as connection:
+            connection.sendall(posted(300_000))
+            assert connection.recv(12) == b"HTTP/1.1 413"
+
+
 @pytest.mark.soak
 def test_who_sends_too_slowly_is_told(tiny_run):
-    head = f"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON['Content-Type']}"
     with Serving(tiny_run) as server:
         connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-        connection.sendall(f"{head}\r\nContent-Length: 100\r\n\r\n{{".encode())
+        connection.sendall(posted(100, b"{"))
         with connection, connection.makefile("rb") as answer:
             content = answer.read()
     assert content.startswith(b"HTTP/1.1 408") and b"not here within 10 s" in content

@@ -10,13 +10,16 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import check_plain, rank_files
+
+from .startup import load
 
 _CHUNK = 1 << 20  # bytes
 _ARCHIVE = b"PK"  # how a zip archive begins: torch's format since 1.6
@@ -30,6 +33,18 @@ _OF_CONTENT = ("failed reading zip archive", "hasRecord", "mmap can only be used
 _LONGEST = 100  # letters that are shown of a type's name, or of an error
 _TENSOR = re.compile(r"torch\.strided torch\.(b?float|u?int)\d+\w*")  # a weight's layout and type
 _REAL = (".weight", ".bias", ".w1", ".w2", ".b1", ".b2")  # whole numbers are of tables and counts
+forms = load("smoe_fairseq.forms")
+_WHOLE = forms.Number(0, whole=True)
+_CHECKPOINT = {
+    "model": {str: object},
+    "cfg?": (None, {}),  # older ones have args in its place
+    "optimizer_history?": [{"num_updates?": _WHOLE, "lr_scheduler_state?": {}}],
+    "extra_state?": {
+        "train_iterator?": {"epoch?": forms.Number(1, whole=True), "iterations_in_epoch?": _WHOLE},
+        "metrics?": {},
+        "best?": (None, Real),
+    },
+}
 _sound = set()  # files that this process has found to be so, by path and state
 
 
@@ -94,30 +109,18 @@ def check_content(path: Path | str, state, has_config: bool = True) -> None:
     Args:
         has_config: whether it has to say of what model it is.
     """
-    kinds = {"model": Mapping, "optimizer_history": list, "extra_state": Mapping, "cfg": Mapping}
-    if not isinstance(state, Mapping) or "model" not in state:
-        raise UnreadableCheckpoint(f"{path} is not a checkpoint of fairseq")
-    for part, kind in kinds.items():
-        if part == "cfg" and state.get(part) is None:
-            continue  # older ones have args in its place
-        if part in state and (not isinstance(state[part], kind) or state[part] == []):
-            raise UnreadableCheckpoint(
-                f"{path} is not a checkpoint of fairseq: {part} in it is of another kind, or empty"
-            )
-    for name, tensor in state["model"].items():
-        kind = f"{getattr(tensor, 'layout', type(tensor).__name__)} {getattr(tensor, 'dtype', '')}".strip()
-        whole = "int" in kind and str(name).endswith(_REAL)
-        if not _TENSOR.fullmatch(kind) or whole or tensor.is_meta or not isinstance(name, str):
-            raise UnreadableCheckpoint(
-                f"{path} is not a checkpoint of fairseq: {str(name)[:_LONGEST]!r} in its model is {kind}; "
-                "expected a name, and a dense tensor of real numbers"
-            )
-    position = state.get("extra_state", {}).get("train_iterator", {})
-    epoch = position.get("epoch", 1) if isinstance(position, Mapping) else None
-    if not isinstance(epoch, int) or epoch < 1:
-        raise UnreadableCheckpoint(
-            f"{path} is not a checkpoint of fairseq: train_iterator in it is of another kind"
-        )
+    wrong = forms.fault(state, _CHECKPOINT)
+    if not wrong and state.get("optimizer_history") == []:
+        wrong = "optimizer_history is empty"
+    for name, tensor in () if wrong else state["model"].items():
+        kind = f"{getattr(tensor, 'layout', type(tensor).__name__)} {getattr(tensor, 'dtype', '')}"
+        whole = "int" in kind and name.endswith(_REAL)
+        if not _TENSOR.fullmatch(kind) or whole or tensor.is_meta:
+            kind = "on no device" if getattr(tensor, "is_meta", False) else kind.strip()
+            wrong = f"model.{name[:_LONGEST]} is {kind}; expected a dense tensor of real numbers"
+            break
+    if wrong:
+        raise UnreadableCheckpoint(f"{path} is not a checkpoint of fairseq: {wrong}")
     config = state.get("cfg") or {"model": state.get("args")}
     for part in ("model", "task"):
         if has_config and config.get(part, part) is None:

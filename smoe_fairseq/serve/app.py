@@ -28,6 +28,7 @@ from smoe_fairseq.serve.engine import (
 from smoe_fairseq.serve.translate import add_model_arguments, load_model
 
 try:
+    import h11
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -104,6 +105,8 @@ def refusal(status: int, sentence: str, **headers: str) -> JSONResponse:
 async def body_of(request: Request, limit: int) -> bytes | None:
     """The body; None if it has more than ``limit`` bytes, of which the rest is not read."""
     body = bytearray()
+    if int(request.headers.get("content-length", 0)) > limit:
+        return None
     async for part in request.stream():
         body += part
         if len(body) > limit:
@@ -367,13 +370,32 @@ async def _unforeseen(request: Request, error: Exception) -> Response:
 # The web server itself.
 
 NEXT_REQUEST = 10  # seconds until it must be complete
+STILL_THERE = 0.1  # seconds between signs to a client that sends no more
 
 
-class IdleTimeoutProtocol(H11Protocol):
-    """Closes idle connections, which would use up all sockets.
+class PatientProtocol(H11Protocol):
+    """Answers a client that closes its sending half after its request, and closes idle connections.
 
-    uvicorn's own limits begin with the first request, or refuse all clients.
+    uvicorn drops the former; its own limits for the latter begin with the first request, or refuse all
+    clients.
     """
+
+    def eof_received(self) -> bool:
+        """Whether the connection stays open."""
+        cycle = self.cycle
+        waits = cycle is not None and not cycle.more_body and not cycle.response_complete
+        if not waits or self.conn.their_http_version != b"1.1":  # which know no interim responses
+            return False
+        cycle.keep_alive = False
+        self._ask_whether_there(cycle)
+        return True
+
+    def _ask_whether_there(self, cycle) -> None:
+        """A client that has gone altogether answers an interim response by a reset, which ends the next."""
+        if not cycle.response_started and not self.transport.is_closing():
+            interim = h11.InformationalResponse(status_code=102, headers=[], reason="Processing")
+            self.transport.write(self.conn.send(interim))
+            self.loop.call_later(STILL_THERE, self._ask_whether_there, cycle)
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -416,7 +438,7 @@ def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
     hosts = own_names(args.host)
     config = uvicorn.Config(
         web.asgi(None if hosts is None else hosts | {name.lower() for name in args.allow_host}),
-        http=IdleTimeoutProtocol,
+        http=PatientProtocol,
         loop="asyncio",
         ws="none",
         lifespan="on",

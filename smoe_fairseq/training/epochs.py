@@ -3,6 +3,8 @@
 import functools
 from types import ModuleType
 
+from smoe_fairseq.errors import UsageError
+
 RANKS, BATCHES = "ranks", "batches"  # keys beside fairseq's own
 
 
@@ -31,6 +33,12 @@ def resume_on_any_ranks(iterators: ModuleType) -> None:
             if (self.num_shards, now) != (state[RANKS], state[BATCHES]):
                 done = position * state[RANKS] * now // state[BATCHES]
                 state = {**state, "iterations_in_epoch": min(done, now - 1) // self.num_shards}
-        load(self, state)
+        try:
+            load(self, state)
+        except RuntimeError:
+            raise UsageError(
+                f"the checkpoint was saved behind batch {position} of its epoch, which the data do not have "
+                "now: expected the data and batch size of its training, or --reset-dataloader"
+            ) from None
 
     epochs.state_dict, epochs.load_state_dict = state_dict, load_state_dict

@@ -237,14 +237,24 @@ class SMoETrainer(Trainer):
 
     def _check_loaded(self, filename: str, reset_optimizer: bool) -> None:
         """Raise UsageError where training cannot go on with what was loaded, or would begin anew unasked."""
-        made = self._optim_history[-1]["num_updates"] if self._optim_history else 0
-        if not reset_optimizer and made != self.get_num_updates():
+        io.check_finite(filename, self.get_model().named_parameters())
+        if reset_optimizer:
+            return
+        made = self._optim_history[-1]["num_updates"]
+        if made != self.get_num_updates():
             raise UsageError(
                 f"{filename} has no optimizer state, so training cannot go on from its {made} updates: "
                 f"expected --finetune-from-model {filename} to begin anew with its parameters, or "
                 "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-meters"
             )
-        io.check_finite(filename, self.get_model().named_parameters())
+        for parameter, values in getattr(self.optimizer.optimizer, "state", {}).items():
+            for name in {"exp_avg", "exp_avg_sq"} & values.keys():
+                if values[name].shape != parameter.shape:
+                    raise UsageError(
+                        f"{filename}: {name} of its optimizer is {tuple(values[name].shape)} for a "
+                        f"parameter of {tuple(parameter.shape)}; expected the optimizer of this model"
+                    )
+                io.check_finite(filename, [(f"{name} of its optimizer", values[name])])
 
     def get_train_iterator(self, *arguments, **options):
         """As fairseq's; raises UsageError if ranks have different data."""
