@@ -101,8 +101,8 @@ def naming_file(path: os.PathLike | str, what: str = "its settings") -> Iterator
 
     Raises:
         UsageError: ``PATH: its settings cannot be used (KeyError 'nope')``, also for a UsageError about
-            the value of a flag, which is the file's. An OSError of another file, what fairseq raises as a
-            plain Exception, and any other UsageError pass as they are.
+            the value of a flag, which is the file's. An OSError or EOFError, what fairseq raises as a plain
+            Exception, and any other UsageError pass as they are.
     """
     try:
         yield
@@ -111,7 +111,7 @@ def naming_file(path: os.PathLike | str, what: str = "its settings") -> Iterator
         if isinstance(error, UsageError):
             passes = not _SETTING.match(said)
         else:
-            passes = type(error) is Exception or getattr(error, "filename", None)
+            passes = type(error) is Exception or isinstance(error, OSError | EOFError)
             passes = passes or not _is_of_input(error)
             said = f"{type(error).__name__} {said}".strip()
         if passes:

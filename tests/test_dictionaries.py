@@ -1,5 +1,6 @@
 """A dictionary of the same size in another order: noticed wherever a checkpoint meets it."""
 
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -115,6 +116,41 @@ def test_languages_in_another_order(data, several):
     result = run("fairseq-generate", *given, "tgt,src", check=False)
     refused(result, several, data[0] / "dict.src.txt", "--langs")
     assert "H-0\t" in run("fairseq-generate", *given, "src,tgt").stdout
+
+
+FAULTS = {  # of the files of a preparation: the change, and what is named
+    "a dictionary that is not as the others": (
+        lambda folder, other: (folder / "dict.tgt.txt").write_text("a 1\n"),
+        "dict.tgt.txt",
+    ),
+    "a byte order mark": (
+        lambda folder, other: (folder / "dict.tgt.txt").write_text(
+            (other / "dict.tgt.txt").read_text(), encoding="utf-8-sig"
+        ),
+        "dict.tgt.txt",
+    ),
+    "one side of another text": (
+        lambda folder, other: [
+            shutil.copy(other / f"valid.src-tgt.src.{kind}", folder / f"train.src-tgt.src.{kind}")
+            for kind in ("idx", "bin")
+        ],
+        "train.src-tgt.src.idx",
+    ),
+    "no text to validate": (
+        lambda folder, other: [file.unlink() for file in folder.glob("valid.*")],
+        "valid.src-tgt",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_files_that_do_not_belong_together_are_named(data, tmp_path, fault):
+    folder = shutil.copytree(data[0], tmp_path / "data")
+    change, named = FAULTS[fault]
+    change(folder, data[0])
+    words = [*MOE, *SEVERAL, "--langs", "src,tgt", "--save-dir", tmp_path / "new", "--cpu"]
+    result = run("fairseq-train", folder, "--user-dir", PLUGIN, *words, check=False)
+    refused(result, folder, named)
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,11 @@ def test_runs_that_cannot_be_used(prepared, one_pair, tmp_path, monkeypatch):
     (tmp_path / "cut").mkdir()
     best = prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt"
     (tmp_path / "cut/checkpoint_last.pt").write_bytes(best.read_bytes()[:5000])
+    (tmp_path / "folder/checkpoint_best.pt").mkdir(parents=True)
+    shutil.copy(best, tmp_path / "folder/checkpoint_last.pt")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link/checkpoint_best.pt").symlink_to("nowhere")
+    shutil.copy(best, tmp_path / "link/checkpoint_last.pt")
     (tmp_path / "alone").mkdir()
     shutil.copy(best, tmp_path / "alone")
     (tmp_path / "taskless").mkdir()
@@ -154,6 +159,8 @@ def test_runs_that_cannot_be_used(prepared, one_pair, tmp_path, monkeypatch):
         ("empty", {"checkpoint_file": "x.pt"}, "empty has no x.pt"),
         ("set", {}, "set/checkpoint_last.pt stands for a set"),
         ("cut", {}, "checkpoint_last.pt is cut off or not a checkpoint"),
+        ("folder", {}, "folder/checkpoint_best.pt"),
+        ("link", {}, "link/checkpoint_best.pt"),
         ("alone", {}, "data/tiny/bin, with the dictionaries that alone/checkpoint_best.pt was"),
         ("alone", {"data_name_or_path": "empty"}, "empty has no dictionaries"),
         ("taskless", {}, "checkpoint_best.pt does not say what its task is"),

@@ -126,6 +126,7 @@ ADDITIONS = (
     ("fairseq.checkpoint_utils", "smoe_fairseq.training.sharded_checkpoints:load_sets"),
     ("fairseq.checkpoint_utils", "smoe_fairseq.checkpoints.io:compare_when_loaded"),
     ("fairseq.data.dictionary", "smoe_fairseq.checkpoints.io:remember_file"),
+    ("fairseq.tasks.translation_multi_simple_epoch", "smoe_fairseq.training.text:name_files"),
     ("fairseq.data.iterators", "smoe_fairseq.training.epochs:resume_on_any_ranks"),
     ("fairseq.trainer", "smoe_fairseq.training.ours:ask_for_ours"),
 )

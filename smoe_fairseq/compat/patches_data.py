@@ -130,9 +130,12 @@ def name_dictionary(dictionary: ModuleType) -> None:
         check_plain(f)
         with naming_file(f, "it"):
             try:
-                return original(cls, f)
+                loaded = original(cls, f)
             except RuntimeError as error:  # a word that is there twice
                 raise ValueError(str(error)) from None
+            if any(symbol.startswith("\ufeff") for symbol in loaded.symbols):
+                raise ValueError("begins with a byte order mark")
+            return loaded
 
     dictionary.Dictionary.load = classmethod(load)
 

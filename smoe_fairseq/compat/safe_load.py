@@ -11,7 +11,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -33,12 +33,12 @@ _OF_CONTENT = ("failed reading zip archive", "hasRecord", "mmap can only be used
 _LONGEST = 100  # letters that are shown of a type's name, or of an error
 _TENSOR = re.compile(r"torch\.strided torch\.(b?float|u?int)\d+\w*")  # a weight's layout and type
 _REAL = (".weight", ".bias", ".w1", ".w2", ".b1", ".b2")  # whole numbers are of tables and counts
-forms = load("smoe_fairseq.forms")
+forms = load("smoe_fairseq.forms")  # an older copy of startup.py has not done it
 _WHOLE = forms.Number(0, whole=True)
 _CHECKPOINT = {
     "model": {str: object},
     "cfg?": (None, {}),  # older ones have args in its place
-    "optimizer_history?": [{"num_updates?": _WHOLE, "lr_scheduler_state?": {}}],
+    "optimizer_history?": [{"num_updates": _WHOLE, "lr_scheduler_state?": {}}],
     "extra_state?": {
         "train_iterator?": {"epoch?": forms.Number(1, whole=True), "iterations_in_epoch?": _WHOLE},
         "metrics?": {},
@@ -262,8 +262,10 @@ def _put_together(left, operator: ast.operator, right) -> list | tuple:
 
 
 def allow_checkpoint_types(serialization: ModuleType) -> None:
-    from .plain_arrays import Array, Kind, reconstruct, scalar
-
+    try:
+        from .plain_arrays import Array, Kind, reconstruct, scalar
+    except ImportError:  # without numpy, modules/ alone can be used
+        return
     ours = {"numpy.ndarray": Array, "numpy.dtype": Kind}
     for core in ("_core", "core"):  # numpy 2 and, in older files, numpy 1
         ours[f"numpy.{core}.multiarray._reconstruct"] = reconstruct
@@ -319,22 +321,17 @@ def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:
 def _checked(load):
     @functools.wraps(load)
     def load_checked(path, *others, **options):
+        import torch
+
         try:
-            with reading(path):
-                state = load(path, *others, **options)
+            with reading(path), naming_file(path, "its content"):
+                if os.path.exists(path):  # before fairseq changes what is older
+                    state = torch.load(path, "cpu", mmap=is_archive(path), weights_only=True)
+                    check_content(path, state, has_config="ema" not in load.__name__)
+                return load(path, *others, **options)
         except CutOffCheckpoint as error:
             raise UsageError(
                 f"{error}: take another one (with --restore-file in training), or remove it to train anew"
             ) from None
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            from torch import load as load_again
-
-            with suppress(LookupError, TypeError, AttributeError, ValueError):
-                again = load_again(path, "cpu", mmap=is_archive(path), weights_only=True)
-                check_content(path, again)
-            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise UnreadableCheckpoint(f"{path} is not a checkpoint of fairseq: {said}") from None
-        check_content(path, state, has_config="ema" not in load.__name__)
-        return state
 
     return load_checked

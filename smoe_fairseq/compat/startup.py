@@ -15,10 +15,10 @@ import sys
 
 def patch_fairseq() -> None:
     """Installs the patches, so that the import of fairseq that is under way succeeds."""
-    load("smoe_fairseq.errors")
-    load("smoe_fairseq.files")
-    if compat := load("smoe_fairseq.compat"):
-        compat.install()
+    for part in ("errors", "files", "forms", "compat"):
+        module = load(".".join(("smoe_fairseq", part)))
+    if module:
+        module.install()
 
 
 def load(name: str):

@@ -1,6 +1,7 @@
 """Trained models in Python, as ``torch.hub`` loads them."""
 
 import copy
+import os
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
@@ -33,9 +34,8 @@ def checkpoint_of(run: Path | str, name: str | None = None) -> Path:
         _check_set(run)
         raise UsageError(f"{run} is missing: expected the folder of a run, or a checkpoint")
     names = (name,) if name else _NAMES
-    found = next((run / each for each in names if (run / each).is_file()), None)
-    if found:
-        return found
+    if found := next((run / each for each in names if os.path.lexists(run / each)), None):
+        return found  # what is not readable is for its reader to name
     _check_set(run / names[-1])
     raise UsageError(
         f"{run} has no {' or '.join(names)}: expected the folder of a run, or a checkpoint"
