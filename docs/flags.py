@@ -48,8 +48,9 @@ def _default(option: Field) -> str:
 
 def _meaning(option: Field) -> str:
     text = re.sub(r"(--[a-z][\w-]*( [a-z][\w-]*(?=:|\)))?)", r"`\1`", option.metadata["help"])
-    if hasattr(option.type, "__members__"):
-        text += "; " + ", ".join(f"`{choice.value}`" for choice in option.type)
+    choices = [choice.value for choice in getattr(option.type, "__members__", {}).values()]
+    if not all(re.search(rf"\b{choice}\b", text) for choice in choices):
+        text += "; " + ", ".join(f"`{choice}`" for choice in choices)
     if alias := option.metadata.get("argparse_alias"):
         text += f" (former name: `{alias}`)"
     if page := PAGES.get(option.name):
