@@ -42,17 +42,20 @@ BENCH_PIP := $(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install
     -c constraints.txt
 BENCH_RUN := LOGLEVEL=WARNING PYTHONWARNINGS=ignore
 
+# Each process imports all tests, so their bytecode is kept where the environment says otherwise, too.
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 python -m pytest --dist loadfile
+
 .PHONY: demo test soak lint docs matrix bench gpu-check setup
 demo: $(DONE)
 	@$(RUN) bash scripts/demo.sh
 
 test: $(DONE)
 	@echo "The tests, in $(JOBS) processes: about 5 minutes on two cores"
-	@$(RUN) OMP_NUM_THREADS=1 python -m pytest -n $(JOBS) --dist loadfile
+	@$(RUN) $(TEST) -n $(JOBS)
 
 soak: $(DONE)
 	@echo "The long tests, in $(JOBS) processes: about 11 minutes on two cores"
-	@$(RUN) OMP_NUM_THREADS=1 python -m pytest -m soak -n $(JOBS) --dist loadfile
+	@$(RUN) $(TEST) -m soak -n $(JOBS)
 
 lint: $(DONE)
 	@$(RUN) ruff format --check .

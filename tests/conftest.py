@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import gc
+import json
 import os
 import random
 import signal
@@ -187,7 +188,10 @@ def phrasebook(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
-    """The folder in which a data set was prepared, and a run trained until it has words, by the recipes."""
+    """From raw text to scores by the recipes: two pairs, of which one has test data, and a run that has words.
+
+    What each recipe printed is in ``said.json``.
+    """
     return shared(tmp_path_factory, "prepared", prepare)
 
 
@@ -207,13 +211,18 @@ def prepare(folder: Path) -> None:
         train={**training, "num-workers": 0},
         generate={"max-tokens": 1000, "max-len-b": 10, "num-workers": 0},
     )
-    for words in (
-        ("prepare", "tiny"),
-        ("train", "tiny", "smoe-2-2"),
-        ("evaluate", "tiny", "smoe-2-2", "--beam", "2"),
-    ):
+    said = {}
+    for name, words in {
+        "prepare": ("prepare", "tiny"),
+        "train": ("train", "tiny", "smoe-2-2"),
+        "evaluate": ("evaluate", "tiny", "smoe-2-2", "--beam", "2"),
+        "table": ("table", "tiny"),
+        "again": ("prepare", "tiny"),
+    }.items():
         result = recipe(folder, *words, RAW=str(raw), OMP_NUM_THREADS="1", **given)
         assert result.returncode == 0, result.stdout + result.stderr
+        said[name] = {"stdout": result.stdout, "stderr": result.stderr}
+    (folder / "said.json").write_text(json.dumps(said))
 
 
 @pytest.fixture(scope="session")

@@ -10,20 +10,13 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sacrebleu
 from commands import bash_torchrun, changed
 from commands import run as run_program
-from test_recipes import (
-    commands,
-    recipe,
-    refusal,
-    surroundings,
-    table,
-    write_dataset,
-    write_text,
-)
+from test_recipes import ROOT, commands, recipe, refusal, surroundings, table
 
 from smoe_fairseq.recipes.config import load_dataset
 from smoe_fairseq.recipes.evaluation import scores
@@ -31,33 +24,10 @@ from smoe_fairseq.recipes.evaluation.evaluate import Evaluation
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A run from raw text to scores: one pair with test data, one without, three updates."""
-    folder = tmp_path_factory.mktemp("tiny")
-    raw = write_text(folder / "text", "en-fr", train=300, valid=20, test=12)
-    write_text(raw, "en-de", train=300, valid=20)
-    given = write_dataset(
-        *(folder / "configs", "tiny"),
-        pairs=["en-fr", "en-de"],
-        raw={},
-        subwords={"vocab-size": 60},
-        train={
-            **{"arch": "smoe_transformer_tiny", "max-tokens": 500, "max-update": 3},
-            **{"lr": 0.01, "warmup-updates": 1, "num-workers": 0},
-        },
-        generate={"max-tokens": 1000, "max-len-b": 10, "num-workers": 0},
-    )
-    given |= {"OMP_NUM_THREADS": "1"}
-    results = {
-        "prepare": recipe(folder, "prepare", "tiny", RAW=str(raw), **given),
-        "train": recipe(folder, "train", "tiny", "smoe-2-2", **given),
-        "evaluate": recipe(folder, "evaluate", "tiny", "smoe-2-2", "--beam", "2", **given),
-        "table": recipe(folder, "table", "tiny", **given),
-        "again": recipe(folder, "prepare", "tiny", RAW=str(raw), **given),
-    }
-    for result in results.values():
-        assert result.returncode == 0, result.stdout + result.stderr
-    return folder, results
+def tiny(prepared):
+    """The run, and what each recipe printed."""
+    said = json.loads((prepared / "said.json").read_text())
+    return prepared, {name: SimpleNamespace(**each) for name, each in said.items()}
 
 
 def test_prepared_text_is_the_raw_text(tiny):
@@ -130,7 +100,7 @@ def test_experts_of_several_processes_are_evaluated_as_those_of_one(tiny):
     folder, results = tiny
     given = dict(CONFIG_DIR=str(folder / "configs"), RUN_DIR="sharded", OMP_NUM_THREADS="1")
     given |= bash_torchrun()
-    flags = ["--cpu", "--expert-parallel"]
+    flags = ["--cpu", "--expert-parallel", "--max-update", "3"]
     trained = recipe(folder, "train", "tiny", "smoe-2-2", *flags, GPUS="2", **given)
     assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
     run = folder / "sharded/tiny/smoe-2-2"
@@ -151,8 +121,8 @@ def test_training_shows_a_few_lines_and_logs_the_rest(tiny):
     for said in ("requested_capacity", "SMoETransformerModel(", "done training", "dictionary: "):
         assert said in log, said
     screen = results["train"].stdout
-    assert "  update 1 of 3 | loss " in screen and "  update 3 of 3 | loss " in screen
-    assert re.search(r"update 3 of 3 \| validation loss [\d.]+ \(best\) \| saved", screen)
+    assert "  update 1 of 60 | loss " in screen and "  update 60 of 60 | loss " in screen
+    assert re.search(r"update 60 of 60 \| validation loss [\d.]+ \(best\) \| saved", screen)
     assert not re.search("INFO|requested_capacity|tensorboardX|fairseq-train", screen)
     assert all(len(result.stdout.splitlines()) < 20 for result in results.values())
 
@@ -189,14 +159,14 @@ def test_a_trained_run_is_not_trained_again(tiny, unevaluated):
     again = recipe(unevaluated, "train", "tiny", "smoe-2-2", **given)
     assert again.returncode == 0
     assert "runs/tiny/smoe-2-2 is trained already" in again.stdout
-    further = recipe(unevaluated, "train", "tiny", "smoe-2-2", "--max-update", "4", **given)
-    assert "update 4 of 4 | loss" in further.stdout
-    flags = ("--lr", "0.02", "--max-update", "5")
+    further = recipe(unevaluated, "train", "tiny", "smoe-2-2", "--max-update", "61", **given)
+    assert "update 61 of 61 | loss" in further.stdout
+    flags = ("--lr", "0.02", "--max-update", "62")
     assert "--lr 0.01, not with --lr 0.02" in refusal(
         recipe(unevaluated, "train", "tiny", "smoe-2-2", *flags, **given)
     )
     forced = recipe(unevaluated, "train", "tiny", "smoe-2-2", *flags, "--force-resume", **given)
-    assert "update 5 of 5 | loss" in forced.stdout, forced.stderr
+    assert "update 62 of 62 | loss" in forced.stdout, forced.stderr
     assert (run / "checkpoint_last.pt").stat().st_mtime_ns > before
 
 
@@ -207,14 +177,7 @@ def start_evaluation(folder: Path, runs: str, *flags: str, **given: str) -> subp
     """In a session of its own, so that all of it can be killed at once."""
     environment = surroundings() | {"OMP_NUM_THREADS": "1", "RUN_DIR": runs}
     return subprocess.Popen(
-        [
-            Path(__file__).parents[1] / "scripts/evaluate.sh",
-            "tiny",
-            "smoe-2-2",
-            "--beam",
-            "2",
-            *flags,
-        ],
+        [ROOT / "scripts/evaluate.sh", "tiny", "smoe-2-2", "--beam", "2", *flags],
         cwd=folder,
         env=environment | {"CONFIG_DIR": str(folder / "configs")} | given,
         stdout=subprocess.DEVNULL,
