@@ -188,7 +188,7 @@ def phrasebook(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
-    """From raw text to scores by the recipes: two pairs, of which one has test data, and a run that has words.
+    """From raw text to scores by the recipes: two pairs, one with test data, and a run that has words.
 
     What each recipe printed is in ``said.json``.
     """
