@@ -1,9 +1,8 @@
-"""SMoE for fairseq: the door through which fairseq (``--user-dir``) and Python come in.
+"""SMoE for fairseq: the entry point of fairseq (``--user-dir``) and Python.
 
-Importing the package registers its models and criterion with fairseq and opens safe checkpoint
-loading. Nothing heavy is loaded for that: registration takes place once fairseq has been imported,
-which for ``--user-dir`` is at once, and for a light command such as ``smoe path`` is never. The block
-itself (``smoe_fairseq.modules``) needs no fairseq.
+Importing the package registers its models and criterion with fairseq and enables safe checkpoint
+loading. Registration happens when fairseq is imported: with ``--user-dir`` at once, in a light
+command such as ``smoe path`` never. The block (``smoe_fairseq.modules``) does not need fairseq.
 """
 
 import sys

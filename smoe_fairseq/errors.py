@@ -1,4 +1,4 @@
-"""Sentences for mistakes: the errors of bad input, and what a command does with them."""
+"""Errors of bad input, and how commands print them."""
 
 import codecs
 import ctypes

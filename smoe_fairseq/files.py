@@ -1,4 +1,4 @@
-"""Reading and writing: plain files only, whole under their final name; and locks on folders."""
+"""Reading plain files, writing files and folders atomically, and locking folders."""
 
 import atexit
 import errno

@@ -1,4 +1,4 @@
-"""The form of data that somebody else may have written, and JSON files of that form.
+"""Checks the form of data from outside, and reads JSON files of that form.
 
 A form is a type (``float`` is any finite number, ``int`` a whole one, ``bool`` neither); None; a `Number`;
 a compiled pattern, which the whole text has to match; a set of the values that are possible; ``[form]``, a

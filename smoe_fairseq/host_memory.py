@@ -1,4 +1,4 @@
-"""The host's memory: how much there is, and a faster setting of malloc for training on a CPU."""
+"""Memory of the host: its size, and faster malloc settings for training on a CPU."""
 
 import ctypes
 import os

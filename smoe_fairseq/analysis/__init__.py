@@ -1,1 +1,1 @@
-"""What a model costs, what its tokens ask for, and what the paper prints about both."""
+"""Cost of a model, requested capacity of its tokens, and the paper's numbers for both."""

@@ -1,4 +1,4 @@
-"""What training's expert capacity takes away: dropped choices by position, and the loss with the limit."""
+"""Effect of training's capacity limit: dropped choices by position, and the loss with the limit."""
 
 import math
 from collections.abc import Iterator

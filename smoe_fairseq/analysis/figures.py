@@ -1,4 +1,4 @@
-"""The pictures of an analysis, a function each."""
+"""Figures of an analysis, one function each."""
 
 import io
 import re

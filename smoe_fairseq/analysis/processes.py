@@ -1,8 +1,7 @@
-"""What each process of a run holds (models/memory.py) and sends.
+"""Memory of each process of a run (models/memory.py), and the bytes that it sends.
 
-An all-reduce over n processes is counted as a ring: each sends 2 (n - 1) / n of what is reduced.
-What each of them sends to all others (``--zero-sharding os``) is half of that. docs/distributed.md
-has examples.
+An all-reduce over n processes is counted as a ring: each sends 2 (n - 1) / n of the tensor. Sending
+each share to all others (``--zero-sharding os``) is half of that. docs/distributed.md has examples.
 """
 
 from dataclasses import asdict, dataclass

@@ -1,4 +1,4 @@
-"""What the gates chose, recorded while a model reads a data set."""
+"""Records the gates' choices while a model reads a data set."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

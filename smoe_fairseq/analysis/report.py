@@ -1,4 +1,4 @@
-"""The report of an analysis, as a page."""
+"""HTML report of an analysis."""
 
 import base64
 from collections.abc import Callable, Iterator

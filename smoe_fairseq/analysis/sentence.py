@@ -1,4 +1,4 @@
-"""The route of one sentence's tokens through the strata."""
+"""Route of a sentence's tokens through the strata."""
 
 import os
 import unicodedata

@@ -1,4 +1,4 @@
-"""``smoe import``: a checkpoint of another code, or a folder of transformers, as a checkpoint of ours."""
+"""``smoe import``: converts a checkpoint of another codebase, or a folder of transformers, to ours."""
 
 import os
 from argparse import ArgumentParser, Namespace

@@ -1,4 +1,4 @@
-"""A model as safetensors and JSON: weights that no program can hide in, and all options as plain data."""
+"""A model as safetensors and JSON: weights without executable content, and all options as plain data."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""numpy arrays and scalars of a checkpoint, built of nothing but shape, type and bytes.
+"""numpy arrays and scalars of a checkpoint, built only from shape, type and bytes.
 
-numpy's own constructors trust what they are given: a type of objects over bytes of the file is an array
-of addresses. Here types are numbers, and the bytes are as many as shape and type say.
+numpy's own constructors trust their arguments: with a type of objects, bytes of the file would become
+memory addresses. Here types are numeric, and the number of bytes must match shape and type.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Checkpoint files: whether they are sound, and that nothing in them is run as a program.
+"""Opens checkpoint files for fairseq's commands and ``smoe``: finds damage, and executes nothing in them.
 
-fairseq's commands and ``smoe`` both open files by this. Free of torch and of fairseq at import.
+Importing this needs neither torch nor fairseq.
 """
 
 import argparse

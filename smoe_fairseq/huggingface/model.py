@@ -1,4 +1,4 @@
-"""Hugging Face's door to the translation models: configuration and ``generate`` around `StratifiedMoE`.
+"""Translation models for Hugging Face: configuration and ``generate`` around `StratifiedMoE`.
 
 The parameters have fairseq's names. Shapes: B sentences, S source and T target positions, D embedding,
 H heads, V entries of the target dictionary.

@@ -1,4 +1,4 @@
-"""What is wrong with a model's options, said before anything is built."""
+"""Checks of a model's options before anything is built."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,8 @@
-"""What a model takes of memory, by a closed formula of its options; nothing is built.
+"""Memory of a model, by a closed formula of its options; nothing is built.
 
 The weights are a sum of shapes. What training keeps for the backward pass grows with the tokens of a
 forward pass: a sum over sublayers, `_per_token`. The peak is at one of three points: at the loss, where all
-activations are kept; behind the backward pass, where all gradients are; or in the optimizer's step.
+activations are kept; after the backward pass, where all gradients are; or in the optimizer's step.
 docs/gpu.md uses it, docs/cost.md compares it with measurements.
 
 Shapes: T tokens, S positions of a sentence, D embedding, F feed-forward, V vocabulary, H heads.

@@ -1,4 +1,4 @@
-"""The block: strata, gates, experts, and what composes them. Needs torch only.
+"""The block: strata, gates, experts, and the layer that composes them. Needs only torch.
 
 Nothing here imports from the rest of the package or from fairseq, so that the block can be a layer of any
 PyTorch model.

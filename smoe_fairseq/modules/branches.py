@@ -1,4 +1,4 @@
-"""Networks beside the experts, and masks of their outputs.
+"""Networks in parallel to the experts, and output masking.
 
 Shapes: T tokens, D embedding, F feed-forward.
 """

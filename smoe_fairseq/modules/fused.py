@@ -1,6 +1,6 @@
 """`StratifiedMoE.forward` by Triton kernels: one autograd function for all strata.
 
-`applies` says for which blocks. What it leaves out (other gates, branches, ranks) goes the general way.
+`applies` says for which blocks. All others (other gates, branches, ranks) use the general forward.
 
 Shapes: T tokens, D embedding, F feed-forward, C experts of the block, K choices per token, N = T K rows of
 copies, L strata, B blocks of tokens.

@@ -1,12 +1,12 @@
-"""The experts of a stratum by one product for all of them, in shapes that do not depend on the routing.
+"""The experts of a stratum by one product for all, in shapes that do not depend on the routing.
 
 Nothing waits for a GPU where it computes such products in one kernel (`one_kernel`). torch 2.13 computes
 `torch.nn.functional.grouped_mm` in float32 and float16 too, but only knows the shape of its result, which
 `torch.compile` needs, in bfloat16; and on a GPU it does so one expert after the other, reading the ends on
 the host for every product. Its own gradient is not used, compiled or not: on GPUs of compute capability 10
-that of experts without rows was seen to be anything (pytorch issue 172439).
+the gradient of experts without rows was arbitrary (pytorch issue 172439).
 
-Rows lie by expert, and padding rows behind them. Products leave these uninitialised.
+Rows are sorted by expert, followed by padding rows, which products leave uninitialised.
 
 Shapes: T tokens, K choices per token, N rows, D embedding, F feed-forward, I inputs, O outputs, E experts.
 """

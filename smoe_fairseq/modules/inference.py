@@ -1,8 +1,8 @@
-"""`StratifiedMoE.forward` for inference on a CPU: the same steps and the same bits in a quarter of the calls.
+"""`StratifiedMoE.forward` for inference on a CPU: the same results, bit for bit, with a quarter of the calls.
 
-A decoding step has few tokens, so what is not a product of the experts costs nearly as much as they do. Here
-nothing is dropped, counted or learned, and where the copies go is worked out in numpy, whose calls are
-shorter than torch's. What `applies` leaves out (other gates, capacity, branches, GPUs) goes the general way.
+A decoding step has few tokens, so all else costs nearly as much as the experts' products. Here nothing is
+dropped, counted or learned, and places of copies are computed in numpy, whose calls take less time than
+torch's. `applies` says for which blocks; all others use the general forward.
 
 Shapes: T tokens of the block or of one stratum, D embedding, K choices per token, N = T K copies.
 """

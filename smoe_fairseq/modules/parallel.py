@@ -1,4 +1,4 @@
-"""Experts over ranks: which rank holds which, and how copies of tokens get to them and outputs back.
+"""Experts over ranks: which rank holds which, and the exchange of token copies and outputs.
 
 Shapes: T tokens, K choices per token, N rows of copies and the padding row, D embedding, P ranks of a group,
 E experts.

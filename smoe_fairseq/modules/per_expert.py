@@ -1,4 +1,4 @@
-"""The experts of a stratum by a product for each of them: least work, and fastest on a CPU.
+"""The experts of a stratum by a product for each: the least work, and the fastest on a CPU.
 
 Shapes: T tokens, K choices per token, N rows of copies, n of one expert, D embedding, F feed-forward,
 E experts.

@@ -1,4 +1,4 @@
-"""What a gate decides: the copies that each expert's capacity admits, and the routing itself.
+"""A gate's decision: the routing, and which copies fit into each expert's capacity.
 
 Shapes: T tokens, K choices per token, E experts that the gate sees, M free experts behind them.
 """

@@ -1,4 +1,4 @@
-"""Copies of tokens: where each lies, gathered by expert, summed by token; and the tokens of one stratum.
+"""Copies of tokens: places, gathering by expert, summing by token; and the tokens of one stratum.
 
 Shapes: T tokens, K choices per token, N rows of copies and one padding row, D embedding, E experts.
 """

@@ -1,4 +1,4 @@
-"""What a pass of the block counts, and the losses and figures made from the counts.
+"""Counts of a pass of the block, and the losses and metrics computed from them.
 
 Shapes: T tokens, K choices per token, E experts, L strata, B sentences, S positions.
 """

@@ -1,6 +1,6 @@
-"""What the torch at hand can do, found out once and here, by looking at it and never by its version.
+"""Features of the installed torch, detected here once, never by its version.
 
-Builds differ under one version number (vendors', nightly ones), and what is private today is public tomorrow.
+Builds differ under one version number (vendors', nightly ones), and private functions become public.
 """
 
 from contextlib import AbstractContextManager, nullcontext

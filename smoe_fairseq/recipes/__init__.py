@@ -1,11 +1,9 @@
 """Recipes: data sets, methods and tables behind ``scripts/``.
 
 A data set (``configs/datasets``) and a method (``configs/methods``) are YAML files of flags. A
-recipe composes them into plain shell commands, prints them and runs them, the latter
-unless ``DRY_RUN`` is set.
+recipe composes them into plain shell commands, prints them and, unless ``DRY_RUN`` is set, runs them.
 
-- ``commands``: the recipes and their steps, by name; ``config``, ``folders``, ``processes``: what all of
-  them use.
+- ``commands``: the recipes and their steps, by name; ``config``, ``folders``, ``processes``: used by all.
 - ``data``: from a publisher's text to what ``fairseq-train`` reads.
 - ``training``, ``evaluation``: one run.
 - ``study``: many runs, and a report on them.

@@ -1,4 +1,4 @@
-"""What the ranks of a run do and check before training starts."""
+"""Steps and checks of all ranks before training starts."""
 
 import functools
 import inspect

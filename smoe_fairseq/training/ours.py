@@ -1,4 +1,4 @@
-"""Has every fairseq command train with our trainer."""
+"""Makes every fairseq command train with our trainer."""
 
 from types import ModuleType
 

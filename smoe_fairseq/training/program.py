@@ -1,4 +1,4 @@
-"""What is changed in ``fairseq_cli.train``, the program of ``fairseq-train``, if that is what runs."""
+"""Changes to ``fairseq_cli.train``, the program of ``fairseq-train``, while it runs."""
 
 import functools
 import os

@@ -1,7 +1,7 @@
-"""What training shows on the screen when a recipe runs it: a line every few seconds.
+"""Output of training in a recipe: a line every few seconds.
 
-Everything else that fairseq says goes to ``--log-file``. Recipes ask for it with ``SMOE_SCREEN``, the
-seconds between two lines; ``fairseq-train`` typed by the user prints what fairseq prints.
+All other output of fairseq goes to ``--log-file``. Recipes set ``SMOE_SCREEN``, the seconds between two
+lines; without it, ``fairseq-train`` prints what fairseq prints.
 """
 
 import atexit

@@ -1,9 +1,9 @@
-"""Subword regularisation (``--subword-sampling ALPHA``): training text divided anew in each epoch.
+"""Subword regularisation (``--subword-sampling ALPHA``): training text is split anew in each epoch.
 
 BPE-dropout (Provilkov et al. 2020) for a sentencepiece model of BPE; for a unigram model one of the best
 segmentations of each word (Kudo 2018). The text stays the same. Validation and test text is not sampled.
 
-sentencepiece's own sampling is not used: with the same seed, 0.2.3 draws otherwise in each process, so that
+sentencepiece's own sampling is not used: with the same seed, 0.2.3 draws differently in each process, so that
 ranks would disagree and no run could resume.
 """
 

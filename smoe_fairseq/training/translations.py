@@ -1,9 +1,9 @@
 """Validation by translations: chrF++ and BLEU of the first validation sentences of each direction.
 
-``--validate-sentences N`` of the criterion has it done at each validation, by our own search. The numbers are
+``--validate-sentences N`` of the criterion enables it at each validation, by our own search. The numbers are
 logged as ``valid_chrf`` and ``valid_bleu``, means over the directions, and ``--best-checkpoint-metric chrf``
-chooses checkpoints by them. Text is that of subwords put together, so that the numbers are for comparing the
-checkpoints of a run; ``smoe evaluate`` scores against the raw references.
+chooses checkpoints by them. Text is joined subwords, so the numbers only compare
+checkpoints of one run; ``smoe evaluate`` scores against the raw references.
 """
 
 from collections.abc import Callable, Iterator

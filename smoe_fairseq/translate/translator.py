@@ -1,4 +1,4 @@
-"""Batches of sentences translated: encoding, search, and reading out the hypotheses."""
+"""Translates batches of sentences: encoding, search, and decoding of the hypotheses."""
 
 import copy
 import itertools

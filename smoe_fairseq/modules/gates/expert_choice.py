@@ -1,4 +1,4 @@
-"""The gate by which experts choose tokens.
+"""The expert-choice gate: experts choose tokens.
 
 Shapes: T tokens, D embedding, E experts; K is E here, and choice e is expert e's.
 """

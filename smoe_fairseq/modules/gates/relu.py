@@ -1,4 +1,4 @@
-"""The ReLU gate: an expert has a token where its logit is above 0.
+"""The ReLU gate: an expert processes the tokens whose logit is above 0.
 
 Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
 """

@@ -1,4 +1,4 @@
-"""The expert-threshold gate: an expert has a token where its logit is above the expert's threshold.
+"""The expert-threshold gate: an expert processes the tokens whose logit is above its threshold.
 
 Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
 """

@@ -1,4 +1,4 @@
-"""The top-p gate: as many experts as a token is unsure of.
+"""The top-p gate: more experts when the gate is uncertain.
 
 Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
 """

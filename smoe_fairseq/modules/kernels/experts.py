@@ -1,4 +1,4 @@
-"""Between and behind the experts' products, and all gradients.
+"""Kernels between and after the experts' products, and of all gradients.
 
 Shapes: see the package.
 """

@@ -1,4 +1,4 @@
-"""Before the experts: layer norm, choice of each token, places within experts, and rows by expert.
+"""Kernels before the experts: layer norm, choice of each token, places within experts, rows by expert.
 
 Shapes: see the package.
 """

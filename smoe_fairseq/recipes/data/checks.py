@@ -1,4 +1,4 @@
-"""The table at the end of preparation: what is odd about each pair's text, and the setting for it."""
+"""The table at the end of preparation: problems of each pair's text, and the settings that solve them."""
 
 import functools
 from collections.abc import Iterator

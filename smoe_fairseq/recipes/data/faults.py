@@ -1,4 +1,4 @@
-"""What is wrong with a pair of sentences, judged by the text alone."""
+"""Faults of a pair of sentences, judged by the text alone."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping

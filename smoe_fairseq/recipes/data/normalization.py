@@ -1,4 +1,4 @@
-"""What is removed from text before anything else, and the same as rules of a sentencepiece model.
+"""Normalisation of text, in Python and as rules of a sentencepiece model.
 
 | characters | become |
 |---|---|

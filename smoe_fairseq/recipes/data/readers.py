@@ -1,6 +1,6 @@
-"""Pairs of sentences from files of every kind that people have; all commands read text by these functions.
+"""Readers of sentence pairs from all supported kinds of files; all commands use them.
 
-| a file's name ends in | it holds |
+| file ending | contents |
 |---|---|
 | `.tsv` | a column for each language, named in the first line or by the file (``train.en-ha.tsv``) |
 | `.jsonl`, `.json` | an object on each line, ``{"en": "...", "ha": "..."}``, perhaps below ``translation`` |

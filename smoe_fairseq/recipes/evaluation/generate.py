@@ -1,7 +1,7 @@
 """Test sets translated by our own search, with the flags and in the format of ``fairseq-generate``.
 
-On the CPU, and on one GPU, in this process: on the CPU as many batches side by side as there are threads. On
-several GPUs in a process for each, which translates one direction after another.
+On a CPU or one GPU, in this process; on a CPU with one batch per thread in parallel. On several GPUs, with a
+process on each, which translates one direction after another.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""``scripts/report.sh``: tables, verdicts and pictures of what is kept of a study."""
+"""``scripts/report.sh``: tables, verdicts and pictures of a study's results."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""``scripts/study.sh``: train and score every method and seed that is not done, several at a time."""
+"""``scripts/study.sh``: train and score all remaining methods and seeds, several in parallel."""
 
 import os
 import re

@@ -1,1 +1,1 @@
-"""One ``fairseq-train`` command: where it runs, what the run is, what it takes."""
+"""One ``fairseq-train`` command: launcher, identity, batch, number type and memory of a run."""
