@@ -103,7 +103,7 @@ $(VENV)/bin/pip:
 # fairseq comes alone (--no-deps), for the reason in setup.py; it holds C++ code, compiled here.
 $(DONE): setup.py pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "[2/3] torch and the other packages, with smoe_fairseq, in some minutes; the log is $(LOG)"
-	@$(PIP) $(if $(KEEP_TORCH),,-c constraints.txt) -e '.[dev,analysis,export,huggingface,serve]' $(SHOW) || \
+	@$(PIP) $(if $(KEEP_TORCH),,-c constraints.txt) -e '.[dev,dev-huggingface,analysis,export,huggingface,serve]' $(SHOW) || \
 	    $(call failed,the packages were not installed)
 	@echo "[3/3] fairseq 0.12.2, compiled in about half a minute"
 	@$(PIP) --no-deps fairseq==0.12.2 $(SHOW) || \

@@ -127,10 +127,8 @@ setup(
         "kernels": ["triton>=3.6; sys_platform == 'linux'"],  # comes with torch for CUDA; 200 MB
         "serve": ["starlette>=0.40,<2", "uvicorn>=0.30,<1"],
         "dev": [
-            "accelerate>=1.1",
             "hypothesis>=6",
             "mkdocs-material>=9.5,<10",
-            "peft>=0.18",
             "playwright>=1.45",  # drives a Chromium that is there already
             "pytest>=8",
             "pytest-xdist>=3",
@@ -138,6 +136,7 @@ setup(
             "setuptools>=70",
             "tensorboard>=2.14",
         ],
+        "dev-huggingface": ["accelerate>=1.1", "peft>=0.18"],  # apart: peft needs transformers
     },
     cmdclass={"build_py": BuildWithMore, "editable_wheel": EditableWheelWithHook},
 )
