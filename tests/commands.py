@@ -87,6 +87,20 @@ def run_python(
     return _fork(server, command, environment, os.getcwd(), "")
 
 
+def without(*packages: str) -> str:
+    """The first lines of a program that cannot import these packages, for `run_python`."""
+    return f"""
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in {packages}]:
+    del sys.modules[name]  # which the process that it is forked from has imported
+class Missing:
+    def find_spec(name, *more):
+        if name.partition(".")[0] in {packages}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Missing)
+"""
+
+
 def run_step(*words, cwd, **environment) -> subprocess.CompletedProcess:
     """What ``scripts/`` call: ``python -P -m smoe_fairseq.recipes WORDS``, forked; outputs by themselves."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}

@@ -63,13 +63,11 @@ class Server:
     Args:
         parent: the one that it is forked from; None: it is the first.
         function: name of what it does in ``warm.py`` before it forks programs.
-        arguments: of the function.
     """
 
-    def __init__(self, parent: "Server | None", function: str, *arguments: str):
+    def __init__(self, parent: "Server | None", function: str):
         self.parent = parent
         self.function = function
-        self.arguments = arguments
         self.folder: tempfile.TemporaryDirectory | None = None
 
     @property
@@ -118,22 +116,13 @@ class Server:
             else:
                 files = (control.fileno(), log.fileno(), log.fileno(), listener.fileno())
                 function = (str(WARM), self.function)
-                self.process = self.parent.start(
-                    self.arguments, environment, os.getcwd(), files, function
-                )
+                self.process = self.parent.start([], environment, os.getcwd(), files, function)
         atexit.register(self.close)
 
-    def finish(self) -> None:
-        """It ends with the last of its programs; there is no other."""
-        if self.control is not None:
-            os.close(self.control)
-            self.control = None
-
     def close(self) -> None:
-        self.finish()
+        os.close(self.control)
         self.process.wait()
         self.folder.cleanup()
-        atexit.unregister(self.close)
 
 
 def main(address: str, *arguments: str) -> int:

@@ -16,16 +16,12 @@ from programs import Program, Server
 
 
 class Run:
-    """One rank's process each: ``pids``, and ``logs`` with what they print.
+    """One rank's process each: ``pids``, and ``logs`` with what they print."""
 
-    server: what they are forked from, where nothing else is.
-    """
-
-    def __init__(self, programs: list[Program], logs: list[Path], server: Server | None):
+    def __init__(self, programs: list[Program], logs: list[Path]):
         self.programs = programs
         self.pids = [program.pid for program in programs]
         self.logs = logs
-        self.server = server
         self.started = time.monotonic()
 
     def output(self, rank: int | None = None) -> str:
@@ -45,9 +41,6 @@ class Run:
         if None in statuses:
             self.kill()
             raise AssertionError(f"{statuses} after {seconds} s:\n{self.output()[-4000:]}")
-        if self.server is not None:
-            self.server.close()
-            self.server = None
         return statuses
 
     def finish(self) -> "Run":
@@ -96,25 +89,19 @@ class Ranks:
         if program is not None:
             return _run(TORCH, logs, environments, ["-c", program, *words])
         words = [str(SCRIPTS / command), *words]
-        if world_size > 1:
-            server = Server(server_of(words), "read_options", *words)
-            try:
-                return _run(server, logs, environments, [], own=True)
-            except ConnectionError:
-                server.close()  # the options are wrong, which each rank has to find out
         return _run(server_of(words), logs, environments, words)
 
     def train(self, folder: Path, world_size: int, *flags, **options) -> Run:
         return self.start(folder, world_size, *flags, **options).finish()
 
 
-def _run(server: Server, logs, environments, arguments, function=None, own=False) -> Run:
+def _run(server: Server, logs, environments, arguments, function=None) -> Run:
     programs = []
     for log, environment in zip(logs, environments, strict=True):
         with open(os.devnull) as nothing, open(log, "w") as output:
             files = (nothing.fileno(), output.fileno(), output.fileno())
             programs.append(server.start(arguments, environment, os.getcwd(), files, function))
-    return Run(programs, logs, server if own else None)
+    return Run(programs, logs)
 
 
 def free_port() -> int:

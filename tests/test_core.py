@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from commands import run_python
+from commands import run_python, without
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,24 +19,11 @@ from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.modules.routing import Capacity, most_copies
 from smoe_fairseq.modules.statistics import average_null
 
-WITHOUT_FAIRSEQ = """
-import sys
-
 OTHERS = ("fairseq", "fairseq_cli", "omegaconf", "hydra", "scipy", "yaml")
-for name in [name for name in sys.modules if name.partition(".")[0] in OTHERS]:
-    del sys.modules[name]  # which the process that this is forked from has imported
-
-class NoFairseq:
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] in OTHERS:
-            raise ImportError(f"{name} is not here")
-
-sys.meta_path.insert(0, NoFairseq)
-"""
 
 
 def python(program: str) -> subprocess.CompletedProcess:
-    return run_python(WITHOUT_FAIRSEQ + textwrap.dedent(program))
+    return run_python(without(*OTHERS) + textwrap.dedent(program))
 
 
 def test_the_block_trains_without_fairseq():

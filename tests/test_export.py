@@ -9,7 +9,17 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from commands import changed, contents, generate, generation, hypotheses, load, run
+from commands import (
+    changed,
+    contents,
+    generate,
+    generation,
+    hypotheses,
+    load,
+    run,
+    run_python,
+    without,
+)
 from sampling import soak
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
@@ -201,12 +211,7 @@ def test_all_weights_and_options(sparse, tmp_path):
 
 
 WITH_TORCH_ALONE = """
-import json, sys
-class Nothing:
-    def find_spec(self, name, *more):
-        if name.partition(".")[0] in ("fairseq", "hydra", "omegaconf"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Nothing())
+import json
 import torch
 from safetensors.torch import load_file
 from smoe_fairseq.modules import StratifiedMoE
@@ -232,7 +237,7 @@ def test_modules_alone_run_the_blocks(small_corpus, sparse, tmp_path):
     x = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(2))
     torch.save(x, tmp_path / "x.pt")
     files = (output, output.with_suffix(".json"), tmp_path / "x.pt", tmp_path / "y.pt")
-    done = run("python", "-c", WITH_TORCH_ALONE, *files)
+    done = run_python(without("fairseq", "hydra", "omegaconf") + WITH_TORCH_ALONE, *files)
     assert done.returncode == 0, done.stdout
     models, _, _ = checkpoint_utils.load_model_ensemble_and_task(
         [str(sparse)], arg_overrides={"data": str(small_corpus)}
@@ -269,7 +274,7 @@ def test_a_set_of_several_processes_and_a_stock_model(ranks, small_corpus, pre_n
     )
 
 
-def without(monkeypatch, package: str) -> None:
+def uninstall(monkeypatch, package: str) -> None:
     """As if it were not installed."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -280,7 +285,7 @@ def without(monkeypatch, package: str) -> None:
 @pytest.mark.parametrize("to", ["safetensors", "ctranslate2", "huggingface"])
 def test_without_the_library_one_sentence_says_how_to_get_it(dense, tmp_path, monkeypatch, to):
     package = {"huggingface": "transformers"}.get(to, to)
-    without(monkeypatch, package)
+    uninstall(monkeypatch, package)
     sentence = refusal("export", dense, "--to", to, "--output", tmp_path / "x.safetensors")
     assert "pip install" in sentence and package in sentence
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from commands import run
+from commands import run_python, without
 from fairseq.data import Dictionary
 from sampling import some
 from test_expert_parallel_checkpoints import call, refusal
@@ -422,13 +422,7 @@ def test_languages(three_languages, tmp_path):
         tokenizer("aa1")
 
 
-WITHOUT_FAIRSEQ = """
-import sys
-class Nothing:
-    def find_spec(self, name, *more):
-        if name.partition(".")[0] in ("fairseq", "hydra", "omegaconf"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Nothing())
+PROGRAM = """
 import smoe_fairseq.huggingface
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 model, tokenizer = (kind.from_pretrained(sys.argv[1]) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
@@ -438,7 +432,8 @@ print("found:", tokenizer.decode(found[0], skip_special_tokens=True))
 
 
 def test_it_works_without_fairseq(exported):
-    said = run("python", "-c", WITHOUT_FAIRSEQ, exported, TRANSLATED[0]).stdout
+    program = without("fairseq", "hydra", "omegaconf") + PROGRAM
+    said = run_python(program, exported, TRANSLATED[0]).stdout
     words = read_json("translations")["strata-4-4"]["smoe translate"][0]
     assert f"found: {words}" in said.splitlines()
 

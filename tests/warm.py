@@ -105,30 +105,6 @@ def import_recipes(listener: int) -> None:
     run(serve(listener))
 
 
-def read_options(*words_and_listener) -> None:
-    """``fairseq-train`` until it has read its options, which takes it half of a short run's time.
-
-    What follows depends on the rank, and is done in each child.
-    """
-    import fairseq.distributed.utils as utils
-
-    *words, listener = words_and_listener
-    call_main, log = utils.call_main, os.dup(1)
-
-    def go_on_in_each_rank(cfg, main, **options):
-        request = serve(listener)
-        if request is None:
-            return None
-        os.write(1, os.pread(log, 2**20, 0))  # what was said so far
-        os.close(log)
-        enter(request)
-        utils.call_main = call_main
-        return call_main(cfg, main, **options)
-
-    utils.call_main = go_on_in_each_rank
-    run_program(words)
-
-
 # What is done in their children
 
 
