@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -162,7 +163,7 @@ def test_what_has_nothing_to_show_is_left_out(results):
     """One layer has no depth, and limits that drop nothing no positions."""
 
     def names(found):
-        return [section.name for section in report._pictures(found, None, {}, 1)]
+        return list(report.pictures(found, [], {}, 1))
 
     fifths = np.stack([np.full(5, 9), np.zeros(5, dtype=int)])
     none_dropped = replace(results, capacity=CapacityCheck(4, fifths={"decoder.layer.1": fifths}))
@@ -201,12 +202,17 @@ def test_the_first_paragraph(results, tmp_path):
         assert report.summary(found, checkpoint) == text + bleu * said
 
 
-def test_the_page_escapes_what_it_is_given():
-    section = report.Section("load", "<load>", "a & b", "read", print, b"wide", b"narrow")
-    page = report.page("<title>", "first", {"a<b": 1}, [section])
-    assert "&lt;title&gt;" in page and "<title>&lt;" in page and "a &amp; b" in page
-    assert "<th>a&lt;b</th><td>1</td>" in page and page.index("first") < page.index("<table>")
+def test_the_page_escapes_what_it_is_given(results):
+    run = {"checkpoint": "a<b", "updates": 1, "strata": {"decoder.layer.1": "2-2"}, "data": "a & b"}
+    run |= {"subset": "valid", "sentences": {"aa-bb": 4}, "too_long": {}, "sample": None}
+    found = replace(results, run=run | {"device": "cpu", "smoe_fairseq": "1"})
+    drawn = {"load": {"wide": "d2lkZQ==", "narrow": "bmFycm93"}}
+    page = report.page(found, Path("<runs>/best.pt"), drawn, min_count=1)
+    assert "&lt;runs&gt;/best.pt" in page and "<title>" in page and "a &amp; b, valid" in page
+    assert "<th>checkpoint</th><td>a&lt;b, 1 updates</td>" in page
+    assert page.index("After 1 updates") < page.index("<table>") < page.index('id="load"')
     assert 'media="(max-width: 40rem)" srcset="data:image/png;base64,bmFycm93"' in page
+    assert 'id="frequency"' not in page
 
 
 def test_the_tokens_that_ask_for_most_and_least_are_words():

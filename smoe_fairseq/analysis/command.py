@@ -13,7 +13,7 @@ from smoe_fairseq.analysis.capacity import check_capacity
 from smoe_fairseq.analysis.figures import draw_sentence, save, warn_of_missing
 from smoe_fairseq.analysis.record import collect
 from smoe_fairseq.errors import UsageError, positive, quietly
-from smoe_fairseq.files import refuse_existing, whole_folder, write_whole
+from smoe_fairseq.files import refuse_existing, whole_folder
 from smoe_fairseq.modules import Strata
 
 EXAMPLE_TOKENS = 16  # a sentence of about this many makes the report's example
@@ -46,12 +46,7 @@ def analyze_subset(
         problem = None
         try:
             example = directions[-1], _example(model, task, directions[-1], args)
-            sections = report.draw(folder, found, example, series, args.min_count)
-            title = f"Requested capacity of {args.path.resolve().parent.name}/{args.path.name}"
-            summary = report.summary(found, args.path.resolve())
-            described = _for_people(found.run, found.has_languages)
-            text = report.page(title, summary, described, sections)
-            write_whole(folder / "report.html", text, called="report.html")
+            report.write(folder, found, args.path.resolve(), example, series, args.min_count)
         except Exception as error:  # the numbers may have taken hours: they stay
             problem = " ".join(str(error).split()) or type(error).__name__
     if problem:
@@ -107,25 +102,6 @@ def _description(args: Namespace, model: nn.Module, found: results.Results, sent
 
 def _words(strata: Strata) -> str:
     return f"{strata} in a chain of {strata.chain}" if strata.chain > 1 else str(strata)
-
-
-def _for_people(run: dict, has_languages: bool) -> dict[str, object]:
-    strata = dict.fromkeys(run["strata"].values())
-    sampled = " (a random sample)" if run["sample"] else ""
-    too_long = sum(run["too_long"].values())
-    directions = {"directions": ", ".join(run["sentences"])}
-    if not has_languages:
-        directions = {"left out": "the picture by direction: a language model has no languages"}
-    return {
-        "checkpoint": f"{run['checkpoint']}, {run['updates']:,} updates",
-        "strata": ", ".join(strata),
-        "data": f"{run['data']}, {run['subset']}",
-        **directions,
-        "sentences" if has_languages else "samples": f"{sum(run['sentences'].values()):,}{sampled}"
-        + (f"; {too_long:,} too long for the model" if too_long else ""),
-        "device": run["device"],
-        "smoe_fairseq": run["smoe_fairseq"],
-    }
 
 
 def _example(model: nn.Module, task, direction: str, args: Namespace) -> list:

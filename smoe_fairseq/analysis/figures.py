@@ -160,7 +160,7 @@ def draw_by_depth(results: Results, stacked: bool = False) -> Figure:
             label = None if pivot is None else f"{'out of' if out_of else 'into'} {pivot}"
             look = {"color": LIGHT if out_of else MIDDLE, "linestyle": "--" if out_of else "-"}
             ax.plot(x, means, marker="^" if out_of else "o", lw=1, label=label, **look)
-        means = [results.over(results.directions, b).requested_capacity for b in blocks]
+        means = results.by_depth(side)
         ax.plot(x, means, color=DARK, marker="s", lw=2.5, markersize=7, label="all tokens")
         for i, mean in enumerate(means):
             ax.annotate(f"{mean:.2f}", (i, mean), (0, 7), textcoords="offset points", ha="center")

@@ -175,6 +175,16 @@ class Results:
         tokens = sum(counts.tokens for counts in blocks)
         return sum(counts.stops for counts in blocks) / tokens if tokens else float("nan")
 
+    def means(self, side: str, into: str = "") -> dict[str, float]:
+        """`mean` of each direction, or of those into one language."""
+        end = f"-{into}" if into else ""
+        return {name: self.mean(name, side) for name in self.directions if name.endswith(end)}
+
+    def by_depth(self, side: str) -> list[float]:
+        """Requested capacity, mean over the tokens of all directions, of each block of a side."""
+        blocks = (self.over(self.directions, block) for block in self.blocks_of(side))
+        return [counts.requested_capacity for counts in blocks]
+
     def by_resource(self) -> list[str]:
         """Directions from most to least training data, or as they were given."""
         if self.sizes is None:
