@@ -138,16 +138,8 @@ def shared(
     if workers < 2:
         yield partial(map, function)
         return
-    spawn = multiprocessing.get_context("spawn")  # a fork would copy the libraries' threads
-    pool = ProcessPoolExecutor(workers, spawn, _begin_worker, (function,))
-    try:
+    with workers_for(_set_function, function, count=workers) as pool:
         yield partial(_each, pool, _AHEAD * workers)
-    except BrokenProcessPool:
-        raise UsageError(
-            "a worker process was killed, as the system does where memory runs out: repeat with fewer WORKERS"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _each(pool: ProcessPoolExecutor, ahead: int, units: Iterable) -> Iterator:
@@ -160,16 +152,33 @@ def _each(pool: ProcessPoolExecutor, ahead: int, units: Iterable) -> Iterator:
         yield waiting.popleft().result()
 
 
-def _begin_worker(function: Callable[[Any], Any]) -> None:
+def _set_function(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
-    follow_parent()
 
 
-def follow_parent() -> None:
-    """Make this worker process end with its parent, and leave Ctrl-C, which reaches both, to that."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def workers_for(begin: Callable, *arguments: Any, count: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that call ``begin(*arguments)`` first; they end with the context, or with this process.
+
+    Raises:
+        UsageError: a process was killed.
+    """
+    spawn = multiprocessing.get_context("spawn")  # a fork would copy the libraries' threads
+    pool = ProcessPoolExecutor(count, spawn, _begin_worker, (begin, *arguments))
+    try:
+        yield pool
+    except BrokenProcessPool:
+        killed = "a worker process was killed, as the system does where memory runs out"
+        raise UsageError(f"{killed}: repeat with fewer WORKERS") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker(begin: Callable, *arguments: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    begin(*arguments)
 
 
 def _end_with_parent() -> None:

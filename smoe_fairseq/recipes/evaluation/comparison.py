@@ -1,10 +1,10 @@
 """Is one system better than another: intervals over seeds, the bootstrap over sentences, ``--compare``."""
 
-import itertools
+import functools
 import math
 import os
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,38 +33,23 @@ class Difference:
     high: float | None
     count: int
 
-    def map(self, function: Callable[[float], float]) -> "Difference":
-        """The same in other units, by an increasing function."""
-        ends = (None if end is None else function(end) for end in (self.low, self.high))
-        return Difference(function(self.mean), *ends, self.count)
-
     def __format__(self, spec: str) -> str:
         """``spec`` is the format of each number."""
         numbers = (self.mean, self.low, self.high)
         mean, low, high = (None if n is None else format(n, spec or "+.2f") for n in numbers)
         return mean if low is None else f"{mean} [{low}, {high}]"
 
-    def interval(self, spec: str) -> str:
-        """The interval alone; empty if there is none."""
-        return format(self, spec).partition(" ")[2]
-
-
-def _around(values: Sequence[float], error: float, freedom: int) -> Difference:
-    """The mean of ``values``, given their mean's standard ``error`` and its degrees of freedom."""
-    mean = statistics.fmean(values)
-    if not freedom:
-        return Difference(mean, None, None, len(values))
-    from scipy import special  # slow to import, and only a study needs it
-
-    width = float(special.stdtrit(freedom, 0.975)) * error
-    return Difference(mean, mean - width, mean + width, len(values))
-
 
 def interval(values: Sequence[float]) -> Difference:
     """The mean and the interval of Student's t-test."""
-    count = len(values)
-    error = float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 else 0.0
-    return _around(values, error, count - 1)
+    count, mean = len(values), statistics.fmean(values)
+    if count < 2:
+        return Difference(mean, None, None, count)
+    from scipy import special  # slow to import, and only a study needs it
+
+    error = float(np.std(values, ddof=1)) / math.sqrt(count)
+    width = float(special.stdtrit(count - 1, 0.975)) * error
+    return Difference(mean, mean - width, mean + width, count)
 
 
 def paired(first: BySeed, second: BySeed) -> Difference | None:
@@ -86,11 +71,7 @@ def spearman(first: np.ndarray, second: np.ndarray) -> float:
 
 
 class SentenceCounter:
-    """Counts what a metric (one of `scores.METRICS`) is made of, in each sentence of a direction.
-
-    Raises:
-        UsageError: the references are missing.
-    """
+    """Counts what a metric (one of `scores.METRICS`) is made of, in each sentence of a direction."""
 
     def __init__(self, dataset: Dataset, direction: str, metric: str):
         self.reference = tested_text(dataset, direction, direction.split("-")[1])
@@ -104,17 +85,11 @@ class SentenceCounter:
             self.metric = BLEU(tokenize=tokenize, references=[references])
 
     def count(self, translations: Path) -> np.ndarray:
-        """The counts as sacreBLEU makes them, of shape ``(sentences, numbers)``.
-
-        Raises:
-            UsageError: translations are missing, or more or fewer than the references.
-        """
+        """The counts as sacreBLEU makes them, ``(sentences, numbers)``; raises UsageError for other lines."""
         lines = scores.lines_of(translations)
         if len(lines) != self.sentences:
-            raise UsageError(
-                f"{translations} has {len(lines)} lines and {self.reference} has {self.sentences}: "
-                "evaluate again"
-            )
+            both = f"{translations} has {len(lines)} lines and {self.reference} {self.sentences}"
+            raise UsageError(f"{both}: evaluate again")
         with quietly():
             return np.array(self.metric._extract_corpus_statistics(lines, None))
 
@@ -126,14 +101,9 @@ def p_value(metric: Metric, first: np.ndarray, second: np.ndarray) -> float:
     sacreBLEU's (``SACREBLEU_SEED``), so a comparison can be repeated exactly.
     """
     metric._extract_corpus_statistics = lambda counts, references: counts
+    systems = [("first", first), ("second", second)]
     with quietly():
-        test = PairedTest(
-            [("first", first), ("second", second)],
-            {"": metric},
-            references=None,
-            test_type="bs",
-            n_samples=SAMPLES,
-        )
+        test = PairedTest(systems, {"": metric}, None, test_type="bs", n_samples=SAMPLES)
         (result,) = (values for name, values in test()[1].items() if name != "System")
     return result[1].p_value
 
@@ -165,16 +135,13 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
     systems = {name: _System(dataset, name, metric) for name in (first, second)}
     one, other = systems.values()
     if shared := sorted({*one.runs} & {*other.runs}):
-        raise UsageError(
-            f"--compare {first} {second}: {', '.join(shared)} is of both; expected two that share no run"
-        )
+        both = f"{', '.join(shared)} is of both; expected two that share no run"
+        raise UsageError(f"--compare {first} {second}: {both}")
     common = [d for d in dataset.directions if one.has(d) and other.has(d)]
     if not common:
         runs = ", ".join([*one.runs, *other.runs])
-        raise UsageError(
-            f"no direction is scored in all of {runs}: run scripts/evaluate.sh {dataset.name} for each "
-            "of them"
-        )
+        advice = f"run scripts/evaluate.sh {dataset.name} for each of them"
+        raise UsageError(f"no direction is scored in all of {runs}: {advice}")
     several = len(one.runs) + len(other.runs) > 2
     rows, signatures = [], set()
     for direction in dataset.directions:
@@ -223,20 +190,15 @@ class _System:
             )
 
     def has(self, direction: str) -> bool:
-        return all(
-            direction in result and result[direction].of(self.metric)
-            for result in self.runs.values()
-        )
+        return all(direction in r and r[direction].of(self.metric) for r in self.runs.values())
 
     def signatures(self, direction: str) -> set[str]:
         return {result[direction].of(self.metric)[1] for result in self.runs.values()}
 
     def points(self, directions: Sequence[str]) -> list[float]:
         """The mean of each run."""
-        return [
-            statistics.fmean(result[d].of(self.metric)[0] for d in directions)
-            for result in self.runs.values()
-        ]
+        points = ([r[d].of(self.metric)[0] for d in directions] for r in self.runs.values())
+        return [*map(statistics.fmean, points)]
 
     def translations(self, direction: str) -> list[Path]:
         return [self.folder / run / "test" / f"{direction}.txt" for run in self.runs]
@@ -246,15 +208,13 @@ def by_seeds(first: Sequence[float], second: Sequence[float]) -> float | None:
     """The two-sided p-value of the permutation test; None unless both have two runs."""
     if min(len(first), len(second)) < 2:
         return None
-    everything = [*first, *second]
-    total, far = sum(everything), abs(statistics.fmean(first) - statistics.fmean(second))
+    from scipy import stats
 
-    def distance(chosen: tuple[float, ...]) -> float:
-        rest = (total - sum(chosen)) / len(second)
-        return abs(sum(chosen) / len(first) - rest)
+    def distance(one: np.ndarray, other: np.ndarray, axis: int) -> np.ndarray:
+        return np.abs(one.mean(axis) - other.mean(axis))
 
-    distances = [distance(c) for c in itertools.combinations(everything, len(first))]
-    return sum(d >= far - 1e-9 for d in distances) / len(distances)
+    options = {"alternative": "greater", "n_resamples": math.inf}  # all permutations
+    return float(stats.permutation_test((first, second), distance, **options).pvalue)
 
 
 def _smallest(first: Sequence[float], second: Sequence[float]) -> str:
@@ -266,11 +226,8 @@ def _smallest(first: Sequence[float], second: Sequence[float]) -> str:
 
 
 def _within_seeds(systems: Collection["_System"], points: Sequence[Sequence[float]]) -> list[str]:
-    by_seed = [
-        dict(zip(map(seed_in, system.runs), of_runs, strict=True))
-        for system, of_runs in zip(systems, points, strict=True)
-    ]
-    apart = paired(*by_seed)
+    pairs = zip(systems, points, strict=True)
+    apart = paired(*(dict(zip(map(seed_in, system.runs), of)) for system, of in pairs))
     if apart is None or apart.low is None:
         return []
     return [f"within the {apart.count} seeds of both: {apart}, 95 percent interval (paired t)"]
@@ -286,12 +243,9 @@ def _bootstrap(
     dataset: Dataset, direction: str, first: _System, second: _System, metric: str
 ) -> float:
     if metric == scores.COMET:
-        return mean_p_value(
-            *(
-                sum(np.array(scores.comet_of_lines(f)) for f in system.translations(direction))
-                for system in (first, second)
-            )
-        )
-    counter = SentenceCounter(dataset, direction, metric)
-    counts = (sum(map(counter.count, system.translations(direction))) for system in (first, second))
-    return p_value(counter.metric, *counts)
+        count, p_of = scores.comet_of_lines, mean_p_value
+    else:
+        counter = SentenceCounter(dataset, direction, metric)
+        count, p_of = counter.count, functools.partial(p_value, counter.metric)
+    files = (system.translations(direction) for system in (first, second))
+    return p_of(*(sum(np.array(count(file)) for file in of_system) for of_system in files))

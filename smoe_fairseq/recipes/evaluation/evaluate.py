@@ -24,13 +24,7 @@ from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.data.text_files import count_lines, progress
 from smoe_fairseq.recipes.evaluation import generate, metrics, scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seed_of, tested_text
-from smoe_fairseq.recipes.processes import (
-    command,
-    dry_run,
-    report,
-    run,
-    step,
-)
+from smoe_fairseq.recipes.processes import command, dry_run, report, run, step
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.train import data_arguments
 
@@ -82,25 +76,18 @@ class Evaluation:
 
     def scoring(self, direction: str) -> list[str]:
         """The commands that follow ``fairseq-generate``."""
-        translation = self.partial / f"{direction}.txt"
-        lines = [
-            " | ".join(
-                [
-                    command("grep", "-a", "^D-", self.generated(direction)),
-                    command("sort", "-t-", "-k2,2n"),
-                    command("cut", "-f3-", output=translation),
-                ]
-            )
-        ]
+        start = self.partial / direction
+        translation, partial = f"{start}.txt", f"{start}.json.tmp"
+        found = command("grep", "-a", "^D-", self.generated(direction))
+        in_order = command("sort", "-t-", "-k2,2n")
+        lines = [f"{found} | {in_order} | {command('cut', '-f3-', output=translation)}"]
         sacrebleu = ["sacrebleu", self.reference(direction), "-i", translation]
         if self.with_spbleu:
-            output = self.partial / f"{direction}.spbleu.json"
-            lines.append(command(*sacrebleu, *arguments(self.spbleu), output=output))
-        partial = self.partial / f"{direction}.json.tmp"
+            spbleu = arguments(self.spbleu)
+            lines.append(command(*sacrebleu, *spbleu, output=f"{start}.spbleu.json"))
         own = metrics.with_tokenizer(self.dataset.sacrebleu, direction.split("-")[1])
         lines.append(command(*sacrebleu, *arguments(own), output=partial))
-        lines.append(command("mv", partial, self.partial / f"{direction}.json"))
-        return lines
+        return [*lines, command("mv", partial, f"{start}.json")]
 
     @property
     def spbleu(self) -> Flags:
@@ -155,19 +142,15 @@ class Evaluation:
     def _key(self) -> dict:
         """What the translations and scores depend on."""
         texts = [text(d) for d in self.directions for text in (self.source, self.reference)]
+        scoring = self.dataset.sacrebleu
+        used = (metrics.tokenizer_of(scoring, d.split("-")[1]) for d in self.directions)
+        scoring = scoring | {"tokenize": list(dict.fromkeys(used))}  # in place of `auto`
         return {
             "checkpoint": _file_state(self.checkpoint),
             "texts": hashlib.sha256(" ".join(map(_file_state, texts)).encode()).hexdigest(),
             "flags": [*arguments(self.dataset.task | self.dataset.generate), *self.extra],
-            "sacrebleu": [version("sacrebleu"), *self._sacrebleu],
+            "sacrebleu": [version("sacrebleu"), *arguments(scoring)],
         }
-
-    @property
-    def _sacrebleu(self) -> list[str]:
-        """sacreBLEU's flags, with the tokenizers in place of ``auto``."""
-        settings = self.dataset.sacrebleu
-        found = (metrics.tokenizer_of(settings, d.split("-")[1]) for d in self.directions)
-        return arguments(settings | {"tokenize": list(dict.fromkeys(found))})
 
 
 def _file_state(file: Path) -> str:
@@ -202,11 +185,10 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
     if not dry_run():
         print(f"# {dataset.name} {method}: translate and score", flush=True)
         _translate(evaluation)
-    else:
-        for direction in evaluation.directions:
-            generation = command("fairseq-generate", *evaluation.generation(direction))
-            comment = f"# {dataset.name} {direction}: translate and score"
-            run([comment, generation, *evaluation.scoring(direction)])
+    for direction in evaluation.directions if dry_run() else ():
+        generation = command("fairseq-generate", *evaluation.generation(direction))
+        comment = f"# {dataset.name} {direction}: translate and score"
+        run([comment, generation, *evaluation.scoring(direction)])
     if scorer is not None:
         _score_by_comet(evaluation, scorer)
 
@@ -221,13 +203,9 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
     elif which in ("best", "last"):
         checkpoint, making = _consolidated(folder / f"checkpoint_{which}.pt")
     else:
-        raise UsageError(
-            f"--checkpoint {which}: expected best, last or average:N, such as average:5"
-        )
+        raise UsageError(f"--checkpoint {which}: expected best, last or average:N")
     if not dry_run() and not making and not checkpoint.exists():
-        raise UsageError(
-            f"{checkpoint} is missing: run scripts/train.sh {dataset.name} {method} first"
-        )
+        raise UsageError(f"{checkpoint} is missing: run scripts/train.sh {dataset.name} {method}")
     if not dry_run():
         identity.check(folder, method, seed_of(dataset), folders.binary)
     directions = _directions(dataset, folders.raw)
@@ -237,13 +215,12 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
 def _consolidated(parts: Path) -> tuple[Path, tuple[str, ...]]:
     """A checkpoint, or one file of its experts' files, and the commands that make it unless it is there."""
     sharded = list(rank_files(parts).values())
-    if not sharded or (parts.exists() and not _newer(sharded[0], parts)):
+    if not sharded or _is_newer(parts, sharded[:1]):
         return parts, ()
     whole = parts.parent / "consolidated" / parts.name
-    if whole.exists() and not any(_newer(part, whole) for part in sharded):
-        return whole, ()
     consolidate = command("smoe", "consolidate", parts, "--output", whole, "--force")
-    return whole, ("# the experts of all processes in one checkpoint", consolidate)
+    making = ("# the experts of all processes in one checkpoint", consolidate)
+    return whole, () if _is_newer(whole, sharded) else making
 
 
 def _averaged(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
@@ -259,17 +236,15 @@ def _averaged(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
     last = sorted(by_update, key=saved.get)[-int(number) :]
     if len(last) < int(number):
         raise UsageError(
-            f"--checkpoint {which}: {folder} has {len(last)} checkpoints that were saved on the way: keep "
-            "more with --save-interval-updates and --keep-interval-updates of training"
+            f"--checkpoint {which}: {folder} has {len(last)} checkpoints of updates or epochs: keep more "
+            "with --save-interval-updates and --keep-interval-updates of training"
         )
     mean = folder / "averaged" / f"checkpoint_average_{number}.pt"
     parts = [folder / name for name in last]
     files_of = [file for part in parts for file in (rank_files(part).values() or [part])]
-    if mean.exists() and not any(_newer(file, mean) for file in files_of):
-        return mean, ()
     average = command("smoe", "average", *parts, "--output", mean, "--force")
-    making = command("mkdir", "-p", mean.parent)
-    return mean, (f"# the mean of {number} checkpoints", making, average)
+    making = (f"# the mean of {number} checkpoints", command("mkdir", "-p", mean.parent), average)
+    return mean, () if _is_newer(mean, files_of) else making
 
 
 def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
@@ -284,14 +259,16 @@ def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
     return directions
 
 
-def _newer(one: Path, other: Path) -> bool:
-    return one.stat().st_mtime > other.stat().st_mtime
+def _is_newer(file: Path, others: list[Path]) -> bool:
+    """Whether a file exists, and was written after the others."""
+    latest = max(other.stat().st_mtime for other in others)
+    return file.exists() and file.stat().st_mtime >= latest
 
 
 def _score_by_comet(evaluation: Evaluation, scorer: scores.Scorer) -> None:
     done = evaluation.complete
     texts = {
-        d: scores.Texts(evaluation.source(d), done / f"{d}.txt", evaluation.reference(d))
+        d: (evaluation.source(d), done / f"{d}.txt", evaluation.reference(d))
         for d in evaluation.directions
     }
     if dry_run():
@@ -305,11 +282,7 @@ def _score_by_comet(evaluation: Evaluation, scorer: scores.Scorer) -> None:
 
 
 def _translate(evaluation: Evaluation) -> None:
-    """Translate and score the directions that are not done, the longest test set first.
-
-    Raises:
-        UsageError: a translation or its scoring failed, or another process evaluates this run.
-    """
+    """Translate and score the directions that are not done, the longest test set first."""
     files.lock_folder(evaluation.folder, files.EVALUATION)
     scored = evaluation.resume()
     for direction, score in scored.items():
@@ -365,12 +338,11 @@ def _score(evaluation: Evaluation, direction: str) -> scores.Score:
     write_whole(folder / f"{direction}.txt", "".join(f"{line}\n" for line in translations))
     translations = [line.rstrip() for line in translations]
     references = metrics.lines_of(evaluation.reference(direction))
-    if evaluation.with_spbleu:
-        found = metrics.score(translations, references, evaluation.spbleu)
-        write_whole(folder / f"{direction}.spbleu.json", f"{found}\n")
-    settings = metrics.with_tokenizer(evaluation.dataset.sacrebleu, target)
-    found = metrics.score(translations, references, settings)
-    write_whole(folder / f"{direction}.json", f"{found}\n")
+    settings = {".spbleu": evaluation.spbleu} if evaluation.with_spbleu else {}
+    settings[""] = metrics.with_tokenizer(evaluation.dataset.sacrebleu, target)
+    for kind, flags in settings.items():
+        found = metrics.score(translations, references, flags)
+        write_whole(folder / f"{direction}{kind}.json", f"{found}\n")
     return scores.read_score(folder, direction)
 
 

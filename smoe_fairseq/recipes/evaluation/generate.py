@@ -5,20 +5,18 @@ process on each, which translates one direction after another.
 """
 
 import ast
-import contextlib
-import io
 import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import as_completed
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import read_text, whole_file
-from smoe_fairseq.recipes.data.text_files import follow_parent
+from smoe_fairseq.recipes.data.text_files import workers_for
+from smoe_fairseq.recipes.evaluation.metrics import refusing_flags
 from smoe_fairseq.recipes.processes import whole_number
 from smoe_fairseq.recipes.training.launcher import launch, visible_gpus
 
@@ -41,11 +39,7 @@ class Place:
 
 
 def place(left: int, extra: Sequence[str]) -> Place:
-    """Where to translate ``left`` directions, by ``GPUS`` and ``JOBS``.
-
-    Raises:
-        UsageError: ``GPUS`` or ``JOBS`` is no number, or there are fewer GPUs.
-    """
+    """Where to translate ``left`` directions, by ``GPUS`` and ``JOBS``; raises UsageError as `launch`."""
     where, jobs = launch(extra), whole_number("JOBS", least=1)
     if where.cpu:
         import torch
@@ -74,28 +68,19 @@ def translated(
             generator.translate(words, done)
             yield direction
         return
-    spawn = multiprocessing.get_context("spawn")
-    devices = spawn.Queue()
+    devices = multiprocessing.get_context("spawn").Queue()
     for gpu in where.gpus:
         devices.put(gpu)
-    pool = ProcessPoolExecutor(len(where.gpus), spawn, _begin_worker, (devices,))
-    try:
+    with workers_for(_begin_worker, devices, count=len(where.gpus)) as pool:
         running = {pool.submit(_work, words): direction for direction, words in jobs.items()}
         for future in as_completed(running):
             done(future.result())
             yield running[future]
-    except BrokenProcessPool:
-        raise UsageError(
-            "a process that translates was killed, as the system does where memory runs out"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _begin_worker(devices) -> None:
     global _worker
     os.environ["CUDA_VISIBLE_DEVICES"] = devices.get()
-    follow_parent()
     _worker = Generator(threads=1)
 
 
@@ -219,11 +204,7 @@ def _is_ours(models: Sequence) -> bool:
 
 
 def _ours(cfg, dictionary):
-    """Our search with the flags.
-
-    Raises:
-        UsageError: a flag is given that only fairseq's search has.
-    """
+    """Our search with the flags; raises UsageError for one that only fairseq's search has."""
     from fairseq.dataclass.configs import GenerationConfig
 
     from smoe_fairseq.translate.search import BeamSearch, SearchOptions
@@ -235,10 +216,8 @@ def _ours(cfg, dictionary):
         if name in own or name in _ANY or name.startswith("_"):
             continue
         if getattr(cfg.generation, name) != getattr(usual, name):
-            raise UsageError(
-                f"--{name.replace('_', '-')}: only fairseq's search has it; DRY_RUN=1 prints the command of "
-                "fairseq-generate"
-            )
+            flag, advice = f"--{name.replace('_', '-')}", "DRY_RUN=1 prints its command"
+            raise UsageError(f"{flag}: only fairseq-generate's search has it; {advice}")
     options = {name: getattr(cfg.generation, name) for name in own if hasattr(cfg.generation, name)}
     seed = {} if cfg.common.seed is None else {"seed": cfg.common.seed}
     return BeamSearch(dictionary, SearchOptions(**options, **seed))
@@ -258,22 +237,15 @@ class _Lines:
     """What ``fairseq-generate`` prints of a batch."""
 
     def __init__(self, cfg, task, unsaid: set[int]):
-        self.source, self.target, self.unsaid = (
-            *(task.source_dictionary, task.target_dictionary),
-            unsaid,
-        )
-        self.subwords, self.nbest = cfg.common_eval.post_process, cfg.generation.nbest
+        self.source, self.target = task.source_dictionary, task.target_dictionary
+        self.unsaid, self.nbest = unsaid, cfg.generation.nbest
+        self.subwords = cfg.common_eval.post_process
         decoders = task.build_bpe(cfg.bpe), task.build_tokenizer(cfg.tokenizer)
         self.decoders = [each.decode for each in decoders if each is not None]
 
     def __call__(self, sample: dict, found: list[list[dict]]) -> list[str]:
-        return [
-            line
-            for row, (number, hypotheses) in enumerate(
-                zip(sample["id"].tolist(), found, strict=True)
-            )
-            for line in self._of_sentence(sample, row, number, hypotheses)
-        ]
+        numbered = enumerate(zip(sample["id"].tolist(), found, strict=True))
+        return [line for row, of in numbered for line in self._of_sentence(sample, row, *of)]
 
     def _of_sentence(
         self, sample: dict, row: int, number: int, hypotheses: list[dict]
@@ -313,16 +285,11 @@ def _parsed(words: list[str]):
 
     import smoe_fairseq.models.transformer  # noqa: F401  (registers the architectures)
 
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            parser = options.get_generation_parser()
-            parser.prog = "fairseq-generate"
-            parser.add_argument("--arch", "-a", default="wav2vec2")  # as fairseq-generate does
-            cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
-    except SystemExit as ended:
-        lines = said.getvalue().splitlines() or [str(ended)]
-        raise UsageError(lines[-1].partition("error: ")[2] or lines[-1]) from None
+    with refusing_flags():
+        parser = options.get_generation_parser()
+        parser.prog = "fairseq-generate"
+        parser.add_argument("--arch", "-a", default="wav2vec2")  # as fairseq-generate does
+        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
     if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
         cfg.dataset.max_tokens = 12000  # as fairseq-generate does
     return cfg

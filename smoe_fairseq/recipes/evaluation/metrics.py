@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, quietly
@@ -54,16 +54,13 @@ def lines_of(file: Path) -> list[str]:
 def score(translations: Sequence[str], references: Sequence[str], settings: Flags) -> str:
     """What ``sacrebleu REFERENCES -i TRANSLATIONS`` prints with flags: JSON.
 
-    Raises:
-        UsageError: a flag is not one of sacreBLEU's, or there are more or fewer translations than references.
+    Raises UsageError for an unknown flag, and for more or fewer translations than references.
     """
     from sacrebleu.metrics import METRICS
     from sacrebleu.utils import args_to_dict
 
-    if len(translations) != len(references):
-        raise UsageError(
-            f"{len(translations):,} translations and {len(references):,} references: evaluate again"
-        )
+    if (made := len(translations)) != (expected := len(references)):
+        raise UsageError(f"{made:,} translations and {expected:,} references: evaluate again")
     given = _parsed(tuple(arguments(settings)))
     results = []
     with quietly():
@@ -81,13 +78,21 @@ def _parsed(words: tuple[str, ...]):
     """sacreBLEU's own reading of its flags, which is of ``sys.argv`` alone."""
     from sacrebleu.sacrebleu import parse_args
 
-    before, said = sys.argv, io.StringIO()
-    sys.argv = ["sacrebleu", "references", *words]
+    before, sys.argv = sys.argv, ["sacrebleu", "references", *words]
     try:
-        with contextlib.redirect_stderr(said):
+        with refusing_flags("`sacrebleu` of the data set: "):
             return parse_args()
-    except SystemExit:
-        reason = (said.getvalue().splitlines() or [""])[-1].partition("error: ")[2]
-        raise UsageError(f"`sacrebleu` of the data set: {reason or ' '.join(words)}") from None
     finally:
         sys.argv = before
+
+
+@contextlib.contextmanager
+def refusing_flags(start: str = "") -> Iterator[None]:
+    """What argparse prints when it ends the program becomes a UsageError."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as ended:
+        line = (said.getvalue().splitlines() or [str(ended)])[-1]
+        raise UsageError(start + (line.partition("error: ")[2] or line)) from None

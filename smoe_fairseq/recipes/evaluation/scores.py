@@ -75,13 +75,7 @@ def read_score(folder: Path, direction: str) -> Score:
 
 
 def write(folder: Path, scores: dict[str, Score], checkpoint: str, settings: Sequence[str]) -> None:
-    """Write ``folder/scores.json``.
-
-    Args:
-        scores: by direction.
-        checkpoint: its name.
-        settings: the flags of the search.
-    """
+    """Write ``scores.json``: by direction, with the checkpoint's name and the flags of the search."""
     content = {
         "checkpoint": checkpoint,
         "generate": " ".join(settings),
@@ -92,11 +86,7 @@ def write(folder: Path, scores: dict[str, Score], checkpoint: str, settings: Seq
 
 
 def read(folder: Path) -> dict[str, Score]:
-    """Scores by direction, also of an unfinished evaluation; empty without any.
-
-    Raises:
-        UsageError: the file does not hold scores.
-    """
+    """Scores by direction, also of an unfinished evaluation; raises UsageError for another file's content."""
     found = {}
     for direction, values in _content(folder)["scores"].items():
         numbers = {f.name: values[f.name] for f in fields(Score) if f.name in values}
@@ -139,15 +129,7 @@ def chrf(score: Score) -> float | None:
 # cannot be installed side by side. ``COMET`` names the program, ``COMET_MODEL`` the model.
 
 MODEL = "Unbabel/wmt22-comet-da"
-
-
-@dataclass(frozen=True)
-class Texts:
-    """The files of one direction, with as many lines each."""
-
-    source: Path
-    translation: Path
-    reference: Path
+Texts = tuple[Path, Path, Path]  # source, translation and reference, with as many lines each
 
 
 @dataclass(frozen=True)
@@ -159,7 +141,8 @@ class Scorer:
 
     def command(self, texts: Texts, output: Path) -> str:
         """The command that writes a score for each line to ``output``."""
-        files = ["-s", texts.source, "-t", texts.translation, "-r", texts.reference]
+        source, translation, reference = texts
+        files = ["-s", source, "-t", translation, "-r", reference]
         return command(*self.program, *files, "--model", self.model, "--quiet", "--to_json", output)
 
     def score(self, directions: Mapping[str, Texts], folder: Path) -> None:
@@ -174,12 +157,12 @@ class Scorer:
         if not left:
             return
         print(f"# {COMET} of {len(left)} directions by {self.model}", flush=True)
-        lines = {name: len(lines_of(texts.translation)) for name, texts in left.items()}
+        lines = {name: len(lines_of(translation)) for name, (_, translation, _) in left.items()}
         with tempfile.TemporaryDirectory() as name:
-            together = Texts(*(Path(name, part) for part in ("source", "translation", "reference")))
-            for part, file in vars(together).items():
-                texts = (line for t in left.values() for line in lines_of(getattr(t, part)))
-                file.write_text("".join(f"{line}\n" for line in texts), "utf-8")
+            together = tuple(Path(name, part) for part in ("source", "translation", "reference"))
+            for file, parts in zip(together, zip(*left.values())):
+                text = (line for part in parts for line in lines_of(part))
+                file.write_text("".join(f"{line}\n" for line in text), "utf-8")
             scored = Path(name, "scores.json")
             run_quietly(f"{self.command(together, scored)} > /dev/null")
             scores = self._read(scored, sum(lines.values()))
@@ -191,8 +174,7 @@ class Scorer:
 
     def _is_there(self, folder: Path, direction: str) -> bool:
         try:
-            found = read_json(_file(folder, direction))
-            return found["signature"] == f"model:{self.model}"
+            return read_json(_file(folder, direction))["signature"] == f"model:{self.model}"
         except (UsageError, KeyError):
             return False
 
@@ -213,19 +195,13 @@ class Scorer:
 
 
 def scorer() -> Scorer | None:
-    """The scorer that ``COMET`` names; None if it is not set.
-
-    Raises:
-        UsageError: there is no such program.
-    """
+    """The scorer that ``COMET`` names, None without it; raises UsageError if there is no such program."""
     program = shlex.split(os.environ.get("COMET", ""))
     if not program:
         return None
     if shutil.which(program[0]) is None:
-        raise UsageError(
-            f"COMET={program[0]}: there is no such program; expected the comet-score of an environment "
-            "in which unbabel-comet is installed (docs/recipes.md)"
-        )
+        what = "expected comet-score of an environment with unbabel-comet (docs/recipes.md)"
+        raise UsageError(f"COMET={program[0]}: there is no such program; {what}")
     return Scorer(tuple(program), os.environ.get("COMET_MODEL") or MODEL)
 
 

@@ -1,8 +1,9 @@
-"""Tables: of the scores of all runs beside the paper's (``smoe table``)."""
+"""``smoe table``: the scores of a data set's runs beside the paper's."""
 
 import itertools
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,6 @@ from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.folders import SIZES, Folders, method_of, order
 from smoe_fairseq.recipes.processes import report
 from smoe_fairseq.recipes.training import identity
-
-# The scores of a data set's runs, beside the paper's.
 
 Scores = dict[str, scores.Score]
 
@@ -53,14 +52,14 @@ def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
     if not path.exists():
         return None
     sizes = read_json(path, {str: int})
-    by_language: dict[str, int] = {}
+    by_language = Counter()
     for pair in dataset.pairs:
         first, second = pair.split("-")
         language = first if second == dataset.languages[0] else second
         size = sizes.get(pair, sizes.get(second))  # the latter as of earlier versions
         if size is None:
             raise UsageError(f"{path} has no size for {pair}: prepare the data again")
-        by_language[language] = by_language.get(language, 0) + size
+        by_language[language] += size
     return by_language
 
 
@@ -69,11 +68,10 @@ def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> 
     found = []
     for side, position in (("eng-xxx", 0), ("xxx-eng", 1)):
         here = [d for d in dataset.directions if d.split("-")[position] == english]
+        other = {d: d.split("-")[1 - position] for d in here}
         found.append(Column(f"{side} all", tuple(here)))
-        for name, languages in classes.items():
-            chosen = None
-            if languages is not None:
-                chosen = tuple(d for d in here if d.split("-")[1 - position] in languages)
+        for name, of_class in classes.items():
+            chosen = None if of_class is None else tuple(d for d in here if other[d] in of_class)
             found.append(Column(f"{side} {name}", chosen))
     return found
 
@@ -102,9 +100,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     folder = Folders(dataset.name).runs
     names = [path.name for path in folder.glob("*") if path.is_dir()]
     if not names:
-        raise UsageError(
-            f"{folder} holds no runs: start with scripts/train.sh {dataset.name} METHOD"
-        )
+        raise UsageError(f"{folder} holds no runs: run scripts/train.sh {dataset.name} METHOD")
     table = tables().get(dataset.name, {})
     paper = table.get("rows", {}) if metric == scores.BLEU else {}
     place = list(paper)
@@ -156,12 +152,10 @@ def _unusual_search(dataset: Dataset, run: Path) -> str:
 
 def average(result: Scores, column: Column, metric: str = scores.BLEU) -> float | None:
     """In points; None if a direction is missing, or signatures differ in more than languages' tokenizers."""
-    there = _points(result, metric)
-    if not column.directions or not all(d in there for d in column.directions):
+    there, wanted = _points(result, metric), column.directions
+    if not wanted or not there.keys() >= {*wanted} or not _alike({d: there[d][1] for d in wanted}):
         return None
-    if not _alike({d: there[d][1] for d in column.directions}):
-        return None
-    return statistics.fmean(there[d][0] for d in column.directions)
+    return statistics.fmean(there[d][0] for d in wanted)
 
 
 def _alike(signatures: Mapping[str, str]) -> bool:
@@ -202,17 +196,12 @@ def system_costs(
         method_flags(method, dataset)
     except UsageError:  # a folder that is no method's, such as a copy
         return [None, None]
+    measured = {"requested_capacity": requested_capacity, "experts_per_token": experts_per_token}
     with quietly():
         from smoe_fairseq.recipes.cost import system_cost
 
         try:
-            cost = system_cost(
-                dataset,
-                method,
-                requested_capacity=requested_capacity,
-                experts_per_token=experts_per_token,
-                flags=flags,
-            )
+            cost = system_cost(dataset, method, flags=flags, **measured)
         except (UsageError, ValueError) as error:  # training refused it too, and left its folder
             report(f"{Folders(dataset.name).runs / method} has no cost: {error}")
             return [None, None]
@@ -235,10 +224,8 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
     said = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")
     notes = [f"{name}: {said} {signature}" for signature in signatures]
     if missing:
-        notes.append(
-            f"{name}: {len(there)} of {len(dataset.directions)} directions are scored, "
-            "averages over missing ones are left out"
-        )
+        scored = f"{len(there)} of {len(dataset.directions)} directions are scored"
+        notes.append(f"{name}: {scored}, averages over missing ones are left out")
     if not _alike({direction: signature for direction, (_, signature) in there.items()}):
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")
     elif len(signatures) > 1:
@@ -247,13 +234,8 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
 
 
 def print_methods(dataset: Dataset) -> None:
-    """Print the methods of a data set's table, for scripts/slurm_table.sh."""
-    print("\n".join(table_methods(dataset)))
-
-
-def table_methods(dataset: Dataset) -> list[str]:
-    """The systems of the paper's table, else those that the data set's study compares."""
+    """Print the systems of the paper's table, else those of the study, for scripts/slurm_table.sh."""
     found = list(tables().get(dataset.name, {}).get("rows", {})) or dataset.study
     if not found:
         raise UsageError(f"{dataset.name} has no table: name the methods behind it")
-    return found
+    print("\n".join(found))
