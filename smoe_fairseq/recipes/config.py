@@ -79,9 +79,8 @@ def config_folder() -> Path:
         checkout = Path(__file__).parents[2] / "configs"
         folder = installed if installed.is_dir() else checkout
     if not (folder / "datasets").is_dir():
-        raise UsageError(
-            f"{folder} holds no recipes: set CONFIG_DIR to the folder with datasets/ and methods/"
-        )
+        advice = "set CONFIG_DIR to the folder with datasets/ and methods/"
+        raise UsageError(f"{folder} holds no recipes: {advice}")
     return folder
 
 
@@ -193,12 +192,9 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
         node = yaml.compose(text)
         if not isinstance(node, yaml.MappingNode | None):
             raise UsageError(f"{path}: expected keys and values such as `pairs: [eng-nso]`")
-        values = _values(node, {})
-        if values > MOST_VALUES:
-            raise UsageError(
-                f"{path} has {values:,} values, with what its aliases repeat: expected at most "
-                f"{MOST_VALUES:,}"
-            )
+        if (values := _values(node, {})) > MOST_VALUES:
+            found = f"{values:,} values, with what its aliases repeat"
+            raise UsageError(f"{path} has {found}: expected at most {MOST_VALUES:,}")
         content = OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
@@ -221,17 +217,7 @@ def _values(node: yaml.Node | None, known: dict[int, float]) -> float:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A file of ``configs/datasets`` merged over ``configs/common.yaml``, which explains the keys.
-
-    ``pairs`` are language pairs as their files are named (``eng-nso``); each gives two directions.
-    ``experts`` is the number of experts in a layer, for methods that do not set it. ``batch`` has tokens per
-    update by name; it is empty if ``train`` sets the batch. ``precision`` is the number
-    type of training. ``study`` lists the methods of a study;
-    ``statements`` has pairs of methods by name, of which its report compares the first with the second, and
-    ``margins`` the differences that do not matter, by measure. ``methods`` has flags of
-    single methods. ``classes`` has languages by the size of their text. ``source`` names text that lies
-    elsewhere, ``clean`` the training pairs to leave out, ``validate`` how to validate by translations.
-    """
+    """A file of ``configs/datasets`` merged over ``configs/common.yaml``, which explains the keys."""
 
     name: str
     pairs: tuple[str, ...]
@@ -263,12 +249,16 @@ class Dataset:
     @property
     def directions(self) -> tuple[str, ...]:
         """Names ``source-target`` in the paper's order: into the first language, then out of it."""
-        reverse = tuple("-".join(reversed(pair.split("-"))) for pair in self.pairs)
-        return reverse + self.pairs
+        return tuple(orders(pair)[1] for pair in self.pairs) + self.pairs
 
     def pair_of(self, direction: str) -> str:
         """The pair whose files have a direction's text."""
-        return direction if direction in self.pairs else "-".join(reversed(direction.split("-")))
+        return next(pair for pair in orders(direction) if pair in self.pairs)
+
+
+def orders(pair: str) -> tuple[str, str]:
+    """A pair, and the same two languages the other way round."""
+    return pair, "-".join(reversed(pair.split("-")))
 
 
 def dataset_file(name: str) -> Path:
@@ -289,16 +279,12 @@ def load_dataset(name: str) -> Dataset:
     pairs = merged.get("pairs")
     if not pairs or not all(map(_is_pair, pairs)):
         given = pairs or "missing"
-        raise UsageError(
-            f"{path}: `pairs` has to list language pairs such as [eng-nso, eng-fra]; it is {given}"
-        )
+        raise UsageError(f"{path}: `pairs` is {given}: expected a list such as [eng-nso, eng-fra]")
     check(merged, _WHOLE, path)
     known_languages = {language for pair in pairs for language in pair.split("-")}
-    for name_of_class, languages in merged["classes"].items():
+    for key, languages in merged["classes"].items():
         if others := sorted(set(languages) - known_languages):
-            raise UsageError(
-                f"{path}: `classes.{name_of_class}` has {others[0]}, which is in none of `pairs`"
-            )
+            raise UsageError(f"{path}: `classes.{key}` has {others[0]}, which none of `pairs` has")
     statements = {f"statements.{each}": both for each, both in merged["statements"].items()}
     for statement, (first, second) in statements.items():
         if first == second:
@@ -359,10 +345,8 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
         value = value.replace("{strata}", strata).replace("{layers}", strata.replace("-", ","))
         value = value.replace("{moe-freq}", str(dataset.train.get("moe-freq", MOE_FREQ)))
         if "{experts}" in value and dataset.experts is None:
-            raise UsageError(
-                f"{dataset_file(dataset.name)}: `experts` is missing, and {name} needs it; "
-                "expected a whole number such as 8"
-            )
+            needed = f"`experts` is missing, and {name} needs it; expected a number such as 8"
+            raise UsageError(f"{dataset_file(dataset.name)}: {needed}")
         return value.replace("{experts}", str(dataset.experts))
 
     flags = read(path, _METHOD_KEYS).get("train", {})

@@ -107,11 +107,6 @@ def shard_folders(folder: Path) -> list[Path]:
     return [folder / name for name in shard_names(shards or 1)]
 
 
-def orders(pair: str) -> tuple[str, str]:
-    """A pair as it is named, and in the other order."""
-    return pair, "-".join(reversed(pair.split("-")))
-
-
 def tested_text(dataset: Dataset, direction: str, language: str) -> Path:
     """A direction's raw test set in one of its two languages."""
     raw = Folders(dataset.name).raw

@@ -17,12 +17,12 @@ import numpy as np
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, read_plain, read_text, whole_files, whole_folder
-from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.config import Dataset, orders
 from smoe_fairseq.recipes.data.download import extract
 from smoe_fairseq.recipes.data.raw import SPLITS, Section, copy_pairs, write_sizes
 from smoe_fairseq.recipes.data.subwords import encode_files, load_model
 from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk, chunks
-from smoe_fairseq.recipes.folders import orders, shard_folders
+from smoe_fairseq.recipes.folders import shard_folders
 
 SUFFIXES = ("bin", "idx")
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # the first entries of every dictionary of fairseq
@@ -85,17 +85,14 @@ class Vocabulary(dict[str, int]):
 def read_dictionary(file: Path) -> Vocabulary:
     """Read a dictionary in fairseq's format: a word and its count per line, numbered after the special words.
 
-    Raises:
-        UsageError: the file has another format, or has a word twice.
+    Raises UsageError for another format, or a word that comes twice.
     """
     words = Vocabulary({word: number for number, word in enumerate(SPECIAL)})
     for line in io.StringIO(read_text(file), newline=None):
         word, separator, count = line.rstrip().rpartition(" ")
         if not separator or not count.lstrip("-").isdecimal() or word in words:
-            raise UsageError(
-                f"{file} is not a dictionary: expected a word that no other line has, a space and a "
-                f"count, not {line.rstrip()!r}"
-            )
+            wanted = f"a word that no other line has, a space and a count, not {line.rstrip()!r}"
+            raise UsageError(f"{file} is not a dictionary: expected {wanted}")
         words[word] = len(words)
     return words
 
@@ -215,9 +212,6 @@ def adopt(dataset: Dataset, source: Path, raw: Path, output: Path, longest: int 
         output: gets the binarised text, its dictionary and ``spm.model``. Test sets that the archive has as
             text only are encoded and binarised. Files of a folder are linked if possible.
         longest: pieces after which a line of such a test set is cut off; 0: never.
-
-    Raises:
-        UsageError: the archive lacks a part, or a part has the wrong content.
     """
     with whole_folder(output) as numbers, whole_folder(raw, replace=True) as text:
         given = text / "given"
@@ -253,7 +247,7 @@ def _wanted(dataset: Dataset, numbers: Path, given: Path) -> dict[str, Path]:
     """The file to write for each name of interest in the archive."""
     layout = dataset.raw["binarised"]
     wanted = {layout["vocabulary"]: numbers / "spm.model"}
-    names = ["dict.txt", *(f"dict.{language}.txt" for language in dataset.languages)]
+    names = _dictionaries(dataset)
     for pair in dataset.pairs:
         for order in orders(pair):
             names += [file for split in SPLITS for file in _names(split, order)]
@@ -261,6 +255,10 @@ def _wanted(dataset: Dataset, numbers: Path, given: Path) -> dict[str, Path]:
                 name = layout["test"].format(pair=order, language=language)
                 wanted[name] = given / f"{order}.{language}"
     return wanted | {f"{layout['text']}/{name}": numbers / name for name in names}
+
+
+def _dictionaries(dataset: Dataset) -> list[str]:
+    return ["dict.txt", *(f"dict.{language}.txt" for language in dataset.languages)]
 
 
 def _names(split: str, order: str) -> Iterator[str]:
@@ -290,39 +288,33 @@ class _Archive:
         self.given = given
 
     def missing(self, name: str, use: str) -> UsageError:
-        return UsageError(
-            f"{self.source} has no {name}, {use}: expected the archive of docs/reproduce.md, whole, or "
-            f"RAW=folder with {self.dataset.name}'s text"
-        )
+        expected = f"the archive of docs/reproduce.md, whole, or RAW=folder with {self.dataset.name}'s text"
+        return UsageError(f"{self.source} has no {name}, {use}: expected {expected}")
 
     def check_subwords(self) -> None:
-        model = self.numbers / "spm.model"
+        name, model = self.layout["vocabulary"], self.numbers / "spm.model"
         if not model.exists():
-            raise self.missing(self.layout["vocabulary"], "the model of the subwords")
+            raise self.missing(name, "the model of the subwords")
         try:
             load_model(model)
         except UsageError:
-            raise UsageError(
-                f"{self.source}: {self.layout['vocabulary']} is not a sentencepiece model"
-            ) from None
+            raise UsageError(f"{self.source}: {name} is not a sentencepiece model") from None
 
     def complete_dictionaries(self) -> None:
         """Write the one dictionary under every name that it should have."""
-        names = ["dict.txt", *(f"dict.{language}.txt" for language in self.dataset.languages)]
-        found = sorted(self.numbers.glob("dict*.txt"))
+        names = _dictionaries(self.dataset)
+        found = {file.name: read_plain(file) for file in sorted(self.numbers.glob("dict*.txt"))}
         if not found:
             raise self.missing(f"{self.layout['text']}/{names[1]}", "the dictionary")
-        content = read_plain(found[0])
-        for file in found[1:]:
-            if read_plain(file) != content:
-                raise UsageError(
-                    f"{self.source}: {found[0].name} and {file.name} differ; expected one dictionary for all "
-                    "languages"
-                )
-        for name in names:
-            file = self.numbers / name
-            if not file.exists():  # an existing one may be a link to the user's file
-                file.write_bytes(content)
+        first, *_ = found
+        for name in found:
+            if found[name] != found[first]:
+                both = f"{self.source}: {first} and {name} differ"
+                raise UsageError(f"{both}; expected one dictionary for all languages")
+        for name in {
+            *names
+        } - found.keys():  # those that are there may be links to the user's files
+            (self.numbers / name).write_bytes(found[first])
 
     def count(self, pair: str) -> int:
         """The number of training sentences; raises UsageError without any, or without validation text."""
@@ -343,11 +335,11 @@ class _Archive:
             if lost := sorted(set(names) - set(there)):
                 raise self.missing(f"{self.layout['text']}/{lost[0]}", f"though it has {there[0]}")
             indices = [name for name in names if name.endswith(".idx")]
-            sides = {index: count_sentences(self.numbers / index) for index in indices}
-            if len(set(sides.values())) > 1:
-                told = " and ".join(f"{count} in {name}" for name, count in sides.items())
+            one, other = (count_sentences(self.numbers / index) for index in indices)
+            if one != other:
+                told = f"{one} in {indices[0]} and {other} in {indices[1]}"
                 raise UsageError(f"{self.source} has {told}: expected as many sentences in both")
-            counts.append(next(iter(sides.values())))
+            counts.append(one)
         return counts[0] if counts else 0
 
     def take_tests(self, text: Path, longest: int) -> None:
@@ -359,10 +351,8 @@ class _Archive:
             if not sentences:
                 to_binarise += [text / f"test.{pair}.{language}" for language in pair.split("-")]
             elif sentences != lines:
-                raise UsageError(
-                    f"{self.source} has {sentences} sentences of the test of {pair} binarised, and {lines} "
-                    "as text: expected as many"
-                )
+                both = f"{sentences} sentences binarised, and {lines} as text: expected as many"
+                raise UsageError(f"{self.source} has of the test of {pair} {both}")
         if not to_binarise:
             return
         pieces = self.given / "pieces"

@@ -18,13 +18,13 @@ from typing import Any
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
-from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.config import Dataset, orders
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.faults import Faults
 from smoe_fairseq.recipes.data.normalization import plain
 from smoe_fairseq.recipes.data.readers import COMPRESSED, READERS, Pair
 from smoe_fairseq.recipes.data.text_files import progress, shared
-from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES, orders
+from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES
 from smoe_fairseq.recipes.processes import report
 
 SPLITS = ("train", "valid", "test")
@@ -67,16 +67,11 @@ class Section:
 def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:
     """Bring the text of a folder (see `find`) into the shared layout; see `write`.
 
-    A pair without test files is reported.
-
-    Raises:
-        UsageError: a file is missing or damaged, or two sides differ in length. An existing ``target`` stays
-            unchanged.
+    A pair without test files is reported. Raises UsageError, with ``target`` unchanged, if another file is
+    missing or damaged, or two sides differ in length.
     """
     if not source.is_dir() and not dataset.source.get("datasets"):
-        raise UsageError(
-            f"{source} is not a folder: RAW has to name one with {dataset.name}'s text"
-        )
+        raise UsageError(f"RAW {source}: expected a folder with {dataset.name}'s text")
     sections = {
         (split, pair): section
         for split in SPLITS
@@ -125,11 +120,7 @@ def write_sizes(raw: Path, sizes: dict[str, int]) -> None:
 
 
 def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
-    """The text of a pair; None with a warning if it has no test text.
-
-    Raises:
-        UsageError: training or validation text is missing.
-    """
+    """The text of a pair; without it a UsageError, but None with a warning for a test."""
     section = find(dataset, source, split, pair)
     if isinstance(section, Section):
         used = {file.name for file in section.files.values() if file}
@@ -144,17 +135,11 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     absent = [name for name in texts if _existing(source / name) is None]
     if absent and len(absent) < len(texts):
         raise UsageError(f"{source} has no {absent[0]}: expected {', '.join(texts)}")
-    shared_name = SHARED.format(split=split, pair=pair, language=pair.split("-")[0])
-    names = [f"{split}.{pair}{ending}" for ending in (".tsv", ".jsonl", ".tmx")] + [
-        f"{pair}.tsv",
-        texts[0],
-    ]
-    if section.name != shared_name:
-        names.insert(0, shared_name)
-    raise UsageError(
-        f"{section} is missing, plain or compressed, and so are {', '.join(names)} in {source}: {pair} needs "
-        f"one of these to {split}"
-    )
+    names = [SHARED.format(split=split, pair=pair, language=pair.split("-")[0])]
+    names += [f"{split}.{pair}{ending}" for ending in (".tsv", ".jsonl", ".tmx")]
+    others = ", ".join(name for name in (*names, f"{pair}.tsv", texts[0]) if name != section.name)
+    missing = f"{section} is missing, plain or compressed, and so are {others} in {source}"
+    raise UsageError(f"{missing}: {pair} needs one of these to {split}")
 
 
 def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Path:
@@ -210,18 +195,13 @@ def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> t
     """
     patterns = dataset.raw.get("files", SHARED)
     pattern = patterns if isinstance(patterns, str) else patterns[split]
-    first, second = pair.split("-")
-    names = (
-        pattern.format(
-            split=dataset.raw.get("splits", {}).get(split, split),
-            pair=order,
-            sorted="-".join(sorted((first, second))),
-            language=language,
-            code=dataset.raw.get("codes", {}).get(language, language),
-        )
-        for order in (pair, f"{second}-{first}")
-    )
-    return tuple(dict.fromkeys(names))
+    words = {
+        "split": dataset.raw.get("splits", {}).get(split, split),
+        "sorted": "-".join(sorted(pair.split("-"))),
+        "language": language,
+        "code": dataset.raw.get("codes", {}).get(language, language),
+    }
+    return tuple(dict.fromkeys(pattern.format(pair=order, **words) for order in orders(pair)))
 
 
 def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
@@ -246,25 +226,16 @@ def _unsplit(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     if None in files.values():
         return None
     total = _count(tuple(files.items()), tuple(f.stat().st_mtime_ns for f in files.values()))
-    sizes = {name: dataset.raw["parallel"][name] for name in ("valid", "test")}
-    valid = total - sum(sizes.values())
-    if valid < 1:
-        raise UsageError(
-            f"{next(iter(files.values()))} has {total} pairs of lines: expected more than the "
-            f"{total - valid} that are set aside for validation and test (raw.parallel of the data set)"
-        )
+    tested = dataset.raw["parallel"]["test"]
+    held = tested + dataset.raw["parallel"]["valid"]
+    if held >= total:
+        what = "more than raw.parallel of the data set has for validation and test"
+        raise UsageError(f"{next(iter(files.values()))} has {total} lines: expected {what}, {held}")
     files = {language: files[language] for language in pair.split("-")}
+    bounds = {"test": (0, tested), "valid": (tested, held), "train": (held, total)}[split]
     if dataset.raw.get("split") == "hash":
-        test, held = sizes["test"] / total, sum(sizes.values()) / total
-        return Section(
-            files, places={"test": (0, test), "valid": (test, held), "train": (held, 1)}[split]
-        )
-    bounds = {
-        "train": (0, valid),
-        "valid": (valid, total - sizes["test"]),
-        "test": (total - sizes["test"], total),
-    }
-    return Section(files, *bounds[split])
+        return Section(files, places=tuple(bound / total for bound in bounds))
+    return Section(files, total - bounds[1], total - bounds[0])
 
 
 @functools.cache  # each split asks again, and each pair for all languages
@@ -274,12 +245,9 @@ def _count(files: tuple[tuple[str, Path], ...], _changed: tuple[int, ...]) -> in
     if readers.ending_of(first):
         return sum(1 for _ in readers.pairs(dict(files)))
     lengths = {file: sum(1 for _ in readers.lines(file)) for _, file in files}
-    odd = next((file for _, file in others if lengths[file] != lengths[first]), None)
-    if odd:
-        raise UsageError(
-            f"{first} has {lengths[first]} lines and {odd} {lengths[odd]}: line n of all languages has to "
-            "be the same sentence"
-        )
+    if odd := next((file for _, file in others if lengths[file] != lengths[first]), None):
+        both = f"{first} has {lengths[first]} lines and {odd} {lengths[odd]}"
+        raise UsageError(f"{both}: line n of all languages has to be the same sentence")
     return lengths[first]
 
 
@@ -301,9 +269,8 @@ def _copy(folder: Path, clean: Mapping[str, Any], unit: tuple) -> Counter:
         for file in files:
             _refuse_empty(file, split, pair)
         told = " and ".join(map(str, files)) or "the source"
-        raise UsageError(
-            f"{told}: no line with text on both sides is kept: {pair} needs one to {split}"
-        )
+        kept = "no line with text on both sides is kept"
+        raise UsageError(f"{told}: {kept}: {pair} needs one to {split}")
     return counts
 
 
@@ -318,11 +285,8 @@ def _held_out(languages: Sequence[str], sections: Iterable[Section]) -> Iterator
 def copy_pairs(section: Section, prefix: Path, faults: Faults | None) -> Counter:
     """Write ``PREFIX.{language}``, without the pairs that have one of the faults; returns the counts."""
     counts = Counter()
-    first, second = section.files
-    with (
-        open(f"{prefix}.{first}", "w", encoding="utf-8") as one,
-        open(f"{prefix}.{second}", "w", encoding="utf-8") as other,
-    ):
+    first, second = (f"{prefix}.{language}" for language in section.files)
+    with open(first, "w", encoding="utf-8") as one, open(second, "w", encoding="utf-8") as other:
         for sides in section.pairs():
             counts["read"] += 1
             if faults is not None and (found := faults.of(*sides)):

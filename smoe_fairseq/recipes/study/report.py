@@ -37,25 +37,16 @@ LINES = ("-", "--", ":", "-.")
 
 
 def write_report(dataset: Dataset) -> None:
-    """Write ``results/DATASET/report.md`` and the pictures in it; a dry run does nothing.
-
-    Raises:
-        UsageError: there are no results.
-    """
+    """Write ``results/DATASET/report.md`` and its pictures, unless in a dry run; raises UsageError without
+    results."""
     if dry_run():
         return
     folder = folder_of(dataset.name)
     systems = _systems(dataset)
-    costs = {
-        method: system_costs(
-            dataset,
-            method,
-            mean_capacity(results),
-            mean_experts_per_token(results),
-            results[0].about.get("flags"),
-        )
-        for method, results in systems.items()
-    }
+    costs = {}
+    for method, results in systems.items():
+        measured = mean_capacity(results), mean_experts_per_token(results)
+        costs[method] = system_costs(dataset, method, *measured, results[0].about.get("flags"))
     flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
     statements, measures = statements_of(dataset, systems), measures_of(dataset)
     found = judge(statements, systems, measures)
@@ -143,8 +134,5 @@ def _second_half(result: Result, flops: float) -> dict[str, np.ndarray]:
     update = np.array([row["update"] for row in rows])
     logged = [[row[name] for row in result.logged] for name in ("update", "words")]
     tflop = 3e-6 * flops * np.interp(update, *logged)
-    return {
-        "update": update,
-        "loss": np.array([row["validation_nll"] for row in rows]),
-        "tflop": tflop,
-    }
+    loss = np.array([row["validation_nll"] for row in rows])
+    return {"update": update, "loss": loss, "tflop": tflop}

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import statistics
@@ -53,11 +54,7 @@ def folder_of(dataset: str) -> Path:
 
 
 def note(run: Path, variables: Mapping[str, str]) -> None:
-    """Add this commit and machine to the run's list of starts.
-
-    Args:
-        variables: environment variables that the run is started with.
-    """
+    """Add this commit and machine to the run's starts; it is started with these environment variables."""
     now = {"commit": _commit(), "machine": _machine(variables)}
     before = _starts(run)
     if now not in before:
@@ -67,9 +64,7 @@ def note(run: Path, variables: Mapping[str, str]) -> None:
 def summary_of_starts(run: Path) -> dict[str, str]:
     """``commit`` and ``machine`` of all starts; ``untimed`` if there are several machines."""
     starts = _starts(run)
-    commits, machines = (
-        list(dict.fromkeys(s[key] for s in starts)) for key in ("commit", "machine")
-    )
+    commits, machines = ([*dict.fromkeys(s[k] for s in starts)] for k in ("commit", "machine"))
     found = {"commit": ", ".join(commits), "machine": ", then ".join(machines)}
     return found | ({"untimed": "of two machines"} if len(machines) > 1 else {})
 
@@ -82,18 +77,13 @@ def _starts(run: Path) -> list[dict[str, str]]:
 
 def _commit() -> str:
     """The commit of the code, with "-dirty" if there are uncommitted changes."""
-    git = ["git", "-C", Path(smoe_fairseq.__file__).parent]
-    changed = ("status", "--porcelain", "--untracked-files=no", ".")
+    git = {"cwd": Path(smoe_fairseq.__file__).parent, "stderr": subprocess.DEVNULL, "text": True}
+    changed = ("git", "status", "--porcelain", "--untracked-files=no", ".")
     try:
-        commit, changes = (
-            subprocess.run(
-                [*git, *words], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for words in (("rev-parse", "--short", "HEAD"), changed)
-        )
+        commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), **git).strip()
+        return commit + "-dirty" * bool(subprocess.check_output(changed, **git).strip())
     except (OSError, subprocess.CalledProcessError):
         return f"version {version('smoe_fairseq')}"
-    return f"{commit}-dirty" if changes else commit
 
 
 def _machine(variables: Mapping[str, str]) -> str:
@@ -105,9 +95,9 @@ def _machine(variables: Mapping[str, str]) -> str:
         count = int(gpus) if gpus else len(visible_gpus(torch.cuda.device_count()))
         return f"{count} x {torch.cuda.get_device_name(0)}"
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    machine = f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
+    named = re.search(r"^model name\s*:(.*)", info.read_text() if info.exists() else "", re.M)
+    name = named[1].strip() if named else platform.processor()
+    machine = f"{os.cpu_count()} cores of {name}"
     machine += f", {torch.backends.cpu.get_cpu_capability()}"  # which kernels round how
     threads = variables.get("OMP_NUM_THREADS", "1")
     return machine if threads == "1" else f"{machine}, {threads} threads"
@@ -128,10 +118,8 @@ def are_kept(dataset: Dataset, name: str, words: Sequence[str]) -> bool:
     for flag, value in (identity.what_is_trained(given) | identity.limits(given)).items():
         if flag not in identity.BATCH and flags.get(flag) != value:
             was = f"with {flag} {flags[flag]}" if flag in flags else "without it"
-            raise UsageError(
-                f"{flag} {value}: {folder} is there and was made {was}; set RESULTS_DIR and RUN_DIR to "
-                "other folders for a study with other flags"
-            )
+            advice = "set RESULTS_DIR and RUN_DIR to other folders for a study with other flags"
+            raise UsageError(f"{flag} {value}: {folder} is there and was made {was}; {advice}")
     return True
 
 
@@ -215,16 +203,14 @@ def summary(run: Path) -> dict | None:
     folder = run / ANALYSIS
     if not folder.exists():
         return None
-    requested: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in _text_rows(folder / "blocks.csv"):
-        layer = f"{row['side']}.{row['layer']}"
-        requested[row["direction"]][layer] = float(row["requested_capacity"])
+    requested, correlation = defaultdict(dict), defaultdict(dict)
+    for direction, layer, row in _text_rows(folder / "blocks.csv"):
+        requested[direction][layer] = float(row["requested_capacity"])
     types: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for row in _text_rows(folder / "tokens.csv"):
+    for *place, row in _text_rows(folder / "tokens.csv"):
         if row["frequency_rank"] and int(row["occurrences"]) >= MIN_COUNT:
             numbers = float(row["frequency_rank"]), float(row["requested_capacity"])
-            types[row["direction"], f"{row['side']}.{row['layer']}"].append(numbers)
-    correlation: dict[str, dict[str, float]] = defaultdict(dict)
+            types[tuple(place)].append(numbers)
     for (direction, layer), numbers in types.items():
         found = spearman(*np.array(numbers).T) if len(numbers) > 2 else math.nan
         if not math.isnan(found):  # NaN if all types request the same
@@ -232,9 +218,11 @@ def summary(run: Path) -> dict | None:
     return {"requested_capacity": dict(requested), "rank_correlation": dict(correlation)}
 
 
-def _text_rows(file: Path) -> Iterator[dict]:
+def _text_rows(file: Path) -> Iterator[tuple[str, str, dict]]:
     with open(file, encoding="utf-8", newline="") as lines:
-        yield from (row for row in csv.DictReader(lines) if row["kind"] == "text")
+        for row in csv.DictReader(lines):
+            if row["kind"] == "text":
+                yield row["direction"], f"{row['side']}.{row['layer']}", row
 
 
 # Reading the results.
@@ -262,11 +250,6 @@ class Result:
         return self.about["machine"]
 
     @property
-    def untimed(self) -> str:
-        """Why its times cannot be compared; may be added to its file by hand."""
-        return self.about.get("untimed", "")
-
-    @property
     def bleu(self) -> float:
         """The mean over the directions."""
         return scores.mean_bleu(self.scores)
@@ -284,17 +267,14 @@ class Result:
 
     @property
     def time(self) -> float:
-        """Seconds of training per target token; 0 if unknown or `untimed`.
+        """Seconds of training per target token; 0 if unknown, or not to be compared ("untimed").
 
         The median over the log's lines, which ignores validation and other delays.
         """
-        logged = [] if self.untimed else self.logged
-        before = [{"words": 0, "seconds": 0}, *logged]
-        times = [
-            (row["seconds"] - last["seconds"]) / (row["words"] - last["words"])
-            for last, row in zip(before, logged, strict=False)
-            if row["words"] > last["words"]
-        ]
+        logged = [] if self.about.get("untimed") else self.logged
+        words, seconds = ([0, *(row[name] for row in logged)] for name in ("words", "seconds"))
+        each = zip(np.diff(words), np.diff(seconds), strict=True)
+        times = [float(taken / number) for number, taken in each if number > 0]
         return statistics.median(times) if times else 0.0
 
 
@@ -340,14 +320,9 @@ def means(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
 
 def mean_capacity(results: Iterable[Result]) -> dict[str, float] | None:
     """Mean requested capacity over directions and runs, by MoE layer as `moe_blocks` names it."""
-    pairs = (
-        (layer.replace(".", ".layer."), value)
-        for result in results
-        if result.routing
-        for layers in result.routing["requested_capacity"].values()
-        for layer, value in layers.items()
-    )
-    return means(pairs) or None
+    routings = (result.routing["requested_capacity"] for result in results if result.routing)
+    layers = (item for each in routings for of in each.values() for item in of.items())
+    return means((layer.replace(".", ".layer."), value) for layer, value in layers) or None
 
 
 def mean_experts_per_token(results: Iterable[Result]) -> float | None:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, lock_folder, open_plain
+from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.config import Dataset, given_flags, has_strata, method_flags, tables
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
 from smoe_fairseq.recipes.processes import Groups, dry_run, environment, report, step, whole_number
 from smoe_fairseq.recipes.study import results
 from smoe_fairseq.recipes.study.report import write_report
-from smoe_fairseq.recipes.training.launcher import cores, divide_cpu, launch, visible_gpus
+from smoe_fairseq.recipes.training.launcher import cores, launch, visible_gpus
 
 POLL_SECONDS = 1
 NEWS_SECONDS = 600  # between two lines on what is running, unless there is a terminal
@@ -99,11 +100,9 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
     if failed:
         with suppress(UsageError):  # no run may be kept
             write_report(dataset)
-        names = ", ".join(run.name for run in failed)
-        raise UsageError(
-            f"{len(failed)} of {len(left)} runs failed ({names}): {failed[0].folder / LOG} and so on say "
-            "why; the same command tries them again"
-        )
+        names, log = ", ".join(run.name for run in failed), failed[0].folder / LOG
+        count = f"{len(failed)} of {len(left)} runs failed ({names})"
+        raise UsageError(f"{count}: {log} and so on say why; the same command tries them again")
     write_report(dataset)
 
 
@@ -189,24 +188,20 @@ def _slots() -> dict[int, dict[str, str]]:
     """
     where = launch(())
     if where.cpu:
-        slots, threads = divide_cpu(_MEMORY)
-        one = {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": str(threads)}
-        return {i: one for i in range(slots)}
+        fit = (machine_memory() or 1 << 62) // _MEMORY
+        slots = whole_number("JOBS", least=1) or max(1, min(cores(), fit))
+        threads = str(max(1, cores() // slots))
+        return dict.fromkeys(range(slots), {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": threads})
     slots = whole_number("JOBS", least=1, default=1)
     if slots == 1:
         return {0: {"GPUS": str(where.gpus), "JOBS": ""}}
     gpus = visible_gpus(where.gpus)
-    threads = str(max(1, cores() // slots))
-    shares = [gpus[i::slots] or [gpus[i % len(gpus)]] for i in range(slots)]
-    return {
-        i: {
-            "CUDA_VISIBLE_DEVICES": ",".join(share),
-            "GPUS": str(len(share)),
-            "JOBS": "",
-            "OMP_NUM_THREADS": threads,
-        }
-        for i, share in enumerate(shares)
-    }
+    found = {}
+    for i in range(slots):
+        share = gpus[i::slots] or [gpus[i % len(gpus)]]
+        found[i] = {"CUDA_VISIBLE_DEVICES": ",".join(share), "GPUS": str(len(share)), "JOBS": ""}
+        found[i]["OMP_NUM_THREADS"] = str(max(1, cores() // slots))
+    return found
 
 
 def _start(groups: Groups, run: Run, variables: dict[str, str]) -> None:
@@ -214,9 +209,8 @@ def _start(groups: Groups, run: Run, variables: dict[str, str]) -> None:
     results.note(run.folder, variables)
     variables = environment() | variables | {"SEED": str(run.seed)}
     with open_plain(run.folder / LOG, append=True) as log:
-        run.process = groups.start(
-            ["bash", "-c", run.line], variables, stdout=log, stderr=subprocess.STDOUT
-        )
+        output = {"stdout": log, "stderr": subprocess.STDOUT}
+        run.process = groups.start(["bash", "-c", run.line], variables, **output)
 
 
 def _print_scores(run: Run, count: int, total: int) -> None:

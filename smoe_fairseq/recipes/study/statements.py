@@ -61,10 +61,8 @@ def statements_of(dataset: Dataset, systems: Systems) -> list[Statement]:
 
 def measures_of(dataset: Dataset) -> dict[str, Measure]:
     """`MEASURES` with the data set's margins."""
-    return {
-        name: replace(measure, margin=dataset.margins.get(name, measure.margin))
-        for name, measure in MEASURES.items()
-    }
+    margins = {name: measure.margin for name, measure in MEASURES.items()} | dataset.margins
+    return {name: replace(MEASURES[name], margin=margin) for name, margin in margins.items()}
 
 
 @dataclass(frozen=True)
@@ -102,10 +100,8 @@ class Difference:
 
 def pairs(systems: Systems, statement: Statement) -> dict[int | None, tuple[Result, Result]]:
     """The runs of both systems by seed, of the seeds that both have."""
-    first, second = (
-        {r.seed: r for r in systems.get(method, ())}
-        for method in (statement.first, statement.second)
-    )
+    named = (systems.get(method, ()) for method in (statement.first, statement.second))
+    first, second = ({result.seed: result for result in results} for results in named)
     return {seed: (run, second[seed]) for seed, run in first.items() if seed in second}
 
 
@@ -133,15 +129,15 @@ def verdicts(differences: Sequence[Difference], sign: int) -> list[str]:
     """Of the statements of a study, in one measure; ``sign`` is 1 where higher is better, else -1."""
     equal = holm([d.p_equal() for d in differences])
     different = holm([d.p_different() for d in differences])
-    found = []
-    for d, p_equal, p_different in zip(differences, equal, different, strict=True):
+
+    def verdict(d: Difference, p_equal: float, p_different: float) -> str:
         if p_equal < LEVEL:
-            found.append(EQUAL)
-        elif p_different < LEVEL:
-            found.append(AHEAD if sign * d.interval().mean > 0 else BEHIND)
-        else:
-            found.append(OPEN)
-    return found
+            return EQUAL
+        if p_different >= LEVEL:
+            return OPEN
+        return AHEAD if sign * d.interval().mean > 0 else BEHIND
+
+    return [*map(verdict, differences, equal, different)]
 
 
 Judged = Mapping[str, Sequence[tuple[Difference, str]]]
@@ -197,14 +193,12 @@ def _left_out(statements: Iterable[Statement], systems: Systems) -> list[str]:
     """A note on the seeds that two machines trained."""
     found = []
     for s in statements:
-        both = pairs(systems, s)
-        seeds = [seed for seed, (one, other) in both.items() if one.machine != other.machine]
-        if seeds:
-            names = ", ".join("the first" if seed is None else str(seed) for seed in seeds)
-            found.append(f"{s.first} and {s.second} ({names})")
-    if not found:
-        return []
-    return [f"- **Seeds left out**, since two machines trained the systems: {'; '.join(found)}."]
+        both = pairs(systems, s).items()
+        seeds = [seed for seed, (a, b) in both if a.machine != b.machine]
+        names = ", ".join("the first" if seed is None else str(seed) for seed in seeds)
+        found += [f"{s.first} and {s.second} ({names})"] if seeds else []
+    start = "- **Seeds left out**, since two machines trained the systems"
+    return [f"{start}: {'; '.join(found)}."] if found else []
 
 
 @styled

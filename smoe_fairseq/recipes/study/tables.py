@@ -66,11 +66,10 @@ def _seeds(dataset: Dataset, results: Sequence[Result]) -> str:
 def directions_table(dataset: Dataset, systems: Systems) -> Grid:
     """BLEU by direction."""
     directions = list(next(iter(systems.values()))[0].scores)
-    rows = [
-        [method, _seeds(dataset, results)]
-        + [number(statistics.fmean(r.scores[d].bleu for r in results)) for d in directions]
-        for method, results in systems.items()
-    ]
+    rows = []
+    for method, results in systems.items():
+        each = (statistics.fmean(r.scores[d].bleu for r in results) for d in directions)
+        rows.append([method, _seeds(dataset, results), *map(number, each)])
     signatures = {s.signature for rs in systems.values() for r in rs for s in r.scores.values()}
     notes = [f"sacreBLEU {signature}" for signature in sorted(signatures)]
     return Grid(["method", "seeds", *directions], rows, notes)
@@ -81,10 +80,8 @@ def by_class(dataset: Dataset, systems: Systems) -> Grid:
     found = columns(dataset)
     rows = []
     for method, results in systems.items():
-        cells = []
-        for column in found:
-            values = [average(result.scores, column, CHRF) for result in results]
-            cells.append(number(None if None in values else statistics.fmean(values)))
+        each = ([average(result.scores, c, CHRF) for result in results] for c in found)
+        cells = (number(None if None in of else statistics.fmean(of)) for of in each)
         rows.append([method, str(len(results)), *cells])
     classes = "; ".join(f"{name}: {', '.join(found)}" for name, found in dataset.classes.items())
     notes = [f"chrF++, means over the directions of a class and over seeds. {classes}."]
@@ -128,11 +125,7 @@ def capacity_table(systems: Systems) -> Grid:
 
 def _values(found: dict, side: str) -> list[tuple[str, int, float]]:
     """Direction, layer and value of all layers of a side."""
-    values = [
-        (direction, *name.split("."), value)
-        for direction, layers in found.items()
-        for name, value in layers.items()
-    ]
+    values = ((d, *name.split("."), v) for d, of in found.items() for name, v in of.items())
     return [(d, int(n), v) for d, of, n, v in values if of == side and not math.isnan(v)]
 
 
@@ -147,8 +140,8 @@ def runs_table(dataset: Dataset, systems: Systems) -> Grid:
     results = [result for of_method in systems.values() for result in of_method]
     for result in results:
         about, machine = result.about, result.machine
-        if result.untimed:
-            machine += f" (times left out: {result.untimed})"
+        if untimed := about.get("untimed"):  # may be added to the file by hand
+            machine += f" (times left out: {untimed})"
         versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
         rows.append([result.name, about["commit"], versions, machine, about["command"]])
     notes = _missing_runs(dataset, [result.name for result in results])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, Flags, given_flags
+from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, Flags, given_flags, is_number
 from smoe_fairseq.recipes.folders import shard_folders
 
 TOLERANCE = 0.02  # of the tokens requested
@@ -97,9 +97,9 @@ def plan_batch(
         wanted = _named(dataset).get(name)
         if wanted is None and not (name.isdecimal() and int(name)):
             raise UsageError(f"BATCH={name}: expected {batch_choices(dataset)} of tokens from 1")
-        most = dataset.batch.get("max-tokens") or flags.get("max-tokens")
         wanted = wanted or int(name)
-        return _named_batch(name, wanted, most or wanted, ranks, given, least)
+        most = dataset.batch.get("max-tokens") or flags.get("max-tokens") or wanted
+        return _named_batch(name, wanted, most, ranks, given, least)
     sizes = {unit: given[unit] or flags.get(unit) for unit in SIZES}
     unit = next((unit for unit, size in sizes.items() if size), None)
     if unit is None:
@@ -145,11 +145,9 @@ def _divided(unit: str, wanted: int, most: int, ranks: int, least: int, name: st
         above = next((n for n in range(ranks + 1, 2 * ranks + 1) if on(n).kept), None)
         near = " or ".join(str(n) for n in (below, above) if n) or "none"
         room = f"; a rank needs room for a sentence of {least}" if least > 1 else ""
-        what = "tokens" if unit == "max-tokens" else "sentences"
-        raise UsageError(
-            f"{ranks} ranks (GPUS x NODES) cannot share a batch of {wanted:,} {what}{room}: the nearest "
-            f"number that can is {near}; or set BATCH"
-        )
+        shared = f"a batch of {wanted:,} {'tokens' if unit == 'max-tokens' else 'sentences'}{room}"
+        advice = f"the nearest number that can is {near}; or set BATCH"
+        raise UsageError(f"{ranks} ranks (GPUS x NODES) cannot share {shared}: {advice}")
     return batch
 
 
@@ -164,13 +162,11 @@ def _number(words: Sequence[str], flag: str) -> int | None:
 
 def without_sizes(words: Sequence[str], flags: Flags) -> list[str]:
     """The user's words without the flags that ``flags`` sets anew, with their values."""
-    names = {f"--{name}" for name in flags}
-    names |= {"--max-sentences"} if "batch-size" in flags else set()
-    kept: list[str] = []
-    dropping = False
+    kept, dropping = [], False
     for word in words:
-        if word.startswith("-") and not word.lstrip("-").isdecimal():
-            dropping = word.partition("=")[0] in names
+        if word.startswith("-") and not is_number(word):
+            (name,) = given_flags([word])  # `--batch-size` for --max-sentences
+            dropping = name.removeprefix("--") in flags
         if not dropping:
             kept.append(word)
     return kept
@@ -192,11 +188,10 @@ def longest_sentence(folder: Path) -> int | None:
     from smoe_fairseq.recipes.data.binarise import read_index  # imports numpy and sentencepiece
 
     longest = 0
-    for split in ("train", "valid"):
-        for file in sorted(shard_folders(folder)[0].glob(f"{split}.*.idx")):
-            try:
-                sizes = read_index(file)
-            except (OSError, UsageError):
-                return None  # of another format, or cut off: training says so
-            longest = max(longest, int(sizes.max(initial=0)))
+    first = shard_folders(folder)[0]
+    for file in [*first.glob("train.*.idx"), *first.glob("valid.*.idx")]:
+        try:
+            longest = max(longest, int(read_index(file).max(initial=0)))
+        except (OSError, UsageError):
+            return None  # of another format, or cut off: training says so
     return longest + 1 if longest else None

@@ -21,10 +21,8 @@ _joined: set[Path] = set()  # folders of runs that another machine started
 _RANKS = "ranks"  # key in the file, for information; earlier versions did not write it
 _TRAINED = "trained"  # key in the file, written when training has ended: the values of `_LIMITS`
 _SIZES = tuple(f"--{name}" for name in SIZES)
-_BEFORE = (
-    "before"  # key in the file: the run until --force-resume changed it, and what it had saved
-)
-_SAVED = "saved"
+_BEFORE = "before"  # key in the file: the run until --force-resume changed it
+_SAVED = "saved"  # key in that: what the run had saved
 BATCH = (*_SIZES, "--update-freq")  # compared by product: size x frequency x processes
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
@@ -104,10 +102,8 @@ def claim(
             return _is_unfinished(was, given)
         otherwise = "set RUN_DIR to another folder for a new run"
         if not force:
-            raise UsageError(
-                f"{folder} {difference}: repeat what it was started with, {otherwise}, or add "
-                "--force-resume to go on with this one"
-            )
+            advice = f"repeat what it was started with, {otherwise}, or add --force-resume"
+            raise UsageError(f"{folder} {difference}: {advice} to go on with this one")
         if _difference(was, own | {"flags": was["flags"]}, data):
             raise UsageError(f"{folder} {difference}, which --force-resume is not for: {otherwise}")
         if not _is_unfinished(was, given):
@@ -119,11 +115,7 @@ def claim(
 
 
 def _join(folder: Path, own: dict, data: Path) -> None:
-    """Wait until the machine that holds the folder has written this run's identity.
-
-    Raises:
-        UsageError: it has not after `PATIENCE` seconds.
-    """
+    """Wait, for `PATIENCE` seconds, until the machine that holds the folder has written this identity."""
     difference = "does not say of which run it is"
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
@@ -226,11 +218,8 @@ def _last_save(folder: Path) -> str:
 
 def _read(file: Path, begun: bool = False) -> dict:
     """What the run was saved as; ``begun``: as which it was started last, perhaps without an update."""
-    advice = (
-        "delete it if the flags given now are those that the run was started with, or set RUN_DIR to "
-        "another folder"
-    )
-    found = read_json(file, IDENTITY, advice)
+    same = "the flags given now are those that the run was started with"
+    found = read_json(file, IDENTITY, f"delete it if {same}, or set RUN_DIR to another folder")
     before = found.pop(_BEFORE, None)
     if before is None or begun or before.pop(_SAVED, None) != _last_save(file.parent):
         return found
@@ -247,23 +236,19 @@ def _difference(was: dict, now: dict, data: Path) -> str | None:
     else:
         for name in {**now["flags"], **was["flags"]}:
             before, after = (flags["flags"].get(name) for flags in (was, now))
-            if _same(name, before, after):
-                continue
             old, new = (f"{name} {value}".strip() for value in (before, after))
             if before is None:
                 found.append(f"without {new}, which is given now")
             elif after is None:
                 found.append(f"with {old}, which is not given now")
-            else:
+            elif not _same(name, before, after):
                 found.append(f"with {old}, not with {new}")
     return f"was started {'; and '.join(found)}" if found else None
 
 
-def _same(name: str, before: str | None, after: str | None) -> bool:
-    if before == after or before is None or after is None:
+def _same(name: str, before: str, after: str) -> bool:
+    if before == after or not (is_number(before) and is_number(after)):
         return before == after
-    if not (is_number(before) and is_number(after)):
-        return False
     # On another number of processes the batch may not come out exactly the same.
     tolerance = TOLERANCE if name.endswith("=") else 0
     return abs(float(before) - float(after)) <= tolerance * float(before)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.processes import dry_run, whole_number
 
 LAUNCHERS = ("plain", "torchrun", "slurm")
@@ -83,19 +82,16 @@ def launch(extra: Sequence[str]) -> Launch:
     if launcher not in LAUNCHERS:
         raise UsageError(f"LAUNCHER={launcher}: choose one of {', '.join(LAUNCHERS)}")
     if launcher == "plain" and several:
-        raise UsageError(
-            f"LAUNCHER=plain is for one process, not for NODES={nodes} with GPUS={gpus}: choose "
-            "torchrun or slurm"
-        )
+        both = f"NODES={nodes} with GPUS={gpus}"
+        raise UsageError(f"LAUNCHER=plain is for one process, not {both}: choose torchrun or slurm")
     cpu = gpus == 0 or "--cpu" in extra
     if not cpu and launcher != "slurm" and not dry_run():
         import torch
 
         there = torch.cuda.device_count()
         if 0 < there < gpus:
-            raise UsageError(
-                f"GPUS={gpus}: this machine has {there}; expected at most as many, or --cpu behind the method"
-            )
+            expected = "expected at most as many, or --cpu behind the method"
+            raise UsageError(f"GPUS={gpus}: this machine has {there}; {expected}")
         cpu = there == 0
     return Launch(launcher, nodes, gpus, cpu)
 
@@ -105,16 +101,6 @@ def visible_gpus(count: int) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ""
     named = [name.strip() for name in visible.split(",") if name.strip()]
     return (named or [str(i) for i in range(count)])[:count]
-
-
-def divide_cpu(bytes_each: int) -> tuple[int, int]:
-    """How many processes to run side by side on the CPU, and the threads of each.
-
-    ``JOBS``, or as many as there are cores, and memory at ``bytes_each``.
-    """
-    fit = (machine_memory() or 1 << 62) // bytes_each
-    processes = whole_number("JOBS", least=1) or max(1, min(cores(), fit))
-    return processes, max(1, cores() // processes)
 
 
 def cores() -> int:
@@ -141,10 +127,8 @@ def check_port(torchrun: bool = True) -> None:
     """
     address, port = endpoint()
     if _is_taken(address, port) and not (torchrun and _is_torchruns(address, port)):
-        raise UsageError(
-            f"MASTER_PORT {port} is in use by another program on this machine: set MASTER_PORT to a free "
-            "port, the same on all machines"
-        )
+        used = f"MASTER_PORT {port} is in use by another program on this machine"
+        raise UsageError(f"{used}: set it to a free port, the same on all machines")
 
 
 def _is_taken(address: str, port: int) -> bool:
@@ -153,10 +137,9 @@ def _is_taken(address: str, port: int) -> bool:
         socket.create_server((address, 0)).close()
     except OSError:  # the address of another machine
         return False
-    everywhere = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    both = {"family": socket.AF_INET6, "dualstack_ipv6": True}
     try:
-        options = everywhere if socket.has_dualstack_ipv6() else {}
-        socket.create_server(("", port), **options).close()
+        socket.create_server(("", port), **both if socket.has_dualstack_ipv6() else {}).close()
     except OSError:
         return True
     return False

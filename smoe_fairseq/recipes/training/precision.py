@@ -18,12 +18,9 @@ def precision_flags(
     """The flags of fairseq-train for a number type, and a comment that says which and why.
 
     Args:
-        precision: the data set's; ``PRECISION`` overrides it.
+        precision: the data set's, one of `PRECISIONS`; ``PRECISION`` overrides it.
         extra: all other flags; if one of them sets the number type, nothing is added to it.
         resumed: the flags that an earlier start of this run was given, whose number type ``auto`` keeps.
-
-    Raises:
-        UsageError: it is none of `PRECISIONS`.
     """
     variable = os.environ.get("PRECISION")
     asked = variable or precision

@@ -68,9 +68,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     words = [*data_arguments(dataset), *arguments(recipe)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / LOG), *extra]
     _check_complete(dataset, words)
-    if not given.keys() & {"--restore-file", "--finetune-from-model"} and (
-        newest := _newest(folder)
-    ):
+    restored = given.keys() & {"--restore-file", "--finetune-from-model"}
+    if not restored and (newest := _newest(folder)):
         words += ["--restore-file", str(newest)]
         report(f"{folder} has no checkpoint_last.pt: training goes on from {newest.name}")
     if not dry_run():
@@ -78,13 +77,10 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
             check_port()
         # With SLURM, one recipe starts all machines.
         machines = place.nodes if place.launcher == "torchrun" else 1
-        if not identity.claim(
-            method, folders.binary, words, place.processes, force_resume, machines
-        ):
-            print(
-                f"{folder} is trained already, as far as asked for: give a larger --max-update to go on, or "
-                "another SEED for another run"
-            )
+        run_of = (method, folders.binary, words, place.processes)
+        if not identity.claim(*run_of, force_resume, machines):
+            advice = "give a larger --max-update to go on, or another SEED for another run"
+            print(f"{folder} is trained already, as far as asked for: {advice}")
             return
     if not any(folder.glob("checkpoint_last*.pt")):  # a resumed run had its forecast before
         said, warnings = forecast(dataset, place, words)
@@ -140,17 +136,14 @@ def begin_log(file: Path, line: str) -> None:
 
 def validation_flags(dataset: Dataset) -> Flags:
     """The flags of fairseq-train for ``validate`` of a data set: validation by translations."""
-    given = dataset.validate
-    if not given:
+    if not (given := dataset.validate):
         return {}
-    every = given.get("every")
     flags = {
         "validate-sentences": given.get("sentences", 200),
         "validate-beam": given.get("beam"),
         "best-checkpoint-metric": given.get("metric", "chrf"),
         "maximize-best-checkpoint-metric": True,
-        "validate-interval-updates": every,
-        "save-interval-updates": every,
+        **dict.fromkeys(("validate-interval-updates", "save-interval-updates"), given.get("every")),
         "patience": given.get("patience"),
     }
     return {name: value for name, value in flags.items() if value is not None}
@@ -183,9 +176,7 @@ def _for_place(
         if not batch.kept:
             report(f"the batch is not of the size asked for: {batch}")
         if batch.name == "release" and has_strata(flags) and "smoe-norm" not in flags:
-            notes.append(
-                "# --smoe-norm released computes as the released code does (docs/reproduce.md)"
-            )
+            notes.append("# --smoe-norm released computes as the released code (docs/reproduce.md)")
     # Among the flags of a data set, `fp16` and `bf16` are earlier names of `precision: auto` and `bf16`.
     flags.pop("fp16", None)
     requested = "bf16" if flags.pop("bf16", False) else dataset.precision
@@ -235,7 +226,6 @@ def _check_complete(dataset: Dataset, words: Sequence[str]) -> None:
     there = given_flags(words).keys()
     for flags, example in NEEDED.items():
         if not there & set(flags):
-            raise UsageError(
-                f"{flags[0]} is missing: expected it behind the method, or in `train` of "
-                f"{dataset_file(dataset.name)}, such as `{flags[0].lstrip('-')}: {example}`"
-            )
+            line = f"`{flags[0].lstrip('-')}: {example}`"
+            places = f"behind the method, or in `train` of {dataset_file(dataset.name)}"
+            raise UsageError(f"{flags[0]} is missing: expected it {places}, such as {line}")
