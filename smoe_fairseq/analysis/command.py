@@ -1,5 +1,6 @@
 """``smoe analyze``."""
 
+import csv
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -34,11 +35,11 @@ def analyze_subset(
     sentences, too_long = {}, {}
     with whole_folder(args.output, called=f"--output {args.output}") as folder:
         with open(folder / "tokens.csv", "w", encoding="utf-8", newline="") as file:
-            table = results.TokenTable(file, found)
+            table = csv.writer(file, lineterminator="\n")
             for name in directions:
                 direction = collect(inputs.Samples(model, task, name, subset))
                 found.add(direction)
-                table.add(direction)
+                table.writerows(results.token_rows(found, direction))
                 sentences[direction.name] = direction.sentences
                 too_long[direction.name] = direction.too_long
         found.run.update(_description(args, model, found, sentences, too_long))
@@ -50,9 +51,8 @@ def analyze_subset(
         except Exception as error:  # the numbers may have taken hours: they stay
             problem = " ".join(str(error).split()) or type(error).__name__
     if problem:
-        raise UsageError(
-            f"{args.output} has all numbers, but the report could not be drawn: {problem}"
-        )
+        lost = "has all numbers, but the report could not be drawn"
+        raise UsageError(f"{args.output} {lost}: {problem}")
     return f"{args.output / 'report.html'}: the report; numbers and pictures are beside it"
 
 
@@ -105,9 +105,7 @@ def _words(strata: Strata) -> str:
 
 
 def _example(model: nn.Module, task, direction: str, args: Namespace) -> list:
-    """The first sentence pair of the subset that is neither short nor long; of a language model's text the
-    beginning, since a sample may be long and what comes later changes nothing before it.
-    """
+    """A sentence pair that is neither short nor long; of a language model's text the beginning."""
     dataset = next(inputs.datasets(task, direction, args.gen_subset))
     far = [abs(dataset.num_tokens(i) - EXAMPLE_TOKENS) for i in range(min(len(dataset), 1000))]
     sample = dataset.collater([dataset[far.index(min(far))]])["net_input"]

@@ -76,23 +76,17 @@ MOST_WORDS = 10_000_000
 def build_meta_model(args: Namespace, vocabulary: int, outputs: int | None = None) -> nn.Module:
     """The model of ``args`` with one dictionary of ``vocabulary`` entries, special ones included.
 
-    Args:
-        outputs: entries that are predicted, where these are not all.
-
-    Raises:
-        UsageError: options make no model.
+    ``outputs`` are the entries that are predicted, where these are not all. Raises UsageError for options
+    that make no model.
     """
 
     class Task:
         source_dictionary = target_dictionary = Dictionary()
 
     specials = len(Task.source_dictionary)
-    if vocabulary <= specials:
-        raise UsageError(
-            f"--vocab-size {vocabulary}: expected more than the {specials} special tokens"
-        )
-    if vocabulary > MOST_WORDS:
-        raise UsageError(f"--vocab-size {vocabulary}: expected at most {MOST_WORDS:,}")
+    if not specials < vocabulary <= MOST_WORDS:
+        bounds = f"more than the {specials} special tokens, and at most {MOST_WORDS:,}"
+        raise UsageError(f"--vocab-size {vocabulary}: expected {bounds}")
     for i in range(vocabulary - specials):
         Task.source_dictionary.add_symbol(str(i))
     if outputs is not None:
@@ -135,8 +129,7 @@ def add_run_arguments(parser) -> None:
 def parse_run(words: Sequence[str]) -> Namespace:
     """These flags and the model's of a command line of ``fairseq-train``; others are passed over.
 
-    Raises:
-        UsageError: a value that one of them does not take.
+    Raises UsageError for a value that one of them does not take.
     """
     parser = _Parser(allow_abbrev=False, add_help=False)
     add_model_arguments(parser)
@@ -196,9 +189,8 @@ def count(
     """
     blocks = moe_blocks(model)
     if requested_capacity is None:
-        requested_capacity = {
-            name: block.strata.expected_requested_capacity() for name, block in blocks.items()
-        }
+        uniform = {n: block.strata.expected_requested_capacity() for n, block in blocks.items()}
+        requested_capacity = uniform
     linear = {"attention": 0, "ffn": 0, "output": 0}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and (part := _part(name)):

@@ -46,10 +46,8 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
     for capacity in capacities_of(models[0]):
         capacity.eval_factor = 0.0
     if isinstance(models[0], FairseqMultiModel):
-        raise UsageError(
-            f"{checkpoint} has a model per language pair: expected one model of all pairs, such as of --task "
-            "translation_multi_simple_epoch"
-        )
+        expected = "one model of all pairs, such as of --task translation_multi_simple_epoch"
+        raise UsageError(f"{checkpoint} has a model per language pair: expected {expected}")
     return models[0].eval(), task
 
 
@@ -153,10 +151,8 @@ def directions(task, asked: str | None = None) -> list[str]:
     names = list(dict.fromkeys(asked.split(",")))
     for name in names:
         if name not in allowed:
-            raise UsageError(
-                f"--lang-pairs {name}: the model knows {', '.join(known)}; expected some of these, "
-                "joined by commas"
-            )
+            expected = f"expected some of {', '.join(known)}, which the model knows"
+            raise UsageError(f"--lang-pairs {name}: {expected}, joined by commas")
     return names
 
 
@@ -185,26 +181,19 @@ def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
             return
         manager = task.data_manager
         source, target = direction.split("-")
+        of_source = {"src": source, "src_dict": manager.get_source_dictionary(source)}
+        of_target = {"tgt": target, "tgt_dict": manager.get_target_dictionary(target)}
+        main = {"data_category": "main", "langtok_spec": task.args.langtoks["main"]}
+        main |= {"split": subset, "combine": False}
         for folder in parts:
-            yield manager.load_a_dataset(
-                split=subset,
-                data_path=str(folder),
-                src=source,
-                src_dict=manager.get_source_dictionary(source),
-                tgt=target,
-                tgt_dict=manager.get_target_dictionary(target),
-                combine=False,
-                data_category="main",
-                langtok_spec=task.args.langtoks["main"],
-            )
+            yield manager.load_a_dataset(data_path=str(folder), **of_source, **of_target, **main)
     except (FileNotFoundError, AttributeError) as error:
         if isinstance(error, AttributeError) and "'NoneType'" not in str(error):
             raise  # fairseq goes on with None where a file is missing, and with nothing else
         wanted = f"{subset}.{direction}.* (nor the pair the other way round)"
         wanted = f"{subset}.bin" if is_language_model(task) else wanted
-        raise UsageError(
-            f"--gen-subset {subset}: {parts[0]} has no binarised text {wanted}"
-        ) from None
+        missing = f"{parts[0]} has no binarised text {wanted}"
+        raise UsageError(f"--gen-subset {subset}: {missing}") from None
 
 
 def batches(
@@ -256,9 +245,8 @@ class Samples:
                 yield sample_of(self.model, self.task, dataset, batch)
                 self.seen += len(batch)
         if not self.seen:
-            raise UsageError(
-                f"--gen-subset {self.subset.name}: {self.direction} has no sentence to run on"
-            )
+            subset = f"--gen-subset {self.subset.name}"
+            raise UsageError(f"{subset}: {self.direction} has no sentence to run on")
 
 
 def sample_of(model: nn.Module, task, dataset: FairseqDataset, batch: Iterable[int]) -> dict:

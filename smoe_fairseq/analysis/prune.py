@@ -224,14 +224,10 @@ class PrunedLayer:
 
 
 def prune(path: Path, layers: Mapping[str, PrunedLayer]) -> dict:
-    """The content of a checkpoint with fewer experts, without optimizer state and EMA.
+    """The content of a checkpoint, one file, with fewer experts, without optimizer state and EMA.
 
     Args:
-        path: of one file, not a set.
         layers: each MoE layer by its name, ``encoder.layer.1``.
-
-    Raises:
-        UsageError: it is missing or damaged.
     """
     state = weights_of(path)
     # ``encoder.layer.1`` is ``encoder.layers.1.moe`` in the state dict.
@@ -302,10 +298,8 @@ def run_prune(args: Namespace) -> None:
         blocks = moe_blocks(model)
         gates = (gate for block in blocks.values() for gate in block.gates)
         if why := next(filter(None, map(needs_every_expert, gates)), None):
-            raise UsageError(
-                f"{args.path} has {why}, so that each is needed; expected gates that score each expert "
-                "by itself"
-            )
+            expected = "expected gates that score each expert by itself"
+            raise UsageError(f"{args.path} has {why}, so that each is needed; {expected}")
         uses = [use_of(inputs.Samples(model, task, name, subset)) for name in directions]
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     layers = {name: Layer.of(block) for name, block in blocks.items()}
@@ -322,10 +316,8 @@ def run_prune(args: Namespace) -> None:
     write_converted(state, args.output, args.force)
     print(f"choices counted over {args.gen_subset} of {', '.join(directions)}")
     print(_table(pruned, {n: np.sum([use[n].choices for use in uses], axis=0) for n in layers}))
-    if any(
-        layer.weights_depend_on_all_scores and pruned[name].removed
-        for name, layer in layers.items()
-    ):
+    shrunk = (layer for name, layer in layers.items() if pruned[name].removed)
+    if any(layer.weights_depend_on_all_scores for layer in shrunk):
         print(SOFTMAX)
     before, after = sum(parameters.values()), sum(state["model"][n].numel() for n in parameters)
     experts = sum(len(layer.experts) for layer in pruned.values())
@@ -340,10 +332,9 @@ def run_prune(args: Namespace) -> None:
 def _check(args: Namespace) -> None:
     """Raise UsageError unless it is clear how much is to stay, and of which file."""
     if (args.keep is None) == (args.min_load is None):
-        raise UsageError(
-            f"{'neither --keep nor' if args.keep is None else '--keep with'} --min-load: expected one of "
-            "the two, a share of the experts to keep or the load of those to remove"
-        )
+        given = "neither --keep nor" if args.keep is None else "--keep with"
+        expected = "a share of the experts to keep or the load of those to remove"
+        raise UsageError(f"{given} --min-load: expected one of the two, {expected}")
     if args.keep is not None and not 0 < args.keep <= 1:
         raise UsageError(f"--keep {args.keep:g}: expected a share above 0, up to 1, such as 0.5")
     if args.min_load is not None and not 0 <= args.min_load < math.inf:
@@ -353,10 +344,8 @@ def _check(args: Namespace) -> None:
     name = set_name(args.path)
     of_set = rank_files(name) | rank_files(name, PENDING)
     if rank_of(args.path) is not None or (of_set and not args.path.exists()):
-        raise UsageError(
-            f"{args.path} is of a set with --expert-parallel: make one checkpoint of it first, by smoe "
-            f"consolidate {name} --output FILE"
-        )
+        advice = f"make one checkpoint of it first, by smoe consolidate {name} --output FILE"
+        raise UsageError(f"{args.path} is of a set with --expert-parallel: {advice}")
 
 
 def _table(pruned: Mapping[str, PrunedLayer], choices: Mapping[str, ndarray]) -> str:

@@ -1,5 +1,6 @@
 """Records the gates' choices while a model reads a data set."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,10 +74,7 @@ class Counts:
         return self.stops / self.tokens if self.tokens else float("nan")
 
     def load(self) -> ndarray:
-        """``(E,)``: first choices of each expert, all strata taken together, over their mean.
-
-        1 everywhere when the experts are evenly loaded.
-        """
+        """``(E,)``: first choices of each expert in all strata over their mean; 1 if evenly loaded."""
         per_expert = self.first_choices.sum(axis=0)
         return per_expert / max(per_expert.mean(), 1e-12)
 
@@ -116,10 +114,11 @@ class BlockFollower:
             in_no_stratum, len(self.block.strata)
         )
 
-    def record(self, stratum: int, routing: Routing, active_T: Tensor | None) -> None:
-        """One gate has chosen, for the tokens in its stratum or, with a mask, for all rows."""
+    def record(self, stratum: int, _gate, inputs: tuple, routing: Routing) -> None:
+        """A gate's forward hook: it chose for the tokens in its stratum or, with a mask, for all rows."""
         strata = self.block.strata
         index_N = (self.position_T == stratum).nonzero().squeeze(1)
+        active_T = inputs[1] if len(inputs) > 1 else None
         row_N = torch.arange(len(index_N), device=index_N.device) if active_T is None else index_N
         expert_N = routing.first_choice_T[row_N] + strata.first_experts[stratum]
         self.note(stratum, index_N, expert_N, routing, row_N)
@@ -175,7 +174,7 @@ class Recorder:
     def recording(self) -> Iterator["Recorder"]:
         """Listens to the gates as long as the context is open."""
         handles = [
-            gate.register_forward_hook(_listener(recorder, stratum))
+            gate.register_forward_hook(functools.partial(recorder.record, stratum))
             for recorder in self.blocks.values()
             for stratum, gate in enumerate(recorder.block.gates)
         ]
@@ -201,14 +200,6 @@ def given(net_input: dict, side: str) -> Tensor:
     if side == "decoder" and "prev_output_tokens" in net_input:
         return net_input["prev_output_tokens"]
     return net_input["src_tokens"]
-
-
-def _listener(recorder: BlockFollower, stratum: int):
-    def listen(gate, inputs, routing):
-        active_T = inputs[1] if len(inputs) > 1 else None
-        recorder.record(stratum, routing, active_T)
-
-    return listen
 
 
 # Teacher-forced collection: first choices by direction, block and token type.
@@ -283,11 +274,12 @@ def requested_capacity(model: nn.Module, task, subset: str = "valid") -> dict[st
     """
     if not moe_blocks(model):
         return {}
-    totals: dict[str, Counts] = {}
-    for direction in inputs.directions(task):
-        samples = inputs.Samples(model, task, direction, inputs.Subset(subset))
-        for counts in collect(samples).blocks:
-            both = counts.total(special=False) + counts.total(special=True)
-            name = counts.block.name
-            totals[name] = totals[name] + both if name in totals else both
-    return {name: counts.requested_capacity for name, counts in totals.items()}
+    with Recorder(model, task).recording() as recorder:
+        for direction in inputs.directions(task):
+            for sample in inputs.Samples(model, task, direction, inputs.Subset(subset)):
+                recorder.run(sample["net_input"])
+    found = {}
+    for name, of_block in recorder.blocks.items():
+        counts = of_block.counts.sum(0).cpu().numpy()
+        found[name] = Counts(Block(name, of_block.block.strata), counts).requested_capacity
+    return found

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 from fairseq.data import Dictionary, data_utils
@@ -15,7 +14,7 @@ from fairseq.data.indexed_dataset import MMapIndexedDataset
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.capacity import CapacityCheck
 from smoe_fairseq.analysis.inputs import TEXT
-from smoe_fairseq.analysis.record import Block, Counts, Direction, TypeCounts
+from smoe_fairseq.analysis.record import Block, Counts, Direction
 
 # How frequent a token type is in the training text.
 
@@ -198,41 +197,33 @@ class Results:
         return common.pop() if len(common) == 1 else None
 
 
-class TokenTable:
-    """``tokens.csv``, written one direction at a time, since it may be larger than memory."""
+TOKENS = ["direction", "side", "layer", "token", "kind", "frequency_rank", "occurrences"]
 
-    def __init__(self, file: TextIO, results: Results):
-        self.results = results
-        self.writer = csv.writer(file, lineterminator="\n")
-        self.choices: list[tuple[int, int]] | None = None
 
-    def add(self, direction: Direction) -> None:
-        if self.choices is None:  # of all blocks, which may have other strata
-            self.choices = sorted({c for block in direction.blocks for c in block.block.choices()})
-            self.writer.writerow(
-                ["direction", "side", "layer", "token", "kind", "frequency_rank"]
-                + ["occurrences", "requested_capacity"]
-                + [f"stratum{i}_expert{e}" for i, e in self.choices]
-            )
-        for block in direction.blocks:
-            self.writer.writerows(self._rows(direction.name, block))
+def token_rows(results: Results, direction: Direction) -> Iterator[list]:
+    """Rows of ``tokens.csv``, below the header if it is the first direction.
 
-    def _rows(self, direction: str, block: TypeCounts) -> Iterator[list]:
-        side = block.block.side
-        ranks = self.results.ranks
+    The table is written one direction at a time, since it may be larger than memory.
+    """
+    # Of all blocks, which may have other strata.
+    columns = sorted({c for block in direction.blocks for c in block.block.choices()})
+    if results.directions == [direction.name]:
+        yield [*TOKENS, "requested_capacity", *(f"stratum{i}_expert{e}" for i, e in columns)]
+    for block in direction.blocks:
+        side, occurrences, stops = block.block.side, block.occurrences, block.stops
         choices = block.block.choices()
         strata, experts = np.array(choices).T
-        columns = [choices.index(choice) if choice in choices else None for choice in self.choices]
         for n, number in enumerate(block.types):
-            first = block.first_choices[n][strata, experts].tolist()
+            ranked = results.ranks is not None and not block.special[n]
+            first = dict(zip(choices, block.first_choices[n][strata, experts].tolist()))
             yield [
-                *_names(direction, block.block),
-                self.results.dictionaries[side][number],
+                *_names(direction.name, block.block),
+                results.dictionaries[side][number],
                 KINDS[bool(block.special[n])],
-                "" if ranks is None or block.special[n] else ranks[side][number],
-                block.occurrences[n],
-                f"{block.stops[n] / block.occurrences[n]:.6f}",
-                *("" if column is None else first[column] for column in columns),
+                results.ranks[side][number] if ranked else "",
+                occurrences[n],
+                f"{stops[n] / occurrences[n]:.6f}",
+                *(first.get(choice, "") for choice in columns),
             ]
 
 
