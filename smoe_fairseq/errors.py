@@ -191,7 +191,13 @@ def end_parsing(parser: ArgumentParser, message: str) -> NoReturn:
     parser.exit(2, f"{parser.prog}: error: {printable(message)}; {help_}\n")
 
 
-# Numbers that the flags of our own commands take, as types of argparse.
+# The flags of our own commands, and the numbers that they take, as types of argparse.
+
+
+def add_flag(parser, name: str, metavar: str | None, text: str, kind=None, default=None) -> None:
+    """Add a flag with a value to a parser or a group; its help ends with the default, if it has one."""
+    text += f"; default: {default}" if default is not None else ""
+    parser.add_argument(name, metavar=metavar, help=text, type=kind, default=default)
 
 
 def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:

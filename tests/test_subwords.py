@@ -34,7 +34,7 @@ def test_learnt_and_applied(text, tmp_path, capsys):
     [
         (["learn", "absent", "--output", "o"], "absent is not a file: expected text"),
         (["encode", "spm.model", "a/x", "b/x", "--output", "o"], "two files are called x"),
-        (["encode", "a/x", "b/y", "--output", "o"], "a/x is not a model that the step learn"),
+        (["encode", "a/x", "b/y", "--output", "o"], "a/x is not a model of sentencepiece"),
         (
             ["learn", "a/x", "--vocab-size", str(10**20), "--output", "o"],
             f"a/x .*--vocab-size {10**20}",

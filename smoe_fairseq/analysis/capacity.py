@@ -22,16 +22,13 @@ FIFTHS = 5  # of a sentence
 class CapacityCheck:
     """The same batches without a limit and with training's, references as decoder input.
 
-    Args:
-        tokens: target tokens, </s> included.
-        nll_loss: in bits per target token, under evaluation's capacity: `inputs.load` takes all limits off.
-        limited_nll_loss: the same with experts limited as in training.
-        fifths: by MoE layer ``(2, FIFTHS)``, first choices by position and of these the dropped ones.
+    Losses are in bits per target token. `inputs.load` takes all limits off.
     """
 
-    tokens: int = 0
+    tokens: int = 0  # target tokens, </s> included
     nll_loss: float = 0.0
-    limited_nll_loss: float = 0.0
+    limited_nll_loss: float = 0.0  # with experts limited as in training
+    # By MoE layer ``(2, FIFTHS)``, first choices by position and of these the dropped ones.
     fifths: dict[str, np.ndarray] = field(default_factory=dict)
 
     def percent_dropped(self, side: str) -> np.ndarray:

@@ -3,6 +3,7 @@
 import csv
 import sys
 from argparse import ArgumentParser, Namespace
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -13,7 +14,7 @@ from smoe_fairseq.analysis import inputs, report, results, sentence, training_lo
 from smoe_fairseq.analysis.capacity import check_capacity
 from smoe_fairseq.analysis.figures import draw_sentence, save, warn_of_missing
 from smoe_fairseq.analysis.record import collect
-from smoe_fairseq.errors import UsageError, positive, quietly
+from smoe_fairseq.errors import UsageError, add_flag, positive, quietly
 from smoe_fairseq.files import refuse_existing, whole_folder
 from smoe_fairseq.modules import Strata
 
@@ -122,30 +123,15 @@ TOO_FEW = 10
 def add_analyze_arguments(parser: ArgumentParser) -> None:
     """Data, checkpoint, what to run over and where to write."""
     inputs.add_input_arguments(parser, "directions")
+    add, shown = partial(add_flag, parser), "requested capacity"
     parser.add_argument("--path", type=Path, required=True, metavar="CHECKPOINT")
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder for the results; must not exist"
-    )
-    parser.add_argument(
-        "--sentence",
-        metavar="TEXT",
-        help="show the requested capacity of this sentence's tokens, in place of a subset's; with --output "
-        "also as a picture",
-    )
-    parser.add_argument(
-        "--min-count",
-        type=positive,
-        default=TOO_FEW,
-        metavar="N",
-        help="leave tokens with fewer occurrences out of the lists of lowest and highest requested "
-        f"capacity; default: {TOO_FEW}",
-    )
-    parser.add_argument(
-        "--log",
-        type=Path,
-        metavar="FILE",
-        help="fairseq's log of the training; default: train.log beside the checkpoint, if it exists",
-    )
+    add("--output", "DIR", "folder for the results; must not exist", Path)
+    instead = "in place of a subset's; with --output also as a picture"
+    add("--sentence", "TEXT", f"show the {shown} of this sentence's tokens, {instead}")
+    lists = f"out of the lists of lowest and highest {shown}"
+    add("--min-count", "N", f"leave tokens with fewer occurrences {lists}", positive, TOO_FEW)
+    usual = "default: train.log beside the checkpoint, if it exists"
+    add("--log", "FILE", f"fairseq's log of the training; {usual}", Path)
 
 
 def run_analyze(args: Namespace) -> None:

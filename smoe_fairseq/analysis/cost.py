@@ -13,7 +13,7 @@ from fairseq.modules import MultiheadAttention
 from fairseq.optim import OPTIMIZER_REGISTRY
 from torch import nn
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, add_flag
 from smoe_fairseq.models.options import (
     DecoderOptions,
     SMoETransformerConfig,
@@ -105,16 +105,13 @@ TOKENS = 4096
 def add_run_arguments(parser) -> None:
     """Those beside the model's, with fairseq's defaults, or the recipes' where fairseq has none."""
 
-    def number(flag: str, text: str, **options):
-        parser.add_argument(flag, type=int, metavar="N", help=text, **options)
-
     def choice(flag: str, text: str, default: str, choices):
         text = f"{text}; default: {default}"
         parser.add_argument(flag, default=default, choices=choices, metavar="NAME", help=text)
 
-    number("--max-tokens", f"of a batch; default: {TOKENS}", default=TOKENS)
-    number("--batch-size", "sentences of a batch, at most")
-    number("--update-freq", "batches per update; default: 1", default=1)
+    add_flag(parser, "--max-tokens", "N", "of a batch", int, TOKENS)
+    add_flag(parser, "--batch-size", "N", "sentences of a batch, at most", int)
+    add_flag(parser, "--update-freq", "N", "batches per update", int, 1)
     for flag in ("fp16", "bf16", "memory-efficient-fp16", "memory-efficient-bf16"):
         parser.add_argument(f"--{flag}", action="store_true", help=f"train in {flag[-4:]}")
     parser.add_argument("--fp16-no-flatten-grads", action="store_true", help="with --fp16")

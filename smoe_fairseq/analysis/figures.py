@@ -1,9 +1,11 @@
 """Figures of an analysis, one function each."""
 
 import io
+import itertools
 import re
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -124,12 +126,10 @@ def save(figure: Figure, stem: Path) -> set[str]:
 def warn_of_missing(characters: set[str]) -> None:
     """Say which characters are drawn as boxes."""
     if characters:
-        shown = "".join(sorted(characters)[:10])
-        print(
-            f"warning: the pictures lack {len(characters)} characters, such as {shown}: install a font that "
-            "has them (such as fonts-noto-cjk and fonts-noto-core on Debian), and delete matplotlib's cache",
-            file=sys.stderr,
-        )
+        lacking = f"{len(characters)} characters, such as {''.join(sorted(characters)[:10])}"
+        font = "a font that has them (such as fonts-noto-cjk and fonts-noto-core on Debian)"
+        advice = f"install {font}, and delete matplotlib's cache"
+        print(f"warning: the pictures lack {lacking}: {advice}", file=sys.stderr)
 
 
 def heat_map(ax, values: np.ndarray, least: float, most: float, form: str, size: int):
@@ -275,11 +275,8 @@ def ribbon_tops(moves: dict[tuple[int, int], float], out: int) -> dict[tuple, li
 def ribbon(start: int, end: int, tops: list[float]) -> tuple[np.ndarray, np.ndarray]:
     """Points of a ribbon's upper edge: level at the bars that it passes, smooth between them."""
     t = np.linspace(0, 1, 40)
-    x, y = [], []
-    for column in range(start, end):
-        first, then = tops[column - start], tops[column - start + 1]
-        x.append(column + WIDTH + t * (1 - 2 * WIDTH))
-        y.append(first + (then - first) * (3 * t**2 - 2 * t**3))
+    x = [column + WIDTH + t * (1 - 2 * WIDTH) for column in range(start, end)]
+    y = [a + (b - a) * (3 * t**2 - 2 * t**3) for a, b in itertools.pairwise(tops)]
     return np.concatenate(x), np.concatenate(y)
 
 
@@ -294,16 +291,15 @@ def groups(results: Results, block: Block, min_count: int) -> dict[str, np.ndarr
     "lowest" and "highest" are of the ``TOKENS`` tokens of each direction with lowest and highest
     requested capacity, "all" of every token that could have been among them.
     """
-    lowest, highest, everything = set(), set(), set()
+    found = {"lowest": set(), "highest": set(), "all": set()}
     for direction in results.directions:
         summary = results.types[direction, block.name]
-        low, high = summary.extremes(TOKENS, min_count)
-        lowest.update(low)
-        highest.update(high)
-        everything.update(summary.types[summary.occurrences >= min_count])
+        seen = summary.types[summary.occurrences >= min_count]
+        of_direction = *summary.extremes(TOKENS, min_count), seen
+        for types, more in zip(found.values(), of_direction, strict=True):
+            types.update(more)
     ranks = results.ranks[block.side]
-    named = {"lowest": lowest, "highest": highest, "all": everything}
-    return {name: np.sort(ranks[sorted(types)]) for name, types in named.items()}
+    return {name: np.sort(ranks[sorted(types)]) for name, types in found.items()}
 
 
 @styled
@@ -318,18 +314,15 @@ def draw_frequency(results: Results, min_count: int, stacked: bool = False) -> F
         blocks = results.blocks_of(side)
         for i, block in enumerate(blocks):
             ranks = groups(results, block, min_count)
-            for j, (name, (colour, hatch)) in enumerate(looks.items()):
-                if not len(ranks[name]):
-                    continue
-                violin(ax, i + 0.28 * (j - 1), ranks[name], colour, hatch)
+            for j, (name, look) in enumerate(looks.items()):
+                if len(ranks[name]):
+                    violin(ax, i + 0.28 * (j - 1), ranks[name], *look)
         ax.set_xticks(range(len(blocks)), [block.title for block in blocks])
         ax.set_xlim(-0.6, len(blocks) - 0.4)
         ax.set_ylim(bottom=0)
     axes[0].set_ylabel("rank in training frequency\n(1: the most frequent)")
-    handles = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor="black", label=text)
-        for (colour, hatch), text in zip(looks.values(), ("lowest RC", "highest RC", "all tokens"))
-    ]
+    named = zip(("lowest RC", "highest RC", "all tokens"), looks.values())
+    handles = [Patch(fc=c, hatch=hatch, ec="black", label=label) for label, (c, hatch) in named]
     figure.legend(handles=handles, loc="outside upper center", ncols=3)
     return figure
 
@@ -342,15 +335,9 @@ def violin(ax, x: float, values: np.ndarray, colour: str, hatch: str | None) -> 
             body.set(facecolor=colour, edgecolor="black", alpha=1, hatch=hatch, linewidth=0.6)
     median = np.median(values)
     ax.plot(x, median, "o", color="white", markeredgecolor="black", markersize=5)
-    ax.annotate(
-        f"{median:.0f}",
-        (x, median),
-        (5, 0),
-        textcoords="offset points",
-        fontsize=8,
-        va="center",
-        bbox={"facecolor": "white", "alpha": 0.8, "pad": 0.6, "lw": 0},
-    )
+    look = {"bbox": {"facecolor": "white", "alpha": 0.8, "pad": 0.6, "lw": 0}, "va": "center"}
+    beside = {"xytext": (5, 0), "textcoords": "offset points"}
+    ax.annotate(f"{median:.0f}", (x, median), fontsize=8, **beside, **look)
 
 
 # Expert load of each language as a heat map.
@@ -362,7 +349,7 @@ def loads(results: Results, block: Block) -> dict[str, np.ndarray]:
     A language model has a single load, that of its text.
     """
     end = 0 if block.side == "encoder" else -1
-    languages = {name.split("-")[end]: [] for name in results.directions}
+    languages = defaultdict(list)
     for name in results.directions:
         languages[name.split("-")[end]].append(name)
     return {lang: results.over(names, block).load() for lang, names in languages.items()}
@@ -479,9 +466,8 @@ def draw_training(series: Series, stacked: bool = False) -> Figure:
     for name in [] if blocks else dropped:
         label, colour, style = DROPPED[name]
         line(axes[1], series[name], label, colour, style)
-    titles = ["requested capacity", "load of the busiest expert (1: even)"]
-    titles[1] = titles[1] if blocks else "dropped for lack of capacity, %"
-    for ax, title in zip(axes, titles):
+    second = "load of the busiest expert (1: even)" if blocks else "dropped for lack of capacity, %"
+    for ax, title in zip(axes, ("requested capacity", second)):
         ax.set_title(title)
         ax.set_xlabel("update")
         ax.legend(fontsize=8)
@@ -491,13 +477,11 @@ def draw_training(series: Series, stacked: bool = False) -> Figure:
 
 def busiest(series: Series, block: str) -> dict[int, float]:
     """Load of a block's busiest expert by update, at the gate where it is highest."""
-    gates = [
-        values
-        for name, values in series.items()
-        if name.startswith(f"{block}/") and name.endswith("/load_max")
-    ]
-    updates = sorted({update for gate in gates for update in gate})
-    return {update: max(gate[update] for gate in gates if update in gate) for update in updates}
+    highest: dict[int, float] = {}
+    for name, values in series.items():
+        if name.startswith(f"{block}/") and name.endswith("/load_max"):
+            highest |= {u: max(value, highest.get(u, value)) for u, value in values.items()}
+    return highest
 
 
 def line(ax, values: dict[int, float], label: str, colour: str, style: str, width=1.3) -> None:

@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 from smoe_fairseq.checkpoints.io import open_checkpoint
-from smoe_fairseq.errors import UsageError, naming_file, positive
+from smoe_fairseq.errors import UsageError, add_flag, naming_file, positive
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.routing import Capacity
 
@@ -53,41 +54,25 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
 
 @dataclass(frozen=True)
 class Subset:
-    """What to run on in each direction.
+    """What to run on in each direction."""
 
-    Args:
-        name: train, valid or test.
-        sentences: how many to draw, the same ones every time; None: all.
-        max_tokens: of a batch, padding included.
-    """
-
-    name: str = "valid"
-    sentences: int | None = None
-    max_tokens: int = TOKENS_PER_BATCH
+    name: str = "valid"  # train, valid or test
+    sentences: int | None = None  # how many to draw, the same ones every time; None: all
+    max_tokens: int = TOKENS_PER_BATCH  # padding included
 
 
 def add_input_arguments(parser: ArgumentParser, lang_pairs: str) -> None:
     """The data and what to run on, beside ``path``, the checkpoint; ``lang_pairs`` says what these are."""
+    add = partial(add_flag, parser)
     parser.add_argument("data", metavar="DATA", help="binarised data, as fairseq-train takes it")
-    parser.add_argument(
+    add(
         "--lang-pairs",
-        metavar="PAIRS",
-        help=f"{lang_pairs}, such as en-de,de-en; default: all of the checkpoint",
+        "PAIRS",
+        f"{lang_pairs}, such as en-de,de-en; default: all of the checkpoint",
     )
-    parser.add_argument(
-        "--gen-subset",
-        default="valid",
-        help="subset to run on: train, valid or test; default: valid",
-    )
-    parser.add_argument(
-        "--sentences",
-        type=positive,
-        metavar="N",
-        help="run on a random sample of N sentences per direction",
-    )
-    parser.add_argument(
-        "--max-tokens", type=positive, default=4096, help="tokens per batch; default: 4096"
-    )
+    add("--gen-subset", None, "subset to run on: train, valid or test", default="valid")
+    add("--sentences", "N", "run on a random sample of N sentences per direction", positive)
+    add("--max-tokens", None, "tokens per batch", positive, TOKENS_PER_BATCH)
     parser.add_argument("--cpu", action="store_true", help="use the CPU even where there is a GPU")
 
 

@@ -22,18 +22,12 @@ from smoe_fairseq.modules.parallel import Placement
 
 @dataclass(frozen=True)
 class ProcessCost:
-    """Bytes of one process: held, and sent per update.
-
-    Args:
-        gradients: sent.
-        tokens: sent, forward and backward, under uniform routing.
-        parameters: sent, where each process has the optimizer's state of some (``--zero-sharding os``).
-    """
+    """Bytes of one process: held, and sent per update."""
 
     held: Forecast
     gradients: float
-    tokens: float
-    parameters: float
+    tokens: float  # forward and backward, under uniform routing
+    parameters: float  # where each has the optimizer's state of some (``--zero-sharding os``)
 
     @property
     def sent(self) -> float:

@@ -27,7 +27,7 @@ from smoe_fairseq.checkpoints.sets import (
     weights_of,
     write_converted,
 )
-from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.errors import UsageError, add_flag, quietly
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.gates import ExpertChoiceGate, HashGate, HashTopKGate, TopKGate, TopPGate
 from smoe_fairseq.modules.layer import StratifiedMoE
@@ -134,16 +134,11 @@ def needs_every_expert(gate: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Layer:
-    """An MoE layer: its strata, and what its gates (all of one kind) need.
-
-    Args:
-        fewest: experts that each gate has to see.
-        weights_depend_on_all_scores: whether experts that are not chosen change the weights of the others.
-    """
+    """An MoE layer: its strata, and what its gates (all of one kind) need."""
 
     strata: Strata
-    fewest: int
-    weights_depend_on_all_scores: bool = False
+    fewest: int  # experts that each gate has to see
+    weights_depend_on_all_scores: bool = False  # also on those of experts that are not chosen
 
     @classmethod
     def of(cls, block: StratifiedMoE) -> "Layer":
@@ -267,25 +262,16 @@ def _with_strata(values: Any, strata: Mapping[str, str]) -> Any:
 def add_prune_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="CHECKPOINT")
     inputs.add_input_arguments(parser, "directions to keep the model good at")
-    parser.add_argument(
-        "--keep",
-        type=float,
-        metavar="SHARE",
-        help="share of the experts to keep, above 0 up to 1: those of highest importance, which is the "
-        "rate of first choices times exp(mean gate probability of these)",
+    share = "share of the experts to keep, above 0 up to 1: those of highest importance"
+    importance = "the rate of first choices times exp(mean gate probability of these)"
+    add_flag(parser, "--keep", "SHARE", f"{share}, which is {importance}", float)
+    over = (
+        "whether --keep is a share of each MoE layer's experts, or of all experts; default: layer"
     )
-    parser.add_argument(
-        "--over",
-        choices=("layer", "all"),
-        help="whether --keep is a share of each MoE layer's experts, or of all experts; default: layer",
-    )
-    parser.add_argument(
-        "--min-load",
-        type=float,
-        metavar="LOAD",
-        help="in place of --keep: remove experts whose load (choices, over the mean of the layer) is at most "
-        "this in every direction; 0 removes those that were never chosen",
-    )
+    parser.add_argument("--over", choices=("layer", "all"), help=over)
+    load = "in place of --keep: remove experts whose load (choices, over the mean of the layer)"
+    most = "is at most this in every direction; 0 removes those that were never chosen"
+    add_flag(parser, "--min-load", "LOAD", f"{load} {most}", float)
     add_output_arguments(parser)
 
 

@@ -47,14 +47,10 @@ class Counts:
 
     Every token stops at stratum 0 and, wherever it stops, has one first choice. So the first choices
     say how many tokens there are, what capacity they requested and where they went.
-
-    Args:
-        block: the block.
-        first_choices: ``(L, E)``, tokens in stratum i whose first choice is expert e.
     """
 
     block: Block
-    first_choices: ndarray
+    first_choices: ndarray  # ``(L, E)``, tokens in stratum i whose first choice is expert e
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(self.block, self.first_choices + other.first_choices)
@@ -157,10 +153,7 @@ class BlockRecorder(BlockFollower):
 class Recorder:
     """A follower for every MoE layer of a model, by the layer's name.
 
-    Args:
-        model: one of ours in evaluation mode.
-        task: the fairseq task of its dictionaries.
-        follower: what is kept of each layer.
+    The model is one of ours in evaluation mode, and the fairseq task that of its dictionaries.
     """
 
     def __init__(self, model: nn.Module, task, follower: type[BlockFollower] = BlockRecorder):
@@ -207,25 +200,19 @@ def given(net_input: dict, side: str) -> Tensor:
 
 @dataclass(frozen=True)
 class TypeCounts:
-    """Counters of one direction and block by token type, of the types that occurred.
-
-    Args:
-        types: ``(N,)`` numbers in the dictionary of the block's side.
-        special: ``(N,)``, whether a type is special (see `inputs.special`).
-        first_choices: ``(N, L, E)``.
-    """
+    """Counters of one direction and block by token type, of the types that occurred."""
 
     block: Block
-    types: np.ndarray
-    special: np.ndarray
-    first_choices: np.ndarray
+    types: ndarray  # ``(N,)`` numbers in the dictionary of the block's side
+    special: ndarray  # ``(N,)``, whether a type is special (see `inputs.special`)
+    first_choices: ndarray  # ``(N, L, E)``
 
     @property
-    def occurrences(self) -> np.ndarray:
+    def occurrences(self) -> ndarray:
         return self.first_choices[:, 0].sum(axis=1)
 
     @property
-    def stops(self) -> np.ndarray:
+    def stops(self) -> ndarray:
         """``(N,)``: strata stopped at, summed over the occurrences."""
         return self.first_choices.sum(axis=(1, 2))
 

@@ -114,21 +114,13 @@ class TypeSummary:
 
 @dataclass
 class Results:
-    """Counters by direction and block.
+    """Counters by direction and block."""
 
-    Args:
-        run: what was run, for ``run.json``.
-        dictionaries: of "encoder" and "decoder".
-        ranks: training-frequency ranks of each side's types, or None.
-        sizes: training sentences of each direction, or None.
-        capacity: what training's capacity takes away, or None where it has no limit.
-    """
-
-    run: dict
-    dictionaries: dict[str, Dictionary]
-    ranks: dict[str, np.ndarray] | None = None
-    sizes: dict[str, int] | None = None
-    capacity: CapacityCheck | None = None
+    run: dict  # what was run, for ``run.json``
+    dictionaries: dict[str, Dictionary]  # of "encoder" and "decoder"
+    ranks: dict[str, np.ndarray] | None = None  # of each side's types, by training frequency
+    sizes: dict[str, int] | None = None  # training sentences of each direction
+    capacity: CapacityCheck | None = None  # None where training has no limit
     directions: list[str] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     counts: dict[tuple[str, str, bool], Counts] = field(default_factory=dict)

@@ -45,36 +45,22 @@ SHADES = ((255, 16), (153, 16), (111, 16), (68, 231), (25, 231), (17, 231))
 
 @dataclass(frozen=True)
 class Stop:
-    """One token at one stratum.
+    """One token at one stratum."""
 
-    Args:
-        stratum: counted from 0.
-        first: the expert of its first choice, by which it goes on; numbered over the block.
-        experts: those that compute it and their weights, best first; none where all were dropped.
-    """
-
-    stratum: int
-    first: int
-    experts: list[tuple[int, float]]
+    stratum: int  # counted from 0
+    first: int  # the expert of its first choice, by which it goes on; numbered over the block
+    experts: list[tuple[int, float]]  # those that compute it, with weights, best first; maybe none
 
 
 @dataclass(frozen=True)
 class SentenceSide:
-    """One side of a sentence pair, or the text of a language model.
+    """One side of a sentence pair, or the text of a language model."""
 
-    Args:
-        side: "encoder" or "decoder".
-        tokens: what the side was given, special tokens included; as they are to be shown.
-        special: whether each stands for no text (see `inputs.special`).
-        blocks: its MoE layers.
-        stops: ``stops[b][t]`` of token t in block b, in the order of its way.
-    """
-
-    side: str
-    tokens: list[str]
-    special: list[bool]
-    blocks: list[Block]
-    stops: list[list[list[Stop]]]
+    side: str  # "encoder" or "decoder"
+    tokens: list[str]  # what the side was given, special tokens included; as they are to be shown
+    special: list[bool]  # whether each stands for no text (see `inputs.special`)
+    blocks: list[Block]  # its MoE layers
+    stops: list[list[list[Stop]]]  # ``stops[b][t]`` of token t in block b, in the order of its way
 
     @property
     def requested(self) -> list[list[int]]:
@@ -83,11 +69,7 @@ class SentenceSide:
 
 
 class StopRecorder(BlockFollower):
-    """Keeps each token's stops.
-
-    Attributes:
-        stops: of each token of the last batch, ``B * S`` lists.
-    """
+    """Keeps ``stops``, those of each token of the last batch: ``B * S`` lists."""
 
     def begin(self, tokens_BS: Tensor) -> None:
         super().begin(tokens_BS)
@@ -114,12 +96,7 @@ class StopRecorder(BlockFollower):
 
 
 class StopFinder:
-    """A model's dictionaries and what it takes to follow tokens, made once for many batches.
-
-    Args:
-        model: one of ours in evaluation mode.
-        task: the fairseq task of its dictionaries.
-    """
+    """A model's dictionaries and what it takes to follow tokens, made once for many batches."""
 
     def __init__(self, model: nn.Module, task):
         self.model, self.task = model, task

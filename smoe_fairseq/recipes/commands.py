@@ -21,19 +21,13 @@ from smoe_fairseq.errors import UsageError, end_parsing, nearest, positive, quie
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag that sets an environment variable of the recipe, which its own commands inherit.
-
-    Args:
-        metavar: of its value; "" for a switch, which sets ``value``.
-        default: in words.
-        flag: by default the variable in lower case.
-    """
+    """A flag that sets an environment variable of the recipe, which its own commands inherit."""
 
     variable: str
-    metavar: str
+    metavar: str  # of its value; "" for a switch, which sets `value`
     help: str
-    default: str
-    flag: str = ""
+    default: str  # in words
+    flag: str = ""  # by default the variable in lower case
     value: str = "1"
 
     @property

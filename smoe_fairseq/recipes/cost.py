@@ -4,6 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from smoe_fairseq.analysis.processes import aligned, fits, print_process_costs, 
 from smoe_fairseq.analysis.record import requested_capacity
 from smoe_fairseq.checkpoints.io import open_checkpoint
 from smoe_fairseq.checkpoints.model import saved_options
-from smoe_fairseq.errors import UsageError, at_least, naming_file, quietly
+from smoe_fairseq.errors import UsageError, add_flag, at_least, naming_file, quietly
 from smoe_fairseq.models.memory import LENGTH, Run
 from smoe_fairseq.recipes.config import Dataset, arguments, load_dataset, method_flags, tables
 
@@ -88,11 +89,7 @@ def compare(table: str, context: int = CONTEXT) -> list[dict[str, Any]]:
 
 
 def expected_cost(checkpoint: Path, context: int) -> Cost:
-    """The cost of a checkpoint's model under uniform routing, by its options and vocabulary.
-
-    Raises:
-        UsageError: the checkpoint cannot be read, or holds another model.
-    """
+    """The cost of a checkpoint's model, one of ours, under uniform routing, by its options and vocabulary."""
     args, weights = saved_model(checkpoint)
     with naming_file(checkpoint):
         vocabulary = len(weights["decoder.embed_tokens.weight"])
@@ -110,10 +107,8 @@ def saved_model(checkpoint: Path) -> tuple[Namespace, dict]:
     values = saved_options(checkpoint, state)
     arch = values.get("arch") or values.get("_name")
     if arch not in ARCHITECTURES:
-        raise UsageError(
-            f"{checkpoint} holds a model of architecture {arch}: expected one of "
-            f"{', '.join(ARCHITECTURES)}"
-        )
+        known = ", ".join(ARCHITECTURES)
+        raise UsageError(f"{checkpoint} holds a model of architecture {arch}: expected {known}")
     return Namespace(**values | {"arch": arch}), state["model"]
 
 
@@ -121,57 +116,25 @@ def add_cost_arguments(parser: ArgumentParser) -> None:
     """What to count: flags of a model, a table of the paper, or a checkpoint."""
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.epilog = READING.format(context=CONTEXT)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--paper", choices=WITH_COSTS, help="compute all rows of a table of the paper"
-    )
-    what.add_argument(
-        "--path", type=Path, metavar="CHECKPOINT", help="take the model of this checkpoint"
-    )
-    parser.add_argument(
-        "data",
-        nargs="?",
-        type=Path,
-        metavar="DATA",
-        help="with --path: binarised data on which to measure the requested capacity",
-    )
-    parser.add_argument("--gen-subset", default="valid", help="subset of DATA; default: valid")
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        default=VOCABULARY,
-        help=f"size of the dictionary; default: {VOCABULARY}",
-    )
-    parser.add_argument(
-        "--context",
-        type=int,
-        default=CONTEXT,
-        help=f"positions that a token attends to; default: {CONTEXT}",
-    )
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        metavar="N",
-        help="also show the bytes that each of N processes holds and sends, with replicated and with "
-        "sharded experts",
-    )
-    parser.add_argument(
-        "--gpu-memory",
-        type=at_least(float, 0),
-        metavar="GIB",
-        help="also show how many tokens fit on a GPU of so much memory, in training and in translating",
-    )
+    what, add = parser.add_mutually_exclusive_group(), partial(add_flag, parser)
+    rows = "compute all rows of a table of the paper"
+    what.add_argument("--paper", choices=WITH_COSTS, help=rows)
+    add_flag(what, "--path", "CHECKPOINT", "take the model of this checkpoint", Path)
+    data = "with --path: binarised data on which to measure the requested capacity"
+    parser.add_argument("data", nargs="?", type=Path, metavar="DATA", help=data)
+    add("--gen-subset", None, "subset of DATA", default="valid")
+    add("--vocab-size", None, "size of the dictionary", int, VOCABULARY)
+    add("--context", None, "positions that a token attends to", int, CONTEXT)
+    each = "also show the bytes that each of N processes holds and sends"
+    add("--world-size", "N", f"{each}, with replicated and with sharded experts", int)
+    fit = "also show how many tokens fit on a GPU of so much memory"
+    add("--gpu-memory", "GIB", f"{fit}, in training and in translating", at_least(float, 0))
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_model_arguments(parser)
     training = parser.add_argument_group("training, with --world-size, as for fairseq-train")
     add_run_arguments(training)
-    training.add_argument(
-        "--sentence-length",
-        type=int,
-        default=LENGTH,
-        metavar="N",
-        help=f"tokens per sentence, for the memory of attention; default: {LENGTH}",
-    )
+    length = "tokens per sentence, for the memory of attention"
+    add_flag(training, "--sentence-length", "N", length, int, LENGTH)
 
 
 def run_cost(args: Namespace) -> None:
@@ -181,16 +144,11 @@ def run_cost(args: Namespace) -> None:
     if args.data and not args.path:
         raise UsageError(f"{args.data}: DATA goes with --path CHECKPOINT")
     measured, processes, fitting = None, {}, {}
+    planned = {"--world-size": args.world_size, "--gpu-memory": args.gpu_memory}
     with quietly():
-        if args.paper or args.path:
-            for flag, value in (
-                ("--world-size", args.world_size),
-                ("--gpu-memory", args.gpu_memory),
-            ):
-                if value is not None:
-                    raise UsageError(
-                        f"{flag} goes with the flags of a model, not with --paper or --path"
-                    )
+        for flag, value in planned.items() if args.paper or args.path else ():
+            if value is not None:
+                raise UsageError(f"{flag} goes with a model's flags, not with --paper or --path")
         if args.paper:
             return _print_paper(compare(args.paper, args.context), args)
         if args.path:
@@ -232,10 +190,9 @@ def run_cost(args: Namespace) -> None:
 
 def _planned_run(args: Namespace) -> Run:
     """The run that the flags describe; raises UsageError for a number below 1."""
-    for name in ("world_size", "max_tokens", "update_freq", "sentence_length"):
-        number = getattr(args, name)
+    for flag in ("--world-size", "--max-tokens", "--update-freq", "--sentence-length"):
+        number = getattr(args, flag.strip("-").replace("-", "_"))
         if number is not None and number < 1:
-            flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} {number}: expected a whole number of at least 1")
     ranks = args.world_size or 1
     return Run(config_of(args), args, args.vocab_size, ranks, args.sentence_length)
@@ -276,10 +233,8 @@ def _print_paper(entries: list[dict], args: Namespace) -> None:
     for e in entries:
         if abs(e["parameters_percent"]) > LIMIT_PERCENT:
             cut = int(e["parameters"]) == e["paper_parameters"]
-            print(
-                f"{e['method']}: parameters differ by more than {LIMIT_PERCENT}%"
-                + ("; the paper's number is ours without its decimals" if cut else "")
-            )
+            why = "; the paper's number is ours without its decimals" * cut
+            print(f"{e['method']}: parameters differ by more than {LIMIT_PERCENT}%{why}")
     for e in entries:
         if abs(e["flops_over_moe"] - e["paper_flops_over_moe"]) >= 1:
             print(f"{e['method']}: no reading of the text explains the paper's FLOPs")

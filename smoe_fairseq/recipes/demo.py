@@ -40,7 +40,7 @@ def _show(dataset: Dataset, method: str) -> None:
     print("\nSample translations of the test set:")
     for i, direction in enumerate(scores.read(folder)):
         print(f"\n  {direction}")
-        for name, sentence in _sample(dataset, method, direction, 7 * i).items():
+        for name, sentence in _sample(dataset, folder, direction, 7 * i).items():
             print(f"    {name:12}{sentence}")
     print("\nRequested capacity, mean over the validation set's tokens:")
     checkpoint = folder / f"checkpoint_{dataset.checkpoint}.pt"
@@ -69,16 +69,11 @@ def _serve(folder: Path) -> str:
     return f"{command(smoe, 'serve', folder)}    # then open http://127.0.0.1:{PORT}/"
 
 
-def _sample(dataset: Dataset, method: str, direction: str, line: int) -> dict[str, str]:
-    source, target = direction.split("-")
-    folder = Folders(dataset.name).run(run_name(dataset, method))
-    files = {
-        "source": tested_text(dataset, direction, source),
-        "reference": tested_text(dataset, direction, target),
-        "translation": folder / "test" / f"{direction}.txt",
-    }
-    sentences = {}
-    for name, file in files.items():
-        lines = read_text(file).splitlines()
-        sentences[name] = lines[line % len(lines)]
-    return sentences
+def _sample(dataset: Dataset, folder: Path, direction: str, number: int) -> dict[str, str]:
+    source, target = (
+        tested_text(dataset, direction, language) for language in direction.split("-")
+    )
+    files = {"source": source, "reference": target}
+    files["translation"] = folder / "test" / f"{direction}.txt"
+    lines = {name: read_text(file).splitlines() for name, file in files.items()}
+    return {name: of_file[number % len(of_file)] for name, of_file in lines.items()}

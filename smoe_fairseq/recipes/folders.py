@@ -9,7 +9,7 @@ from pathlib import Path
 
 import smoe_fairseq
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.config import Dataset, orders
 from smoe_fairseq.recipes.processes import checked_number, whole_number
 
 # In a data set's folder.
@@ -64,19 +64,15 @@ class Folders:
     def check_prepared(self, pairs: Iterable[str]) -> None:
         """Raise UsageError without binarised text of all pairs to train and validate."""
         if not self.binary.exists():
-            raise UsageError(
-                f"{self.binary} is missing: run scripts/prepare.sh {self.dataset} first"
-            )
+            raise UsageError(f"{self.binary} is missing: run scripts/prepare.sh {self.dataset}")
         folder = shard_folders(self.binary)[0]
+        advice = f"delete {self.binary} and run scripts/prepare.sh {self.dataset} again"
         for pair, split in itertools.product(pairs, ("train", "valid")):
             for language in pair.split("-"):
                 texts = [f"{split}.{order}.{language}.idx" for order in orders(pair)]
                 for names in ([f"dict.{language}.txt"], texts):
                     if not any((folder / name).exists() for name in names):
-                        raise UsageError(
-                            f"{folder / names[0]} is missing: delete {self.binary} and run "
-                            f"scripts/prepare.sh {self.dataset} again"
-                        )
+                        raise UsageError(f"{folder / names[0]} is missing: {advice}")
 
     @property
     def runs(self) -> Path:
@@ -114,14 +110,9 @@ def tested_text(dataset: Dataset, direction: str, language: str) -> Path:
 
 
 def package_folder(*names: str) -> str:
-    """A folder of the package, relative if it is below the current folder."""
+    """The plugin's path for ``--user-dir``, or a folder below it; relative to the current one above it."""
     path = Path(smoe_fairseq.__file__).parent.joinpath(*names)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def user_dir() -> str:
-    """The plugin's path for ``--user-dir``."""
-    return package_folder()
 
 
 def _own_seed(dataset: Dataset) -> int:
@@ -134,11 +125,7 @@ def seed_of(dataset: Dataset) -> int:
 
 
 def seeds_of(dataset: Dataset) -> tuple[int, ...]:
-    """``SEEDS``, separated by blanks or commas, by default the data set's one seed.
-
-    Raises:
-        UsageError: one is no seed, or is given twice.
-    """
+    """``SEEDS``, by default the data set's one seed; raises UsageError if one is no seed, or comes twice."""
     given = os.environ.get("SEEDS", "").replace(",", " ").split()
     found = tuple(checked_number("SEEDS", word, 0, LARGEST_SEED) for word in given)
     found = found or (_own_seed(dataset),)

@@ -3,15 +3,12 @@
 import math
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 
 from smoe_fairseq.errors import ENDING, UsageError, end_with_parent
 
@@ -120,16 +117,6 @@ def run_quietly(line: str) -> None:
     if done.returncode:
         said = (done.stderr.splitlines() or ["it does not say why"])[-1]
         raise UsageError(f"{line.split()[0]} failed with exit status {done.returncode}: {said}")
-
-
-@contextmanager
-def unfinished(folder: Path) -> Iterator[Path]:
-    """A folder that commands write to and then rename; if they fail, it is removed."""
-    try:
-        yield folder
-    finally:
-        if not dry_run():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Groups:

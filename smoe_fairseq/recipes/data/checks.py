@@ -66,17 +66,17 @@ def _tests(folders: Folders, pair: str) -> set[tuple[str, str]]:
 
 def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
     languages = pair.split("-")
-    files = {
-        split: {lang: folders.raw / f"{split}.{pair}.{lang}" for lang in languages}
+    training, testing = (
+        {lang: folders.raw / f"{split}.{pair}.{lang}" for lang in languages}
         for split in ("train", "test")
-    }
-    tested = all(file.exists() for file in files["test"].values())
-    tests = list(readers.pairs(files["test"])) if tested else []
+    )
+    tested = all(file.exists() for file in testing.values())
+    tests = list(readers.pairs(testing)) if tested else []
     faults, row = Faults(tests), Row(pair)
     left_out = _left_out(folders.raw.with_name(LEFT_OUT), pair)
     counts = dict.fromkeys(("kept", "empty", "repeated", "equal", "max-ratio", "max-words"), 0)
     others = set().union(*(_tests(folders, other) for other in dataset.pairs if other != pair))
-    for source, target in readers.pairs(files["train"]):
+    for source, target in readers.pairs(training):
         counts["kept"] += 1
         row.seen |= others & {(languages[0], source), (languages[1], target)}
         for fault in faults.of(source, target):
@@ -91,10 +91,8 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
     counts |= _binarised(dataset, folders.binary, pair)
     row.counts = counts
     model = load_model(folders.binary / "spm.model")
-    for side, language in enumerate(languages if tested else ()):
-        bleu, chrf = reachable(
-            model, [test[side] for test in tests], tokenizer_of(dataset.sacrebleu, language)
-        )
+    for language, text in zip(languages, zip(*tests)):
+        bleu, chrf = reachable(model, [*text], tokenizer_of(dataset.sacrebleu, language))
         if row.chrf is None or chrf < row.chrf:
             row.bleu, row.chrf = bleu, chrf
     return row
@@ -133,14 +131,12 @@ def reachable(model, lines: list[str], tokenizer: str) -> tuple[float, float]:
     lines = [" ".join(line.split()) for line in lines]
     if back == lines:
         return 100.0, 100.0
-    try:
-        # sacreBLEU would download the model of these.
-        loaded = tokenizer.startswith(("flores", "spm"))
-        bleu = BLEU(tokenize="char" if loaded else tokenizer)
-    except (ImportError, RuntimeError):  # a tokenizer that is not installed; `evaluate` says so
-        bleu = BLEU(tokenize="char")
-    chrf = CHRF(word_order=2).corpus_score(back, [lines]).score
-    return bleu.corpus_score(back, [lines]).score, chrf
+    bleu = BLEU(tokenize="char")
+    if not tokenizer.startswith(("flores", "spm")):  # whose models sacreBLEU would download
+        with suppress(ImportError, RuntimeError):  # it is not installed; `evaluate` says so
+            bleu = BLEU(tokenize=tokenizer)
+    metrics = bleu, CHRF(word_order=2)
+    return tuple(metric.corpus_score(back, [lines]).score for metric in metrics)
 
 
 def _table(rows: list[Row]) -> str:
@@ -164,8 +160,7 @@ def _advice(row: Row) -> Iterator[str]:
     """A line for each thing that is bad about a pair."""
     counts = row.counts
     elsewhere = row.leaked["other pairs"]
-    if any(row.leaked[side] for side in SIDES):
-        told = ", ".join(f"{row.leaked[side]:,} {side}" for side in SIDES if row.leaked[side])
+    if told := ", ".join(f"{row.leaked[side]:,} {side}" for side in SIDES if row.leaked[side]):
         yield (
             f"{row.pair}: of the test set, {told} are in the training text: scores will be too good; "
             "set `clean: {overlap: drop}`, or `raw: {split: hash}` for text that is split here"

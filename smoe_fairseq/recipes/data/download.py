@@ -1,6 +1,5 @@
 """A data set's files from the network and from archives: downloads that resume and are checked."""
 
-import gzip
 import hashlib
 import http.client
 import os
@@ -48,15 +47,11 @@ def remote_files(dataset: Dataset) -> list[Remote]:
         urls = (url.format(file=names[0]) for names in all_publisher_names(dataset))
         named = ((address, address.rsplit("/", 1)[-1]) for address in urls)
         return [Remote(address, name, None, checksums.get(name)) for address, name in named]
-    return [
-        Remote(
-            entry["url"],
-            entry.get("file") or entry["url"].rsplit("/", 1)[-1],
-            entry.get("size"),
-            entry.get("sha256"),
-        )
-        for entry in dataset.raw.get("archives", [])
-    ]
+    found = []
+    for entry in dataset.raw.get("archives", []):
+        name = entry.get("file") or entry["url"].rsplit("/", 1)[-1]
+        found.append(Remote(entry["url"], name, entry.get("size"), entry.get("sha256")))
+    return found
 
 
 def fetch(dataset: Dataset, folder: Path) -> None:
@@ -70,18 +65,13 @@ def fetch(dataset: Dataset, folder: Path) -> None:
         try:
             download(remote, target)
         except OSError as error:
-            raise UsageError(
-                f"cannot download {remote.url} ({error}): go online and repeat, put the file at "
-                f"{target}, or give a folder with {dataset.name}'s files as RAW=folder"
-            ) from None
+            elsewhere = f"put the file at {target}, or give a folder with {dataset.name}'s files"
+            advice = f"go online and repeat, {elsewhere} as RAW=folder"
+            raise UsageError(f"cannot download {remote.url} ({error}): {advice}") from None
 
 
 def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
-    """Extract from the data set's archives the files that ``raw.files`` names, to ``target``.
-
-    Raises:
-        UsageError: an archive is missing, or see `extract`.
-    """
+    """Extract the files that ``raw.files`` names from the data set's archives to ``target``."""
     if target.exists():
         print(f"{target} is unpacked already: delete it to unpack it again", flush=True)
         return
@@ -90,9 +80,7 @@ def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
     archives = [downloads / remote.name for remote in remote_files(dataset)]
     for archive in archives:
         if not archive.is_file():
-            raise UsageError(
-                f"{archive} is missing: run scripts/prepare.sh {dataset.name} to fetch it"
-            )
+            raise UsageError(f"{archive} is missing: scripts/prepare.sh {dataset.name} fetches it")
     with whole_folder(target) as partial:
         wanted = {name: partial / name for name in names}
         counts = {archive: extract(archive, wanted) for archive in archives}
@@ -189,9 +177,8 @@ def _writing(part: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(
-            f"{part} cannot be written: {error.strerror}; what is there already is used by the next attempt"
-        ) from None
+        advice = "what is there already is used by the next attempt"
+        raise UsageError(f"{part} cannot be written: {error.strerror}; {advice}") from None
 
 
 def _fault(remote: Remote, path: Path) -> str | None:
@@ -219,10 +206,10 @@ def fetch_tokenizer(name: str) -> None:
     try:
         download(Remote(url, target.name), target)
     except OSError as error:
-        raise UsageError(
-            f"cannot fetch sacreBLEU's {name} tokenizer ({error}): download {url} where there is a "
-            f"network and put it at {target} (the folder is $SACREBLEU, or else ~/.sacrebleu)"
-        ) from None
+        advice = f"download {url} where there is a network and put it at {target}"
+        where = "the folder is $SACREBLEU, or else ~/.sacrebleu"
+        failed = f"cannot fetch sacreBLEU's {name} tokenizer ({error})"
+        raise UsageError(f"{failed}: {advice} ({where})") from None
 
 
 def tokenizer_file(name: str) -> Path | None:
@@ -244,7 +231,7 @@ def _tokenizer(name: str) -> tuple[str, Path]:
 
 MOST_READ = 1 << 30  # bytes of a member that is read into memory; LibreOffice's have 2 MB
 _DAMAGE = (
-    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, gzip.BadGzipFile),
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, OSError, RuntimeError),
     *(struct.error, ValueError),  # from headers of nonsense
 )
 
@@ -262,21 +249,14 @@ class _Member:
 def read_members(
     archive: Path, wanted: Callable[[PurePosixPath], bool]
 ) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Yield name and content of the wanted regular files, in the archive's order.
-
-    Raises:
-        UsageError: the archive is missing, damaged, or has a password; or a wanted member is larger than
-            `MOST_READ`.
-    """
+    """Yield name and content of the wanted regular files of at most `MOST_READ`, in the archive's order."""
     with _naming(archive):
         for member in _members(archive):
             path = PurePosixPath(member.name)
             if member.regular and wanted(path):
                 if member.size > MOST_READ:
-                    raise UsageError(
-                        f"{archive} holds {member.name!r} of {member.size:,} bytes: expected at most "
-                        f"{MOST_READ:,}"
-                    )
+                    large = f"{archive} holds {member.name!r} of {member.size:,} bytes"
+                    raise UsageError(f"{large}: expected at most {MOST_READ:,}")
                 with member.open() as content:
                     yield path, content.read()
 
@@ -304,17 +284,14 @@ def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
             if not member.regular:
                 raise UsageError(f"{archive} holds {member.name!r}, which is not a plain file")
             if name in found:
-                raise UsageError(
-                    f"{archive} holds {found[name]!r} and {member.name!r} for one file"
-                )
+                both = f"{found[name]!r} and {member.name!r}"
+                raise UsageError(f"{archive} holds {both} for one file")
             found[name] = member.name
             output = wanted[name]
             output.parent.mkdir(parents=True, exist_ok=True)
             if member.size > shutil.disk_usage(output.parent).free:
-                raise UsageError(
-                    f"{archive} holds {member.name!r} of {member.size:,} bytes, for which "
-                    f"{output.parent} has no room"
-                )
+                large = f"{archive} holds {member.name!r} of {member.size:,} bytes"
+                raise UsageError(f"{large}, for which {output.parent} has no room")
             with member.open() as content, open(output, "wb") as copy:
                 shutil.copyfileobj(content, copy)
     return len(found)
@@ -325,23 +302,16 @@ def _naming(archive: Path, folder: str | None = None) -> Iterator[None]:
     """Turn errors into a UsageError that names the archive and the ``folder`` to which it is extracted."""
     try:
         yield
-    except OSError as error:
-        if error.errno is None:  # bz2's error for damage
-            raise _damaged(archive, error) from None
-        what = f"unpacked to {folder}" if folder else "read"
-        raise UsageError(f"{archive} cannot be {what}: {error.strerror}") from None
     except _DAMAGE as error:
-        raise _damaged(archive, error) from None
-    except RuntimeError as error:  # zipfile's, for a password or an unknown method
-        raise UsageError(
-            f"{archive} cannot be unpacked ({error}): expected an archive without a password, zip or tar, "
-            "compressed by deflate, gzip, bzip2 or xz"
-        ) from None
-
-
-def _damaged(archive: Path, error: Exception) -> UsageError:
-    reason = " ".join(str(error).split())  # tarfile's has a line for each compression
-    return UsageError(f"{archive} cannot be unpacked ({reason}): delete it and get it again")
+        if isinstance(error, OSError) and error.errno is not None:  # else bz2's error for damage
+            what = f"unpacked to {folder}" if folder else "read"
+            raise UsageError(f"{archive} cannot be {what}: {error.strerror}") from None
+        reason, advice = " ".join(str(error).split()), "delete it and get it again"
+        if isinstance(error, RuntimeError):  # zipfile's, for a password or an unknown method
+            advice = (
+                "expected an archive without a password, zip or tar, by deflate, gzip, bzip2 or xz"
+            )
+        raise UsageError(f"{archive} cannot be unpacked ({reason}): {advice}") from None
 
 
 def _members(archive: Path) -> Iterator[_Member]:
@@ -361,7 +331,5 @@ def _members(archive: Path) -> Iterator[_Member]:
                 if not info.isdir():
                     read = partial(content.extractfile, info)
                     yield _Member(info.name, info.isreg(), info.size, read)
-            while content.fileobj.read(
-                2**20
-            ):  # to the end, which checks the compression's checksum
+            while content.fileobj.read(_BLOCK):  # to the end, for the compression's checksum
                 pass

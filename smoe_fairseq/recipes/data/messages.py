@@ -49,9 +49,7 @@ def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
     archive = _archive(source)
     for pair in dataset.pairs:
         if not pair.startswith(f"{ENGLISH}-"):
-            raise UsageError(
-                f"{dataset.name}: the pair {pair}: expected one of {ENGLISH}, such as en-sl"
-            )
+            raise UsageError(f"{dataset.name}: pair {pair}: expected one of {ENGLISH}, as en-sl")
     found = read_pairs(dataset, archive)
     sections = {}
     for language, pairs in found.items():
@@ -62,13 +60,12 @@ def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
             elif name == "test":
                 report(f"{language} has no text to test and will not be scored")
             else:
-                words = dataset.raw["messages"]["words"]
-                raise UsageError(
-                    f"{archive}: {language} has {len(pairs)} pairs left (translated, not fuzzy, of at "
-                    f"least {words} English words, no two the same), and none of them to "
-                    f"{'train' if name == 'train' else 'validate'}: leave {ENGLISH}-{language} out of "
-                    "`pairs`"
-                )
+                words = f"at least {dataset.raw['messages']['words']} English words"
+                left = f"pairs left (translated, not fuzzy, of {words}, no two the same)"
+                found_none = f"{archive}: {language} has {len(pairs)} {left}, and none of them to"
+                advice = f"leave {ENGLISH}-{language} out of `pairs`"
+                use = "train" if name == "train" else "validate"
+                raise UsageError(f"{found_none} {use}: {advice}")
     kept = write(dataset, sections, target)
     for pair in dataset.pairs:
         counts = ", ".join(f"{kept.get((s, pair), Counter())['kept']:,} {s}" for s in SPLITS)
@@ -91,22 +88,18 @@ def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
     there, others = set(), set()
 
     def wanted(path: PurePosixPath) -> bool:
-        if (
-            path.suffix != ".po"
-            or path.parts[: len(above)] != above
-            or len(path.parts) < len(above) + 2
-        ):
-            others.add(path.parts[0] if path.parts else "")
+        start, (language, *inside) = path.parts[: len(above)], path.parts[len(above) :] or ("",)
+        if path.suffix != ".po" or start != above or not inside:
+            others.update(path.parts[:1])
             return False
-        there.add(path.parts[len(above)])
-        return path.parts[len(above)] in files
+        there.add(language)
+        return language in files
 
     for path, content in read_members(archive, wanted):
         files[path.parts[len(above)]][str(path)] = _messages(archive, path, content)
     if not there:
-        raise UsageError(
-            f"{archive} has no file {'/'.join(above)}/LANGUAGE/**.po; it has {_listed(others)}"
-        )
+        layout = f"{'/'.join(above)}/LANGUAGE/**.po"
+        raise UsageError(f"{archive} has no file {layout}; it has {_listed(others)}")
     for code in files:
         if code not in there:
             raise UsageError(f"{archive} has no language {code}; it has {_listed(there)}")
@@ -154,10 +147,8 @@ def _archive(source: Path) -> Path:
         return source
     found = sorted(path for pattern in ARCHIVES for path in source.glob(pattern))
     if len(found) != 1:
-        raise UsageError(
-            f"{source} has {len(found) or 'no'} archives: RAW has to name one, or a folder with one "
-            f"({', '.join(ARCHIVES)})"
-        )
+        expected = f"RAW has to name one, or a folder with one ({', '.join(ARCHIVES)})"
+        raise UsageError(f"{source} has {len(found) or 'no'} archives: {expected}")
     return found[0]
 
 
@@ -187,17 +178,12 @@ def _unique(files: dict[str, list[tuple[str, str]]], words: int) -> Pairs:
 def _counts_in_words(found: dict[str, Pairs]) -> str:
     """Counts of pairs and of texts that are in several languages, in words."""
     languages = Counter(english for pairs in found.values() for english in pairs)
-    several, everywhere = (
-        sum(count >= least for count in languages.values()) for least in (2, len(found))
-    )
-    return (
-        f"{sum(languages.values()):,} pairs of {len(languages):,} English texts, of which {several:,} are in "
-        f"two languages or more and {everywhere:,} in all"
-    )
+    several, all_ = (sum(n >= least for n in languages.values()) for least in (2, len(found)))
+    shared = f"{several:,} are in two languages or more and {all_:,} in all"
+    texts = f"{len(languages):,} English texts"
+    return f"{languages.total():,} pairs of {texts}, of which {shared}"
 
 
 def _listed(names: set[str]) -> str:
-    shown = sorted(names)
-    return (
-        ", ".join(shown[:200]) + (" and others" if len(shown) > 200 else "") if shown else "nothing"
-    )
+    shown = ", ".join(sorted(names)[:200]) or "nothing"
+    return shown + " and others" * (len(names) > 200)

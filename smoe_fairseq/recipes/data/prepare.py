@@ -1,6 +1,7 @@
 """``scripts/prepare.sh``: from raw text to what ``fairseq-train`` reads."""
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,15 +13,7 @@ from smoe_fairseq.recipes.data.binarise import binarised_folder
 from smoe_fairseq.recipes.data.checks import print_checks
 from smoe_fairseq.recipes.data.download import remote_files
 from smoe_fairseq.recipes.folders import Folders, given_path, package_folder
-from smoe_fairseq.recipes.processes import (
-    command,
-    dry_run,
-    report,
-    run,
-    step,
-    unfinished,
-    whole_number,
-)
+from smoe_fairseq.recipes.processes import command, dry_run, report, run, step, whole_number
 from smoe_fairseq.recipes.training.launcher import cores
 
 
@@ -55,29 +48,25 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
     given = given_path("RAW") if os.environ.get("RAW") else None
     if archive := _archive(dataset, folders, given):
         if flags:
-            raise UsageError(
-                f"{' '.join(flags)}: {archive} comes with its subwords; give RAW=folder with text to learn "
-                "others"
-            )
-        with unfinished(_partial(folders.binary)), unfinished(_partial(folders.raw)):
-            run(_adopted(dataset, folders, archive, given))
+            advice = "give RAW=folder with text to learn others"
+            raise UsageError(f"{' '.join(flags)}: {archive} comes with its subwords; {advice}")
+        run(_adopted(dataset, folders, archive, given))
         return
     if given or not folders.raw.exists():
-        with unfinished(_partial(folders.raw)) as partial:
-            run(_raw_text(dataset, folders, partial, given))
+        run(_raw_text(dataset, folders, given))
     tested = dataset.pairs
     if not dry_run() or folders.raw.exists():
         tested = raw.check(dataset, folders.raw)
     for pair in sorted(set(dataset.pairs) - set(tested)):
         report(f"{folders.raw}/test.{pair}.* is missing: {pair} will not be scored")
-    with unfinished(_partial(folders.binary)) as partial:
+    partial = Path(f"{folders.binary}.partial")
+    try:
         run(_binarised(dataset, folders, partial, flags))
+    finally:
+        if not dry_run():
+            shutil.rmtree(partial, ignore_errors=True)
     if not dry_run():
         print_checks(dataset, _workers()[1])
-
-
-def _partial(folder: Path) -> Path:
-    return Path(f"{folder}.partial")
 
 
 def _archive(dataset: Dataset, folders: Folders, given: Path | None) -> Path | None:
@@ -101,9 +90,7 @@ def _adopted(
     yield step("adopt", *words, "--longest", _longest(dataset))
 
 
-def _raw_text(
-    dataset: Dataset, folders: Folders, partial: Path, given: Path | None
-) -> Iterator[str]:
+def _raw_text(dataset: Dataset, folders: Folders, given: Path | None) -> Iterator[str]:
     builtin = dataset.raw.get("builtin")
     elsewhere = builtin or dataset.source.get("datasets")
     if not (given or elsewhere or remote_files(dataset)):

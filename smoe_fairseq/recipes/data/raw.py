@@ -33,20 +33,13 @@ SHARED = "{split}.{pair}.{language}"
 
 @dataclass(frozen=True)
 class Section:
-    """Some of the sentences of a pair of languages.
+    """Some of the sentences of a pair of languages."""
 
-    Args:
-        files: by language; a file that holds both is named twice.
-        start, stop: the first pair, and the one after the last (None: all).
-        places: only the pairs whose first side has a `place` from the first number up to the second.
-        elsewhere: reads the pairs, in place of files.
-    """
-
-    files: dict[str, Path | None]
+    files: dict[str, Path | None]  # by language; a file that holds both is named twice
     start: int = 0
-    stop: int | None = None
-    places: tuple[float, float] | None = None
-    elsewhere: Callable[[], Iterable[Pair]] | None = None
+    stop: int | None = None  # behind the last pair
+    places: tuple[float, float] | None = None  # bounds of the `place` of a pair's first side
+    elsewhere: Callable[[], Iterable[Pair]] | None = None  # reads the pairs, in place of files
 
     @property
     def size(self) -> int:

@@ -27,16 +27,14 @@ from smoe_fairseq.files import check_plain
 
 Pair = tuple[str, str]
 LONGEST = 1 << 24  # bytes of a line: more is no sentence, and may be a whole file without line ends
-_BYTES = "is not UTF-8 text"
 
 
 def _zstandard(path: Path) -> IO[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise UsageError(
-            f"{path}: install zstandard to read it, as `pip install zstandard` does, or decompress it"
-        ) from None
+        advice = "install zstandard to read it, as `pip install zstandard` does, or decompress it"
+        raise UsageError(f"{path}: {advice}") from None
     return io.BufferedReader(_Frames(path, zstandard.ZstdDecompressor()))
 
 
@@ -75,6 +73,7 @@ COMPRESSED: dict[str, Callable] = {
     **{".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstandard},
 }
 
+_DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)
 _BEGINNINGS = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ", ".bz2": b"BZh", ".zst": b"\x28\xb5\x2f\xfd"}
 
 
@@ -92,20 +91,18 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         UsageError: it is missing, a pipe or a device, or damaged; also while it is read in the context.
     """
     check_plain(path)
-    damage = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
     try:
         with COMPRESSED.get(path.suffix, COMPRESSED[""])(path) as content:
             yield content
-    except damage as error:
-        raise UsageError(f"{path} is damaged ({error}): delete it and get it again") from None
-    except OSError as error:
-        if error.filename is not None and Path(error.filename) != path:
-            raise
-        if error.errno is None or path.suffix == ".bz2":  # bz2 raises it for damage
-            raise UsageError(f"{path} is damaged ({error}): delete it and get it again") from None
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("zstandard", "zstd"):
+        reason, of_file = getattr(error, "strerror", None), getattr(error, "filename", None)
+        if of_file is not None and Path(of_file) != path:
+            raise
+        # bz2 raises an OSError for damage.
+        if isinstance(error, OSError) and reason and path.suffix != ".bz2":
+            raise UsageError(f"{path} cannot be read: {reason}") from None
+        of_zstandard = type(error).__module__.partition(".")[0] in ("zstandard", "zstd")
+        if not (of_zstandard or isinstance(error, _DAMAGE)):
             raise
         raise UsageError(f"{path} is damaged ({error}): delete it and get it again") from None
 
@@ -127,13 +124,11 @@ def lines(path: Path) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 for ending, beginning in _BEGINNINGS.items():
                     if number == 1 and line.startswith(beginning):
-                        raise UsageError(
-                            f"{path} is compressed: expected text, or a name that ends in {ending}; of "
-                            "text that was compressed twice, decompress it once"
-                        ) from None
-                raise UsageError(
-                    f"{path}, line {number}, {_BYTES}: {error.reason}; convert it, as `iconv -t utf-8` does"
-                ) from None
+                        expected = f"expected text, or a name that ends in {ending}"
+                        twice = "of text that was compressed twice, decompress it once"
+                        raise UsageError(f"{path} is compressed: {expected}; {twice}") from None
+                reason = f"{error.reason}; convert it, as `iconv -t utf-8` does"
+                raise UsageError(f"{path}, line {number}, is not UTF-8 text: {reason}") from None
             yield text.removesuffix("\n").removesuffix("\r")
 
 
@@ -151,9 +146,8 @@ def pairs(files: Mapping[str, Path]) -> Iterator[Pair]:
     languages = tuple(files)
     reader = READERS.get(ending_of(first))
     if reader is None:
-        raise UsageError(
-            f"{first} is named for both {' and '.join(languages)}: expected one of {', '.join(READERS)}"
-        )
+        both, expected = " and ".join(languages), f"expected one of {', '.join(READERS)}"
+        raise UsageError(f"{first} is named for both {both}: {expected}")
     yield from _some(reader(first, languages), str(first), languages)
 
 
@@ -172,10 +166,9 @@ def _aligned(first: Path, second: Path) -> Iterator[Pair]:
         if one is None or other is None:
             counts = [counts, counts + 1 + sum(1 for _ in both)]
             more, less = (first, second) if other is None else (second, first)
-            raise UsageError(
-                f"{first} and {second} have different numbers of lines, {less.name} {counts[0]:,} and "
-                f"{more.name} {counts[1]:,}: line n of both has to be the same sentence"
-            )
+            numbers = f"{less.name} {counts[0]:,} and {more.name} {counts[1]:,}"
+            differ = f"{first} and {second} have different numbers of lines, {numbers}"
+            raise UsageError(f"{differ}: line n of both has to be the same sentence")
         counts += 1
         yield one, other
 
@@ -191,26 +184,17 @@ def _tab_separated(path: Path, languages: Pair) -> Iterator[Pair]:
             if set(wanted) <= set(names):
                 places = [names.index(language) for language in wanted]
                 continue
-            named = _named_in(path, languages)
+            parts = (part.split("-") for part in path.name.split("."))
+            named = next((part for part in parts if sorted(part) == sorted(languages)), None)
             if columns != 2 or named is None:
-                raise UsageError(
-                    f"{path}, line 1: expected names of columns, with {' and '.join(languages)} among them, "
-                    f"or two columns and a name such as train.{'-'.join(languages)}.tsv"
-                )
+                expected = f"names of columns, with {' and '.join(languages)} among them"
+                name = f"two columns and a name such as train.{'-'.join(languages)}.tsv"
+                raise UsageError(f"{path}, line 1: expected {expected}, or {name}")
             places = [named.index(language) for language in languages]
         if len(cells) != columns:
-            raise UsageError(
-                f"{path}, line {number} has {len(cells)} columns: expected {columns}, as in line 1"
-            )
+            found = f"{path}, line {number} has {len(cells)} columns"
+            raise UsageError(f"{found}: expected {columns}, as in line 1")
         yield cells[places[0]], cells[places[1]]
-
-
-def _named_in(path: Path, languages: Pair) -> list[str] | None:
-    """The languages in the order of a name such as ``train.ha-en.tsv``."""
-    for part in path.name.split("."):
-        if sorted(part.split("-")) == sorted(languages):
-            return part.split("-")
-    return None
 
 
 def _json_lines(path: Path, languages: Pair) -> Iterator[Pair]:
@@ -228,10 +212,8 @@ def record_pair(record: object, languages: Pair, place: str) -> Iterator[Pair]:
     """The pair of a record, if it has both languages; raises UsageError if it holds something else."""
     texts = record.get("translation", record) if isinstance(record, dict) else None
     if not isinstance(texts, dict):
-        raise UsageError(
-            f"{place}: expected an object with a text for each language, such as "
-            '{"translation": {"en": "...", "ha": "..."}}'
-        )
+        example = '{"translation": {"en": "...", "ha": "..."}}'
+        raise UsageError(f"{place}: expected a text for each language, such as {example}")
     found = [texts.get(language) for language in languages]
     if None in found:
         return
@@ -294,16 +276,12 @@ def of_datasets(source: Mapping, split: str, languages: Pair) -> Iterator[Pair]:
 
     Args:
         source: ``datasets``, a name or a folder; ``config``; and ``splits``, its names of the splits.
-
-    Raises:
-        UsageError: ``datasets`` is not installed, or has no such data set, split or languages.
     """
     try:
         import datasets
     except ImportError:
-        raise UsageError(
-            "`source: {datasets: ...}` needs the package datasets: pip install 'smoe-fairseq[datasets]'"
-        ) from None
+        install = "pip install 'smoe-fairseq[datasets]'"
+        raise UsageError(f"`source.datasets` needs the package datasets: {install}") from None
     name, config = str(source["datasets"]), source.get("config")
     own = source.get("splits", {}).get(split, {"valid": "validation"}.get(split, split))
     place = f"{name}{f' ({config})' * (config is not None)}, split {own}"
@@ -326,30 +304,20 @@ def of_datasets(source: Mapping, split: str, languages: Pair) -> Iterator[Pair]:
 
 
 def of_sacrebleu(name: str, languages: Pair) -> dict[str, Path]:
-    """The files of a test set that sacreBLEU knows, by language; it downloads them once.
+    """The files of a test set that sacreBLEU knows, by language; it downloads them once."""
+    from sacrebleu import utils
 
-    Raises:
-        UsageError: there is no such test set, it lacks the pair, or it cannot be downloaded.
-    """
-    from sacrebleu.utils import (
-        get_available_testsets,
-        get_langpairs_for_testset,
-        get_reference_files,
-        get_source_file,
-    )
-
-    if name not in get_available_testsets():
+    if name not in utils.get_available_testsets():
         raise UsageError(f"`source.sacrebleu` {name}: `sacrebleu --list` has all test sets")
-    there = get_langpairs_for_testset(name)
+    there = utils.get_langpairs_for_testset(name)
     for order in (languages, languages[::-1]):
         pair = "-".join(order)
         if pair in there:
             try:
-                files = (get_source_file(name, pair), get_reference_files(name, pair)[0])
+                files = utils.get_source_file(name, pair), utils.get_reference_files(name, pair)[0]
             except (Exception, SystemExit) as error:
-                raise UsageError(
-                    f"sacreBLEU's {name} of {pair} cannot be loaded: {' '.join(str(error).split())}"
-                ) from None
+                said = " ".join(str(error).split())
+                raise UsageError(f"sacreBLEU's {name} of {pair} cannot be loaded: {said}") from None
             by_language = dict(zip(order, map(Path, files), strict=True))
             return {language: by_language[language] for language in languages}
     raise UsageError(f"sacreBLEU's {name} has no {'-'.join(languages)}; it has {', '.join(there)}")

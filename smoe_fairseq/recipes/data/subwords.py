@@ -4,7 +4,6 @@ import io
 import shlex
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -44,12 +43,10 @@ def add_subwords_arguments(parser: ArgumentParser) -> None:
     encode.add_argument("model", metavar="MODEL", type=Path, help="spm.model, as learn writes it")
     encode.add_argument("--workers", type=positive, default=1, metavar="N", help="processes (1)")
     for action in (learn, encode):
-        action.add_argument(
-            "text", metavar="TEXT", type=Path, nargs="+", help="a sentence per line"
-        )
-        action.add_argument(
-            "--output", metavar="DIR", type=Path, required=True, help="a new folder"
-        )
+        one = {"metavar": "DIR", "type": Path, "required": True, "help": "a new folder"}
+        many = {"metavar": "TEXT", "type": Path, "nargs": "+", "help": "a sentence per line"}
+        action.add_argument("text", **many)
+        action.add_argument("--output", **one)
 
 
 def run_subwords(args: Namespace) -> None:
@@ -62,10 +59,8 @@ def run_subwords(args: Namespace) -> None:
         options = {name: value for name, value in vars(args).items() if name not in others}
         learn_from(args.text, args.output, **options)
         return
-    names = Counter(
-        file.stem if file.suffix in readers.COMPRESSED else file.name for file in args.text
-    )
-    if twice := [name for name, count in names.items() if count > 1]:
+    called = [f.stem if f.suffix in readers.COMPRESSED else f.name for f in args.text]
+    if twice := sorted(name for name in called if called.count(name) > 1):
         raise UsageError(f"two files are called {twice[0]}: encode them to folders of their own")
     model = load_model(args.model)
     with whole_folder(args.output) as folder, tempfile.TemporaryDirectory() as plain:
@@ -112,8 +107,7 @@ def learn_from(
         options: others of sentencepiece.
 
     Raises:
-        UsageError: there is no text, it is not UTF-8, sentencepiece cannot learn from it, or that takes too
-            much memory.
+        UsageError: sentencepiece cannot learn from the text, or that takes too much memory.
     """
     raw = files[0] if len(files) == 1 else files[0].parent
     _check_memory(raw, files, options)
@@ -125,10 +119,8 @@ def learn_from(
             rules = {"normalization_rule_tsv": f"{folder}/nfc.tsv"}
         elif normalization not in _NAMES:
             if not Path(normalization).is_file():
-                raise UsageError(
-                    f"--normalization {normalization}: expected nfc, {', '.join(_NAMES)}, or a file of "
-                    "sentencepiece's rules"
-                )
+                expected = f"nfc, {', '.join(_NAMES)}, or a file of sentencepiece's rules"
+                raise UsageError(f"--normalization {normalization}: expected {expected}")
             rules = {"normalization_rule_tsv": normalization}
         try:
             sentencepiece.SentencePieceTrainer.train(
@@ -142,9 +134,10 @@ def learn_from(
             )
         except (RuntimeError, ValueError, OverflowError) as error:
             given = options | {"user_defined_symbols": list(user_defined_symbols) or None}
-            flags = arguments({name.replace("_", "-"): value for name, value in given.items()})
+            words = arguments({name.replace("_", "-"): value for name, value in given.items()})
+            flags = shlex.join(words)
             raise UsageError(
-                f"sentencepiece cannot learn from {raw} with {shlex.join(flags)}: {error}"
+                f"sentencepiece cannot learn from {raw} with {flags}: {error}"
             ) from None
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
@@ -154,9 +147,8 @@ def learn_from(
     with whole_files(written, parents=True) as (words, pieces_file):
         Path(words).write_text(dictionary, "utf-8")
         Path(pieces_file).write_bytes(model.getvalue())
-    if len(pieces) < options.get("vocab_size", 0):
-        asked = f"{options['vocab_size']:,} that were asked for"
-        report(f"{len(pieces):,} pieces in place of the {asked}: the text has no more")
+    if len(pieces) < (asked := options.get("vocab_size", 0)):
+        report(f"{len(pieces):,} pieces in place of {asked:,}: the text has no more")
     print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
 
 
@@ -170,13 +162,10 @@ def _check_memory(raw: Path, files: list[Path], options: dict) -> None:
     lines = sum(count_lines(file) for file in files)
     drawn = min(lines, options.get("input_sentence_size") or lines)
     if (whole := needed * size * drawn // max(1, lines)) > memory:
-        fitting = 0.8 * drawn * memory / whole
-        digits = 10 ** max(0, len(str(int(fitting))) - 2)
-        raise UsageError(
-            f"learning subwords from {drawn:,} lines of {raw} takes about {whole / 1e9:.1f} GB of memory, "
-            f"and there are {memory / 1e9:.1f} GB: draw fewer with --input-sentence-size "
-            f"{int(fitting) // digits * digits}"
-        )
+        fitting = f"--input-sentence-size {float(f'{0.8 * drawn * memory / whole:.2g}'):.0f}"
+        memory = f"{whole / 1e9:.1f} GB of memory, and there are {memory / 1e9:.1f} GB"
+        takes = f"learning subwords from {drawn:,} lines of {raw} takes about {memory}"
+        raise UsageError(f"{takes}: draw fewer with {fitting}")
 
 
 def load_model(path: Path) -> sentencepiece.SentencePieceProcessor:
@@ -184,9 +173,7 @@ def load_model(path: Path) -> sentencepiece.SentencePieceProcessor:
     try:
         return sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise UsageError(
-            f"{path} is not a model that the step learn has written: {error}"
-        ) from None
+        raise UsageError(f"{path} is not a model of sentencepiece: {error}") from None
 
 
 def encode(

@@ -15,21 +15,15 @@ SIZES = ("max-tokens", "batch-size")  # of one forward pass on one rank, in toke
 
 @dataclass(frozen=True)
 class Batch:
-    """``ranks`` times ``size`` times ``update_freq`` tokens per update; ``wanted`` were requested.
+    """``ranks`` times ``size`` times ``update_freq`` tokens per update; ``wanted`` were requested."""
 
-    Attributes:
-        unit: ``max-tokens`` (on the longer side), or ``batch-size`` where a data set sets only that.
-        name: what ``BATCH`` is, if the batch is chosen by it.
-        sentences: at most, in one forward pass on one rank, where a number of tokens is not all.
-    """
-
-    unit: str
+    unit: str  # max-tokens (on the longer side), or batch-size where a data set sets only that
     wanted: int
     ranks: int
     size: int
     update_freq: int
-    name: str = ""
-    sentences: int | None = None
+    name: str = ""  # what BATCH is, if the batch is chosen by it
+    sentences: int | None = None  # at most, of a forward pass on a rank, beside its tokens
 
     @property
     def total(self) -> int:

@@ -34,20 +34,13 @@ def _forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[li
 
     from smoe_fairseq.analysis.cost import build_meta_model, config_of, count, parse_run
     from smoe_fairseq.analysis.processes import mebibytes, process_cost
-    from smoe_fairseq.models.memory import (
-        CPU_GAPS,
-        CPU_PROCESS,
-        LENGTH,
-        Run,
-        gpu_room,
-        same_batch,
-        tokens_that_fit,
-    )
+    from smoe_fairseq.models import memory
+    from smoe_fairseq.models.memory import Run, gpu_room, same_batch, tokens_that_fit
 
     flags, ranks = parse_run(words), place.processes
     length = longest_sentence(Folders(dataset.name).binary)
     known = "the longest" if length else "assumed"
-    length = min(length or LENGTH, flags.max_tokens)
+    length = min(length or memory.LENGTH, flags.max_tokens)
     run = Run(config_of(flags), flags, vocabulary(dataset), ranks, length)
     cost = count(build_meta_model(flags, run.vocabulary))
     needs = process_cost(run)
@@ -69,22 +62,20 @@ def _forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[li
         return comments, []
     room = gpu_room(total)
     if flags.cpu:
-        room = (total / max(1, place.gpus) - CPU_PROCESS) / (1 + CPU_GAPS)
+        room = (total / max(1, place.gpus) - memory.CPU_PROCESS) / (1 + memory.CPU_GAPS)
     fit = tokens_that_fit(run, room)
     comments.append(f"# up to {fit:,} tokens (--max-tokens) fit")
     if held.peak <= room:
         return comments, []
     device = "this machine's memory" if flags.cpu else "the GPU's memory"
-    warning = (
-        f"training will not fit into {device}, {mebibytes(total)}: it takes {mebibytes(held.peak)}"
-    )
+    takes = f"it takes {mebibytes(held.peak)}"
     if fit < length:
-        return comments, [
-            f"{warning}, whatever the batch; a smaller model, --memory-efficient-bf16, or --expert-parallel "
-            "on several GPUs take less"
-        ]
-    tokens, parts = same_batch(flags.max_tokens, flags.update_freq, fit)
-    return comments, [f"{warning}; with --max-tokens {tokens} --update-freq {parts} it fits"]
+        less = "a smaller model, --memory-efficient-bf16, or --expert-parallel on several GPUs"
+        advice = f", whatever the batch; {less} take less"
+    else:
+        tokens, parts = same_batch(flags.max_tokens, flags.update_freq, fit)
+        advice = f"; with --max-tokens {tokens} --update-freq {parts} it fits"
+    return comments, [f"training will not fit into {device}, {mebibytes(total)}: {takes}{advice}"]
 
 
 def vocabulary(dataset: Dataset) -> int:
@@ -100,6 +91,5 @@ def _memory(cpu: bool) -> int | None:
         return machine_memory()
     import torch
 
-    if not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_properties(0).total_memory
+    there = torch.cuda.is_available()
+    return torch.cuda.get_device_properties(0).total_memory if there else None

@@ -17,7 +17,7 @@ from smoe_fairseq.recipes.config import (
     has_strata,
     method_flags,
 )
-from smoe_fairseq.recipes.folders import Folders, run_name, seed_of, user_dir
+from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
 from smoe_fairseq.recipes.processes import command, dry_run, report, run
 from smoe_fairseq.recipes.training import identity, picture
 from smoe_fairseq.recipes.training.batch import (
@@ -209,7 +209,7 @@ def data_arguments(dataset: Dataset) -> list[str]:
     # Text that its authors binarised is one shard.
     shards = 1 if dataset.raw.get("binarised") else dataset.shards
     data = Folders(dataset.name).binary_path(shards)
-    words = [data, "--user-dir", user_dir(), *arguments(dataset.task)]
+    words = [data, "--user-dir", package_folder(), *arguments(dataset.task)]
     words += ["--langs", ",".join(dataset.languages)]
     return words + ["--lang-pairs", ",".join(dataset.directions)]
 
