@@ -294,10 +294,11 @@ def groups(results: Results, block: Block, min_count: int) -> dict[str, np.ndarr
     found = {"lowest": set(), "highest": set(), "all": set()}
     for direction in results.directions:
         summary = results.types[direction, block.name]
-        seen = summary.types[summary.occurrences >= min_count]
-        of_direction = *summary.extremes(TOKENS, min_count), seen
-        for types, more in zip(found.values(), of_direction, strict=True):
-            types.update(more)
+        types, occurrences, stops = summary[:, summary[1] >= min_count]
+        mean = stops / occurrences
+        for name, key in (("lowest", mean), ("highest", -mean), ("all", mean)):
+            order = np.lexsort((types, -occurrences, key))  # among equals, the more frequent first
+            found[name].update(types[order[: None if name == "all" else TOKENS]].tolist())
     ranks = results.ranks[block.side]
     return {name: np.sort(ranks[sorted(types)]) for name, types in found.items()}
 

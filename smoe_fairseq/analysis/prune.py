@@ -68,11 +68,9 @@ class UseRecorder(BlockFollower):
     def __init__(self, block: StratifiedMoE, dictionary: Dictionary):
         super().__init__(block, dictionary)
         self.tokens = 0
-        self.firsts, self.confidence, self.choices = torch.zeros(
-            *(3, block.strata.num_experts),
-            dtype=torch.float64,
-            device=block.stratum_of_expert.device,
-        )
+        shape, device = (3, block.strata.num_experts), block.stratum_of_expert.device
+        sums = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.firsts, self.confidence, self.choices = sums
 
     def note(
         self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor

@@ -91,27 +91,6 @@ def _rank(texts: Iterable[str], dictionary: Dictionary) -> np.ndarray:
 KINDS = {False: "text", True: "special"}
 
 
-@dataclass(frozen=True)
-class TypeSummary:
-    """Types of one direction and block that are text: number, occurrences and strata stopped at."""
-
-    types: np.ndarray
-    occurrences: np.ndarray
-    stops: np.ndarray
-
-    def extremes(self, number: int, min_count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Types of lowest and of highest mean requested capacity, without those seen too rarely.
-
-        Among equals, those seen more often come first.
-        """
-        seen = self.occurrences >= min_count
-        types, occurrences = self.types[seen], self.occurrences[seen]
-        mean = self.stops[seen] / occurrences
-        lowest = np.lexsort((types, -occurrences, mean))[:number]
-        highest = np.lexsort((types, -occurrences, -mean))[:number]
-        return types[lowest], types[highest]
-
-
 @dataclass
 class Results:
     """Counters by direction and block."""
@@ -124,7 +103,8 @@ class Results:
     directions: list[str] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     counts: dict[tuple[str, str, bool], Counts] = field(default_factory=dict)
-    types: dict[tuple[str, str], TypeSummary] = field(default_factory=dict)
+    # ``(3, N)``: types that are text, their occurrences, and the strata that they stopped at.
+    types: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
 
     def add(self, direction: Direction) -> None:
         """Keeps a direction's sums; its counters by token type are not kept."""
@@ -134,10 +114,8 @@ class Results:
             name = block.block.name
             for special in KINDS:
                 self.counts[direction.name, name, special] = block.total(special)
-            text = ~block.special
-            self.types[direction.name, name] = TypeSummary(
-                block.types[text], block.occurrences[text], block.stops[text]
-            )
+            numbers = np.stack([block.types, block.occurrences, block.stops])
+            self.types[direction.name, name] = numbers[:, ~block.special]
 
     @property
     def has_languages(self) -> bool:

@@ -130,24 +130,27 @@ _OPERANDS = {
     "dataset": "a file of configs/datasets",
     "method": "a file of configs/methods, such as moe or smoe-4-4",
 }
+
+
+def _choice(*names: str, more: str = "") -> dict[str, object]:
+    return {"choices": names, "default": names[0], "help": f"default: {names[0]}{more}"}
+
+
 # Options whose signatures do not say enough.
 _OPTIONS = {
     "workers": {"type": positive, "help": "processes (default: 1)"},
-    "format": {
-        **{"choices": ("markdown", "csv", "latex"), "default": "markdown"},
-        "help": "default: markdown",
-    },
-    "metric": {
-        **{"choices": ("bleu", "chrf++", "spbleu", "comet"), "default": "bleu"},
-        "help": "default: bleu, the only one for which the paper's numbers are shown",
-    },
+    "format": _choice("markdown", "csv", "latex"),
+    "metric": _choice(
+        *("bleu", "chrf++", "spbleu", "comet"),
+        more=", the only one for which the paper's numbers are shown",
+    ),
     "compare": {
         **{"nargs": 2, "metavar": ("A", "B")},
         "help": "compare method B with A in each direction, over all seeds that both have: paired bootstrap "
         "over sentences, permutation test over seeds",
     },
     "checkpoint": {
-        **{"metavar": "WHICH"},
+        "metavar": "WHICH",
         "help": "best, last, or average:N of the last N that were saved (default: the data set's, best)",
     },
     "force_resume": {

@@ -397,11 +397,10 @@ def resource_classes(
     """
     content = tables().get(table, {})
     sizes = content.get("sizes", counted)
-
-    def languages(bounds: dict[str, int]) -> list[str] | None:
-        if sizes is None:
-            return None
+    if sizes is None:
+        return dict.fromkeys(content.get("classes", {}))
+    found = {}
+    for name, bounds in content.get("classes", {}).items():
         least, most = bounds.get("least", 0), bounds.get("most", math.inf)
-        return [language for language, size in sizes.items() if least <= size <= most]
-
-    return {name: languages(bounds) for name, bounds in content.get("classes", {}).items()}
+        found[name] = [language for language, size in sizes.items() if least <= size <= most]
+    return found

@@ -36,22 +36,15 @@ LIMIT_PERCENT = 0.5  # of the paper's parameters
 VOCABULARY = 32_000
 
 
-def system_cost(
-    dataset: Dataset,
-    method: str,
-    context: int = CONTEXT,
-    requested_capacity: Mapping[str, float] | None = None,
-    experts_per_token: float | None = None,
-    flags: Mapping[str, str] | None = None,
-) -> Cost:
+def system_cost(dataset: Dataset, method: str, flags: dict | None = None, **measured) -> Cost:
     """The cost of a method's model for a data set; raises UsageError for an unknown method.
 
     ``flags`` are those that a run was trained with; where they differ from the method's, they count.
+    ``measured`` is what `count` takes beside the model.
     """
     words = [*arguments(dataset.train | method_flags(method, dataset)), *words_of(flags or {})]
-    args = parse_model(words)
-    model = build_meta_model(args, int(dataset.subwords["vocab-size"]))
-    return count(model, context, requested_capacity, experts_per_token)
+    model = build_meta_model(parse_model(words), int(dataset.subwords["vocab-size"]))
+    return count(model, **measured)
 
 
 def words_of(flags: Mapping[str, str]) -> list[str]:
@@ -66,7 +59,7 @@ def compare(table: str, context: int = CONTEXT) -> list[dict[str, Any]]:
     two whole numbers may be off by less than 1.
     """
     dataset, rows = load_dataset(table), tables()[table]["rows"]
-    counted = {method: system_cost(dataset, method, context) for method in rows}
+    counted = {method: system_cost(dataset, method, context=context) for method in rows}
     base, paper_base = counted[BASELINE].flops_per_token / 1e6, rows[BASELINE]["flops_per_token"]
     entries = []
     for method, cost in counted.items():

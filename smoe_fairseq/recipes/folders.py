@@ -10,7 +10,7 @@ from pathlib import Path
 import smoe_fairseq
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset, orders
-from smoe_fairseq.recipes.processes import checked_number, whole_number
+from smoe_fairseq.recipes.processes import whole_number
 
 # In a data set's folder.
 SIZES = "sizes.json"  # {pair: training sentence pairs}; of earlier versions {language: ...}
@@ -127,7 +127,7 @@ def seed_of(dataset: Dataset) -> int:
 def seeds_of(dataset: Dataset) -> tuple[int, ...]:
     """``SEEDS``, by default the data set's one seed; raises UsageError if one is no seed, or comes twice."""
     given = os.environ.get("SEEDS", "").replace(",", " ").split()
-    found = tuple(checked_number("SEEDS", word, 0, LARGEST_SEED) for word in given)
+    found = tuple(whole_number("SEEDS", 0, None, LARGEST_SEED, word) for word in given)
     found = found or (_own_seed(dataset),)
     if len(set(found)) < len(found):
         raise UsageError(f"SEEDS={' '.join(given)}: expected each seed once")

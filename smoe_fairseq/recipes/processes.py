@@ -41,15 +41,11 @@ def report(message: str) -> None:
 
 
 def whole_number(
-    name: str, least: int, default: int | None = None, most: float = math.inf
+    name: str, least: int, default: int | None = None, most: float = math.inf, given: str = ""
 ) -> int | None:
-    """The value of an environment variable; raises UsageError as `checked_number` does."""
-    given = os.environ.get(name)
-    return checked_number(name, given, least, most) if given else default
-
-
-def checked_number(name: str, given: str, least: int, most: float) -> int:
-    """The number in a value of an environment variable; raises UsageError unless it is within the bounds."""
+    """The value of an environment variable, or one ``given`` in it; raises UsageError out of the bounds."""
+    if not (given := given or os.environ.get(name, "")):
+        return default
     if given.isascii() and given.isdecimal() and least <= int(given) <= most:
         return int(given)
     bounds = f"of at least {least}" if math.isinf(most) else f"from {least} to {most:,}"

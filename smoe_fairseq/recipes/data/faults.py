@@ -24,37 +24,28 @@ def words_in(text: str) -> int:
 class Faults:
     """The faults of pairs that are given one after the other.
 
+    A pair is "repeated" from its second time on, "equal" if both sides are the same, and has "overlap" if a
+    side is held out.
+
     Args:
         held_out: pairs to validate and test.
-        looked_for: some of `FAULTS`. A pair is "repeated" from its second time on, "equal" if both sides are
-            the same, and has "overlap" if a side is held out.
+        clean: of a data set, to look only for the faults that it has dropped, and for empty sides.
 
     Attributes:
         leaked: of each side, and of both together, what is held out and was seen.
     """
 
-    def __init__(
-        self,
-        held_out: Iterable[Pair] = (),
-        looked_for: Iterable[str] = FAULTS,
-        max_ratio: float = MAX_RATIO,
-        max_words: float = MAX_WORDS,
-    ):
-        self.looked_for = frozenset(looked_for)
-        self.max_ratio, self.max_words = max_ratio, max_words
+    def __init__(self, held_out: Iterable[Pair] = (), clean: Mapping[str, Any] | None = None):
+        dropped = clean if clean is not None else dict.fromkeys(FAULTS, "drop")
+        wanted = {name for name in FAULTS if dropped.get(name) not in (None, "keep")}
+        self.looked_for = wanted | {"empty"}
+        self.max_ratio = (clean or {}).get("max-ratio") or MAX_RATIO
+        self.max_words = (clean or {}).get("max-words") or MAX_WORDS
         self.seen: set[int] = set()  # hashes, which take less memory
         both = set(held_out)
         sides = ({a for a, _ in both}, {b for _, b in both}, both)
         self.held_out = dict(zip(SIDES, sides, strict=True))
         self.leaked: dict[str, set] = {side: set() for side in SIDES}
-
-    @classmethod
-    def to_drop(cls, clean: Mapping[str, Any], held_out: Iterable[Pair]) -> "Faults":
-        """The faults that ``clean`` of a data set has dropped; an empty side always is one."""
-        wanted = [name for name in FAULTS if clean.get(name) not in (None, "keep")]
-        limits = {"max_ratio": clean.get("max-ratio"), "max_words": clean.get("max-words")}
-        given = {name: value for name, value in limits.items() if value is not None}
-        return cls(held_out, ("empty", *wanted), **given)
 
     def of(self, source: str, target: str) -> tuple[str, ...]:
         """Those of `FAULTS` that this pair has."""

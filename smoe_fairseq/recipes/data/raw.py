@@ -255,7 +255,7 @@ def _copy(folder: Path, clean: Mapping[str, Any], unit: tuple) -> Counter:
     split, pair, section, held_out = unit
     faults = None
     if split == "train":
-        faults = Faults.to_drop(clean, _held_out(pair.split("-"), held_out))
+        faults = Faults(_held_out(pair.split("-"), held_out), clean)
     counts = copy_pairs(section, folder / f"{split}.{pair}", faults)
     if not counts["kept"]:
         files = list(dict.fromkeys(filter(None, section.files.values())))

@@ -179,29 +179,20 @@ def _over_seeds(function, values: Sequence[float | None]) -> float | None:
     return None if None in values else function(values)
 
 
-def system_costs(
-    dataset: Dataset,
-    method: str,
-    requested_capacity: Mapping[str, float] | None = None,
-    experts_per_token: float | None = None,
-    flags: Mapping[str, str] | None = None,
-) -> list[float | None]:
-    """Parameters and FLOPs per token, in millions, of the model that the recipe's flags describe.
+def system_costs(dataset: Dataset, method: str, **known) -> list[float | None]:
+    """Parameters and FLOPs per token, in millions; ``known`` is what `system_cost` takes.
 
-    ``flags`` are those that a run was trained with; where they differ from the recipe's, they count.
-    ``requested_capacity`` (by MoE layer) and ``experts_per_token`` are measured values; the default is
-    uniform routing. None for a folder that is not named after a method, or a model that cannot be built.
+    None for a folder that is not named after a method, or a model that cannot be built.
     """
     try:
         method_flags(method, dataset)
     except UsageError:  # a folder that is no method's, such as a copy
         return [None, None]
-    measured = {"requested_capacity": requested_capacity, "experts_per_token": experts_per_token}
     with quietly():
         from smoe_fairseq.recipes.cost import system_cost
 
         try:
-            cost = system_cost(dataset, method, flags=flags, **measured)
+            cost = system_cost(dataset, method, **known)
         except (UsageError, ValueError) as error:  # training refused it too, and left its folder
             report(f"{Folders(dataset.name).runs / method} has no cost: {error}")
             return [None, None]

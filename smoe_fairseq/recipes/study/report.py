@@ -14,22 +14,10 @@ from smoe_fairseq.recipes.evaluation.grid import Grid, markdown
 from smoe_fairseq.recipes.evaluation.table import system_costs
 from smoe_fairseq.recipes.folders import method_of, order
 from smoe_fairseq.recipes.processes import dry_run
+from smoe_fairseq.recipes.study import results as kept
+from smoe_fairseq.recipes.study import statements as stated
 from smoe_fairseq.recipes.study import tables
-from smoe_fairseq.recipes.study.results import (
-    Result,
-    Systems,
-    folder_of,
-    mean_capacity,
-    mean_experts_per_token,
-    read,
-)
-from smoe_fairseq.recipes.study.statements import (
-    draw_statements,
-    judge,
-    measures_of,
-    statements_of,
-    statements_table,
-)
+from smoe_fairseq.recipes.study.results import Result, Systems, folder_of
 
 FILE = "report.md"
 COLOURS = ("black", "#3f6ea8", "#9dbcdc", "#a2641b", "#d9a066", "#b0413e", "#5b8c5a", "#777777")
@@ -45,20 +33,22 @@ def write_report(dataset: Dataset) -> None:
     systems = _systems(dataset)
     costs = {}
     for method, results in systems.items():
-        measured = mean_capacity(results), mean_experts_per_token(results)
-        costs[method] = system_costs(dataset, method, *measured, results[0].about.get("flags"))
+        known = {"flags": results[0].about.get("flags", {})}
+        known["requested_capacity"] = kept.mean_capacity(results)
+        known["experts_per_token"] = kept.mean_experts_per_token(results)
+        costs[method] = system_costs(dataset, method, **known)
     flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
-    statements, measures = statements_of(dataset, systems), measures_of(dataset)
-    found = judge(statements, systems, measures)
+    statements, measures = stated.statements_of(dataset, systems), stated.measures_of(dataset)
+    found = stated.judge(statements, systems, measures)
     parts = [f"# Study: {dataset.name}"]
 
     def add(title: str, grid: Grid) -> None:
         parts.extend([f"## {title}", markdown(grid)] if grid.rows else [])
 
-    add("Statements", statements_table(statements, found, measures, systems, flops))
+    add("Statements", stated.statements_table(statements, found, measures, systems, flops))
     pictures = {"costs": draw_costs(systems, flops)}
     if statements:
-        pictures = {"statements": draw_statements(statements, found, measures)} | pictures
+        pictures = {"statements": stated.draw_statements(statements, found, measures)} | pictures
     for name, figure in pictures.items():
         save(figure, folder / name)
         parts.append(f"![{name}]({name}.png)")
@@ -76,7 +66,7 @@ def write_report(dataset: Dataset) -> None:
 
 def _systems(dataset: Dataset) -> dict[str, list[Result]]:
     """The results by method, in the study's order, each method's ordered by seed."""
-    results = sorted(read(dataset.name), key=lambda result: order(result.name))
+    results = sorted(kept.read(dataset.name), key=lambda result: order(result.name))
     if not results:
         raise UsageError(f"{folder_of(dataset.name)} holds no runs: scripts/study.sh makes them")
     for result in results[1:]:  # means over different directions cannot be compared

@@ -179,9 +179,8 @@ def _curve(logged: Mapping[int, dict[str, float]], validated: Iterable[dict]) ->
 
 def _experts_per_token(logged: Mapping[int, Mapping[str, float]]) -> float | None:
     """The mean over all of training; None without experts."""
-    lines = [line for line in logged.values() if EXPERTS in line]
-    words = sum(line["wpb"] for line in lines)
-    return round(sum(line[EXPERTS] * line["wpb"] for line in lines) / words, 3) if words else None
+    lines = [(line[EXPERTS], line["wpb"]) for line in logged.values() if EXPERTS in line]
+    return round(statistics.fmean(*zip(*lines)), 3) if any(words for _, words in lines) else None
 
 
 def commands(dataset: Dataset, run: Path) -> list[str]:
