@@ -110,11 +110,11 @@ class BlockFollower:
             in_no_stratum, len(self.block.strata)
         )
 
-    def record(self, stratum: int, _gate, inputs: tuple, routing: Routing) -> None:
+    def record(self, stratum: int, _gate, arguments: tuple, routing: Routing) -> None:
         """A gate's forward hook: it chose for the tokens in its stratum or, with a mask, for all rows."""
         strata = self.block.strata
         index_N = (self.position_T == stratum).nonzero().squeeze(1)
-        active_T = inputs[1] if len(inputs) > 1 else None
+        active_T = arguments[1] if len(arguments) > 1 else None
         row_N = torch.arange(len(index_N), device=index_N.device) if active_T is None else index_N
         expert_N = routing.first_choice_T[row_N] + strata.first_experts[stratum]
         self.note(stratum, index_N, expert_N, routing, row_N)

@@ -236,28 +236,18 @@ _DAMAGE = (
 )
 
 
-@dataclass(frozen=True)
-class _Member:
-    """A member of an archive; ``open`` returns the content of a regular file."""
-
-    name: str
-    regular: bool
-    size: int
-    open: Callable[[], IO[bytes]]
-
-
 def read_members(
     archive: Path, wanted: Callable[[PurePosixPath], bool]
 ) -> Iterator[tuple[PurePosixPath, bytes]]:
     """Yield name and content of the wanted regular files of at most `MOST_READ`, in the archive's order."""
     with _naming(archive):
-        for member in _members(archive):
-            path = PurePosixPath(member.name)
-            if member.regular and wanted(path):
-                if member.size > MOST_READ:
-                    large = f"{archive} holds {member.name!r} of {member.size:,} bytes"
+        for name, regular, size, opened in _members(archive):
+            path = PurePosixPath(name)
+            if regular and wanted(path):
+                if size > MOST_READ:
+                    large = f"{archive} holds {name!r} of {size:,} bytes"
                     raise UsageError(f"{large}: expected at most {MOST_READ:,}")
-                with member.open() as content:
+                with opened() as content:
                     yield path, content.read()
 
 
@@ -273,26 +263,24 @@ def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
     """
     found = {}
     with _naming(archive, os.path.commonpath(wanted.values()) if wanted else None):
-        for member in _members(archive):
-            path = PurePosixPath(member.name.replace("\\", "/"))
+        for name, regular, size, opened in _members(archive):
+            path = PurePosixPath(name.replace("\\", "/"))
             if path.is_absolute() or ".." in path.parts:
-                raise UsageError(f"{archive} holds {member.name!r}, outside of it: do not trust it")
+                raise UsageError(f"{archive} holds {name!r}, outside of it: do not trust it")
             endings = ("/".join(path.parts[i:]) for i in range(len(path.parts)))
-            name = next((ending for ending in endings if ending in wanted), None)
-            if name is None:
+            output = next((wanted[ending] for ending in endings if ending in wanted), None)
+            if output is None:
                 continue
-            if not member.regular:
-                raise UsageError(f"{archive} holds {member.name!r}, which is not a plain file")
-            if name in found:
-                both = f"{found[name]!r} and {member.name!r}"
-                raise UsageError(f"{archive} holds {both} for one file")
-            found[name] = member.name
-            output = wanted[name]
+            if not regular:
+                raise UsageError(f"{archive} holds {name!r}, which is not a plain file")
+            if output in found:
+                raise UsageError(f"{archive} holds {found[output]!r} and {name!r} for one file")
+            found[output] = name
             output.parent.mkdir(parents=True, exist_ok=True)
-            if member.size > shutil.disk_usage(output.parent).free:
-                large = f"{archive} holds {member.name!r} of {member.size:,} bytes"
+            if size > shutil.disk_usage(output.parent).free:
+                large = f"{archive} holds {name!r} of {size:,} bytes"
                 raise UsageError(f"{large}, for which {output.parent} has no room")
-            with member.open() as content, open(output, "wb") as copy:
+            with opened() as content, open(output, "wb") as copy:
                 shutil.copyfileobj(content, copy)
     return len(found)
 
@@ -314,8 +302,11 @@ def _naming(archive: Path, folder: str | None = None) -> Iterator[None]:
         raise UsageError(f"{archive} cannot be unpacked ({reason}): {advice}") from None
 
 
-def _members(archive: Path) -> Iterator[_Member]:
-    """All members except folders, in the archive's order; each has to be read before the next."""
+def _members(archive: Path) -> Iterator[tuple[str, bool, int, Callable[[], IO[bytes]]]]:
+    """All members except folders, in the archive's order; each has to be read before the next.
+
+    Yields its name, whether it is a regular file, its size, and what opens it.
+    """
     check_plain(archive)
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as content:
@@ -323,13 +314,11 @@ def _members(archive: Path) -> Iterator[_Member]:
                 kind = stat.S_IFMT(info.external_attr >> 16)  # 0 if it was not packed on Unix
                 if not info.is_dir():
                     regular = kind in (0, stat.S_IFREG)
-                    read = partial(content.open, info)
-                    yield _Member(info.filename, regular, info.file_size, read)
+                    yield info.filename, regular, info.file_size, partial(content.open, info)
     else:
         with tarfile.open(archive) as content:
             for info in content:
                 if not info.isdir():
-                    read = partial(content.extractfile, info)
-                    yield _Member(info.name, info.isreg(), info.size, read)
+                    yield info.name, info.isreg(), info.size, partial(content.extractfile, info)
             while content.fileobj.read(_BLOCK):  # to the end, for the compression's checksum
                 pass

@@ -88,12 +88,12 @@ def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
     there, others = set(), set()
 
     def wanted(path: PurePosixPath) -> bool:
-        start, (language, *inside) = path.parts[: len(above)], path.parts[len(above) :] or ("",)
-        if path.suffix != ".po" or start != above or not inside:
+        start, rest = path.parts[: len(above)], path.parts[len(above) :]
+        if path.suffix != ".po" or start != above or len(rest) < 2:
             others.update(path.parts[:1])
             return False
-        there.add(language)
-        return language in files
+        there.add(rest[0])
+        return rest[0] in files
 
     for path, content in read_members(archive, wanted):
         files[path.parts[len(above)]][str(path)] = _messages(archive, path, content)

@@ -225,10 +225,10 @@ def _unsplit(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
         what = "more than raw.parallel of the data set has for validation and test"
         raise UsageError(f"{next(iter(files.values()))} has {total} lines: expected {what}, {held}")
     files = {language: files[language] for language in pair.split("-")}
-    bounds = {"test": (0, tested), "valid": (tested, held), "train": (held, total)}[split]
+    start, stop = {"test": (0, tested), "valid": (tested, held), "train": (held, total)}[split]
     if dataset.raw.get("split") == "hash":
-        return Section(files, places=tuple(bound / total for bound in bounds))
-    return Section(files, total - bounds[1], total - bounds[0])
+        return Section(files, places=(start / total, stop / total))
+    return Section(files, total - stop, total - start)  # the last lines are the test
 
 
 @functools.cache  # each split asks again, and each pair for all languages

@@ -162,10 +162,10 @@ def _check_memory(raw: Path, files: list[Path], options: dict) -> None:
     lines = sum(count_lines(file) for file in files)
     drawn = min(lines, options.get("input_sentence_size") or lines)
     if (whole := needed * size * drawn // max(1, lines)) > memory:
-        fitting = f"--input-sentence-size {float(f'{0.8 * drawn * memory / whole:.2g}'):.0f}"
-        memory = f"{whole / 1e9:.1f} GB of memory, and there are {memory / 1e9:.1f} GB"
-        takes = f"learning subwords from {drawn:,} lines of {raw} takes about {memory}"
-        raise UsageError(f"{takes}: draw fewer with {fitting}")
+        fitting = float(f"{0.8 * drawn * memory / whole:.2g}")
+        bytes_ = f"{whole / 1e9:.1f} GB of memory, and there are {memory / 1e9:.1f} GB"
+        takes = f"learning subwords from {drawn:,} lines of {raw} takes about {bytes_}"
+        raise UsageError(f"{takes}: draw fewer with --input-sentence-size {fitting:.0f}")
 
 
 def load_model(path: Path) -> sentencepiece.SentencePieceProcessor:
