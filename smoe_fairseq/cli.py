@@ -39,7 +39,7 @@ COMMANDS = {
     ),
     "reshard": (
         "smoe_fairseq.checkpoints.sets",
-        "rewrite a checkpoint for another number of processes, with its optimizer state",
+        "rewrite a checkpoint for another number of ranks, with its optimizer state",
     ),
     "average": (
         "smoe_fairseq.checkpoints.average",

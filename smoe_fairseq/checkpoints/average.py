@@ -152,8 +152,8 @@ def add_average_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--by",
         choices=sorted(KINDS),
-        help="with --last: take checkpoints saved at the end of epochs, or every N updates; default: "
-        "whichever the folder has",
+        help="with --last: use checkpoints saved after epochs, or after every N updates; default: the kind "
+        "that the folder has",
     )
     add_output_arguments(parser)
 

@@ -144,7 +144,7 @@ def add_export_arguments(parser: ArgumentParser) -> None:
         choices=("fairseq", "ctranslate2", "huggingface", "safetensors"),
         help="fairseq: a checkpoint of its own transformer (dense models only); ctranslate2: a folder for "
         "CTranslate2 (dense models only); huggingface: a folder for transformers' from_pretrained; "
-        "safetensors: the weights, with a JSON file of all options beside them",
+        "safetensors: the weights, and a JSON file of all options",
     )
     parser.add_argument(
         "--data",

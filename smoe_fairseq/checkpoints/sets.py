@@ -423,7 +423,7 @@ def add_reshard_arguments(parser: ArgumentParser) -> None:
         type=int,
         required=True,
         metavar="M",
-        help="number of processes to write it for",
+        help="number of ranks to write it for",
     )
     add_output_arguments(
         parser,

@@ -50,7 +50,7 @@ SETTINGS = [
     Setting("SEEDS", "N,N", "random seeds of each method", "the data set's"),
     Setting("BATCH", "SIZE", "tokens per update: a number, or a name of the data set", "its own"),
     Setting("PRECISION", "TYPE", "auto, bf16, fp16 or fp32", "the data set's, mostly auto"),
-    Setting("JOBS", "N", "processes or runs side by side", "as cores and memory allow"),
+    Setting("JOBS", "N", "processes or runs in parallel", "as cores and memory allow"),
     Setting("WORKERS", "N", "processes of each step", "all cores"),
     Setting("RAW", "PATH", "folder of text, or archive, to use", "download"),
     Setting("DATA_DIR", "DIR", "folder of prepared data sets", "data"),
@@ -94,7 +94,7 @@ RECIPES = {
     ),
     "study": Command(
         "study.runs:study",
-        "train and score methods in all seeds; FLAGS are methods, then flags of fairseq-train",
+        "train and score methods with all seeds; FLAGS are methods, then flags of fairseq-train",
         ("SEEDS", "JOBS", *_TRAINING, *_COMET, "RESULTS_DIR", *_FOLDERS),
     ),
     "report": Command(
@@ -104,7 +104,7 @@ RECIPES = {
     ),
     "table": Command(
         "evaluation.table:print_table",
-        "print the scores of a data set's runs beside the paper's",
+        "print the scores of a data set's runs, and the paper's",
         ("DATA_DIR", "RUN_DIR", "CONFIG_DIR"),
     ),
     "demo": Command(
@@ -281,17 +281,16 @@ def add_learning(parser: ArgumentParser, vocab_size: int | None = None) -> None:
         },
         "--normalization": {
             **{"default": "nfc", "metavar": "NAME"},
-            "help": "what is done to text first, also when the model is used: nfc (the same text for a "
-            "reader), nfkc (as sentencepiece does by itself; changes punctuation), identity, or a file of "
-            "sentencepiece's rules",
+            "help": "normalisation of text, in learning and in encoding: nfc (looks the same), nfkc "
+            "(sentencepiece's default; changes punctuation), identity, or a file of sentencepiece's rules",
         },
         "--byte-fallback": {
             "action": "store_true",
-            "help": "divide characters without a subword into bytes, which are 256 of the subwords",
+            "help": "split characters without a subword into bytes, which take 256 of the subwords",
         },
         "--user-defined-symbols": {
             **{"nargs": "+", "default": [], "metavar": "SYMBOL"},
-            "help": "subwords that are never divided",
+            "help": "subwords that are never split",
         },
         "--model-type": {"default": "unigram", "choices": ("unigram", "bpe"), "help": "algorithm"},
         "--input-sentence-size": {

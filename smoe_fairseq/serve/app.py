@@ -464,10 +464,10 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
         "--from",
         dest="source",
         metavar="LANG",
-        help="source language, where the data do not say it",
+        help="source language, if the data do not name it",
     )
     parser.add_argument(
-        "--to", dest="target", metavar="LANG", help="target language, where the data do not say it"
+        "--to", dest="target", metavar="LANG", help="target language, if the data do not name it"
     )
     parser.add_argument(
         "--host",

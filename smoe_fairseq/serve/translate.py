@@ -98,13 +98,15 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         "--from",
         dest="source",
         metavar="LANG",
-        help="language of the text; leave --from and --to out where only one is possible",
+        help="language of the text; --from and --to may be omitted if only one is possible",
     )
-    parser.add_argument("--output", metavar="FILE", help="write here in place of standard output")
+    parser.add_argument(
+        "--output", metavar="FILE", help="file to write, instead of standard output"
+    )
     parser.add_argument(
         "--line-by-line",
         action="store_true",
-        help="answer each line before the next is read, for programs that wait for it; slower",
+        help="translate each line before reading the next, for programs that wait; slower",
     )
     parser.add_argument(
         "--prefix", default="", metavar="TEXT", help="text with which every translation begins"
@@ -170,7 +172,7 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--sampling",
         action="store_true",
-        help="draw --beam translations at random by their probabilities, in place of beam search",
+        help="draw --beam translations at random by their probabilities, instead of beam search",
     )
     parser.add_argument(
         "--sampling-topk",

@@ -40,7 +40,7 @@ def add_subwords_arguments(parser: ArgumentParser) -> None:
     learn = actions.add_parser("learn", help=_LEARN, description=_LEARN)
     add_learning(learn, vocab_size=8000)
     encode = actions.add_parser("encode", help=_ENCODE, description=_ENCODE)
-    encode.add_argument("model", metavar="MODEL", type=Path, help="spm.model, as learn writes it")
+    encode.add_argument("model", metavar="MODEL", type=Path, help="spm.model, written by learn")
     encode.add_argument("--workers", type=positive, default=1, metavar="N", help="processes (1)")
     for action in (learn, encode):
         one = {"metavar": "DIR", "type": Path, "required": True, "help": "a new folder"}
