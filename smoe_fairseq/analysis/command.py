@@ -126,11 +126,11 @@ def add_analyze_arguments(parser: ArgumentParser) -> None:
     add, shown = partial(add_flag, parser), "requested capacity"
     parser.add_argument("--path", type=Path, required=True, metavar="CHECKPOINT")
     add("--output", "DIR", "folder for the results; must not exist", Path)
-    instead = "in place of a subset's; with --output also as a picture"
+    instead = "instead of a subset; with --output also as a picture"
     add("--sentence", "TEXT", f"show the {shown} of this sentence's tokens, {instead}")
     lists = f"out of the lists of lowest and highest {shown}"
     add("--min-count", "N", f"leave tokens with fewer occurrences {lists}", positive, TOO_FEW)
-    usual = "default: train.log beside the checkpoint, if it exists"
+    usual = "default: train.log next to the checkpoint, if it exists"
     add("--log", "FILE", f"fairseq's log of the training; {usual}", Path)
 
 

@@ -109,18 +109,18 @@ def add_run_arguments(parser) -> None:
         text = f"{text}; default: {default}"
         parser.add_argument(flag, default=default, choices=choices, metavar="NAME", help=text)
 
-    add_flag(parser, "--max-tokens", "N", "of a batch", int, TOKENS)
-    add_flag(parser, "--batch-size", "N", "sentences of a batch, at most", int)
+    add_flag(parser, "--max-tokens", "N", "tokens per batch", int, TOKENS)
+    add_flag(parser, "--batch-size", "N", "maximum number of sentences per batch", int)
     add_flag(parser, "--update-freq", "N", "batches per update", int, 1)
     for flag in ("fp16", "bf16", "memory-efficient-fp16", "memory-efficient-bf16"):
         parser.add_argument(f"--{flag}", action="store_true", help=f"train in {flag[-4:]}")
     parser.add_argument("--fp16-no-flatten-grads", action="store_true", help="with --fp16")
-    parser.add_argument("--amp", action="store_true", help="refused: only a GPU can say")
+    parser.add_argument("--amp", action="store_true", help="refused: no forecast for it")
     choice("--optimizer", "with its own default settings", "adam", OPTIMIZER_REGISTRY)
     choice("--criterion", "likewise", "smoe_label_smoothed_cross_entropy", CRITERION_REGISTRY)
-    choice("--zero-sharding", "os: the optimizer's state is shared out", "none", ("none", "os"))
+    choice("--zero-sharding", "os: shard the optimizer's state", "none", ("none", "os"))
     parser.add_argument("--ddp-backend", default="pytorch_ddp", metavar="NAME")
-    parser.add_argument("--cpu", action="store_true", help="as a CPU computes, not a GPU")
+    parser.add_argument("--cpu", action="store_true", help="compute on a CPU, not a GPU")
 
 
 def parse_run(words: Sequence[str]) -> Namespace:
@@ -144,14 +144,14 @@ FLOPs per token: one forward pass, for one source token through the encoder and 
 through the decoder (of a language model, for one token), counted as Kaplan et al. (2020) do, 2 per
 weight and token:
   attention   2 x query, key, value and output projections of every attention block
-  ffn         2 x the feed-forward networks of dense layers and those that all tokens use beside experts
+  ffn         2 x the feed-forward networks of dense layers and those that all tokens use besides experts
   experts     2 x top-k x requested capacity x the weights of one expert, per MoE layer; for top-k what
               other gates and null experts leave of it under uniform routing
   embedding   2 x vocabulary x dimension, one input matrix as if it were multiplied
   output      2 x vocabulary x dimension, the output projection
   context     2 x context x dimension per attention block
 Biases, layer norms and gates are left out. The context is {context} positions (--context). The paper's
-absolute numbers are 4 to 5 M more, for a reason that no reading explains (docs/cost.md)."""
+absolute numbers are 4 to 5 M higher, which we cannot explain (docs/cost.md)."""
 
 
 @dataclass(frozen=True)

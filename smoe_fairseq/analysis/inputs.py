@@ -64,7 +64,7 @@ class Subset:
 def add_input_arguments(parser: ArgumentParser, lang_pairs: str) -> None:
     """The data and what to run on, beside ``path``, the checkpoint; ``lang_pairs`` says what these are."""
     add = partial(add_flag, parser)
-    parser.add_argument("data", metavar="DATA", help="binarised data, as fairseq-train takes it")
+    parser.add_argument("data", metavar="DATA", help="binarised data, as for fairseq-train")
     add(
         "--lang-pairs",
         "PAIRS",
@@ -73,7 +73,7 @@ def add_input_arguments(parser: ArgumentParser, lang_pairs: str) -> None:
     add("--gen-subset", None, "subset to run on: train, valid or test", default="valid")
     add("--sentences", "N", "run on a random sample of N sentences per direction", positive)
     add("--max-tokens", None, "tokens per batch", positive, TOKENS_PER_BATCH)
-    parser.add_argument("--cpu", action="store_true", help="use the CPU even where there is a GPU")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
 
 
 def given_inputs(args: Namespace) -> tuple[nn.Module, object, list[str], Subset]:

@@ -259,7 +259,7 @@ def _with_strata(values: Any, strata: Mapping[str, str]) -> Any:
 
 def add_prune_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="CHECKPOINT")
-    inputs.add_input_arguments(parser, "directions to keep the model good at")
+    inputs.add_input_arguments(parser, "directions for which to prune the model")
     share = "share of the experts to keep, above 0 up to 1: those of highest importance"
     importance = "the rate of first choices times exp(mean gate probability of these)"
     add_flag(parser, "--keep", "SHARE", f"{share}, which is {importance}", float)
@@ -267,7 +267,7 @@ def add_prune_arguments(parser: ArgumentParser) -> None:
         "whether --keep is a share of each MoE layer's experts, or of all experts; default: layer"
     )
     parser.add_argument("--over", choices=("layer", "all"), help=over)
-    load = "in place of --keep: remove experts whose load (choices, over the mean of the layer)"
+    load = "instead of --keep: remove experts whose load (choices, over the mean of the layer)"
     most = "is at most this in every direction; 0 removes those that were never chosen"
     add_flag(parser, "--min-load", "LOAD", f"{load} {most}", float)
     add_output_arguments(parser)

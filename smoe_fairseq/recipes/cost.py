@@ -112,7 +112,7 @@ def add_cost_arguments(parser: ArgumentParser) -> None:
     what, add = parser.add_mutually_exclusive_group(), partial(add_flag, parser)
     rows = "compute all rows of a table of the paper"
     what.add_argument("--paper", choices=WITH_COSTS, help=rows)
-    add_flag(what, "--path", "CHECKPOINT", "take the model of this checkpoint", Path)
+    add_flag(what, "--path", "CHECKPOINT", "use the model of this checkpoint", Path)
     data = "with --path: binarised data on which to measure the requested capacity"
     parser.add_argument("data", nargs="?", type=Path, metavar="DATA", help=data)
     add("--gen-subset", None, "subset of DATA", default="valid")
@@ -120,8 +120,8 @@ def add_cost_arguments(parser: ArgumentParser) -> None:
     add("--context", None, "positions that a token attends to", int, CONTEXT)
     each = "also show the bytes that each of N processes holds and sends"
     add("--world-size", "N", f"{each}, with replicated and with sharded experts", int)
-    fit = "also show how many tokens fit on a GPU of so much memory"
-    add("--gpu-memory", "GIB", f"{fit}, in training and in translating", at_least(float, 0))
+    fit = "also show how many tokens fit on a GPU with this memory"
+    add("--gpu-memory", "GIB", f"{fit}, in training and translation", at_least(float, 0))
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_model_arguments(parser)
     training = parser.add_argument_group("training, with --world-size, as for fairseq-train")
