@@ -5,6 +5,7 @@ import ctypes
 import difflib
 import errno
 import functools
+import io
 import logging
 import math
 import os
@@ -17,7 +18,7 @@ import traceback
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from typing import NoReturn, TextIO
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # these have sentences of their own
@@ -183,12 +184,42 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.8) -> str | None:
 
 def end_parsing(parser: ArgumentParser, message: str) -> NoReturn:
     """In place of argparse's ``error``: one line, with the flag that an unknown one is nearly like."""
+    said = f"{parser.prog}: error: {_with_nearest(parser, message)}"
+    parser.exit(2, f"{said}; {parser.prog} --help lists all flags\n")
+
+
+def _with_nearest(parser: ArgumentParser, message: str) -> str:
     flags = [flag for action in parser._actions for flag in action.option_strings]
     for word in message.split() if message.startswith("unrecognized") else ():
         near = nearest(word.partition("=")[0], flags) if word.startswith("--") else None
         message += f"; did you mean {near}?" if near else ""
-    help_ = f"{parser.prog} --help lists all flags"
-    parser.exit(2, f"{parser.prog}: error: {printable(message)}; {help_}\n")
+    return printable(message)
+
+
+class RaisingParser(ArgumentParser):
+    """An error of the command line is a UsageError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(_with_nearest(self, message))
+
+
+@contextmanager
+def refusing_flags(start: str = "") -> Iterator[None]:
+    """What argparse prints when it ends the program becomes a UsageError."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    except SystemExit as ended:
+        line = (said.getvalue().splitlines() or [str(ended)])[-1]
+        raise UsageError(start + (line.partition("error: ")[2] or line)) from None
+
+
+def filled(text: str) -> str:
+    """The type of texts that are not empty, as an unset variable of a shell is."""
+    if not text:
+        raise ArgumentTypeError("it is empty")
+    return text
 
 
 # The flags of our own commands, and the numbers that they take, as types of argparse.

@@ -34,7 +34,7 @@ def test_as_of_the_command(tmp_path, settings):
 
 
 def test_flags_and_lengths_are_checked():
-    with pytest.raises(UsageError, match="`sacrebleu` of the data set: .*--no-such"):
+    with pytest.raises(UsageError, match="sacrebleu: .*--no-such"):
         metrics.score(["a"], ["a"], {"no-such": 5})
     with pytest.raises(UsageError, match="1 translations and 2 references"):
         metrics.score(["a"], ["a", "b"], {})

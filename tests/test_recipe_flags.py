@@ -62,6 +62,23 @@ def test_a_folder_that_is_a_file_is_named(tmp_path, flag):
     refused(dry(tmp_path, name, "multi30k", "moe", flag, "file", "--gpus", "0"), flag)
 
 
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        *(("--gpus", "-1"), ("--nodes", "0"), ("--jobs", "0"), ("--batch", "0")),
+        *(("--precision", "fp9"), ("--launcher", "x"), ("--max-tokens", "0")),
+    ],
+)
+def test_a_study_refuses_at_once_what_its_runs_would(tmp_path, flag, value):
+    refused(dry(tmp_path, "study", "multi30k", "moe", flag, value), f"{flag} {value}")
+
+
+@pytest.mark.parametrize("name, flag", [("export", "--output"), ("train", "--run-dir")])
+def test_a_name_that_is_empty_is_refused(name, flag):
+    found = smoe(name, "x", *["moe"] * (name == "train"), flag, "", check=False)
+    assert found.returncode == 2 and f"argument {flag}: " in found.stdout
+
+
 def test_the_environment_is_as_before(tmp_path, monkeypatch):
     monkeypatch.setenv("SEED", "7")
     dry(tmp_path, "train", "multi30k", "moe", "--seed", "2", "--gpus", "0")

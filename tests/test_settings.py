@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import refused, step_here
 from test_recipes import ROOT
 from test_table import table, write_scores
 
@@ -104,7 +105,6 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "generate": {"lenpen": float("nan")}}, "generate.lenpen"),
         ({"pairs": ["a-b"], "train": {"lr": float("nan")}}, "train.lr"),
         ({"pairs": ["a-b"], "sacrebleu": {"width": -2}}, "sacrebleu.width"),
-        ({"pairs": ["a-b"], "subwords": {"vocab-size": [100, 200]}}, "subwords.vocab-size"),
         ({"pairs": ["a-b"], "margins": {"blue": 1}}, "margins.blue"),
         *((f"pairs: [a-b]\ntrain: {{{each}}}\n", "train.x") for each in WORDLESS),
         *((f"pairs: [a-b]\n{each}: {{x: {{y: 1}}}}\n", f"{each}.x") for each in PROGRAMS),
@@ -119,11 +119,33 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"messages": {}}}, "raw.messages.layout"),
         ({"pairs": ["a-b"], "raw": {"archives": [{"size": 1}]}}, "raw.archives[0].url"),
     ],
-    ids=range(58),
+    ids=range(57),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)
     assert refusal().startswith(f"{path}") and words in refusal()
+
+
+TRAINED = {"arch": "smoe_transformer_tiny", "lr": 1, "max-tokens": 99, "max-update": 9}
+
+
+@pytest.mark.parametrize(
+    "words, setting, value",
+    [
+        *(("prepare odd", f"subwords.{x}", 0) for x in ("vocab-size", "model-type", "output")),
+        *(("train odd moe", x, "x") for x in ("train.dropout", "train.dropoot", "task.task")),
+        ("train odd moe", "methods.moe.clip-norm", "x"),
+        ("evaluate odd moe", "sacrebleu.metrics", "x"),
+    ],
+)
+def test_what_a_program_refuses_is_told_with_file_and_setting(configs, words, setting, value):
+    for key in reversed(setting.split(".")):
+        value = {key: value}
+    below = configs(yaml.safe_dump(value), "below.yaml")
+    configs({"pairs": ["en-fr"], "base": "below", "experts": 4, "train": TRAINED})
+    folder = below.parent.parent
+    given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "1", "CONFIG_DIR": str(below.parent)}
+    refused(step_here(*words.split(), cwd=folder, **given), f"{below}: `{setting}`")
 
 
 def test_bases_that_are_missing_or_stand_on_one_another(configs):

@@ -35,18 +35,12 @@ def test_learnt_and_applied(text, tmp_path, capsys):
         (["learn", "absent", "--output", "o"], "absent is not a file: expected text"),
         (["encode", "spm.model", "a/x", "b/x", "--output", "o"], "two files are called x"),
         (["encode", "a/x", "b/y", "--output", "o"], "a/x is not a model of sentencepiece"),
+        (["learn", "a/empty", "--output", "o"], "a/empty has no text"),
         (
-            ["learn", "a/x", "--vocab-size", str(10**20), "--output", "o"],
-            f"a/x .*--vocab-size {10**20}",
+            ["learn", "a/x", "--normalization", "b/x", "--output", "o"],
+            "--normalization b/x, line 1",
         ),
-        (
-            ["learn", "a/x", "--character-coverage", "nan", "--output", "o"],
-            "--character-coverage nan",
-        ),
-        (
-            ["learn", "a/x", "--user-defined-symbols", "", "--output", "o"],
-            "--user-defined-symbols ''",
-        ),
+        (["learn", "a/x", "--vocab-size", "1", "--output", "o"], "a/x with --vocab-size 1 "),
     ],
 )
 def test_refused(tmp_path, monkeypatch, words, said):
@@ -54,6 +48,21 @@ def test_refused(tmp_path, monkeypatch, words, said):
     for name in ("a/x", "b/x", "b/y"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text\n")
+    (tmp_path / "a/empty").write_text("\n \n")
     with pytest.raises(SystemExit, match=said):
         main(["subwords", *words])
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        *(("--vocab-size", str(10**20)), ("--vocab-size", "0"), ("--character-coverage", "nan")),
+        *(("--input-sentence-size", "-1"), ("--output", "")),
+        *(("--user-defined-symbols", word) for word in ("", "a b", "<pad>")),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(capsys, flag, value):
+    with pytest.raises(SystemExit, match="2"):
+        main(["subwords", "learn", "text", "--output", "o", flag, value])
+    assert f"argument {flag}: " in capsys.readouterr().err

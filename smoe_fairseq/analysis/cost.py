@@ -13,7 +13,7 @@ from fairseq.modules import MultiheadAttention
 from fairseq.optim import OPTIMIZER_REGISTRY
 from torch import nn
 
-from smoe_fairseq.errors import UsageError, add_flag
+from smoe_fairseq.errors import RaisingParser, UsageError, add_flag
 from smoe_fairseq.models.options import (
     DecoderOptions,
     SMoETransformerConfig,
@@ -36,14 +36,9 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     SMoETransformerConfig.add_args(parser.add_argument_group("model, as for fairseq-train"))
 
 
-class _Parser(ArgumentParser):
-    def error(self, message: str):
-        raise UsageError(message)
-
-
 def parse_model(words: Sequence[str]) -> Namespace:
     """The model's part of a command line of fairseq-train, as `parse_run` takes it."""
-    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser = RaisingParser(allow_abbrev=False, add_help=False)
     add_model_arguments(parser)
     return parser.parse_known_args(list(words))[0]
 
@@ -95,9 +90,7 @@ def build_meta_model(args: Namespace, vocabulary: int, outputs: int | None = Non
         return ARCH_MODEL_REGISTRY[args.arch].build_model(_complete(args), Task)
 
 
-# The flags of ``fairseq-train`` that decide what a run takes, read without fairseq's own parser.
-#
-# That would want a folder of data, and takes as long as the forecast.
+# The flags of ``fairseq-train`` that decide what a run takes, as `smoe cost` has them too.
 
 TOKENS = 4096
 
@@ -128,7 +121,7 @@ def parse_run(words: Sequence[str]) -> Namespace:
 
     Raises UsageError for a value that one of them does not take.
     """
-    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser = RaisingParser(allow_abbrev=False, add_help=False)
     add_model_arguments(parser)
     add_run_arguments(parser)
     parser.add_argument("--momentum", type=float, default=0.0)  # of SGD

@@ -7,16 +7,24 @@ an environment variable.
 import argparse
 import importlib
 import inspect
-import os
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from smoe_fairseq.errors import UsageError, end_parsing, nearest, positive, quietly
+from smoe_fairseq.errors import (
+    UsageError,
+    at_least,
+    end_parsing,
+    filled,
+    nearest,
+    positive,
+    quietly,
+)
+from smoe_fairseq.recipes.processes import dry_run, variables
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Setting:
     def add_to(self, parser: ArgumentParser) -> None:
         kind = {"action": "store_const", "const": self.value}
         if self.metavar:
-            kind = {"metavar": self.metavar}
+            kind = {"metavar": self.metavar, "type": filled}
         words = f"{self.help} (default: ${self.variable}, else {self.default})"
         parser.add_argument(self.name, dest=self.variable, help=words, **kind)
 
@@ -161,9 +169,13 @@ _OPTIONS = {
 
 
 class CommandParser(ArgumentParser):
-    """An error is one line that points to the command's help."""
+    """An error is one line that points to the command's help; no path is empty."""
 
     error = end_parsing
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.register("type", Path, lambda text: Path(filled(text)))
 
 
 def function_of(command: Command) -> Callable[..., None]:
@@ -249,34 +261,34 @@ def _without_options(given: Namespace) -> list[str]:
 @contextmanager
 def _environment(settings: dict[Setting, str]) -> Iterator[None]:
     """Set the variables; an error names the flag."""
-    before = {setting.variable: os.environ.get(setting.variable) for setting in settings}
-    os.environ.update({setting.variable: value for setting, value in settings.items()})
-    if os.environ.get("DRY_RUN", "0") not in ("", "0"):
-        for setting, value in settings.items():
+    with variables({setting.variable: value for setting, value in settings.items()}):
+        for setting, value in settings.items() if dry_run() else ():
             if setting.variable != "DRY_RUN":
                 print(f"export {setting.variable}={shlex.quote(value)}")
-    try:
-        yield
-    except UsageError as error:
-        sentence = str(error)
-        for setting, value in settings.items():
-            sentence = sentence.replace(f"{setting.variable}={value}", f"{setting.name} {value}")
-        raise UsageError(sentence) from None
-    finally:
-        for variable, value in before.items():
-            if value is None:
-                os.environ.pop(variable, None)
-            else:
-                os.environ[variable] = value
+        try:
+            yield
+        except UsageError as error:
+            sentence = str(error)
+            for setting, value in settings.items():
+                sentence = sentence.replace(
+                    f"{setting.variable}={value}", f"{setting.name} {value}"
+                )
+            raise UsageError(sentence) from None
+
+
+def _symbol(text: str) -> str:
+    if text.split() != [text] or text in ("<s>", "<pad>", "</s>", "<unk>"):
+        raise ArgumentTypeError(f"{text!r}: expected a word that is no mark of fairseq's")
+    return text
 
 
 def add_learning(parser: ArgumentParser, vocab_size: int | None = None) -> None:
     """Add the options of sentencepiece's training; ``vocab_size`` is required unless it has a default."""
     size = {"default": vocab_size} if vocab_size else {"required": True}
     for flag, options in {
-        "--vocab-size": {"type": int, "help": "subwords", **size},
+        "--vocab-size": {"type": at_least(int, 1, 2**31 - 1), "help": "subwords", **size},
         "--character-coverage": {
-            **{"type": float, "default": 0.9995},
+            **{"type": at_least(float, 0.98, 1), "default": 0.9995},
             "help": "share of the text's characters that get a subword",
         },
         "--normalization": {
@@ -289,12 +301,12 @@ def add_learning(parser: ArgumentParser, vocab_size: int | None = None) -> None:
             "help": "split characters without a subword into bytes, which take 256 of the subwords",
         },
         "--user-defined-symbols": {
-            **{"nargs": "+", "default": [], "metavar": "SYMBOL"},
+            **{"nargs": "+", "default": [], "metavar": "SYMBOL", "type": _symbol},
             "help": "subwords that are never split",
         },
         "--model-type": {"default": "unigram", "choices": ("unigram", "bpe"), "help": "algorithm"},
         "--input-sentence-size": {
-            **{"type": int, "default": 0},
+            **{"type": at_least(int, 0, 2**63 - 1), "default": 0},
             "help": "lines drawn at random to learn from; 0: all",
         },
     }.items():

@@ -1,9 +1,11 @@
 """The recipes' settings: flags, the data sets and methods in ``configs/``, and the paper's tables."""
 
+import contextlib
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -14,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, refusing_flags
 from smoe_fairseq.files import read_text
 from smoe_fairseq.forms import Number, Settings, check
 
@@ -36,6 +38,25 @@ def arguments(flags: Flags) -> list[str]:
         if value is not True:
             words += map(str, value if isinstance(value, list) else [value])
     return words
+
+
+def parse_flags(program: str, words: Sequence[str]) -> Namespace:
+    """fairseq's reading of the words of ``fairseq-train`` or ``fairseq-generate``.
+
+    Raises:
+        UsageError: they cannot be used.
+    """
+    from fairseq import options
+
+    import smoe_fairseq.models.transformer  # noqa: F401  (registers the architectures)
+
+    training = program == "fairseq-train"
+    with refusing_flags():
+        parser = options.get_training_parser() if training else options.get_generation_parser()
+        parser.prog = program
+        if not training:
+            parser.add_argument("--arch", "-a", default="wav2vec2")  # as fairseq-generate does
+        return options.parse_args_and_arch(parser, list(words))
 
 
 _OTHER_NAMES = {
@@ -133,17 +154,7 @@ SCHEMA: dict[str, Any] = {
         equal=_DROP,
         overlap=_DROP | {"drop-all"},
     ),
-    "subwords": Settings(
-        {
-            "vocab-size": _COUNT,
-            "character-coverage": Number(0.98, 1),
-            "normalization": str,
-            "byte-fallback": bool,
-            "user-defined-symbols": [str],
-            "model-type": {"unigram", "bpe"},
-            "input-sentence-size": Number(0, whole=True),
-        }
-    ),
+    "subwords": _FLAGS,
     "task": _FLAGS,
     "train": _OF_TRAINING,
     "generate": {
@@ -259,6 +270,34 @@ class Dataset:
 def orders(pair: str) -> tuple[str, str]:
     """A pair, and the same two languages the other way round."""
     return pair, "-".join(reversed(pair.split("-")))
+
+
+@contextlib.contextmanager
+def naming_settings(
+    dataset: Dataset, sections: Sequence[str], typed: Sequence[str] = ()
+) -> Iterator[None]:
+    """An error about a flag that one of the sections sets, and no typed word, names file and setting."""
+    try:
+        yield
+    except UsageError as error:
+        for flag in re.findall(r"(?<=--)[\w-]+", str(error))[:1]:
+            for section in sections:
+                if f"--{flag}" in given_flags(typed) or flag not in _part(vars(dataset), section):
+                    continue
+                file = dataset_file(dataset.name)
+                while file.stem != "common" and flag not in _part(
+                    own := read(file, SCHEMA), section
+                ):
+                    file = config_folder() / f"{own.get('base', 'common')}.yaml"
+                raise UsageError(f"{file}: `{section}.{flag}`: {error}") from None
+        raise
+
+
+def _part(content: Mapping, section: str) -> Mapping:
+    """Of a data set's content: ``train``, or ``methods.moe``."""
+    for key in section.split("."):
+        content = content.get(key) or {}
+    return content
 
 
 def dataset_file(name: str) -> Path:

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from smoe_fairseq.errors import ENDING, UsageError, end_with_parent
 
@@ -67,6 +68,21 @@ def environment() -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}",
     }
+
+
+@contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process, and what it starts, within the context."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def run(lines: Iterable[str], variables: Mapping[str, str] | None = None) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq import files
-from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, arguments
+from smoe_fairseq.errors import RaisingParser, UsageError
+from smoe_fairseq.recipes.commands import add_learning
+from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, arguments, naming_settings
 from smoe_fairseq.recipes.data import raw
 from smoe_fairseq.recipes.data.binarise import binarised_folder
 from smoe_fairseq.recipes.data.checks import print_checks
@@ -23,6 +24,10 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     Does nothing if that is done already. ``flags`` go to the step that learns subwords.
     """
     folders = Folders(dataset.name)
+    parser = RaisingParser()
+    add_learning(parser)
+    with naming_settings(dataset, ["subwords"], flags):
+        parser.parse_args([*arguments(dataset.subwords), *flags])
     if dry_run():
         _prepare(dataset, folders, flags)
         return

@@ -1,6 +1,8 @@
 """Subwords: learn a sentencepiece model from text, and encode text; also ``smoe subwords``."""
 
 import io
+import itertools
+import re
 import shlex
 import tempfile
 from argparse import ArgumentParser, Namespace
@@ -31,6 +33,9 @@ _LEARN = (
 )
 # Values of --normalization, and sentencepiece's names of their rules.
 _NAMES = {"nfkc": "nmt_nfkc", "identity": "identity"}
+_RULE = re.compile(
+    r"[0-9A-Fa-f]+( [0-9A-Fa-f]+)*\t([0-9A-Fa-f]+ ?)*(\t.*)?"
+)  # of sentencepiece's file
 _ENCODE = "text to subwords: writes a file of the same name to DIR for each"
 
 
@@ -121,10 +126,19 @@ def learn_from(
             if not Path(normalization).is_file():
                 expected = f"nfc, {', '.join(_NAMES)}, or a file of sentencepiece's rules"
                 raise UsageError(f"--normalization {normalization}: expected {expected}")
+            for number, line in enumerate(readers.lines(Path(normalization)), 1):
+                if not _RULE.fullmatch(line):
+                    raise UsageError(
+                        f"--normalization {normalization}, line {number}: expected the numbers of letters "
+                        "in hexadecimal, a tab and those in their place, such as 41 30A<tab>C5"
+                    )
             rules = {"normalization_rule_tsv": normalization}
+        lines = (line for file in files for line in readers.lines(file))
+        if (first := next(filter(str.strip, lines), None)) is None:
+            raise UsageError(f"{raw} has no text to learn from")
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=(line for file in files for line in readers.lines(file)),
+                sentence_iterator=itertools.chain([first], lines),
                 model_writer=model,
                 hard_vocab_limit=False,
                 minloglevel=1,
@@ -136,8 +150,9 @@ def learn_from(
             given = options | {"user_defined_symbols": list(user_defined_symbols) or None}
             words = arguments({name.replace("_", "-"): value for name, value in given.items()})
             flags = shlex.join(words)
+            said = re.sub(r"\w+: (src/\S+ \[.*?\] )?", "", str(error), count=1)  # its source line
             raise UsageError(
-                f"sentencepiece cannot learn from {raw} with {flags}: {error}"
+                f"sentencepiece cannot learn from {raw} with {flags}: {said or error}"
             ) from None
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]

@@ -18,7 +18,7 @@ from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import rank_files, write_whole
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.recipes.config import Dataset, Flags, arguments, method_flags
+from smoe_fairseq.recipes.config import Dataset, Flags, arguments, method_flags, naming_settings
 from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.data.text_files import count_lines, progress
@@ -176,15 +176,17 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
     for direction in sorted(set(dataset.directions) - set(evaluation.directions)):
         report(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
     run(evaluation.making)
-    for language in {direction.split("-")[1] for direction in evaluation.directions}:
-        metrics.check_tokenizer(dataset.sacrebleu, language)
+    with naming_settings(dataset, ["sacrebleu"]):
+        for language in {direction.split("-")[1] for direction in evaluation.directions}:
+            metrics.check_tokenizer(dataset.sacrebleu, language)
     tokenizer = str(dataset.sacrebleu.get("tokenize", ""))
     if tokenizer.startswith("flores"):
         comment = f"# the model of sacreBLEU's {tokenizer} tokenizer, which is fetched once"
         run([comment, step("tokenizer", tokenizer)])
     if not dry_run():
         print(f"# {dataset.name} {method}: translate and score", flush=True)
-        _translate(evaluation)
+        with naming_settings(dataset, ("generate", "task"), flags):
+            _translate(evaluation)
     for direction in evaluation.directions if dry_run() else ():
         generation = command("fairseq-generate", *evaluation.generation(direction))
         comment = f"# {dataset.name} {direction}: translate and score"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import read_text, whole_file
+from smoe_fairseq.recipes.config import parse_flags
 from smoe_fairseq.recipes.data.text_files import workers_for
-from smoe_fairseq.recipes.evaluation.metrics import refusing_flags
 from smoe_fairseq.recipes.processes import whole_number
 from smoe_fairseq.recipes.training.launcher import launch, visible_gpus
 
@@ -280,16 +280,9 @@ class _Lines:
 
 def _parsed(words: list[str]):
     """fairseq's config of ``fairseq-generate WORDS``; raises UsageError if they cannot be used."""
-    from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-    import smoe_fairseq.models.transformer  # noqa: F401  (registers the architectures)
-
-    with refusing_flags():
-        parser = options.get_generation_parser()
-        parser.prog = "fairseq-generate"
-        parser.add_argument("--arch", "-a", default="wav2vec2")  # as fairseq-generate does
-        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
+    cfg = convert_namespace_to_omegaconf(parse_flags("fairseq-generate", words))
     if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
         cfg.dataset.max_tokens = 12000  # as fairseq-generate does
     return cfg

@@ -1,13 +1,11 @@
 """sacreBLEU's metrics in this process, with its command's flags, and the tokenizer of each language."""
 
-import contextlib
 import importlib.util
-import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.errors import UsageError, quietly, refusing_flags
 from smoe_fairseq.recipes.config import Flags, arguments
 from smoe_fairseq.recipes.evaluation import scores
 
@@ -36,8 +34,9 @@ def with_tokenizer(settings: Flags, language: str) -> Flags:
 
 
 def check_tokenizer(settings: Flags, language: str) -> None:
-    """Raise UsageError if the tokenizer needs a package that is not installed."""
+    """Raise UsageError if sacreBLEU does not know a flag, or the tokenizer is not installed."""
     chosen = tokenizer_of(settings, language)
+    _parsed(tuple(arguments(settings | {"tokenize": chosen})))
     for name, extra in set(_BY_LANGUAGE.values()):
         if chosen == name and extra and importlib.util.find_spec(_MODULES[extra]) is None:
             raise UsageError(
@@ -80,19 +79,7 @@ def _parsed(words: tuple[str, ...]):
 
     before, sys.argv = sys.argv, ["sacrebleu", "references", *words]
     try:
-        with refusing_flags("`sacrebleu` of the data set: "):
+        with refusing_flags("sacrebleu: "):
             return parse_args()
     finally:
         sys.argv = before
-
-
-@contextlib.contextmanager
-def refusing_flags(start: str = "") -> Iterator[None]:
-    """What argparse prints when it ends the program becomes a UsageError."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            yield
-    except SystemExit as ended:
-        line = (said.getvalue().splitlines() or [str(ended)])[-1]
-        raise UsageError(start + (line.partition("error: ")[2] or line)) from None

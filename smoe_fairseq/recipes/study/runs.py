@@ -17,10 +17,19 @@ from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.config import Dataset, given_flags, has_strata, method_flags, tables
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
-from smoe_fairseq.recipes.processes import Groups, dry_run, environment, report, step, whole_number
+from smoe_fairseq.recipes.processes import (
+    Groups,
+    dry_run,
+    environment,
+    report,
+    step,
+    variables,
+    whole_number,
+)
 from smoe_fairseq.recipes.study import results
 from smoe_fairseq.recipes.study.report import write_report
 from smoe_fairseq.recipes.training.launcher import cores, launch, visible_gpus
+from smoe_fairseq.recipes.training.train import plan
 
 POLL_SECONDS = 1
 NEWS_SECONDS = 600  # between two lines on what is running, unless there is a terminal
@@ -84,6 +93,10 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
     """
     runs = _runs(dataset, flags)
     left = [run for run in runs if not results.are_kept(dataset, run.name, run.flags)]
+    slots = _slots()
+    with variables({"GPUS": slots[0]["GPUS"]}):
+        for method in {run.method for run in left}:  # what a run would refuse is refused before any
+            plan(dataset, method, left[0].flags)
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are left", flush=True)
     if dry_run():
         for run in left:
@@ -96,7 +109,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
     results.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)
     folders.runs.mkdir(parents=True, exist_ok=True)
     lock_folder(folders.runs, LOCK)  # before anything is noted of a run
-    failed = _work(dataset, left) if left else []
+    failed = _work(left, slots) if left else []
     if failed:
         with suppress(UsageError):  # no run may be kept
             write_report(dataset)
@@ -123,11 +136,11 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
     return runs
 
 
-def _work(dataset: Dataset, left: list[Run]) -> list[Run]:
+def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
     """Make the runs; returns those that failed."""
     from tqdm import tqdm
 
-    slots, failed, running, new = _slots(), [], {}, False
+    failed, running, new = [], {}, False
     waiting = deque(left)
     total = sum(run.updates for run in left)
     news = time.monotonic()
@@ -145,7 +158,7 @@ def _work(dataset: Dataset, left: list[Run]) -> list[Run]:
                     _start(groups, run, slots[slot])
             if new and running:  # after the last run the report is written anyway
                 try:
-                    write_report(dataset)
+                    write_report(left[0].dataset)
                 except Exception as error:  # the report can be made again, hours of training cannot
                     report(f"the report is to be made anew: {error}")
                 new = False

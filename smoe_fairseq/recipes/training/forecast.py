@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from smoe_fairseq.errors import quietly
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.config import Dataset, parse_flags
 from smoe_fairseq.recipes.data.text_files import count_lines
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.training.batch import longest_sentence
@@ -18,9 +18,14 @@ def forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[lis
     """Comments and warnings about a run of ``fairseq-train WORDS``; none with ``FORECAST=0``.
 
     What cannot be forecast is a comment: training says what is wrong with it.
+
+    Raises:
+        UsageError: fairseq-train does not have such flags.
     """
     if os.environ.get("FORECAST") == "0":
         return [], []
+    with quietly():
+        parse_flags("fairseq-train", words)
     try:
         with quietly():
             return _forecast(dataset, place, [*(["--cpu"] if place.cpu else []), *words])

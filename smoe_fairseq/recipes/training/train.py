@@ -16,6 +16,7 @@ from smoe_fairseq.recipes.config import (
     given_flags,
     has_strata,
     method_flags,
+    naming_settings,
 )
 from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
 from smoe_fairseq.recipes.processes import command, dry_run, report, run
@@ -55,23 +56,21 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         flags: of fairseq-train; they override those of the recipe.
         force_resume: resume a run although its flags differ from before.
     """
-    extra = list(flags)
     folders = Folders(dataset.name)
-    recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
-    recipe |= {"seed": seed_of(dataset)}
     if not dry_run():
         folders.check_prepared(dataset.pairs)
-    place = launch(extra)
-    given = given_flags(extra)
-    folder = Path(given.get("--save-dir") or folders.run(run_name(dataset, method)))
-    recipe, extra, notes = _for_place(dataset, recipe, place, extra, folder)
-    words = [*data_arguments(dataset), *arguments(recipe)]
-    words += ["--save-dir", str(folder), "--log-file", str(folder / LOG), *extra]
-    _check_complete(dataset, words)
+    place, words, notes = plan(dataset, method, flags)
+    given, folder = given_flags(flags), Path(given_flags(words)["--save-dir"])
     restored = given.keys() & {"--restore-file", "--finetune-from-model"}
     if not restored and (newest := _newest(folder)):
         words += ["--restore-file", str(newest)]
         report(f"{folder} has no checkpoint_last.pt: training goes on from {newest.name}")
+    if not any(folder.glob("checkpoint_last*.pt")):  # a resumed run had its forecast before
+        with naming_settings(dataset, (f"methods.{method}", "train", "task"), flags):
+            said, warnings = forecast(dataset, place, words)
+        notes += said
+        for warning in warnings:
+            report(warning)
     if not dry_run():
         if place.meets_at_port:
             check_port()
@@ -82,11 +81,6 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
             advice = "give a larger --max-update to go on, or another SEED for another run"
             print(f"{folder} is trained already, as far as asked for: {advice}")
             return
-    if not any(folder.glob("checkpoint_last*.pt")):  # a resumed run had its forecast before
-        said, warnings = forecast(dataset, place, words)
-        notes += said
-        for warning in warnings:
-            report(warning)
     line = command(*place.words("fairseq-train"), *words)
     used = given_flags(words)
     sharded = "--expert-parallel" in used and used.get("--moe-freq") != "0"
@@ -108,6 +102,26 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         identity.finish(words)
         if not identity.is_joined(folder) and (drawn := picture.draw(folder, folder / LOG)):
             print(f"# {drawn} shows losses and learning rate", flush=True)
+
+
+def plan(
+    dataset: Dataset, method: str, flags: Sequence[str]
+) -> tuple[Launch, list[str], list[str]]:
+    """Where a method is trained, the words of ``fairseq-train``, and comments on them.
+
+    Raises:
+        UsageError: a flag or setting cannot be used, or one is missing.
+    """
+    place, extra = launch(flags), list(flags)
+    folder = given_flags(extra).get("--save-dir")
+    folder = Path(folder or Folders(dataset.name).run(run_name(dataset, method)))
+    recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
+    recipe |= {"seed": seed_of(dataset)}
+    recipe, extra, notes = _for_place(dataset, recipe, place, extra, folder)
+    words = [*data_arguments(dataset), *arguments(recipe)]
+    words += ["--save-dir", str(folder), "--log-file", str(folder / LOG), *extra]
+    _check_complete(dataset, words)
+    return place, words, notes
 
 
 def _newest(folder: Path) -> Path | None:
