@@ -13,6 +13,8 @@ from test_expert_parallel import checkpoint, flags, furthest, whole
 from smoe_fairseq.checkpoints.io import rank_file
 from smoe_fairseq.checkpoints.sets import Shards, same_bits
 from smoe_fairseq.cli import main
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.training.reshard import reshard
 
 UPDATES = 2
 
@@ -186,6 +188,13 @@ def test_another_number_of_processes_is_told_what_to_do(
     run = ranks.start(tmp_path / "logs", world_size, *arguments, one=world_size == 1)
     assert run.wait(60) == [1] * world_size
     assert words in run.output(0).splitlines()[-1]
+
+
+def test_a_run_without_a_file_of_its_set_does_not_resume(resharded, tmp_path):
+    for file in resharded["2"].glob("*-rank-0.pt"):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(UsageError, match="checkpoint_last-rank-1.pt is missing"):
+        reshard(tmp_path, 2)
 
 
 def test_bad_requests_get_one_sentence(resharded, tmp_path):

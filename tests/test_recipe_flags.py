@@ -73,6 +73,12 @@ def test_a_study_refuses_at_once_what_its_runs_would(tmp_path, flag, value):
     refused(dry(tmp_path, "study", "multi30k", "moe", flag, value), f"{flag} {value}")
 
 
+def test_an_archive_of_text_is_to_be_unpacked(tmp_path):
+    (tmp_path / "x.zip").touch()
+    words = ("prepare", "multi30k", "--raw", "x.zip")
+    refused(step_here(*words, cwd=tmp_path, **GIVEN), "--raw x.zip")
+
+
 @pytest.mark.parametrize("name, flag", [("export", "--output"), ("train", "--run-dir")])
 def test_a_name_that_is_empty_is_refused(name, flag):
     found = smoe(name, "x", *["moe"] * (name == "train"), flag, "", check=False)

@@ -57,6 +57,10 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
             raise UsageError(f"{' '.join(flags)}: {archive} comes with its subwords; {advice}")
         run(_adopted(dataset, folders, archive, given))
         return
+    if given and not given.is_dir() and not dataset.raw.get("messages") and not dry_run():
+        raise UsageError(
+            f"RAW={given}: expected a folder with the text of {dataset.name}, such as an archive unpacked"
+        )
     if given or not folders.raw.exists():
         run(_raw_text(dataset, folders, given))
     tested = dataset.pairs

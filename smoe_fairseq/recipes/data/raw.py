@@ -63,8 +63,6 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
     A pair without test files is reported. Raises UsageError, with ``target`` unchanged, if another file is
     missing or damaged, or two sides differ in length.
     """
-    if not source.is_dir() and not dataset.source.get("datasets"):
-        raise UsageError(f"RAW {source}: expected a folder with {dataset.name}'s text")
     sections = {
         (split, pair): section
         for split in SPLITS

@@ -57,7 +57,10 @@ def reshard(folder: Path, ranks: int) -> None:
         return
     if first.exists() or saved == 1:
         record = Record.of(open_checkpoint(first if first.exists() else folder / LAST))
-        if record is None or record.world_size == ranks:
+        if record is None:
+            return
+        Shards.open(folder / LAST)  # raises UsageError for a set that is incomplete
+        if record.world_size == ranks:
             return
     with whole_folder(folder / f"resharded-{saved}-to-{ranks}", replace=True) as staged:
         for name in RESUMED:
