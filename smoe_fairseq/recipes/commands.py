@@ -284,32 +284,23 @@ def _symbol(text: str) -> str:
 
 def add_learning(parser: ArgumentParser, vocab_size: int | None = None) -> None:
     """Add the options of sentencepiece's training; ``vocab_size`` is required unless it has a default."""
-    size = {"default": vocab_size} if vocab_size else {"required": True}
-    for flag, options in {
-        "--vocab-size": {"type": at_least(int, 1, 2**31 - 1), "help": "subwords", **size},
-        "--character-coverage": {
-            **{"type": at_least(float, 0.98, 1), "default": 0.9995},
-            "help": "share of the text's characters that get a subword",
-        },
-        "--normalization": {
-            **{"default": "nfc", "metavar": "NAME"},
-            "help": "normalisation of text, in learning and in encoding: nfc (looks the same), nfkc "
-            "(sentencepiece's default; changes punctuation), identity, or a file of sentencepiece's rules",
-        },
-        "--byte-fallback": {
-            "action": "store_true",
-            "help": "split characters without a subword into bytes, which take 256 of the subwords",
-        },
-        "--user-defined-symbols": {
-            **{"nargs": "+", "default": [], "metavar": "SYMBOL", "type": _symbol},
-            "help": "subwords that are never split",
-        },
-        "--model-type": {"default": "unigram", "choices": ("unigram", "bpe"), "help": "algorithm"},
-        "--input-sentence-size": {
-            **{"type": at_least(int, 0, 2**63 - 1), "default": 0},
-            "help": "lines drawn at random to learn from; 0: all",
-        },
-    }.items():
-        if options.get("default"):
-            options["help"] += " (default: %(default)s)"
-        parser.add_argument(flag, **options)
+
+    def add(flag: str, text: str, default: object = None, **options) -> None:
+        text += " (default: %(default)s)" if default else ""
+        parser.add_argument(flag, help=text, default=default, **options)
+
+    size = at_least(int, 1, 2**31 - 1)
+    add("--vocab-size", "subwords", vocab_size, type=size, required=vocab_size is None)
+    share = "share of the text's characters that get a subword"
+    add("--character-coverage", share, 0.9995, type=at_least(float, 0.98, 1))
+    nfkc = "nfkc (sentencepiece's default; changes punctuation)"
+    rules = f"nfc (looks the same), {nfkc}, identity, or a file of sentencepiece's rules"
+    text = f"normalisation of text, in learning and in encoding: {rules}"
+    add("--normalization", text, "nfc", metavar="NAME")
+    split = "split characters without a subword into bytes, which take 256 of the subwords"
+    add("--byte-fallback", split, False, action="store_true")
+    whole = {"nargs": "+", "metavar": "SYMBOL", "type": _symbol}
+    add("--user-defined-symbols", "subwords that are never split", [], **whole)
+    add("--model-type", "algorithm", "unigram", choices=("unigram", "bpe"))
+    drawn = "lines drawn at random to learn from; 0: all"
+    add("--input-sentence-size", drawn, 0, type=at_least(int, 0, 2**63 - 1))

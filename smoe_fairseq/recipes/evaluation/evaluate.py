@@ -82,23 +82,21 @@ class Evaluation:
         in_order = command("sort", "-t-", "-k2,2n")
         lines = [f"{found} | {in_order} | {command('cut', '-f3-', output=translation)}"]
         sacrebleu = ["sacrebleu", self.reference(direction), "-i", translation]
-        if self.with_spbleu:
-            spbleu = arguments(self.spbleu)
-            lines.append(command(*sacrebleu, *spbleu, output=f"{start}.spbleu.json"))
-        own = metrics.with_tokenizer(self.dataset.sacrebleu, direction.split("-")[1])
-        lines.append(command(*sacrebleu, *arguments(own), output=partial))
+        for kind, flags in self.scorings(direction).items():
+            output = f"{start}{kind}.json" if kind else partial
+            lines.append(command(*sacrebleu, *arguments(flags), output=output))
         return [*lines, command("mv", partial, f"{start}.json")]
 
-    @property
-    def spbleu(self) -> Flags:
-        """sacreBLEU's flags for BLEU of sentencepiece tokens."""
-        return self.dataset.sacrebleu | {"metrics": ["bleu"], "tokenize": scores.SPBLEU_TOKENIZER}
+    def scorings(self, direction: str) -> dict[str, Flags]:
+        """sacreBLEU's flags by the kind of a file of scores.
 
-    @property
-    def with_spbleu(self) -> bool:
-        """Whether BLEU of sentencepiece tokens is computed, too: if its model is there."""
-        own = str(self.dataset.sacrebleu.get("tokenize", ""))
-        return not own.startswith("flores") and tokenizer_file(scores.SPBLEU_TOKENIZER) is not None
+        BLEU of sentencepiece tokens (".spbleu") is computed, too, if its model is there.
+        """
+        given, tokenizer = self.dataset.sacrebleu, scores.SPBLEU_TOKENIZER
+        found = {}
+        if not str(given.get("tokenize", "")).startswith("flores") and tokenizer_file(tokenizer):
+            found[".spbleu"] = given | {"metrics": ["bleu"], "tokenize": tokenizer}
+        return found | {"": metrics.with_tokenizer(given, direction.split("-")[1])}
 
     def resume(self) -> dict[str, scores.Score]:
         """The scores that this evaluation has so far; the remains of another one are deleted."""
@@ -336,13 +334,11 @@ def _check_model(evaluation: Evaluation) -> None:
 def _score(evaluation: Evaluation, direction: str) -> scores.Score:
     """Write the translations and what sacreBLEU says of them, as the commands of a dry run do."""
     translations = generate.best(evaluation.generated(direction))
-    target, folder = direction.split("-")[1], evaluation.partial
+    folder = evaluation.partial
     write_whole(folder / f"{direction}.txt", "".join(f"{line}\n" for line in translations))
     translations = [line.rstrip() for line in translations]
     references = metrics.lines_of(evaluation.reference(direction))
-    settings = {".spbleu": evaluation.spbleu} if evaluation.with_spbleu else {}
-    settings[""] = metrics.with_tokenizer(evaluation.dataset.sacrebleu, target)
-    for kind, flags in settings.items():
+    for kind, flags in evaluation.scorings(direction).items():
         found = metrics.score(translations, references, flags)
         write_whole(folder / f"{direction}{kind}.json", f"{found}\n")
     return scores.read_score(folder, direction)
