@@ -49,8 +49,8 @@ class CapacityCheck:
 def check_capacity(
     model: nn.Module, task, directions: list[str], subset: inputs.Subset
 ) -> CapacityCheck | None:
-    """Runs a model over a subset twice; None where training has no limit."""
-    if not is_limited_in_training(model):
+    """Runs a model over a subset twice; None where training drops nothing that evaluation does not."""
+    if all(each.factor in (0, each.eval_factor) for each in inputs.capacities_of(model)):
         return None
     torch.manual_seed(inputs.SEED)  # for tokens that are drawn (`--moe-drop-order random`)
     found = CapacityCheck(
@@ -114,11 +114,6 @@ def by_position(stats: RoutingStats) -> torch.Tensor:
     sums_52 = counts_BS2.new_zeros(FIFTHS, 2)
     sums_52.index_add_(0, fifth_BS.flatten(), counts_BS2.view(-1, 2))
     return sums_52.t()
-
-
-def is_limited_in_training(model: nn.Module) -> bool:
-    """Whether training drops what evaluation does not; no for a dense model."""
-    return any(each.factor not in (0, each.eval_factor) for each in inputs.capacities_of(model))
 
 
 @contextmanager

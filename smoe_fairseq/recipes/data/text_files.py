@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,36 +138,33 @@ def shared(
     if workers < 2:
         yield partial(map, function)
         return
-    with workers_for(_set_function, function, count=workers) as pool:
-        yield partial(_each, pool, _AHEAD * workers)
+    with workers_for(partial, function, count=workers) as submit:
+        yield partial(_each, submit, _AHEAD * workers)
 
 
-def _each(pool: ProcessPoolExecutor, ahead: int, units: Iterable) -> Iterator:
+def _each(submit: Callable[[Any], Future], ahead: int, units: Iterable) -> Iterator:
     waiting = deque()
     for unit in units:
-        waiting.append(pool.submit(_work, unit))
+        waiting.append(submit(unit))
         if len(waiting) == ahead:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
 
 
-def _set_function(function: Callable[[Any], Any]) -> None:
-    global _function
-    _function = function
-
-
 @contextmanager
-def workers_for(begin: Callable, *arguments: Any, count: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that call ``begin(*arguments)`` first; they end with the context, or with this process.
+def workers_for(make: Callable, *arguments: Any, count: int) -> Iterator[Callable[[Any], Future]]:
+    """Yield ``submit(unit)``, whose result is that of ``make(*arguments)(unit)`` in one of the processes.
+
+    Each process calls ``make`` once. They end with the context, or with this process.
 
     Raises:
         UsageError: a process was killed.
     """
     spawn = multiprocessing.get_context("spawn")  # a fork would copy the libraries' threads
-    pool = ProcessPoolExecutor(count, spawn, _begin_worker, (begin, *arguments))
+    pool = ProcessPoolExecutor(count, spawn, _begin_worker, (make, *arguments))
     try:
-        yield pool
+        yield partial(pool.submit, _work)
     except BrokenProcessPool:
         killed = "a worker process was killed, as the system does where memory runs out"
         raise UsageError(f"{killed}: repeat with fewer WORKERS") from None
@@ -175,10 +172,11 @@ def workers_for(begin: Callable, *arguments: Any, count: int) -> Iterator[Proces
         pool.shutdown(cancel_futures=True)
 
 
-def _begin_worker(begin: Callable, *arguments: Any) -> None:
+def _begin_worker(make: Callable, *arguments: Any) -> None:
+    global _function
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    begin(*arguments)
+    _function = make(*arguments)
 
 
 def _end_with_parent() -> None:

@@ -22,7 +22,6 @@ from smoe_fairseq.recipes.training.launcher import launch, visible_gpus
 
 # Flags that have no effect on the search, or that our search has too.
 _ANY = ("nbest", "prefix_size", "no_seed_provided", "sacrebleu", "no_beamable_mm")
-_worker: "Generator"  # of a process that has one GPU
 
 
 @dataclass(frozen=True)
@@ -71,23 +70,24 @@ def translated(
     devices = multiprocessing.get_context("spawn").Queue()
     for gpu in where.gpus:
         devices.put(gpu)
-    with workers_for(_begin_worker, devices, count=len(where.gpus)) as pool:
-        running = {pool.submit(_work, words): direction for direction, words in jobs.items()}
+    with workers_for(_on_gpu, devices, count=len(where.gpus)) as submit:
+        running = {submit(words): direction for direction, words in jobs.items()}
         for future in as_completed(running):
             done(future.result())
             yield running[future]
 
 
-def _begin_worker(devices) -> None:
-    global _worker
+def _on_gpu(devices) -> Callable[[Sequence[str]], int]:
+    """What translates on one of the GPUs, and returns how many sentences it were."""
     os.environ["CUDA_VISIBLE_DEVICES"] = devices.get()
-    _worker = Generator(threads=1)
+    generator = Generator(threads=1)
 
+    def translate(words: Sequence[str]) -> int:
+        counts: list[int] = []
+        generator.translate(words, counts.append)
+        return sum(counts)
 
-def _work(words: Sequence[str]) -> int:
-    counts: list[int] = []
-    _worker.translate(words, counts.append)
-    return sum(counts)
+    return translate
 
 
 class Generator:
