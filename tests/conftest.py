@@ -124,6 +124,35 @@ def english(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def two_updates(small_corpus, tmp_path_factory) -> Path:
+    """The folder of a run of a tiny SMoE that has ended."""
+    from test_training import train as train_smoe
+
+    folder = tmp_path_factory.mktemp("two-updates")
+    train_smoe(small_corpus, folder, "--max-update", 2)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sparse(two_updates) -> Path:
+    """Its checkpoint."""
+    return two_updates / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="session")
+def dense(small_corpus, tmp_path_factory) -> Path:
+    """A checkpoint of a dense model of ours, which translates most sentences differently."""
+    from test_training import train as train_smoe
+
+    def make(folder):
+        folder /= "run"
+        at_the_end = ("--disable-validation", "--save-interval", 1000)
+        train_smoe(small_corpus, folder, "--moe-freq", 0, "--max-update", 150, *at_the_end)
+
+    return shared(tmp_path_factory, "dense", make) / "run/checkpoint_last.pt"
+
+
+@pytest.fixture(scope="session")
 def pre_norm(corpus, tmp_path_factory) -> Path:
     """A checkpoint of fairseq's stock model, pre-norm."""
     folder = tmp_path_factory.mktemp("pre-norm")

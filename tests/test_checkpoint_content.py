@@ -13,14 +13,6 @@ from smoe_fairseq.compat.safe_load import InaccessibleCheckpoint
 from smoe_fairseq.errors import UsageError
 
 
-@pytest.fixture(scope="module")
-def sparse(small_corpus, tmp_path_factory):
-    """A checkpoint of a tiny SMoE."""
-    folder = tmp_path_factory.mktemp("sparse")
-    train_smoe(small_corpus, folder, "--max-update", 2)
-    return folder / "checkpoint_last.pt"
-
-
 def of_kind(change):
     """Another kind of tensor in the place of one of the model's."""
 

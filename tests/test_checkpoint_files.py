@@ -15,7 +15,6 @@ from sampling import soak
 from test_compat import WITHOUT, run_without
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import refusal
-from test_training import train as train_smoe
 
 from smoe_fairseq.checkpoints.io import open_checkpoint
 from smoe_fairseq.checkpoints.sets import Shards
@@ -23,14 +22,6 @@ from smoe_fairseq.compat import safe_load
 from smoe_fairseq.errors import UsageError
 
 NORMS = ("--encoder-normalize-before", "--decoder-normalize-before")
-
-
-@pytest.fixture(scope="module")
-def sparse(small_corpus, tmp_path_factory) -> Path:
-    """A checkpoint of a tiny SMoE."""
-    folder = tmp_path_factory.mktemp("sparse")
-    train_smoe(small_corpus, folder, "--max-update", 2)
-    return folder / "checkpoint_last.pt"
 
 
 def rotted(source: Path, path: Path, inside: bytes = b"/data/3") -> Path:

@@ -33,14 +33,6 @@ from smoe_fairseq.modules import StratifiedMoE
 
 
 @pytest.fixture(scope="module")
-def dense(small_corpus, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("dense")
-    at_the_end = ("--disable-validation", "--save-interval", 1000)
-    train_smoe(small_corpus, folder, "--moe-freq", 0, "--max-update", 150, *at_the_end)
-    return folder / "checkpoint_last.pt"
-
-
-@pytest.fixture(scope="module")
 def sparse(small_corpus, tmp_path_factory) -> Path:
     """With other strata in the encoder than in the decoder, and what is no default."""
     folder = tmp_path_factory.mktemp("sparse")

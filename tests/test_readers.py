@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 from commands import step_here
 from sacrebleu.metrics import CHRF
+from sampling import soak
 from test_recipes import write_dataset, write_text
 
 from smoe_fairseq.cli import main
@@ -343,7 +344,7 @@ def test_chinese_and_decomposed_text_can_be_reached(tmp_path, chinese):
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the data of ../shared are not here")
-@pytest.mark.parametrize("name", ["multi30k", "ntrex-m4"])
+@pytest.mark.parametrize("name", ["multi30k", soak("ntrex-m4")])
 def test_real_text_can_be_reached(tmp_path, name):
     pattern = "*test*.gz" if name == "multi30k" else "*.txt"
     files = sorted((SHARED / name).glob(pattern))

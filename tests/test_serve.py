@@ -1,7 +1,6 @@
 """``smoe serve``: requests to real servers, one by one and many at once."""
 
 import json
-import os
 import re
 import socket
 import threading
@@ -301,15 +300,12 @@ def test_other_machines_are_let_in_with_a_warning(tiny_run):
         assert found[0] == 200
 
 
-def test_a_checkpoint_of_one_direction(small_corpus, tmp_path):
+def test_a_checkpoint_of_one_direction(two_updates):
     """Words between blanks, and a direction that is the only one."""
-    from test_training import train
-
-    train(small_corpus, tmp_path, "--max-update", 3)
-    with Serving(tmp_path / "checkpoint_best.pt") as serving:
+    with Serving(two_updates / "checkpoint_best.pt") as serving:
         offered = serving.get("/languages")
         assert offered["directions"] == ["src-tgt"] and not offered["any_pair"]
-        assert offered["model"] == os.path.basename(tmp_path)
+        assert offered["model"] == two_updates.name
         (found,) = serving.translate("src", "tgt", "ax by", routing=True)
         assert found["routing"]["encoder"]["tokens"] == ["ax", "by", "</s>"]
         status, content = serving.post(text="AX", source="tgt", target="src")

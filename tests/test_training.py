@@ -30,17 +30,9 @@ def train(data, save_dir, *flags, check=True):
     )
 
 
-@pytest.fixture(scope="module")
-def two_updates(small_corpus, tmp_path_factory) -> Path:
-    """The folder of a run that has ended."""
-    folder = tmp_path_factory.mktemp("two-updates")
-    train(small_corpus, folder, "--max-update", 2)
-    return folder
-
-
 @pytest.fixture
 def finished(two_updates, tmp_path) -> Path:
-    """A copy of it."""
+    """A copy of the run."""
     shutil.copytree(two_updates, tmp_path, dirs_exist_ok=True)
     return tmp_path
 

@@ -15,7 +15,6 @@ import torch
 from commands import PLUGIN, SCRIPTS, SMOE, generation, refused, run, start
 from sampling import soak
 from test_signals import wait_for
-from test_training import train as train_smoe
 from test_translator import evaluated
 
 from smoe_fairseq.analysis.inputs import load
@@ -323,9 +322,3 @@ def test_a_full_disk_is_one_sentence(folder):
         _, said = process.communicate(b"1 2\n", timeout=120)
     assert process.returncode == 1
     assert said.decode().splitlines()[-1].startswith("error: standard output cannot be written: No")
-
-
-def test_a_run_of_one_direction_needs_no_flag(small_corpus, tmp_path):
-    train_smoe(small_corpus, tmp_path / "run", "--max-update", 3)
-    found, _ = translate(tmp_path, "run", text="ax by\n")
-    assert found.count("\n") == 1

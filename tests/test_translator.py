@@ -11,20 +11,11 @@ import torch
 from commands import generation, hypotheses, refused, run, train
 from test_compat import run_without
 from test_training import PLUGIN
-from test_training import train as train_smoe
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
 
 SEARCH = {"beam": 2, "max_len_b": 10}  # as the recipe's evaluation was told
-
-
-@pytest.fixture(scope="module")
-def one_pair(small_corpus, tmp_path_factory) -> Path:
-    """A run of one direction, on text that was divided into words already."""
-    folder = tmp_path_factory.mktemp("one-pair")
-    train_smoe(small_corpus, folder, "--max-update", 3)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +109,10 @@ def test_a_sentence_that_is_too_long_is_divided_or_named(model):
         model.encode("1 2 3 " * 1000)
 
 
-def test_one_direction_needs_no_other_word(one_pair, small_corpus):
+def test_one_direction_needs_no_other_word(two_updates, small_corpus):
     """Text of words, since there is no sentencepiece model beside the dictionary."""
-    model = SMoETransformerModel.from_pretrained(one_pair)
-    arguments = generation(small_corpus, one_pair / "checkpoint_best.pt")
+    model = SMoETransformerModel.from_pretrained(two_updates)
+    arguments = generation(small_corpus, two_updates / "checkpoint_best.pt")
     output = run("fairseq-generate", *arguments, "--user-dir", PLUGIN).stdout
     lines = {
         kind: dict(re.findall(rf"^{kind}-(\d+)\t(?:\S+\t)?(.*)$", output, re.M)) for kind in "ST"
@@ -134,7 +125,7 @@ def test_one_direction_needs_no_other_word(one_pair, small_corpus):
         model.translate(["ax"], target_lang="src")
 
 
-def test_runs_that_cannot_be_used(prepared, one_pair, tmp_path, monkeypatch):
+def test_runs_that_cannot_be_used(prepared, two_updates, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "set").mkdir()
@@ -164,7 +155,7 @@ def test_runs_that_cannot_be_used(prepared, one_pair, tmp_path, monkeypatch):
         ("alone", {}, "data/tiny/bin, with the dictionaries that alone/checkpoint_best.pt was"),
         ("alone", {"data_name_or_path": "empty"}, "empty has no dictionaries"),
         ("taskless", {}, "checkpoint_best.pt does not say what its task is"),
-        (str(one_pair), {"beams": 3}, "beams: the checkpoint has no such setting"),
+        (str(two_updates), {"beams": 3}, "beams: the checkpoint has no such setting"),
     ):
         with pytest.raises(UsageError) as ended:
             SMoETransformerModel.from_pretrained(run_, **words)
@@ -183,8 +174,8 @@ def losses(process) -> list[str]:
     return re.findall(r"valid on 'valid' subset \| loss (\S+)", process.stdout)
 
 
-def test_validation_takes_the_task_of_the_checkpoint(one_pair, small_corpus):
-    command = validation(small_corpus, one_pair / "checkpoint_best.pt", "--user-dir", PLUGIN)
+def test_validation_takes_the_task_of_the_checkpoint(two_updates, small_corpus):
+    command = validation(small_corpus, two_updates / "checkpoint_best.pt", "--user-dir", PLUGIN)
     with_task = losses(run(*command, "--task", "translation"))
     assert losses(run(*command)) == with_task and len(with_task) == 1
     failed = run_without("take_task_of_checkpoint", *map(str, command))
@@ -233,8 +224,8 @@ WITHOUT_PLUGIN = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_PLUGIN)
-def test_without_its_plugin_every_command_says_so(one_pair, small_corpus, name):
-    command = WITHOUT_PLUGIN[name](small_corpus, one_pair / "checkpoint_best.pt")
+def test_without_its_plugin_every_command_says_so(two_updates, small_corpus, name):
+    command = WITHOUT_PLUGIN[name](small_corpus, two_updates / "checkpoint_best.pt")
     refused(run(*command, check=False), "--user-dir", "smoe_transformer")
 
 

@@ -18,15 +18,6 @@ from smoe_fairseq.models.transformer import moe_blocks
 SIZES = "--encoder-embed-dim 48 --encoder-ffn-embed-dim 64".split()
 
 
-@pytest.fixture(scope="module")
-def dense(small_corpus, tmp_path_factory) -> Path:
-    """A dense model of ours, trained long enough to have something to lose."""
-    folder = tmp_path_factory.mktemp("dense")
-    more = ("--dropout", 0.05, "--disable-validation", "--save-interval", 1000)
-    train_smoe(small_corpus, folder, "--moe-freq", 0, "--max-update", 40, *more)
-    return folder / "checkpoint_last.pt"
-
-
 def loaded(path: Path, data: Path):
     models, _, _ = checkpoint_utils.load_model_ensemble_and_task(
         [str(path)], arg_overrides={"data": str(data)}
@@ -63,7 +54,7 @@ def test_one_stratum_answers_as_the_dense_model(request, dense, pre_norm, tmp_pa
     call("upcycle", path, *words.split(), "--output", tmp_path / "up.pt")
     model, original = (loaded(p, data) for p in (tmp_path / "up.pt", path))
     assert moe_blocks(model) and not moe_blocks(original)
-    assert torch.allclose(outputs(model), outputs(original), rtol=0, atol=1e-6)
+    assert torch.allclose(outputs(model), outputs(original), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
