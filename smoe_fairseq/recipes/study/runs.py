@@ -93,6 +93,9 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
     """
     runs = _runs(dataset, flags)
     left = [run for run in runs if not results.are_kept(dataset, run.name, run.flags)]
+    folders = Folders(dataset.name)
+    if not dry_run():
+        folders.check_prepared(dataset.pairs)
     slots = _slots()
     with variables({"GPUS": slots[0]["GPUS"]}):
         for method in {run.method for run in left}:  # what a run would refuse is refused before any
@@ -102,8 +105,6 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         for run in left:
             print(f"SEED={run.seed} {run.line}")
         return
-    folders = Folders(dataset.name)
-    folders.check_prepared(dataset.pairs)
     for run in left:  # raises UsageError before the work rather than after it
         results.summary_of_starts(run.folder)
     results.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)
