@@ -43,7 +43,7 @@ BENCH_PIP := $(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install
 BENCH_RUN := LOGLEVEL=WARNING PYTHONWARNINGS=ignore
 
 # Each process imports all tests, so their bytecode is kept where the environment says otherwise, too.
-TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 python -m pytest --dist loadfile
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 python -m pytest --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test soak lint docs matrix bench gpu-check setup
 demo: $(DONE)

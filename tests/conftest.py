@@ -42,9 +42,17 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+# These files take longest: the processes that share the tests begin with them, and so end together.
+LONG = """golden family_training other_ranks expert_parallel_checkpoints translator expert_parallel
+    family_model upcycle device_work expert_parallel_hangs prune recipes_evaluation one_engine average
+    analyze preparation readers dictionaries recipes beam_search compat""".split()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Of a test with three sets of parameters or more, a pairwise sample is run (sampling.py)."""
+    first = {f"test_{name}.py": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: first.get(item.path.name, len(LONG)))
     if config.getoption("--full-grid"):
         return
     left_out = {item for item in items if item.get_closest_marker("rest")}

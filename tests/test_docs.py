@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 from smoe_fairseq.criterions import smoe_label_smoothed_cross_entropy as criterion
 from smoe_fairseq.models import SMoETransformerModel
@@ -153,6 +154,8 @@ def test_the_gate_of_the_tasks(tmp_path):
     text = gates.read_text().replace("GATES = {", f"GATES = {{\n    {line},")
     gates.write_text(f"from smoe_fairseq.modules.gates.cosine import CosineGate\n{text}")
     program = """
+import sys
+sys.path.insert(0, sys.argv[1])
 import torch
 from smoe_fairseq.modules import StratifiedMoE
 torch.manual_seed(0)
@@ -169,12 +172,8 @@ with torch.inference_mode():
     y, _ = block(x, with_stats=False)
     assert torch.allclose(y, block(x)[0], atol=1e-6)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        **{"cwd": tmp_path, "capture_output": True, "text": True},
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(program, tmp_path)
+    assert done.returncode == 0, done.stdout
 
 
 def test_lines_are_short():
