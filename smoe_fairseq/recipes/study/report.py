@@ -25,8 +25,7 @@ LINES = ("-", "--", ":", "-.")
 
 
 def write_report(dataset: Dataset) -> None:
-    """Write ``results/DATASET/report.md`` and its pictures, unless in a dry run; raises UsageError without
-    results."""
+    """Write ``report.md`` and its pictures, unless in a dry run; raises UsageError without results."""
     if dry_run():
         return
     folder = folder_of(dataset.name)
