@@ -44,24 +44,27 @@ def device_like(monkeypatch):
     monkeypatch.setattr(transformer, "may_have_padding", lambda mask: True)
 
 
-@pytest.fixture(scope="module")
-def training(small_corpus):
-    """(criterion, model, batch) of a training with padding."""
+def made(data, flags: str):
+    """(config, task, model, criterion) of a training."""
     from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from handmade import PLUGIN
 
-    parser = options.get_training_parser()
-    given = (
-        f"{small_corpus} --user-dir {PLUGIN} --arch smoe_transformer_tiny --smoe-strata 2-2 "
-        "--smoe-capacity-budget 1.5 "
-        "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --dropout 0.1 --max-tokens 100 --cpu "
-        "--criterion smoe_label_smoothed_cross_entropy --label-smoothing 0.1"
-    )
-    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, given.split()))
+    words = f"{data} --user-dir {PLUGIN} --arch smoe_transformer_tiny --smoe-strata 2-2 --cpu "
+    words += "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --max-tokens 100 "
+    words += f"--criterion smoe_label_smoothed_cross_entropy {flags}"
+    args = options.parse_args_and_arch(options.get_training_parser(), words.split())
+    cfg = convert_namespace_to_omegaconf(args)
     task = tasks.setup_task(cfg.task)
     task.load_dataset("train")
-    model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
+    return cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion)
+
+
+@pytest.fixture(scope="module")
+def training(small_corpus):
+    """(criterion, model, batch) of a training with padding."""
+    flags = "--smoe-capacity-budget 1.5 --dropout 0.1 --label-smoothing 0.1"
+    _, task, model, criterion = made(small_corpus, flags)
     dataset = task.dataset("train")
     for module in model.modules():
         if isinstance(module, StratifiedMoE):
@@ -248,23 +251,12 @@ def test_a_search_casts_weights_once(training):
 
 def test_an_update_casts_weights_once(small_corpus, tmp_path, monkeypatch):
     """All of its batches, with an autocast for each of them as fairseq's of ``--amp``."""
-    from fairseq import options, tasks
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.trainer import Trainer
-    from handmade import PLUGIN
 
     monkeypatch.setattr(torch.cuda.amp, "autocast", lambda enabled: torch.autocast(**HALF))
-    words = (
-        f"{small_corpus} --user-dir {PLUGIN} --arch smoe_transformer_tiny --smoe-strata 2-2 --cpu "
-        "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --max-tokens 100 --update-freq 3 --lr 0.1 "
-        f"--criterion smoe_label_smoothed_cross_entropy --optimizer adam --save-dir {tmp_path}"
-    )
-    parser = options.get_training_parser()
-    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words.split()))
-    task = tasks.setup_task(cfg.task)
-    task.load_dataset("train")
-    model = task.build_model(cfg.model)
-    trainer = Trainer(cfg, task, model, task.build_criterion(cfg.criterion))
+    flags = f"--update-freq 3 --lr 0.1 --optimizer adam --save-dir {tmp_path}"
+    cfg, task, model, criterion = made(small_corpus, flags)
+    trainer = Trainer(cfg, task, model, criterion)
     experts = [m.experts for m in model.modules() if isinstance(m, StratifiedMoE)]
     batches = iter(trainer.get_train_iterator(1).next_epoch_itr(shuffle=False))
     for _ in range(2):

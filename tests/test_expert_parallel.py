@@ -169,7 +169,7 @@ def test_replicated_experts_equal_one_process(ranks, small_corpus, tmp_path, one
 @pytest.mark.parametrize(
     "precision",
     [
-        ["--bf16"],
+        soak(["--bf16"]),
         soak(["--fp16", "--fp16-no-flatten-grads"]),
         soak(["--memory-efficient-fp16"]),
         ["--checkpoint-activations"],

@@ -43,7 +43,6 @@ from fairseq.models import (
     build_model,
 )
 from fairseq.tasks import TASK_REGISTRY
-from omegaconf import DictConfig
 
 import smoe_fairseq.models  # noqa: F401  (as --user-dir does)
 from smoe_fairseq.cli import main as smoe
@@ -589,24 +588,16 @@ def test_log(name, tmp_path):
         assert {key: got[tag][key] for key in known} == pytest.approx(known, 2e-3, 2e-3), tag
 
 
-@functools.cache
-def generation() -> DictConfig:
-    """The options of ``fairseq-generate``, which take a second to read."""
-    flags = [str(TEXT), *"-s src -t tgt --dataset-impl raw --cpu --num-workers 0".split()]
-    flags += ["--beam", "4", "--batch-size", "20", "--path", "CHECKPOINT"]
-    args = options.parse_args_and_arch(options.get_generation_parser(), flags)
-    return convert_namespace_to_omegaconf(args)
-
-
 def translations(checkpoint: Path) -> dict[str, list[str]]:
     """Of ``fairseq-generate`` (the test set), with scores, and of ``smoe translate``."""
     from fairseq_cli.generate import main as generate
 
-    config = copy.deepcopy(generation())
-    config.common_eval.path = str(checkpoint)
+    flags = [str(TEXT), *"-s src -t tgt --dataset-impl raw --cpu --num-workers 0".split()]
+    flags += ["--beam", "4", "--batch-size", "20", "--path", str(checkpoint)]
+    args = options.parse_args_and_arch(options.get_generation_parser(), flags)
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
-        generate(config)
+        generate(convert_namespace_to_omegaconf(args))
     hypotheses = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", output.getvalue(), re.MULTILINE)
     found = sorted((int(number), words, float(score)) for number, score, words in hypotheses)
     text = io.TextIOWrapper(io.BytesIO("".join(f"{line}\n" for line in TRANSLATED).encode()))

@@ -57,22 +57,9 @@ def generate(data, checkpoint, *flags):
     return {int(i): (text, float(score)) for i, score, text in hypotheses}, process.stdout
 
 
-def test_generation_is_quiet_about_masks(two_updates, small_corpus):
-    checkpoint = two_updates / "checkpoint_last.pt"
-    _, output = generate(small_corpus, checkpoint, "--batch-size", 8, "--max-len-b", 5)
+def test_generation_is_quiet_about_masks(sparse, small_corpus):
+    _, output = generate(small_corpus, sparse, "--batch-size", 8, "--max-len-b", 5)
     assert not re.search(r"warn.*mask|mask.*deprecat", output, re.IGNORECASE)
-
-
-def test_interactive_and_validate(two_updates, small_corpus):
-    checkpoint = two_updates / "checkpoint_last.pt"
-    flags = ["--user-dir", PLUGIN, "--path", checkpoint, "--cpu"]
-    answer = run("fairseq-interactive", small_corpus, *flags, stdin="ax by cz\n").stdout
-    assert re.search(r"^H-0\t\S+\t\S+", answer, re.M)
-    valid = run(
-        *("fairseq-validate", small_corpus, *flags, "--task", "translation"),
-        *("--max-tokens", 400, "--num-workers", 0),
-    ).stdout
-    assert "requested_capacity" in valid and "overflow_expert1 0" in valid
 
 
 VIRTUAL = "--task translation_multi_simple_epoch --langs src,tgt --lang-pairs src-tgt --virtual-epoch-size 20"
