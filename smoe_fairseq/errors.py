@@ -68,7 +68,7 @@ def one_line(error: BaseException) -> str | None:
     if "Original Traceback" in said:  # in a process that loads data, whose words torch hands on
         said = str(error).strip().splitlines()[-1]
     said = said.removeprefix(f"{type(error).__name__}: ")[:_LONGEST]
-    if re.match(r"--\w", said):  # a sentence of fairseq's that begins with its flag
+    if re.search(r"(^|\s)--\w", said):  # a sentence of fairseq's that names its flag
         return printable(said)
     words = f"{type(error).__name__}: {said}" if said else type(error).__name__
     trace = traceback.extract_tb(error.__traceback__)

@@ -167,6 +167,9 @@ def test_force_replaces_such_a_model_only(dense, tmp_path, to, file):
         assert "--force" in refusal(*ask, *more) and not list((tmp_path / "model").iterdir())
     old = json.dumps({"model_type": "smoe_transformer"})
     (tmp_path / "model" / file).write_text(old)
+    (tmp_path / "model/checkpoint-500").mkdir()  # of a trainer
+    assert "checkpoint-500" in refusal(*ask, "--force")
+    (tmp_path / "model/checkpoint-500").rmdir()
     call(*ask, "--force")
     assert (tmp_path / "model" / file).read_text("latin-1") != old
 

@@ -67,6 +67,24 @@ def test_a_checkpoint_without_its_dictionaries(trained, exported, tmp_path):
     assert "--data" in refusal(*stock, "--data", trained)
 
 
+@pytest.mark.parametrize("change", [lambda words: words[::-1], lambda words: words[1:]])
+def test_other_dictionaries_are_named(trained, tmp_path, change):
+    for file in trained.glob("dict.*.txt"):
+        words = file.read_text().splitlines(keepends=True)
+        (tmp_path / file.name).write_text("".join(change(words)))
+    ask = (
+        "export",
+        trained / "strata-4-4.pt",
+        "--to",
+        "huggingface",
+        "--output",
+        tmp_path / "model",
+    )
+    said = refusal(*ask, "--data", tmp_path)
+    assert str(trained / "strata-4-4.pt") in said and str(tmp_path) in said
+    assert not (tmp_path / "model").exists()
+
+
 def both(path: Path, folder: Path):
     """fairseq's interface to the checkpoint, and transformers' model and tokenizer."""
     ours = SMoETransformerModel.from_pretrained(path)
@@ -392,6 +410,8 @@ def test_subwords_are_sentencepieces(tmp_path):
         assert ids == expected.tolist(), text
         shown = bpe.decode(dictionary.string(torch.tensor(ids)))
         assert tokenizer.decode(ids, skip_special_tokens=True) == shown
+    with pytest.raises(UsageError, match="spm.model"):
+        SMoETokenizer(str(tmp_path / "vocab.json"))
 
 
 def test_languages(three_languages, tmp_path):

@@ -26,7 +26,7 @@ LAYERS = {
     "compat": {"errors", "files", "forms"},
     "modules": set(),
     "translate": {"errors", "files", "modules"},
-    "models": {"errors", "host_memory", "modules", "translate"},
+    "models": {"errors", "files", "host_memory", "modules", "translate"},
     "criterions": {"errors", "models", "modules"},
     "huggingface": {"errors", "files", "forms", "modules"},
     "checkpoints": {

@@ -23,6 +23,7 @@ REFUSED = """
     --clip-norm nan
     --warmup-updates -5
     --restore-file none/nope.pt
+    --restore-file .
     --best-checkpoint-metric bleu
     --arch transfomer
 """  # by the table of bounds

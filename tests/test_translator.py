@@ -78,6 +78,10 @@ def test_with_all_that_it_needs_in_one_folder(prepared, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"spm\.model"):
         SMoETransformerModel.from_pretrained(tmp_path)
 
+    (tmp_path / "spm.model").write_bytes(b"no model")
+    with pytest.raises(UsageError, match=r"spm\.model"):
+        SMoETransformerModel.from_pretrained(tmp_path)
+
     (tmp_path / "spm.model").unlink()
     with pytest.raises(UsageError, match=r"has no spm\.model, by which the pieces of words"):
         SMoETransformerModel.from_pretrained(tmp_path)
@@ -130,6 +134,9 @@ def test_runs_that_cannot_be_used(prepared, two_updates, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "set").mkdir()
     (tmp_path / "set/checkpoint_last-rank-0.pt").touch()
+    (tmp_path / "best-set").mkdir()
+    (tmp_path / "best-set/checkpoint_best-rank-0.pt").touch()
+    (tmp_path / "best-set/checkpoint_last.pt").touch()
     (tmp_path / "cut").mkdir()
     best = prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt"
     (tmp_path / "cut/checkpoint_last.pt").write_bytes(best.read_bytes()[:5000])
@@ -149,6 +156,7 @@ def test_runs_that_cannot_be_used(prepared, two_updates, tmp_path, monkeypatch):
         ("empty", {}, "empty has no checkpoint_best.pt or checkpoint_last.pt"),
         ("empty", {"checkpoint_file": "x.pt"}, "empty has no x.pt"),
         ("set", {}, "set/checkpoint_last.pt stands for a set"),
+        ("best-set", {}, "best-set/checkpoint_best.pt stands for a set"),
         ("cut", {}, "checkpoint_last.pt is cut off or not a checkpoint"),
         ("folder", {}, "folder/checkpoint_best.pt"),
         ("link", {}, "link/checkpoint_best.pt"),
@@ -172,6 +180,13 @@ def validation(data, path, *more):
 
 def losses(process) -> list[str]:
     return re.findall(r"valid on 'valid' subset \| loss (\S+)", process.stdout)
+
+
+def test_validation_without_the_size_of_a_batch_is_one_sentence(two_updates, small_corpus):
+    command = ("fairseq-validate", small_corpus, "--user-dir", PLUGIN, "--cpu", "--path")
+    result = run(*command, two_updates / "checkpoint_best.pt", check=False)
+    refused(result, "--max-tokens")
+    assert "line" not in result.stdout.splitlines()[-1]
 
 
 def test_validation_takes_the_task_of_the_checkpoint(two_updates, small_corpus):

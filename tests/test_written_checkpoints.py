@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import FAIRSEQ, contents, run_python
+from commands import FAIRSEQ, contents, run_python, smoe
 from sampling import soak
 from test_checkpoint_files import rotted
 from test_expert_parallel_checkpoints import call, refusal
@@ -89,6 +89,15 @@ def test_nothing_is_overwritten_unasked(ask, tmp_path, command):
     assert f"{read}" in refusal(*ask(command, output=read), "--force")
     assert "folder" in refusal(*ask(command, output=tmp_path / ".."), "--force")
     assert read.read_bytes() == before and is_whole(tmp_path)
+
+
+@COMMANDS
+def test_a_name_that_is_empty_is_refused(ask, tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ask(command)
+    result = smoe(*words[:-1], "", "--force", check=False)
+    assert result.returncode == 2 and "--output" in result.stdout.splitlines()[-1]
+    assert not list(tmp_path.glob("out*"))
 
 
 class Program:

@@ -13,7 +13,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 )
 from fairseq.models import ARCH_CONFIG_REGISTRY
 
-from smoe_fairseq.checkpoints.huggingface import is_export, write_huggingface
+from smoe_fairseq.checkpoints.huggingface import FILES, is_export, task_of, write_huggingface
 from smoe_fairseq.checkpoints.io import files_read, values_of
 from smoe_fairseq.checkpoints.model import STOCK, model_values, transformer_options
 from smoe_fairseq.checkpoints.sets import (
@@ -99,6 +99,7 @@ def write_ctranslate2(path: Path, output: Path, force: bool, data: Path | None) 
     state = as_stock(path)
     options = state["cfg"]["model"]
     folder = data_of(path, str(getattr(options, "data", None) or ""), data)
+    task_of(path, state, data)  # compares the dictionaries
     from ctranslate2.converters import FairseqConverter
 
     with whole_folder(output, force, f"--output {output}") as partial:
@@ -118,9 +119,13 @@ _PACKAGES = {  # what a kind of export needs, and how it is installed
     "huggingface": ("transformers", "'transformers>=5,<6' safetensors"),
     "safetensors": ("safetensors", "safetensors"),
 }
-_FOLDERS = {  # kinds that are folders, and what tells one
-    "ctranslate2": lambda folder: (folder / "model.bin").is_file(),
-    "huggingface": is_export,
+_VOCABULARIES = {f"{kind}_vocabulary" for kind in ("shared", "source", "target")}
+_FOLDERS = {  # kinds that are folders, what tells one, and the files of one
+    "ctranslate2": (
+        lambda folder: (folder / "model.bin").is_file(),
+        {"config.json", "model.bin"} | {f"{v}.{e}" for v in _VOCABULARIES for e in ("json", "txt")},
+    ),
+    "huggingface": (is_export, FILES),
 }
 _WRITTEN = {
     "fairseq": "fairseq's transformer, for its commands without --user-dir",
@@ -171,9 +176,14 @@ def run_export(args: Namespace) -> None:
     if importlib.util.find_spec(package) is None:
         raise UsageError(f"--to {args.to}: the package {package} is missing; pip install {install}")
     if args.to in _FOLDERS:
-        if output.exists() and not (args.force and _FOLDERS[args.to](output)):
+        is_one, files = _FOLDERS[args.to]
+        if output.exists() and not (args.force and is_one(output)):
             advice = "--force replaces such an export only" if args.force else "--force replaces it"
             raise UsageError(f"--output: {output} is there already; {advice}")
+        if others := {file.name for file in output.glob("*")} - files:
+            raise UsageError(
+                f"--output: {output} has {min(others)} too, which --force would remove"
+            )
     else:
         if args.to == "safetensors" and output.suffix == ".json":
             raise UsageError(

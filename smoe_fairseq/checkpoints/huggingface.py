@@ -10,7 +10,7 @@ from fairseq import tasks
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.io import values_of
+from smoe_fairseq.checkpoints.io import difference, values_of
 from smoe_fairseq.checkpoints.model import check_fit, known_options, plain_config
 from smoe_fairseq.checkpoints.sets import weights_of
 from smoe_fairseq.checkpoints.tensors import blocks, halved, save_tensors, unique_tensors
@@ -18,16 +18,19 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, whole_folder
 from smoe_fairseq.forms import IDENTITY, SCORES, read_json
 from smoe_fairseq.models.hub import (
+    checked_subwords,
     checkpoint_of,
     data_of,
-    has_pieces,
     knowing_direction,
-    subwords_of,
 )
 from smoe_fairseq.models.layers import STOCK_LAYER_COPIES
 from smoe_fairseq.models.options import SMoETransformerConfig
 
 WEIGHTS = "model.safetensors"
+FILES = {  # that an export has
+    *(WEIGHTS, "README.md", "config.json", "generation_config.json", "spm.model", "vocab.json"),
+    *("target_vocab.json", "tokenizer_config.json", "special_tokens_map.json"),
+}
 SEARCH = {  # as `smoe translate` searches
     "num_beams": 5,
     "early_stopping": True,
@@ -54,7 +57,7 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
 
     path = checkpoint_of(run) if run.is_dir() else run
     state = weights_of(path)
-    task = _task_of(path, state, data)
+    task = task_of(path, state, data)
     config = _config_of(path, state, task)
     tensors = _weights_of(path, config, state["model"])
     if half:
@@ -85,7 +88,7 @@ def is_export(folder: Path) -> bool:
         return False
 
 
-def _task_of(path: Path, state: Mapping, given: Path | None):
+def task_of(path: Path, state: Mapping, given: Path | None):
     """The task that the checkpoint was trained for, with its dictionaries."""
     cfg = values_of(state.get("cfg"))
     saved = cfg.get("task")
@@ -110,7 +113,16 @@ def _task_of(path: Path, state: Mapping, given: Path | None):
     else:
         options = OmegaConf.create(values)
     with knowing_direction(data, f"the data that {path} was trained with"):
-        return tasks.setup_task(options)
+        task = tasks.setup_task(options)
+    rows, words = state["model"].get("encoder.embed_tokens.weight", ()), task.source_dictionary
+    if sentence := difference(path, state, task):
+        raise UsageError(sentence)
+    if len(rows) not in (0, len(words)):
+        raise UsageError(
+            f"{path} was trained with dictionaries of {len(rows)} tokens, and those in {data} have "
+            f"{len(words)}: expected the folder of its training (--data)"
+        )
+    return task
 
 
 def _config_of(path: Path, state: Mapping, task):
@@ -175,12 +187,10 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
             (folder / file).write_text(content, "utf-8")
             files[name] = folder / file
     args = getattr(task, "args", None)
-    subwords = subwords_of(str((args or task.cfg).data).split(":")[0])
-    if subwords is not None:
+    data = str((args or task.cfg).data).split(":")[0]
+    if subwords := checked_subwords(data, task.source_dictionary):
         (folder / "spm.model").write_bytes(read_plain(subwords))
         files["sp_model_file"] = folder / "spm.model"
-    elif has_pieces(task.source_dictionary):
-        raise UsageError(f"{path}: spm.model is missing beside its dictionaries")
     languages = {}
     if not hasattr(task, "data_manager"):
         source, target = task.cfg.source_lang, task.cfg.target_lang

@@ -12,7 +12,6 @@ from pathlib import Path
 from fairseq import options as fairseq_options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
-from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.foreign import EXPECTED, fitted, renamed
@@ -22,6 +21,7 @@ from smoe_fairseq.checkpoints.sets import check_tensors
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, read_plain
 from smoe_fairseq.forms import Number, check, read_json
+from smoe_fairseq.models.hub import BEGINS_WORD, check_pieces
 from smoe_fairseq.models.options import SMoETransformerConfig
 
 OURS, NLLB = "smoe_transformer", "nllb-moe"  # config.json's model_type
@@ -168,8 +168,12 @@ def _text(
                 raise UsageError(
                     f"{folder}: {language} is a source and a target, whose vocabularies differ"
                 )
+    words_only = [word for word in vocabulary["source"][4:] if word not in tokens.values()]
     if (folder / _SUBWORDS).exists():
-        text[_SUBWORDS] = _subwords(folder / _SUBWORDS)
+        check_pieces(folder / _SUBWORDS, words_only)
+        text[_SUBWORDS] = read_plain(folder / _SUBWORDS)
+    elif any(word.startswith(BEGINS_WORD) for word in words_only):
+        raise UsageError(f"{folder / _SUBWORDS} is missing, by which the pieces of words were made")
     if not tokens:
         source, target = pairs[0].split("-")
         return text, ["--task", "translation", "-s", source, "-t", target], words
@@ -190,20 +194,13 @@ def _vocabulary(file: Path, rows: int) -> list[str]:
     if symbols[:4] != _FIRST:
         raise UsageError(f"{file} begins with {symbols[:4]}; expected {_FIRST}")
     if len(symbols) != rows:
-        raise UsageError(f"{file} has {len(symbols)} entries, and the embeddings {rows}")
+        raise UsageError(
+            f"{file} has {len(symbols)} entries, and the embeddings {rows}; expected as many: tokens that "
+            "were added to the tokenizer cannot be imported"
+        )
     if twice := next((symbol for symbol, n in Counter(symbols).items() if n > 1), None):
         raise UsageError(f"{file} has {twice!r} twice")
     return symbols
-
-
-def _subwords(file: Path) -> bytes:
-    """A sentencepiece model; raises UsageError if it is none."""
-    content = read_plain(file)
-    try:
-        SentencePieceProcessor(model_proto=content).get_piece_size()
-    except Exception:  # of a type of its own, from C++
-        raise UsageError(f"{file} is no model of sentencepiece") from None
-    return content
 
 
 # The layout of NllbMoeForConditionalGeneration.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from smoe_fairseq.checkpoints.foreign import files_of, import_moe
 from smoe_fairseq.checkpoints.huggingface_import import read_folder
-from smoe_fairseq.checkpoints.sets import check_output, write_converted
+from smoe_fairseq.checkpoints.sets import add_output_arguments, check_output, write_converted
 from smoe_fairseq.errors import UsageError, naming_file, quietly
 from smoe_fairseq.files import read_plain, whole_files
 
@@ -20,16 +20,14 @@ def add_import_arguments(parser: ArgumentParser) -> None:
         "several files by its name without -shared and -rank-N; or a folder of transformers: of "
         "smoe export --to huggingface, or of NllbMoeForConditionalGeneration",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
-    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    add_output_arguments(parser)
 
 
 def run_import(args: Namespace) -> None:
     """Writes FILE, and says what it holds."""
     is_folder, text = args.path.is_dir(), {}
-    read = files_of(args.path)
-    if is_folder:
-        read = [file for file in args.path.iterdir() if file.is_file()]
+    inside = args.path.glob("*")
+    read = [file for file in inside if file.is_file()] if is_folder else files_of(args.path)
     check_output(read, [args.output], args.force)
     with quietly(), naming_file(args.path, "its content"):
         if is_folder:

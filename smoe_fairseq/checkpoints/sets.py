@@ -2,7 +2,7 @@
 
 import functools
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -307,8 +307,14 @@ def place_of(tensor: Tensor) -> tuple:
 
 def add_output_arguments(parser: ArgumentParser, text: str = "file to write") -> None:
     """``--output FILE`` and ``--force``."""
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=text)
+    parser.add_argument("--output", type=_named, required=True, metavar="FILE", help=text)
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
+
+
+def _named(text: str) -> Path:
+    if not Path(text).name:
+        raise ArgumentTypeError(f"{text!r}: expected the name of what to write")
+    return Path(text)
 
 
 def check_output(read: Iterable[Path], files: Iterable[Path], force: bool) -> None:

@@ -235,10 +235,12 @@ def _check_restored(file: str, save_dir: str) -> None:
     fairseq's users write ``--restore-file x.pt`` for a new run: a name without a folder, and unlike that
     of any file.
     """
-    if file == "checkpoint_last.pt" or "://" in file or os.path.exists(file) or rank_files(file):
+    if file == "checkpoint_last.pt" or "://" in file or os.path.isfile(file) or rank_files(file):
         return
-    if os.path.dirname(file):
-        raise UsageError(f"--restore-file {file} is missing, or in a folder that cannot be read")
+    if os.path.dirname(file) or os.path.exists(file):
+        raise UsageError(
+            f"--restore-file {file} is missing, a folder, or in one that cannot be read"
+        )
     for folder in filter(os.path.isdir, (".", save_dir)):
         if near := nearest(file, os.listdir(folder)):
             near = os.path.join(folder, near)

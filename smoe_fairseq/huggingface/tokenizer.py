@@ -67,6 +67,8 @@ class SMoETokenizer(PreTrainedTokenizer):
         if sp_model_file:
             check_plain(sp_model_file)
             self._spm = SentencePieceProcessor(model_file=str(sp_model_file))
+        elif any(token.startswith(_BEGINS_WORD) for token in self.source):
+            raise UsageError(f"{vocab_file} has pieces of words: expected spm.model beside it")
         self.language_tokens = dict(language_tokens or {})
         self.encoder_langtok, self.decoder_langtok = encoder_langtok, decoder_langtok
         self.lang_pairs = list(lang_pairs or [])

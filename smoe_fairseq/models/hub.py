@@ -1,6 +1,7 @@
 """Trained models in Python, as ``torch.hub`` loads them."""
 
 import copy
+import glob
 import os
 import re
 from argparse import Namespace
@@ -14,8 +15,10 @@ from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.utils import split_paths
 from omegaconf import OmegaConf
+from sentencepiece import SentencePieceProcessor
 
 from smoe_fairseq.errors import UsageError, naming_file
+from smoe_fairseq.files import read_plain
 
 SUBWORDS = ("spm.model", "sentencepiece.bpe.model")  # names of our recipes and of fairseq
 _NAMES = ("checkpoint_best.pt", "checkpoint_last.pt")
@@ -28,27 +31,12 @@ def checkpoint_of(run: Path | str, name: str | None = None) -> Path:
         UsageError: the folder has none.
     """
     run = Path(run)
-    if not run.is_dir():
-        if run.exists():
-            return run
-        _check_set(run)
-        raise UsageError(f"{run} is missing: expected the folder of a run, or a checkpoint")
-    names = (name,) if name else _NAMES
-    if found := next((run / each for each in names if os.path.lexists(run / each)), None):
-        return found  # what is not readable is for its reader to name
-    _check_set(run / names[-1])
-    raise UsageError(
-        f"{run} has no {' or '.join(names)}: expected the folder of a run, or a checkpoint"
-    )
-
-
-def _check_set(name: Path) -> None:
-    """Raise UsageError if the name stands for the files of a run with --expert-parallel."""
-    if any(name.parent.glob(f"{name.stem}-rank-*.pt")):
-        raise UsageError(
-            f"{name} stands for a set of files (--expert-parallel): make one checkpoint of it with "
-            f"`smoe consolidate {name} --output FILE`"
-        )
+    is_folder, names = run.is_dir(), (name,) if name else _NAMES
+    for file in [run / each for each in names] if is_folder else [run]:
+        if os.path.lexists(file) or any(file.parent.glob(f"{glob.escape(file.stem)}-rank-*.pt")):
+            return file  # what cannot be read, such as a set, is for its reader to name
+    what = f"has no {' or '.join(names)}" if is_folder else "is missing"
+    raise UsageError(f"{run} {what}: expected the folder of a run, or a checkpoint")
 
 
 def data_of(checkpoint: Path, saved: str, given: Path | str | None = None) -> str:
@@ -104,14 +92,38 @@ def _has_dictionaries(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("dict.*"))
 
 
-def _check_pieces(model, dictionary, subwords: Path) -> None:
-    """Raise UsageError if a third of a dictionary's words are no pieces: the text had another model.
+def checked_subwords(data: str, dictionary, needed: bool = True) -> Path | None:
+    """`subwords_of`, whose words the dictionary has; None for text that was not divided.
 
-    Some may be none: languages, and characters that the model does not cover.
+    Some words may be no pieces: languages, and characters that the model does not cover.
+
+    Args:
+        needed: whether a dictionary of pieces needs it.
+
+    Raises:
+        UsageError: it is missing, no model, or a third of the words are no pieces of it.
     """
+    subwords = subwords_of(data)
+    if subwords is None:
+        if needed and has_pieces(dictionary):
+            raise UsageError(
+                f"{data} has no {SUBWORDS[0]}, by which the pieces of words in its dictionaries were made: "
+                "expected it beside them"
+            )
+        return None
     words = [word for word in dictionary.symbols[dictionary.nspecial :] if word[:2] != "__"]
-    words = [word for word in words if not word.startswith("madeupword")]
-    numbers = model.piece_to_id(words)
+    check_pieces(subwords, [word for word in words if not word.startswith("madeupword")])
+    return subwords
+
+
+def check_pieces(subwords: Path, words: list[str]) -> None:
+    """Raise UsageError if the file is no model of sentencepiece, or a third of the words no pieces of it."""
+    content = read_plain(subwords)
+    try:
+        model = SentencePieceProcessor(model_proto=content)
+        numbers = model.piece_to_id(words)
+    except Exception:  # of a type of its own, from C++
+        raise UsageError(f"{subwords} is no model of sentencepiece") from None
     unknown = [w for w, number in zip(words, numbers, strict=True) if number == model.unk_id()]
     if 3 * len(unknown) > len(words):
         raise UsageError(
@@ -133,7 +145,6 @@ class TrainedModel(GeneratorHubInterface):
         super().__init__(cfg, task, models)
         if subwords is not None:
             self.bpe = SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(subwords)))
-            _check_pieces(self.bpe.sp, task.source_dictionary, subwords)
         self.eval()
 
     @classmethod
@@ -165,12 +176,7 @@ class TrainedModel(GeneratorHubInterface):
             models, cfg, task = checkpoint_utils.load_model_ensemble_and_task(
                 [str(checkpoint)], state=state
             )
-        subwords = subwords_of(data)
-        if subwords is None and cfg.bpe is None and has_pieces(task.source_dictionary):
-            raise UsageError(
-                f"{data} has no {SUBWORDS[0]}, by which the pieces of words in its dictionaries were made: "
-                "expected it beside them"
-            )
+        subwords = checked_subwords(data, task.source_dictionary, cfg.bpe is None)
         return cls(cfg, task, models, subwords)
 
     def has_words(self, sentence: str) -> bool:
