@@ -112,8 +112,8 @@ def naming_file(path: os.PathLike | str, what: str = "its settings") -> Iterator
         if isinstance(error, UsageError):
             passes = not _SETTING.match(said)
         else:
-            passes = type(error) is Exception or isinstance(error, OSError | EOFError)
-            passes = passes or not _is_of_input(error)
+            of_file = isinstance(error, OSError | EOFError) or not _is_of_input(error)
+            passes = of_file or type(error) is Exception
             said = f"{type(error).__name__} {said}".strip()
         if passes:
             raise

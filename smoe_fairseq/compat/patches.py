@@ -166,26 +166,17 @@ def is_fairseq_command() -> bool:
 
 
 _LARGEST = 2**63 - 1  # of what becomes a C integer
-_BOUNDS = {  # option: lowest and highest value, each of them where it is a list
-    "common.log_interval": (1, _LARGEST),
-    "common.seed": (0, 2**32 - 1),
-    "dataset.batch_size": (-1, _LARGEST),  # -1: no limit
-    "dataset.batch_size_valid": (-1, _LARGEST),
-    "dataset.max_tokens": (1, _LARGEST),
-    "dataset.max_tokens_valid": (1, _LARGEST),
-    "dataset.num_workers": (0, _LARGEST),
-    "dataset.required_batch_size_multiple": (1, _LARGEST),
-    "distributed_training.distributed_world_size": (1, _LARGEST),
-    "optimization.clip_norm": (0, math.inf),
-    "optimization.lr": (0, math.inf),
-    "optimization.max_epoch": (0, _LARGEST),
-    "optimization.max_update": (0, _LARGEST),
-    "optimization.stop_time_hours": (0, math.inf),
-    "optimization.update_freq": (1, _LARGEST),
-    "optimizer.adam_eps": (0, math.inf),
-    "optimizer.weight_decay": (0, math.inf),
-    "lr_scheduler.warmup_updates": (0, _LARGEST),
-    "task.sampling_temperature": (0.01, math.inf),
+_BOUNDS = {  # lowest and highest value of options, of each of them where it is a list
+    (0, 2**32 - 1): "common.seed",
+    (0.01, math.inf): "task.sampling_temperature",
+    (-1, _LARGEST): "dataset.batch_size dataset.batch_size_valid",  # -1: no limit
+    (0, _LARGEST): "dataset.num_workers optimization.max_epoch optimization.max_update "
+    "lr_scheduler.warmup_updates",
+    (1, _LARGEST): "common.log_interval dataset.max_tokens dataset.max_tokens_valid "
+    "dataset.required_batch_size_multiple distributed_training.distributed_world_size "
+    "optimization.update_freq",
+    (0, math.inf): "optimization.clip_norm optimization.lr optimization.stop_time_hours "
+    "optimizer.adam_eps optimizer.weight_decay",
 }
 
 
@@ -195,7 +186,7 @@ def check_values(utils: ModuleType) -> None:
 
 
 def _check_values(cfg) -> None:
-    for name, (lowest, highest) in _BOUNDS.items():
+    for name, (lowest, highest) in ((n, b) for b, names in _BOUNDS.items() for n in names.split()):
         given = _value(cfg, name)
         values = [given] if isinstance(given, int | float) else given
         if values is not None and not (values and all(lowest <= v <= highest for v in values)):
@@ -448,8 +439,7 @@ def keep_lines_short(progress_bar: ModuleType) -> None:
     @functools.wraps(original)
     def _format_stats(self, stats):
         sides = ("encoder.", "decoder.")
-        return original(
-            self, {k: v for k, v in stats.items() if not ("/" in k and k.startswith(sides))}
-        )
+        kept = {k: v for k, v in stats.items() if not ("/" in k and k.startswith(sides))}
+        return original(self, kept)
 
     progress_bar.BaseProgressBar._format_stats = _format_stats

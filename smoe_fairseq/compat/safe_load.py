@@ -31,7 +31,7 @@ _REFUSED = re.compile(
 # torch's words for bytes that are wrong, in a RuntimeError. All others are of the system or the memory.
 _OF_CONTENT = ("failed reading zip archive", "hasRecord", "mmap can only be used", "magic number")
 _LONGEST = 100  # letters that are shown of a type's name, or of an error
-_TENSOR = re.compile(r"torch\.strided torch\.(b?float|u?int)\d+\w*")  # a weight's layout and type
+_TENSOR = re.compile(r"\w+ torch\.strided torch\.(b?float|u?int)\d+\w* (?!meta)\S+")  # of a weight
 _REAL = (".weight", ".bias", ".w1", ".w2", ".b1", ".b2")  # whole numbers are of tables and counts
 forms = load("smoe_fairseq.forms")  # an older copy of startup.py has not done it
 _WHOLE = forms.Number(0, whole=True)
@@ -113,11 +113,10 @@ def check_content(path: Path | str, state, has_config: bool = True) -> None:
     if not wrong and state.get("optimizer_history") == []:
         wrong = "optimizer_history is empty"
     for name, tensor in () if wrong else state["model"].items():
-        kind = f"{getattr(tensor, 'layout', type(tensor).__name__)} {getattr(tensor, 'dtype', '')}"
-        whole = "int" in kind and name.endswith(_REAL)
-        if not _TENSOR.fullmatch(kind) or whole or tensor.is_meta:
-            kind = "on no device" if getattr(tensor, "is_meta", False) else kind.strip()
-            wrong = f"model.{name[:_LONGEST]} is {kind}; expected a dense tensor of real numbers"
+        parts = [str(getattr(tensor, part, "")) for part in ("layout", "dtype", "device")]
+        kind = " ".join([type(tensor).__name__, *parts]).strip()
+        if not _TENSOR.fullmatch(kind) or "int" in kind and name.endswith(_REAL):
+            wrong = f"model.{name[:_LONGEST]} is {kind}; expected a dense tensor of real numbers in memory"
             break
     if wrong:
         raise UnreadableCheckpoint(f"{path} is not a checkpoint of fairseq: {wrong}")
@@ -181,9 +180,7 @@ def check_sums(path: Path | str) -> None:
                             pass
         except (OSError, MemoryError, UsageError):
             raise
-        except (
-            Exception
-        ):  # what the archive's tables lead to once they are damaged is of many kinds
+        except Exception:  # what damaged tables of the archive lead to is of many kinds
             if part is None:
                 raise zipfile.BadZipFile from None
             raise UnreadableCheckpoint(
