@@ -37,7 +37,7 @@ class Settings(dict):
 
 _FLOAT = Number(-math.nextafter(math.inf, 0))
 _NAMES = {
-    str: "text, in quotes if it looks like a number, yes or no",  # as in YAML
+    str: "text",
     **{int: "a whole number", float: "a finite number", bool: "true or false"},
     **{dict: "an object", list: "a list", None: "null", Real: "a number"},
 }
@@ -118,8 +118,11 @@ def _is(value: Any, form: Form) -> bool:
 
 
 def _unlike(value: Any, form: Form, name: str) -> str:
-    shown = "the content" if not name else name
-    return f"{shown} is {value!r:.60}; expected {_named(form)}"
+    given = "null" if value is None else repr(value)
+    # What a file in YAML or JSON has without quotes may be no text.
+    quotes = form is str and not isinstance(value, Mapping | list | None)
+    end = ", in quotes" * quotes
+    return f"{name or 'the content'} is {given:.60}; expected {_named(form)}{end}"
 
 
 def _named(form: Form) -> str:

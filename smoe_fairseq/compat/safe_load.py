@@ -328,7 +328,8 @@ def _checked(load):
                 return load(path, *others, **options)
         except CutOffCheckpoint as error:
             raise UsageError(
-                f"{error}: take another one (with --restore-file in training), or remove it to train anew"
+                f"{error}: expected one of fairseq, in training by --restore-file; smoe import makes one of "
+                "a folder of transformers"
             ) from None
 
     return load_checked

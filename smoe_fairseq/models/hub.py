@@ -36,7 +36,9 @@ def checkpoint_of(run: Path | str, name: str | None = None) -> Path:
         if os.path.lexists(file) or any(file.parent.glob(f"{glob.escape(file.stem)}-rank-*.pt")):
             return file  # what cannot be read, such as a set, is for its reader to name
     what = f"has no {' or '.join(names)}" if is_folder else "is missing"
-    raise UsageError(f"{run} {what}: expected the folder of a run, or a checkpoint")
+    other = "; of a folder of transformers, smoe import makes a checkpoint"
+    other *= (run / "config.json").exists()
+    raise UsageError(f"{run} {what}: expected the folder of a run, or a checkpoint{other}")
 
 
 def data_of(checkpoint: Path, saved: str, given: Path | str | None = None) -> str:

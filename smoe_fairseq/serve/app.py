@@ -10,7 +10,7 @@ import socket
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +106,10 @@ async def body_of(request: Request, limit: int) -> bytes | None:
     """The body; None if it has more than ``limit`` bytes, of which the rest is not read."""
     body = bytearray()
     if int(request.headers.get("content-length", 0)) > limit:
+        with suppress(TimeoutError):  # a client may read the answer only behind its body
+            async with asyncio.timeout(DISCARDING):
+                async for _ in request.stream():
+                    pass
         return None
     async for part in request.stream():
         body += part
@@ -175,6 +179,7 @@ KINDS = {
 }
 MAX_BODY = 1 << 18  # bytes
 SLOWEST_BODY = 10  # seconds until it must be complete
+DISCARDING = 1  # seconds in which a body that is too long is read
 RETRY_AFTER = "1"  # seconds
 LAST_BATCH = 1.0  # seconds for a batch whose results are no longer needed
 CLIENT_CLOSED = Response(status_code=499)  # nothing of it is sent

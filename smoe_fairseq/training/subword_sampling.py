@@ -23,7 +23,7 @@ from fairseq.utils import split_paths
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.hub import BEGINS_WORD, checked_subwords
+from smoe_fairseq.models.hub import BEGINS_WORD, subwords_of
 
 FLAG = "--subword-sampling"
 MEASURED = 256  # sentences that tell how much longer sampling makes them
@@ -48,7 +48,7 @@ def sample_subwords(task, subset: str, alpha: float, seed: int, most: tuple[int,
     """
     options = task.cfg or task.args
     data = split_paths(getattr(options, "data", None) or "")[0]
-    model = checked_subwords(data, task.source_dictionary, needed=False)
+    model = subwords_of(data)
     if model is None:
         raise UsageError(f"{FLAG}: expected spm.model, by which the text was divided, in {data}")
     if getattr(options, "num_batch_buckets", 0):
