@@ -118,7 +118,7 @@ def _is(value: Any, form: Form) -> bool:
 
 
 def _unlike(value: Any, form: Form, name: str) -> str:
-    given = "null" if value is None else repr(value)
+    given = json.dumps(value) if isinstance(value, bool | None) else repr(value)
     # What a file in YAML or JSON has without quotes may be no text.
     quotes = form is str and not isinstance(value, Mapping | list | None)
     end = ", in quotes" * quotes
