@@ -16,7 +16,7 @@ from smoe_fairseq.serve.app import MAX_BODY, PAGE
 from smoe_fairseq.translate.translator import BatchTranslator, Options
 
 TEXTS = [f"{' '.join(str(number))} is a number" for number in range(100, 200)]
-LONG = {"texts": ["1 2 3 4 5 6 7 8 9 " * 7] * 64, "source": "en", "target": "fr", "beam": 20}
+LONG = {"texts": ["1 2 3 4 5 6 7 8 9 " * 3] * 16, "source": "en", "target": "fr", "beam": 8}
 
 
 @pytest.fixture(scope="module")

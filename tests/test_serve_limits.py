@@ -27,18 +27,18 @@ def busy(serving) -> threading.Thread:
 
 def test_a_full_queue_says_so_and_the_rest_is_answered(tiny_run):
     translator = SMoETransformerModel.from_pretrained(tiny_run)
-    with Serving(tiny_run, "--max-queue", 64, "--max-batch", 64, "--timeout", 600) as serving:
+    with Serving(tiny_run, "--max-queue", 16, "--max-batch", 16, "--timeout", 600) as serving:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: serving.post(**LONG), range(8)))
         statuses = [status for status, _ in answers]
         assert set(statuses) == {200, 503}
-        words = expected(translator, "en", "fr", LONG["texts"][:1], beam=20)
+        words = expected(translator, "en", "fr", LONG["texts"][:1], beam=LONG["beam"])
         for status, content in answers:
             if status == 503:
-                assert "texts are waiting, of at most 64: try again" in content["error"]
+                assert "texts are waiting, of at most 16: try again" in content["error"]
             else:
-                assert [t["translation"] for t in content["translations"]] == words * 64
-        assert serving.get("/health")["translated"] == 64 * statuses.count(200)
+                assert [t["translation"] for t in content["translations"]] == words * 16
+        assert serving.get("/health")["translated"] == 16 * statuses.count(200)
 
 
 class Broken(Engine):
@@ -155,7 +155,7 @@ def posted(length: int, body: bytes = b"") -> bytes:
 def test_who_has_gone_is_not_translated_for_and_who_waits_is_answered(tiny_run):
     """Both end their half of the connection behind the request."""
     body = json.dumps(GOOD).encode()
-    with Serving(tiny_run, "--max-batch", 64) as serving:
+    with Serving(tiny_run, "--max-batch", 16) as serving:
         thread = busy(serving)
         with socket.create_connection(("127.0.0.1", serving.port)) as connection:
             connection.sendall(posted(len(body), body))
@@ -166,7 +166,7 @@ def test_who_has_gone_is_not_translated_for_and_who_waits_is_answered(tiny_run):
                 *_, final = answer.read().split(b"HTTP/1.1 ")
         assert final.startswith(b"200 ") and b"translations" in final
         thread.join()
-        assert serving.get("/health")["translated"] == 64 + 1
+        assert serving.get("/health")["translated"] == 16 + 1
         assert serving.output.count("\n") == 1, serving.output  # nothing of it is logged
 
 
