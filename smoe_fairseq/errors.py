@@ -5,9 +5,7 @@ import ctypes
 import difflib
 import errno
 import functools
-import io
 import logging
-import math
 import os
 import re
 import signal
@@ -16,9 +14,9 @@ import sys
 import threading
 import traceback
 import warnings
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, suppress
 from typing import NoReturn, TextIO
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # these have sentences of their own
@@ -183,76 +181,18 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.8) -> str | None:
 
 
 def end_parsing(parser: ArgumentParser, message: str) -> NoReturn:
-    """In place of argparse's ``error``: one line, with the flag that an unknown one is nearly like."""
-    said = f"{parser.prog}: error: {_with_nearest(parser, message)}"
+    """In place of argparse's ``error``: one line."""
+    said = f"{parser.prog}: error: {with_nearest(parser, message)}"
     parser.exit(2, f"{said}; {parser.prog} --help lists all flags\n")
 
 
-def _with_nearest(parser: ArgumentParser, message: str) -> str:
+def with_nearest(parser: ArgumentParser, message: str) -> str:
+    """An error of argparse, with the flag that an unknown one is nearly like."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
     for word in message.split() if message.startswith("unrecognized") else ():
         near = nearest(word.partition("=")[0], flags) if word.startswith("--") else None
         message += f"; did you mean {near}?" if near else ""
     return printable(message)
-
-
-class RaisingParser(ArgumentParser):
-    """An error of the command line is a UsageError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(_with_nearest(self, message))
-
-
-@contextmanager
-def refusing_flags(start: str = "") -> Iterator[None]:
-    """What argparse prints when it ends the program becomes a UsageError."""
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            yield
-    except SystemExit as ended:
-        line = (said.getvalue().splitlines() or [str(ended)])[-1]
-        raise UsageError(start + (line.partition("error: ")[2] or line)) from None
-
-
-def filled(text: str) -> str:
-    """The type of texts that are not empty, as an unset variable of a shell is."""
-    if not text:
-        raise ArgumentTypeError("it is empty")
-    return text
-
-
-# The flags of our own commands, and the numbers that they take, as types of argparse.
-
-
-def add_flag(parser, name: str, metavar: str | None, text: str, kind=None, default=None) -> None:
-    """Add a flag with a value to a parser or a group; its help ends with the default, if it has one."""
-    text += f"; default: {default}" if default is not None else ""
-    parser.add_argument(name, metavar=metavar, help=text, type=kind, default=default)
-
-
-def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:
-    """The type of finite numbers from ``least`` on, to ``most``; ``kind`` is int or float."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-            float(value)
-        except (ValueError, OverflowError):
-            value = math.nan
-        if not (math.isfinite(value) and least <= value <= most):
-            what = "a whole number" if kind is int else "a number"
-            bound = f" of at least {least}" if math.isfinite(least) else ""
-            bound = f" from {least} to {most}" if math.isfinite(most) else bound
-            raise ArgumentTypeError(f"{text}: expected {what}{bound}")
-        return value
-
-    return parse
-
-
-positive = at_least(int, 1)
-port = at_least(int, 0, 65535)
-seconds = at_least(float, 0.001)
 
 
 # fairseq without its log messages, so that standard output holds only a command's own.

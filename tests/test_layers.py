@@ -21,11 +21,12 @@ ROOT = PACKAGE.name
 LAYERS = {
     "errors": set(),
     "files": {"errors"},
+    "flags": {"errors"},
     "forms": {"errors", "files"},
     "host_memory": set(),
     "compat": {"errors", "files", "forms"},
     "modules": set(),
-    "translate": {"errors", "files", "modules"},
+    "translate": {"errors", "files", "flags", "modules"},
     "models": {"errors", "files", "host_memory", "modules", "translate"},
     "criterions": {"errors", "models", "modules"},
     "huggingface": {"errors", "files", "forms", "modules"},
@@ -36,8 +37,17 @@ LAYERS = {
         *("checkpoints", "criterions", "errors", "files", "host_memory", "models", "modules"),
         "translate",
     },
-    "analysis": {ROOT, "checkpoints", "errors", "files", "forms", "models", "modules"},
-    "serve": {"analysis", "errors", "files", "forms", "host_memory", "models", "translate"},
+    "analysis": {ROOT, "checkpoints", "errors", "files", "flags", "forms", "models", "modules"},
+    "serve": {
+        "analysis",
+        "errors",
+        "files",
+        "flags",
+        "forms",
+        "host_memory",
+        "models",
+        "translate",
+    },
 }
 for top in ("recipes", "cli"):  # these import all below them
     LAYERS[top] = {ROOT, *LAYERS}
@@ -45,7 +55,7 @@ LAYERS[ROOT] = {"compat"}
 
 # The one list of names of higher layers: what the plugin adds to fairseq, imported only with it.
 NAMED_BY_COMPAT = (Path("compat/__init__.py"), "ADDITIONS")
-WITHOUT_FAIRSEQ = ("errors", "files", "forms", "host_memory", "huggingface", "modules")
+WITHOUT_FAIRSEQ = ("errors", "files", "flags", "forms", "host_memory", "huggingface", "modules")
 STANDARD_LIBRARY_ONLY = (
     "errors",
     "files",

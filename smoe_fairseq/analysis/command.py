@@ -14,8 +14,9 @@ from smoe_fairseq.analysis import inputs, report, results, sentence, training_lo
 from smoe_fairseq.analysis.capacity import check_capacity
 from smoe_fairseq.analysis.figures import draw_sentence, save, warn_of_missing
 from smoe_fairseq.analysis.record import collect
-from smoe_fairseq.errors import UsageError, add_flag, positive, quietly
+from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import refuse_existing, whole_folder
+from smoe_fairseq.flags import add_flag, positive
 from smoe_fairseq.modules import Strata
 
 EXAMPLE_TOKENS = 16  # a sentence of about this many makes the report's example

@@ -13,7 +13,8 @@ from fairseq.modules import MultiheadAttention
 from fairseq.optim import OPTIMIZER_REGISTRY
 from torch import nn
 
-from smoe_fairseq.errors import RaisingParser, UsageError, add_flag
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.flags import RaisingParser, add_flag
 from smoe_fairseq.models.options import (
     DecoderOptions,
     SMoETransformerConfig,

@@ -18,7 +18,8 @@ from torch import nn
 from tqdm import tqdm
 
 from smoe_fairseq.checkpoints.io import open_checkpoint
-from smoe_fairseq.errors import UsageError, add_flag, naming_file, positive
+from smoe_fairseq.errors import UsageError, naming_file
+from smoe_fairseq.flags import add_flag, positive
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.routing import Capacity
 

@@ -27,7 +27,8 @@ from smoe_fairseq.checkpoints.sets import (
     weights_of,
     write_converted,
 )
-from smoe_fairseq.errors import UsageError, add_flag, quietly
+from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.flags import add_flag
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.gates import ExpertChoiceGate, HashGate, HashTopKGate, TopKGate, TopPGate
 from smoe_fairseq.modules.layer import StratifiedMoE

@@ -15,15 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from smoe_fairseq.errors import (
-    UsageError,
-    at_least,
-    end_parsing,
-    filled,
-    nearest,
-    positive,
-    quietly,
-)
+from smoe_fairseq.errors import UsageError, end_parsing, nearest, quietly
+from smoe_fairseq.flags import at_least, filled, positive
 from smoe_fairseq.recipes.processes import dry_run, variables
 
 

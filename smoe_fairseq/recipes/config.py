@@ -16,8 +16,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from smoe_fairseq.errors import UsageError, refusing_flags
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_text
+from smoe_fairseq.flags import refusing_flags
 from smoe_fairseq.forms import Number, Settings, check
 
 Flags = dict[str, Any]

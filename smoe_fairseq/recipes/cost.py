@@ -26,7 +26,8 @@ from smoe_fairseq.analysis.processes import aligned, fits, print_process_costs, 
 from smoe_fairseq.analysis.record import requested_capacity
 from smoe_fairseq.checkpoints.io import open_checkpoint
 from smoe_fairseq.checkpoints.model import saved_options
-from smoe_fairseq.errors import UsageError, add_flag, at_least, naming_file, quietly
+from smoe_fairseq.errors import UsageError, naming_file, quietly
+from smoe_fairseq.flags import add_flag, at_least
 from smoe_fairseq.models.memory import LENGTH, Run
 from smoe_fairseq.recipes.config import Dataset, arguments, load_dataset, method_flags, tables
 

@@ -14,7 +14,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError, port, positive, seconds
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.flags import port, positive, seconds
 from smoe_fairseq.serve.engine import (
     MAX_TEXTS,
     Asked,

@@ -15,8 +15,9 @@ from typing import BinaryIO, TextIO
 
 from tqdm import tqdm
 
-from smoe_fairseq.errors import UsageError, at_least, quietly
+from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import whole_file
+from smoe_fairseq.flags import at_least
 from smoe_fairseq.host_memory import keep_freed_memory
 
 

@@ -21,8 +21,9 @@ from fairseq.data import Dictionary, data_utils
 from scipy import sparse
 from torch import Tensor
 
-from smoe_fairseq.errors import UsageError, at_least, quietly
+from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import check_plain, whole_file
+from smoe_fairseq.flags import at_least
 
 FILE = "shortlist.npz"
 SHORTLIST_HELP = (

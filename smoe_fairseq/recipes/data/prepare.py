@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq import files
-from smoe_fairseq.errors import RaisingParser, UsageError
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.flags import RaisingParser
 from smoe_fairseq.recipes.commands import add_learning
 from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, arguments, naming_settings
 from smoe_fairseq.recipes.data import raw

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import sentencepiece
 
-from smoe_fairseq.errors import UsageError, positive
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_files, whole_folder, write_whole
+from smoe_fairseq.flags import positive
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.commands import add_learning
 from smoe_fairseq.recipes.config import arguments

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError, quietly, refusing_flags
+from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.flags import refusing_flags
 from smoe_fairseq.recipes.config import Flags, arguments
 from smoe_fairseq.recipes.evaluation import scores
 

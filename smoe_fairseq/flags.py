@@ -1,0 +1,66 @@
+"""Flags of our own commands: declaring them, the types of their values, and errors of argparse."""
+
+import io
+import math
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from typing import NoReturn
+
+from smoe_fairseq.errors import UsageError, with_nearest
+
+
+def add_flag(parser, name: str, metavar: str | None, text: str, kind=None, default=None) -> None:
+    """Add a flag with a value to a parser or a group; its help ends with the default, if it has one."""
+    text += f"; default: {default}" if default is not None else ""
+    parser.add_argument(name, metavar=metavar, help=text, type=kind, default=default)
+
+
+def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:
+    """The type of finite numbers from ``least`` on, to ``most``; ``kind`` is int or float."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+            float(value)
+        except (ValueError, OverflowError):
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most):
+            what = "a whole number" if kind is int else "a number"
+            bound = f" of at least {least}" if math.isfinite(least) else ""
+            bound = f" from {least} to {most}" if math.isfinite(most) else bound
+            raise ArgumentTypeError(f"{text}: expected {what}{bound}")
+        return value
+
+    return parse
+
+
+positive = at_least(int, 1)
+port = at_least(int, 0, 65535)
+seconds = at_least(float, 0.001)
+
+
+class RaisingParser(ArgumentParser):
+    """An error of the command line is a UsageError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(with_nearest(self, message))
+
+
+@contextmanager
+def refusing_flags(start: str = "") -> Iterator[None]:
+    """What argparse prints when it ends the program becomes a UsageError."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    except SystemExit as ended:
+        line = (said.getvalue().splitlines() or [str(ended)])[-1]
+        raise UsageError(start + (line.partition("error: ")[2] or line)) from None
+
+
+def filled(text: str) -> str:
+    """The type of texts that are not empty, as an unset variable of a shell is."""
+    if not text:
+        raise ArgumentTypeError("it is empty")
+    return text
