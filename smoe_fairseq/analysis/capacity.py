@@ -53,9 +53,8 @@ def check_capacity(
     if all(each.factor in (0, each.eval_factor) for each in inputs.capacities_of(model)):
         return None
     torch.manual_seed(inputs.SEED)  # for tokens that are drawn (`--moe-drop-order random`)
-    found = CapacityCheck(
-        fifths={name: np.zeros((2, FIFTHS), dtype=np.int64) for name in moe_blocks(model)}
-    )
+    none = {name: np.zeros((2, FIFTHS), dtype=np.int64) for name in moe_blocks(model)}
+    found = CapacityCheck(fifths=none)
     for sample in samples(model, task, directions, subset):
         found.tokens += sample["ntokens"]
         found.nll_loss += nll(model, sample)[0]

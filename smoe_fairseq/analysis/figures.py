@@ -16,9 +16,7 @@ from smoe_fairseq.errors import UsageError
 try:
     import matplotlib
 except ImportError:
-    raise UsageError(
-        "matplotlib is missing, which draws the pictures: pip install matplotlib"
-    ) from None
+    raise UsageError("matplotlib is missing, for pictures: pip install matplotlib") from None
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager

@@ -88,10 +88,8 @@ def _ring(processes: int) -> float:
 def print_process_costs(costs: dict[str, ProcessCost], run: Run) -> None:
     """A table; of what is sent, tokens and parameters have columns where there are any."""
     each = "one process" if run.processes == 1 else f"each of {run.processes} processes"
-    print(
-        f"\n{each}, {run.flags.max_tokens} tokens per batch in sentences of "
-        f"{run.length}, uniform routing"
-    )
+    batch = f"{run.flags.max_tokens} tokens per batch in sentences of {run.length}"
+    print(f"\n{each}, {batch}, uniform routing")
     header = ["experts", "weights, gradients,\noptimizer", "activations", "at the\npeak"]
     header += ["sent per update", "of it\ngradients", "of it\ntokens"]
     columns = ["memory", "activations", "peak", "sent", "gradients", "tokens"]

@@ -105,10 +105,8 @@ class BlockFollower:
     def begin(self, tokens_BS: Tensor) -> None:
         """A batch begins: all tokens but padding are in stratum 0."""
         self.type_T = tokens_BS.reshape(-1)
-        in_no_stratum = self.type_T == self.padding
-        self.position_T = torch.zeros_like(self.type_T).masked_fill(
-            in_no_stratum, len(self.block.strata)
-        )
+        padding_T, depth = self.type_T == self.padding, len(self.block.strata)
+        self.position_T = torch.zeros_like(self.type_T).masked_fill(padding_T, depth)
 
     def record(self, stratum: int, _gate, arguments: tuple, routing: Routing) -> None:
         """A gate's forward hook: it chose for the tokens in its stratum or, with a mask, for all rows."""

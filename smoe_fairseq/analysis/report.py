@@ -109,11 +109,9 @@ def draw(folder: Path, found: dict[str, Callable[..., Figure]]) -> dict[str, dic
     drawn, missing = {}, set()
     for name, picture in found.items():
         missing |= figures.save(picture(stacked=False), folder / name)
-        files = {
-            "wide": (folder / f"{name}.png").read_bytes(),
-            "narrow": figures.png(picture(stacked=True)),
-        }
-        drawn[name] = {width: base64.b64encode(png).decode() for width, png in files.items()}
+        files = (folder / f"{name}.png").read_bytes(), figures.png(picture(stacked=True))
+        wide, narrow = (base64.b64encode(png).decode() for png in files)
+        drawn[name] = {"wide": wide, "narrow": narrow}
     figures.warn_of_missing(missing)
     return drawn
 

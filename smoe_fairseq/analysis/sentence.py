@@ -101,9 +101,7 @@ class StopFinder:
     def __init__(self, model: nn.Module, task):
         self.model, self.task = model, task
         self.dictionaries = {side: inputs.dictionary_of(task, side) for side in inputs.sides(task)}
-        self.special = {
-            side: inputs.special(dictionary, task) for side, dictionary in self.dictionaries.items()
-        }
+        self.special = {side: inputs.special(of, task) for side, of in self.dictionaries.items()}
 
     def run(self, net_input: dict) -> list[list[SentenceSide]]:
         """The sides of each sentence pair of a batch, teacher-forced: one forward pass.

@@ -70,9 +70,7 @@ def _serve(folder: Path) -> str:
 
 
 def _sample(dataset: Dataset, folder: Path, direction: str, number: int) -> dict[str, str]:
-    source, target = (
-        tested_text(dataset, direction, language) for language in direction.split("-")
-    )
+    source, target = (tested_text(dataset, direction, each) for each in direction.split("-"))
     files = {"source": source, "reference": target}
     files["translation"] = folder / "test" / f"{direction}.txt"
     lines = {name: read_text(file).splitlines() for name, file in files.items()}

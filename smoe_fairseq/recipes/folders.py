@@ -74,6 +74,10 @@ class Folders:
                     if not any((folder / name).exists() for name in names):
                         raise UsageError(f"{folder / names[0]} is missing: {advice}")
 
+    def texts(self, split: str, pair: str) -> dict[str, Path]:
+        """A pair's files in `raw`, by language."""
+        return {language: self.raw / f"{split}.{pair}.{language}" for language in pair.split("-")}
+
     @property
     def runs(self) -> Path:
         return given_path("RUN_DIR", "runs") / self.dataset
@@ -105,8 +109,7 @@ def shard_folders(folder: Path) -> list[Path]:
 
 def tested_text(dataset: Dataset, direction: str, language: str) -> Path:
     """A direction's raw test set in one of its two languages."""
-    raw = Folders(dataset.name).raw
-    return raw / f"test.{dataset.pair_of(direction)}.{language}"
+    return Folders(dataset.name).texts("test", dataset.pair_of(direction))[language]
 
 
 def package_folder(*names: str) -> str:

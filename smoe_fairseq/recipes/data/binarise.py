@@ -194,9 +194,8 @@ def check_text(text: Path, binary: Path) -> None:
     for number, (pieces, before) in enumerate(zip(now, was), 1):
         sentence = (*map(words.__getitem__, pieces), EOS)
         if sentence != before and sentence in known:
-            raise UsageError(
-                f"{text}, line {number} was another line when it was binarised: {advice}"
-            )
+            was = f"line {number} was another line when it was binarised"
+            raise UsageError(f"{text}, {was}: {advice}")
 
 
 # Binarised text of other authors, as an archive or a folder, which is checked and used as it is.

@@ -40,17 +40,15 @@ class Row:
 def print_checks(dataset: Dataset, workers: int = 1) -> None:
     """Print a row for each pair of a prepared data set, and a line with a setting for what is marked."""
     folders = Folders(dataset.name)
-    sizes = (
-        sum((folders.raw / f"train.{pair}.{lang}").stat().st_size for lang in pair.split("-"))
-        for pair in dataset.pairs
-    )
-    with shared(functools.partial(_row, dataset, folders), workers, sum(sizes)) as each:
+    files = (file for pair in dataset.pairs for file in folders.texts("train", pair).values())
+    size = sum(file.stat().st_size for file in files)
+    with shared(functools.partial(_row, dataset, folders), workers, size) as each:
         rows = list(each(dataset.pairs))
     for row in rows:
         seen = set().union(*(other.seen for other in rows if other is not row))
         row.leaked["other pairs"] = len(seen & _tests(folders, row.pair))
     print(_table(rows), flush=True)
-    advice = [line for row in rows for line in _advice(row)]
+    advice = [f"{row.pair}: {words}" for row in rows for words in _advice(row)]
     for line in advice[:_SHOWN]:
         report(line)
     if len(advice) > _SHOWN:
@@ -59,17 +57,14 @@ def print_checks(dataset: Dataset, workers: int = 1) -> None:
 
 def _tests(folders: Folders, pair: str) -> set[tuple[str, str]]:
     """(language, sentence) of a pair's test set, empty without one."""
-    files = {lang: folders.raw / f"test.{pair}.{lang}" for lang in pair.split("-")}
+    files = folders.texts("test", pair)
     there = all(file.exists() for file in files.values())
     return {(lang, line) for lang in files if there for line in readers.lines(files[lang]) if line}
 
 
 def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
     languages = pair.split("-")
-    training, testing = (
-        {lang: folders.raw / f"{split}.{pair}.{lang}" for lang in languages}
-        for split in ("train", "test")
-    )
+    training, testing = (folders.texts(split, pair) for split in ("train", "test"))
     tested = all(file.exists() for file in testing.values())
     tests = list(readers.pairs(testing)) if tested else []
     faults, row = Faults(tests), Row(pair)
@@ -106,10 +101,8 @@ def _left_out(file: Path, pair: str) -> dict[str, int]:
 
 def _binarised(dataset: Dataset, binary: Path, pair: str) -> dict[str, int]:
     """Training pairs that are longer than the model's positions, and tokens without a subword."""
-    limits = [
-        int(dataset.train.get(f"max-{side}-positions", FAIRSEQ_POSITIONS))
-        for side in ("source", "target")
-    ]
+    names = (f"max-{side}-positions" for side in ("source", "target"))
+    limit = min(int(dataset.train.get(name, FAIRSEQ_POSITIONS)) for name in names)
     long = unknown = 0
     for folder in shard_folders(binary):
         lengths = []
@@ -119,7 +112,7 @@ def _binarised(dataset: Dataset, binary: Path, pair: str) -> dict[str, int]:
             content = np.fromfile(f"{name}.bin", dtype=type_of(Path(f"{name}.idx")))
             unknown += int((content == UNKNOWN).sum())
         # Both sides are a source and a target, beside the token of a language.
-        long += int((np.maximum(*lengths) + 1 > min(limits)).sum())
+        long += int((np.maximum(*lengths) + 1 > limit).sum())
     return {"too long": long, "unknown": unknown}
 
 
@@ -157,40 +150,29 @@ def _table(rows: list[Row]) -> str:
 
 
 def _advice(row: Row) -> Iterator[str]:
-    """A line for each thing that is bad about a pair."""
-    counts = row.counts
-    elsewhere = row.leaked["other pairs"]
+    """What is bad about a pair, and what to do about it."""
+    counts, kept = row.counts, row.counts["kept"]
     if told := ", ".join(f"{row.leaked[side]:,} {side}" for side in SIDES if row.leaked[side]):
-        yield (
-            f"{row.pair}: of the test set, {told} are in the training text: scores will be too good; "
-            "set `clean: {overlap: drop}`, or `raw: {split: hash}` for text that is split here"
-        )
-    if elsewhere:
-        yield (
-            f"{row.pair}: {elsewhere:,} sentences of the test set are in the training text of other pairs: "
-            "scores may be too good; set `clean: {overlap: drop-all}`"
-        )
-    if counts["empty tests"]:
-        yield f"{row.pair}: {counts['empty tests']:,} pairs of the test set have an empty side: remove them"
-    for name, words in (
-        ("repeated", "training pairs are repeated"),
-        ("equal", "training pairs are the same on both sides"),
-    ):
-        if counts[name] * 10 > counts["kept"]:
-            yield f"{row.pair}: {counts[name]:,} {words}: set `clean: {{{name}: drop}}`"
-    if counts["max-ratio"] * 100 > counts["kept"]:
-        yield (
-            f"{row.pair}: in {counts['max-ratio']:,} training pairs one side has more than {MAX_RATIO} times "
-            f"the words of the other: set `clean: {{max-ratio: {MAX_RATIO}}}`"
-        )
-    if counts["too long"]:
-        yield (
-            f"{row.pair}: {counts['too long']:,} training pairs are longer than the model's positions and "
-            f"are never trained on: set `clean: {{max-words: {MAX_WORDS}}}`, or --max-source-positions and "
-            "--max-target-positions in `train`"
-        )
+        leaked = f"of the test set, {told} are in the training text: scores will be too good"
+        setting = "`clean: {overlap: drop}`, or `raw: {split: hash}` for text that is split here"
+        yield f"{leaked}; set {setting}"
+    if elsewhere := row.leaked["other pairs"]:
+        leaked = f"{elsewhere:,} sentences of the test set are in the training text of other pairs"
+        yield f"{leaked}: scores may be too good; set `clean: {{overlap: drop-all}}`"
+    if empty := counts["empty tests"]:
+        yield f"{empty:,} pairs of the test set have an empty side: remove them"
+    for name, words in (("repeated", "are repeated"), ("equal", "are the same on both sides")):
+        if counts[name] * 10 > kept:
+            yield f"{counts[name]:,} training pairs {words}: set `clean: {{{name}: drop}}`"
+    if (number := counts["max-ratio"]) * 100 > kept:
+        unlike = f"one side has more than {MAX_RATIO} times the words of the other"
+        yield f"in {number:,} training pairs {unlike}: set `clean: {{max-ratio: {MAX_RATIO}}}`"
+    if long := counts["too long"]:
+        never = "are longer than the model's positions and are never trained on"
+        limits = "--max-source-positions and --max-target-positions in `train`"
+        setting = f"`clean: {{max-words: {MAX_WORDS}}}`, or {limits}"
+        yield f"{long:,} training pairs {never}: set {setting}"
     if row.chrf is not None and row.chrf < REACHABLE:
-        yield (
-            f"{row.pair}: subwords change the text: no translation can have a chrF++ above {row.chrf:.1f}; "
-            "set `subwords: {normalization: nfc, byte-fallback: true}`"
-        )
+        most = f"no translation can have a chrF++ above {row.chrf:.1f}"
+        setting = "`subwords: {normalization: nfc, byte-fallback: true}`"
+        yield f"subwords change the text: {most}; set {setting}"

@@ -296,9 +296,8 @@ def _naming(archive: Path, folder: str | None = None) -> Iterator[None]:
             raise UsageError(f"{archive} cannot be {what}: {error.strerror}") from None
         reason, advice = " ".join(str(error).split()), "delete it and get it again"
         if isinstance(error, RuntimeError):  # zipfile's, for a password or an unknown method
-            advice = (
-                "expected an archive without a password, zip or tar, by deflate, gzip, bzip2 or xz"
-            )
+            kinds = "zip or tar, by deflate, gzip, bzip2 or xz"
+            advice = f"expected an archive without a password, {kinds}"
         raise UsageError(f"{archive} cannot be unpacked ({reason}): {advice}") from None
 
 

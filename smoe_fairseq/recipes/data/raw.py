@@ -165,9 +165,7 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
 def _existing(path: Path, endings: Iterable[str] = ("",)) -> Path | None:
     """The file of one of the endings, plain or compressed; raises UsageError if there are several."""
     names = (f"{path}{ending}{compressed}" for ending in endings for compressed in COMPRESSED)
-    found = list(
-        map(Path, filter(os.path.lexists, names))
-    )  # what is no file is named when it is read
+    found = [*map(Path, filter(os.path.lexists, names))]  # what is no file is named when it is read
     if len(found) > 1:
         raise UsageError(f"{found[0]} and {found[1]} are both there: keep the one to use")
     return found[0] if found else None

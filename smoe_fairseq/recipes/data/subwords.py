@@ -34,9 +34,8 @@ _LEARN = (
 )
 # Values of --normalization, and sentencepiece's names of their rules.
 _NAMES = {"nfkc": "nmt_nfkc", "identity": "identity"}
-_RULE = re.compile(
-    r"[0-9A-Fa-f]+( [0-9A-Fa-f]+)*\t([0-9A-Fa-f]+ ?)*(\t.*)?"
-)  # of sentencepiece's file
+# A line of sentencepiece's file of rules.
+_RULE = re.compile(r"[0-9A-Fa-f]+( [0-9A-Fa-f]+)*\t([0-9A-Fa-f]+ ?)*(\t.*)?")
 _ENCODE = "text to subwords: writes a file of the same name to DIR for each"
 
 

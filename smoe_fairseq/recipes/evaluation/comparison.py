@@ -184,10 +184,8 @@ class _System:
         self.runs = {run: scores.read(self.folder / run) for run in runs}
         self.runs = {run: result for run, result in self.runs.items() if result}
         if not self.runs:
-            raise UsageError(
-                f"{self.folder / name / scores.FILE} is missing: run scripts/evaluate.sh "
-                f"{dataset.name} {name} first"
-            )
+            file, advice = self.folder / name / scores.FILE, f"evaluate.sh {dataset.name} {name}"
+            raise UsageError(f"{file} is missing: run scripts/{advice} first")
 
     def has(self, direction: str) -> bool:
         return all(direction in r and r[direction].of(self.metric) for r in self.runs.values())

@@ -49,9 +49,8 @@ def latex(grid: Grid) -> str:
 def _table(grid: Grid, kind: str) -> str:
     numbers = len(grid.header) - grid.texts
     alignment = ["left"] * grid.texts + ["right"] * numbers
-    return tabulate(
-        grid.rows, grid.header, tablefmt=kind, colalign=alignment, disable_numparse=True
-    )
+    options = {"tablefmt": kind, "colalign": alignment, "disable_numparse": True}
+    return tabulate(grid.rows, grid.header, **options)
 
 
 FORMATS: dict[str, Callable[[Grid], str]] = {"markdown": markdown, "csv": as_csv, "latex": latex}

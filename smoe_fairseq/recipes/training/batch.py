@@ -169,9 +169,8 @@ def without_sizes(words: Sequence[str], flags: Flags) -> list[str]:
 def most_positions(flags: Flags, extra: Sequence[str]) -> int:
     """Tokens of a sentence at most: fairseq does not train on longer ones."""
     names = (f"max-{side}-positions" for side in ("source", "target"))
-    return max(
-        _number(extra, f"--{name}") or int(flags.get(name) or FAIRSEQ_POSITIONS) for name in names
-    )
+    given = (_number(extra, f"--{name}") or flags.get(name) for name in names)
+    return max(int(number or FAIRSEQ_POSITIONS) for number in given)
 
 
 def longest_sentence(folder: Path) -> int | None:
