@@ -5,11 +5,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_lock import holder
 from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
 from test_recipes_evaluation import kill, wait_until
 
@@ -142,23 +142,14 @@ def test_a_run_that_fails_does_not_end_the_others(data, tmp_path):
     assert "checkpoint_last.pt" in (odd / "study.log").read_text()
 
 
-def test_a_second_study_in_a_folder_is_refused_before_it_notes_anything(data, tmp_path):
-    folder, given = data
+def test_a_second_study_in_a_folder_is_refused_before_it_notes_anything(prepared, tmp_path):
     for name in ("configs", "data"):
-        os.symlink(folder / name, tmp_path / name)
+        os.symlink(prepared / name, tmp_path / name)
     runs = tmp_path / "runs/tiny"
     runs.mkdir(parents=True)
-    hold = (
-        "import sys, time; from pathlib import Path; from smoe_fairseq.files import lock_folder\n"
-    )
-    hold += (
-        "lock_folder(Path(sys.argv[1]), 'study.lock'); print('held', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", hold, runs], stdout=subprocess.PIPE, text=True
-    ) as first:
-        assert first.stdout.readline() == "held\n"
-        said = refusal(recipe(tmp_path, "study", "tiny", "moe", **given))
-        first.kill()
+    first = holder(runs, "study.lock")
+    given = {"CONFIG_DIR": str(prepared / "configs"), "SEEDS": "1 2", "GPUS": "0"}
+    said = refusal(recipe(tmp_path, "study", "tiny", "smoe-2-2", **given))
+    first.communicate()
     assert "runs/tiny" in said and f"process {first.pid}" in said
-    assert [path.name for path in runs.iterdir()] == ["study.lock"]
+    assert not list(runs.iterdir())
