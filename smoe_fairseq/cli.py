@@ -21,10 +21,7 @@ COMMANDS = {
         "smoe_fairseq.analysis.command",
         "report the requested capacity of a trained model by language, token and layer",
     ),
-    "translate": (
-        "smoe_fairseq.serve.translate",
-        "translate text, line by line",
-    ),
+    "translate": ("smoe_fairseq.serve.translate", "translate text, line by line"),
     "shortlist": (
         "smoe_fairseq.translate.shortlist",
         "list the target tokens that each source token may need, to speed up translation",
@@ -41,10 +38,7 @@ COMMANDS = {
         "smoe_fairseq.checkpoints.sets",
         "rewrite a checkpoint for another number of ranks, with its optimizer state",
     ),
-    "average": (
-        "smoe_fairseq.checkpoints.average",
-        "average the weights of several checkpoints",
-    ),
+    "average": ("smoe_fairseq.checkpoints.average", "average the weights of several checkpoints"),
     "upcycle": (
         "smoe_fairseq.checkpoints.upcycle",
         "turn a dense checkpoint into an MoE checkpoint whose experts are copies of its FFNs",
@@ -57,10 +51,7 @@ COMMANDS = {
         "smoe_fairseq.checkpoints.imports",
         "convert a checkpoint of fairseq's MoE branch, the SMoE paper's code or transformers",
     ),
-    "prune": (
-        "smoe_fairseq.analysis.prune",
-        "remove the experts that some directions use little",
-    ),
+    "prune": ("smoe_fairseq.analysis.prune", "remove the experts that some directions use little"),
     "subwords": (
         "smoe_fairseq.recipes.data.subwords",
         "learn subwords from text, and split text into them",
@@ -69,8 +60,8 @@ COMMANDS = {
 
 
 @exit_on_signals()
-@ends_with_sentence
-@flush_stdout
+@ends_with_sentence()
+@flush_stdout()
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
@@ -101,7 +92,6 @@ def add_path_arguments(parser: ArgumentParser) -> None:
 
 
 def run_path(args: Namespace) -> None:
-    """Prints the folder that fairseq takes as ``--user-dir``."""
     print(Path(__file__).resolve().parent)
 
 

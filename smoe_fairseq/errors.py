@@ -4,7 +4,6 @@ import codecs
 import ctypes
 import difflib
 import errno
-import functools
 import logging
 import os
 import re
@@ -125,27 +124,23 @@ def printable(words: str) -> str:
     return re.sub(rf"\S{{{_LONGEST},}}", lambda m: f"{m[0][:half]}...{m[0][-half:]}", words)
 
 
-def ends_with_sentence(command: Callable) -> Callable:
-    """The command; an error of a kind that bad input causes ends it with one line and exit status 1.
+@contextmanager
+def ends_with_sentence() -> Iterator[None]:
+    """An error of a kind that bad input causes ends a command with one line and exit status 1.
 
     The stack trace of any error is written to the log files that are open.
     """
-
-    @functools.wraps(command)
-    def run(*arguments, **options):
-        try:
-            return command(*arguments, **options)
-        except Exception as error:
-            trace = (type(error), error, error.__traceback__)
-            record = logging.LogRecord(__name__, logging.ERROR, "", 0, "ended by", None, trace)
-            for handler in _log_files().values():
-                handler.handle(record)
-            if (words := one_line(error)) is None:
-                raise
-            show_trace(error)
-            raise SystemExit(f"error: {words}") from None
-
-    return run
+    try:
+        yield
+    except Exception as error:
+        trace = (type(error), error, error.__traceback__)
+        record = logging.LogRecord(__name__, logging.ERROR, "", 0, "ended by", None, trace)
+        for handler in _log_files().values():
+            handler.handle(record)
+        if (words := one_line(error)) is None:
+            raise
+        show_trace(error)
+        raise SystemExit(f"error: {words}") from None
 
 
 def _log_files() -> dict[str, logging.FileHandler]:
@@ -159,17 +154,6 @@ def show_trace(error: BaseException) -> None:
     """Prints the stack trace where ``SMOE_DEBUG=1`` asks for it."""
     if os.environ.get("SMOE_DEBUG", "0") not in ("", "0"):
         traceback.print_exception(error)
-
-
-def checks_first(command: Callable, check: Callable) -> Callable:
-    """The command; ``check`` is called before it with its first argument, and may raise."""
-
-    @functools.wraps(command)
-    def run(first, *arguments, **options):
-        check(first)
-        return command(first, *arguments, **options)
-
-    return run
 
 
 # Names that are mistyped.
@@ -275,37 +259,33 @@ class _Watched:
         return getattr(self.stream, name)
 
 
-def flush_stdout(command: Callable) -> Callable:
-    """The command, with all that it prints written when it returns.
+@contextmanager
+def flush_stdout() -> Iterator[None]:
+    """All that a command prints is written when it returns.
 
     Raises:
         UsageError: standard output is closed, or cannot be written.
         SystemExit: its reader has ended (``| head``), with a shell's status for that, 128 + SIGPIPE.
     """
-
-    @functools.wraps(command)
-    def run(*arguments, **options):
-        if sys.stderr is None:  # closed: what is printed to it would go to standard output
-            sys.stderr = open(os.devnull, "w")
-        if sys.stdout is None:  # closed, and the next file that is opened would take its place
-            raise UsageError("standard output is closed: expected a terminal, file or /dev/null")
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        if codecs.lookup(encoding).name != "utf-8" and hasattr(sys.stdout, "reconfigure"):
-            with suppress(OSError):  # of a stream that says more of itself than is true
-                sys.stdout.reconfigure(errors="backslashreplace")  # spells letters that it lacks
-        output = sys.stdout = _Watched(sys.stdout)
+    if sys.stderr is None:  # closed: what is printed to it would go to standard output
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:  # closed, and the next file that is opened would take its place
+        raise UsageError("standard output is closed: expected a terminal, file or /dev/null")
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    if codecs.lookup(encoding).name != "utf-8" and hasattr(sys.stdout, "reconfigure"):
+        with suppress(OSError):  # of a stream that says more of itself than is true
+            sys.stdout.reconfigure(errors="backslashreplace")  # spells letters that it lacks
+    output = sys.stdout = _Watched(sys.stdout)
+    try:
+        yield
+    finally:
+        sys.stdout = output.stream
         try:
-            return command(*arguments, **options)
-        finally:
-            sys.stdout = output.stream
-            try:
-                sys.stdout.flush()
-            except OSError as error:
-                output.problem = error
-            if output.problem is not None:
-                _give_up(output.problem)
-
-    return run
+            sys.stdout.flush()
+        except OSError as error:
+            output.problem = error
+        if output.problem is not None:
+            _give_up(output.problem)
 
 
 def _give_up(problem: OSError) -> NoReturn:

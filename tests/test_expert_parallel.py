@@ -256,8 +256,8 @@ def test_an_overflow_of_one_expert_skips_the_update_everywhere(ranks, small_corp
 
 
 REFUSED = {
-    "--ddp-backend pytorch_ddp": "use --ddp-backend legacy_ddp",
-    "--ddp-backend fully_sharded": "use --ddp-backend legacy_ddp",
+    "--ddp-backend pytorch_ddp": "legacy_ddp",
+    "--ddp-backend fully_sharded": "legacy_ddp",
     "--fp16": "--fp16-no-flatten-grads",
     "--amp": "use --bf16",
     "--encoder-layerdrop 0.1": "leave it out",

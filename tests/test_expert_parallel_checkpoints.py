@@ -220,7 +220,7 @@ def test_flattened_optimizer_state_is_called_so(resharded, tmp_path):
     path, out = tmp_path / "fp16.pt", tmp_path / "out.pt"
     torch.save(state, path)
     sentence = refusal("reshard", path, "--world-size", 2, "--output", out)
-    assert "of all parameters in one row, as --fp16 keeps it" in sentence
+    assert "fp16.pt: --fp16 has flattened" in sentence
     assert not out.exists()
 
 

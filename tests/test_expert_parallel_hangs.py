@@ -190,7 +190,7 @@ def train_until(moment: str, arguments):
     "moment, words",
     [
         ("exception", "this batch cannot be read"),
-        ("out of memory", "with --expert-parallel no rank can skip a batch: try --"),
+        ("out of memory", "out of memory with --expert-parallel: try --"),
     ],
 )
 def test_a_process_that_fails_ends_all(ranks, small_corpus, tmp_path, moment, words):

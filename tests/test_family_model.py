@@ -137,7 +137,7 @@ def test_balanced_hash_table_follows_the_dictionary(monkeypatch):
 
     with pytest.raises(UsageError) as error:
         member_model("hash", "--moe-hash-table", "balanced")
-    assert "--moe-hash-table balanced: the dictionary says of all its entries" in str(error.value)
+    assert "--moe-hash-table balanced: " in str(error.value)
     monkeypatch.setattr(test_model, "make_task", make_task)
     model = member_model("hash", "--moe-hash-table", "balanced")
     table = model.decoder.layers[1].moe.gates[0].table

@@ -34,8 +34,8 @@ LAYERS = {
         *("compat", "errors", "files", "forms", "host_memory", "huggingface", "models", "modules")
     },
     "training": {
-        *("checkpoints", "criterions", "errors", "files", "host_memory", "models", "modules"),
-        "translate",
+        *("checkpoints", "compat", "criterions", "errors", "files", "host_memory", "models"),
+        *("modules", "translate"),
     },
     "analysis": {ROOT, "checkpoints", "errors", "files", "flags", "forms", "models", "modules"},
     "serve": {

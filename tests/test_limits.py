@@ -61,7 +61,7 @@ def test_a_stray_file_of_a_set_is_not_counted_up_to(tmp_path):
 
 def test_more_processes_than_there_can_be():
     args = Namespace(world_size=1_000_000, path=Path("a.pt"), output=Path("b.pt"), force=False)
-    with pytest.raises(UsageError, match="--world-size 1000000: expected at most 10,000"):
+    with pytest.raises(UsageError, match="--world-size 1000000: expected 1 to 10,000"):
         run_reshard(args)
 
 
@@ -170,9 +170,7 @@ def test_a_dictionary_of_fewer_words_is_named(recorded, tmp_path):
         (tmp_path / "run" / name).write_text("a 1\n")
     with pytest.raises(SystemExit) as error:
         main(["translate", str(recorded), "--data", str(tmp_path / "run")])
-    assert "tokens in encoder.embed_tokens.weight, and the dictionary of this model 5" in str(
-        error.value
-    )
+    assert "tokens in encoder.embed_tokens.weight, and this model 5" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +182,7 @@ def test_a_dictionary_of_fewer_words_is_named(recorded, tmp_path):
 )
 def test_a_record_of_experts_that_is_damaged(recorded, tmp_path, key, value):
     path = changed(recorded, tmp_path, "smoe_experts", key, value=value)
-    with pytest.raises(UsageError, match="changed.pt: what it says of its experts"):
+    with pytest.raises(UsageError, match="changed.pt: smoe_experts in it"):
         weights_of(path)
 
 

@@ -28,7 +28,7 @@ import sys, time
 from pathlib import Path
 from smoe_fairseq import files
 from smoe_fairseq.errors import ends_with_sentence
-ends_with_sentence(files.lock_folder)(Path(sys.argv[1]), *sys.argv[2:])
+ends_with_sentence()(files.lock_folder)(Path(sys.argv[1]), *sys.argv[2:])
 print("held", flush=True)
 sys.stdin.read()
 """

@@ -256,7 +256,7 @@ def work(unit):
     time.sleep(0.02)
     return unit
 
-@ends_with_sentence
+@ends_with_sentence()
 def main():
     with whole_folder(Path("out")) as partial, shared(work, 3, 1 << 30) as each:
         for unit in each(range(10_000)):

@@ -34,7 +34,7 @@ def check_refusal(ranks, folder, data, flags, of_second, sentence) -> None:
     run = ranks.start(folder, 2, list(map(str, data)), flags, of_second, function=train)
     assert run.wait(60) == [1, 1], run.output()
     for rank in (0, 1):
-        assert f"error: process 1 was started with {sentence}" in run.output(rank)
+        assert f"error: process 1 has {sentence}" in run.output(rank)
         assert "Traceback" not in run.output(rank)
 
 

@@ -159,7 +159,7 @@ REFUSED = {
     "half": ({"text": "\ud800"}, 422, "a text holds half of a surrogate pair"),
     "none": ({"text": None, "texts": []}, 422, "texts: 0 of them; expected 1 to 64"),
     "many": ({"text": None, "texts": ["1"] * 65}, 422, "texts: 65 of them; expected 1 to 64"),
-    "long": ({"text": "1 " * 500}, 422, "tokens is longer than this server takes (200): divide"),
+    "long": ({"text": "1 " * 500}, 422, "tokens, of at most 200"),
     "longer": ({"text": "1 " * 3000}, 422, "tokens is longer than the model takes (1024): divide"),
     "too much": ({"text": "1 " * MAX_BODY}, 413, f"the body has more than {MAX_BODY} bytes"),
     "no source": ({"source": None}, 422, "source is null; expected"),
@@ -264,16 +264,14 @@ def test_the_page_is_its_own_files(server):
 def test_a_port_in_use_is_named(server, tiny_run):
     result = run("smoe", "serve", tiny_run, "--port", server.port, check=False)
     assert result.returncode == 1
-    assert result.stdout == (
-        f"error: --port {server.port} is in use: name another, or 0 for any that is free\n"
-    )
+    assert result.stdout == (f"error: --port {server.port} is in use: name another\n")
 
 
 def test_what_cannot_be_served(tmp_path):
     for words, status, sentence in (
         (["none"], 1, "error: none is missing: expected the folder of a run"),
         (["none", "--host", "no.such.host.invalid"], 1, "error: --host no.such.host.invalid: "),
-        (["none", "--host", "192.0.2.1"], 1, "error: --host 192.0.2.1: no address of this machine"),
+        (["none", "--host", "192.0.2.1"], 1, "error: --host 192.0.2.1 --port "),
         (["none", "--device", "gpu"], 1, "error: --device gpu: expected cpu, or a GPU's name"),
         (["none", "--port", "70000"], 2, "70000: expected "),
         (["none", "--timeout", "0"], 2, "0: expected "),

@@ -12,7 +12,7 @@ from serving import JSON, Serving
 from test_serve import GOOD, LONG, expected
 
 from smoe_fairseq.models import SMoETransformerModel
-from smoe_fairseq.serve.app import Limits, WebApp
+from smoe_fairseq.serve.app import WebApp
 from smoe_fairseq.serve.engine import Engine
 
 
@@ -57,7 +57,7 @@ class Broken(Engine):
 
 
 def test_a_failure_is_one_sentence_and_the_next_text_is_translated():
-    app = WebApp(Broken(), Limits(max_batch=4, max_waiting=8, timeout=60)).asgi(None)
+    app = WebApp(Broken(), max_batch=4, max_waiting=8, timeout=60).asgi(None)
 
     async def ask_both():
         async with app.app.router.lifespan_context(app):
@@ -108,7 +108,7 @@ class Slow(Broken):
 def test_what_is_not_answered_when_the_server_stops_is_refused():
     """In words, and without waiting for the model once more."""
     engine, answers = Slow(), []
-    web = WebApp(engine, Limits(max_batch=1, max_waiting=8, timeout=60, stopping=0.2))
+    web = WebApp(engine, max_batch=1, max_waiting=8, timeout=60, stopping=0.2)
     app = web.asgi(None)
 
     async def ask_and_stop():

@@ -228,7 +228,7 @@ def test_errors_are_seen(three_languages, gates_by_hand, opened):
         assert alert.inner_text() == "There is no text: type a sentence."
         page.get_by_label("Text, a sentence per line").fill("aa1 " * 6)
         page.keyboard.press("Control+Enter")
-        sync_api.expect(alert).to_contain_text("longer than this server takes (5)")
+        sync_api.expect(alert).to_contain_text("tokens, of at most 5")
         assert page.locator(".token").count() == 0  # nothing old beside it
         serving.stop(signal.SIGKILL)
         page.get_by_label("Text, a sentence per line").fill("aa1")

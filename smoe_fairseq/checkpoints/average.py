@@ -92,8 +92,7 @@ def _add(sums: dict, owners: dict, path: Path, model: Mapping) -> None:
         if not tensor.is_floating_point():
             if name in sums and not name.endswith(COUNTS) and not torch.equal(sums[name], tensor):
                 raise UsageError(
-                    f"{path}: {name} is of whole numbers, which have no mean, and others than in the "
-                    "file before; expected checkpoints of one run"
+                    f"{path}: {name} has other whole numbers than before; expected checkpoints of one run"
                 )
             sums[name] = tensor
             continue
@@ -127,14 +126,11 @@ def _check_alike(first_path: Path, first: dict, path: Path, other: dict) -> None
         there, here = first[kind].get(name), other[kind].get(name)
         if there != here:
             raise UsageError(
-                f"{path} is of another architecture than {first_path}: {name} is {here or 'missing'} in "
-                f"it and {there or 'missing'} in the other"
+                f"{path} is unlike {first_path}: {name} is {here or 'missing'}, not {there or 'missing'}"
             )
     words = [outline["dictionaries"] for outline in (first, other)]
     if None not in words and words[0] != words[1]:
-        raise UsageError(
-            f"{path} was trained with another dictionary than {first_path}: its numbers stand for other words"
-        )
+        raise UsageError(f"{path} was trained with another dictionary than {first_path}")
 
 
 def add_average_arguments(parser: ArgumentParser) -> None:
@@ -143,23 +139,19 @@ def add_average_arguments(parser: ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="checkpoints; those of --expert-parallel by their names without -rank-N; with --last the folder "
-        "of a run",
+        help="checkpoints, those of --expert-parallel without -rank-N; with --last the folder of a run",
     )
     parser.add_argument(
         "--last", type=int, metavar="N", help="average the N newest checkpoints of the folder"
     )
-    parser.add_argument(
-        "--by",
-        choices=sorted(KINDS),
-        help="with --last: use checkpoints saved after epochs, or after every N updates; default: the kind "
-        "that the folder has",
+    words = (
+        "with --last: checkpoints of epochs, or of every N updates; default: the kind that there is"
     )
+    parser.add_argument("--by", choices=sorted(KINDS), help=words)
     add_output_arguments(parser)
 
 
 def run_average(args: Namespace) -> None:
-    """Average, write, and say of what."""
     paths = chosen(args.paths, args.last, args.by)
     check_output([file for path in paths for file in files_read(path)], [args.output], args.force)
     state = average(paths)
@@ -180,9 +172,7 @@ def chosen(paths: Sequence[Path], last: int | None, by: str | None) -> list[Path
         if by is not None:
             raise UsageError(f"--by {by}: expected --last with it, and a run's folder")
         if folders:
-            raise UsageError(
-                f"{folders[0]} is a folder: add --last N for its newest checkpoints, or name files"
-            )
+            raise UsageError(f"{folders[0]} is a folder: add --last N, or name its files")
         return _named(paths)
     if last < 2:
         raise UsageError(f"--last {last}: expected 2 or more")
@@ -202,9 +192,7 @@ def _named(paths: Sequence[Path]) -> list[Path]:
         if name not in found:
             found.append(name)
     if len(found) < 2:
-        raise UsageError(
-            f"{found[0]} is one checkpoint: expected two or more, or a folder with --last N"
-        )
+        raise UsageError(f"{found[0]} is one checkpoint: expected more, or a folder with --last N")
     return found
 
 
@@ -217,13 +205,11 @@ def _newest(folder: Path, last: int, by: str | None) -> list[Path]:
     if by is None:
         there = [kind for kind in KINDS if found[kind]]
         if len(there) > 1:
-            raise UsageError(
-                f"{folder} has checkpoints by update and by epoch: add --by update or --by epoch"
-            )
+            raise UsageError(f"{folder} has both kinds: add --by update or --by epoch")
         by = there[0] if there else "update"
     if len(found[by]) < last:
         raise UsageError(
-            f"--last {last}: {folder} has {len(found[by])} checkpoints by {by}; fairseq-train keeps them by "
-            "update with --save-interval-updates, by epoch without --no-epoch-checkpoints"
+            f"--last {last}: {folder} has {len(found[by])} by {by}; see --save-interval-updates and "
+            "--no-epoch-checkpoints of fairseq-train"
         )
     return [found[by][number] for number in sorted(found[by])[-last:]]

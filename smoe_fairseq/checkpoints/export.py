@@ -17,7 +17,7 @@ from smoe_fairseq.checkpoints.huggingface import FILES, is_export, task_of, writ
 from smoe_fairseq.checkpoints.io import files_read, values_of
 from smoe_fairseq.checkpoints.model import STOCK, model_values, transformer_options
 from smoe_fairseq.checkpoints.sets import (
-    add_output_arguments,
+    add_file_arguments,
     check_output,
     weights_of,
     write_converted,
@@ -43,9 +43,7 @@ def as_stock(path: Path) -> dict:
     if model_values(path, state)[0] == STOCK:
         raise UsageError(f"{path} holds fairseq's transformer already; expected a smoe_transformer")
     if not state.get("cfg"):
-        raise UsageError(
-            f"{path} has no cfg, in which fairseq 0.12.2 keeps all options; expected one"
-        )
+        raise UsageError(f"{path} has no cfg, where fairseq 0.12.2 keeps the options")
     model = Namespace(**transformer_options(path, state), arch=STOCK, _name=STOCK)
     ARCH_CONFIG_REGISTRY[STOCK](model)
     state["cfg"] = _plain_config(state, model)
@@ -136,12 +134,10 @@ _WRITTEN = {
 
 
 def add_export_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="a checkpoint; one of --expert-parallel by its name without -rank-N; with --to huggingface also "
-        "the folder of a run",
+    add_file_arguments(
+        parser,
+        "a checkpoint, one of --expert-parallel by its name without -rank-N; or a run, for huggingface",
+        "file to write; a folder for ctranslate2 and huggingface",
     )
     parser.add_argument(
         "--to",
@@ -151,22 +147,13 @@ def add_export_arguments(parser: ArgumentParser) -> None:
         "CTranslate2 (dense models only); huggingface: a folder for transformers' from_pretrained; "
         "safetensors: the weights, and a JSON file of all options",
     )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="folder with dict.*.txt and spm.model, for ctranslate2 and huggingface; default: the run's",
-    )
-    parser.add_argument(
-        "--fp16",
-        action="store_true",
-        help="write weights in float16, half the size; with --to huggingface or safetensors",
-    )
-    add_output_arguments(parser, "file to write; a folder for ctranslate2 and huggingface")
+    words = "dict.*.txt and spm.model for ctranslate2 and huggingface; default: the run's"
+    parser.add_argument("--data", type=Path, metavar="DIR", help=f"folder with {words}")
+    words = "write weights in float16, half the size; with --to huggingface or safetensors"
+    parser.add_argument("--fp16", action="store_true", help=words)
 
 
 def run_export(args: Namespace) -> None:
-    """Write FILE, and say what it is."""
     path, output, read = args.path, args.output, files_read(args.path)
     if args.fp16 and args.to not in ("huggingface", "safetensors"):
         raise UsageError(f"--fp16 with --to {args.to}: expected --to huggingface or safetensors")
@@ -186,9 +173,7 @@ def run_export(args: Namespace) -> None:
             )
     else:
         if args.to == "safetensors" and output.suffix == ".json":
-            raise UsageError(
-                f"--output {output}: the options are to have this name; expected .safetensors"
-            )
+            raise UsageError(f"--output {output}: the options get this name; expected .safetensors")
         files = [output, config_file(output)] if args.to == "safetensors" else [output]
         check_output(read, files, args.force)
     with quietly():

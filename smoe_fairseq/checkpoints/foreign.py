@@ -65,8 +65,7 @@ def renamed(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         expected = layers.get(layer, [0])[0]
         if sorted(each) != list(range(expected)):
             raise UsageError(
-                f"{path}: the gate of {layer} sees {expected} experts, and the files have {len(each)}; "
-                "expected all -rank-N files of the set"
+                f"{path}: {layer} has {expected} experts, and the files {len(each)}; expected all of the set"
             )
         if len({tensor.shape for tensor in each.values()}) > 1:
             raise UsageError(f"{path}: the experts of {layer} are of several sizes; expected one")
@@ -94,8 +93,7 @@ def foreign_options(path: Path, state: Mapping, weights: Mapping[str, Tensor]) -
     for name in _WITHOUT_PLACE:
         if values.get(name):
             raise UsageError(
-                f"{path} was trained with {flag(name)} {values[name]}, which is not taken over; expected a "
-                "model without it"
+                f"{path} was trained with {flag(name)} {values[name]}; expected a model without it"
             )
     known = SMoETransformerConfig.among(values)
     options = {name: value for name, value in known.items() if not of_experts(name)}
@@ -115,8 +113,7 @@ def foreign_options(path: Path, state: Mapping, weights: Mapping[str, Tensor]) -
     layers = gate_sizes(weights)
     if not layers:
         raise UsageError(
-            f"{path} has no gate (encoder.layers.N.moe_layer.gate.wg.weight): expected a checkpoint of "
-            "fairseq's MoE branch or of the SMoE paper's code"
+            f"{path} has no moe_layer.gate: expected one of fairseq's MoE branch or the SMoE paper's code"
         )
     for side in SIDES:
         options |= _places(path, side, layers)
@@ -134,8 +131,7 @@ def _places(path: Path, side: str, layers: Mapping[str, list[int]]) -> dict:
     freq = numbers[0] + 1 if numbers else 0
     if numbers != [freq * (i + 1) - 1 for i in range(len(numbers))]:
         raise UsageError(
-            f"{path}: the {side}'s MoE layers are {', '.join(map(str, numbers))}, counted from 0; expected "
-            "every N-th layer"
+            f"{path}: the {side}'s MoE layers are {numbers}, from 0; expected every N-th layer"
         )
     if not numbers:
         return {f"{side}_moe_freq": 0}
@@ -171,9 +167,7 @@ def files_of(path: Path) -> list[Path]:
         return [path]
     for file in (shared, *(rank_file(name, rank) for rank in range(len(ranks) or 1))):
         if not file.exists():
-            raise UsageError(
-                f"{file} is missing: expected {shared.name} and a -rank-N file per process"
-            )
+            raise UsageError(f"{file} is missing: expected {shared.name} and all -rank-N files")
     return [shared, *ranks.values()]
 
 

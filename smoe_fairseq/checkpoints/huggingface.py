@@ -101,9 +101,7 @@ def task_of(path: Path, state: Mapping, given: Path | None):
     for option in ("tokenizer", "bpe"):
         kind = values_of(cfg.get(option)).get("_name")
         if kind not in (None, "sentencepiece"):
-            raise UsageError(
-                f"{path}: --{option} {kind} has no place there; expected sentencepiece"
-            )
+            raise UsageError(f"{path}: --{option} {kind} is not supported; expected sentencepiece")
     if values.get("lang_tok_replacing_bos_eos"):
         raise UsageError(f"{path}: --lang-tok-replacing-bos-eos has no place there")
     data = data_of(path, str(values.get("data") or ""), given)

@@ -18,6 +18,7 @@ from smoe_fairseq.checkpoints.foreign import EXPECTED, fitted, renamed
 from smoe_fairseq.checkpoints.io import DICTIONARIES, checksum
 from smoe_fairseq.checkpoints.model import SIDES, plain_config
 from smoe_fairseq.checkpoints.sets import check_tensors
+from smoe_fairseq.compat.safe_load import check_content
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, read_plain
 from smoe_fairseq.forms import Number, check, read_json
@@ -77,11 +78,11 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
     kind = config.get("model_type")
     if kind not in (OURS, NLLB):
         raise UsageError(
-            f"{folder / _CONFIG} is of a model_type {kind}; expected {OURS}, as smoe export --to "
-            f"huggingface writes it, or {NLLB}"
+            f"{folder / _CONFIG}: model_type is {kind}; expected {OURS} (smoe export) or {NLLB}"
         )
     check(config, _FORMS[kind], folder / _CONFIG)
     weights = _tensors(folder)
+    check_content(folder, {"model": weights}, has_config=False)
     check_tensors(folder, weights)
     if kind == NLLB:
         options, weights = _of_nllb(folder, config, weights)
@@ -96,7 +97,6 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of one file, or of those that an index lists."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -166,7 +166,7 @@ def _text(
             of_languages[language] = words[side]
             if text.setdefault(f"dict.{language}.txt", content) != content:
                 raise UsageError(
-                    f"{folder}: {language} is a source and a target, whose vocabularies differ"
+                    f"{folder}: the source and target vocabularies of {language} differ"
                 )
     words_only = [word for word in vocabulary["source"][4:] if word not in tokens.values()]
     if (folder / _SUBWORDS).exists():

@@ -6,25 +6,21 @@ from pathlib import Path
 
 from smoe_fairseq.checkpoints.foreign import files_of, import_moe
 from smoe_fairseq.checkpoints.huggingface_import import read_folder
-from smoe_fairseq.checkpoints.sets import add_output_arguments, check_output, write_converted
+from smoe_fairseq.checkpoints.sets import add_file_arguments, check_output, write_converted
 from smoe_fairseq.errors import UsageError, naming_file, quietly
 from smoe_fairseq.files import read_plain, whole_files
 
 
 def add_import_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="a checkpoint of fairseq's MoE branch (NLLB-200) or of the SMoE paper's code, one of "
-        "several files by its name without -shared and -rank-N; or a folder of transformers: of "
-        "smoe export --to huggingface, or of NllbMoeForConditionalGeneration",
+    add_file_arguments(
+        parser,
+        "a checkpoint of fairseq's MoE branch (NLLB-200) or of the SMoE paper's code, one of several files "
+        "by its name without -shared and -rank-N; or a folder of transformers: of smoe export --to "
+        "huggingface, or of NllbMoeForConditionalGeneration",
     )
-    add_output_arguments(parser)
 
 
 def run_import(args: Namespace) -> None:
-    """Writes FILE, and says what it holds."""
     is_folder, text = args.path.is_dir(), {}
     inside = args.path.glob("*")
     read = [file for file in inside if file.is_file()] if is_folder else files_of(args.path)

@@ -1,6 +1,5 @@
 """Reading checkpoints: their names, their content, their record and their dictionaries."""
 
-import functools
 import hashlib
 import inspect
 import re
@@ -8,13 +7,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.compat.safe_load import (
-    CutOffCheckpoint,
     InaccessibleCheckpoint,
     check_content,
     is_archive,
@@ -38,16 +36,9 @@ def open_checkpoint(path: Path | str) -> dict:
             has its own subclass.
     """
     if Path(path).is_dir():
-        raise UsageError(
-            f"{path} cannot be read: Is a directory; expected a checkpoint, such as checkpoint_best.pt in it"
-        )
-    try:
-        with reading(path):
-            state = torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=True)
-    except UsageError:
-        raise
-    except Exception:  # torch raises many kinds of errors for bytes that are no pickle
-        raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
+        raise UsageError(f"{path} is a folder; expected a checkpoint, such as checkpoint_best.pt")
+    with reading(path):
+        state = torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=True)
     check_content(path, state)
     return state
 
@@ -145,10 +136,7 @@ class Record:
             record = cls(**content | {"parameters": tuple(content["parameters"])})
             if record.rank < record.world_size:
                 return record
-        raise UsageError(
-            f"{path}: what it says of its experts ({RECORD}) is of another kind: it is damaged, or of "
-            "a later version"
-        )
+        raise UsageError(f"{path}: {RECORD} in it is damaged, or of a later version")
 
 
 def values_of(part) -> Mapping:
@@ -177,7 +165,7 @@ def newest_whole(saves: Sequence[Collection[str]]) -> str | None:
 
 
 def check_set(records: Mapping[Path, Record | None]) -> None:
-    """Check that files, in the order of ranks, are one complete set.
+    """Check that files, in the order of ranks, are one complete set, or one file is all of it.
 
     Raises:
         UsageError: names the first file that does not belong to the set of the first one.
@@ -185,22 +173,14 @@ def check_set(records: Mapping[Path, Record | None]) -> None:
     first_path, first = next(iter(records.items()))
     for rank, (path, record) in enumerate(records.items()):
         if record is None:
-            raise UsageError(f"{path} does not say whose experts it holds: it is not of such a set")
-        if record.rank != rank or rank_of(path) != rank:
-            raise UsageError(
-                f"{path} holds the experts of process {record.rank}, not of process {rank}: "
-                "a file has been swapped or copied"
-            )
+            raise UsageError(f"{path} does not say which experts it holds")
+        if record.rank != rank or (rank_of(path) or 0) != rank:
+            raise UsageError(f"{path} has rank {record.rank}'s experts: it was moved or copied")
         if record.world_size != first.world_size:
-            raise UsageError(
-                f"{path} is of a set of {record.world_size} files, and {first_path} of one of "
-                f"{first.world_size}"
-            )
+            raise UsageError(f"{path} is of {record.world_size} files, unlike {first_path}")
         if record.save != first.save:
-            raise UsageError(
-                f"{path} is of another save (update {record.num_updates}) than {first_path} (update "
-                f"{first.num_updates})"
-            )
+            updates = f"update {record.num_updates}, not {first.num_updates}"
+            raise UsageError(f"{path} is of another save than {first_path} ({updates})")
     if len(records) < first.world_size:  # more cannot be, since each rank is below the world size
         missing = rank_file(set_name(first_path), len(records))
         raise UsageError(f"{missing} is missing: the set has {first.world_size} files")
@@ -259,59 +239,49 @@ def difference(path: Path | str, content: Mapping, task) -> str | None:
     return None
 
 
-def remember_file(dictionary: ModuleType) -> None:
-    """Make ``Dictionary.load`` keep the file's name as ``read_from``."""
-    original = dictionary.Dictionary.load.__func__
-
-    @functools.wraps(original)
-    def load(cls, f):
-        loaded = original(cls, f)
-        if isinstance(f, str):
-            loaded.read_from = f
-        return loaded
-
-    dictionary.Dictionary.load = classmethod(load)
+@replaces("fairseq.data.dictionary:Dictionary.load")
+def remember_file(original, cls, f):
+    """Keep the file's name as ``read_from``."""
+    loaded = original(cls, f)
+    if isinstance(f, str):
+        loaded.read_from = f
+    return loaded
 
 
-def compare_when_loaded(checkpoint_utils: ModuleType) -> None:
+@replaces("fairseq.checkpoint_utils:load_model_ensemble_and_task")
+def compare_when_loaded(original, *arguments, **options):
     """Check what all commands but ``fairseq-train`` load models with.
 
     Raises:
-        UsageError: on loading, if the settings of a checkpoint make no task or model, if its
-            dictionaries differ from the task's, or if a weight is NaN or infinite.
+        UsageError: the settings of a checkpoint make no task or model, its dictionaries differ from the
+            task's, or a weight is NaN or infinite.
     """
+    from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename
+
     from smoe_fairseq.models.checks import as_loaded
 
-    original = checkpoint_utils.load_model_ensemble_and_task
-    parameters = inspect.signature(original)
-
-    @functools.wraps(original)
-    def load_model_ensemble_and_task(*arguments, **options):
-        given = parameters.bind(*arguments, **options)
-        given.apply_defaults()
-        given = given.arguments
-        first = checkpoint_utils.get_maybe_sharded_checkpoint_filename(
-            given["filenames"][0], given["suffix"], 0, given["num_shards"]
-        )
-        others = other_flags(given["state"] or content_of(first), given["task"])
-        told = f"{first}: its training had {' '.join(others.values())}; expected the same here"
-        if others.keys() & LANGUAGE_TOKENS:
-            raise UsageError(told)
-        try:
-            with as_loaded():
-                models, config, task = original(*arguments, **options)
-        except UsageError as error:
-            raise (UsageError(told) if others else error) from error
-        for name, model in zip(given["filenames"], models, strict=False):
-            path = checkpoint_utils.get_maybe_sharded_checkpoint_filename(
-                name, given["suffix"], 0, given["num_shards"]
-            )
-            if sentence := difference(path, given["state"] or content_of(path), task):
-                raise UsageError(sentence)
-            check_finite(name, model.named_parameters())
-        return models, config, task
-
-    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
+    given = inspect.signature(original).bind(*arguments, **options)
+    given.apply_defaults()
+    given = given.arguments
+    paths = [
+        get_maybe_sharded_checkpoint_filename(name, given["suffix"], 0, given["num_shards"])
+        for name in given["filenames"]
+    ]
+    contents = [given["state"] or content_of(path) for path in paths]
+    others = other_flags(contents[0], given["task"])
+    told = f"{paths[0]}: its training had {' '.join(others.values())}; expected the same here"
+    if others.keys() & LANGUAGE_TOKENS:
+        raise UsageError(told)
+    try:
+        with as_loaded():
+            models, config, task = original(*arguments, **options)
+    except UsageError as error:
+        raise (UsageError(told) if others else error) from error
+    for path, content, model in zip(paths, contents, models):
+        if sentence := difference(path, content, task):
+            raise UsageError(sentence)
+        check_finite(path, model.named_parameters())
+    return models, config, task
 
 
 # Options of a task that put a language's token into the text: with others, a model translates wrongly and
@@ -352,8 +322,7 @@ def check_finite(path: Path | str, weights: Iterable[tuple[str, Tensor]]) -> Non
     for name, weight in weights:
         if not weight.isfinite().all():
             raise UsageError(
-                f"{path}: {name} has values that are not numbers (NaN or infinity): its training has "
-                "diverged; take an earlier checkpoint"
+                f"{path}: {name} has NaN or infinite values: training has diverged; use an earlier one"
             )
 
 

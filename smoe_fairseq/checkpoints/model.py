@@ -57,9 +57,7 @@ def model_values(path: Path, state: Mapping) -> tuple[str, dict]:
             if arch in ARCH_CONFIG_REGISTRY:
                 ARCH_CONFIG_REGISTRY[arch](filled)  # the defaults of the architecture
             return model, vars(filled)
-    raise UsageError(
-        f"{path} holds a model of architecture {arch}: expected fairseq's transformer, or smoe_transformer"
-    )
+    raise UsageError(f"{path}: architecture {arch}; expected transformer or smoe_transformer")
 
 
 def known_options(path: Path, state: Mapping) -> dict:
@@ -74,8 +72,7 @@ def known_options(path: Path, state: Mapping) -> dict:
     for name in _WITHOUT_PLACE if model == STOCK else ():
         if values.get(name):
             raise UsageError(
-                f"{path} was trained with {flag(name)} {values[name]}, which smoe_transformer has not got; "
-                "expected a model without it"
+                f"{path} was trained with {flag(name)} {values[name]}; expected a model without it"
             )
     options = SMoETransformerConfig.among(values)
     if model == STOCK:
@@ -89,9 +86,7 @@ def check_weights(path: Path, options: Mapping, weights: Mapping[str, Tensor]) -
     for option in fields(SMoETransformerConfig):
         value = options.get(option.name, option.default)
         if isinstance(option.default, int | float) and not isinstance(value, int | float):
-            raise UsageError(
-                f"{path}: its settings cannot be used ({option.name} is {value!r:.60})"
-            )
+            raise UsageError(f"{path}: {option.name} in its settings is {value!r:.60}")
     with as_loaded():
         model = target_model(path, {**options, "expert_parallel": False}, weights)
     weights = dict(weights)
@@ -106,9 +101,7 @@ def check_fit(path: Path, weights: Mapping[str, Tensor], target: Mapping[str, Te
             tuple(each[name].shape) if name in each else "missing" for each in (weights, target)
         )
         if found != expected:
-            raise UsageError(
-                f"{path}: {name} is {found} in it and {expected} in what its options describe"
-            )
+            raise UsageError(f"{path}: {name} is {found}, and by its options {expected}")
 
 
 def transformer_options(path: Path, state: Mapping) -> dict:
@@ -128,8 +121,8 @@ def check_pre_norm(path: Path, config: SMoETransformerConfig) -> None:
     for side in SIDES:
         if config.moe_freq_of(side) and not getattr(config, f"{side}_normalize_before"):
             raise UsageError(
-                f"{path} is post-norm in its {side}: experts take the place of pre-norm layers only; "
-                "expected a model trained with --encoder-normalize-before --decoder-normalize-before"
+                f"{path} is post-norm in its {side}: expected a model trained with "
+                "--encoder-normalize-before --decoder-normalize-before"
             )
 
 

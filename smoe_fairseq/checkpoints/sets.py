@@ -53,20 +53,11 @@ class Shards:
         if not optimizer_state:
             for state in self.states:
                 state.pop(OPTIMIZER, None)
-        pairs = zip(files, self.states, strict=True)
-        records = {file: Record.of(state, file) for file, state in pairs}
-        if len(files) > 1 or rank_of(files[0]) is not None:
-            check_set(records)
+        states = dict(zip(files, self.states, strict=True))
+        records = {file: Record.of(state, file) for file, state in states.items()}
+        check_set(records)
         self.record = records[files[0]]
-        if self.record is None:
-            raise UsageError(
-                f"{files[0]} does not say which experts it holds: it has none, or it is old"
-            )
-        if self.record.world_size != len(files):
-            raise UsageError(
-                f"{files[0]} holds one of {self.record.world_size} processes' experts, without the rest"
-            )
-        for file, state in zip(files, self.states, strict=True):
+        for file, state in states.items():
             self._check_parts(file, state)
 
     @classmethod
@@ -80,9 +71,7 @@ class Shards:
         if not files and not waiting:
             return cls([path], optimizer_state)
         if path.exists() and rank_of(path) is None:
-            raise UsageError(
-                f"{path} and {rank_file(name, 0)} are both there: move the one away that is not meant"
-            )
+            raise UsageError(f"{path} and {rank_file(name, 0)} both exist: move one of them away")
         there = files.keys() | waiting.keys()
         for rank in range(len(there)):
             if rank not in there:
@@ -100,9 +89,7 @@ class Shards:
                 raise UsageError(f"{file}: {name} is missing in its model")
             local = self.place_of(name).num_local if _EXPERTS in name else None
             if local and tensor.shape[:1] != (local,):
-                raise UsageError(
-                    f"{file}: {name} is {tuple(tensor.shape)} in its model; expected {local} experts"
-                )
+                raise UsageError(f"{file}: {name} is {[*tensor.shape]}; expected {local} experts")
 
     def place_of(self, name: str) -> Placement:
         """The placement of a tensor's experts in the first file."""
@@ -136,15 +123,11 @@ class Shards:
         numbers = [list(group["params"]) for group in optimizer.get("param_groups", [])]
         if numbers == [[0]] and len(names) > 1:
             raise UsageError(
-                f"{self.files[0]}: the optimizer's state is of all parameters in one row, as --fp16 keeps "
-                "it, and cannot be divided; train with --fp16-no-flatten-grads or "
-                "--memory-efficient-fp16, or begin with its model alone by --finetune-from-model"
+                f"{self.files[0]}: --fp16 has flattened the optimizer's state; train with "
+                "--fp16-no-flatten-grads or --memory-efficient-fp16, or begin by --finetune-from-model"
             )
         if numbers != [list(range(len(names)))]:
-            raise UsageError(
-                f"{self.files[0]}: the state of an optimizer with several parameter groups cannot be "
-                "divided"
-            )
+            raise UsageError(f"{self.files[0]}: several parameter groups cannot be divided")
         return names
 
     def check_agreement(self) -> None:
@@ -166,7 +149,7 @@ class Shards:
                 if _EXPERTS in name and not stacked:
                     raise self._undivided(rank, name)
                 raise UsageError(
-                    f"{self.files[rank]}: {name.removeprefix('model ')} is not as in the other files"
+                    f"{self.files[rank]}: {name.removeprefix('model ')} differs from the others"
                 )
 
     def check_division(self, world_size: int) -> None:
@@ -234,7 +217,6 @@ class Shards:
 
 
 def _newest_set(files: list[Path]) -> list[Path]:
-    """The newest files of one save, some of which may still be pending."""
     choices = [
         {record.save: path for path in (file, pending(file)) if (record := record_of(path))}
         for file in files
@@ -281,22 +263,12 @@ def _without(content: Mapping, keys: Iterable[str]) -> dict:
 
 
 def check_tensors(path: Path, model: Mapping) -> None:
-    """Raise UsageError unless all of a model are tensors of finite real numbers in memory."""
+    """Raise UsageError unless all tensors of a model are of finite numbers, as many as the file has."""
     for name, tensor in model.items():
-        if not (isinstance(name, str) and torch.is_tensor(tensor) and _is_plain(tensor)):
-            raise UsageError(
-                f"{path} is not a checkpoint of fairseq: {name} in its model is no tensor of real numbers"
-            )
+        # An expanded tensor could stand for more numbers than any memory holds.
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise UsageError(f"{path}: {name} is larger than its content")
     check_finite(path, ((name, t) for name, t in model.items() if not name.endswith(UNSET)))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-        return False
-    # An expanded tensor could stand for more numbers than any memory holds.
-    size = tensor.numel() * tensor.element_size()
-    of_numbers = not tensor.is_complex() and tensor.dtype is not torch.bool
-    return of_numbers and size <= tensor.untyped_storage().nbytes()
 
 
 def place_of(tensor: Tensor) -> tuple:
@@ -305,8 +277,15 @@ def place_of(tensor: Tensor) -> tuple:
     return (start, tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (id(tensor),)
 
 
+def add_file_arguments(
+    parser: ArgumentParser, path: str, output: str = "file to write", metavar: str = "CHECKPOINT"
+) -> None:
+    """``CHECKPOINT``, ``--output FILE`` and ``--force``; the texts are their help."""
+    parser.add_argument("path", type=Path, metavar=metavar, help=path)
+    add_output_arguments(parser, output)
+
+
 def add_output_arguments(parser: ArgumentParser, text: str = "file to write") -> None:
-    """``--output FILE`` and ``--force``."""
     parser.add_argument("--output", type=_named, required=True, metavar="FILE", help=text)
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
 
@@ -331,9 +310,7 @@ def check_output(read: Iterable[Path], files: Iterable[Path], force: bool) -> No
         if not folder.is_dir():
             raise UsageError(f"--output: {file} cannot be written: {folder} is not a folder")
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise UsageError(
-                f"--output: {file} cannot be written: nothing may be written in {folder}"
-            )
+            raise UsageError(f"--output: {file} cannot be written: no permission in {folder}")
 
 
 def write_converted(state: Mapping, output: Path, force: bool) -> None:
@@ -385,22 +362,14 @@ def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> lis
 
 
 def add_consolidate_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        type=Path,
-        metavar="DIR/checkpoint_last.pt",
-        help="name of the files without -rank-N",
+    add_file_arguments(
+        parser, "name of the files without -rank-N", metavar="DIR/checkpoint_last.pt"
     )
-    parser.add_argument(
-        "--optimizer-state",
-        action="store_true",
-        help="keep the optimizer's state, to continue training in one process",
-    )
-    add_output_arguments(parser)
+    words = "keep the optimizer's state, to continue training in one process"
+    parser.add_argument("--optimizer-state", action="store_true", help=words)
 
 
 def run_consolidate(args: Namespace) -> None:
-    """Read the set, write FILE, and say what it holds."""
     name = set_name(args.path)
     if not rank_files(name) and not rank_files(name, PENDING):
         raise UsageError(f"{rank_file(name, 0)} is missing: {name} stands for no set")
@@ -408,9 +377,9 @@ def run_consolidate(args: Namespace) -> None:
     shards = Shards.open(rank_file(name, 0), args.optimizer_state)
     write_set(shards, args.output, 1, args.force)
     numbers = " or ".join(map(str, shards.record.numbers_of_experts))
+    processes, update = len(shards.files), shards.record.num_updates
     print(
-        f"{args.output}: {numbers} experts per MoE layer, of {len(shards.files)} "
-        f"processes, update {shards.record.num_updates}"
+        f"{args.output}: {numbers} experts per MoE layer, of {processes} processes, update {update}"
     )
 
 
@@ -418,44 +387,22 @@ def run_consolidate(args: Namespace) -> None:
 
 
 def add_reshard_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        type=Path,
-        metavar="DIR/checkpoint_last.pt",
-        help="a checkpoint of one process, or the name of several files without -rank-N",
-    )
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        required=True,
-        metavar="M",
-        help="number of ranks to write it for",
-    )
-    add_output_arguments(
-        parser,
-        "name of the files to write, without -rank-N; to continue training, give their folder as "
-        "--save-dir",
-    )
+    read = "a checkpoint of one process, or the name of several files without -rank-N"
+    written = "name of the files to write, without -rank-N; to train on, their folder is --save-dir"
+    add_file_arguments(parser, read, written, "DIR/checkpoint_last.pt")
+    words = "number of ranks to write it for"
+    parser.add_argument("--world-size", type=int, required=True, metavar="M", help=words)
 
 
 def run_reshard(args: Namespace) -> None:
-    """Read the set, write that for M processes, and say what changes for training."""
     if not 1 <= args.world_size <= MOST_PROCESSES:
-        raise UsageError(
-            f"--world-size {args.world_size}: expected at most {MOST_PROCESSES:,} processes"
-            if args.world_size > 1
-            else f"--world-size {args.world_size}: expected a number of processes, 1 or more"
-        )
+        raise UsageError(f"--world-size {args.world_size}: expected 1 to {MOST_PROCESSES:,}")
     shards = Shards.open(args.path)
     files = write_set(shards, args.output, args.world_size, args.force)
-    before = len(shards.files)
+    before, update = len(shards.files), shards.record.num_updates
     ranks = "1 process" if args.world_size == 1 else f"{args.world_size} processes"
-    print(
-        f"{files[0]}{f' to {files[-1].name}' if len(files) > 1 else ''}: update "
-        f"{shards.record.num_updates}, for {ranks} instead of {before}"
-    )
+    last = f" to {files[-1].name}" if len(files) > 1 else ""
+    print(f"{files[0]}{last}: update {update}, for {ranks} instead of {before}")
     if args.world_size != before:
-        print(
-            f"for the same global batch, train on with --update-freq times "
-            f"{before / args.world_size:g}"
-        )
+        factor = before / args.world_size
+        print(f"for the same global batch, train on with --update-freq times {factor:g}")

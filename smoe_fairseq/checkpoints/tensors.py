@@ -98,9 +98,7 @@ def halved(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in found.items():
         if not tensor.isfinite().all():
             most = torch.finfo(torch.float16).max
-            raise UsageError(
-                f"{path}: {name} has values above {most:.0f}, the largest of --fp16; leave it out"
-            )
+            raise UsageError(f"{path}: {name} has values above {most:.0f}; leave --fp16 out")
     return found
 
 

@@ -24,7 +24,7 @@ from smoe_fairseq.checkpoints.model import (
     with_model_options,
 )
 from smoe_fairseq.checkpoints.sets import (
-    add_output_arguments,
+    add_file_arguments,
     check_output,
     weights_of,
     write_converted,
@@ -35,7 +35,7 @@ from smoe_fairseq.models.options import SMoETransformerConfig, flag
 from smoe_fairseq.modules.gates.linear import draw_as_linear
 
 LATER = 0.1  # layer norms of later strata, over that of the dense model
-_BLOCK = re.compile(r"(.+\.layers\.\d+)\.moe\.(.+)")
+_BLOCK = re.compile(r"(.+\.layers\.\d+)\.moe\.(\w+)\.?(.*)")
 _EXPERTS = {"w1": "fc1.weight", "b1": "fc1.bias", "w2": "fc2.weight", "b2": "fc2.bias"}
 
 
@@ -58,9 +58,7 @@ def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
     target = target_model(path, options, state["model"]).state_dict()
     size, memory = 4 * sum(map(Tensor.numel, target.values())), machine_memory()
     if memory is not None and size > memory:
-        raise UsageError(
-            f"these experts make a model of {size:,} bytes, which the {memory:,} of memory do not hold"
-        )
+        raise UsageError(f"the model would have {size:,} bytes, and the memory has {memory:,}")
     scale = options.get("moe_gate_init_scale", SMoETransformerConfig.moe_gate_init_scale)
     state["model"] = _weights(state["model"], target, scale, noise)
     return with_model_options(state, options)
@@ -101,60 +99,40 @@ def _weights(dense: dict, target: dict, scale: float, noise: float) -> dict:
     """Weights for all names of ``target``, each made of the dense model's."""
     made = {}
     for name, like in target.items():
-        if (block := _BLOCK.fullmatch(name)) is None:
+        if (found := _BLOCK.fullmatch(name)) is None:
             made[name] = dense[name]
-        elif (source := _source(*block.groups())) is None:
-            made[name] = _new(name, like, scale)
-        else:
-            made[name] = _of_block(block[2], dense[source], len(like), noise)
+            continue
+        layer, kind, part = found.groups()
+        if kind == "layer_norms":
+            stratum, _, parameter = part.partition(".")
+            norm = dense[f"{layer}.final_layer_norm.{parameter}"]
+            made[name] = norm if stratum == "0" else norm * LATER
+        elif kind == "experts":
+            made[name] = _copies(dense[f"{layer}.{_EXPERTS[part]}"], len(like), noise)
+        else:  # a gate's weights, or what begins at 0: the counts of its bias, its residual
+            made[name] = torch.zeros(like.shape, dtype=like.dtype)
+            if not name.endswith((COUNTS, "residual_weight")):
+                draw_as_linear(made[name], scale)
     return made
 
 
-def _source(layer: str, part: str) -> str | None:
-    """The dense model's parameter that a block's is made of; None: it is new."""
-    kind, _, rest = part.partition(".")
-    if kind == "layer_norms":
-        return f"{layer}.final_layer_norm.{rest.partition('.')[2]}"
-    return f"{layer}.{_EXPERTS[rest]}" if kind == "experts" else None
-
-
-def _of_block(part: str, tensor: Tensor, length: int, noise: float) -> Tensor:
-    kind, rest = part.split(".", 1)
-    if kind == "layer_norms":
-        return tensor if rest.startswith("0.") else tensor * LATER
-    experts = tensor.expand(length, *tensor.shape).clone()
+def _copies(tensor: Tensor, number: int, noise: float) -> Tensor:
+    experts = tensor.expand(number, *tensor.shape).clone()
     if noise and tensor.numel() > 1:
         drawn = torch.randn(experts.shape)
         experts += (noise * tensor.float().std() * drawn).to(experts.dtype)
     return experts
 
 
-def _new(name: str, like: Tensor, scale: float) -> Tensor:
-    """A gate's weights, or what begins at 0: the counts of its bias, its residual."""
-    tensor = torch.zeros(like.shape, dtype=like.dtype)
-    if not name.endswith((COUNTS, "residual_weight")):
-        draw_as_linear(tensor, scale)
-    return tensor
-
-
 def add_upcycle_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        type=Path,
-        metavar="DENSE.pt",
-        help="checkpoint of a dense pre-norm transformer, ours or fairseq's",
+    read = "checkpoint of a dense pre-norm transformer, ours or fairseq's"
+    add_file_arguments(parser, read, metavar="DENSE.pt")
+    words = (
+        "standard deviation of noise added to the experts' weights, relative to theirs; default: 0"
     )
-    parser.add_argument(
-        "--noise",
-        type=float,
-        default=0.0,
-        help="standard deviation of noise added to the experts' weights, relative to theirs; default: "
-        "0, no noise",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1, help="random seed of gates and noise; default: 1"
-    )
-    add_output_arguments(parser)
+    parser.add_argument("--noise", type=float, default=0.0, help=words)
+    words = "random seed of gates and noise; default: 1"
+    parser.add_argument("--seed", type=int, default=1, help=words)
     experts = make_dataclass(
         "Experts",
         [
@@ -169,7 +147,6 @@ def add_upcycle_arguments(parser: ArgumentParser) -> None:
 
 
 def run_upcycle(args: Namespace) -> None:
-    """Writes FILE, and says how to train it on."""
     if not (args.noise >= 0 and math.isfinite(args.noise)):
         raise UsageError(f"--noise {args.noise}: expected 0 or a positive number, such as 0.01")
     check_output(files_read(args.path), [args.output], args.force)

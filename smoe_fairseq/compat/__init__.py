@@ -1,29 +1,28 @@
 """All changes to fairseq 0.12.2, whose files stay unmodified.
 
 `PATCHES` make it work on current Python, torch and numpy, for every fairseq command, with the plugin or
-without. Each is one function; the comment above it says what it patches and why. `ADDITIONS` are
+without. Each is one function, which names what it patches; the comment above it says why. `ADDITIONS` are
 what the plugin (``--user-dir``) brings: models, criterion, and changes to training. They are listed here
-by name only: nothing in this package imports what is above it (tests/test_layers.py). Both are called with
-the module that they change as soon as it has been imported, so they load nothing heavy themselves.
+by name only: nothing in this package imports what is above it (tests/test_layers.py).
 
 The start-up hook loads this package without its parent. Write ``from .file import name`` in it:
 ``from . import file`` would import the parent.
 """
 
-import functools
 import importlib
-import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
-from types import ModuleType
 
 from smoe_fairseq.errors import UsageError
 
-from .patches_training import PATCHES as OTHERS
-from .safe_load import allow_checkpoint_types, evaluate_literals_only, name_unreadable_checkpoints
+# Each of these files adds its patches to the list.
+from .patches import is_fairseq_command  # noqa: F401
+from .patches_data import join_bytes  # noqa: F401
+from .patches_training import wrap_any_model  # noqa: F401
+from .replacing import PATCHES, Action, when_imported
 
-__all__ = ["ADDITIONS", "PATCHES", "install", "register", "require_fairseq", "when_imported"]
+__all__ = ["ADDITIONS", "PATCHES", "install", "register", "require_fairseq"]
 
 # The version of fairseq that the patches are for.
 
@@ -52,83 +51,19 @@ def require_fairseq() -> None:
         raise FairseqVersionError(sentence)
 
 
-# Actions on a module as soon as it has been imported.
-
-Action = Callable[[ModuleType], None]
-
-
-def when_imported(name: str, action: Action) -> None:
-    """Call ``action(module)`` once ``name`` has been imported; at once if it already has been.
-
-    ``PACKAGE.*`` stands for a package and each module in it. It imports nothing itself.
-    """
-    for module in [m for other, m in sys.modules.items() if name in (other, _whole(other)) and m]:
-        action(module)
-    _WaitingFinder.actions.setdefault(name, []).append(action)
-    if _WaitingFinder not in sys.meta_path:
-        sys.meta_path.insert(0, _WaitingFinder)
-
-
-def _whole(name: str) -> str:
-    return f"{name.partition('.')[0]}.*"
-
-
-class _WaitingFinder:
-    """Leaves finding to the other finders, and adds the actions to the end of a module's loading."""
-
-    actions: dict[str, list[Action]] = {}
-
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        actions = [*cls.actions.get(name, ()), *cls.actions.get(_whole(name), ())]
-        if not actions:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not cls)
-        spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
-        if spec is None or spec.loader is None:  # missing, or a folder without code
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_then_act(module: ModuleType) -> None:
-            execute(module)
-            for action in actions:
-                action(module)
-
-        spec.loader.exec_module = execute_then_act
-        return spec
-
-
-PATCHES = (
-    ("torch.serialization", allow_checkpoint_types),
-    ("fairseq.*", evaluate_literals_only),
-    ("fairseq_cli.*", evaluate_literals_only),
-    ("fairseq.checkpoint_utils", name_unreadable_checkpoints),
-    *OTHERS,
-)
-
-# (module of fairseq, MODULE:FUNCTION to call with it); without a function, MODULE is imported.
+# Files that register something with fairseq, or replace its functions (`replaces`). Of several in one place
+# the later one is called first.
 ADDITIONS = (
-    ("fairseq.criterions", "smoe_fairseq.criterions"),
-    ("fairseq.models", "smoe_fairseq.models"),
-    ("fairseq.utils", "smoe_fairseq.training.foreach:norm_together"),
-    ("fairseq.utils", "smoe_fairseq.training.gradients:norm_over_all_experts"),
-    ("fairseq.optim.adam", "smoe_fairseq.training.foreach:step_together"),
-    ("fairseq.optim.fairseq_optimizer", "smoe_fairseq.training.foreach:multiply_together"),
-    ("fairseq.optim.fp16_optimizer", "smoe_fairseq.training.foreach:copy_together"),
-    ("fairseq.optim", "smoe_fairseq.training.gradients:spread_shared_state"),
-    (
-        "fairseq.distributed.legacy_distributed_data_parallel",
-        "smoe_fairseq.training.gradients:sum_over_replicas",
-    ),
-    ("fairseq.distributed.utils", "smoe_fairseq.training.launch:start_together"),
-    ("fairseq.distributed.utils", "smoe_fairseq.training.launch:check_before_all"),
-    ("fairseq.checkpoint_utils", "smoe_fairseq.training.sharded_checkpoints:save_sets"),
-    ("fairseq.checkpoint_utils", "smoe_fairseq.training.sharded_checkpoints:load_sets"),
-    ("fairseq.checkpoint_utils", "smoe_fairseq.checkpoints.io:compare_when_loaded"),
-    ("fairseq.data.dictionary", "smoe_fairseq.checkpoints.io:remember_file"),
-    ("fairseq.tasks.translation_multi_simple_epoch", "smoe_fairseq.training.text:name_files"),
-    ("fairseq.data.iterators", "smoe_fairseq.training.epochs:resume_on_any_ranks"),
-    ("fairseq.trainer", "smoe_fairseq.training.ours:ask_for_ours"),
+    "smoe_fairseq.criterions",
+    "smoe_fairseq.models",
+    "smoe_fairseq.training.foreach",
+    "smoe_fairseq.training.gradients",
+    "smoe_fairseq.training.launch",
+    "smoe_fairseq.training.sharded_checkpoints",
+    "smoe_fairseq.checkpoints.io",
+    "smoe_fairseq.training.text",
+    "smoe_fairseq.training.program",
+    "smoe_fairseq.training.ours",
 )
 
 _installed = False
@@ -148,18 +83,6 @@ def install(patches: Sequence[tuple[str, Action]] = PATCHES) -> None:
 
 
 def register() -> None:
-    """Install the additions as soon as fairseq, of the right version, has been imported."""
+    """Import the additions as soon as fairseq, of the right version, has been imported."""
     if problem() is None:
-        when_imported("fairseq", _register)
-
-
-def _register(fairseq) -> None:
-    for module, place in ADDITIONS:
-        when_imported(module, functools.partial(_add, place))
-
-
-def _add(place: str, of_fairseq: ModuleType) -> None:
-    module, _, name = place.partition(":")
-    found = importlib.import_module(module)
-    if name:
-        getattr(found, name)(of_fairseq)
+        when_imported("fairseq", lambda fairseq: list(map(importlib.import_module, ADDITIONS)))

@@ -9,11 +9,11 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 
 from smoe_fairseq.errors import (
     UsageError,
-    checks_first,
     end_parsing,
     ends_with_sentence,
     nearest,
@@ -22,20 +22,10 @@ from smoe_fairseq.errors import (
 )
 from smoe_fairseq.files import rank_files
 
+from .replacing import patches, replace
 from .safe_load import check_there, evaluate
 
 logger = logging.getLogger(__name__)
-PATCHES: list[tuple[str, Callable[[ModuleType], None]]] = []  # module of fairseq, and its patch
-
-
-def patches(module: str) -> Callable:
-    """Adds the decorated function, which is called with the module once that has been imported."""
-
-    def add(function: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-        PATCHES.append((module, function))
-        return function
-
-    return add
 
 
 # Lets fairseq's dataclasses hold instances of each other as defaults.
@@ -79,17 +69,11 @@ def quiet_jit(jit: ModuleType) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"fairscale\.")
 
 
-@patches("fairseq.dataclass.utils")
-def quiet_hydra(dataclass_utils: ModuleType) -> None:
-    original = dataclass_utils.convert_namespace_to_omegaconf
-
-    @functools.wraps(original)
-    def convert_namespace_to_omegaconf(args):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return original(args)
-
-    dataclass_utils.convert_namespace_to_omegaconf = convert_namespace_to_omegaconf
+@patches("fairseq.dataclass.utils:convert_namespace_to_omegaconf")
+def quiet_hydra(original, args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return original(args)
 
 
 # Lets ``fairseq-hydra-train common.user_dir=... model=...`` choose what a plugin registers.
@@ -98,21 +82,15 @@ def quiet_hydra(dataclass_utils: ModuleType) -> None:
 # ``model=`` and ``criterion=`` had to be known already; here it is imported first.
 
 
-@patches("fairseq.dataclass.initialize")
-def import_user_dir_first(initialize: ModuleType) -> None:
-    original = initialize.hydra_init
+@patches("fairseq.dataclass.initialize:hydra_init")
+def import_user_dir_first(original, *others, **options):
+    from fairseq.utils import import_user_module
 
-    @functools.wraps(original)
-    def hydra_init(*others, **options):
-        from fairseq.utils import import_user_module
-
-        for word in sys.argv[1:]:
-            name, _, value = word.lstrip("+").partition("=")
-            if name == "common.user_dir" and value:
-                import_user_module(Namespace(user_dir=value))
-        return original(*others, **options)
-
-    initialize.hydra_init = hydra_init
+    for word in sys.argv[1:]:
+        name, _, value = word.lstrip("+").partition("=")
+        if name == "common.user_dir" and value:
+            import_user_module(Namespace(user_dir=value))
+    return original(*others, **options)
 
 
 # One line for bad input of a fairseq command, where Python would print a stack trace.
@@ -126,7 +104,7 @@ def import_user_dir_first(initialize: ModuleType) -> None:
 def end_commands_with_sentence(utils: ModuleType) -> None:
     """Most commands do their work in ``call_main``; others, and reading the options, have the hook."""
     for name in ("call_main", "distributed_main"):
-        setattr(utils, name, _in_command(getattr(utils, name)))
+        replace(utils, name, _in_command)
     previous = sys.excepthook
 
     def print_sentence(kind, error, trace):
@@ -140,14 +118,9 @@ def end_commands_with_sentence(utils: ModuleType) -> None:
     sys.excepthook = print_sentence
 
 
-def _in_command(function: Callable) -> Callable:
-    ending = ends_with_sentence(function)
-
-    @functools.wraps(function)
-    def run(*arguments, **options):
-        return (ending if is_fairseq_command() else function)(*arguments, **options)
-
-    return run
+def _in_command(function: Callable, *arguments, **options):
+    with ends_with_sentence() if is_fairseq_command() else nullcontext():
+        return function(*arguments, **options)
 
 
 def is_fairseq_command() -> bool:
@@ -180,9 +153,10 @@ _BOUNDS = {  # lowest and highest value of options, of each of them where it is 
 }
 
 
-@patches("fairseq.distributed.utils")
-def check_values(utils: ModuleType) -> None:
-    utils.call_main = checks_first(utils.call_main, _check_values)
+@patches("fairseq.distributed.utils:call_main")
+def check_values(call_main, cfg, *others, **options):
+    _check_values(cfg)
+    return call_main(cfg, *others, **options)
 
 
 def _check_values(cfg) -> None:
@@ -196,9 +170,7 @@ def _check_values(cfg) -> None:
             raise UsageError(f"{flag} {shown}: expected a number of at least {lowest}{top}")
     betas = _value(cfg, "optimizer.adam_betas")
     if betas is not None and not _are_betas(betas):
-        raise UsageError(
-            f"--adam-betas {betas}: expected two numbers from 0 to below 1, as in '(0.9, 0.98)'"
-        )
+        raise UsageError(f"--adam-betas {betas}: expected two numbers below 1: '(0.9, 0.98)'")
     metric = _value(cfg, "checkpoint.best_checkpoint_metric")
     if metric in ("bleu", "chrf"):
         translated = _value(cfg, "criterion.validate_sentences")
@@ -260,20 +232,16 @@ def _are_betas(value) -> bool:
 # for a TPU only where torch_xla is installed, or where the user wrote ``--tpu``.
 
 
-@patches("fairseq.options")
-def keep_bf16_off_tpu(options: ModuleType) -> None:
-    original = options.parse_args_and_arch
+@patches("fairseq.options:parse_args_and_arch")
+def keep_bf16_off_tpu(original, parser, input_args=None, *others, **options):
+    from fairseq.utils import xm
 
-    @functools.wraps(original)
-    def parse_args_and_arch(parser, input_args=None, *others, **options_):
-        parsed = original(parser, input_args, *others, **options_)
-        args = parsed[0] if isinstance(parsed, tuple) else parsed
-        words = sys.argv[1:] if input_args is None else input_args
-        if getattr(args, "bf16", False) and options.utils.xm is None and "--tpu" not in words:
-            args.tpu = False
-        return parsed
-
-    options.parse_args_and_arch = parse_args_and_arch
+    parsed = original(parser, input_args, *others, **options)
+    args = parsed[0] if isinstance(parsed, tuple) else parsed
+    words = sys.argv[1:] if input_args is None else input_args
+    if getattr(args, "bf16", False) and xm is None and "--tpu" not in words:
+        args.tpu = False
+    return parsed
 
 
 # One line for a flag that is mistyped, with the one that it is nearly like.
@@ -281,17 +249,11 @@ def keep_bf16_off_tpu(options: ModuleType) -> None:
 # For fairseq 0.12.2 on any Python, which prints all its flags first.
 
 
-@patches("fairseq.options")
-def end_parsing_with_line(options: ModuleType) -> None:
-    original = options.get_parser
-
-    @functools.wraps(original)
-    def get_parser(*arguments, **more):
-        parser = original(*arguments, **more)
-        parser.error = functools.partial(end_parsing, parser)
-        return parser
-
-    options.get_parser = get_parser
+@patches("fairseq.options:get_parser")
+def end_parsing_with_line(original, *arguments, **options):
+    parser = original(*arguments, **options)
+    parser.error = functools.partial(end_parsing, parser)
+    return parser
 
 
 # ``fairseq-validate`` without ``--task`` validates with the task that the checkpoint was trained with.
@@ -316,30 +278,25 @@ def _set_task(parser: argparse.ArgumentParser, given: Namespace) -> None:
         raise UsageError(f"{given.path} does not say of what task it is: expected --task")
     if task not in TASK_REGISTRY:
         raise UsageError(
-            f"--user-dir is missing or another: the checkpoint's task is {task}, which fairseq itself "
-            "does not have; expected --user-dir with the plugin that it is from"
+            f"--user-dir is missing or another: fairseq does not have the checkpoint's task, {task}"
         )
     parser.set_defaults(task=task)
 
 
-@patches("fairseq.options")
-def take_task_of_checkpoint(options: ModuleType) -> None:
+@patches("fairseq.options:parse_args_and_arch")
+def take_task_of_checkpoint(original, parser, input_args=None, *others, **options):
     """And look at the ``--arch`` that is given, both before arguments are parsed."""
-    original = options.parse_args_and_arch
+    from fairseq.utils import import_user_module
+
     words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flags in (["--user-dir"], ["--task"], ["--path"], ["--arch", "-a"]):
         words.add_argument(*flags, nargs="?")
     words.add_argument("-h", "--help", action="store_true")
-
-    @functools.wraps(original)
-    def parse_args_and_arch(parser, input_args=None, *others, **more):
-        given, _ = words.parse_known_args(input_args)
-        options.utils.import_user_module(given)
-        _set_task(parser, given)
-        _check_arch(given)
-        return original(parser, input_args, *others, **more)
-
-    options.parse_args_and_arch = parse_args_and_arch
+    given, _ = words.parse_known_args(input_args)
+    import_user_module(given)
+    _set_task(parser, given)
+    _check_arch(given)
+    return original(parser, input_args, *others, **options)
 
 
 # One sentence for a checkpoint whose model fairseq does not have, as without ``--user-dir``.
@@ -350,35 +307,30 @@ def take_task_of_checkpoint(options: ModuleType) -> None:
 _OURS = "smoe_"
 
 
-@patches("fairseq.models")
-def name_unknown_model(models: ModuleType) -> None:
+@patches("fairseq.models:build_model")
+def name_unknown_model(original, cfg, *others, **options):
     """Of commands that build the checkpoint's model."""
-    original = models.build_model
-
-    @functools.wraps(original)
-    def build_model(cfg, *others, **options):
-        name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
-        if sentence := _problem(models, name):
-            raise UsageError(sentence)
-        return original(cfg, *others, **options)
-
-    models.build_model = build_model
+    if sentence := _problem(getattr(cfg, "_name", None) or getattr(cfg, "arch", None)):
+        raise UsageError(sentence)
+    return original(cfg, *others, **options)
 
 
 def _check_arch(given: Namespace) -> None:
     """Of ``fairseq-train --arch``, whose own answer is a list of some two hundred."""
-    from fairseq import models
+    from fairseq.models import ARCH_MODEL_REGISTRY
 
-    if given.arch and (sentence := _problem(models, given.arch)):
-        near = nearest(given.arch, models.ARCH_MODEL_REGISTRY, cutoff=0)
+    if sentence := _problem(given.arch):
+        near = nearest(given.arch, ARCH_MODEL_REGISTRY, cutoff=0)
         lacks_ours = given.arch.startswith(_OURS) and not near.startswith(_OURS)
         raise UsageError(
             f"--arch {given.arch}: {sentence if lacks_ours else f'did you mean {near}?'}"
         )
 
 
-def _problem(models: ModuleType, name: str | None) -> str | None:
-    if not name or name in models.ARCH_MODEL_REGISTRY or name in models.MODEL_DATACLASS_REGISTRY:
+def _problem(name: str | None) -> str | None:
+    from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
+
+    if not name or name in ARCH_MODEL_REGISTRY or name in MODEL_DATACLASS_REGISTRY:
         return None
     where = "$(smoe path)" if str(name).startswith(_OURS) else "the plugin that it is from"
     return (
@@ -393,17 +345,13 @@ def _problem(models: ModuleType, name: str | None) -> str | None:
 # argument that this one's lacks, so any translation ends in a TypeError; it is None unless it is asked for.
 
 
-@patches("fairseq.tasks.translation_multi_simple_epoch")
-def take_prefix_function(task: ModuleType) -> None:
-    original = task.TranslationMultiSimpleEpochTask.build_generator
-
-    @functools.wraps(original)
-    def build_generator(self, *others, prefix_allowed_tokens_fn=None, **options):
-        if prefix_allowed_tokens_fn is not None:
-            raise NotImplementedError("prefix_allowed_tokens_fn")
-        return original(self, *others, **options)
-
-    task.TranslationMultiSimpleEpochTask.build_generator = build_generator
+@patches(
+    "fairseq.tasks.translation_multi_simple_epoch:TranslationMultiSimpleEpochTask.build_generator"
+)
+def take_prefix_function(original, *arguments, prefix_allowed_tokens_fn=None, **options):
+    if prefix_allowed_tokens_fn is not None:
+        raise NotImplementedError("prefix_allowed_tokens_fn")
+    return original(*arguments, **options)
 
 
 # Keeps fairseq's stock encoder layer off torch's fused inference kernel.
@@ -414,16 +362,10 @@ def take_prefix_function(task: ModuleType) -> None:
 # same function by its ordinary code.
 
 
-@patches("fairseq.modules.transformer_layer")
-def avoid_fast_path(transformer_layer: ModuleType) -> None:
-    layer = transformer_layer.TransformerEncoderLayerBase
-    original = layer._load_from_state_dict
-
-    def load_from_state_dict(self, *arguments):
-        original(self, *arguments)
-        self.load_to_BT = False  # fairseq's own switch, which loading has just turned on
-
-    layer._load_from_state_dict = load_from_state_dict
+@patches("fairseq.modules.transformer_layer:TransformerEncoderLayerBase._load_from_state_dict")
+def avoid_fast_path(original, layer, *arguments):
+    original(layer, *arguments)
+    layer.load_to_BT = False  # fairseq's own switch, which loading has just turned on
 
 
 # Keeps the routing metrics of each block and stratum off the console's lines.
@@ -432,14 +374,7 @@ def avoid_fast_path(transformer_layer: ModuleType) -> None:
 # these, named ``encoder.layer.1/...``; TensorBoard, Weights & Biases and lines in JSON have them all.
 
 
-@patches("fairseq.logging.progress_bar")
-def keep_lines_short(progress_bar: ModuleType) -> None:
-    original = progress_bar.BaseProgressBar._format_stats
-
-    @functools.wraps(original)
-    def _format_stats(self, stats):
-        sides = ("encoder.", "decoder.")
-        kept = {k: v for k, v in stats.items() if not ("/" in k and k.startswith(sides))}
-        return original(self, kept)
-
-    progress_bar.BaseProgressBar._format_stats = _format_stats
+@patches("fairseq.logging.progress_bar:BaseProgressBar._format_stats")
+def keep_lines_short(original, bar, stats):
+    sides = ("encoder.", "decoder.")
+    return original(bar, {k: v for k, v in stats.items() if not ("/" in k and k.startswith(sides))})

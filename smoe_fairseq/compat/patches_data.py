@@ -11,9 +11,8 @@ from types import ModuleType, SimpleNamespace
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import check_plain
 
-from .patches import PATCHES, is_fairseq_command, patches
-
-__all__ = ["PATCHES", "patches"]  # those of commands, options and models, and these
+from .patches import is_fairseq_command
+from .replacing import patches
 
 # Refuses kinds of data sets whose code fails, or runs a shell.
 #
@@ -36,10 +35,7 @@ def refuse_fasta(fasta_dataset: ModuleType) -> None:
 
 def _make(cls: type, path: str = "", *_, **__):
     if "Fasta" in cls.__name__ or is_fairseq_command():
-        raise UsageError(
-            f"{path}: cut off, or of --dataset-impl lazy, cached or fasta, which are not supported; "
-            "expected mmap"
-        )
+        raise UsageError(f"{path}: cut off, or --dataset-impl lazy, cached or fasta; expected mmap")
     return object.__new__(cls)
 
 
@@ -63,22 +59,14 @@ def join_bytes(pieces: str) -> str:
     return _BYTES.sub(characters, pieces)
 
 
-@patches("fairseq.data.data_utils")
-def join_bytes_of_output(data_utils: ModuleType) -> None:
-    original = data_utils.post_process
-
-    @functools.wraps(original)
-    def post_process(sentence, symbol):
-        return original(join_bytes(sentence) if symbol == "sentencepiece" else sentence, symbol)
-
-    data_utils.post_process = post_process
+@patches("fairseq.data.data_utils:post_process")
+def join_bytes_of_output(original, sentence, symbol):
+    return original(join_bytes(sentence) if symbol == "sentencepiece" else sentence, symbol)
 
 
-@patches("fairseq.data.encoders.sentencepiece_bpe")
-def join_bytes_of_pieces(sentencepiece_bpe: ModuleType) -> None:
-    encoder = sentencepiece_bpe.SentencepieceBPE
-    original = encoder.decode
-    encoder.decode = lambda self, pieces: original(self, join_bytes(pieces))
+@patches("fairseq.data.encoders.sentencepiece_bpe:SentencepieceBPE.decode")
+def join_bytes_of_pieces(original, encoder, pieces):
+    return original(encoder, join_bytes(pieces))
 
 
 # Names the dictionary or data file that cannot be used, and refuses a pipe or a device in its place.
@@ -88,56 +76,42 @@ def join_bytes_of_pieces(sentencepiece_bpe: ModuleType) -> None:
 # were never opened, with a stack trace below the first error.
 
 
-@patches("fairseq.data.indexed_dataset")
-def name_data_file(indexed_dataset: ModuleType) -> None:
-    kind = indexed_dataset.MMapIndexedDataset
-    delete, begin = kind.__del__, kind._do_init
-
-    def __del__(self):
-        with suppress(AttributeError):
-            delete(self)
-
-    def _do_init(self, path):
-        with naming_file(f"{path}.idx", f"it or {os.path.basename(path)}.bin"):
-            begin(self, path)
-            starts, sizes = self._index._pointers[-1:], self._index._sizes[-1:]
-            ends = starts + sizes.astype("int64") * self._index._dtype_size
-            if os.path.getsize(f"{path}.bin") < max(ends, default=0):
-                raise ValueError("cut off")
-
-    kind.__del__, kind._do_init = __del__, _do_init
-    for name in ("index_file_path", "data_file_path"):
-        setattr(indexed_dataset, name, _plain(getattr(indexed_dataset, name)))
+@patches("fairseq.data.indexed_dataset:MMapIndexedDataset._do_init")
+def name_data_file(original, data, path):
+    with naming_file(f"{path}.idx", f"it or {os.path.basename(path)}.bin"):
+        original(data, path)
+        starts, sizes = data._index._pointers[-1:], data._index._sizes[-1:]
+        ends = starts + sizes.astype("int64") * data._index._dtype_size
+        if os.path.getsize(f"{path}.bin") < max(ends, default=0):
+            raise ValueError("cut off")
 
 
-def _plain(path_of):
-    @functools.wraps(path_of)
-    def plain_path_of(prefix_path):
-        check_plain(path := path_of(prefix_path))
-        return path
-
-    return plain_path_of
+@patches("fairseq.data.indexed_dataset:MMapIndexedDataset.__del__")
+def close_what_was_opened(original, data):
+    with suppress(AttributeError):
+        original(data)
 
 
-@patches("fairseq.data.dictionary")
-def name_dictionary(dictionary: ModuleType) -> None:
-    original = dictionary.Dictionary.load.__func__
+@patches("fairseq.data.indexed_dataset:index_file_path")
+@patches("fairseq.data.indexed_dataset:data_file_path")
+def read_plain_data(original, prefix_path):
+    check_plain(path := original(prefix_path))
+    return path
 
-    @functools.wraps(original)
-    def load(cls, f):
-        if not isinstance(f, str):
-            return original(cls, f)
-        check_plain(f)
-        with naming_file(f, "it"):
-            try:
-                loaded = original(cls, f)
-            except RuntimeError as error:  # a word that is there twice
-                raise ValueError(str(error)) from None
-            if any(symbol.startswith("\ufeff") for symbol in loaded.symbols):
-                raise ValueError("begins with a byte order mark")
-            return loaded
 
-    dictionary.Dictionary.load = classmethod(load)
+@patches("fairseq.data.dictionary:Dictionary.load")
+def name_dictionary(original, cls, f):
+    if not isinstance(f, str):
+        return original(cls, f)
+    check_plain(f)
+    with naming_file(f, "it"):
+        try:
+            loaded = original(cls, f)
+        except RuntimeError as error:  # a word that is there twice
+            raise ValueError(str(error)) from None
+        if any(symbol.startswith("\ufeff") for symbol in loaded.symbols):
+            raise ValueError("begins with a byte order mark")
+        return loaded
 
 
 # Gives fairseq's modules the names that newer libraries lack.
@@ -167,18 +141,14 @@ def keep_long(module: ModuleType) -> None:
 # within a pass.
 
 
-@patches("fairseq.data.multilingual.sampled_multi_epoch_dataset")
-def draw_by_first_epoch(module: ModuleType) -> None:
-    original = module.SampledMultiEpochDataset._next_virtual_epoch
-
-    @functools.wraps(original)
-    def _next_virtual_epoch(self, epoch):
-        first = epoch - (epoch - 1) % self.num_virtual_epochs
-        if self._random_global_indices is None and first < epoch:
-            original(self, first)
-        original(self, epoch)
-
-    module.SampledMultiEpochDataset._next_virtual_epoch = _next_virtual_epoch
+@patches(
+    "fairseq.data.multilingual.sampled_multi_epoch_dataset:SampledMultiEpochDataset._next_virtual_epoch"
+)
+def draw_by_first_epoch(original, data, epoch):
+    first = epoch - (epoch - 1) % data.num_virtual_epochs
+    if data._random_global_indices is None and first < epoch:
+        original(data, first)
+    original(data, epoch)
 
 
 # Ends data-loading processes together with their iterator.
@@ -191,20 +161,10 @@ def draw_by_first_epoch(module: ModuleType) -> None:
 # iterator itself calls the method, so the reference is alive.
 
 
-@patches("fairseq.data.iterators")
-def end_loading_processes(iterators: ModuleType) -> None:
+@patches("fairseq.data.iterators:FrozenBatchSampler.__init__")
+def end_loading_processes(original, sampler, ordered_batches, *arguments, **options):
     """`FrozenBatchSampler` does not keep the iterator that has made it."""
-    original = iterators.FrozenBatchSampler.__init__
-
-    @functools.wraps(original)
-    def __init__(self, ordered_batches, *arguments, **options):
-        original(self, _weak(ordered_batches), *arguments, **options)
-
-    iterators.FrozenBatchSampler.__init__ = __init__
-
-
-def _weak(method):
-    if not inspect.ismethod(method):
-        return method
-    found = weakref.WeakMethod(method)
-    return lambda *arguments: found()(*arguments)
+    if inspect.ismethod(ordered_batches):
+        method = weakref.WeakMethod(ordered_batches)
+        ordered_batches = lambda *given: method()(*given)  # noqa: E731
+    original(sampler, ordered_batches, *arguments, **options)

@@ -1,17 +1,15 @@
 """Patches of fairseq's training: processes, precision, averages and written checkpoints."""
 
-import functools
 import logging
 import math
 import shutil
 from collections import OrderedDict
-from types import ModuleType
 
 from smoe_fairseq.files import whole_file
 
-from .patches_data import PATCHES, patches
+from .replacing import patches
 
-__all__ = ["PATCHES"]  # all that there are: of commands, data and training
+logger = logging.getLogger(__name__)
 
 # Lets ``--cpu`` and the stock encoder train over several processes with ``--ddp-backend pytorch_ddp``,
 # fairseq's default.
@@ -28,23 +26,17 @@ _COPIES = [
 ]
 
 
-@patches("fairseq.models.distributed_fairseq_model")
-def wrap_any_model(distributed_fairseq_model: ModuleType) -> None:
-    original = distributed_fairseq_model.DistributedDataParallel
+@patches("fairseq.models.distributed_fairseq_model:DistributedDataParallel")
+def wrap_any_model(wrapper, module, device_ids=None, output_device=None, **options):
+    from fairseq.modules.transformer_layer import TransformerEncoderLayerBase as Layer
 
-    @functools.wraps(original, updated=())
-    def wrap(module, device_ids=None, output_device=None, **options):
-        from fairseq.modules.transformer_layer import TransformerEncoderLayerBase as Layer
-
-        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
-            device_ids = output_device = None
-        layers = [name for name, each in module.named_modules() if isinstance(each, Layer)]
-        original._set_params_and_buffers_to_ignore_for_model(
-            module, [f"{layer}{copy}" for layer in layers for copy in _COPIES]
-        )
-        return original(module, device_ids, output_device, **options)
-
-    distributed_fairseq_model.DistributedDataParallel = wrap
+    if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+        device_ids = output_device = None
+    layers = [name for name, each in module.named_modules() if isinstance(each, Layer)]
+    wrapper._set_params_and_buffers_to_ignore_for_model(
+        module, [f"{layer}{copy}" for layer in layers for copy in _COPIES]
+    )
+    return wrapper(module, device_ids, output_device, **options)
 
 
 # Lets half precision go on after an overflow where there is no GPU.
@@ -55,22 +47,18 @@ def wrap_any_model(distributed_fairseq_model: ModuleType) -> None:
 # updates.
 
 
-@patches("fairseq.trainer")
-def skip_overflow_on_cpu(trainer: ModuleType) -> None:
-    original, torch = trainer.Trainer.train_step, trainer.torch
+@patches("fairseq.trainer:Trainer.train_step")
+def skip_overflow_on_cpu(original, *arguments, **options):
+    import torch  # this package is imported with fairseq, not before
 
-    @functools.wraps(original)
-    def train_step(self, *arguments, **options):
-        if torch.cuda.is_available():
-            return original(self, *arguments, **options)
-        cuda = torch.Tensor.cuda
-        torch.Tensor.cuda = lambda tensor, *_, **__: tensor
-        try:
-            return original(self, *arguments, **options)
-        finally:
-            torch.Tensor.cuda = cuda
-
-    trainer.Trainer.train_step = train_step
+    if torch.cuda.is_available():
+        return original(*arguments, **options)
+    cuda = torch.Tensor.cuda
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    try:
+        return original(*arguments, **options)
+    finally:
+        torch.Tensor.cuda = cuda
 
 
 # Lets fairseq find the module whose output is NaN.
@@ -81,14 +69,9 @@ def skip_overflow_on_cpu(trainer: ModuleType) -> None:
 # norms of all gradients are logged in any case.
 
 
-@patches("fairseq.nan_detector")
-def hook_forward_only(nan_detector: ModuleType) -> None:
-    detector = nan_detector.NanDetector
-
-    def add_hooks(self, module):
-        self.fhooks.append(module.register_forward_hook(self.fhook_fn))
-
-    detector.add_hooks = add_hooks
+@patches("fairseq.nan_detector:NanDetector.add_hooks")
+def hook_forward_only(_, detector, module):
+    detector.fhooks.append(module.register_forward_hook(detector.fhook_fn))
 
 
 # Recomputes checkpointed activations in the types that they had.
@@ -98,27 +81,21 @@ def hook_forward_only(nan_detector: ModuleType) -> None:
 # gradients are then of other activations, and a gate may choose other experts than it did.
 
 
-@patches("fairseq.modules.checkpoint_activations")
-def keep_autocast(checkpoint_activations: ModuleType) -> None:
-    import torch  # this package is imported with fairseq, not before
+@patches("fairseq.modules.checkpoint_activations:CheckpointFunction.forward")
+def keep_autocast(original, ctx, *arguments):
+    import torch
 
-    function = checkpoint_activations.CheckpointFunction
-    begin, end = function.forward, function.backward
+    ctx.of_cpu, ctx.of_cuda = (
+        torch.autocast(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d))
+        for d in ("cpu", "cuda")
+    )
+    return original(ctx, *arguments)
 
-    @functools.wraps(begin)
-    def forward(ctx, *arguments):
-        ctx.of_cpu, ctx.of_cuda = (
-            torch.autocast(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d))
-            for d in ("cpu", "cuda")
-        )
-        return begin(ctx, *arguments)
 
-    @functools.wraps(end)
-    def backward(ctx, *gradients):
-        with ctx.of_cpu, ctx.of_cuda:
-            return end(ctx, *gradients)
-
-    function.forward, function.backward = staticmethod(forward), staticmethod(backward)
+@patches("fairseq.modules.checkpoint_activations:CheckpointFunction.backward")
+def recompute_in_autocast(original, ctx, *gradients):
+    with ctx.of_cpu, ctx.of_cuda:
+        return original(ctx, *gradients)
 
 
 # Lets ``--store-ema`` average a model that has whole numbers in its state.
@@ -129,18 +106,12 @@ def keep_autocast(checkpoint_activations: ModuleType) -> None:
 # among them.
 
 
-@patches("fairseq.models.ema.ema")
-def copy_integers(ema: ModuleType) -> None:
-    original = ema.EMA.__init__
-
-    @functools.wraps(original)
-    def __init__(self, model, *others, **options):
-        original(self, model, *others, **options)
-        state = self.model.state_dict()
-        integers = {n for n, value in state.items() if not value.is_floating_point()}
-        self.skip_keys = {*self.skip_keys, *integers}
-
-    ema.EMA.__init__ = __init__
+@patches("fairseq.models.ema.ema:EMA.__init__")
+def copy_integers(original, ema, *arguments, **options):
+    original(ema, *arguments, **options)
+    state = ema.model.state_dict()
+    integers = {n for n, value in state.items() if not value.is_floating_point()}
+    ema.skip_keys = {*ema.skip_keys, *integers}
 
 
 # Lets ``--store-ema`` begin at a checkpoint that was saved without.
@@ -149,28 +120,19 @@ def copy_integers(ema: ModuleType) -> None:
 # and has removed them by then: resuming ends in ``KeyError: 'model'``. By then they are the model's.
 
 
-logger = logging.getLogger(__name__)
-
-
-@patches("fairseq.trainer")
-def begin_average_at_model(trainer: ModuleType) -> None:
-    original = trainer.Trainer.load_checkpoint
-
-    @functools.wraps(original)
-    def load_checkpoint(self, filename, *others, **options):
-        ema = self.cfg.ema
-        if not ema.store_ema:
-            return original(self, filename, *others, **options)
-        ema.store_ema = False
-        try:
-            extra_state = original(self, filename, *others, **options)
-        finally:
-            ema.store_ema = True
-        if extra_state is not None:
-            _restore(self, extra_state, filename)
-        return extra_state
-
-    trainer.Trainer.load_checkpoint = load_checkpoint
+@patches("fairseq.trainer:Trainer.load_checkpoint")
+def begin_average_at_model(original, trainer, filename, *others, **options):
+    ema = trainer.cfg.ema
+    if not ema.store_ema:
+        return original(trainer, filename, *others, **options)
+    ema.store_ema = False
+    try:
+        extra_state = original(trainer, filename, *others, **options)
+    finally:
+        ema.store_ema = True
+    if extra_state is not None:
+        _restore(trainer, extra_state, filename)
+    return extra_state
 
 
 def _restore(trainer, extra_state: dict, filename: str) -> None:
@@ -191,16 +153,13 @@ def _restore(trainer, extra_state: dict, filename: str) -> None:
 # has made of a file, torch's own function sends to the others.
 
 
-@patches("fairseq.distributed.utils")
-def send_any_state(utils: ModuleType) -> None:
+@patches("fairseq.distributed.utils:_broadcast_object_slow")
+def send_any_state(_, obj, src_rank, group, dist_device):
     import torch.distributed as dist
 
-    def _broadcast_object_slow(obj, src_rank, group, dist_device):
-        values = [obj]
-        dist.broadcast_object_list(values, src_rank, group, dist_device)
-        return values[0]
-
-    utils._broadcast_object_slow = _broadcast_object_slow
+    values = [obj]
+    dist.broadcast_object_list(values, src_rank, group, dist_device)
+    return values[0]
 
 
 # Lets processes tell one another their logs without a GPU, however long these are.
@@ -211,24 +170,18 @@ def send_any_state(utils: ModuleType) -> None:
 # torch's own function for this takes whatever device the group communicates on, and any size.
 
 
-@patches("fairseq.distributed.utils")
-def gather_on_any_device(utils: ModuleType) -> None:
+@patches("fairseq.distributed.utils:all_gather_list")
+def gather_on_any_device(original, data, group=None, max_size=16384):
     import torch.distributed as dist
+    from fairseq.distributed import utils
+    from fairseq.utils import move_to_cpu
 
-    original = utils.all_gather_list
-
-    @functools.wraps(original)
-    def all_gather_list(data, group=None, max_size=16384):
-        from fairseq.utils import move_to_cpu
-
-        group = utils.get_global_group() if group is None else group
-        if utils.use_xla():
-            return original(data, group, max_size)
-        values = [None] * utils.get_world_size(group)
-        dist.all_gather_object(values, move_to_cpu(data), group=group)
-        return values
-
-    utils.all_gather_list = all_gather_list
+    group = utils.get_global_group() if group is None else group
+    if utils.use_xla():
+        return original(data, group, max_size)
+    values = [None] * utils.get_world_size(group)
+    dist.all_gather_object(values, move_to_cpu(data), group=group)
+    return values
 
 
 # Lets a single process use ``--zero-sharding os``, which has no effect then.
@@ -237,18 +190,12 @@ def gather_on_any_device(utils: ModuleType) -> None:
 # fairscale; one process ends in "Default process group has not been initialized".
 
 
-@patches("fairseq.optim.shard")
-def leave_one_process_whole(shard: ModuleType) -> None:
+@patches("fairseq.optim.shard:shard_")
+def leave_one_process_whole(original, optimizer, group):
     import torch.distributed as dist
 
-    original = shard.shard_
-
-    @functools.wraps(original)
-    def shard_(optimizer, group):
-        if dist.is_initialized():
-            original(optimizer, group)
-
-    shard.shard_ = shard_
+    if dist.is_initialized():
+        original(optimizer, group)
 
 
 # Lets ``fairseq-validate`` run over several processes that do not all have as many batches.
@@ -258,30 +205,24 @@ def leave_one_process_whole(shard: ModuleType) -> None:
 # one without loss, of which nothing is logged.
 
 
-@patches("fairseq.checkpoint_utils")
-def validate_uneven_shares(checkpoint_utils: ModuleType) -> None:
+@patches("fairseq.checkpoint_utils:load_model_ensemble_and_task")
+def validate_uneven_shares(original, *arguments, **options):
     """Training is not affected: it makes its task another way, and replaces empty batches itself."""
     import torch.distributed as dist
 
-    original = checkpoint_utils.load_model_ensemble_and_task
-
-    @functools.wraps(original)
-    def load_model_ensemble_and_task(*arguments, **options):
-        models, cfg, task = original(*arguments, **options)
-        if not dist.is_initialized():
-            return models, cfg, task
-        valid_step, reduce_metrics = task.valid_step, task.reduce_metrics
-
-        def valid_step_of_any(sample, model, criterion, **more):
-            return valid_step(sample, model, criterion, **more) if sample else (0.0, 0, {})
-
-        def reduce_some_metrics(logging_outputs, criterion):
-            return reduce_metrics([log for log in logging_outputs if log], criterion)
-
-        task.valid_step, task.reduce_metrics = valid_step_of_any, reduce_some_metrics
+    models, cfg, task = original(*arguments, **options)
+    if not dist.is_initialized():
         return models, cfg, task
+    valid_step, reduce_metrics = task.valid_step, task.reduce_metrics
 
-    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
+    def valid_step_of_any(sample, model, criterion, **more):
+        return valid_step(sample, model, criterion, **more) if sample else (0.0, 0, {})
+
+    def reduce_some_metrics(logging_outputs, criterion):
+        return reduce_metrics([log for log in logging_outputs if log], criterion)
+
+    task.valid_step, task.reduce_metrics = valid_step_of_any, reduce_some_metrics
+    return models, cfg, task
 
 
 # Lets training go on where a validation yields no number to compare checkpoints by.
@@ -291,32 +232,25 @@ def validate_uneven_shares(checkpoint_utils: ModuleType) -> None:
 # NaN where it is missing, and a checkpoint without a number is saved without being compared.
 
 
-@patches("fairseq.logging.meters")
-def give_nan_for_missing(meters: ModuleType) -> None:
-    original = meters.MetersDict.get_smoothed_values
-
-    class Values(OrderedDict):
-        def __missing__(self, key):
-            return math.nan
-
-    meters.MetersDict.get_smoothed_values = lambda self: Values(original(self))
+class _Values(OrderedDict):
+    def __missing__(self, key):
+        return math.nan
 
 
-@patches("fairseq.checkpoint_utils")
-def save_without_number(checkpoint_utils: ModuleType) -> None:
-    original = checkpoint_utils.save_checkpoint
+@patches("fairseq.logging.meters:MetersDict.get_smoothed_values")
+def give_nan_for_missing(original, meters):
+    return _Values(original(meters))
 
-    @functools.wraps(original)
-    def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
-        if val_loss is not None and math.isnan(val_loss):
-            logger.warning(
-                "--best-checkpoint-metric %s: the validation yields no such number; checkpoint_best.pt stays",
-                cfg.best_checkpoint_metric,
-            )
-            val_loss = None
-        return original(cfg, trainer, epoch_itr, val_loss)
 
-    checkpoint_utils.save_checkpoint = save_checkpoint
+@patches("fairseq.checkpoint_utils:save_checkpoint")
+def save_without_number(original, cfg, trainer, epoch_itr, val_loss):
+    if val_loss is not None and math.isnan(val_loss):
+        logger.warning(
+            "--best-checkpoint-metric %s: the validation yields no such number; checkpoint_best.pt stays",
+            cfg.best_checkpoint_metric,
+        )
+        val_loss = None
+    return original(cfg, trainer, epoch_itr, val_loss)
 
 
 # Keeps the old checkpoint until the new one is complete, whatever ends the run in between.
@@ -328,25 +262,23 @@ def save_without_number(checkpoint_utils: ModuleType) -> None:
 # place, brought to the disk and renamed, and what the system refuses is one sentence.
 
 
-@patches("fairseq.checkpoint_utils")
-def publish_checkpoints(checkpoint_utils: ModuleType) -> None:
-    paths, save = checkpoint_utils.PathManager, checkpoint_utils.torch_persistent_save
+@patches("fairseq.file_io:PathManager.copy")
+def copy_whole(original, source, target, overwrite=False):
+    from fairseq.file_io import PathManager
 
-    class WholeFiles(paths):
-        @staticmethod
-        def copy(source, target, overwrite=False):
-            if not paths.supports_rename(target):
-                return paths.copy(source, target, overwrite)
-            with whole_file(target) as partial:
-                shutil.copyfile(source, partial)
-            return target
+    if not PathManager.supports_rename(target):
+        return original(source, target, overwrite)
+    with whole_file(target) as partial:
+        shutil.copyfile(source, partial)
+    return target
 
-    @functools.wraps(save)
-    def torch_persistent_save(obj, filename, async_write=False):
-        if async_write or not paths.supports_rename(filename):
-            return save(obj, filename, async_write)
-        with whole_file(filename) as partial, open(partial, "wb") as file:
-            checkpoint_utils.torch.save(obj, file)
 
-    checkpoint_utils.PathManager = WholeFiles
-    checkpoint_utils.torch_persistent_save = torch_persistent_save
+@patches("fairseq.checkpoint_utils:torch_persistent_save")
+def save_whole(original, obj, filename, async_write=False):
+    import torch
+    from fairseq.file_io import PathManager
+
+    if async_write or not PathManager.supports_rename(filename):
+        return original(obj, filename, async_write)
+    with whole_file(filename) as partial, open(partial, "wb") as file:
+        torch.save(obj, file)

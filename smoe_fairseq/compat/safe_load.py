@@ -5,7 +5,6 @@ Importing this needs neither torch nor fairseq.
 
 import argparse
 import ast
-import functools
 import os
 import pickle
 import re
@@ -19,9 +18,9 @@ from types import ModuleType
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import check_plain, rank_files
 
+from .replacing import patches, replace
 from .startup import load
 
-_CHUNK = 1 << 20  # bytes
 _ARCHIVE = b"PK"  # how a zip archive begins: torch's format since 1.6
 _LEGACY = b"\x80"  # how a pickle begins: the one before, which has no checksums
 # How torch names a type that it refuses, since 2.6.
@@ -68,10 +67,9 @@ def check_there(path: Path | str) -> None:
     """Raise UsageError unless there is a checkpoint; the sentence tells a missing one from a set's name."""
     if os.path.exists(path) or "://" in str(path):  # one that fairseq fetches from elsewhere
         return
-    if files := rank_files(path):
+    if rank_files(path):
         raise UsageError(
-            f"{path} stands for a set of {len(files)} files (--expert-parallel): make one checkpoint of it "
-            f"with `smoe consolidate {path} --output FILE`"
+            f"{path} is a set of --expert-parallel: make a file by `smoe consolidate {path} --output FILE`"
         )
     raise UsageError(f"{path} is missing")
 
@@ -89,18 +87,20 @@ def reading(path: Path | str) -> Iterator[None]:
             check_plain(path)
             check_sums(path)
         yield
+    except UsageError:
+        raise
     except FileNotFoundError:
         check_there(path)
         raise
     except pickle.UnpicklingError as error:
         raise RefusedCheckpoint(_refusal(path, str(error))) from None
-    except (EOFError, zipfile.BadZipFile):
-        raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
     except (OSError, RuntimeError, MemoryError) as error:
         said = getattr(error, "strerror", None) or " ".join(str(error).split()) or "no memory"
         if isinstance(error, RuntimeError) and any(words in said for words in _OF_CONTENT):
             raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
         raise InaccessibleCheckpoint(f"{path} cannot be read: {said[:_LONGEST]}") from None
+    except Exception:  # torch raises many kinds of errors for bytes that are no pickle
+        raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
 
 
 def check_content(path: Path | str, state, has_config: bool = True) -> None:
@@ -164,29 +164,22 @@ def check_sums(path: Path | str) -> None:
             return
         if start != _ARCHIVE:
             raise zipfile.BadZipFile
-        part = None
         try:
             with zipfile.ZipFile(file) as archive:
-                names = archive.namelist()
-                if len(set(names)) < len(names):  # its readers would not take the same one
-                    raise UnreadableCheckpoint(f"{path} holds two parts of one name")
-                for part in archive.infolist():
-                    if part.compress_type != zipfile.ZIP_STORED:
-                        raise CutOffCheckpoint(
-                            f"{path} holds compressed parts, which no checkpoint has"
-                        )
-                    with archive.open(part) as content:
-                        while content.read(_CHUNK):
-                            pass
+                parts = archive.infolist()
+                if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+                    raise CutOffCheckpoint(f"{path} holds compressed parts")
+                damaged = archive.testzip()
         except (OSError, MemoryError, UsageError):
             raise
-        except Exception:  # what damaged tables of the archive lead to is of many kinds
-            if part is None:
-                raise zipfile.BadZipFile from None
-            raise UnreadableCheckpoint(
-                f"{path} is damaged: {part.filename} in it does not match its checksum; take another copy "
-                "of the file, or another checkpoint"
-            ) from None
+        except Exception:  # what damaged tables lead to is of many kinds
+            raise zipfile.BadZipFile from None
+    if len({part.filename for part in parts}) < len(parts):  # readers would not take the same one
+        raise UnreadableCheckpoint(f"{path} holds two parts of one name")
+    if damaged is not None:
+        raise UnreadableCheckpoint(
+            f"{path} is damaged: {damaged} does not match its checksum; expected another copy"
+        )
     _sound.add(known)
 
 
@@ -204,6 +197,8 @@ LONGEST = 10_000  # entries of a list that is put together; more would be a way 
 _SHOWN = 60  # characters of what is refused
 
 
+@patches("fairseq.*")
+@patches("fairseq_cli.*")
 def evaluate_literals_only(module: ModuleType) -> None:
     module.eval = evaluate
 
@@ -258,8 +253,11 @@ def _put_together(left, operator: ast.operator, right) -> list | tuple:
 # from the file; every other type stays refused.
 
 
+@patches("torch.serialization")
 def allow_checkpoint_types(serialization: ModuleType) -> None:
     try:
+        from torch import _weights_only_unpickler as unpickler
+
         from .plain_arrays import Array, Kind, reconstruct, scalar
     except ImportError:  # without numpy, modules/ alone can be used
         return
@@ -270,20 +268,8 @@ def allow_checkpoint_types(serialization: ModuleType) -> None:
     serialization.add_safe_globals(
         [argparse.Namespace, *((stand_in, name) for name, stand_in in ours.items())]
     )
-    _prefer(ours)
-
-
-def _prefer(ours: dict[str, object]) -> None:
-    """Prefer our builders where other code in this process names numpy's own types as safe, too."""
-    from torch import _weights_only_unpickler as unpickler
-
-    allowed = unpickler._get_user_allowed_globals
-
-    @functools.wraps(allowed)
-    def with_ours() -> dict[str, object]:
-        return {**allowed(), **ours}
-
-    unpickler._get_user_allowed_globals = with_ours
+    # Also where other code in this process names numpy's own types as safe.
+    replace(unpickler, "_get_user_allowed_globals", lambda allowed: {**allowed(), **ours})
 
 
 # Checks each checkpoint that fairseq loads; one sentence if it cannot be read.
@@ -294,42 +280,31 @@ def _prefer(ours: dict[str, object]) -> None:
 # names the type. What a model or its task cannot be made of is named, too.
 
 
-def name_unreadable_checkpoints(checkpoint_utils: ModuleType) -> None:
-    for name in ("load_checkpoint_to_cpu", "load_ema_from_checkpoint"):
-        setattr(checkpoint_utils, name, _checked(getattr(checkpoint_utils, name)))
-    name_of = checkpoint_utils.get_maybe_sharded_checkpoint_filename
-
-    @functools.wraps(name_of)
-    def get_maybe_sharded_checkpoint_filename(*arguments):
-        check_there(path := name_of(*arguments))
-        return path
-
-    load_models = checkpoint_utils.load_model_ensemble_and_task
-
-    @functools.wraps(load_models)
-    def load_model_ensemble_and_task(filenames, *others, **options):
-        with naming_file(", ".join(map(str, filenames))):
-            return load_models(filenames, *others, **options)
-
-    checkpoint_utils.get_maybe_sharded_checkpoint_filename = get_maybe_sharded_checkpoint_filename
-    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
+@patches("fairseq.checkpoint_utils:get_maybe_sharded_checkpoint_filename")
+def name_missing_checkpoint(original, *arguments):
+    check_there(path := original(*arguments))
+    return path
 
 
-def _checked(load):
-    @functools.wraps(load)
-    def load_checked(path, *others, **options):
-        import torch
+@patches("fairseq.checkpoint_utils:load_model_ensemble_and_task")
+def name_unusable_checkpoint(original, filenames, *others, **options):
+    with naming_file(", ".join(map(str, filenames))):
+        return original(filenames, *others, **options)
 
-        try:
-            with reading(path), naming_file(path, "its content"):
-                if os.path.exists(path):  # before fairseq changes what is older
-                    state = torch.load(path, "cpu", mmap=is_archive(path), weights_only=True)
-                    check_content(path, state, has_config="ema" not in load.__name__)
-                return load(path, *others, **options)
-        except CutOffCheckpoint as error:
-            raise UsageError(
-                f"{error}: expected one of fairseq, in training by --restore-file; smoe import makes one of "
-                "a folder of transformers"
-            ) from None
 
-    return load_checked
+@patches("fairseq.checkpoint_utils:load_checkpoint_to_cpu")
+@patches("fairseq.checkpoint_utils:load_ema_from_checkpoint")
+def name_unreadable_checkpoints(original, path, *others, **options):
+    import torch
+
+    try:
+        with reading(path), naming_file(path, "its content"):
+            if os.path.exists(path):  # before fairseq changes what is older
+                state = torch.load(path, "cpu", mmap=is_archive(path), weights_only=True)
+                check_content(path, state, has_config="ema" not in original.__name__)
+            return original(path, *others, **options)
+    except CutOffCheckpoint as error:
+        raise UsageError(
+            f"{error}: expected one of fairseq, in training by --restore-file; smoe import makes one of "
+            "a folder of transformers"
+        ) from None

@@ -135,7 +135,6 @@ def _log_ratio(name: str, part, whole, factor=1, priority: int = 10) -> None:
 
 
 def _log_overflow(rows: list[_Row], prefix: str = "", priority: int = 10) -> None:
-    """Log the percentage of dropped first, second and further choices."""
     rows = [row for row in rows if row.ordered]
     parts = {"expert1": slice(0, 1), "expert2": slice(1, 2), "further": slice(2, None)}
     for name, part in parts.items():

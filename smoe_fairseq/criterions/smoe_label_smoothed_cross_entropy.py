@@ -1,7 +1,7 @@
 """The criterion: label-smoothed cross entropy, and the losses of the routing."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from smoe_fairseq.criterions.metrics import has_routing, log_routing, on_host, routing_sums
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.options import flag, option
 from smoe_fairseq.models.transformer import SparseModel, moe_blocks
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
 
@@ -58,14 +59,12 @@ class LabelSmoothedNLL(torch.autograd.Function):
         return grad_NV, None, None, None
 
 
-# The capacity budget loss pulls the mean requested capacity to a given number of strata.
-
-
 def capacity_budget_loss(moe_stats: list[RoutingStats], budget: float) -> Tensor:
     """``|mean requested capacity - budget|`` over the real tokens of all layers of a batch; a scalar.
 
-    The mean is over all layers, as in the log, so layers may share the budget unevenly. Its gradient is
-    that of `expected_stops`. As for CMR, each batch of each rank has its own mean.
+    It pulls the mean to the budget. The mean is over all layers, as in the log, so layers may share the
+    budget unevenly. Its gradient is that of `expected_stops`. As for CMR, each batch of each rank has its
+    own mean.
 
     Args:
         budget: strata per token and layer.
@@ -75,9 +74,6 @@ def capacity_budget_loss(moe_stats: list[RoutingStats], budget: float) -> Tensor
     tokens = tokens_L.sum()
     distance = ((stops_L * tokens_L).sum() / tokens.clamp(min=1) - budget).abs()
     return torch.where(tokens > 0, distance, 0)
-
-
-# The budget loss of conditional MoE routing (CMR) pulls the mean gate to a given share of the tokens.
 
 
 def cmr_budget_loss(moe_stats: list[RoutingStats], p: float) -> Tensor:
@@ -118,14 +114,9 @@ def balance_loss(asked_LE: Tensor, mean_probs_LE: Tensor, visible_L: Tensor) -> 
 
 
 class UpdateBalance:
-    """Counts the choices of all layers since `begin`, over all ranks."""
+    """Counts the choices of all layers since ``asked`` was set to None, over all ranks."""
 
-    def __init__(self):
-        self.asked: Tensor | None = None  # choices, (L, E + M) of every layer, concatenated
-
-    def begin(self) -> None:
-        """Start a new update."""
-        self.asked = None
+    asked: Tensor | None = None  # choices, (L, E + M) of every layer, concatenated
 
     def losses(
         self, blocks: list[StratifiedMoE], ran: list[RoutingStats | None], counts: bool
@@ -175,45 +166,34 @@ GATE_LOSSES += ("smoe_budget_loss", "moe_l1_loss")
 
 @dataclass
 class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCriterionConfig):
-    moe_gate_loss_wt: float = field(
-        default=0.01, metadata={"help": "alpha, the weight of the balance loss"}
+    moe_gate_loss_wt: float = option(0.01, "alpha, the weight of the balance loss")
+    moe_z_loss_wt: float = option(0.0, "weight of the gates' z-loss, which keeps logits small")
+    moe_entropy_loss_wt: float = option(
+        1e-4,
+        "weight of the gates' entropy (with --moe-gate top-p), which limits the experts per token",
     )
-    moe_z_loss_wt: float = field(
-        default=0.0, metadata={"help": "weight of the gates' z-loss, which keeps logits small"}
+    cmr_gate_loss_wt: float = option(0.1, "weight of the CMR budget loss (with --moe-cmr)")
+    cmr_gate_loss_p: float = option(0.8, "budget: target mean of the CMR gate, 0 to 1")
+    smoe_capacity_budget_wt: float = option(0.1, "weight of the loss of --smoe-capacity-budget")
+    validate_sentences: int = option(
+        0,
+        "number of sentences of each direction that each validation translates, for valid_chrf and "
+        "valid_bleu in the log and --best-checkpoint-metric; 0: none",
     )
-    moe_entropy_loss_wt: float = field(
-        default=1e-4,
-        metadata={
-            "help": "weight of the gates' entropy (with --moe-gate top-p), which limits the experts per token"
-        },
+    validate_beam: int = option(1, "beam size of these translations; 1 is the fastest")
+    subword_sampling: float = option(
+        0.0,
+        "split training text into other subwords in each epoch, by the data's spm.model: for BPE the "
+        "probability to omit a merge, such as 0.1; for a unigram model the exponent of the probabilities, "
+        "such as 0.2; 0: never",
     )
-    cmr_gate_loss_wt: float = field(
-        default=0.1, metadata={"help": "weight of the CMR budget loss (with --moe-cmr)"}
-    )
-    cmr_gate_loss_p: float = field(
-        default=0.8, metadata={"help": "budget: target mean of the CMR gate, 0 to 1"}
-    )
-    smoe_capacity_budget_wt: float = field(
-        default=0.1, metadata={"help": "weight of the loss of --smoe-capacity-budget"}
-    )
-    validate_sentences: int = field(
-        default=0,
-        metadata={
-            "help": "number of sentences of each direction that each validation translates, for valid_chrf "
-            "and valid_bleu in the log and --best-checkpoint-metric; 0: none"
-        },
-    )
-    validate_beam: int = field(
-        default=1, metadata={"help": "beam size of these translations; 1 is the fastest"}
-    )
-    subword_sampling: float = field(
-        default=0.0,
-        metadata={
-            "help": "split training text into other subwords in each epoch, by the data's spm.model: for BPE "
-            "the probability to omit a merge, such as 0.1; for a unigram model the exponent of the "
-            "probabilities, such as 0.2; 0: never"
-        },
-    )
+
+
+# What the numbers of these options may be, from the least on; a share is at most 1.
+_WEIGHTS = ("moe_gate_loss_wt", "moe_z_loss_wt", "moe_entropy_loss_wt", "cmr_gate_loss_wt")
+_BOUNDS = {name: (0, math.inf) for name in (*_WEIGHTS, "smoe_capacity_budget_wt")}
+_BOUNDS |= {"cmr_gate_loss_p": (0, 1), "subword_sampling": (0, 1)}
+_BOUNDS |= {"validate_sentences": (0, math.inf), "validate_beam": (1, math.inf)}
 
 
 @register_criterion(
@@ -247,45 +227,24 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         subword_sampling=0.0,
     ):
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
-        weights = {
-            "--moe-gate-loss-wt": moe_gate_loss_wt,
-            "--moe-z-loss-wt": moe_z_loss_wt,
-            "--moe-entropy-loss-wt": moe_entropy_loss_wt,
-            "--cmr-gate-loss-wt": cmr_gate_loss_wt,
-            "--smoe-capacity-budget-wt": smoe_capacity_budget_wt,
-        }
-        for flag, weight in weights.items():
-            if not 0 <= weight < math.inf:
-                raise UsageError(f"{flag} {weight}: expected 0 or a positive number")
         if not 0 <= label_smoothing < 1:
-            raise UsageError(
-                f"--label-smoothing {label_smoothing}: expected a number from 0 to below 1"
-            )
-        for flag, share in (
-            ("--cmr-gate-loss-p", cmr_gate_loss_p),
-            ("--subword-sampling", subword_sampling),
-        ):
-            if not 0 <= share <= 1:
-                raise UsageError(f"{flag} {share}: expected a number from 0 to 1")
-        for flag, number, least in (
-            ("--validate-sentences", validate_sentences, 0),
-            ("--validate-beam", validate_beam, 1),
-        ):
-            if number < least:
-                raise UsageError(f"{flag} {number}: expected a whole number of at least {least}")
+            raise UsageError(f"--label-smoothing {label_smoothing}: expected 0 to below 1")
+        self.moe_gate_loss_wt, self.moe_z_loss_wt = moe_gate_loss_wt, moe_z_loss_wt
+        self.moe_entropy_loss_wt = moe_entropy_loss_wt
+        self.cmr_gate_loss_wt, self.cmr_gate_loss_p = cmr_gate_loss_wt, cmr_gate_loss_p
+        self.smoe_capacity_budget_wt = smoe_capacity_budget_wt
         self.validate_sentences, self.validate_beam = validate_sentences, validate_beam
         self.subword_sampling = subword_sampling
-        self.moe_gate_loss_wt = moe_gate_loss_wt
-        self.moe_z_loss_wt = moe_z_loss_wt
-        self.moe_entropy_loss_wt = moe_entropy_loss_wt
-        self.cmr_gate_loss_wt = cmr_gate_loss_wt
-        self.cmr_gate_loss_p = cmr_gate_loss_p
-        self.smoe_capacity_budget_wt = smoe_capacity_budget_wt
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not (least <= value <= most and math.isfinite(value)):
+                top = f" to {most}" if math.isfinite(most) else ""
+                raise UsageError(f"{flag(name)} {value}: expected a number from {least}{top}")
         self.update_balance = UpdateBalance()
 
     def begin_update(self):
         """Called by our trainer before the first batch of each update."""
-        self.update_balance.begin()
+        self.update_balance.asked = None
 
     def forward(self, model, sample, reduce=True):
         """Returns fairseq's loss (a sum over the batch), sample size and logging output."""
@@ -356,12 +315,11 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             yield "moe_entropy_loss", self.moe_entropy_loss_wt, mean(entropies)
         if first.counting.l1:
             yield "moe_l1_loss", 1.0, mean([stats.l1 for stats in ran.values()])
+        stats = list(ran.values())
         if first.cmr is not None:
-            stats = list(ran.values())
             budget = cmr_budget_loss(stats, self.cmr_gate_loss_p) if stats else zero
             yield "cmr_gate_loss", self.cmr_gate_loss_wt, budget
         if first.capacity_budget:
-            stats = list(ran.values())
             distance = capacity_budget_loss(stats, first.capacity_budget) if stats else zero
             yield "smoe_budget_loss", self.smoe_capacity_budget_wt, distance
 

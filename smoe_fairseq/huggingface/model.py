@@ -421,9 +421,7 @@ class Decoder(Side):
         embeds: Tensor | None,
         mask_BT: Tensor | None,
         cache: EncoderDecoderCache | None,
-        router_logits: bool,
-        weights: bool,
-        with_stats: bool,
+        **wanted: bool,
     ) -> dict:
         """As `Side.run`, for T tokens behind those of the cache; ``mask_BT`` may have those too."""
         past = cache.get_seq_length() if cache is not None else 0
@@ -444,8 +442,6 @@ class Decoder(Side):
         return self.run(
             x,
             source,
-            router_logits,
-            weights,
             mask=mask,
             source_mask=(
                 ~source_padding_BS[:, None, None] if may_have_padding(source_padding_BS) else None
@@ -453,7 +449,7 @@ class Decoder(Side):
             padding_BT=padding_BT if may_have_padding(padding_BT) else None,
             ids_BT=ids_BT,
             past_key_values=cache,
-            with_stats=with_stats,
+            **wanted,
         )
 
 
@@ -508,12 +504,6 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
                 ("visible_of_gate", module.strata.visible),
             ):
                 getattr(module, name).copy_(torch.tensor(values))
-
-    def get_encoder(self, modality: str | None = None) -> Encoder:
-        return self.encoder
-
-    def get_decoder(self) -> Decoder:
-        return self.decoder
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.encoder.embed_tokens
@@ -578,9 +568,8 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         with_stats = labels is not None
         if num_items_in_batch is not None and config.moe_blocks and not (with_stats or logits_too):
             raise UsageError(
-                "the Trainer passed no labels, so the gates' losses would be left out: set "
-                "config.label_smoothing in place of label_smoothing_factor, or for a loss function of "
-                "your own config.output_router_logits"
+                "the Trainer passed no labels: set config.label_smoothing in place of "
+                "label_smoothing_factor, or for a loss function of your own config.output_router_logits"
             )
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
@@ -602,9 +591,9 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
             decoder_inputs_embeds,
             decoder_attention_mask,
             past_key_values,
-            logits_too,
-            attentions,
-            with_stats,
+            router_logits=logits_too,
+            weights=attentions,
+            with_stats=with_stats,
         )
         logits = self.decoder.output_projection(found["x"])
         loss = of_encoder = of_decoder = None

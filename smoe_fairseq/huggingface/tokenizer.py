@@ -72,7 +72,6 @@ class SMoETokenizer(PreTrainedTokenizer):
         self.language_tokens = dict(language_tokens or {})
         self.encoder_langtok, self.decoder_langtok = encoder_langtok, decoder_langtok
         self.lang_pairs = list(lang_pairs or [])
-        self._src_lang = self._tgt_lang = None
         special = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
         options = {f"{name}_token": token for name, token in special.items()} | options
         options.setdefault("split_special_tokens", True)
@@ -88,30 +87,15 @@ class SMoETokenizer(PreTrainedTokenizer):
         )
         self.src_lang, self.tgt_lang = src_lang, tgt_lang
 
-    @property
-    def src_lang(self) -> str | None:
-        """The language of the source."""
-        return self._src_lang
-
-    @src_lang.setter
-    def src_lang(self, language: str | None) -> None:
-        self._src_lang = self._known(language)
-
-    @property
-    def tgt_lang(self) -> str | None:
-        """The language of translations."""
-        return self._tgt_lang
-
-    @tgt_lang.setter
-    def tgt_lang(self, language: str | None) -> None:
-        self._tgt_lang = self._known(language)
+    def __setattr__(self, name: str, value) -> None:
+        if name in ("src_lang", "tgt_lang"):
+            value = self._known(value)
+        super().__setattr__(name, value)
 
     def _known(self, language: str | None) -> str | None:
         if language is not None and self.language_tokens and language not in self.language_tokens:
             known = ", ".join(self.language_tokens)
-            raise UsageError(
-                f"{language} is no language of this tokenizer; expected one of {known}"
-            )
+            raise UsageError(f"{language}: unknown language; expected one of {known}")
         return language
 
     def get_lang_id(self, language: str) -> int:
@@ -121,9 +105,7 @@ class SMoETokenizer(PreTrainedTokenizer):
             UsageError: the tokenizer has no such language.
         """
         if not self.language_tokens:
-            raise UsageError(
-                f"{language}: this tokenizer is of one direction, without language tokens"
-            )
+            raise UsageError(f"{language}: this tokenizer has no language tokens")
         return self._target_ids[self.language_tokens[self._known(language)]]
 
     @property
@@ -188,10 +170,7 @@ class SMoETokenizer(PreTrainedTokenizer):
         if side and self.language_tokens:
             if (language := getattr(self, f"{side}_lang")) is None:
                 known = ", ".join(self.language_tokens)
-                raise UsageError(
-                    f"tokenizer.{side}_lang is not set; expected one of {known}, since the model knows "
-                    "several languages"
-                )
+                raise UsageError(f"tokenizer.{side}_lang is not set; expected one of {known}")
             begin = [self._convert_token_to_id(self.language_tokens[language])]
         return [*begin, *token_ids_0, *(token_ids_1 or []), self._convert_token_to_id("</s>")]
 

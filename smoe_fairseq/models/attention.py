@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
+from smoe_fairseq.translate.packed import joined
+
 
 class Attention(MultiheadAttention):
     """fairseq's `MultiheadAttention`, with its parameters.
@@ -22,32 +24,11 @@ class Attention(MultiheadAttention):
         # rarely have the same shape twice. Of this process; a switch around each call would cost more.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        key_padding_mask=None,
-        incremental_state=None,
-        need_weights=True,
-        static_kv=False,
-        attn_mask=None,
-        **options,
-    ):
+    def forward(self, query, key, value, **options):
         """``query (T, B, D)``, ``key (S, B, D)``; returns ``(T, B, D)`` and fairseq's weights or None."""
-        if not need_weights and incremental_state is None:
-            return self.fused(query, key, attn_mask), None
-        return super().forward(
-            query,
-            key,
-            value,
-            key_padding_mask,
-            incremental_state,
-            need_weights,
-            static_kv,
-            attn_mask,
-            **options,
-        )
+        if options.get("need_weights", True) or options.get("incremental_state") is not None:
+            return super().forward(query, key, value, **options)
+        return self.fused(query, key, options.get("attn_mask")), None
 
     def fused(self, query_TBD: Tensor, key_SBD: Tensor, mask_BXTS: Tensor | None) -> Tensor:
         """The output ``(T, B, D)``. It is computed batch first, which is how the layers are in memory."""
@@ -67,8 +48,7 @@ def _project(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     """Each map of ``x``, by one product, for which a GPU waits less for the host than for several."""
     if not all(type(each) is nn.Linear for each in maps):  # packed weights, for one
         return [each(x) for each in maps]
-    weight, bias = (torch.cat([getattr(each, n) for each in maps]) for n in ("weight", "bias"))
-    return list(F.linear(x, weight, bias).chunk(len(maps), dim=-1))
+    return list(F.linear(x, *joined(maps)).chunk(len(maps), dim=-1))
 
 
 def attention_mask(

@@ -1,5 +1,6 @@
 """Checks of a model's options before anything is built."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -58,14 +59,10 @@ def check_config(config: DecoderOptions, task) -> None:
         freq = config.moe_freq_of(side)
         layers = getattr(config, f"{side}_layers")
         if freq < 0 or freq > layers:
-            raise ValueError(
-                f"--moe-freq {freq} for the {side}: expected 0 (dense) to its {layers} layers"
-            )
+            raise ValueError(f"--moe-freq {freq}: expected 0 to {layers}, the layers of the {side}")
         if freq > 0 and not getattr(config, f"{side}_normalize_before"):
             raise ValueError(
-                f"--no-{side}-normalize-before: a stratified MoE brings its own layer norms and needs "
-                f"pre-norm layers; leave the flag out, or make the {side} dense with "
-                f"--{side}-moe-freq 0"
+                f"--no-{side}-normalize-before: expected pre-norm layers, or --{side}-moe-freq 0"
             )
         dim, heads = (
             getattr(config, f"{side}_{name}") for name in ("embed_dim", "attention_heads")
@@ -88,17 +85,13 @@ def check_translation(config: SMoETransformerConfig, task) -> None:
     _check_has_source(task)
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise ValueError(
-            "--share-all-embeddings: source and target dictionary differ; preprocess with "
-            "--joined-dictionary, or train with --no-share-all-embeddings"
+            "--share-all-embeddings: expected --joined-dictionary data, or --no-share-all-embeddings"
         )
 
 
 def _check_has_source(task) -> None:
     if hasattr(task, "targets"):
-        raise ValueError(
-            "--task language_modeling: a model of translation has an encoder, for which there is no text; "
-            "expected an --arch smoe_transformer_lm"
-        )
+        raise ValueError("--task language_modeling: expected it with --arch smoe_transformer_lm")
 
 
 def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> None:
@@ -107,8 +100,7 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
     pairs = getattr(task, "model_lang_pairs", None)
     if pairs is None:
         raise ValueError(
-            "--arch smoe_multilingual_transformer: it has a model per language pair; expected it with --task "
-            "multilingual_translation, or --arch smoe_transformer"
+            "--arch smoe_multilingual_transformer: expected it with --task multilingual_translation"
         )
     sources, targets = zip(*(pair.split("-") for pair in pairs), strict=True)
     for shared, languages in {
@@ -133,13 +125,11 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
     ):
         if getattr(config, name) == value:
             raise ValueError(
-                f"{flag(name)} {value}: not with a model per language pair; leave it out, or train one model "
-                "of all pairs by --task translation_multi_simple_epoch"
+                f"{flag(name)} {value}: expected it with --task translation_multi_simple_epoch"
             )
     if config.expert_parallel:
         raise ValueError(
-            "--expert-parallel: not with a model per language pair, of which processes may run different "
-            "ones; leave it out, or train one model of all pairs by --task translation_multi_simple_epoch"
+            "--expert-parallel with --task multilingual_translation: use translation_multi_simple_epoch"
         )
 
 
@@ -147,21 +137,16 @@ def check_language_modeling(config: DecoderOptions, task) -> None:
     """Raise ValueError where a language model is to predict other than next words, or too few of them."""
     others = [target for target in getattr(task, "targets", []) if target != "future"]
     if others:
-        raise ValueError(
-            f"--{others[0]}-target: a token would see what it is to say; expected the next words alone, "
-            "--future-target or none of these"
-        )
+        raise ValueError(f"--{others[0]}-target: expected --future-target or none of these")
     words = len(task.target_dictionary)
     if config.share_decoder_input_output_embed and words != len(task.source_dictionary):
         raise ValueError(
-            f"--output-dictionary-size {words}: input and output share their embeddings, of "
-            f"{len(task.source_dictionary)} words; leave it out, or train with "
-            "--no-share-decoder-input-output-embed"
+            f"--output-dictionary-size {words}: the shared embeddings have {len(task.source_dictionary)} "
+            "words; leave it out, or train with --no-share-decoder-input-output-embed"
         )
 
 
 def _check_blocks(config: MoEOptions, side: str) -> None:
-    """The block checks its own options."""
     table = (
         {"hash_table": torch.zeros(1).long()} if GATES[config.moe_gate].extra_input == "id" else {}
     )
@@ -182,20 +167,13 @@ def _check_numbers(config: DecoderOptions) -> None:
         for name in ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
     ]
     for name in (*sizes, *map(config.positions_option_of, config.SIDES)):
-        if getattr(config, name) < 1:
-            raise ValueError(
-                f"{flag(name)} {getattr(config, name)}: expected a whole number of at least 1"
-            )
-    for name in sizes:
-        most = MOST.get(name.partition("_")[2])
-        if most and getattr(config, name) > most:
-            raise ValueError(f"{flag(name)} {getattr(config, name)}: expected at most {most:,}")
+        value, most = getattr(config, name), MOST.get(name.partition("_")[2], math.inf)
+        if not 1 <= value <= most:
+            raise ValueError(f"{flag(name)} {value}: expected 1 to {most:,}")
     dropouts = ("dropout", "attention_dropout", "activation_dropout")
     for name in (*dropouts, *(f"{side}_layerdrop" for side in config.SIDES)):
         if not 0 <= getattr(config, name) < 1:  # nan is neither
-            raise ValueError(
-                f"{flag(name)} {getattr(config, name)}: expected a probability from 0 to below 1"
-            )
+            raise ValueError(f"{flag(name)} {getattr(config, name)}: expected 0 to below 1")
 
 
 def _check_gate(config: MoEOptions, sides: list[str]) -> None:
@@ -206,10 +184,7 @@ def _check_gate(config: MoEOptions, sides: list[str]) -> None:
             f"must not see; expected one of {', '.join(g for g in GATES if g != 'expert-choice')}"
         )
     if config.moe_gate == "expert-choice" and "encoder" not in sides:
-        raise ValueError(
-            "--moe-gate expert-choice: it is for the encoder, which has no MoE layer here; expected an "
-            "--encoder-moe-freq above 0"
-        )
+        raise ValueError("--moe-gate expert-choice: expected it with --encoder-moe-freq above 0")
     for side in sides if config.moe_gate == "depths" and not _loading.get() else ():
         fewest = min(strata.num_experts for strata in config.strata_of(side))
         if (config.moe_capacity_factor or 0) >= fewest:
@@ -217,21 +192,12 @@ def _check_gate(config: MoEOptions, sides: list[str]) -> None:
                 f"--moe-capacity-factor {config.moe_capacity_factor} with --moe-gate depths: experts would "
                 f"take all tokens; expected a number below {fewest}, such as 0.5"
             )
-    if config.moe_gate_residual == "layers":
-        _check_residual_of_layers(config, sides)
-
-
-def _check_residual_of_layers(config: MoEOptions, sides: list[str]) -> None:
-    """The gates of a side add each other's logits up, so that all have to be of as many experts."""
-    for side in sides:
-        layers = config.strata_of(side)
-        for strata in layers:
-            if strata.num_experts != layers[0].num_experts:
-                raise ValueError(
-                    f"--moe-gate-residual layers: the {side}'s MoE layers of {layers[0]} and {strata} differ "
-                    "in their experts, and their gates add each other's logits up; expected as many in "
-                    "all, or strata"
-                )
+    for side in sides if config.moe_gate_residual == "layers" else ():
+        # Gates add each other's logits up.
+        if len({strata.num_experts for strata in config.strata_of(side)}) > 1:
+            raise ValueError(
+                f"--moe-gate-residual layers: expected the same number of experts in all layers of the {side}"
+            )
 
 
 def _check_effect(config: MoEOptions, has_experts: bool) -> None:
@@ -244,29 +210,21 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
             not has_experts and value != default and str(value) != str(default)
         ):  # of an enumeration, say
             shown = flag(name) if value is True else f"{flag(name)} {value}"
-            raise ValueError(
-                f"{shown} with --moe-freq 0: a dense model has no experts to route to; leave one of the "
-                "two out"
-            )
+            raise ValueError(f"{shown} with --moe-freq 0, a model without experts: leave one out")
     for side in config.SIDES:
         name = f"{side}_smoe_strata"
         if getattr(config, name) and not config.moe_freq_of(side):
             raise ValueError(
-                f"{flag(name)} {getattr(config, name)}: the {side} has no MoE layer; expected it with an "
-                f"--{side}-moe-freq above 0"
+                f"{flag(name)} {getattr(config, name)}: expected it with --{side}-moe-freq above 0"
             )
     if config.cmr_gate_drop and not config.moe_cmr:
-        raise ValueError(
-            f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr, without which there "
-            "is no CMR gate"
-        )
+        raise ValueError(f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr")
     for name, (other, *values) in () if _loading.get() else OF_ONE_CHOICE.items():
         given = getattr(config, name)
         harmless = map(str, (getattr(MoEOptions, name), *MoEConfig.harmless().get(name, ())))
         if str(given) not in harmless and str(getattr(config, other)) not in values:
             raise ValueError(
-                f"{flag(name)} {given}: it is an option of {flag(other)} {' or '.join(values)}, not of "
-                f"{getattr(config, other)}"
+                f"{flag(name)} {given}: expected it with {flag(other)} {' or '.join(values)}"
             )
 
 
@@ -278,14 +236,10 @@ def check_model(config, task) -> None:
     """
     for side in config.SIDES:
         if getattr(config, f"{side}_layerdrop"):
-            raise UsageError(
-                f"--{side}-layerdrop with --expert-parallel: every process would drop other layers, "
-                "and wait for ever for the rest; leave it out"
-            )
+            raise UsageError(f"--{side}-layerdrop with --expert-parallel: leave one of the two out")
     if getattr(getattr(task, "cfg", None), "eval_bleu", False):
         raise UsageError(
-            "--eval-bleu with --expert-parallel: translations take another number of steps on every "
-            "process; leave it out, and score the checkpoint after smoe consolidate"
+            "--eval-bleu with --expert-parallel: leave it out, and score after smoe consolidate"
         )
 
 
@@ -307,15 +261,13 @@ def check_checkpoint(model, state_dict) -> None:
     share = next((n for n in experts if loaded[n] != own[n]), None)
     if share and loaded[share][1:] == own[share][1:]:
         raise UsageError(
-            f"the checkpoint has {loaded[share][0]} of the {own[share][0]} experts of each MoE "
-            "layer, one process's share: make one checkpoint of all with smoe consolidate"
+            f"the checkpoint has {loaded[share][0]} of {own[share][0]} experts: use smoe consolidate first"
         )
     for name in (n for n in own if n.endswith("embed_tokens.weight")):
         here, there = own[name], loaded.get(name, ())
         if there[1:] == here[1:] and there != here:
             raise UsageError(
-                f"the checkpoint has {there[0]} tokens in {name}, and the dictionary of this model "
-                f"{here[0]}: give the data with the dictionary of its training"
+                f"the checkpoint has {there[0]} tokens in {name}, and this model {here[0]}: use its own"
             )
     name = next(n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n))
     raise UsageError(

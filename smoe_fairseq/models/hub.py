@@ -77,9 +77,7 @@ def knowing_direction(data: str, expected: str) -> Iterator[None]:
     except Exception as error:
         if not str(error).startswith("Could not infer language pair"):
             raise
-        raise UsageError(
-            f"{data} has dictionaries and no text, which would say the direction: expected {expected}"
-        ) from None
+        raise UsageError(f"{data} does not say the direction: expected {expected}") from None
 
 
 def subwords_of(data: str) -> Path | None:
@@ -129,8 +127,8 @@ def check_pieces(subwords: Path, words: list[str]) -> None:
     unknown = [w for w, number in zip(words, numbers, strict=True) if number == model.unk_id()]
     if 3 * len(unknown) > len(words):
         raise UsageError(
-            f"{subwords} is not the model of the dictionaries beside it: {len(unknown):,} of their "
-            f"{len(words):,} words are no pieces of it, such as {unknown[0][:40]!r}"
+            f"{subwords} is not the model of the dictionaries there: {len(unknown):,} of {len(words):,} "
+            f"words are no pieces of it, such as {unknown[0][:40]!r}"
         )
 
 
@@ -165,9 +163,7 @@ class TrainedModel(GeneratorHubInterface):
         state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))
         saved = state.get("cfg")
         if saved is None or saved.get("task") is None:
-            raise UsageError(
-                f"{checkpoint} does not say what its task is: cfg.task is missing in it"
-            )
+            raise UsageError(f"{checkpoint}: cfg.task is missing")
         with naming_file(checkpoint):
             data = data_of(checkpoint, str(getattr(saved.task, "data", None) or ""), data)
             if prepare is not None:
@@ -202,10 +198,7 @@ def _check_names(config, overrides: dict) -> None:
     known = {name for part in config.values() if part is not None for name in _names_of(part)}
     for name in overrides:
         if name not in known:
-            raise UsageError(
-                f"{name}: the checkpoint has no such setting; expected one of fairseq's, such as beam, or "
-                "of the model's, such as moe_eval_capacity_factor"
-            )
+            raise UsageError(f"{name}: unknown setting; expected one of fairseq or the model")
 
 
 def _names_of(part) -> Iterable[str]:
@@ -256,9 +249,7 @@ class Translator(TrainedModel):
         for other in others:
             more = cls.of_run(other, checkpoint_file, data, source_lang, target_lang, **overrides)
             if (more.src_dict, more.tgt_dict) != (translator.src_dict, translator.tgt_dict):
-                raise UsageError(
-                    f"{other} has another dictionary than {first}: expected models of the same subwords"
-                )
+                raise UsageError(f"{other} has another dictionary than {first}; expected the same")
             translator.models.extend(more.models)
             limits = zip(translator.max_positions, more.max_positions, strict=True)
             translator.max_positions = tuple(map(min, limits))
@@ -344,9 +335,7 @@ class Translator(TrainedModel):
         known = self._defaults().keys() | set(_names_of(self.cfg.generation))
         for name in options:
             if name not in known:
-                raise UsageError(
-                    f"{name}: no such option; expected one of {', '.join(sorted(known))}"
-                )
+                raise UsageError(f"{name}: unknown; expected one of {', '.join(sorted(known))}")
 
     def generate(
         self, tokenized_sentences, *args, source_lang=None, target_lang=None, **options
@@ -377,20 +366,14 @@ class Translator(TrainedModel):
         """
         multilingual = _is_multilingual(self.cfg.task)
         options = self.task.args if multilingual else self.task.cfg
-        known = (
-            list(self.task.lang_pairs)
-            if multilingual
-            else [f"{options.source_lang}-{options.target_lang}"]
-        )
+        known = [f"{options.source_lang}-{options.target_lang}"]
+        languages = set()  # that any direction may have, trained or not
+        if multilingual:
+            known, languages = list(self.task.lang_pairs), set(self.task.langs)
         pairs = [tuple(pair.split("-")) for pair in known]
         found = [p for p in pairs if source in (None, p[0]) and target in (None, p[1])]
-        if (
-            not found
-            and multilingual
-            and source != target
-            and {source, target} <= set(self.task.langs)
-        ):
-            found = [(source, target)]  # known languages in a direction it was not trained in
+        if not found and source != target and {source, target} <= languages:
+            found = [(source, target)]
         if len(found) != 1:
             asked = asked or f"source_lang={source!r}, target_lang={target!r}"
             why = "several directions are possible" if found else "no such direction"

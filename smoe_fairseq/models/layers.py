@@ -40,10 +40,7 @@ class TransformerLayer(nn.Module):
         self.activation_dropout = cfg.activation_dropout
         self.normalize_before = side.normalize_before
         self.self_attn = Attention(
-            side.embed_dim,
-            side.attention_heads,
-            dropout=cfg.attention_dropout,
-            self_attention=True,
+            side.embed_dim, side.attention_heads, dropout=cfg.attention_dropout, self_attention=True
         )
         self.self_attn_layer_norm = LayerNorm(side.embed_dim)
         self.is_moe = moe_options is not None

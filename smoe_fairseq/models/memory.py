@@ -310,9 +310,7 @@ def _terms(run: Run) -> tuple[Forecast, float, list[tuple[float, float]]]:
     where the peak may be."""
     flags = run.flags
     if flags.amp:
-        raise UsageError(
-            "--amp cannot be forecast: it needs a GPU to say what is computed in which type"
-        )
+        raise UsageError("--amp cannot be forecast: a GPU decides its types")
     if flags.optimizer not in OPTIMIZERS:
         raise UsageError(f"--optimizer {flags.optimizer}: what it takes of memory is not known")
     shared, experts = run.weights()

@@ -90,8 +90,7 @@ class MoEOptions(BlockOptions):
         if layers and len(values) not in (1, layers):
             of_each = f", or {layers} separated by commas, one for each MoE layer" * (layers > 1)
             raise ValueError(
-                f"{flag(name)} {','.join(values)}: expected one value{of_each} of the {side}, which has "
-                f"{layers}"
+                f"{flag(name)} {','.join(values)}: expected one value{of_each} of the {side}"
             )
         try:
             strata = [Strata.parse(value, self.moe_stacked, self.smoe_chain) for value in values]

@@ -92,9 +92,8 @@ def hash_table(config: MoEOptions, dictionary: Dictionary, experts: int) -> Tens
         return torch.randint(experts, (len(dictionary),), generator=generator, device="cpu")
     if len(set(dictionary.count[dictionary.nspecial :])) < 2:
         raise UsageError(
-            "--moe-hash-table balanced: the dictionary says of all its entries that they are equally "
-            "frequent; expected counts of the training data as fairseq-preprocess writes them without "
-            "--srcdict, or --moe-hash-table random"
+            "--moe-hash-table balanced: the dictionary has no counts; expected it as fairseq-preprocess "
+            "writes it without --srcdict, or --moe-hash-table random"
         )
     table = torch.zeros(len(dictionary), dtype=torch.long, device="cpu")
     loads = [(0, expert) for expert in range(experts)]

@@ -9,8 +9,8 @@ from smoe_fairseq.recipes.processes import STARTED, end_with_parent
 
 
 @exit_on_signals()
-@ends_with_sentence
-@flush_stdout
+@ends_with_sentence()
+@flush_stdout()
 def main() -> int:
     """Run one recipe or one step of it."""
     if os.environ.get(STARTED):  # another recipe started this one, and ends it

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import ipaddress
 import logging
+import os
 import re
 import signal
 import socket
@@ -11,19 +12,18 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import port, positive, seconds
 from smoe_fairseq.serve.engine import (
     MAX_TEXTS,
-    Asked,
     Engine,
     MalformedRequest,
     QueueClosed,
     QueueFull,
     RequestQueue,
+    Search,
     read,
 )
 from smoe_fairseq.serve.translate import add_model_arguments, load_model
@@ -39,9 +39,7 @@ try:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError:
-    raise UsageError(
-        "smoe serve needs starlette and uvicorn: pip install starlette uvicorn"
-    ) from None
+    raise UsageError("smoe serve needs: pip install starlette uvicorn") from None
 
 # The page consists of its own files: no other host, no inline script or style, no frame around it.
 HEADERS = {
@@ -131,27 +129,17 @@ def listening(host: str, port: int) -> socket.socket:
         UsageError: the port is in use, or the address is not this machine's.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        both = family == socket.AF_INET6  # "::" is for IPv4, too
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except (socket.gaierror, UnicodeError) as error:
         why = getattr(error, "strerror", None) or "no name of a machine"
         raise UsageError(f"--host {host}: {why}; expected an address such as 127.0.0.1") from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
-            sentence = f"--port {port} is in use: name another, or 0 for any that is free"
-        elif error.errno == errno.EADDRNOTAVAIL:
-            sentence = f"--host {host}: no address of this machine; expected one, or 127.0.0.1"
-        else:
-            sentence = f"--host {host} --port {port}: {error.strerror}"
-        raise UsageError(sentence) from None
-    return listener
+            raise UsageError(f"--port {port} is in use: name another") from None
+        raise UsageError(f"--host {host} --port {port}: {os.strerror(error.errno)}") from None
 
 
 def is_loopback(host: str) -> bool:
@@ -182,36 +170,28 @@ MAX_BODY = 1 << 18  # bytes
 SLOWEST_BODY = 10  # seconds until it must be complete
 DISCARDING = 1  # seconds in which a body that is too long is read
 RETRY_AFTER = "1"  # seconds
+LINGER = 0.005  # seconds that a text waits for others
 LAST_BATCH = 1.0  # seconds for a batch whose results are no longer needed
 CLIENT_CLOSED = Response(status_code=499)  # nothing of it is sent
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one server.
+class WebApp:
+    """Answers to requests, with one queue before one model.
 
     Args:
         max_batch: texts that are translated together.
         max_waiting: texts in the queue.
         timeout: seconds from a request to its answer.
-        linger: seconds that a text waits for others.
         stopping: seconds for pending requests when the server stops; new ones are refused.
     """
 
-    max_batch: int
-    max_waiting: int
-    timeout: float
-    linger: float = 0.005
-    stopping: float = 10.0
-
-
-class WebApp:
-    """Answers to requests, with one queue before one model."""
-
-    def __init__(self, engine: Engine, limits: Limits):
-        self.engine, self.limits = engine, limits
-        self.max_texts = min(MAX_TEXTS, limits.max_waiting)
+    def __init__(
+        self, engine: Engine, max_batch: int, max_waiting: int, timeout: float, stopping: float = 10
+    ):
+        self.engine, self.max_batch, self.max_waiting = engine, max_batch, max_waiting
+        self.timeout, self.stopping = timeout, stopping
+        self.max_texts = min(MAX_TEXTS, max_waiting)
         self.queue: RequestQueue
         self.too_late: asyncio.Event
 
@@ -236,16 +216,13 @@ class WebApp:
         return Guard(app, hosts)  # outermost, so that errors have the headers, too
 
     def stop(self) -> None:
-        """Begin to stop: pending requests have ``limits.stopping`` seconds from now on."""
-        asyncio.get_running_loop().call_later(self.limits.stopping, self.too_late.set)
+        """Begin to stop: pending requests have ``stopping`` seconds from now on."""
+        asyncio.get_running_loop().call_later(self.stopping, self.too_late.set)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        limits = self.limits
         self.too_late = asyncio.Event()
-        self.queue = RequestQueue(
-            self.engine.translate, limits.max_batch, limits.max_waiting, limits.linger
-        )
+        self.queue = RequestQueue(self.engine.translate, self.max_batch, self.max_waiting, LINGER)
         try:
             yield
         finally:
@@ -287,11 +264,11 @@ class WebApp:
             if body is None:  # the connection, with the rest, is of no use any more
                 sentence = f"the body has more than {MAX_BODY} bytes: expected fewer texts"
                 return refusal(413, sentence, Connection="close")
-            wanted = read(body, self.max_texts)
+            texts, search = read(body, self.max_texts)
             # In a thread: dividing a text into subwords takes longer than other requests should wait.
-            await asyncio.to_thread(self.engine.check, wanted.texts, wanted.search)
-            futures = self.queue.submit(wanted.texts, wanted.search)
-            return await self._answer(request, wanted, futures)
+            await asyncio.to_thread(self.engine.check, texts, search)
+            futures = self.queue.submit(texts, search)
+            return await self._answer(request, search, futures)
         except TimeoutError:
             sentence = f"the body was not here within {SLOWEST_BODY} s"
             return refusal(408, sentence, Connection="close")
@@ -302,13 +279,13 @@ class WebApp:
         except UsageError as error:
             return refusal(422, str(error))
         except QueueFull:
-            waiting, most = self.queue.waiting, self.limits.max_waiting
+            waiting, most = self.queue.waiting, self.max_waiting
             sentence = f"{waiting} texts are waiting, of at most {most}: try again in a moment"
             return refusal(503, sentence, **{"Retry-After": RETRY_AFTER})
         except QueueClosed:
             return refusal(503, "the server is stopping")
 
-    async def _answer(self, request: Request, wanted: Asked, futures: list) -> Response:
+    async def _answer(self, request: Request, search: Search, futures: list) -> Response:
         """Wait for all futures; they are cancelled if the client disconnects.
 
         Raises:
@@ -323,18 +300,17 @@ class WebApp:
         try:
             await asyncio.wait(
                 {results, gone, too_late},
-                timeout=self.limits.timeout,
+                timeout=self.timeout,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if results.done():
-                search = wanted.search
                 said = {"source": search.source, "target": search.target}
                 return JSONResponse(said | {"translations": await results})
             if gone.done():
                 return CLIENT_CLOSED
             if too_late.done():
                 raise QueueClosed
-            sentence = f"no translation within {self.limits.timeout:g} s: try again, with less text"
+            sentence = f"no translation within {self.timeout:g} s: try again, with less text"
             return refusal(504, sentence)
         finally:
             gone.cancel()
@@ -434,13 +410,12 @@ class Stoppable(uvicorn.Server):
 
 def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
     """Answers requests until SIGINT or SIGTERM (as which SIGHUP counts) ends it, raised once more then."""
-    limits = Limits(args.max_batch, args.max_queue, args.timeout)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if args.access_log:
         access = logging.getLogger("uvicorn.access")
         access.setLevel(logging.INFO)
         access.addHandler(logging.StreamHandler())  # to standard error
-    web = WebApp(engine, limits)
+    web = WebApp(engine, args.max_batch, args.max_queue, args.timeout)
     hosts = own_names(args.host)
     config = uvicorn.Config(
         web.asgi(None if hosts is None else hosts | {name.lower() for name in args.allow_host}),
@@ -452,7 +427,7 @@ def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
         access_log=args.access_log,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=int(limits.stopping) + 1,
+        timeout_graceful_shutdown=int(web.stopping) + 1,
     )
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         # The end of a terminal, which uvicorn does not know; it would end in the middle of an answer.
@@ -464,17 +439,7 @@ PORT = 8000
 
 
 def add_serve_arguments(parser: ArgumentParser) -> None:
-    """The run, where to listen, and limits."""
     parser.add_argument("path", metavar="RUN", help="folder of a run, or a checkpoint")
-    parser.add_argument(
-        "--from",
-        dest="source",
-        metavar="LANG",
-        help="source language, if the data do not name it",
-    )
-    parser.add_argument(
-        "--to", dest="target", metavar="LANG", help="target language, if the data do not name it"
-    )
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -485,8 +450,7 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="answer requests for this host name too, such as that of a reverse proxy on this machine; "
-        "may be repeated",
+        help="answer requests for this name too, such as a reverse proxy's here; may be repeated",
     )
     parser.add_argument(
         "--access-log", action="store_true", help="write a line per request to standard error"
@@ -495,13 +459,7 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
         ("--port", port, PORT, "N", "port; 0: any free one"),
         ("--max-tokens", positive, 200, "N", "maximum length of a text in subwords"),
         ("--max-batch", positive, 32, "N", "maximum number of texts per batch"),
-        (
-            "--max-queue",
-            positive,
-            512,
-            "N",
-            "maximum number of waiting texts; further ones get status 503",
-        ),
+        ("--max-queue", positive, 512, "N", "maximum number of waiting texts; others get a 503"),
         ("--timeout", seconds, 60.0, "SECONDS", "time limit of a request"),
     ):
         words = f"{words} (default: {default:g})"

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 
 import torch
 from fairseq.data.data_utils import collate_tokens
@@ -24,8 +24,7 @@ MAX_TEXTS = 64
 CHARACTERS = 32  # per subword: longer texts are refused before they are divided into subwords
 _HALF = re.compile(r"[\ud800-\udfff]")
 EXAMPLE = '{"text": "Ein Hund.", "source": "de", "target": "en"}'
-_DEFAULTS = {"text": None, "texts": None, "beam": 5, "nbest": 1, "lenpen": 1.0, "routing": False}
-_FORM = {  # of the content of a request
+_FORM = {  # of the content of a request; all but the languages have defaults
     "text": (None, str),
     "texts": (None, [str]),
     "source": str,
@@ -47,22 +46,18 @@ class Search:
 
     source: str
     target: str
-    beam: int
-    nbest: int
-    lenpen: float
-    routing: bool
+    beam: int = 5
+    nbest: int = 1
+    lenpen: float = 1.0
+    routing: bool = False
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The texts of a request, in order, and how to translate them."""
-
-    texts: list[str]
-    search: Search
+_DEFAULTS = {f.name: f.default for f in fields(Search) if f.default is not MISSING}
+_DEFAULTS |= {"text": None, "texts": None}
 
 
-def read(body: bytes, max_texts: int = MAX_TEXTS) -> Asked:
-    """The content of ``POST /translate``, with at most so many texts.
+def read(body: bytes, max_texts: int = MAX_TEXTS) -> tuple[list[str], Search]:
+    """The texts of ``POST /translate``, at most so many, in order, and how to translate them.
 
     Raises:
         MalformedRequest: it is not a JSON object in UTF-8.
@@ -86,7 +81,7 @@ def read(body: bytes, max_texts: int = MAX_TEXTS) -> Asked:
     search = Search(**asked | {"lenpen": float(asked["lenpen"])})
     if search.nbest > search.beam:
         raise UsageError(f"nbest is {search.nbest}; expected at most the beam, {search.beam}")
-    return Asked(texts, search)
+    return texts, search
 
 
 def _object(body: bytes) -> dict:
@@ -286,17 +281,13 @@ class Engine:
         self.translator.task_for(source, target, asked)
         for text in texts:
             if len(text) > self.max_characters:
-                raise UsageError(
-                    f"a text of {len(text)} characters is longer than this server takes "
-                    f"({self.max_tokens} subwords): divide it; it begins with {text[:40]!r}"
-                )
+                raise UsageError(f"a text of {len(text)} characters is too long: {text[:40]!r}")
             if not self.translator.has_words(text):
                 raise UsageError("a text is empty: expected at least one word")
             tokens = len(self.translator.encode(text)) - 1
             if tokens > self.max_tokens:
                 raise UsageError(
-                    f"a text of {tokens} tokens is longer than this server takes ({self.max_tokens}): "
-                    f"divide it; it begins with {text[:40]!r}"
+                    f"a text of {tokens} tokens, of at most {self.max_tokens}, begins with {text[:40]!r}"
                 )
 
     def translate(self, texts: list[str], search: Search) -> list[dict]:

@@ -39,8 +39,7 @@ def _decoded(line: bytes, number: int) -> str:
         return line.decode()
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"line {number} of standard input is not UTF-8: byte {line[error.start]:#04x} at position "
-            f"{error.start + 1}; expected text in UTF-8"
+            f"line {number} of standard input is not UTF-8, at position {error.start + 1}"
         ) from None
 
 
@@ -57,18 +56,21 @@ with quietly():
     )
 
 
-_LINE_ENDS = (
-    "[\x85\u2028\u2029]"  # for some programs, beside those that JSON does not take as they are
-)
+_LINE_ENDS = "[\x85\u2028\u2029]"  # for some programs, beside those that JSON escapes
 AT_ONCE = 4000  # lines that are read and sorted by length; their translations are written together
 
 
 def add_model_arguments(parser: ArgumentParser) -> None:
-    """What `load_model` reads, but the run and the languages."""
+    """What `load_model` reads, but the run."""
+    parser.add_argument("--from", dest="source", metavar="LANG", help="language of the text")
     parser.add_argument(
-        "--data",
-        metavar="DIR",
-        help="folder with dict.*.txt and spm.model; default: the run's",
+        "--to",
+        dest="target",
+        metavar="LANG",
+        help="language to translate to; --from and --to may be omitted if only one is possible",
+    )
+    parser.add_argument(
+        "--data", metavar="DIR", help="folder with dict.*.txt and spm.model; default: the run's"
     )
     parser.add_argument("--shortlist", metavar="FILE", help=SHORTLIST_HELP)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
@@ -94,16 +96,8 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         nargs="+",
         help="folder of a run, or a checkpoint; the probabilities of several are averaged",
     )
-    parser.add_argument("--to", dest="target", metavar="LANG", help="language to translate to")
-    parser.add_argument(
-        "--from",
-        dest="source",
-        metavar="LANG",
-        help="language of the text; --from and --to may be omitted if only one is possible",
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", help="file to write, instead of standard output"
-    )
+    words = "file to write, instead of standard output"
+    parser.add_argument("--output", metavar="FILE", help=words)
     parser.add_argument(
         "--line-by-line",
         action="store_true",
@@ -117,81 +111,42 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         *("--nbest", "-n"),
         type=at_least(int, 1),
         metavar="N",
-        help="print the N best translations of each line: line number, score and translation, "
-        "separated by tabs",
+        help="print the N best translations of each line: its number, score and translation, with tabs",
     )
-    defaults = Options()
+    defaults = vars(Options()) | {"max_tokens": MAX_TOKENS}
     for flag, kind, limits, words in (
         ("--beam", int, (1,), "beam size"),
-        (
-            "--lenpen",
-            float,
-            (-10, 10),
-            "length penalty: above 1 favours longer translations, below 1 shorter ones",
-        ),
+        ("--lenpen", float, (-10, 10), "length penalty: above 1 favours longer translations"),
         ("--unkpen", float, (-math.inf,), "penalty for unknown words: above 0 gives fewer of them"),
-        (
-            "--max-len-a",
-            float,
-            (0,),
-            "A in the maximum length A x + B of a translation; x is the length of the line in tokens",
-        ),
+        ("--max-len-a", float, (0,), "A in A x + B, the most tokens of a translation of x tokens"),
         ("--max-len-b", int, (1,), "B in the same"),
         ("--divide-above", int, (1,), "translate a line of more tokens sentence by sentence"),
         ("--min-len", int, (0,), "minimum length of a translation in tokens"),
-        (
-            "--no-repeat-ngram-size",
-            int,
-            (0,),
-            "let no sequence of so many tokens occur twice in a translation; 0: no limit",
-        ),
-        (
-            "--temperature",
-            float,
-            (1e-3,),
-            "above 1 flattens the probabilities, below 1 sharpens them",
-        ),
-        (
-            "--seed",
-            int,
-            (0,),
-            "random seed of --sampling; a line's samples do not depend on the other lines",
-        ),
+        ("--no-repeat-ngram-size", int, (0,), "let no so many tokens occur twice; 0: no limit"),
+        ("--temperature", float, (1e-3,), "above 1 flattens probabilities, below 1 sharpens them"),
+        ("--seed", int, (0,), "random seed of --sampling; each line is sampled by itself"),
+        ("--max-tokens", int, (1,), "source tokens per batch, padding included"),
     ):
-        default = getattr(defaults, flag[2:].replace("-", "_"))
-        kind = at_least(kind, *limits)
+        default = defaults[flag[2:].replace("-", "_")]
+        words = f"{words} (default: {default})"
         parser.add_argument(
-            flag, type=kind, default=default, metavar="X", help=f"{words} (default: {default})"
+            flag, type=at_least(kind, *limits), default=default, metavar="X", help=words
         )
-    parser.add_argument(
-        "--max-tokens",
-        type=at_least(int, 1),
-        default=MAX_TOKENS,
-        metavar="N",
-        help=f"source tokens per batch, padding included (default: {MAX_TOKENS})",
-    )
     parser.add_argument(
         "--sampling",
         action="store_true",
         help="draw --beam translations at random by their probabilities, instead of beam search",
     )
-    parser.add_argument(
-        "--sampling-topk",
-        type=at_least(int, 1),
-        metavar="N",
-        help="with --sampling: draw from the N most probable tokens",
+    words = "with --sampling: draw from the N most probable tokens"
+    parser.add_argument("--sampling-topk", type=at_least(int, 1), metavar="N", help=words)
+    words = (
+        "with --sampling: draw from the most probable tokens that have a probability of P together"
     )
-    parser.add_argument(
-        "--sampling-topp",
-        type=at_least(float, 0, 1),
-        metavar="P",
-        help="with --sampling: draw from the most probable tokens that together have a probability of P",
-    )
+    parser.add_argument("--sampling-topp", type=at_least(float, 0, 1), metavar="P", help=words)
     add_model_arguments(parser)
 
 
 def run_translate(args: Namespace) -> None:
-    """Translates standard input."""
     if sys.stdin is None:
         raise UsageError("standard input is closed: expected text, a line for each translation")
     if sys.stdout is None and args.output is None:  # all that is written would be lost
@@ -203,22 +158,19 @@ def run_translate(args: Namespace) -> None:
     )
     if options.nbest > options.beam:
         raise UsageError(f"--nbest {options.nbest}: expected at most --beam, {options.beam}")
-    for flag in ("--sampling-topk", "--sampling-topp"):
-        if getattr(args, flag[2:].replace("-", "_")) is not None and not args.sampling:
-            raise UsageError(f"{flag}: it is for --sampling; add that flag")
-    if args.sampling_topk is not None and args.sampling_topp is not None:
-        raise UsageError("--sampling-topk with --sampling-topp: expected one of them")
+    given = {"--sampling-topk": args.sampling_topk, "--sampling-topp": args.sampling_topp}
+    given = [flag for flag, value in given.items() if value is not None]
+    if given and not args.sampling:
+        raise UsageError(f"{given[0]}: it is for --sampling; add that flag")
+    if len(given) > 1:
+        raise UsageError(f"{' with '.join(given)}: expected one of them")
     model = load_model(args, args.max_tokens)
-    asked = " ".join(
-        f"{flag} {lang}" for flag, lang in (("--from", args.source), ("--to", args.target)) if lang
-    )
+    languages = {"--from": args.source, "--to": args.target}
+    asked = " ".join(f"{flag} {lang}" for flag, lang in languages.items() if lang)
     asked = asked or "neither --from nor --to is given"
     direction = direction_of(model.translator.task_for(args.source, args.target, asked))
     if model.shortlist is not None and model.shortlist.of(*direction) is None:
-        raise UsageError(
-            f"--shortlist {args.shortlist}: it has no direction {'-'.join(direction)}; expected one of "
-            f"{', '.join(model.shortlist.tables)}"
-        )
+        raise UsageError(f"--shortlist {args.shortlist}: expected one with {'-'.join(direction)}")
     begun, lines = time.monotonic(), 0
     with _output(args.output) as output, tqdm(unit=" lines", disable=None) as bar:
         at_once = 1 if args.line_by_line or sys.stdin.isatty() else AT_ONCE
@@ -234,11 +186,11 @@ def run_translate(args: Namespace) -> None:
                     print(words, file=output)
             output.flush()
             lines += len(texts)
-    seconds = time.monotonic() - begun
-    print(
-        f"{lines} line{'s' * (lines != 1)} in {seconds:.1f} s ({lines / max(seconds, 1e-3):.1f} per second)",
-        file=sys.stderr,
+    seconds = max(time.monotonic() - begun, 1e-3)
+    words = (
+        f"{lines} line{'s' * (lines != 1)} in {seconds:.1f} s ({lines / seconds:.1f} per second)"
     )
+    print(words, file=sys.stderr)
 
 
 @contextmanager
@@ -257,7 +209,6 @@ def _output(path: str | None) -> Iterator[TextIO]:
 
 
 def _written(line: int, translation: Translation, args: Namespace) -> Iterator[str]:
-    """The lines that are written for one."""
     if args.json:
         words = json.dumps({"line": line, **asdict(translation)}, ensure_ascii=False)
         yield re.sub(_LINE_ENDS, lambda found: f"\\u{ord(found[0]):04x}", words)

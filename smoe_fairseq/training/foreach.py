@@ -7,35 +7,31 @@ a dense update. The arithmetic is fairseq's; on a CPU, operation by operation, s
 import functools
 import math
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
+from fairseq import utils
 from torch import Tensor
+
+from smoe_fairseq.compat.replacing import replaces
 
 CHUNK = 2**24  # elements whose temporary copies are in memory at a time
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def step_together(adam: ModuleType) -> None:
-    """Replace ``Adam.step``, which fairseq uses unless NVIDIA's apex is installed."""
-    original = adam.Adam.step
-
-    @functools.wraps(original)
-    @torch.no_grad()
-    def step(self, closure=None):
-        groups = [
-            (group, [p for p in group["params"] if p.grad is not None])
-            for group in self.param_groups
-        ]
-        if any(group.get("amsgrad") or any(p.grad.is_sparse for p in ps) for group, ps in groups):
-            return original(self, closure)
-        loss = None if closure is None else closure()
-        for group, parameters in groups:
-            for chunk in _chunks(parameters):
-                _adam_step(group, chunk, [self.state[p] for p in chunk])
-        return loss
-
-    adam.Adam.step = step
+@replaces("fairseq.optim.adam:Adam.step")
+@torch.no_grad()
+def step_together(original, adam, closure=None):
+    """fairseq uses it unless NVIDIA's apex is installed."""
+    groups = [
+        (group, [p for p in group["params"] if p.grad is not None]) for group in adam.param_groups
+    ]
+    if any(group.get("amsgrad") or any(p.grad.is_sparse for p in ps) for group, ps in groups):
+        return original(adam, closure)
+    loss = None if closure is None else closure()
+    for group, parameters in groups:
+        for chunk in _chunks(parameters):
+            _adam_step(group, chunk, [adam.state[p] for p in chunk])
+    return loss
 
 
 def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -133,78 +129,65 @@ def _step_size(lr: float, beta1: float, beta2: float, step: int) -> float:
     return lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
 
 
-def multiply_together(fairseq_optimizer: ModuleType) -> None:
-    """Replace ``FairseqOptimizer.multiply_grads``."""
-
-    @functools.wraps(fairseq_optimizer.FairseqOptimizer.multiply_grads)
-    def multiply_grads(self, c):
-        """Multiplies all gradients by a number, or by a tensor of one."""
-        by_device = {}
-        for p in self.params:
-            if p.grad is not None:
-                by_device.setdefault(p.grad.device, []).append(p.grad.data)
-        for device, gradients in by_device.items():
-            torch._foreach_mul_(gradients, c.to(device).reshape(()) if torch.is_tensor(c) else c)
-
-    fairseq_optimizer.FairseqOptimizer.multiply_grads = multiply_grads
+@replaces("fairseq.optim.fairseq_optimizer:FairseqOptimizer.multiply_grads")
+def multiply_together(_, optimizer, c):
+    """By a number, or by a tensor of one."""
+    by_device = {}
+    for p in optimizer.params:
+        if p.grad is not None:
+            by_device.setdefault(p.grad.device, []).append(p.grad.data)
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, c.to(device).reshape(()) if torch.is_tensor(c) else c)
 
 
-def norm_together(utils: ModuleType) -> None:
-    """Replace ``clip_grad_norm_``, except with apex or FSDP, which bring their own."""
-    original = utils.clip_grad_norm_
-
-    @functools.wraps(original)
-    @torch.no_grad()
-    def clip_grad_norm_(params, max_norm, aggregate_norm_fn=None):
-        params = [params] if torch.is_tensor(params) else list(params)
-        present = [p for p in params if p is not None and p.grad is not None]
-        shared = [p.grad for p in present if not hasattr(p, "expert")]
-        one_kind = len({(g.device, g.dtype) for g in shared}) == 1
-        if aggregate_norm_fn or utils.multi_tensor_l2norm_available or not one_kind:
-            return original(params, max_norm, aggregate_norm_fn)
-        norm = torch.norm(torch.stack(torch._foreach_norm(shared, 2, dtype=torch.float32)))
-        if max_norm > 0:
-            factor = (float(max_norm) / (norm + 1e-6)).clamp_(max=1)
-            torch._foreach_mul_([p.grad for p in present], factor)
-        return norm
-
-    utils.clip_grad_norm_ = clip_grad_norm_
+@replaces("fairseq.utils:clip_grad_norm_")
+@torch.no_grad()
+def norm_together(original, params, max_norm, aggregate_norm_fn=None):
+    """Except with apex or FSDP, which bring their own."""
+    params = [params] if torch.is_tensor(params) else list(params)
+    present = [p for p in params if p is not None and p.grad is not None]
+    shared = [p.grad for p in present if not hasattr(p, "expert")]
+    one_kind = len({(g.device, g.dtype) for g in shared}) == 1
+    if aggregate_norm_fn or utils.multi_tensor_l2norm_available or not one_kind:
+        return original(params, max_norm, aggregate_norm_fn)
+    norm = torch.norm(torch.stack(torch._foreach_norm(shared, 2, dtype=torch.float32)))
+    if max_norm > 0:
+        factor = (float(max_norm) / (norm + 1e-6)).clamp_(max=1)
+        torch._foreach_mul_([p.grad for p in present], factor)
+    return norm
 
 
-def copy_together(fp16_optimizer: ModuleType) -> None:
-    """Replace the copies between half-precision parameters and their float32 ones."""
-    mixin = fp16_optimizer._FP16OptimizerMixin
+# The copies between half-precision parameters and their float32 ones.
 
-    @functools.wraps(mixin.zero_grad)
-    def zero_grad(self):
-        for p in self.fp16_params:
-            p.grad = None
-        self._needs_sync = True  # the float32 gradients are overwritten, or cleared, when needed
-        if self.scaler is not None:
-            self._multiply_factor = 1.0 / float(self.scaler.loss_scale)
 
-    @functools.wraps(mixin._sync_fp16_grads_to_fp32)
-    def _sync_fp16_grads_to_fp32(self):
-        if not self._needs_sync:
-            return
-        targets, sources = [], []
-        for p, full in zip(self.fp16_params, _float32(self, "grad"), strict=True):
-            if p.grad is None:
-                full.zero_()
-            else:
-                targets.append(full)
-                sources.append(p.grad.data)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        self._needs_sync = False
+@replaces("fairseq.optim.fp16_optimizer:_FP16OptimizerMixin.zero_grad")
+def forget_gradients(_, optimizer):
+    for p in optimizer.fp16_params:
+        p.grad = None
+    optimizer._needs_sync = True  # the float32 gradients are overwritten, or cleared, when needed
+    if optimizer.scaler is not None:
+        optimizer._multiply_factor = 1.0 / float(optimizer.scaler.loss_scale)
 
-    @functools.wraps(mixin._sync_fp32_params_to_fp16)
-    def _sync_fp32_params_to_fp16(self):
-        torch._foreach_copy_([p.data for p in self.fp16_params], _float32(self, "data"))
 
-    mixin.zero_grad = zero_grad
-    mixin._sync_fp16_grads_to_fp32 = _sync_fp16_grads_to_fp32
-    mixin._sync_fp32_params_to_fp16 = _sync_fp32_params_to_fp16
+@replaces("fairseq.optim.fp16_optimizer:_FP16OptimizerMixin._sync_fp16_grads_to_fp32")
+def copy_gradients(_, optimizer):
+    if not optimizer._needs_sync:
+        return
+    targets, sources = [], []
+    for p, full in zip(optimizer.fp16_params, _float32(optimizer, "grad"), strict=True):
+        if p.grad is None:
+            full.zero_()
+        else:
+            targets.append(full)
+            sources.append(p.grad.data)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    optimizer._needs_sync = False
+
+
+@replaces("fairseq.optim.fp16_optimizer:_FP16OptimizerMixin._sync_fp32_params_to_fp16")
+def copy_parameters(_, optimizer):
+    torch._foreach_copy_([p.data for p in optimizer.fp16_params], _float32(optimizer, "data"))
 
 
 def _float32(optimizer, of: str) -> list[Tensor]:

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterator
 from itertools import chain
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -11,29 +10,26 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.models.transformer import experts_of
 from smoe_fairseq.modules.parallel import Placement
 
 
-def sum_over_replicas(ddp: ModuleType) -> None:
-    """Make ``legacy_ddp``, which skips parameters marked as experts, sum them over their replicas."""
-    wrapper = ddp.LegacyDistributedDataParallel
-    original = wrapper.all_reduce_grads
-
-    @functools.wraps(original)
-    def all_reduce_grads(self):
-        original(self)
-        if self.accumulate_grads:
-            return
-        for experts in experts_of(self.module).values():
-            place = experts.placement
-            if place.num_replicas > 1:
-                group = _replica_group(place.num_experts, place.world_size)
-                for parameter in experts.parameters():
-                    if parameter.grad is not None:
-                        dist.all_reduce(parameter.grad, group=group)
-
-    wrapper.all_reduce_grads = all_reduce_grads
+@replaces(
+    "fairseq.distributed.legacy_distributed_data_parallel:LegacyDistributedDataParallel.all_reduce_grads"
+)
+def sum_over_replicas(original, wrapper):
+    """``legacy_ddp`` skips parameters marked as experts; here they are summed over their replicas."""
+    original(wrapper)
+    if wrapper.accumulate_grads:
+        return
+    for experts in experts_of(wrapper.module).values():
+        place = experts.placement
+        if place.num_replicas > 1:
+            group = _replica_group(place.num_experts, place.world_size)
+            for parameter in experts.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad, group=group)
 
 
 @functools.cache
@@ -92,24 +88,19 @@ def _norm(gradients: list[Tensor]) -> Tensor:
     )
 
 
-def norm_over_all_experts(utils: ModuleType) -> None:
+@replaces("fairseq.utils:clip_grad_norm_")
+@torch.no_grad()
+def norm_over_all_experts(original, params, max_norm, aggregate_norm_fn=None):
     """Include expert parameters in the norm. fairseq leaves them out, so clipping would miss them."""
-    original = utils.clip_grad_norm_
-
-    @functools.wraps(original)
-    @torch.no_grad()
-    def clip_grad_norm_(params, max_norm, aggregate_norm_fn=None):
-        if not isinstance(aggregate_norm_fn, ExpertNorm):
-            return original(params, max_norm, aggregate_norm_fn)
-        params = list(params)
-        experts = [p.grad for p in params if hasattr(p, "expert")]
-        shared = [p.grad for p in params if p.grad is not None and not hasattr(p, "expert")]
-        norm = aggregate_norm_fn(shared, experts)
-        if max_norm > 0:
-            clip_grads_with_norm_([p for p in params if p.grad is not None], max_norm, norm)
-        return norm
-
-    utils.clip_grad_norm_ = clip_grad_norm_
+    if not isinstance(aggregate_norm_fn, ExpertNorm):
+        return original(params, max_norm, aggregate_norm_fn)
+    params = list(params)
+    experts = [p.grad for p in params if hasattr(p, "expert")]
+    shared = [p.grad for p in params if p.grad is not None and not hasattr(p, "expert")]
+    norm = aggregate_norm_fn(shared, experts)
+    if max_norm > 0:
+        clip_grads_with_norm_([p for p in params if p.grad is not None], max_norm, norm)
+    return norm
 
 
 # ZeRO with sharded experts (``--zero-sharding os`` with ``--expert-parallel``).
@@ -119,18 +110,13 @@ def norm_over_all_experts(utils: ModuleType) -> None:
 # Checkpoints are the same with and without the flag.
 
 
-def spread_shared_state(optim: ModuleType) -> None:
-    """Replace fairseq's ``shard_``, which would overwrite the experts of all ranks by those of one."""
-    original = optim.shard_
-
-    @functools.wraps(original)
-    def shard_(optimizer, group):
-        if any(hasattr(parameter, "expert") for parameter in optimizer.params):
-            optimizer.optimizer = SpreadSharedState(optimizer, group)
-        else:
-            original(optimizer, group)
-
-    optim.shard_ = shard_
+@replaces("fairseq.optim:shard_")
+def spread_shared_state(original, optimizer, group):
+    """fairseq's would overwrite the experts of all ranks by those of one."""
+    if any(hasattr(parameter, "expert") for parameter in optimizer.params):
+        optimizer.optimizer = SpreadSharedState(optimizer, group)
+    else:
+        original(optimizer, group)
 
 
 class SpreadSharedState(Optimizer):
@@ -211,7 +197,6 @@ class SpreadSharedState(Optimizer):
                     }
 
     def _numbers(self) -> dict[Tensor, int]:
-        """The index of each parameter in a state dict."""
         return {parameter: i for i, parameter in enumerate(_parameters(self))}
 
 
@@ -220,6 +205,5 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _copy_options(source: list[dict], target: list[dict]) -> None:
-    """Copy everything but the parameters from groups to groups."""
     for one, other in zip(source, target, strict=True):
         other.update({name: value for name, value in one.items() if name != "params"})

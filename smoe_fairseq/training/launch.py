@@ -1,6 +1,5 @@
 """Steps and checks of all ranks before training starts."""
 
-import functools
 import inspect
 import logging
 import os
@@ -9,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from urllib.parse import urlparse
 
 import torch.distributed as dist
@@ -17,7 +15,8 @@ from omegaconf import OmegaConf
 
 from smoe_fairseq import files
 from smoe_fairseq.checkpoints.io import noted
-from smoe_fairseq.errors import UsageError, checks_first, end_with_parent, ends_with_sentence
+from smoe_fairseq.compat.replacing import replaces
+from smoe_fairseq.errors import UsageError, end_with_parent, ends_with_sentence
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.training import screen
 
@@ -82,12 +81,9 @@ logger = logging.getLogger(__name__)
 KNOWS_EXPERTS = ("legacy_ddp", "no_c10d")  # the second is the older name of the first
 
 
-def check_before_all(utils: ModuleType) -> None:
+@replaces("fairseq.distributed.utils:call_main")
+def check_before_all(call_main, cfg, *others, **options):
     """Before the model is built, what goes with no experts, spread over processes or not."""
-    utils.call_main = checks_first(utils.call_main, _check_all)
-
-
-def _check_all(cfg) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends its ranks, unless it is killed
         end_with_parent()
     screen.begin(cfg)
@@ -95,14 +91,13 @@ def _check_all(cfg) -> None:
     if _has_experts(cfg.model):
         _check_back_end(cfg)
         _check_criterion(cfg)
+    return call_main(cfg, *others, **options)
 
 
 def _check_back_end(cfg) -> None:
     if cfg.distributed_training.ddp_backend == "fully_sharded":
         raise UsageError(
-            "--ddp-backend fully_sharded does not go with experts, whose parameters it would flatten; "
-            "use --ddp-backend legacy_ddp, with --expert-parallel and --zero-sharding os where memory "
-            "is short"
+            "--ddp-backend fully_sharded: use legacy_ddp, with --expert-parallel and --zero-sharding os"
         )
 
 
@@ -136,9 +131,7 @@ def _check_criterion(cfg) -> None:
         ("--smoe-capacity-budget", bool(getattr(cfg.model, "smoe_capacity_budget", 0))),
     ):
         if needs_it:
-            raise UsageError(
-                f"{flag} with --criterion {name}, by which it would have no effect; expected {ours}"
-            )
+            raise UsageError(f"{flag} with --criterion {name} has no effect; expected {ours}")
     logger.warning(
         "--criterion %s has no loss that keeps the experts equally busy, and its log nothing of them; "
         "expected %s",
@@ -163,10 +156,7 @@ def check_language_pairs(cfg, model) -> None:
 
     backend = str(cfg.distributed_training.ddp_backend)
     if is_distributed() and isinstance(model, FairseqMultiModel) and backend not in KNOWS_EXPERTS:
-        raise UsageError(
-            f"--ddp-backend {backend} with a model per language pair: it would leave each process its own "
-            "gradients; use --ddp-backend legacy_ddp"
-        )
+        raise UsageError(f"--ddp-backend {backend} with a model per language pair: use legacy_ddp")
 
 
 def check_options(cfg) -> None:
@@ -178,28 +168,22 @@ def check_options(cfg) -> None:
     distributed, common = cfg.distributed_training, cfg.common
     if str(distributed.ddp_backend) not in KNOWS_EXPERTS:
         raise UsageError(
-            f"--ddp-backend {distributed.ddp_backend} with --expert-parallel: it would mix the experts "
-            "of different processes; use --ddp-backend legacy_ddp"
+            f"--ddp-backend {distributed.ddp_backend} with --expert-parallel: use legacy_ddp"
         )
     if common.fp16 and not (common.fp16_no_flatten_grads or common.memory_efficient_fp16):
         raise UsageError(
-            "--fp16 with --expert-parallel: flattened gradients mix experts with shared parameters; "
-            "add --fp16-no-flatten-grads or use --memory-efficient-fp16"
+            "--fp16 with --expert-parallel: use --fp16-no-flatten-grads or --memory-efficient-fp16"
         )
     if common.amp:
         raise UsageError(
-            "--amp with --expert-parallel: a process would skip an overflow of its own experts alone; "
-            "use --bf16, or --fp16 with --fp16-no-flatten-grads"
+            "--amp with --expert-parallel: use --bf16, or --fp16 with --fp16-no-flatten-grads"
         )
     if common.model_parallel_size > 1 or distributed.pipeline_model_parallel:
         raise UsageError("--expert-parallel does not go with model or pipeline parallelism")
     if cfg.optimization.use_bmuf:
         raise UsageError("--use-bmuf with --expert-parallel: it would average different experts")
     if cfg.checkpoint.write_checkpoints_asynchronously:
-        raise UsageError(
-            "--write-checkpoints-asynchronously with --expert-parallel: the files of all processes "
-            "have to be complete at the same time; leave it out"
-        )
+        raise UsageError("--write-checkpoints-asynchronously with --expert-parallel: leave it out")
 
 
 # All processes of a run have to do the same: asked once at the start, since afterwards they would
@@ -267,8 +251,7 @@ def _compare(own: dict[str, str]) -> None:
         for name in sorted({*first, *other}):
             if first.get(name) != other.get(name):
                 raise UsageError(
-                    f"process {rank} was started with {name} {other.get(name)}, and process 0 with "
-                    f"{first.get(name)}: start all processes of a run alike"
+                    f"process {rank} has {name} {other.get(name)}, and process 0 with {first.get(name)}"
                 )
 
 
@@ -280,28 +263,18 @@ def _compare(own: dict[str, str]) -> None:
 # Kept light: a process that fairseq spawns imports this file before anything else of the plugin.
 
 _original_main = []  # its own function, which ours takes the place of
-REPORT_SECONDS, TIMEOUT_SECONDS = (
-    30,
-    600,
-)  # seconds: between two lines about missing ranks, and until the end
+REPORT_SECONDS, TIMEOUT_SECONDS = 30, 600  # between lines about missing ranks; until the end
 
 
-def start_together(utils: ModuleType) -> None:
-    _original_main.append(inspect.unwrap(utils.distributed_main))
-    utils.distributed_main = distributed_main
-    original = utils.distributed_init
-
-    @functools.wraps(original)
-    def distributed_init(cfg):
-        store = wait_for_all(getattr(cfg, "distributed_training", cfg))
-        rank = original(cfg)
-        del store  # torch has its own on the same port now
-        return rank
-
-    utils.distributed_init = distributed_init
+@replaces("fairseq.distributed.utils:distributed_init")
+def start_together(original, cfg):
+    store = wait_for_all(getattr(cfg, "distributed_training", cfg))
+    rank = original(cfg)
+    del store  # torch has its own on the same port now
+    return rank
 
 
-@ends_with_sentence
+@ends_with_sentence()
 def distributed_main(i, main, cfg, kwargs):
     """As fairseq's: ``main`` in this process of several, whose flags are checked before.
 
@@ -320,6 +293,12 @@ def distributed_main(i, main, cfg, kwargs):
         if "EADDRINUSE" in str(error):
             raise _port_in_use(cfg) from None
         raise
+
+
+@replaces("fairseq.distributed.utils")
+def use_our_main(utils):
+    _original_main.append(inspect.unwrap(utils.distributed_main))
+    utils.distributed_main = distributed_main
 
 
 def wait_for_all(distributed) -> "dist.TCPStore | None":
@@ -349,7 +328,7 @@ def wait_for_all(distributed) -> "dist.TCPStore | None":
         if time.monotonic() >= end:
             raise UsageError(
                 f"{who} has not come to {where[0]}:{where[1]} within {TIMEOUT_SECONDS // 60} minutes: start "
-                f"all {size} ranks of a run, with the same address and port"
+                f"all {size} ranks with this address and port"
             )
 
     news, store = timedelta(seconds=REPORT_SECONDS), None
@@ -369,9 +348,7 @@ def wait_for_all(distributed) -> "dist.TCPStore | None":
             store.wait(missing, news)
             missing = []
         except dist.DistNetworkError:
-            raise UsageError(
-                "rank 0 has ended before all ranks had come: its output says why"
-            ) from None
+            raise UsageError("rank 0 has ended before all ranks came: see its output") from None
         except dist.DistStoreError:  # not yet
             missing = [key for key in missing if not store.check([key])]
             ranks = ", ".join(key.removeprefix("smoe rank ") for key in missing[:10])
@@ -384,7 +361,6 @@ def wait_for_all(distributed) -> "dist.TCPStore | None":
 
 
 def _meeting_place(distributed) -> tuple[str, int] | None:
-    """Host and port."""
     method = str(distributed.distributed_init_method)
     if method == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         method = f"tcp://{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

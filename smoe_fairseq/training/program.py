@@ -1,44 +1,75 @@
-"""Changes to ``fairseq_cli.train``, the program of ``fairseq-train``, while it runs."""
+"""Changes to the program of ``fairseq-train``: the position in an epoch, validation, and early stop."""
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
 
+from fairseq.data.iterators import GroupedEpochBatchIterator
+
+from smoe_fairseq.compat.replacing import replace, replaces
+from smoe_fairseq.errors import UsageError
+
 PROGRAM = "fairseq_cli.train"
 
 
-def change(name: str, changed: Callable[[Callable], Callable]) -> None:
-    """Replace a function of the program by ``changed(function)``, once."""
+# The position in an epoch, when a run resumes on another number of ranks. fairseq counts the batches of each
+# rank, so it would repeat or leave out a part of the epoch. Here it is saved and loaded in batches of all
+# ranks. If the epoch has another number of batches now, since they are of another size, the position is the
+# same share of them.
+
+RANKS, BATCHES = "ranks", "batches"  # keys beside fairseq's own
+
+
+@replaces("fairseq.data.iterators:EpochBatchIterator.state_dict")
+def state_of_all_ranks(original, epochs):
+    state = original(epochs)
+    if isinstance(epochs, GroupedEpochBatchIterator):  # of several data sets, as of speech tasks
+        return state
+    return {**state, RANKS: epochs.num_shards, BATCHES: len(epochs.frozen_batches)}
+
+
+@replaces("fairseq.data.iterators:EpochBatchIterator.load_state_dict")
+def resume_on_any_ranks(original, epochs, state):
+    position = state.get("iterations_in_epoch", 0)
+    if position and RANKS in state:  # earlier checkpoints lack it
+        epochs.epoch = state["epoch"]
+        now = len(epochs.frozen_batches)
+        if (epochs.num_shards, now) != (state[RANKS], state[BATCHES]):
+            done = position * state[RANKS] * now // state[BATCHES]
+            state = {**state, "iterations_in_epoch": min(done, now - 1) // epochs.num_shards}
+    try:
+        original(epochs, state)
+    except RuntimeError:
+        raise UsageError(
+            f"the checkpoint was saved behind batch {position} of its epoch, which the data do not have "
+            "now: expected the data and batch size of its training, or --reset-dataloader"
+        ) from None
+
+
+# Functions of ``fairseq_cli.train``, if that is what runs.
+
+
+def change(name: str, function: Callable) -> None:
+    """Have ``function(original, ...)`` called in place of the program's; a second call changes nothing."""
     program = sys.modules.get(PROGRAM)
-    original = getattr(program, name, None)
-    if original is not None and not hasattr(original, "__wrapped__"):
-        setattr(program, name, functools.wraps(original)(changed(original)))
+    if hasattr(program, name) and not hasattr(getattr(program, name), "__wrapped__"):
+        replace(program, name, function)
 
 
-def save_if_validation_fails() -> None:
+def save_if_validation_fails(validate, cfg, trainer, task, epoch_itr, subsets):
     """Have a validation that fails, for want of memory or by a fault of a criterion, end the run saved."""
-
-    def changed(original: Callable) -> Callable:
-        def validate(cfg, trainer, task, epoch_itr, subsets):
-            try:
-                return original(cfg, trainer, task, epoch_itr, subsets)
-            except Exception:
-                if trainer.data_parallel_world_size == 1:
-                    save = sys.modules[PROGRAM].checkpoint_utils.save_checkpoint
-                    save(cfg.checkpoint, trainer, epoch_itr, None)
-                elif (
-                    not cfg.checkpoint.no_save
-                ):  # perhaps of this rank alone, as after a failed update
-                    trainer.in_update = True
-                    trainer.consolidate_optimizer()
-                    file = os.path.join(cfg.checkpoint.save_dir, "crash.pt")
-                    trainer.save_checkpoint(file, {"train_iterator": epoch_itr.state_dict()})
-                raise
-
-        return validate
-
-    change("validate", changed)
+    try:
+        return validate(cfg, trainer, task, epoch_itr, subsets)
+    except Exception:
+        if trainer.data_parallel_world_size == 1:
+            save = sys.modules[PROGRAM].checkpoint_utils.save_checkpoint
+            save(cfg.checkpoint, trainer, epoch_itr, None)
+        elif not cfg.checkpoint.no_save:  # perhaps of this rank alone, as after a failed update
+            trainer.in_update = True
+            trainer.consolidate_optimizer()
+            file = os.path.join(cfg.checkpoint.save_dir, "crash.pt")
+            trainer.save_checkpoint(file, {"train_iterator": epoch_itr.state_dict()})
+        raise
 
 
 # The count of validations without gain (--patience), which fairseq keeps as attributes of a function. It is

@@ -1,11 +1,11 @@
 """Checkpoints of sharded experts: one file of each rank, saved and loaded as a set."""
 
-import functools
 import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+
+from fairseq import checkpoint_utils
 
 from smoe_fairseq.checkpoints.io import (
     PENDING,
@@ -22,36 +22,26 @@ from smoe_fairseq.checkpoints.io import (
     record_of,
     set_name,
 )
+from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import first_block
 from smoe_fairseq.modules.parallel import Placement
-from smoe_fairseq.training.launch import (
-    all_gather,
-    broadcast,
-    folder_identity,
-    is_distributed,
-)
+from smoe_fairseq.training.launch import all_gather, broadcast, folder_identity, is_distributed
 
 
-def save_sets(checkpoint_utils: ModuleType) -> None:
-    """Make fairseq's ``save_checkpoint`` save one file per rank, as a set, if experts are sharded.
+@replaces("fairseq.checkpoint_utils:save_checkpoint")
+def save_sets(original, cfg, trainer, epoch_itr, val_loss):
+    """Save one file per rank, as a set, if experts are sharded.
 
     A run whose folder has been moved ends when fairseq has saved in a new one of that name.
     """
-    original = checkpoint_utils.save_checkpoint
-
-    @functools.wraps(original)
-    def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
-        # fairseq stores the best score as an attribute of save_checkpoint, which is now this function.
-        if getattr(trainer, "expert_placement", None) is None:
+    if getattr(trainer, "expert_placement", None) is None:
+        original(cfg, trainer, epoch_itr, val_loss)
+    else:
+        os.makedirs(cfg.save_dir, exist_ok=True)  # it may be a local folder on each machine
+        with _sets(trainer):
             original(cfg, trainer, epoch_itr, val_loss)
-        else:
-            os.makedirs(cfg.save_dir, exist_ok=True)  # it may be a local folder on each machine
-            with _sets(checkpoint_utils, trainer):
-                original(cfg, trainer, epoch_itr, val_loss)
-        _check_folder(cfg.save_dir, trainer)
-
-    checkpoint_utils.save_checkpoint = save_checkpoint
+    _check_folder(cfg.save_dir, trainer)
 
 
 def _check_folder(save_dir: str, trainer) -> None:
@@ -60,13 +50,13 @@ def _check_folder(save_dir: str, trainer) -> None:
     moved = began is not None and now not in (began, None)
     if broadcast(moved) if is_distributed() else moved:
         raise UsageError(
-            f"{save_dir} was moved or removed while training: update {trainer.get_num_updates()} is saved in "
-            "a new folder of that name; move its checkpoints to where the old one is, and that back, to go on"
+            f"{save_dir} was moved while training: update {trainer.get_num_updates()} is in a new folder of "
+            "that name; put its checkpoints into the old one, and that back, to go on"
         )
 
 
 @contextmanager
-def _sets(checkpoint_utils: ModuleType, trainer):
+def _sets(trainer):
     """Inside this context, files are published set by set, and all ranks list the same checkpoints."""
     paths, listed = checkpoint_utils.PathManager, checkpoint_utils.checkpoint_paths
     rank = trainer.expert_placement.rank
@@ -111,9 +101,7 @@ def publish(path: str) -> None:
         os.fsync(file.fileno())
     names = {set_name(each).name for each in all_gather(path)}
     if len(names) > 1:
-        raise UsageError(
-            f"the processes are about to save different files: {', '.join(sorted(names))}"
-        )
+        raise UsageError(f"the processes save different files: {', '.join(sorted(names))}")
     os.replace(pending(path), path)
 
 
@@ -155,26 +143,21 @@ def recover(folder: Path, place: Placement) -> None:
 DEFAULT = "checkpoint_last.pt"
 
 
-def load_sets(checkpoint_utils: ModuleType) -> None:
+@replaces("fairseq.checkpoint_utils:load_checkpoint")
+def load_sets(original, cfg, trainer, **passed_on):
     """Check that all ranks have a checkpoint, or none has, before fairseq looks for it on each rank."""
-    original = checkpoint_utils.load_checkpoint
-
-    @functools.wraps(original)
-    def load_checkpoint(cfg, trainer, **passed_on):
-        place = getattr(trainer, "expert_placement", None)
-        if place is not None:
-            folder = Path(cfg.save_dir)
-            recover(folder, place)
-            last = rank_file(folder / DEFAULT, place.rank)
-            there = all_gather((str(last), last.exists(), record_of(last)))
-            if cfg.restore_file == DEFAULT and len({exists for _, exists, _ in there}) > 1:
-                for file, _, record in there:
-                    _check_world_size(file, folder / DEFAULT, place, record)
-                missing = next(file for file, exists, _ in there if not exists)
-                raise UsageError(f"{missing} is missing: {folder / DEFAULT} is incomplete")
-        return original(cfg, trainer, **passed_on)
-
-    checkpoint_utils.load_checkpoint = load_checkpoint
+    place = getattr(trainer, "expert_placement", None)
+    if place is not None:
+        folder = Path(cfg.save_dir)
+        recover(folder, place)
+        last = rank_file(folder / DEFAULT, place.rank)
+        there = all_gather((str(last), last.exists(), record_of(last)))
+        if cfg.restore_file == DEFAULT and len({exists for _, exists, _ in there}) > 1:
+            for file, _, record in there:
+                _check_world_size(file, folder / DEFAULT, place, record)
+            missing = next(file for file, exists, _ in there if not exists)
+            raise UsageError(f"{missing} is missing: {folder / DEFAULT} is incomplete")
+    return original(cfg, trainer, **passed_on)
 
 
 def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
@@ -187,8 +170,9 @@ def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
     if place is None:
         if first_block(trainer.get_model()) is not None:
             _check_unsharded(trainer, path)
-    elif rank_of(path) is None:
-        _check_whole(path, reset_optimizer)
+    elif rank_of(path) is None:  # as --finetune-from-model may name it: each process takes its own
+        if path.exists() and not reset_optimizer:
+            raise UsageError(f"{path} is of one process: divide it first with smoe reshard")
     else:
         _check_sharded(trainer, path, place)
 
@@ -210,32 +194,19 @@ def _check_unsharded(trainer, path: Path) -> None:
     files = {} if path.exists() else rank_files(path)
     if files:
         raise UsageError(
-            f"{files[min(files)]} is of a run over {len(files)} processes: resume with as many and "
-            f"--expert-parallel, or make {path.name} of it with smoe reshard {path} --world-size 1 "
-            f"--output {path}"
+            f"{files[min(files)]} is of {len(files)} processes: resume with as many and --expert-parallel, "
+            f"or make one file with smoe reshard {path} --world-size 1 --output {path}"
         )
     record = record_of(path)
     if record is not None and record.world_size > 1:
-        raise UsageError(
-            f"{path} holds one of {record.world_size} processes' experts: make one checkpoint of "
-            "the set with smoe consolidate"
-        )
-
-
-def _check_whole(path: Path, reset_optimizer: bool) -> None:
-    """A checkpoint with all experts, which --finetune-from-model may name: each process takes its own."""
-    if path.exists() and not reset_optimizer:
-        raise UsageError(
-            f"{path} holds the optimizer's state of all experts: divide it first with smoe reshard"
-        )
+        raise UsageError(f"{path} is 1 of {record.world_size} files of a set: use smoe consolidate")
 
 
 def _check_world_size(file: str, name: Path, place, record: Record | None) -> None:
     if record is not None and record.world_size != place.world_size:
         raise UsageError(
-            f"{file} is of a set for {record.world_size} processes, and there are "
-            f"{place.world_size}: make one for these with smoe reshard {name} --world-size "
-            f"{place.world_size} --output another/folder/{name.name}"
+            f"{file} is of a set for {record.world_size} processes: make one for {place.world_size} with "
+            f"smoe reshard {name} --world-size {place.world_size} --output another/folder/{name.name}"
         )
 
 
@@ -265,9 +236,7 @@ def _check_nothing(trainer, path: str) -> None:
     """No rank has a file: this is a new run, unless the user asked to resume."""
     name = set_name(path)
     if rank_of(name) is not None:
-        raise UsageError(
-            f"{name} is the file of one rank: expected the set's name, {set_name(name)}"
-        )
+        raise UsageError(f"{name} is the file of one rank: expected {set_name(name)}")
     if name.exists():
         raise UsageError(
             f"{name} is of one process: divide it with smoe reshard {name} --world-size "

@@ -66,7 +66,9 @@ def sample_subwords(task, subset: str, alpha: float, seed: int, most: tuple[int,
         found = task.datasets[split]
         parts = getattr(found, "datasets", None)
         pairs = [
-            part if isinstance(part, SampledPairs) else _sampled(part, samplers, seed, most, epoch)
+            part
+            if isinstance(part, SampledPairs)
+            else SampledPairs(part, samplers, seed, most, epoch)
             for part in (parts if isinstance(parts, list) else [found])
         ]
         if isinstance(parts, list):
@@ -75,15 +77,6 @@ def sample_subwords(task, subset: str, alpha: float, seed: int, most: tuple[int,
             task.datasets[split] = pairs[0]
 
     task.load_dataset = load_dataset
-
-
-def _sampled(pairs, *options) -> "SampledPairs":
-    if not isinstance(pairs, LanguagePairDataset | WithLanguageTokens):
-        raise UsageError(
-            f"{FLAG}: the task's data are no pairs of sentences; expected --task translation or "
-            "translation_multi_simple_epoch"
-        )
-    return SampledPairs(pairs, *options)
 
 
 class Sampler:
@@ -174,6 +167,10 @@ class SampledPairs(BaseWrapperDataset):
     """
 
     def __init__(self, pairs, samplers, seed: int, most: tuple[int, int], epoch: int):
+        if not isinstance(pairs, LanguagePairDataset | WithLanguageTokens):
+            raise UsageError(
+                f"{FLAG}: expected --task translation or translation_multi_simple_epoch"
+            )
         super().__init__(pairs)
         self.samplers, self.seed, self.epoch = samplers, seed, 0
         lengths_N2 = np.asarray(pairs.sizes)

@@ -3,7 +3,6 @@
 import copy
 import logging
 import os
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from smoe_fairseq.checkpoints import io
 from smoe_fairseq.checkpoints.io import RECORD, Record, pending
 from smoe_fairseq.criterions.metrics import on_host
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.host_memory import keep_freed_memory
 from smoe_fairseq.models.memory import same_batch
 from smoe_fairseq.models.options import flag
@@ -43,6 +42,7 @@ from smoe_fairseq.training.launch import (
 )
 from smoe_fairseq.training.program import (
     EARLY_STOP,
+    change,
     early_stop,
     save_if_validation_fails,
     set_early_stop,
@@ -66,9 +66,8 @@ def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
     logs, observed = list(logging_outputs), {}
     for name, block in moe_blocks(model).items():
         key = f"{OBSERVED}{name}"
-        if any(key in log for log in logs):
-            numbers = sum(log[key] for log in logs if key in log)
-            observed[block] = torch.as_tensor(numbers, device=block.stratum_of_expert.device)
+        if numbers := [log[key] for log in logs if key in log]:
+            observed[block] = torch.as_tensor(sum(numbers), device=block.stratum_of_expert.device)
     for block, observed_LN in observed.items():
         if block.gates[0].observes_together:
             observed_LN = sum(each.sum(0) for each in observed.values()).expand_as(observed_LN)
@@ -76,6 +75,7 @@ def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
 
 
 logger = logging.getLogger(__name__)
+RESETS = "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-meters"
 MOST_SKIPPED = 3  # updates one after another for which no rank had the memory
 
 
@@ -109,10 +109,7 @@ class SMoETrainer(Trainer):
         check_flags(cfg, task)
         check_language_pairs(cfg, model)
         if cfg.optimization.use_bmuf and (flag := learns_by_updates([model])):
-            raise UsageError(
-                f"{flag} with --use-bmuf: processes count for themselves between its synchronisations, and "
-                "their gates would differ; leave one of the two out"
-            )
+            raise UsageError(f"{flag} with --use-bmuf: gates would differ between ranks")
         self.expert_placement = place = placement_of(model)
         self.save_name = None
         self.in_update = self.lacks_memory = False
@@ -126,8 +123,8 @@ class SMoETrainer(Trainer):
         hold_folder(self.cfg.checkpoint)
         self.folder = folder_identity(self.cfg.checkpoint.save_dir)
         set_early_stop({})
-        score_by_translations()
-        save_if_validation_fails()
+        change("get_valid_stats", score_by_translations)
+        change("validate", save_if_validation_fails)
         if alpha := getattr(self.get_criterion(), "subword_sampling", 0):
             most = resolve_max_positions(
                 task.max_positions(), self.get_model().max_positions(), cfg.dataset.max_tokens
@@ -208,26 +205,20 @@ class SMoETrainer(Trainer):
         """As fairseq's, after checking the files. A finished run with experts trains nothing more."""
         check_files(self, Path(filename), reset_optimizer)
         check_dictionaries(self, Path(filename))
-        try:
-            extra_state = super().load_checkpoint(
-                filename, reset_optimizer, *others, reset_meters=reset_meters, **options
-            )
-        except Exception as error:  # fairseq replaces the model's message by its own
-            if isinstance(error.__context__, UsageError):
-                raise error.__context__ from None
-            fits_not = isinstance(error, ValueError | LookupError | TypeError | AttributeError)
-            if fits_not and not _is_fault_of_ours(error):
-                raise UsageError(
-                    f"{filename} does not fit this run ({type(error).__name__}: "
-                    f"{' '.join(str(error).split())}); with --reset-optimizer --reset-lr-scheduler "
-                    "--reset-dataloader --reset-meters only its parameters are taken"
-                ) from None
-            raise
+        with naming_file(filename, f"its state, which {RESETS} leave out,"):
+            try:
+                extra_state = super().load_checkpoint(
+                    filename, reset_optimizer, *others, reset_meters=reset_meters, **options
+                )
+            except Exception as error:  # fairseq replaces the model's message by its own
+                if isinstance(error.__context__, UsageError):
+                    raise error.__context__ from None
+                raise
         if extra_state is not None:
             self._check_loaded(filename, reset_optimizer)
-        # --finetune-from-model resets both here, and not in the flags; fairseq's best score is the same.
-        if extra_state is not None and not (reset_optimizer or reset_meters):
-            set_early_stop(extra_state.get(EARLY_STOP, {}))
+            # --finetune-from-model resets both here, not in the flags; fairseq's best score is the same.
+            if not (reset_optimizer or reset_meters):
+                set_early_stop(extra_state.get(EARLY_STOP, {}))
         optimization = self.cfg.optimization
         if 0 < optimization.max_update <= self.get_num_updates() and first_block(self.get_model()):
             # fairseq checks --max-update only after an update, so it would make one more.
@@ -243,9 +234,8 @@ class SMoETrainer(Trainer):
         made = self._optim_history[-1]["num_updates"]
         if made != self.get_num_updates():
             raise UsageError(
-                f"{filename} has no optimizer state, so training cannot go on from its {made} updates: "
-                f"expected --finetune-from-model {filename} to begin anew with its parameters, or "
-                "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-meters"
+                f"{filename} has no optimizer state to go on with from its {made} updates: expected "
+                f"--finetune-from-model {filename} to begin anew with its parameters, or {RESETS}"
             )
         for parameter, values in getattr(self.optimizer.optimizer, "state", {}).items():
             for name in {"exp_avg", "exp_avg_sq"} & values.keys():
@@ -282,16 +272,13 @@ class SMoETrainer(Trainer):
             if self.lacks_memory:
                 self.skipped += log is None
                 if self.skipped >= MOST_SKIPPED:
-                    raise UsageError(
-                        f"out of memory {self.skipped} times without an update: {self._smaller_batch()}"
-                    )
+                    raise UsageError(f"out of memory {self.skipped} times: {self._smaller_batch()}")
                 logger.warning(f"a batch was skipped: {self._smaller_batch()}")
             return log
         except FloatingPointError as error:  # on all ranks, since the norm is over all gradients
             raise UsageError(
-                f"update {self.get_num_updates() + 1}: {str(error).partition(chr(10))[0]}; the log names "
-                "the module where it begins, where there is one; lower --lr, lengthen --warmup-updates "
-                "or set --clip-norm"
+                f"update {self.get_num_updates() + 1}: {str(error).partition(chr(10))[0]}; see the log; "
+                "lower --lr, lengthen --warmup-updates or set --clip-norm"
             ) from None
         finally:
             self.in_update = False
@@ -350,8 +337,7 @@ class SMoETrainer(Trainer):
             self.known_logs = logging_outputs[:1]
         elif not self.known_logs:
             raise UsageError(
-                f"rank {self.data_parallel_rank} is out of memory at its first batch: "
-                f"{self._smaller_batch()}"
+                f"rank {self.data_parallel_rank} is out of memory: {self._smaller_batch()}"
             )
         ignore = ignore or not logging_outputs
         return super()._aggregate_logging_outputs(
@@ -386,8 +372,7 @@ class SMoETrainer(Trainer):
         name = next((flag for flag, waits in waiting.items() if waits), None)
         if name and self.data_parallel_world_size > 1:
             raise UsageError(
-                f"rank {self.data_parallel_rank} is out of memory, and with {name} no rank can skip a "
-                f"batch: {self._smaller_batch(which)}"
+                f"rank {self.data_parallel_rank} is out of memory with {name}: {self._smaller_batch(which)}"
             ) from exc
 
 
@@ -423,11 +408,3 @@ def _nothing_of(value):
         return {key: _nothing_of(each) for key, each in value.items()}
     numbers = Tensor | numpy.ndarray | numpy.number | int | float
     return value * 0 if isinstance(value, numbers) else value
-
-
-def _is_fault_of_ours(error: Exception) -> bool:
-    """Whether a TypeError or AttributeError was raised in this package, so no checkpoint is to blame."""
-    if not isinstance(error, TypeError | AttributeError):
-        return False
-    *_, (last, _) = traceback.walk_tb(error.__traceback__)
-    return Path(last.f_code.co_filename).is_relative_to(Path(__file__).parents[1])

@@ -6,31 +6,23 @@ chooses checkpoints by them. Text is joined subwords, so the numbers only compar
 checkpoints of one run; ``smoe evaluate`` scores against the raw references.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from smoe_fairseq.models.hub import has_pieces
-from smoe_fairseq.training.program import change
 
 MAX_TOKENS = 4096  # of source, padding included, that are translated at a time
 
 
-def score_by_translations() -> None:
+def score_by_translations(get_valid_stats, cfg, trainer, stats, tracking_best):
     """Have fairseq-train add the scores to the numbers of a validation."""
-
-    def changed(original: Callable) -> Callable:
-        def get_valid_stats(cfg, trainer, stats, tracking_best):
-            number = getattr(trainer.get_criterion(), "validate_sentences", 0)
-            if number and tracking_best:
-                stats = {**stats, **scores(trainer, number, trainer.get_criterion().validate_beam)}
-            return original(cfg, trainer, stats, tracking_best)
-
-        return get_valid_stats
-
-    change("get_valid_stats", changed)
+    number = getattr(trainer.get_criterion(), "validate_sentences", 0)
+    if number and tracking_best:
+        stats = {**stats, **scores(trainer, number, trainer.get_criterion().validate_beam)}
+    return get_valid_stats(cfg, trainer, stats, tracking_best)
 
 
 @torch.no_grad()
@@ -132,7 +124,6 @@ def _turned_to(task, direction: tuple[str, str]) -> Iterator[None]:
 def _texts(
     task, direction: tuple[str, str], sample: dict, found: list
 ) -> tuple[list[str], list[str]]:
-    """Translations and references of a batch."""
     dictionary = task.target_dictionary
     unsaid = {dictionary.eos()}
     if hasattr(task, "data_manager") and (spec := task.args.langtoks["main"][1]):

@@ -30,9 +30,7 @@ def check_int8(device: torch.device) -> None:
     if device.type != "cpu":
         raise UsageError(f"--int8 with --device {device}: int8 is for a CPU; expected --device cpu")
     if not levels():
-        raise UsageError(
-            "--int8: this torch has no int8 products for this CPU (oneDNN); leave the flag out"
-        )
+        raise UsageError("--int8: oneDNN has no int8 products for this CPU; leave it out")
 
 
 @functools.cache
@@ -92,10 +90,7 @@ class Int8Linear(nn.Module):
         y_NO = self.of_rows(*quantized_rows(x_NI), 0, len(x_NI))
         return y_NO.view(*x.shape[:-1], y_NO.shape[1])
 
-    @staticmethod
-    def prepared(x_NI: Tensor) -> tuple[Tensor, ...]:
-        """The arguments of `of_rows`, the same for all maps."""
-        return quantized_rows(x_NI)
+    prepared = staticmethod(quantized_rows)
 
     def of_rows(self, q_NI: Tensor, scale_N1: Tensor, start: int, end: int) -> Tensor:
         """``(end - start, O)`` of some of the rows that `quantized_rows` returns."""

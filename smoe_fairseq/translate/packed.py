@@ -8,7 +8,7 @@ Shapes: N rows, I inputs, O outputs, E experts.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -82,6 +82,12 @@ class MappedExperts(PerExpert):
                 yield e, second[e](activation_fn(first[e].of_rows(*rows, start, end)))
 
 
+def joined(maps: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
+    """Weight and bias of one map with the outputs of several, one after the other."""
+    weight, bias = (torch.cat([getattr(each, n) for each in maps]) for n in ("weight", "bias"))
+    return weight, bias
+
+
 @torch.no_grad()
 def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | None = None) -> None:
     """Replaces large weights of a `SMoETransformerModel`, which cannot be trained or saved any more.
@@ -106,10 +112,7 @@ def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | N
         if not attention.self_attention or not all(type(p) is nn.Linear for p in projections):
             continue
         if 3 * attention.q_proj.weight.numel() >= min_weights:
-            weight, bias = (
-                torch.cat([getattr(p, n) for p in projections]) for n in ("weight", "bias")
-            )
-            attention.qkv = linear(weight, bias)  # for a step of the search
+            attention.qkv = linear(*joined(projections))  # for a step of the search
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear) and child.weight.numel() >= min_weights:

@@ -14,7 +14,7 @@ from torch import Tensor
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.experts import cast_once
-from smoe_fairseq.translate.packed import rows_of
+from smoe_fairseq.translate.packed import joined, rows_of
 
 GROUP = 16  # by trial
 
@@ -130,10 +130,7 @@ class _Layer:
         self.heads = own.num_heads
         self.project = getattr(own, "qkv", None)  # of a model in int8
         if self.project is None:
-            projections = (own.q_proj, own.k_proj, own.v_proj)
-            weight, bias = (
-                torch.cat([getattr(p, n) for p in projections]) for n in ("weight", "bias")
-            )
+            weight, bias = joined((own.q_proj, own.k_proj, own.v_proj))
             self.project = partial(F.linear, weight=weight, bias=bias)
         of_source = source.k_proj(source_BSD), source.v_proj(source_BSD)
         self.source_memory = self._by_head(torch.stack(of_source)).contiguous()
@@ -239,9 +236,7 @@ class SearchOptions:
         if self.beam < 1:
             raise UsageError(f"--beam {self.beam}: expected a whole number of at least 1")
         if not self.max_len_a and self.min_len > self.max_len_b:
-            raise UsageError(
-                f"--min-len {self.min_len}: expected at most --max-len-b, {self.max_len_b}"
-            )
+            raise UsageError(f"--min-len {self.min_len}: above --max-len-b {self.max_len_b}")
 
 
 class BeamSearch:
@@ -327,8 +322,6 @@ class _Ended:
 
 
 class _Run:
-    """The search for one batch."""
-
     def __init__(
         self, search: BeamSearch, decoders: list, encoded: list[dict], limit_B: Tensor, bos
     ):
@@ -497,7 +490,6 @@ class _Run:
     def _restrict(
         self, lprobs_BWV, step: int, forced_B: Tensor | None, limit_B: Tensor, tokens_BWT: Tensor
     ) -> None:
-        """Set the log-probabilities of forbidden tokens to -inf."""
         options = self.options
         lprobs_BWV[:, :, self.pad] = _NEVER
         lprobs_BWV[:, :, self.unk] -= options.unkpen
@@ -563,9 +555,7 @@ class _Run:
 
     def results(self) -> list[list[dict]]:
         if not all(self.ended):
-            raise UsageError(
-                "the model gives no probabilities, but NaN: it has diverged in training"
-            )
+            raise UsageError("the model yields NaN: it has diverged in training")
         return [self._sorted(ended) for ended in self.ended]
 
     @staticmethod

@@ -73,8 +73,7 @@ class Shortlist:
             size = int(content[f"{language} size"])
             if len(dictionary) < size or content[f"{language} digest"] != _digest(dictionary, size):
                 raise UsageError(
-                    f"{named}: it is of another dictionary ({size} tokens of {language}); make one with "
-                    "smoe shortlist from this model's data"
+                    f"{named}: it is of another dictionary of {language}; make one with smoe shortlist"
                 )
 
     def of(self, source: str, target: str) -> Callable[[Tensor], Tensor] | None:
@@ -92,7 +91,6 @@ class Shortlist:
 
 
 def _dictionaries(task) -> dict[str, Dictionary]:
-    """By language."""
     if hasattr(task, "dicts"):
         return dict(task.dicts)
     config = task.cfg
@@ -161,7 +159,6 @@ def add_shortlist_arguments(parser: ArgumentParser) -> None:
 
 
 def run_shortlist(args: Namespace) -> None:
-    """Writes FILE, with both directions of every pair of languages."""
     output = args.output or args.data / FILE
     pairs = {
         tuple(file.name.split(".")[1].split("-"))
@@ -170,8 +167,7 @@ def run_shortlist(args: Namespace) -> None:
     }
     if not pairs:
         raise UsageError(
-            f"{args.data} has no training data: expected train.SOURCE-TARGET.LANG.idx and .bin, as "
-            "fairseq-preprocess writes them"
+            f"{args.data} has no training data: expected train.SOURCE-TARGET.LANG.idx and .bin"
         )
     content: dict[str, object] = {"directions": []}
     dictionaries = {}
@@ -200,9 +196,6 @@ def run_shortlist(args: Namespace) -> None:
             )
             content["directions"].append(direction)
             content[direction], content[f"{direction} frequent"] = table, frequent
-    with (
-        whole_file(output, f"--output {output}") as partial_file,
-        open(partial_file, "wb") as file,
-    ):
+    with whole_file(output, f"--output {output}") as partial_file, open(partial_file, "wb") as file:
         np.savez_compressed(file, **content)
     print(f"{output}: {', '.join(content['directions'])}")

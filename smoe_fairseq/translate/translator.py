@@ -42,11 +42,7 @@ def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
 # A text that is too long for a model is divided where it hurts least.
 
 # Ends of sentences, then of clauses, then of words.
-_MARKS = (
-    r"(?<=[.!?…])\s+|(?<=[。！？])",
-    r"(?<=[,;:–—])\s+|(?<=[，；：、])",
-    r"\s+",
-)
+_MARKS = (r"(?<=[.!?…])\s+|(?<=[。！？])", r"(?<=[,;:–—])\s+|(?<=[，；：、])", r"\s+")
 
 
 def divide(text: str, fits: Callable[[str], bool], marks: tuple[str, ...] = _MARKS) -> list[str]:
@@ -369,9 +365,7 @@ class BatchTranslator:
         self.ours = all(getattr(model, "has_own_search", False) for model in self.models)
         for flag, given in (("--int8", int8), ("--shortlist", shortlist is not None)):
             if given and not self.ours:
-                raise UsageError(
-                    f"{flag}: this model is fairseq's own; expected a smoe_transformer"
-                )
+                raise UsageError(f"{flag}: expected a smoe_transformer, not fairseq's own")
         on_cpu = translator.device.type == "cpu"
         if int8 or (self.ours and on_cpu and can_pack()):
             if keep:
@@ -469,7 +463,6 @@ class BatchTranslator:
         return torch.get_num_threads() if on_cpu and self.ours else 1
 
     def _search(self, task, options: Options):
-        """Ours, or fairseq's for its own models."""
         if self.ours:
             shortlist = self.shortlist and self.shortlist.of(*direction_of(task))
             return BeamSearch(task.target_dictionary, options, shortlist)
