@@ -14,7 +14,7 @@ import threading
 import traceback
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn, TextIO
 

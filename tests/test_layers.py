@@ -27,7 +27,7 @@ LAYERS = {
     "compat": {"errors", "files", "forms"},
     "modules": set(),
     "translate": {"errors", "files", "flags", "modules"},
-    "models": {"errors", "files", "host_memory", "modules", "translate"},
+    "models": {"compat", "errors", "files", "host_memory", "modules", "translate"},
     "criterions": {"errors", "models", "modules"},
     "huggingface": {"errors", "files", "forms", "modules"},
     "checkpoints": {

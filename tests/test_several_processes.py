@@ -9,7 +9,7 @@ from commands import PLUGIN, TINY
 from sampling import soak
 from test_expert_parallel import flags
 
-from smoe_fairseq.models.layers import STOCK_LAYER_COPIES
+from smoe_fairseq.compat.patches_training import STOCK_LAYER_COPIES
 
 LAST = "checkpoint_last.pt"
 GLOO = ("--distributed-backend", "gloo", "--cpu", "--num-workers", "0")

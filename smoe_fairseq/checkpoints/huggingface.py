@@ -14,6 +14,7 @@ from smoe_fairseq.checkpoints.io import difference, values_of
 from smoe_fairseq.checkpoints.model import check_fit, known_options, plain_config
 from smoe_fairseq.checkpoints.sets import weights_of
 from smoe_fairseq.checkpoints.tensors import blocks, halved, save_tensors, unique_tensors
+from smoe_fairseq.compat.patches_training import STOCK_LAYER_COPIES
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, whole_folder
 from smoe_fairseq.forms import IDENTITY, SCORES, read_json
@@ -23,7 +24,6 @@ from smoe_fairseq.models.hub import (
     data_of,
     knowing_direction,
 )
-from smoe_fairseq.models.layers import STOCK_LAYER_COPIES
 from smoe_fairseq.models.options import SMoETransformerConfig
 
 WEIGHTS = "model.safetensors"

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 # iteration"): it is told to leave these alone, since nothing computes with them.
 
 
-_COPIES = [
-    f".{of}_{kind}" for of in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")
+STOCK_LAYER_COPIES = [
+    f"{of}_{kind}" for of in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")
 ]
 
 
@@ -34,7 +34,7 @@ def wrap_any_model(wrapper, module, device_ids=None, output_device=None, **optio
         device_ids = output_device = None
     layers = [name for name, each in module.named_modules() if isinstance(each, Layer)]
     wrapper._set_params_and_buffers_to_ignore_for_model(
-        module, [f"{layer}{copy}" for layer in layers for copy in _COPIES]
+        module, [f"{layer}.{copy}" for layer in layers for copy in STOCK_LAYER_COPIES]
     )
     return wrapper(module, device_ids, output_device, **options)
 

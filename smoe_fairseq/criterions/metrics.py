@@ -58,12 +58,8 @@ def _table(block: StratifiedMoE, stats: RoutingStats) -> Tensor:
     return torch.cat([head, *tail], dim=1)
 
 
-def has_routing(logging_outputs: list[dict]) -> bool:
-    return any(_BLOCK.match(key) for log in logging_outputs for key in log)
-
-
 def log_routing(logging_outputs: list[dict]) -> None:
-    """Log, as means weighted by what they count:
+    """Log, as means weighted by what they count, where there are MoE layers:
 
     - ``requested_capacity``: strata per token and block
     - ``overflow_expert1``, ``overflow_expert2``: percent of first and second choices that were dropped;
@@ -88,6 +84,8 @@ def log_routing(logging_outputs: list[dict]) -> None:
         if found := _BLOCK.fullmatch(f"moe_{key}"):
             ordered, top_k, name = found.groups()
             layers[name] = [_Row.of(row, int(top_k), ordered == "top") for row in table.tolist()]
+    if not layers:
+        return
     rows = [row for strata in layers.values() for row in strata]
     stops = sum(row.tokens for row in rows)
     _log_ratio("requested_capacity", stops, sum(strata[0].tokens for strata in layers.values()))

@@ -14,7 +14,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smoe_fairseq.criterions.metrics import has_routing, log_routing, on_host, routing_sums
+from smoe_fairseq.criterions.metrics import log_routing, on_host, routing_sums
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.options import flag, option
 from smoe_fairseq.models.transformer import SparseModel, moe_blocks
@@ -113,41 +113,42 @@ def balance_loss(asked_LE: Tensor, mean_probs_LE: Tensor, visible_L: Tensor) -> 
     return (visible_L * (fraction_LE * mean_probs_LE).sum(1)).mean()
 
 
-class UpdateBalance:
-    """Counts the choices of all layers since ``asked`` was set to None, over all ranks."""
+def update_balance_losses(
+    asked: Tensor | None,
+    blocks: list[StratifiedMoE],
+    ran: list[RoutingStats | None],
+    counts: bool,
+) -> tuple[list[Tensor], Tensor]:
+    """The balance loss of each layer that ran, with f over all batches of the update so far, on all ranks.
 
-    asked: Tensor | None = None  # choices, (L, E + M) of every layer, concatenated
+    A collective call: every rank has to make it, whatever layers and tokens it has.
 
-    def losses(
-        self, blocks: list[StratifiedMoE], ran: list[RoutingStats | None], counts: bool
-    ) -> list[Tensor]:
-        """The balance loss of each layer that ran, with f over all batches of the update so far.
+    Args:
+        asked: choices of the update's earlier batches, ``(L, E + M)`` of every layer, concatenated.
+        blocks: all blocks that learn by the loss.
+        ran: their statistics; None where LayerDrop skipped the layer.
+        counts: False for a dummy batch that keeps ranks in step.
 
-        A collective call: every rank has to make it, whatever layers and tokens it has.
-
-        Args:
-            blocks: all blocks that learn by the loss.
-            ran: their statistics; None where LayerDrop skipped the layer.
-            counts: False for a dummy batch that keeps ranks in step.
-        """
-        layers = [
-            _asked(block, stats if counts else None)
-            for block, stats in zip(blocks, ran, strict=True)
-        ]
-        asked = torch.cat([asked_LE.flatten() for asked_LE in layers]).double()
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(asked)
-        self.asked = asked if self.asked is None else self.asked + asked
-        so_far = self.asked.split([asked_LE.numel() for asked_LE in layers])
-        return [
-            balance_loss(
-                asked.view(len(block.strata), -1),
-                stats.mean_probs,
-                block.visible_of_gate + block.counting.free_experts,
-            )
-            for block, asked, stats in zip(blocks, so_far, ran, strict=True)
-            if stats is not None
-        ]
+    Returns:
+        The losses, and ``asked`` with this batch.
+    """
+    pairs = list(zip(blocks, ran, strict=True))
+    layers = [_asked(block, stats if counts else None) for block, stats in pairs]
+    now = torch.cat([asked_LE.flatten() for asked_LE in layers]).double()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(now)
+    asked = now if asked is None else asked + now
+    so_far = asked.split([asked_LE.numel() for asked_LE in layers])
+    losses = [
+        balance_loss(
+            of_layer.view(len(block.strata), -1),
+            stats.mean_probs,
+            block.visible_of_gate + block.counting.free_experts,
+        )
+        for of_layer, (block, stats) in zip(so_far, pairs, strict=True)
+        if stats is not None
+    ]
+    return losses, asked
 
 
 def _asked(block: StratifiedMoE, stats: RoutingStats | None) -> Tensor:
@@ -240,11 +241,11 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             if not (least <= value <= most and math.isfinite(value)):
                 top = f" to {most}" if math.isfinite(most) else ""
                 raise UsageError(f"{flag(name)} {value}: expected a number from {least}{top}")
-        self.update_balance = UpdateBalance()
+        self.asked = None  # see `update_balance_losses`
 
     def begin_update(self):
         """Called by our trainer before the first batch of each update."""
-        self.update_balance.asked = None
+        self.asked = None
 
     def forward(self, model, sample, reduce=True):
         """Returns fairseq's loss (a sum over the batch), sample size and logging output."""
@@ -304,7 +305,9 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         if over_update and self.training:
             stats = [ran.get(name) for name in learning]
             counts = not sample.get("is_dummy", False)
-            losses = self.update_balance.losses(list(learning.values()), stats, counts)
+            losses, self.asked = update_balance_losses(
+                self.asked, list(learning.values()), stats, counts
+            )
         else:
             losses = [ran[name].balance_loss for name in learning or blocks if name in ran]
         yield "moe_gate_loss", self.moe_gate_loss_wt if learning else 0.0, mean(losses)
@@ -333,5 +336,4 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             if any(name in log for log in logging_outputs):
                 value = sum(log.get(name, 0) for log in logging_outputs)
                 metrics.log_scalar(name, value / sample_size, sample_size, round=3)
-        if has_routing(logging_outputs):
-            log_routing(logging_outputs)
+        log_routing(logging_outputs)

@@ -11,16 +11,11 @@ from fairseq import utils
 from fairseq.modules import LayerNorm
 from torch import Tensor, nn
 
+from smoe_fairseq.compat.patches_training import STOCK_LAYER_COPIES
 from smoe_fairseq.models.attention import Attention
 from smoe_fairseq.modules.layer import StratifiedMoE
 
 logger = logging.getLogger(__name__)
-
-STOCK_LAYER_COPIES = [
-    f"{module}_{parameter}"
-    for module in ("in_proj", "out_proj", "fc1", "fc2")
-    for parameter in ("weight", "bias")
-]
 
 
 class TransformerLayer(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 from smoe_fairseq.compat.replacing import replaces
 
 CHUNK = 2**24  # elements whose temporary copies are in memory at a time
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 @replaces("fairseq.optim.adam:Adam.step")
@@ -81,7 +81,7 @@ def _adam_step(group: dict, parameters: list[Tensor], states: list[dict]) -> Non
         torch._foreach_add_(values, values, alpha=-group["weight_decay"] * group["lr"])
     sizes = [-_step_size(group["lr"], beta1, beta2, state["step"]) for state in states]
     torch._foreach_addcdiv_(values, averages, divisors, sizes)
-    if parameters[0].dtype in _HALF:
+    if parameters[0].dtype in HALF:
         torch._foreach_copy_([p.data for p in parameters], values)
 
 
@@ -121,7 +121,7 @@ def _fused_step(
 
 
 def _full(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 @functools.lru_cache(maxsize=8)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.models.transformer import experts_of
 from smoe_fairseq.modules.parallel import Placement
+from smoe_fairseq.training.foreach import HALF
 
 
 @replaces(
@@ -41,9 +42,6 @@ def _replica_group(num_experts: int, world_size: int):
         if first == mine:
             found = group
     return found
-
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class ExpertNorm:
@@ -82,7 +80,7 @@ def _norm(gradients: list[Tensor]) -> Tensor:
     """
     return get_total_norm(
         [
-            torch.linalg.vector_norm(g, dtype=torch.float32) if g.dtype in _HALF else g
+            torch.linalg.vector_norm(g, dtype=torch.float32) if g.dtype in HALF else g
             for g in gradients
         ]
     )

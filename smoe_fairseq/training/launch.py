@@ -89,16 +89,11 @@ def check_before_all(call_main, cfg, *others, **options):
     screen.begin(cfg)
     _expect_dropped_layers(cfg)
     if _has_experts(cfg.model):
-        _check_back_end(cfg)
+        if cfg.distributed_training.ddp_backend == "fully_sharded":
+            words = "use legacy_ddp, with --expert-parallel and --zero-sharding os"
+            raise UsageError(f"--ddp-backend fully_sharded with experts: {words}")
         _check_criterion(cfg)
     return call_main(cfg, *others, **options)
-
-
-def _check_back_end(cfg) -> None:
-    if cfg.distributed_training.ddp_backend == "fully_sharded":
-        raise UsageError(
-            "--ddp-backend fully_sharded: use legacy_ddp, with --expert-parallel and --zero-sharding os"
-        )
 
 
 def _expect_dropped_layers(cfg) -> None:

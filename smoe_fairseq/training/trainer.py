@@ -265,7 +265,7 @@ class SMoETrainer(Trainer):
             # fully_sharded gathers the weights anew for each batch.
             alike = cast_once() if len(samples) > 1 and not self.is_fsdp else nullcontext()
             with dummies_left_out(self.task), self._advising(), alike:
-                log = super().train_step(sorted(samples, key=_is_there), *others, **options)
+                log = super().train_step(sorted(samples, key=bool), *others, **options)
             if log is not None:  # None where an update was skipped
                 screen.after_update(self.get_num_updates())
                 self.skipped = 0
@@ -374,10 +374,6 @@ class SMoETrainer(Trainer):
             raise UsageError(
                 f"rank {self.data_parallel_rank} is out of memory with {name}: {self._smaller_batch(which)}"
             ) from exc
-
-
-def _is_there(sample) -> bool:
-    return sample is not None and len(sample) > 0
 
 
 @contextmanager
