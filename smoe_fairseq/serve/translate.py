@@ -113,7 +113,7 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="print the N best translations of each line: its number, score and translation, with tabs",
     )
-    defaults = vars(Options()) | {"max_tokens": MAX_TOKENS}
+    defaults = vars(Options())
     for flag, kind, limits, words in (
         ("--beam", int, (1,), "beam size"),
         ("--lenpen", float, (-10, 10), "length penalty: above 1 favours longer translations"),
@@ -125,13 +125,17 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         ("--no-repeat-ngram-size", int, (0,), "let no so many tokens occur twice; 0: no limit"),
         ("--temperature", float, (1e-3,), "above 1 flattens probabilities, below 1 sharpens them"),
         ("--seed", int, (0,), "random seed of --sampling; each line is sampled by itself"),
-        ("--max-tokens", int, (1,), "source tokens per batch, padding included"),
     ):
         default = defaults[flag[2:].replace("-", "_")]
         words = f"{words} (default: {default})"
         parser.add_argument(
             flag, type=at_least(kind, *limits), default=default, metavar="X", help=words
         )
+    kind, words = (
+        at_least(int, 1),
+        f"source tokens per batch, padding included (default: {MAX_TOKENS})",
+    )
+    parser.add_argument("--max-tokens", type=kind, default=MAX_TOKENS, metavar="N", help=words)
     parser.add_argument(
         "--sampling",
         action="store_true",
