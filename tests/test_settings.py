@@ -101,7 +101,6 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"parallel": {"valid": -1}}}, "raw.parallel.valid"),
         ({"pairs": ["a-b"], "statements": {"x": ["moe", "moe"]}}, "statements.x"),
         ({"pairs": ["a-b"], "generate": {"path": "x.pt"}}, "generate.path"),
-        ({"pairs": ["a-b"], "generate": {"beam": 0}}, "generate.beam"),
         ({"pairs": ["a-b"], "generate": {"lenpen": float("nan")}}, "generate.lenpen"),
         ({"pairs": ["a-b"], "train": {"lr": float("nan")}}, "train.lr"),
         ({"pairs": ["a-b"], "sacrebleu": {"width": -2}}, "sacrebleu.width"),
@@ -119,7 +118,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"messages": {}}}, "raw.messages.layout"),
         ({"pairs": ["a-b"], "raw": {"archives": [{"size": 1}]}}, "raw.archives[0].url"),
     ],
-    ids=range(57),
+    ids=range(56),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)
@@ -135,6 +134,7 @@ TRAINED = {"arch": "smoe_transformer_tiny", "lr": 1, "max-tokens": 99, "max-upda
         *(("prepare odd", f"subwords.{x}", 0) for x in ("vocab-size", "model-type", "output")),
         *(("train odd moe", x, "x") for x in ("train.dropout", "train.dropoot", "task.task")),
         ("train odd moe", "methods.moe.clip-norm", "x"),
+        ("train odd moe", "methods.moe.smoe-strata", "0-0"),
         ("evaluate odd moe", "sacrebleu.metrics", "x"),
     ],
 )
@@ -146,6 +146,17 @@ def test_what_a_program_refuses_is_told_with_file_and_setting(configs, words, se
     folder = below.parent.parent
     given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "1", "CONFIG_DIR": str(below.parent)}
     refused(step_here(*words.split(), cwd=folder, **given), f"{below}: `{setting}`")
+
+
+@pytest.mark.parametrize(
+    "flags", [{"beam": 0}, {"nbest": 9}, {"max-tokens": -7}, {"lenpen": "nan"}], ids=str
+)
+def test_what_no_search_can_do_is_told_with_its_setting(configs, flags):
+    configs({"pairs": ["a-b"], "generate": {"beam": 5, **flags}})
+    words = ["data", "--path", "x", *arguments(load_dataset("odd").generate)]
+    with pytest.raises(UsageError, match=f"odd.yaml: `generate.{next(iter(flags))}`"):
+        with config.naming_settings(load_dataset("odd"), ["generate"]):
+            config.parse_flags("fairseq-generate", words)
 
 
 def test_bases_that_are_missing_or_stand_on_one_another(configs):

@@ -147,7 +147,8 @@ _BOUNDS = {  # lowest and highest value of options, of each of them where it is 
     "lr_scheduler.warmup_updates",
     (1, _LARGEST): "common.log_interval dataset.max_tokens dataset.max_tokens_valid "
     "dataset.required_batch_size_multiple distributed_training.distributed_world_size "
-    "optimization.update_freq",
+    "optimization.update_freq generation.beam generation.nbest",
+    (-1e6, 1e6): "generation.lenpen generation.unkpen generation.temperature",
     (0, math.inf): "optimization.clip_norm optimization.lr optimization.stop_time_hours "
     "optimizer.adam_eps optimizer.weight_decay",
 }
@@ -155,11 +156,12 @@ _BOUNDS = {  # lowest and highest value of options, of each of them where it is 
 
 @patches("fairseq.distributed.utils:call_main")
 def check_values(call_main, cfg, *others, **options):
-    _check_values(cfg)
+    check_options(cfg)
     return call_main(cfg, *others, **options)
 
 
-def _check_values(cfg) -> None:
+def check_options(cfg) -> None:
+    """Raise UsageError for what a config of fairseq says that no command can do."""
     for name, (lowest, highest) in ((n, b) for b, names in _BOUNDS.items() for n in names.split()):
         given = _value(cfg, name)
         values = [given] if isinstance(given, int | float) else given
@@ -168,6 +170,9 @@ def _check_values(cfg) -> None:
             shown = given if values is not given else ",".join(map(str, values)) or "''"
             top = f" and at most {highest}" if values and max(values) > highest else ""
             raise UsageError(f"{flag} {shown}: expected a number of at least {lowest}{top}")
+    best, beam = (_value(cfg, f"generation.{name}") for name in ("nbest", "beam"))
+    if best is not None and best > beam:
+        raise UsageError(f"--nbest {best}: expected at most as many as --beam {beam}")
     betas = _value(cfg, "optimizer.adam_betas")
     if betas is not None and not _are_betas(betas):
         raise UsageError(f"--adam-betas {betas}: expected two numbers below 1: '(0.9, 0.98)'")

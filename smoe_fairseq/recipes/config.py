@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import re
-from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -41,15 +40,17 @@ def arguments(flags: Flags) -> list[str]:
     return words
 
 
-def parse_flags(program: str, words: Sequence[str]) -> Namespace:
-    """fairseq's reading of the words of ``fairseq-train`` or ``fairseq-generate``.
+def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
+    """fairseq's config of the words of ``fairseq-train`` or ``fairseq-generate``.
 
     Raises:
         UsageError: they cannot be used.
     """
     from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
     import smoe_fairseq.models.transformer  # noqa: F401  (registers the architectures)
+    from smoe_fairseq.compat.patches import check_options
 
     training = program == "fairseq-train"
     with refusing_flags():
@@ -57,9 +58,13 @@ def parse_flags(program: str, words: Sequence[str]) -> Namespace:
         parser.prog = program
         if not training:
             parser.add_argument("--arch", "-a", default="wav2vec2")  # as fairseq-generate does
-        return options.parse_args_and_arch(parser, list(words))
+        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, list(words)))
+    check_options(cfg)
+    return cfg
 
 
+# Flags of fairseq-generate that an evaluation sets.
+OF_RECIPE = {"path", "results-path", "gen-subset", "source-lang", "target-lang"}
 _OTHER_NAMES = {
     **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
     **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},
@@ -158,11 +163,7 @@ SCHEMA: dict[str, Any] = {
     "subwords": _FLAGS,
     "task": _FLAGS,
     "train": _OF_TRAINING,
-    "generate": {
-        **_FLAGS,
-        **{f"{name}?": (None, _COUNT) for name in ("beam", "nbest", "max-tokens", "batch-size")},
-        **{f"{name}?": (None, float) for name in ("lenpen", "unkpen", "temperature")},
-    },
+    "generate": _FLAGS,
     "validate": Settings(
         {name: _COUNT for name in ("sentences", "every", "patience", "beam")},
         metric={"chrf", "bleu"},
@@ -336,9 +337,8 @@ def load_dataset(name: str) -> Dataset:
                 _method_file(method)
             except UsageError as error:
                 raise UsageError(f"{path}: `{key}`: {error}") from None
-    for key in ("path", "results-path", "gen-subset"):
-        if key in merged["generate"]:
-            raise UsageError(f"{path}: `generate.{key}` is set by the recipe")
+    for key in OF_RECIPE & merged["generate"].keys():
+        raise UsageError(f"{path}: `generate.{key}` is set by the recipe")
     values = {key: merged.get(key) for key in SCHEMA if key != "base"}
     return Dataset(name=name, **(values | {"pairs": tuple(pairs)}))
 

@@ -18,7 +18,15 @@ from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import rank_files, write_whole
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.recipes.config import Dataset, Flags, arguments, method_flags, naming_settings
+from smoe_fairseq.recipes.config import (
+    OF_RECIPE,
+    Dataset,
+    Flags,
+    arguments,
+    given_flags,
+    method_flags,
+    naming_settings,
+)
 from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.data.text_files import count_lines, progress
@@ -196,6 +204,10 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
 def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Evaluation:
     """The evaluation of a method's run with the seed ``SEED``; ``which`` is its checkpoint."""
     method_flags(method, dataset)  # raises for an unknown method
+    for flag in {f"--{name}" for name in OF_RECIPE} & given_flags(flags).keys():
+        raise UsageError(
+            f"{flag} is set by the recipe; `smoe translate` takes any text and checkpoint"
+        )
     folders = Folders(dataset.name)
     folder = folders.run(run_name(dataset, method))
     if which.startswith("average:"):

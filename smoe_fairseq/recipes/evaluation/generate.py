@@ -280,9 +280,7 @@ class _Lines:
 
 def _parsed(words: list[str]):
     """fairseq's config of ``fairseq-generate WORDS``; raises UsageError if they cannot be used."""
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-
-    cfg = convert_namespace_to_omegaconf(parse_flags("fairseq-generate", words))
+    cfg = parse_flags("fairseq-generate", words)
     if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
         cfg.dataset.max_tokens = 12000  # as fairseq-generate does
     return cfg

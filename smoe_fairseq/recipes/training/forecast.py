@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from smoe_fairseq.errors import quietly
+from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.config import Dataset, parse_flags
 from smoe_fairseq.recipes.data.text_files import count_lines
@@ -20,7 +20,7 @@ def forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[lis
     What cannot be forecast is a comment: training says what is wrong with it.
 
     Raises:
-        UsageError: fairseq-train does not have such flags.
+        UsageError: fairseq-train does not have such flags, or there is no such model.
     """
     if os.environ.get("FORECAST") == "0":
         return [], []
@@ -30,6 +30,8 @@ def forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[lis
         with quietly():
             return _forecast(dataset, place, [*(["--cpu"] if place.cpu else []), *words])
     except Exception as error:
+        if isinstance(error, UsageError) and str(error).startswith(("--moe-", "--smoe-")):
+            raise  # there is no such model
         reason = " ".join(str(error).split()) or type(error).__name__
         return [f"# the memory of this run is not known: {reason}"], []
 
