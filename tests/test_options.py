@@ -157,6 +157,7 @@ def test_a_weight_that_makes_no_loss_is_named(weights):
         ("--smoe-strata 4-4,2-6 --encoder-layers 4 --decoder-layers 4", "4-4,2-6"),
         ("--moe-gate hash --smoe-strata 8", "--moe-gate hash"),
         ("--smoe-strata 8 --smoe-chain 3", "--smoe-chain 3"),
+        ("--smoe-strata 0-8", "--smoe-strata 0-8"),  # pruned
         ("--smoe-strata 4-4 --moe-null-experts 2 --moe-top-k 3", "null_weight"),
         ("--smoe-strata 4-4 --moe-balance bias --moe-second-expert-policy all", "bias.steps"),
     ],

@@ -306,7 +306,8 @@ def _strata_of_block(shapes: dict[str, tuple], block: str) -> tuple[str, str]:
         visible.append(shapes[gate][0])
     if len(visible) > 1 and f"{block}layer_norms.1.weight" not in shapes:
         return "--moe-stacked", str(Strata(tuple(visible)))
-    if len(visible) > 1 and len(set(visible)) == 1:
-        return f"--smoe-chain {len(visible)}", str(visible[0])
     sizes = (here - later for here, later in zip(visible, [*visible[1:], 0], strict=True))
-    return "", str(Strata(tuple(sizes)))
+    strata = str(Strata(tuple(sizes)))
+    if len(visible) > 1 and len(set(visible)) == 1:  # all but the last are pruned, or it is a chain
+        strata += f" (or --smoe-chain {len(visible)} --smoe-strata {visible[0]})"
+    return "", strata
