@@ -283,6 +283,24 @@ def test_state_dict_has_the_contracts_names_and_shapes():
     }
 
 
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_block_that_was_made_on_the_meta_device(assign):
+    block = make_block("2-2").eval()
+    with torch.device("meta"):
+        made = StratifiedMoE(D, F, "2-2").double().eval()
+    if not assign:
+        made.to_empty(device="cpu")
+    made.load_state_dict(block.state_dict(), assign=assign)
+    x, mask = make_input()
+    torch.testing.assert_close(made(x, mask)[0], block(x, mask)[0])
+
+
+def test_sizes_that_cannot_be_are_named():
+    for sizes, name in (((0, 4), "embed_dim"), ((4, -1), "ffn_embed_dim")):
+        with pytest.raises(ValueError, match=f"^{name} {min(sizes)}"):
+            StratifiedMoE(*sizes)
+
+
 @pytest.mark.parametrize("capacity_factor", [0.0, 1.0])
 @pytest.mark.parametrize("strata", ["8", "2-2-2-2"])
 def test_grouped_products_equal_one_product_per_expert(strata, capacity_factor):

@@ -20,9 +20,8 @@ needs_grouped_mm = pytest.mark.skipif(
 
 def make_block(strata="4-4", **options):
     torch.manual_seed(3)
-    return StratifiedMoE(
-        D, F, strata, capacity_factor=0, second_expert_policy="all", **options
-    ).train()
+    options = {"capacity_factor": 0, "second_expert_policy": "all"} | options
+    return StratifiedMoE(D, F, strata, **options).train()
 
 
 def address(value) -> int | None:
@@ -156,6 +155,16 @@ def test_memory_kept_for_the_backward_pass(strata):
 
 
 @needs_grouped_mm
+def test_compiles_for_batches_of_any_length():
+    """As in training by default: each expert has a capacity."""
+    block = make_block("4-4", capacity_factor=2.0)
+    compiled = torch.compile(block, fullgraph=True, backend="eager")
+    for tokens in (T, T - 2, T + 7):
+        x = torch.randn(tokens, D)
+        (y, _), (expected, _) = compiled(x), block(x)
+        torch.testing.assert_close(y, expected)
+
+
 @pytest.mark.parametrize(
     "strata, dtype, tolerance",
     [

@@ -71,8 +71,12 @@ SMALLER = {
     "fairseq-train": "--cpu --arch smoe_transformer_tiny --max-update 2 --max-tokens 500",
     "fairseq-generate": "--cpu --beam 1 --max-len-b 5",
 }
-# Of an environment that is made, and a server that does not end: the next test starts it.
-LEFT_OUT = ("make setup", ". .venv/bin/activate", "smoe serve")
+# What makes an environment, does not end, or needs what is not there: SLURM, NLLB, other packages.
+LEFT_OUT = (
+    *("make setup", ". .venv/bin/activate", "smoe serve", "curl", "    -d", "scripts/slurm.sh"),
+    *("smoe import nllb-moe", "smoe translate nllb.pt", "pip install"),
+    *("smoe export runs/mine/dense/checkpoint_best.pt --to ctranslate2",),
+)
 
 
 def commands_of(page: str) -> list[str]:
@@ -137,6 +141,30 @@ def test_the_commands_of_the_start_page(tmp_path):
     assert len(outputs['echo "Ein'].splitlines()) == 1
     assert outputs["fairseq-generate data-bin"].count("\nD-") == 8
     assert (tmp_path / "data-bin/spm.model").exists()
+
+
+@pytest.mark.soak
+def test_the_commands_of_the_tasks(tmp_path):
+    """Those of `LEFT_OUT` apart, from top to bottom."""
+    configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    content = re.search(r"```yaml\n(# configs/datasets/mine.yaml.*?)```", readme, re.DOTALL)[1]
+    for name in ("mine", "new"):
+        (configs / f"datasets/{name}.yaml").write_text(content)
+    for name in ("folder", "new"):
+        (tmp_path / name).mkdir()
+    for language, word in (("en", "number"), ("de", "Zahl")):
+        lines = [f"{word} {' '.join(str(number))}\n" for number in range(1000, 1400)]
+        (tmp_path / f"folder/{language}.txt").write_text("".join(lines))
+        (tmp_path / f"new/train.{language}").write_text("".join(lines[:50]))
+        (tmp_path / f"new/valid.{language}").write_text("".join(lines[50:60]))
+        (tmp_path / f"text.{language}").write_text("".join(lines[:2]))
+    outputs, _ = run_commands("docs/tasks.md", tmp_path, {"CONFIG_DIR": str(configs)})
+    assert "en-de: BLEU" in outputs["scripts/evaluate.sh mine"]
+    assert len(outputs["smoe translate"].splitlines()) == 2
+    assert "smoe-4-4" in outputs["smoe table"]
+    for run in ("runs/new/smoe-4-4", "upcycled/mine/smoe-4-4"):
+        assert (tmp_path / run / "checkpoint_last.pt").is_file()
 
 
 def test_the_gate_of_the_tasks(tmp_path):

@@ -498,12 +498,8 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         elif isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
-        elif isinstance(module, StratifiedMoE):  # buffers that no file has
-            for name, values in (
-                ("stratum_of_expert", module.strata.stratum_of_expert),
-                ("visible_of_gate", module.strata.visible),
-            ):
-                getattr(module, name).copy_(torch.tensor(values))
+        elif isinstance(module, StratifiedMoE):
+            module.lay_out()  # buffers that no file has
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.encoder.embed_tokens

@@ -184,7 +184,7 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None) -> SimpleNamespa
 
 @functools.cache
 def _ratio(factor: float) -> tuple[int, int]:
-    return exact(factor, MOST_EXPERTS).as_integer_ratio()
+    return exact(factor, MOST_EXPERTS)
 
 
 def _power(n: int) -> int:

@@ -49,6 +49,7 @@ class StratifiedMoE(nn.Module):
 
     Raises:
         OptionError: a ValueError, for a value that the block cannot take; it names the option.
+        ValueError: ``embed_dim`` or ``ffn_embed_dim`` is below 1.
         TypeError: there is no option of that name.
     """
 
@@ -56,6 +57,9 @@ class StratifiedMoE(nn.Module):
         self, embed_dim: int, ffn_embed_dim: int, strata: str = MoEConfig.strata, **options
     ):
         super().__init__()
+        for name, size in (("embed_dim", embed_dim), ("ffn_embed_dim", ffn_embed_dim)):
+            if size < 1:
+                raise ValueError(f"{name} {size}: expected a whole number of at least 1")
         config = MoEConfig(strata, **options)
         self.config = config
         self.strata = config.layout
@@ -91,13 +95,27 @@ class StratifiedMoE(nn.Module):
         self.masking = OutputMasking(config.fom) if config.fom else None
         branches = self.simple, self.masking, self.shared, self.residual, self.cmr
         self.branches = tuple(branch for branch in branches if branch is not None)
-        self.register_buffer(
-            "stratum_of_expert", torch.tensor(self.strata.stratum_of_expert), persistent=False
-        )
-        self.register_buffer(
-            "visible_of_gate", torch.tensor(self.strata.visible), persistent=False
-        )  # experts that each sees
+        # Neither is in a state dict: `lay_out` computes them.
+        self.register_buffer("stratum_of_expert", None, persistent=False)
+        self.register_buffer("visible_of_gate", None, persistent=False)  # experts that each sees
+        self.lay_out()
+        self.register_load_state_dict_post_hook(StratifiedMoE.lay_out)
         self.execution = config.execution
+
+    def lay_out(self, *_) -> None:
+        """Puts the buffers that no state dict has on the device of the weights.
+
+        They would be without numbers after `to_empty`, and stay on the meta device when weights are
+        assigned to a block that was made there.
+        """
+        numbers = {"dtype": torch.long, "device": self.experts.w1.device}
+        self.stratum_of_expert = torch.tensor(self.strata.stratum_of_expert, **numbers)
+        self.visible_of_gate = torch.tensor(self.strata.visible, **numbers)
+
+    def _apply(self, *how, **options):
+        super()._apply(*how, **options)
+        self.lay_out()
+        return self
 
     def _placement(self, expert_parallel: bool) -> Placement:
         num_experts = self.strata.num_experts
@@ -231,12 +249,15 @@ class StratifiedMoE(nn.Module):
         return seen.index_select(0, routing.first_choice_T)  # MPS has no `take`
 
     @torch.no_grad()
-    def end_update(self, observed_LN: Tensor) -> None:
+    def end_update(self, observed_LN: Tensor | None) -> None:
         """After an optimizer step, for gates that learn by counts and not by gradient.
 
         Args:
-            observed_LN: ``observed`` of the statistics, summed over the batches of the update.
+            observed_LN: ``observed`` of the statistics, summed over the batches of the update; None, as of
+                gates that learn by gradient alone, changes nothing.
         """
+        if observed_LN is None:
+            return
         if self.gates[0].observes_together:
             observed_LN = observed_LN.sum(0).expand_as(observed_LN)
         for gate, observed_N in zip(self.gates, observed_LN, strict=True):

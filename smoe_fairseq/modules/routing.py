@@ -85,16 +85,19 @@ def most_copies(factor: float, num_tokens: Tensor, num_experts: int) -> Tensor:
     The factor is the decimal number that it is written as. The counts stay on the device, so that routing
     does not wait for it.
     """
-    share = exact(factor, num_experts) / num_experts
-    return (num_tokens * share.numerator + share.denominator - 1) // share.denominator
+    numerator, denominator = exact(factor, num_experts)
+    denominator *= num_experts
+    return (num_tokens * numerator + denominator - 1) // denominator
 
 
-def exact(factor: float, num_experts: int) -> Fraction:
-    """A capacity factor as the decimal number that it is written as.
+def exact(factor: float, num_experts: int) -> tuple[int, int]:
+    """A capacity factor as the decimal number that it is written as: numerator and denominator.
 
     An expert has at most all tokens: a factor above E limits nothing, and could overflow.
     """
-    return min(Fraction(str(float(factor))).limit_denominator(10**9), Fraction(num_experts))
+    if factor >= num_experts:
+        return num_experts, 1
+    return Fraction(str(float(factor))).limit_denominator(10**9).as_integer_ratio()
 
 
 def rank_within_expert(
