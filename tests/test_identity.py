@@ -95,8 +95,9 @@ def test_another_method_or_dictionary_may_not_be_forced(run, started, tmp_path):
     assert "was started as moe, not as dense, which --force-resume is not for" in run(
         "--lr", "1", method="dense", force=True
     )
+    assert "--force-resume" not in run(method="dense")
     (tmp_path / "bin/dict.en.txt").write_text("b 1\na 2\n")
-    assert "other dictionaries" in run(force=True)
+    assert "other dictionaries" in run(force=True) and "--force-resume" not in run()
 
 
 def test_what_is_trained_is_trained_again_only_to_go_further(run, started):

@@ -101,11 +101,12 @@ def claim(
         if not difference:
             return _is_unfinished(was, given)
         otherwise = "set RUN_DIR to another folder for a new run"
+        if _difference(was, own | {"flags": was["flags"]}, data):  # of method or dictionaries
+            end = ", which --force-resume is not for" * force
+            raise UsageError(f"{folder} {difference}{end}: {otherwise}")
         if not force:
             advice = f"repeat what it was started with, {otherwise}, or add --force-resume"
             raise UsageError(f"{folder} {difference}: {advice} to go on with this one")
-        if _difference(was, own | {"flags": was["flags"]}, data):
-            raise UsageError(f"{folder} {difference}, which --force-resume is not for: {otherwise}")
         if not _is_unfinished(was, given):
             return False  # nothing is trained with the new flags
         report(f"{folder} {difference}, and goes on so, as --force-resume asks for")
