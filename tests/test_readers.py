@@ -421,6 +421,7 @@ def test_the_table_tells_what_is_odd(tmp_path, capfd):
     (raw / "train.en-fr.en").write_bytes((raw / "train.en-fr.en").read_bytes()[:-1])
     done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
     assert done.returncode == 0, done.stderr
+    assert "\u2581" not in done.stderr
     (header, row) = (
         [cell.strip() for cell in line.strip("|\n").split("|")]
         for line in done.stdout.splitlines()
@@ -429,6 +430,15 @@ def test_the_table_tells_what_is_odd(tmp_path, capfd):
     found = dict(zip(header, row, strict=True))
     assert found["tests in training"].startswith("12 / 12 / 12") and "overlap: drop" in done.stderr
     assert found["read"] == "314" and found["best chrF++"] == "100.0"
+
+
+def test_text_that_is_divided_already_is_told(tmp_path):
+    raw = write_text(tmp_path / "text", "en-fr", train=300, valid=20, test=12)
+    for file in raw.glob("*.en"):
+        file.write_text(file.read_text().replace(" ", " \u2581"))
+    given = write_dataset(tmp_path / "c", "t", pairs=["en-fr"], subwords={"vocab-size": 60})
+    done = step_here("prepare", "t", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
+    assert done.returncode == 0 and "have \u2581" in done.stderr
 
 
 def test_lines_end_at_line_feeds_alone(tmp_path):

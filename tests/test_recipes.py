@@ -185,6 +185,9 @@ def test_steps_out_of_order_name_the_missing_step(tmp_path):
     sentence = refusal(recipe(tmp_path, "evaluate", "multi30k", "moe"))
     assert "checkpoint_best.pt is missing" in sentence and "scripts/train.sh" in sentence
     assert "scripts/train.sh" in refusal(recipe(tmp_path, "table", "multi30k"))
+    (tmp_path / "runs/multi30k/moe").mkdir(parents=True)
+    (tmp_path / "runs/multi30k/moe/checkpoint_last-rank-0.pt").touch()
+    assert "--checkpoint last" in refusal(recipe(tmp_path, "evaluate", "multi30k", "moe"))
 
 
 @pytest.mark.parametrize("words", ["prepare tiny", "train tiny dense", "study tiny dense"])

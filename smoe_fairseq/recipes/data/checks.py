@@ -81,6 +81,7 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
     for fault, number in left_out.items():
         if fault != "kept":
             counts[fault] = counts.get(fault, 0) + number
+    counts["marked tests"] = sum("\u2581" in source + target for source, target in tests)
     counts["empty tests"] = sum(not (source and target) for source, target in tests)
     row.leaked = {side: len(found) for side, found in faults.leaked.items()}
     counts |= _binarised(dataset, folders.binary, pair)
@@ -172,7 +173,9 @@ def _advice(row: Row) -> Iterator[str]:
         limits = "--max-source-positions and --max-target-positions in `train`"
         setting = f"`clean: {{max-words: {MAX_WORDS}}}`, or {limits}"
         yield f"{long:,} training pairs {never}: set {setting}"
-    if row.chrf is not None and row.chrf < REACHABLE:
+    if marked := counts["marked tests"]:
+        yield f"{marked:,} pairs of the test set have \u2581, a mark of subwords: give plain text"
+    elif row.chrf is not None and row.chrf < REACHABLE:
         most = f"no translation can have a chrF++ above {row.chrf:.1f}"
         setting = "`subwords: {normalization: nfc, byte-fallback: true}`"
         yield f"subwords change the text: {most}; set {setting}"

@@ -217,7 +217,10 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
     else:
         raise UsageError(f"--checkpoint {which}: expected best, last or average:N")
     if not dry_run() and not making and not checkpoint.exists():
-        raise UsageError(f"{checkpoint} is missing: run scripts/train.sh {dataset.name} {method}")
+        what = f"run scripts/train.sh {dataset.name} {method}"
+        if any(folder.glob("checkpoint_last*.pt")):
+            what = "give --checkpoint last for the last one"
+        raise UsageError(f"{checkpoint} is missing: {what}")
     if not dry_run():
         identity.check(folder, method, seed_of(dataset), folders.binary)
     directions = _directions(dataset, folders.raw)
