@@ -141,12 +141,8 @@ def add_average_arguments(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="checkpoints, those of --expert-parallel without -rank-N; with --last the folder of a run",
     )
-    parser.add_argument(
-        "--last", type=int, metavar="N", help="average the N newest checkpoints of the folder"
-    )
-    words = (
-        "with --last: checkpoints of epochs, or of every N updates; default: the kind that there is"
-    )
+    parser.add_argument("--last", type=int, metavar="N", help="average the N newest of the folder")
+    words = "with --last: checkpoints of epochs, or of every N updates; default: the kind there is"
     parser.add_argument("--by", choices=sorted(KINDS), help=words)
     add_output_arguments(parser)
 

@@ -49,9 +49,8 @@ def renamed(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     made, experts = {}, {}
     for name, tensor in weights.items():
         if match := EXPERT.fullmatch(name):
-            experts.setdefault(f"{match[1]}.moe.experts.{_PARTS[match[3]]}", {})[int(match[2])] = (
-                tensor
-            )
+            own = f"{match[1]}.moe.experts.{_PARTS[match[3]]}"
+            experts.setdefault(own, {})[int(match[2])] = tensor
         elif match := _GATE.fullmatch(name):
             made[f"{match[1]}.moe.gates.{match[2] or 0}.weight"] = tensor
         elif (match := _FIRST_NORM.fullmatch(name)) and match[1] in layers:

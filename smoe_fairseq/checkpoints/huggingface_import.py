@@ -239,9 +239,8 @@ def _of_nllb(
         if shared is not None:
             named.setdefault(f"{side}.embed_tokens.weight", shared)
     embedding = named.get("decoder.embed_tokens.weight")
-    named["decoder.output_projection.weight"] = (
-        embedding if tied or projection is None else projection
-    )
+    projection = embedding if tied or projection is None else projection
+    named["decoder.output_projection.weight"] = projection
     options = {
         f"{side}_{ours}": config[theirs.format(side=side)]
         for side in SIDES

@@ -135,9 +135,7 @@ class Shards:
 
         Buffers are not compared: fairseq has some that are never set.
         """
-        parameters = {
-            f"{part} {name}" for part in ("model", *EMA) for name in self.record.parameters
-        }
+        parameters = {f"{p} {name}" for p in ("model", *EMA) for name in self.record.parameters}
         parts = self._parts(self.states[0]).items()
         buffers = {f"{part} {name}" for part, content in parts for name in content} - parameters
         for rank in range(1, len(self.states)):
@@ -362,9 +360,7 @@ def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> lis
 
 
 def add_consolidate_arguments(parser: ArgumentParser) -> None:
-    add_file_arguments(
-        parser, "name of the files without -rank-N", metavar="DIR/checkpoint_last.pt"
-    )
+    add_file_arguments(parser, "the files' name without -rank-N", metavar="DIR/checkpoint_last.pt")
     words = "keep the optimizer's state, to continue training in one process"
     parser.add_argument("--optimizer-state", action="store_true", help=words)
 
@@ -377,10 +373,8 @@ def run_consolidate(args: Namespace) -> None:
     shards = Shards.open(rank_file(name, 0), args.optimizer_state)
     write_set(shards, args.output, 1, args.force)
     numbers = " or ".join(map(str, shards.record.numbers_of_experts))
-    processes, update = len(shards.files), shards.record.num_updates
-    print(
-        f"{args.output}: {numbers} experts per MoE layer, of {processes} processes, update {update}"
-    )
+    ranks, update = len(shards.files), shards.record.num_updates
+    print(f"{args.output}: {numbers} experts per MoE layer, of {ranks} processes, update {update}")
 
 
 # ``smoe reshard``: the checkpoint for another number of processes, optimizer state included.

@@ -67,9 +67,7 @@ def blocks(config: SMoETransformerConfig) -> dict[str, dict]:
         for number, options in enumerate(config.moe_options(side), start=1):
             prefix = f"{side}.layers.{number * freq - 1}.moe"
             options |= {"activation_fn": str(config.activation_fn), "expert_parallel": False}
-            sizes = {
-                name: getattr(config, f"{side}_{name}") for name in ("embed_dim", "ffn_embed_dim")
-            }
+            sizes = {n: getattr(config, f"{side}_{n}") for n in ("embed_dim", "ffn_embed_dim")}
             found[prefix] = sizes | options
     return found
 

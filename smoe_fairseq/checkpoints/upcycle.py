@@ -127,9 +127,7 @@ def _copies(tensor: Tensor, number: int, noise: float) -> Tensor:
 def add_upcycle_arguments(parser: ArgumentParser) -> None:
     read = "checkpoint of a dense pre-norm transformer, ours or fairseq's"
     add_file_arguments(parser, read, metavar="DENSE.pt")
-    words = (
-        "standard deviation of noise added to the experts' weights, relative to theirs; default: 0"
-    )
+    words = "standard deviation of noise added to experts' weights, relative to theirs; default: 0"
     parser.add_argument("--noise", type=float, default=0.0, help=words)
     words = "random seed of gates and noise; default: 1"
     parser.add_argument("--seed", type=int, default=1, help=words)

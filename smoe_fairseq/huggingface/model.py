@@ -300,9 +300,8 @@ class Side(nn.Module):
             if config.of(side, "learned_pos"):
                 self.embed_positions = nn.Embedding(positions + padding + 1, dim, padding)
         self.layernorm_embedding = nn.LayerNorm(dim) if config.layernorm_embedding else None
-        self.layers = nn.ModuleList(
-            Layer(config, side, number) for number in range(config.of(side, "layers"))
-        )
+        numbers = range(config.of(side, "layers"))
+        self.layers = nn.ModuleList(Layer(config, side, number) for number in numbers)
         self.layer_norm = nn.LayerNorm(dim) if config.of(side, "normalize_before") else None
 
     def padding_of(self, ids_BT: Tensor | None, mask_BT: Tensor | None, x: Tensor) -> Tensor:
@@ -604,9 +603,8 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
             )
             loss = loss / items
             routing = getattr(encoder_outputs, "routing", None) or (), found["stats"]
-            of_encoder, of_decoder = (
-                part * (count / items) for part in self.gate_losses(*routing, loss)
-            )
+            of_gates = self.gate_losses(*routing, loss)
+            of_encoder, of_decoder = (part * (count / items) for part in of_gates)
             loss = loss + of_encoder + of_decoder
         output = Seq2SeqMoEOutput(
             loss=loss,

@@ -64,9 +64,7 @@ def check_config(config: DecoderOptions, task) -> None:
             raise ValueError(
                 f"--no-{side}-normalize-before: expected pre-norm layers, or --{side}-moe-freq 0"
             )
-        dim, heads = (
-            getattr(config, f"{side}_{name}") for name in ("embed_dim", "attention_heads")
-        )
+        dim, heads = (getattr(config, f"{side}_{n}") for n in ("embed_dim", "attention_heads"))
         if dim % heads:
             raise ValueError(
                 f"--{side}-embed-dim {dim}: expected a multiple of --{side}-attention-heads {heads}"
@@ -147,9 +145,8 @@ def check_language_modeling(config: DecoderOptions, task) -> None:
 
 
 def _check_blocks(config: MoEOptions, side: str) -> None:
-    table = (
-        {"hash_table": torch.zeros(1).long()} if GATES[config.moe_gate].extra_input == "id" else {}
-    )
+    by_id = GATES[config.moe_gate].extra_input == "id"
+    table = {"hash_table": torch.zeros(1).long()} if by_id else {}
     layers = config.moe_options(side)
     try:
         with torch.device("meta"):

@@ -171,9 +171,8 @@ class TrainedModel(GeneratorHubInterface):
             _check_names(saved, overrides)
             overwrite_args_by_name(saved, {**overrides, "data": data})
         with knowing_direction(data, "source_lang and target_lang"):
-            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task(
-                [str(checkpoint)], state=state
-            )
+            load, files = checkpoint_utils.load_model_ensemble_and_task, [str(checkpoint)]
+            models, cfg, task = load(files, state=state)
         subwords = checked_subwords(data, task.source_dictionary, cfg.bpe is None)
         return cls(cfg, task, models, subwords)
 

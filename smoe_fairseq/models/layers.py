@@ -86,9 +86,7 @@ class TransformerLayer(nn.Module):
         if self.is_moe and self.moe.layer_norms.has_output_norm and len(self.moe.strata) == 1:
             norms = f"{name}.moe.layer_norms"
             if f"{norms}.0.weight" in state_dict and f"{norms}.1.weight" not in state_dict:
-                logger.warning(
-                    "%s.moe: the checkpoint has no norm of the output; it goes on so", name
-                )
+                logger.warning("%s.moe: the checkpoint has no output norm; it goes on so", name)
                 self.moe.layer_norms.drop_output_norm()
 
     def dense(self, x: Tensor) -> Tensor:
@@ -113,9 +111,8 @@ class TransformerEncoderLayer(TransformerLayer):
 
         def self_attention(h):
             h = h.transpose(0, 1)
-            return self.self_attn(h, h, h, need_weights=False, attn_mask=attn_mask)[0].transpose(
-                0, 1
-            )
+            y, _ = self.self_attn(h, h, h, need_weights=False, attn_mask=attn_mask)
+            return y.transpose(0, 1)
 
         x = x.transpose(0, 1)  # batch first, as embeddings are in memory
         x = self.sublayer(x, self.self_attn_layer_norm, self_attention)

@@ -152,9 +152,7 @@ class DecoderOptions(MoEOptions):
     decoder_normalize_before: bool = option(True, "pre-norm decoder layers")
     decoder_learned_pos: bool = option(False, "learned positional embeddings in the decoder")
     decoder_layerdrop: float = option(0.0, "LayerDrop probability of the decoder")
-    share_decoder_input_output_embed: bool = option(
-        False, "share decoder input and output embeddings"
-    )
+    share_decoder_input_output_embed: bool = option(False, "share input and output embeddings")
     activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = option(
         "relu", "activation function of FFN and experts"
     )
@@ -259,9 +257,7 @@ class SMoEMultilingualTransformerConfig(SMoETransformerConfig):
 class SMoETransformerLMConfig(DecoderOptions):
     """Of language models: a decoder alone. How long a sequence may be is the task's to say."""
 
-    share_decoder_input_output_embed: bool = option(
-        True, "share decoder input and output embeddings"
-    )
+    share_decoder_input_output_embed: bool = option(True, "share input and output embeddings")
     add_bos_token: bool = II("task.add_bos_token")
     tokens_per_sample: int = II("task.tokens_per_sample")
     # Not `int | None`, which fairseq does not read.

@@ -353,9 +353,7 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
 
         attention = None
         hidden_states = [x]
-        moe_stats, moe_layers = (
-            list(encoder_out.get(key, [])) for key in ("moe_stats", "moe_layers")
-        )
+        moe_stats, moe_layers = (list(encoder_out.get(k, [])) for k in ("moe_stats", "moe_layers"))
         gate_logits = None
         for i, layer in enumerate(self.layers):
             x, layer_attention, *stats = layer(

@@ -452,9 +452,7 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
         metavar="NAME",
         help="answer requests for this name too, such as a reverse proxy's here; may be repeated",
     )
-    parser.add_argument(
-        "--access-log", action="store_true", help="write a line per request to standard error"
-    )
+    parser.add_argument("--access-log", action="store_true", help="log requests to standard error")
     for flag, kind, default, metavar, words in (
         ("--port", port, PORT, "N", "port; 0: any free one"),
         ("--max-tokens", positive, 200, "N", "maximum length of a text in subwords"),

@@ -316,9 +316,7 @@ class Engine:
             self.translator.task_for(search.source, search.target),
         ).first
         read = [_ids(source, translation.tokens) for translation in found]
-        given = [
-            _ids(target, translation.hypotheses[0].tokens[:-1], first) for translation in found
-        ]
+        given = [_ids(target, each.hypotheses[0].tokens[:-1], first) for each in found]
         device = self.translator.device
         net_input = {
             "src_tokens": collate_tokens(read, source.pad()).to(device),

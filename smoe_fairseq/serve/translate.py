@@ -103,9 +103,7 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="translate each line before reading the next, for programs that wait; slower",
     )
-    parser.add_argument(
-        "--prefix", default="", metavar="TEXT", help="text with which every translation begins"
-    )
+    parser.add_argument("--prefix", default="", metavar="TEXT", help="what translations begin with")
     parser.add_argument("--json", action="store_true", help="print a JSON object per line")
     parser.add_argument(
         *("--nbest", "-n"),
@@ -128,9 +126,8 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
     ):
         default = defaults[flag[2:].replace("-", "_")]
         words = f"{words} (default: {default})"
-        parser.add_argument(
-            flag, type=at_least(kind, *limits), default=default, metavar="X", help=words
-        )
+        kind = at_least(kind, *limits)
+        parser.add_argument(flag, type=kind, default=default, metavar="X", help=words)
     kind, words = (
         at_least(int, 1),
         f"source tokens per batch, padding included (default: {MAX_TOKENS})",
@@ -143,9 +140,7 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
     )
     words = "with --sampling: draw from the N most probable tokens"
     parser.add_argument("--sampling-topk", type=at_least(int, 1), metavar="N", help=words)
-    words = (
-        "with --sampling: draw from the most probable tokens that have a probability of P together"
-    )
+    words = "with --sampling: draw from the most probable tokens of a probability of P together"
     parser.add_argument("--sampling-topp", type=at_least(float, 0, 1), metavar="P", help=words)
     add_model_arguments(parser)
 
@@ -190,10 +185,8 @@ def run_translate(args: Namespace) -> None:
                     print(words, file=output)
             output.flush()
             lines += len(texts)
-    seconds = max(time.monotonic() - begun, 1e-3)
-    words = (
-        f"{lines} line{'s' * (lines != 1)} in {seconds:.1f} s ({lines / seconds:.1f} per second)"
-    )
+    took = max(time.monotonic() - begun, 1e-3)
+    words = f"{lines} line{'s' * (lines != 1)} in {took:.1f} s ({lines / took:.1f} per second)"
     print(words, file=sys.stderr)
 
 

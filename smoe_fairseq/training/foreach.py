@@ -22,9 +22,7 @@ HALF = (torch.float16, torch.bfloat16)
 @torch.no_grad()
 def step_together(original, adam, closure=None):
     """fairseq uses it unless NVIDIA's apex is installed."""
-    groups = [
-        (group, [p for p in group["params"] if p.grad is not None]) for group in adam.param_groups
-    ]
+    groups = [(g, [p for p in g["params"] if p.grad is not None]) for g in adam.param_groups]
     if any(group.get("amsgrad") or any(p.grad.is_sparse for p in ps) for group, ps in groups):
         return original(adam, closure)
     loss = None if closure is None else closure()

@@ -53,9 +53,7 @@ def sample_subwords(task, subset: str, alpha: float, seed: int, most: tuple[int,
         raise UsageError(f"{FLAG}: expected spm.model, by which the text was divided, in {data}")
     if getattr(options, "num_batch_buckets", 0):
         raise UsageError(f"--num-batch-buckets with {FLAG}, which changes lengths: leave one out")
-    samplers = [
-        Sampler(model, each, alpha) for each in (task.source_dictionary, task.target_dictionary)
-    ]
+    samplers = [Sampler(model, d, alpha) for d in (task.source_dictionary, task.target_dictionary)]
     load = task.load_dataset
 
     @functools.wraps(load)

@@ -52,9 +52,8 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
     search = BeamSearch(task.target_dictionary, SearchOptions(beam=beam))
     model.eval()
     sums: list[dict[str, Tensor]] = []
-    for direction, batches in _batches(
-        task, trainer.cfg.dataset.valid_subset.split(",")[0], number
-    ):
+    subset = trainer.cfg.dataset.valid_subset.split(",")[0]
+    for direction, batches in _batches(task, subset, number):
         totals = {name: torch.zeros(_SIZES[name], dtype=torch.float64) for name in metrics}
         with _turned_to(task, direction):
             for i, sample in enumerate(batches):

@@ -360,9 +360,8 @@ class _Run:
     def draw(self, source_BS: Tensor) -> None:
         """Numbers from 0 to 1 that choose the tokens of all steps, for each sentence by itself."""
         shape = self.beam, self.last_step + 1
-        self.drawn_BWT = torch.stack([self._drawn(ids, shape) for ids in source_BS]).to(
-            source_BS.device
-        )
+        drawn = [self._drawn(ids, shape) for ids in source_BS]
+        self.drawn_BWT = torch.stack(drawn).to(source_BS.device)
 
     def _drawn(self, ids_S: Tensor, shape: tuple[int, int]) -> Tensor:
         ids = ids_S[ids_S != self.pad].cpu().numpy().astype("<i8")
@@ -430,9 +429,8 @@ class _Run:
             lprobs_RV = self._lprobs(features, slice(start * beam, (start + part) * beam))
             lprobs_BWV = lprobs_RV.view(-1, beam, size)
             forced = None if forced_B is None else forced_B[sentences]
-            self._restrict(
-                lprobs_BWV, step, forced, self.limit_B[sentences], self.tokens_BWT[sentences]
-            )
+            limit, tokens = self.limit_B[sentences], self.tokens_BWT[sentences]
+            self._restrict(lprobs_BWV, step, forced, limit, tokens)
             if self.options.sampling:
                 found.append(self._sampled(lprobs_BWV, step, sentences))
                 continue

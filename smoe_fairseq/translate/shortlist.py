@@ -146,9 +146,7 @@ def _occurrences(prefix: Path, dictionary: Dictionary, lines: int) -> sparse.csr
 
 def add_shortlist_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("data", type=Path, metavar="DATA", help="folder of binarised training data")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"file to write (default: DATA/{FILE})"
-    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"file (default: DATA/{FILE})")
     for flag, default, words in (
         ("--candidates", 50, "target tokens per source token"),
         ("--frequent", 200, "number of most frequent target tokens that every text may use"),
@@ -191,11 +189,9 @@ def run_shortlist(args: Namespace) -> None:
             raise UsageError(f"{args.data}: the sides of {'-'.join(pair)} have different lengths")
         for source, target in (pair, pair[::-1]):
             direction = f"{source}-{target}"
-            table, frequent = candidates(
-                sides[source], sides[target], args.candidates, args.frequent
-            )
+            table, often = candidates(sides[source], sides[target], args.candidates, args.frequent)
             content["directions"].append(direction)
-            content[direction], content[f"{direction} frequent"] = table, frequent
+            content[direction], content[f"{direction} frequent"] = table, often
     with whole_file(output, f"--output {output}") as partial_file, open(partial_file, "wb") as file:
         np.savez_compressed(file, **content)
     print(f"{output}: {', '.join(content['directions'])}")
