@@ -99,7 +99,7 @@ def test_the_file_is_that_of_its_dictionary(data, tmp_path):
     assert shortlist.of("aa", "cc") is None
     other = Dictionary.load(str(data / "dict.aa.txt"))
     other.symbols[7] = "other"
-    with pytest.raises(UsageError, match=r"it is of another dictionary \(24 tokens of aa\)"):
+    with pytest.raises(UsageError, match=r"it is of another dictionary of aa"):
         Shortlist(data / "shortlist.npz", task_of(other))
     (data / "broken.npz").write_text("no")
     with pytest.raises(UsageError, match="a file that smoe shortlist has written"):
