@@ -62,6 +62,8 @@ def one_line(error: BaseException) -> str | None:
         return None
     if missing := _NULL.search(said):  # what a value that has to be given is, where it is not
         return f"--{missing[1].replace('_', '-')} is missing"
+    if long := re.search(r"should not exceed max_tokens=(\d+)", said):
+        return f"--max-tokens {long[1]}: expected as many as the longest sentence has"
     if "Original Traceback" in said:  # in a process that loads data, whose words torch hands on
         said = str(error).strip().splitlines()[-1]
     said = said.removeprefix(f"{type(error).__name__}: ")[:_LONGEST]
@@ -165,18 +167,13 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.8) -> str | None:
 
 
 def end_parsing(parser: ArgumentParser, message: str) -> NoReturn:
-    """In place of argparse's ``error``: one line."""
-    said = f"{parser.prog}: error: {with_nearest(parser, message)}"
-    parser.exit(2, f"{said}; {parser.prog} --help lists all flags\n")
-
-
-def with_nearest(parser: ArgumentParser, message: str) -> str:
-    """An error of argparse, with the flag that an unknown one is nearly like."""
+    """In place of argparse's ``error``: one line, with the flag that an unknown one is nearly like."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
     for word in message.split() if message.startswith("unrecognized") else ():
         near = nearest(word.partition("=")[0], flags) if word.startswith("--") else None
         message += f"; did you mean {near}?" if near else ""
-    return printable(message)
+    help_ = f"{parser.prog} --help lists all flags"
+    parser.exit(2, f"{parser.prog}: error: {printable(message)}; {help_}\n")
 
 
 # fairseq without its log messages, so that standard output holds only a command's own.

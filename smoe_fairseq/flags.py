@@ -2,12 +2,11 @@
 
 import io
 import math
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from typing import NoReturn
 
-from smoe_fairseq.errors import UsageError, with_nearest
+from smoe_fairseq.errors import UsageError
 
 
 def add_flag(parser, name: str, metavar: str | None, text: str, kind=None, default=None) -> None:
@@ -38,13 +37,6 @@ def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str]
 positive = at_least(int, 1)
 port = at_least(int, 0, 65535)
 seconds = at_least(float, 0.001)
-
-
-class RaisingParser(ArgumentParser):
-    """An error of the command line is a UsageError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(with_nearest(self, message))
 
 
 @contextmanager

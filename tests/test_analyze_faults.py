@@ -53,6 +53,7 @@ def test_without_room_for_the_numbers_there_is_no_folder(
         "--gen-subset test",
         "--output FOLDER",
         "--log none",
+        "--max-tokens 1",
         f"--log {__file__}",
     ],
 )

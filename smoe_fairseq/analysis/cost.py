@@ -14,7 +14,7 @@ from fairseq.optim import OPTIMIZER_REGISTRY
 from torch import nn
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import RaisingParser, add_flag
+from smoe_fairseq.flags import add_flag, refusing_flags
 from smoe_fairseq.models.options import (
     DecoderOptions,
     SMoETransformerConfig,
@@ -39,9 +39,10 @@ def add_model_arguments(parser: ArgumentParser) -> None:
 
 def parse_model(words: Sequence[str]) -> Namespace:
     """The model's part of a command line of fairseq-train, as `parse_run` takes it."""
-    parser = RaisingParser(allow_abbrev=False, add_help=False)
+    parser = ArgumentParser(allow_abbrev=False, add_help=False)
     add_model_arguments(parser)
-    return parser.parse_known_args(list(words))[0]
+    with refusing_flags():
+        return parser.parse_known_args(list(words))[0]
 
 
 def is_language_model(args: Namespace) -> bool:
@@ -122,11 +123,12 @@ def parse_run(words: Sequence[str]) -> Namespace:
 
     Raises UsageError for a value that one of them does not take.
     """
-    parser = RaisingParser(allow_abbrev=False, add_help=False)
+    parser = ArgumentParser(allow_abbrev=False, add_help=False)
     add_model_arguments(parser)
     add_run_arguments(parser)
     parser.add_argument("--momentum", type=float, default=0.0)  # of SGD
-    return parser.parse_known_args(list(words))[0]
+    with refusing_flags():
+        return parser.parse_known_args(list(words))[0]
 
 
 # Parameters, forward FLOPs per token and requested capacity of a model, read off its modules.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import RaisingParser
-from smoe_fairseq.recipes.commands import add_learning
+from smoe_fairseq.flags import refusing_flags
+from smoe_fairseq.recipes.commands import CommandParser, add_learning
 from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, arguments, naming_settings
 from smoe_fairseq.recipes.data import raw
 from smoe_fairseq.recipes.data.binarise import binarised_folder
@@ -25,9 +25,9 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     Does nothing if that is done already. ``flags`` go to the step that learns subwords.
     """
     folders = Folders(dataset.name)
-    parser = RaisingParser()
+    parser = CommandParser(prog="smoe prepare")
     add_learning(parser)
-    with naming_settings(dataset, ["subwords"], flags):
+    with naming_settings(dataset, ["subwords"], flags), refusing_flags():
         parser.parse_args([*arguments(dataset.subwords), *flags])
     if dry_run():
         _prepare(dataset, folders, flags)
