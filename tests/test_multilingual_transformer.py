@@ -117,7 +117,7 @@ def pair_model(data, state, pair):
     return model, [dataset.collater([dataset[i] for i in range(len(dataset))])]
 
 
-@pytest.mark.parametrize("more", [(), SHARED], ids=["own", "shared"])
+@pytest.mark.parametrize("more", [(), soak(SHARED)], ids=["own", "shared"])
 def test_it_translates_each_pair(three_languages, trained, more):
     _, checkpoint = trained(*more)
     tokens = TOKENS if more else ()

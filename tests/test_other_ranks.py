@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sampling import soak
 from test_recipes import commands, recipe, tiny_place, value, write_dataset
 
 from smoe_fairseq.checkpoints.io import open_checkpoint, rank_file
@@ -49,7 +50,7 @@ def model(folder) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in content.items() if not name.endswith("_float_tensor")}
 
 
-@pytest.mark.parametrize("how", ["replicated", "sharded"])
+@pytest.mark.parametrize("how", [soak("replicated"), "sharded"])
 def test_a_run_resumes_on_other_numbers_of_ranks(tmp_path, place, how):
     """With the losses and the parameters of a run that was never interrupted."""
     words = ["smoe-2-2", *(["--expert-parallel"] if how == "sharded" else [])]
