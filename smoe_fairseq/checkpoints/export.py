@@ -168,9 +168,7 @@ def run_export(args: Namespace) -> None:
             advice = "--force replaces such an export only" if args.force else "--force replaces it"
             raise UsageError(f"--output: {output} is there already; {advice}")
         if others := {file.name for file in output.glob("*")} - files:
-            raise UsageError(
-                f"--output: {output} has {min(others)} too, which --force would remove"
-            )
+            raise UsageError(f"--output: {output} has {min(others)}, which --force would remove")
     else:
         if args.to == "safetensors" and output.suffix == ".json":
             raise UsageError(f"--output {output}: the options get this name; expected .safetensors")

@@ -165,9 +165,7 @@ def _text(
             content = "".join(f"{symbol} 1\n" for symbol in vocabulary[side][4:]).encode()
             of_languages[language] = words[side]
             if text.setdefault(f"dict.{language}.txt", content) != content:
-                raise UsageError(
-                    f"{folder}: the source and target vocabularies of {language} differ"
-                )
+                raise UsageError(f"{folder}: source and target vocabularies of {language} differ")
     words_only = [word for word in vocabulary["source"][4:] if word not in tokens.values()]
     if (folder / _SUBWORDS).exists():
         check_pieces(folder / _SUBWORDS, words_only)

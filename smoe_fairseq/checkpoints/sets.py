@@ -146,9 +146,8 @@ class Shards:
                     continue
                 if _EXPERTS in name and not stacked:
                     raise self._undivided(rank, name)
-                raise UsageError(
-                    f"{self.files[rank]}: {name.removeprefix('model ')} differs from the others"
-                )
+                own = name.removeprefix("model ")
+                raise UsageError(f"{self.files[rank]}: {own} differs from the others")
 
     def check_division(self, world_size: int) -> None:
         """Raise UsageError where a state of all experts together would have to be divided."""

@@ -286,9 +286,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             logits.view(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx
         )
 
-    def gate_losses(
-        self, blocks: dict[str, StratifiedMoE], ran: dict[str, RoutingStats], sample: dict
-    ):
+    def gate_losses(self, blocks: dict[str, StratifiedMoE], ran: dict[str, RoutingStats], sample):
         """(log name, weight, mean over the MoE layers that have it) of each loss of the gates.
 
         A loss is 0, not missing, if LayerDrop skipped every MoE layer: see `routing_sums`.

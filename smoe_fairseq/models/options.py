@@ -199,9 +199,8 @@ class DecoderOptions(MoEOptions):
     @classmethod
     def of(cls, cfg) -> "DecoderOptions":
         """Of fairseq's config, in which other parts' options may be; those that are missing by default."""
-        values = (
-            OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else vars(cfg)
-        )
+        is_config = OmegaConf.is_config(cfg)
+        values = OmegaConf.to_container(cfg, resolve=True) if is_config else vars(cfg)
         return cls(**cls.among(values))
 
     @classmethod

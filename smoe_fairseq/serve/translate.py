@@ -69,9 +69,8 @@ def add_model_arguments(parser: ArgumentParser) -> None:
         metavar="LANG",
         help="language to translate to; --from and --to may be omitted if only one is possible",
     )
-    parser.add_argument(
-        "--data", metavar="DIR", help="folder with dict.*.txt and spm.model; default: the run's"
-    )
+    words = "folder with dict.*.txt and spm.model; default: the run's"
+    parser.add_argument("--data", metavar="DIR", help=words)
     parser.add_argument("--shortlist", metavar="FILE", help=SHORTLIST_HELP)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
     parser.add_argument("--int8", action="store_true", help=INT8_HELP)

@@ -161,10 +161,9 @@ def check_options(cfg) -> None:
         cfg: fairseq's ``FairseqConfig`` of a run with more than one process and ``--expert-parallel``.
     """
     distributed, common = cfg.distributed_training, cfg.common
-    if str(distributed.ddp_backend) not in KNOWS_EXPERTS:
-        raise UsageError(
-            f"--ddp-backend {distributed.ddp_backend} with --expert-parallel: use legacy_ddp"
-        )
+    back_end = str(distributed.ddp_backend)
+    if back_end not in KNOWS_EXPERTS:
+        raise UsageError(f"--ddp-backend {back_end} with --expert-parallel: use legacy_ddp")
     if common.fp16 and not (common.fp16_no_flatten_grads or common.memory_efficient_fp16):
         raise UsageError(
             "--fp16 with --expert-parallel: use --fp16-no-flatten-grads or --memory-efficient-fp16"

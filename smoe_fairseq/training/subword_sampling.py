@@ -166,9 +166,7 @@ class SampledPairs(BaseWrapperDataset):
 
     def __init__(self, pairs, samplers, seed: int, most: tuple[int, int], epoch: int):
         if not isinstance(pairs, LanguagePairDataset | WithLanguageTokens):
-            raise UsageError(
-                f"{FLAG}: expected --task translation or translation_multi_simple_epoch"
-            )
+            raise UsageError(f"{FLAG} needs --task translation or translation_multi_simple_epoch")
         super().__init__(pairs)
         self.samplers, self.seed, self.epoch = samplers, seed, 0
         lengths_N2 = np.asarray(pairs.sizes)

@@ -199,16 +199,14 @@ class SMoETrainer(Trainer):
             rank = self.expert_placement.rank
             super().save_checkpoint(f"{path}-rank-{rank}{ending}", extra_state)
 
-    def load_checkpoint(
-        self, filename, reset_optimizer=False, *others, reset_meters=False, **options
-    ):
+    def load_checkpoint(self, filename, reset_optimizer=False, *rest, reset_meters=False, **more):
         """As fairseq's, after checking the files. A finished run with experts trains nothing more."""
         check_files(self, Path(filename), reset_optimizer)
         check_dictionaries(self, Path(filename))
         with naming_file(filename, f"its state, which {RESETS} leave out,"):
             try:
                 extra_state = super().load_checkpoint(
-                    filename, reset_optimizer, *others, reset_meters=reset_meters, **options
+                    filename, reset_optimizer, *rest, reset_meters=reset_meters, **more
                 )
             except Exception as error:  # fairseq replaces the model's message by its own
                 if isinstance(error.__context__, UsageError):
@@ -336,9 +334,8 @@ class SMoETrainer(Trainer):
         if logging_outputs:
             self.known_logs = logging_outputs[:1]
         elif not self.known_logs:
-            raise UsageError(
-                f"rank {self.data_parallel_rank} is out of memory: {self._smaller_batch()}"
-            )
+            rank = self.data_parallel_rank
+            raise UsageError(f"rank {rank} is out of memory: {self._smaller_batch()}")
         ignore = ignore or not logging_outputs
         return super()._aggregate_logging_outputs(
             self.known_logs if ignore else logging_outputs, *numbers, ignore=ignore

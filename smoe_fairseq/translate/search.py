@@ -322,9 +322,7 @@ class _Ended:
 
 
 class _Run:
-    def __init__(
-        self, search: BeamSearch, decoders: list, encoded: list[dict], limit_B: Tensor, bos
-    ):
+    def __init__(self, search: BeamSearch, decoders: list, encoded: list, limit_B: Tensor, bos):
         self.options, self.decoders = search.options, decoders
         dictionary = search.dictionary
         self.eos, self.pad, self.unk = dictionary.eos(), dictionary.pad(), dictionary.unk()

@@ -163,9 +163,8 @@ def joined(source: str, parts: list[Translation], options: "Options") -> Transla
     if len(parts) == 1:
         return replace(parts[0], source=source)
     number = min((len(part.hypotheses) for part in parts), default=options.nbest)
-    hypotheses = [
-        _concatenated([part.hypotheses[n] for part in parts], options.lenpen) for n in range(number)
-    ]
+    of_rank = ([part.hypotheses[n] for part in parts] for n in range(number))
+    hypotheses = [_concatenated(each, options.lenpen) for each in of_rank]
     return Translation(
         source,
         hypotheses,
