@@ -116,7 +116,7 @@ def killed_while_publishing(moment: str, arguments):
 
     def replace(source, target):
         if str(target).endswith("checkpoint_last-rank-1.pt") and str(source).endswith(
-            sharded_checkpoints.PENDING
+            sharded_checkpoints.io.PENDING
         ):
             count[0] += 1
             if count[0] == 5:

@@ -9,22 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from smoe_fairseq.checkpoints.io import (
-    DICTIONARIES,
-    PENDING,
-    files_read,
-    rank_of,
-    set_name,
-    values_of,
-)
-from smoe_fairseq.checkpoints.sets import (
-    UNSET,
-    add_output_arguments,
-    check_output,
-    place_of,
-    weights_of,
-    write_converted,
-)
+from smoe_fairseq.checkpoints import io, sets
 from smoe_fairseq.errors import UsageError
 
 # Suffix of counts that go on with updates: of --moe-balance bias and of gates that learn by counts.
@@ -58,7 +43,7 @@ def average(paths: Sequence[Path]) -> dict:
     sums, owners, first = {}, {}, None
     for path in tqdm(paths, "average", unit=" checkpoints"):
         state = None  # frees the previous one before the next is read
-        state = weights_of(path)
+        state = sets.weights_of(path)
         if first is None:
             first = _outline(state)
         else:
@@ -81,9 +66,11 @@ def _add(sums: dict, owners: dict, path: Path, model: Mapping) -> None:
     """
     if not owners:
         places = {}
-        owners.update({name: places.setdefault(place_of(t), name) for name, t in model.items()})
+        owners.update(
+            {name: places.setdefault(sets.place_of(t), name) for name, t in model.items()}
+        )
     for name, owner in owners.items():
-        if owner != name and place_of(model[name]) != place_of(model[owner]):
+        if owner != name and sets.place_of(model[name]) != sets.place_of(model[owner]):
             sums[name] = sums[owner].clone()  # tied in the files before this one alone
             owners[name] = name
     for name, tensor in model.items():
@@ -101,20 +88,20 @@ def _add(sums: dict, owners: dict, path: Path, model: Mapping) -> None:
 
 
 def _mean(name: str, total: Tensor, count: int, like: Tensor) -> Tensor:
-    if name.endswith(UNSET) or not like.is_floating_point():
+    if name.endswith(sets.UNSET) or not like.is_floating_point():
         return like
     return (total / count).to(torch.promote_types(like.dtype, torch.float32))
 
 
 def _outline(state: Mapping) -> dict:
     """What checkpoints have to have in common: (what, value), and their dictionaries."""
-    options = values_of((state.get("cfg") or {}).get("model") or state.get("args"))
+    options = io.values_of((state.get("cfg") or {}).get("model") or state.get("args"))
     return {
         "tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in state["model"].items()},
         "settings": {
             f"the setting {n}": str(options[n]) for n in sorted(_SETTINGS) if n in options
         },
-        "dictionaries": state.get(DICTIONARIES),
+        "dictionaries": state.get(io.DICTIONARIES),
     }
 
 
@@ -144,14 +131,16 @@ def add_average_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--last", type=int, metavar="N", help="average the N newest of the folder")
     words = "with --last: checkpoints of epochs, or of every N updates; default: the kind there is"
     parser.add_argument("--by", choices=sorted(KINDS), help=words)
-    add_output_arguments(parser)
+    sets.add_output_arguments(parser)
 
 
 def run_average(args: Namespace) -> None:
     paths = chosen(args.paths, args.last, args.by)
-    check_output([file for path in paths for file in files_read(path)], [args.output], args.force)
+    sets.check_output(
+        [file for path in paths for file in io.files_read(path)], [args.output], args.force
+    )
     state = average(paths)
-    write_converted(state, args.output, args.force)
+    sets.write_converted(state, args.output, args.force)
     print(f"{args.output}: mean of {len(paths)} checkpoints, {paths[0]} to {paths[-1].name}")
     if any(name.endswith(COUNTS) for name in state["model"]):
         print(f"the experts' counts (*{COUNTS}), which are whole numbers, are those of {paths[-1]}")
@@ -181,8 +170,8 @@ def _named(paths: Sequence[Path]) -> list[Path]:
     """Each checkpoint once, also where a shell's ``*`` names all files of a set."""
     found = []
     for path in paths:
-        is_rank = rank_of(path) is not None
-        name = set_name(path) if is_rank else path
+        is_rank = io.rank_of(path) is not None
+        name = io.set_name(path) if is_rank else path
         if name in found and not is_rank:
             raise UsageError(f"{path} is named twice: it would count twice")
         if name not in found:
@@ -193,7 +182,9 @@ def _named(paths: Sequence[Path]) -> list[Path]:
 
 
 def _newest(folder: Path, last: int, by: str | None) -> list[Path]:
-    names = {set_name(file).name for file in folder.iterdir() if file.suffix in (".pt", PENDING)}
+    names = {
+        io.set_name(file).name for file in folder.iterdir() if file.suffix in (".pt", io.PENDING)
+    }
     found = {
         kind: {int(m[1]): folder / name for name in names if (m := pattern.fullmatch(name))}
         for kind, pattern in KINDS.items()

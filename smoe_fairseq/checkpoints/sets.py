@@ -10,23 +10,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from smoe_fairseq.checkpoints.io import (
-    PENDING,
-    RECORD,
-    Record,
-    check_finite,
-    check_set,
-    newest_whole,
-    open_checkpoint,
-    pending,
-    rank_file,
-    rank_files,
-    rank_of,
-    record_of,
-    set_name,
-)
+from smoe_fairseq.checkpoints import io
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import whole_file, whole_files
+from smoe_fairseq.files import rank_files, whole_file, whole_files
 from smoe_fairseq.modules.parallel import Placement
 
 MOST_PROCESSES = 10_000
@@ -49,13 +35,13 @@ class Shards:
 
     def __init__(self, files: list[Path], optimizer_state: bool = True):
         self.files = files
-        self.states = [open_checkpoint(file) for file in files]
+        self.states = [io.open_checkpoint(file) for file in files]
         if not optimizer_state:
             for state in self.states:
                 state.pop(OPTIMIZER, None)
         states = dict(zip(files, self.states, strict=True))
-        records = {file: Record.of(state, file) for file, state in states.items()}
-        check_set(records)
+        records = {file: io.Record.of(state, file) for file, state in states.items()}
+        io.check_set(records)
         self.record = records[files[0]]
         for file, state in states.items():
             self._check_parts(file, state)
@@ -66,17 +52,19 @@ class Shards:
 
         Of a run that was killed while it saved, the newest files that belong together are taken.
         """
-        name = set_name(path)
-        files, waiting = rank_files(name), rank_files(name, PENDING)
+        name = io.set_name(path)
+        files, waiting = rank_files(name), rank_files(name, io.PENDING)
         if not files and not waiting:
             return cls([path], optimizer_state)
-        if path.exists() and rank_of(path) is None:
-            raise UsageError(f"{path} and {rank_file(name, 0)} both exist: move one of them away")
+        if path.exists() and io.rank_of(path) is None:
+            raise UsageError(
+                f"{path} and {io.rank_file(name, 0)} both exist: move one of them away"
+            )
         there = files.keys() | waiting.keys()
         for rank in range(len(there)):
             if rank not in there:
-                raise UsageError(f"{rank_file(name, rank)} is missing")
-        chosen = [files.get(rank, rank_file(name, rank)) for rank in range(len(there))]
+                raise UsageError(f"{io.rank_file(name, rank)} is missing")
+        chosen = [files.get(rank, io.rank_file(name, rank)) for rank in range(len(there))]
         return cls(_newest_set(chosen) if waiting else chosen, optimizer_state)
 
     def _check_parts(self, file: Path, state: dict) -> None:
@@ -209,16 +197,16 @@ class Shards:
         if iterator and "ranks" not in iterator:  # of an earlier version, in batches of each rank
             batches = iterator["iterations_in_epoch"] * len(self.files) // place.world_size
             extra["train_iterator"] = {**iterator, "iterations_in_epoch": batches}
-        state[RECORD] = {**state[RECORD], "world_size": place.world_size, "rank": place.rank}
+        state[io.RECORD] = {**state[io.RECORD], "world_size": place.world_size, "rank": place.rank}
         return state
 
 
 def _newest_set(files: list[Path]) -> list[Path]:
     choices = [
-        {record.save: path for path in (file, pending(file)) if (record := record_of(path))}
+        {record.save: path for path in (file, io.pending(file)) if (record := io.record_of(path))}
         for file in files
     ]
-    newest = newest_whole(choices)
+    newest = io.newest_whole(choices)
     return files if newest is None else [choice[newest] for choice in choices]
 
 
@@ -241,16 +229,16 @@ def weights_of(path: Path) -> dict:
     Raises:
         UsageError: it is missing, damaged, or no whole set; or `check_tensors` refuses its model.
     """
-    name = set_name(path)
-    is_set = rank_of(path) is not None or rank_files(name) or rank_files(name, PENDING)
-    if is_set or Record.of(open_checkpoint(path), path) is not None:
+    name = io.set_name(path)
+    is_set = io.rank_of(path) is not None or rank_files(name) or rank_files(name, io.PENDING)
+    if is_set or io.Record.of(io.open_checkpoint(path), path) is not None:
         shards = Shards.open(path, optimizer_state=False)
         for state in shards.states:
             state["extra_state"] = _without(state["extra_state"], EMA)
             check_tensors(path, state["model"])
         shards.check_agreement()
         return shards.state_for(Placement(shards.record.num_experts))
-    state = _without(open_checkpoint(path), (OPTIMIZER,))
+    state = _without(io.open_checkpoint(path), (OPTIMIZER,))
     check_tensors(path, state["model"])
     return {**state, "extra_state": _without(state.get("extra_state", {}), EMA)}
 
@@ -265,7 +253,7 @@ def check_tensors(path: Path, model: Mapping) -> None:
         # An expanded tensor could stand for more numbers than any memory holds.
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise UsageError(f"{path}: {name} is larger than its content")
-    check_finite(path, ((name, t) for name, t in model.items() if not name.endswith(UNSET)))
+    io.check_finite(path, ((name, t) for name, t in model.items() if not name.endswith(UNSET)))
 
 
 def place_of(tensor: Tensor) -> tuple:
@@ -336,8 +324,10 @@ def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> lis
             places = [Placement(num_experts, world_size, rank) for rank in range(world_size)]
     except ValueError as error:
         raise UsageError(f"--world-size {world_size}: {error}") from None
-    files = [output] if world_size == 1 else [rank_file(output, rank) for rank in range(world_size)]
-    found = [*rank_files(output).values(), *rank_files(output, PENDING).values()]
+    files = (
+        [output] if world_size == 1 else [io.rank_file(output, rank) for rank in range(world_size)]
+    )
+    found = [*rank_files(output).values(), *rank_files(output, io.PENDING).values()]
     read = {file.resolve() for file in shards.files}
     if world_size == 1 and any(file.resolve() in read for file in found):
         raise UsageError(f"--output: {output} is the name of the set that is read; choose another")
@@ -365,11 +355,11 @@ def add_consolidate_arguments(parser: ArgumentParser) -> None:
 
 
 def run_consolidate(args: Namespace) -> None:
-    name = set_name(args.path)
-    if not rank_files(name) and not rank_files(name, PENDING):
-        raise UsageError(f"{rank_file(name, 0)} is missing: {name} stands for no set")
+    name = io.set_name(args.path)
+    if not rank_files(name) and not rank_files(name, io.PENDING):
+        raise UsageError(f"{io.rank_file(name, 0)} is missing: {name} stands for no set")
     # By the file of rank 0, since an older checkpoint of the plain name may lie beside it.
-    shards = Shards.open(rank_file(name, 0), args.optimizer_state)
+    shards = Shards.open(io.rank_file(name, 0), args.optimizer_state)
     write_set(shards, args.output, 1, args.force)
     numbers = " or ".join(map(str, shards.record.numbers_of_experts))
     ranks, update = len(shards.files), shards.record.num_updates

@@ -7,26 +7,13 @@ from pathlib import Path
 
 from fairseq import checkpoint_utils
 
-from smoe_fairseq.checkpoints.io import (
-    PENDING,
-    Record,
-    check_set,
-    content_of,
-    difference,
-    newest_whole,
-    open_checkpoint,
-    pending,
-    rank_file,
-    rank_files,
-    rank_of,
-    record_of,
-    set_name,
-)
+from smoe_fairseq.checkpoints import io
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import rank_files
 from smoe_fairseq.models.transformer import first_block
 from smoe_fairseq.modules.parallel import Placement
-from smoe_fairseq.training.launch import all_gather, broadcast, folder_identity, is_distributed
+from smoe_fairseq.training import launch
 
 
 @replaces("fairseq.checkpoint_utils:save_checkpoint")
@@ -46,9 +33,9 @@ def save_sets(original, cfg, trainer, epoch_itr, val_loss):
 
 def _check_folder(save_dir: str, trainer) -> None:
     """Raise UsageError, on all ranks, if the first one has saved in another folder than at the start."""
-    began, now = getattr(trainer, "folder", None), folder_identity(save_dir)
+    began, now = getattr(trainer, "folder", None), launch.folder_identity(save_dir)
     moved = began is not None and now not in (began, None)
-    if broadcast(moved) if is_distributed() else moved:
+    if launch.broadcast(moved) if launch.is_distributed() else moved:
         raise UsageError(
             f"{save_dir} was moved while training: update {trainer.get_num_updates()} is in a new folder of "
             "that name; put its checkpoints into the old one, and that back, to go on"
@@ -64,17 +51,17 @@ def _sets(trainer):
     class PublishedPaths(paths):
         @staticmethod
         def copy(source, target, overwrite=False):
-            paths.copy(source, str(pending(target)), overwrite)
+            paths.copy(source, str(io.pending(target)), overwrite)
             publish(target)
             return True
 
     def checkpoint_paths(path, pattern=r"checkpoint(\d+)\.pt", keep_match=False):
         # fairseq decides by the existing files what to save and remove. A run that was killed while
         # removing files may have left different ones on different ranks, so rank 0's list counts.
-        found = broadcast(listed(path, pattern, keep_match) if rank == 0 else None)
+        found = launch.broadcast(listed(path, pattern, keep_match) if rank == 0 else None)
 
         def own(file: str) -> str:
-            return os.path.join(path, rank_file(set_name(file), rank).name)
+            return os.path.join(path, io.rank_file(io.set_name(file), rank).name)
 
         return (
             [(own(file), match) for file, match in found] if keep_match else list(map(own, found))
@@ -82,7 +69,7 @@ def _sets(trainer):
 
     checkpoint_utils.PathManager = PublishedPaths
     checkpoint_utils.checkpoint_paths = checkpoint_paths
-    trainer.save_name = broadcast(new_save_name())
+    trainer.save_name = launch.broadcast(new_save_name())
     try:
         yield
     finally:
@@ -97,12 +84,12 @@ def new_save_name() -> str:
 
 def publish(path: str) -> None:
     """Rename the pending file to ``path`` when all ranks have written theirs. A collective call."""
-    with open(pending(path), "rb") as file:
+    with open(io.pending(path), "rb") as file:
         os.fsync(file.fileno())
-    names = {set_name(each).name for each in all_gather(path)}
+    names = {io.set_name(each).name for each in launch.all_gather(path)}
     if len(names) > 1:
         raise UsageError(f"the processes save different files: {', '.join(sorted(names))}")
-    os.replace(pending(path), path)
+    os.replace(io.pending(path), path)
 
 
 def recover(folder: Path, place: Placement) -> None:
@@ -111,29 +98,29 @@ def recover(folder: Path, place: Placement) -> None:
     A collective call. Files of a set for another number of ranks are not touched.
     """
     own = [
-        set_name(file).name
-        for file in (folder.glob(f"*{PENDING}") if folder.is_dir() else ())
-        if rank_of(file) == place.rank
+        io.set_name(file).name
+        for file in (folder.glob(f"*{io.PENDING}") if folder.is_dir() else ())
+        if io.rank_of(file) == place.rank
     ]
-    for name in sorted({name for names in all_gather(own) for name in names}):
-        file = rank_file(folder / name, place.rank)
+    for name in sorted({name for names in launch.all_gather(own) for name in names}):
+        file = io.rank_file(folder / name, place.rank)
         final = waiting = unreadable = None
         try:
-            final, waiting = record_of(file), record_of(pending(file))
+            final, waiting = io.record_of(file), io.record_of(io.pending(file))
         except UsageError as error:  # not for its content, so that nothing is to be removed
             unreadable = str(error)
-        if unreadable := next(filter(None, all_gather(unreadable)), None):
+        if unreadable := next(filter(None, launch.all_gather(unreadable)), None):
             raise UsageError(unreadable)
-        found = all_gather([record for record in (final, waiting) if record])
+        found = launch.all_gather([record for record in (final, waiting) if record])
         if any(r.world_size != place.world_size for records in found for r in records):
             continue
-        newest = newest_whole([{r.save for r in records} for records in found])
-        if newest is None and len(set(all_gather(final and final.save))) > 1:
+        newest = io.newest_whole([{r.save for r in records} for records in found])
+        if newest is None and len(set(launch.all_gather(final and final.save))) > 1:
             continue  # no set is complete: the user decides which files to keep
         if newest and waiting and waiting.save == newest and not (final and final.save == newest):
-            os.replace(pending(file), file)
+            os.replace(io.pending(file), file)
         else:
-            pending(file).unlink(missing_ok=True)
+            io.pending(file).unlink(missing_ok=True)
     for half_written in folder.glob(f"*-rank-{place.rank}.pt*.tmp") if folder.is_dir() else ():
         half_written.unlink()
 
@@ -150,8 +137,8 @@ def load_sets(original, cfg, trainer, **passed_on):
     if place is not None:
         folder = Path(cfg.save_dir)
         recover(folder, place)
-        last = rank_file(folder / DEFAULT, place.rank)
-        there = all_gather((str(last), last.exists(), record_of(last)))
+        last = io.rank_file(folder / DEFAULT, place.rank)
+        there = launch.all_gather((str(last), last.exists(), io.record_of(last)))
         if cfg.restore_file == DEFAULT and len({exists for _, exists, _ in there}) > 1:
             for file, _, record in there:
                 _check_world_size(file, folder / DEFAULT, place, record)
@@ -170,7 +157,9 @@ def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
     if place is None:
         if first_block(trainer.get_model()) is not None:
             _check_unsharded(trainer, path)
-    elif rank_of(path) is None:  # as --finetune-from-model may name it: each process takes its own
+    elif (
+        io.rank_of(path) is None
+    ):  # as --finetune-from-model may name it: each process takes its own
         if path.exists() and not reset_optimizer:
             raise UsageError(f"{path} is of one process: divide it first with smoe reshard")
     else:
@@ -180,9 +169,9 @@ def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
 def check_dictionaries(trainer, path: Path) -> None:
     """Raise UsageError if the checkpoint was trained with other dictionaries of the same size."""
     loads = trainer.expert_placement is not None or trainer.data_parallel_rank == 0
-    found = difference(path, content_of(path), trainer.task) if loads else None
-    if is_distributed():
-        found = next(filter(None, all_gather(found)), None)
+    found = io.difference(path, io.content_of(path), trainer.task) if loads else None
+    if launch.is_distributed():
+        found = next(filter(None, launch.all_gather(found)), None)
     if found:
         raise UsageError(found)
 
@@ -197,12 +186,12 @@ def _check_unsharded(trainer, path: Path) -> None:
             f"{files[min(files)]} is of {len(files)} processes: resume with as many and --expert-parallel, "
             f"or make one file with smoe reshard {path} --world-size 1 --output {path}"
         )
-    record = record_of(path)
+    record = io.record_of(path)
     if record is not None and record.world_size > 1:
         raise UsageError(f"{path} is 1 of {record.world_size} files of a set: use smoe consolidate")
 
 
-def _check_world_size(file: str, name: Path, place, record: Record | None) -> None:
+def _check_world_size(file: str, name: Path, place, record: io.Record | None) -> None:
     if record is not None and record.world_size != place.world_size:
         raise UsageError(
             f"{file} is of a set for {record.world_size} processes: make one for {place.world_size} with "
@@ -215,11 +204,13 @@ def _check_sharded(trainer, path: Path, place) -> None:
     found = None
     if path.exists():
         try:
-            found = Record.of(open_checkpoint(path)) or "it does not say whose experts it holds"
+            found = (
+                io.Record.of(io.open_checkpoint(path)) or "it does not say whose experts it holds"
+            )
         except UsageError as error:
             found = str(error)
-    everyones = all_gather((str(path), found))
-    name = set_name(everyones[0][0])
+    everyones = launch.all_gather((str(path), found))
+    name = io.set_name(everyones[0][0])
     if all(record is None for _, record in everyones):
         return _check_nothing(trainer, everyones[0][0])
     for file, record in everyones:
@@ -229,14 +220,14 @@ def _check_sharded(trainer, path: Path, place) -> None:
     for file, record in everyones:
         if record is None:
             raise UsageError(f"{file} is missing: {name} is incomplete")
-    check_set({Path(file): record for file, record in everyones})
+    io.check_set({Path(file): record for file, record in everyones})
 
 
 def _check_nothing(trainer, path: str) -> None:
     """No rank has a file: this is a new run, unless the user asked to resume."""
-    name = set_name(path)
-    if rank_of(name) is not None:
-        raise UsageError(f"{name} is the file of one rank: expected {set_name(name)}")
+    name = io.set_name(path)
+    if io.rank_of(name) is not None:
+        raise UsageError(f"{name} is the file of one rank: expected {io.set_name(name)}")
     if name.exists():
         raise UsageError(
             f"{name} is of one process: divide it with smoe reshard {name} --world-size "

@@ -29,30 +29,8 @@ from smoe_fairseq.models.transformer import (
     placement_of,
 )
 from smoe_fairseq.modules.experts import cast_once
-from smoe_fairseq.training import screen
+from smoe_fairseq.training import launch, program, screen, sharded_checkpoints
 from smoe_fairseq.training.gradients import ExpertNorm
-from smoe_fairseq.training.launch import (
-    KNOWS_EXPERTS,
-    check_data,
-    check_flags,
-    check_language_pairs,
-    check_options,
-    folder_identity,
-    hold_folder,
-)
-from smoe_fairseq.training.program import (
-    EARLY_STOP,
-    change,
-    early_stop,
-    save_if_validation_fails,
-    set_early_stop,
-)
-from smoe_fairseq.training.sharded_checkpoints import (
-    check_dictionaries,
-    check_files,
-    new_save_name,
-    publish,
-)
 from smoe_fairseq.training.subword_sampling import sample_subwords
 from smoe_fairseq.training.translations import score_by_translations
 
@@ -106,8 +84,8 @@ class SMoETrainer(Trainer):
     """
 
     def __init__(self, cfg, task, model, *others, **options):
-        check_flags(cfg, task)
-        check_language_pairs(cfg, model)
+        launch.check_flags(cfg, task)
+        launch.check_language_pairs(cfg, model)
         if cfg.optimization.use_bmuf and (flag := learns_by_updates([model])):
             raise UsageError(f"{flag} with --use-bmuf: gates would differ between ranks")
         self.expert_placement = place = placement_of(model)
@@ -115,16 +93,16 @@ class SMoETrainer(Trainer):
         self.in_update = self.lacks_memory = False
         self.skipped, self.known_logs = 0, []
         if place is not None:
-            check_options(cfg)
+            launch.check_options(cfg)
             with open_dict(cfg):
                 cfg.checkpoint.checkpoint_suffix += f"-rank-{place.rank}"
                 cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         super().__init__(cfg, task, model, *others, **options)
-        hold_folder(self.cfg.checkpoint)
-        self.folder = folder_identity(self.cfg.checkpoint.save_dir)
-        set_early_stop({})
-        change("get_valid_stats", score_by_translations)
-        change("validate", save_if_validation_fails)
+        launch.hold_folder(self.cfg.checkpoint)
+        self.folder = launch.folder_identity(self.cfg.checkpoint.save_dir)
+        program.set_early_stop({})
+        program.change("get_valid_stats", score_by_translations)
+        program.change("validate", program.save_if_validation_fails)
         if alpha := getattr(self.get_criterion(), "subword_sampling", 0):
             most = resolve_max_positions(
                 task.max_positions(), self.get_model().max_positions(), cfg.dataset.max_tokens
@@ -159,7 +137,7 @@ class SMoETrainer(Trainer):
         cfg["checkpoint"] = {**cfg["checkpoint"], "checkpoint_suffix": ""}
         named = [*self.get_model().named_parameters(), *self.get_criterion().named_parameters()]
         state[RECORD] = Record(
-            save=self.save_name or new_save_name(),
+            save=self.save_name or sharded_checkpoints.new_save_name(),
             num_updates=self.get_num_updates(),
             num_experts=place.num_experts,
             other_layers={
@@ -186,13 +164,13 @@ class SMoETrainer(Trainer):
 
     def save_checkpoint(self, filename, extra_state):
         """As fairseq's; with sharded experts, a collective call of all ranks."""
-        extra_state = {**extra_state, EARLY_STOP: early_stop()}
+        extra_state = {**extra_state, program.EARLY_STOP: program.early_stop()}
         if self.expert_placement is None:
             super().save_checkpoint(filename, extra_state)
             screen.after_save(self.get_num_updates(), extra_state)
         elif self.save_name is not None:
             super().save_checkpoint(str(pending(filename)), extra_state)
-            publish(filename)
+            sharded_checkpoints.publish(filename)
             screen.after_save(self.get_num_updates(), extra_state)
         else:  # crash.pt, perhaps of this rank alone, so it must not wait for others
             path, ending = os.path.splitext(filename)
@@ -201,8 +179,8 @@ class SMoETrainer(Trainer):
 
     def load_checkpoint(self, filename, reset_optimizer=False, *rest, reset_meters=False, **more):
         """As fairseq's, after checking the files. A finished run with experts trains nothing more."""
-        check_files(self, Path(filename), reset_optimizer)
-        check_dictionaries(self, Path(filename))
+        sharded_checkpoints.check_files(self, Path(filename), reset_optimizer)
+        sharded_checkpoints.check_dictionaries(self, Path(filename))
         with naming_file(filename, f"its state, which {RESETS} leave out,"):
             try:
                 extra_state = super().load_checkpoint(
@@ -216,7 +194,7 @@ class SMoETrainer(Trainer):
             self._check_loaded(filename, reset_optimizer)
             # --finetune-from-model resets both here, not in the flags; fairseq's best score is the same.
             if not (reset_optimizer or reset_meters):
-                set_early_stop(extra_state.get(EARLY_STOP, {}))
+                program.set_early_stop(extra_state.get(program.EARLY_STOP, {}))
         optimization = self.cfg.optimization
         if 0 < optimization.max_update <= self.get_num_updates() and first_block(self.get_model()):
             # fairseq checks --max-update only after an update, so it would make one more.
@@ -247,7 +225,7 @@ class SMoETrainer(Trainer):
     def get_train_iterator(self, *arguments, **options):
         """As fairseq's; raises UsageError if ranks have different data."""
         iterator = super().get_train_iterator(*arguments, **options)
-        check_data(self.cfg.dataset.train_subset, iterator.dataset)
+        launch.check_data(self.cfg.dataset.train_subset, iterator.dataset)
         return iterator
 
     def train_step(self, samples, *others, **options):
@@ -364,7 +342,7 @@ class SMoETrainer(Trainer):
         waiting = {  # other ranks, for this one's tokens, counts or gradients
             "--expert-parallel": self.expert_placement is not None,
             "--moe-balance-over update": any(b.balance_over == "update" for b in blocks),
-            f"--ddp-backend {back_end}": self.in_update and back_end not in KNOWS_EXPERTS,
+            f"--ddp-backend {back_end}": self.in_update and back_end not in launch.KNOWS_EXPERTS,
         }
         name = next((flag for flag, waits in waiting.items() if waits), None)
         if name and self.data_parallel_world_size > 1:
