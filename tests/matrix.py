@@ -194,7 +194,7 @@ def table(results: dict[str, dict]) -> str:
         cells += [row[key] for key in ("passed", "failed", "skipped")]
         cells += [f"{row['size_gb']:.1f} GB", row["date"], row["commit"]]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-        failures += [f"- {name}:\n  `{failure}`" for failure in row["failures"]]
+        failures += [f"- {name}: `{failure}`" for failure in row["failures"]]
     if failures:
         lines += ["", "Failed:", "", *failures]
     return "\n".join(lines) + "\n"
