@@ -56,6 +56,8 @@ def one_line(error: BaseException) -> str | None:
         if error.errno in NO_ROOM:
             return f"{error.filename or _place()} cannot be written: {error.strerror}"
         return printable(f"{error.filename}: {error.strerror}")
+    if isinstance(error, FileNotFoundError) and not error.errno:  # fairseq's, such as of --user-dir
+        return printable(f"{said}: No such file or directory")
     if type(error) is Exception and said:
         return printable(said)
     if not _is_of_input(error):

@@ -190,6 +190,7 @@ def test_a_record_of_experts_that_is_damaged(recorded, tmp_path, key, value):
 
 
 def test_names_are_shown_with_neither_line_ends_nor_orders_to_a_terminal():
+    assert one_line(FileNotFoundError("/no/dir")).startswith("/no/dir: ")
     line = one_line(UsageError("a\nb\x1b[31m" + "x" * 100_000))
     assert line.startswith(r"a\nb\x1b[31m") and line.isprintable() and len(line) < 400
 

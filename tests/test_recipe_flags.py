@@ -73,7 +73,7 @@ def test_a_study_refuses_at_once_what_its_runs_would(tmp_path, flag, value):
     refused(dry(tmp_path, "study", "multi30k", "moe", flag, value), f"{flag} {value}")
 
 
-@pytest.mark.parametrize("flag", ["--path", "--results-path", "--gen-subset", "-s"])
+@pytest.mark.parametrize("flag", ["--path", "--results-path", "--langs", "-s"])
 def test_what_an_evaluation_sets_is_not_given(tmp_path, flag):
     named = "--source-lang" if flag == "-s" else flag
     refused(dry(tmp_path, "evaluate", "multi30k", "moe", flag, "x"), named)

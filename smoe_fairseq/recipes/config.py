@@ -64,7 +64,7 @@ def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
 
 
 # Flags of fairseq-generate that an evaluation sets.
-OF_RECIPE = {"path", "results-path", "gen-subset", "source-lang", "target-lang"}
+OF_RECIPE = {"path", "results-path", "gen-subset", "source-lang", "target-lang", "langs"}
 _OTHER_NAMES = {
     **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
     **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},
