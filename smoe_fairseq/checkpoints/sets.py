@@ -357,7 +357,8 @@ def add_consolidate_arguments(parser: ArgumentParser) -> None:
 def run_consolidate(args: Namespace) -> None:
     name = io.set_name(args.path)
     if not rank_files(name) and not rank_files(name, io.PENDING):
-        raise UsageError(f"{io.rank_file(name, 0)} is missing: {name} stands for no set")
+        inside = ", as DIR/checkpoint_best.pt does" * name.is_dir()
+        raise UsageError(f"{io.rank_file(name, 0)} is missing: {name} stands for no set{inside}")
     # By the file of rank 0, since an older checkpoint of the plain name may lie beside it.
     shards = Shards.open(io.rank_file(name, 0), args.optimizer_state)
     write_set(shards, args.output, 1, args.force)

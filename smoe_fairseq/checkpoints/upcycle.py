@@ -55,10 +55,16 @@ def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
     state = weights_of(path)
     options = transformer_options(path, state) | dict(moe_options)
     _check(path, SMoETransformerConfig(**options))
-    target = target_model(path, options, state["model"]).state_dict()
+    try:
+        target = target_model(path, options, state["model"]).state_dict()
+    except UsageError as error:  # of the flags, since the checkpoint's own settings are read above
+        raise error.__cause__ if isinstance(error.__cause__, UsageError) else error from None
     size, memory = 4 * sum(map(Tensor.numel, target.values())), machine_memory()
     if memory is not None and size > memory:
-        raise UsageError(f"the model would have {size:,} bytes, and the memory has {memory:,}")
+        raise UsageError(
+            f"the model would have {size:,} bytes, and the memory has {memory:,}; expected fewer experts "
+            "(--smoe-strata, --moe-freq)"
+        )
     scale = options.get("moe_gate_init_scale", SMoETransformerConfig.moe_gate_init_scale)
     state["model"] = _weights(state["model"], target, scale, noise)
     return with_model_options(state, options)
