@@ -13,15 +13,10 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 )
 from fairseq.models import ARCH_CONFIG_REGISTRY
 
+from smoe_fairseq.checkpoints import sets
 from smoe_fairseq.checkpoints.huggingface import FILES, is_export, task_of, write_huggingface
 from smoe_fairseq.checkpoints.io import files_read, values_of
 from smoe_fairseq.checkpoints.model import STOCK, model_values, transformer_options
-from smoe_fairseq.checkpoints.sets import (
-    add_file_arguments,
-    check_output,
-    weights_of,
-    write_converted,
-)
 from smoe_fairseq.checkpoints.tensors import config_file, write_safetensors
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import whole_folder
@@ -39,7 +34,7 @@ def as_stock(path: Path) -> dict:
     Raises:
         UsageError: it is another model, has experts, or cannot be read.
     """
-    state = weights_of(path)
+    state = sets.weights_of(path)
     if model_values(path, state)[0] == STOCK:
         raise UsageError(f"{path} holds fairseq's transformer already; expected a smoe_transformer")
     if not state.get("cfg"):
@@ -134,7 +129,7 @@ _WRITTEN = {
 
 
 def add_export_arguments(parser: ArgumentParser) -> None:
-    add_file_arguments(
+    sets.add_file_arguments(
         parser,
         "a checkpoint, one of --expert-parallel by its name without -rank-N; or a run, for huggingface",
         "file to write; a folder for ctranslate2 and huggingface",
@@ -173,7 +168,7 @@ def run_export(args: Namespace) -> None:
         if args.to == "safetensors" and output.suffix == ".json":
             raise UsageError(f"--output {output}: the options get this name; expected .safetensors")
         files = [output, config_file(output)] if args.to == "safetensors" else [output]
-        check_output(read, files, args.force)
+        sets.check_output(read, files, args.force)
     with quietly():
         if args.to == "huggingface":
             write_huggingface(path, output, args.force, args.fp16, args.data)
@@ -182,5 +177,5 @@ def run_export(args: Namespace) -> None:
         elif args.to == "safetensors":
             write_safetensors(path, output, args.force, args.fp16)
         else:
-            write_converted(as_stock(path), output, args.force)
+            sets.write_converted(as_stock(path), output, args.force)
     print(f"{output}: {_WRITTEN[args.to].format(options=config_file(output))}")

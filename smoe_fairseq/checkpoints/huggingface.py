@@ -18,12 +18,7 @@ from smoe_fairseq.compat.patches_training import STOCK_LAYER_COPIES
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, whole_folder
 from smoe_fairseq.forms import IDENTITY, SCORES, read_json
-from smoe_fairseq.models.hub import (
-    checked_subwords,
-    checkpoint_of,
-    data_of,
-    knowing_direction,
-)
+from smoe_fairseq.models import hub
 from smoe_fairseq.models.options import SMoETransformerConfig
 
 WEIGHTS = "model.safetensors"
@@ -55,7 +50,7 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
     """
     from transformers import GenerationConfig
 
-    path = checkpoint_of(run) if run.is_dir() else run
+    path = hub.checkpoint_of(run) if run.is_dir() else run
     state = weights_of(path)
     task = task_of(path, state, data)
     config = _config_of(path, state, task)
@@ -104,13 +99,13 @@ def task_of(path: Path, state: Mapping, given: Path | None):
             raise UsageError(f"{path}: --{option} {kind} is not supported; expected sentencepiece")
     if values.get("lang_tok_replacing_bos_eos"):
         raise UsageError(f"{path}: --lang-tok-replacing-bos-eos has no place there")
-    data = data_of(path, str(values.get("data") or ""), given)
+    data = hub.data_of(path, str(values.get("data") or ""), given)
     values = {**values, "_name": name, "data": data}
     if isinstance(saved, Namespace):
         options = Namespace(**{"task": name, **values})
     else:
         options = OmegaConf.create(values)
-    with knowing_direction(data, f"the data that {path} was trained with"):
+    with hub.knowing_direction(data, f"the data that {path} was trained with"):
         task = tasks.setup_task(options)
     rows, words = state["model"].get("encoder.embed_tokens.weight", ()), task.source_dictionary
     if sentence := difference(path, state, task):
@@ -186,7 +181,7 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
             files[name] = folder / file
     args = getattr(task, "args", None)
     data = str((args or task.cfg).data).split(":")[0]
-    if subwords := checked_subwords(data, task.source_dictionary):
+    if subwords := hub.checked_subwords(data, task.source_dictionary):
         (folder / "spm.model").write_bytes(read_plain(subwords))
         files["sp_model_file"] = folder / "spm.model"
     languages = {}

@@ -12,6 +12,7 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from torch import Tensor
 
+from smoe_fairseq.checkpoints import sets
 from smoe_fairseq.checkpoints.average import COUNTS
 from smoe_fairseq.checkpoints.io import files_read
 from smoe_fairseq.checkpoints.model import (
@@ -22,12 +23,6 @@ from smoe_fairseq.checkpoints.model import (
     target_model,
     transformer_options,
     with_model_options,
-)
-from smoe_fairseq.checkpoints.sets import (
-    add_file_arguments,
-    check_output,
-    weights_of,
-    write_converted,
 )
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.host_memory import machine_memory
@@ -52,7 +47,7 @@ def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
     Raises:
         UsageError: the checkpoint or the options do not go with it.
     """
-    state = weights_of(path)
+    state = sets.weights_of(path)
     options = transformer_options(path, state) | dict(moe_options)
     _check(path, SMoETransformerConfig(**options))
     try:
@@ -132,7 +127,7 @@ def _copies(tensor: Tensor, number: int, noise: float) -> Tensor:
 
 def add_upcycle_arguments(parser: ArgumentParser) -> None:
     read = "checkpoint of a dense pre-norm transformer, ours or fairseq's"
-    add_file_arguments(parser, read, metavar="DENSE.pt")
+    sets.add_file_arguments(parser, read, metavar="DENSE.pt")
     words = "standard deviation of noise added to experts' weights, relative to theirs; default: 0"
     parser.add_argument("--noise", type=float, default=0.0, help=words)
     words = "random seed of gates and noise; default: 1"
@@ -153,7 +148,7 @@ def add_upcycle_arguments(parser: ArgumentParser) -> None:
 def run_upcycle(args: Namespace) -> None:
     if not (args.noise >= 0 and math.isfinite(args.noise)):
         raise UsageError(f"--noise {args.noise}: expected 0 or a positive number, such as 0.01")
-    check_output(files_read(args.path), [args.output], args.force)
+    sets.check_output(files_read(args.path), [args.output], args.force)
     given = {
         name: v
         for name, v in vars(args).items()
@@ -162,7 +157,7 @@ def run_upcycle(args: Namespace) -> None:
     with quietly():
         torch.manual_seed(args.seed)
         state = upcycle(args.path, given, args.noise)
-        write_converted(state, args.output, args.force)
+        sets.write_converted(state, args.output, args.force)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
     words = " ".join(_shown(name, value) for name, value in given.items())
     print(

@@ -19,15 +19,9 @@ from smoe_fairseq.checkpoints.io import RECORD, Record, pending
 from smoe_fairseq.criterions.metrics import on_host
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.host_memory import keep_freed_memory
+from smoe_fairseq.models import transformer
 from smoe_fairseq.models.memory import same_batch
 from smoe_fairseq.models.options import flag
-from smoe_fairseq.models.transformer import (
-    OBSERVED,
-    experts_of,
-    first_block,
-    moe_blocks,
-    placement_of,
-)
 from smoe_fairseq.modules.experts import cast_once
 from smoe_fairseq.training import launch, program, screen, sharded_checkpoints
 from smoe_fairseq.training.gradients import ExpertNorm
@@ -42,8 +36,8 @@ def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
         logging_outputs: of all ranks, on the host, so that the gates stay equal on all ranks.
     """
     logs, observed = list(logging_outputs), {}
-    for name, block in moe_blocks(model).items():
-        key = f"{OBSERVED}{name}"
+    for name, block in transformer.moe_blocks(model).items():
+        key = f"{transformer.OBSERVED}{name}"
         if numbers := [log[key] for log in logs if key in log]:
             observed[block] = torch.as_tensor(sum(numbers), device=block.stratum_of_expert.device)
     for block, observed_LN in observed.items():
@@ -59,7 +53,7 @@ MOST_SKIPPED = 3  # updates one after another for which no rank had the memory
 
 def learns_by_updates(models: Iterable[nn.Module]) -> str | None:
     """The flag by which gates learn from the counts of an update, and not by gradients alone."""
-    for block in (block for model in models for block in moe_blocks(model).values()):
+    for block in (block for model in models for block in transformer.moe_blocks(model).values()):
         if block.counting.observed:
             bias = block.config.balance == "bias"
             return "--moe-balance bias" if bias else f"--moe-gate {block.config.gate}"
@@ -88,7 +82,7 @@ class SMoETrainer(Trainer):
         launch.check_language_pairs(cfg, model)
         if cfg.optimization.use_bmuf and (flag := learns_by_updates([model])):
             raise UsageError(f"{flag} with --use-bmuf: gates would differ between ranks")
-        self.expert_placement = place = placement_of(model)
+        self.expert_placement = place = transformer.placement_of(model)
         self.save_name = None
         self.in_update = self.lacks_memory = False
         self.skipped, self.known_logs = 0, []
@@ -124,7 +118,7 @@ class SMoETrainer(Trainer):
         """
         state = super().state_dict()
         state[io.DICTIONARIES] = io.noted(self.task)
-        block = first_block(self.get_model())
+        block = transformer.first_block(self.get_model())
         if block is None:
             return state
         place = block.experts.placement
@@ -142,7 +136,7 @@ class SMoETrainer(Trainer):
             num_experts=place.num_experts,
             other_layers={
                 layer: experts.placement.num_experts
-                for layer, experts in experts_of(self.get_model()).items()
+                for layer, experts in transformer.experts_of(self.get_model()).items()
                 if experts.placement.num_experts != place.num_experts
             },
             world_size=place.world_size,
@@ -196,7 +190,9 @@ class SMoETrainer(Trainer):
             if not (reset_optimizer or reset_meters):
                 program.set_early_stop(extra_state.get(program.EARLY_STOP, {}))
         optimization = self.cfg.optimization
-        if 0 < optimization.max_update <= self.get_num_updates() and first_block(self.get_model()):
+        if 0 < optimization.max_update <= self.get_num_updates() and transformer.first_block(
+            self.get_model()
+        ):
             # fairseq checks --max-update only after an update, so it would make one more.
             logger.info(f"--max-update {optimization.max_update}: nothing is left to train")
             optimization.max_epoch = -1
@@ -325,7 +321,7 @@ class SMoETrainer(Trainer):
             return super().clip_grad_norm(clip_norm)
         marked = (
             experts.placement
-            for experts in experts_of(self.get_model()).values()
+            for experts in transformer.experts_of(self.get_model()).values()
             for parameter in experts.parameters()
             if parameter.requires_grad
         )
@@ -337,7 +333,7 @@ class SMoETrainer(Trainer):
         super()._log_oom(exc)
         self.lacks_memory = True
         which = "" if self.in_update else "_valid"
-        blocks = moe_blocks(self.get_model()).values()
+        blocks = transformer.moe_blocks(self.get_model()).values()
         back_end = self.cfg.distributed_training.ddp_backend
         waiting = {  # other ranks, for this one's tokens, counts or gradients
             "--expert-parallel": self.expert_placement is not None,
