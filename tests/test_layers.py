@@ -26,7 +26,7 @@ LAYERS = {
     "host_memory": set(),
     "compat": {"errors", "files", "forms"},
     "modules": set(),
-    "translate": {"errors", "files", "flags", "modules"},
+    "translate": {"errors", "files", "flags", "forms", "modules"},
     "models": {"compat", "errors", "files", "host_memory", "modules", "translate"},
     "criterions": {"errors", "models", "modules"},
     "huggingface": {"errors", "files", "forms", "modules"},

@@ -156,7 +156,7 @@ REFUSED = {
     "a number": ({"text": 7}, 422, "text is 7; expected"),
     "blank": ({"text": " \n"}, 422, "a text is empty"),
     "no width": ({"text": "\u200b"}, 422, "a text is empty"),
-    "half": ({"text": "\ud800"}, 422, "a text holds half of a surrogate pair"),
+    "half": ({"text": "\ud800"}, 422, "half of a surrogate pair"),
     "none": ({"text": None, "texts": []}, 422, "texts: 0 of them; expected 1 to 64"),
     "many": ({"text": None, "texts": ["1"] * 65}, 422, "texts: 65 of them; expected 1 to 64"),
     "long": ({"text": "1 " * 500}, 422, "tokens, of at most 200"),

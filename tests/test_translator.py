@@ -1,7 +1,9 @@
 """`SMoETransformerModel.from_pretrained(RUN).translate([...])` and what needs no flag with a checkpoint."""
 
+import copy
 import math
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -105,6 +107,30 @@ def test_directions(model):
         assert sentence in str(ended.value) and "\n" not in str(ended.value)
     assert model.translate(["1 2"], source_lang="fr", **SEARCH)  # to English alone
     assert model.translate(["1 2"], source_lang="fr", target_lang="de", **SEARCH)  # never seen
+
+
+def test_what_a_program_gives_is_looked_at(model):
+    texts = ["1 2", "3 4"]
+    expected = model.translate(texts, source_lang="fr", **SEARCH)
+    assert model.translate(iter(texts), source_lang="fr", **SEARCH) == expected
+    for given, named in (
+        ({"beam": "5"}, "beam"),
+        ({"beam": 2.0}, "beam"),
+        ({"lenpen": None}, "lenpen"),
+        ({"prefix": ["1"]}, "prefix"),
+        ({"sentences": ["a \ud800 b"]}, r"\\ud800"),
+        ({"sentences": [None]}, "None"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            model.translate(**{"sentences": texts, "source_lang": "fr"} | given)
+    with pytest.raises(UsageError, match="empty"):
+        SMoETransformerModel.from_pretrained([])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_copies_of_a_loaded_model_are_refused(model, copied):
+    with pytest.raises(UsageError, match="from_pretrained"):
+        copied(model)
 
 
 def test_a_sentence_that_is_too_long_is_divided_or_named(model):

@@ -147,6 +147,17 @@ class TrainedModel(GeneratorHubInterface):
             self.bpe = SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(subwords)))
         self.eval()
 
+    def __copy__(self):
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        # fairseq's tasks cannot be copied, and its models cannot be pickled once they translate.
+        raise UsageError(
+            "a loaded model can be neither copied nor pickled: load it with from_pretrained in each process"
+        )
+
     @classmethod
     def of_run(
         cls, run, checkpoint_file=None, data=None, prepare: Callable | None = None, **overrides
@@ -234,7 +245,11 @@ class Translator(TrainedModel):
         cls, run, checkpoint_file=None, data=None, source_lang=None, target_lang=None, **overrides
     ) -> "Translator":
         """As `SMoETransformerModel.from_pretrained` says."""
-        first, *others = run if isinstance(run, list | tuple) else [run]
+        if not isinstance(run, list | tuple):
+            run = [run]
+        if not run:
+            raise UsageError("expected a run, or a list of runs; the list is empty")
+        first, *others = run
         languages = {"source_lang": source_lang, "target_lang": target_lang}
 
         def prepare(saved, overrides: dict) -> None:
@@ -256,7 +271,7 @@ class Translator(TrainedModel):
 
     def translate(
         self,
-        sentences: str | list[str],
+        sentences: str | Iterable[str],
         beam: int | None = None,
         verbose: bool = False,
         source_lang: str | None = None,
@@ -281,13 +296,13 @@ class Translator(TrainedModel):
         if verbose or options.keys() - self._defaults().keys():
             self._check_options(options)
             beam = beam or self.cfg.generation.beam
-            return super().translate(sentences, beam, verbose, **direction, **options)
+            return super().translate(list(sentences), beam, verbose, **direction, **options)
         found = self.translations(sentences, beam, **direction, int8=int8, **options)
         return [each.hypotheses[0].text for each in found]
 
     def translations(
         self,
-        sentences: list[str],
+        sentences: Iterable[str],
         beam: int | None = None,
         source_lang: str | None = None,
         target_lang: str | None = None,

@@ -1,7 +1,6 @@
 """The model behind the server: requests, their queue, and their translation."""
 
 import json
-import re
 import threading
 import time
 from collections import deque
@@ -17,12 +16,17 @@ from smoe_fairseq.analysis.sentence import SentenceSide, StopFinder
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.translate.translator import BatchTranslator, Options, Readout, Translation
+from smoe_fairseq.translate.translator import (
+    BatchTranslator,
+    Options,
+    Readout,
+    Translation,
+    check_texts,
+)
 
 MAX_BEAM = 20
 MAX_TEXTS = 64
 CHARACTERS = 32  # per subword: longer texts are refused before they are divided into subwords
-_HALF = re.compile(r"[\ud800-\udfff]")
 EXAMPLE = '{"text": "Ein Hund.", "source": "de", "target": "en"}'
 _FORM = {  # of the content of a request; all but the languages have defaults
     "text": (None, str),
@@ -76,8 +80,7 @@ def read(body: bytes, max_texts: int = MAX_TEXTS) -> tuple[list[str], Search]:
     texts = [text] if texts is None else texts
     if not 1 <= len(texts) <= max_texts:
         raise UsageError(f"texts: {len(texts)} of them; expected 1 to {max_texts} in one request")
-    if any(_HALF.search(each) for each in texts):  # "\ud800" in JSON
-        raise UsageError("a text holds half of a surrogate pair, which is no character")
+    check_texts(texts)
     search = Search(**asked | {"lenpen": float(asked["lenpen"])})
     if search.nbest > search.beam:
         raise UsageError(f"nbest is {search.nbest}; expected at most the beam, {search.beam}")

@@ -4,7 +4,7 @@ import math
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.forms import check
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.experts import cast_once
 from smoe_fairseq.translate.packed import joined, rows_of
@@ -233,6 +234,7 @@ class SearchOptions:
     seed: int = 1
 
     def __post_init__(self):
+        check(vars(self), {each.name: each.type for each in fields(self)}, "options")
         if self.beam < 1:
             raise UsageError(f"--beam {self.beam}: expected a whole number of at least 1")
         if not self.max_len_a and self.min_len > self.max_len_b:

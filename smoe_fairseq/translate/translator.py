@@ -39,6 +39,18 @@ def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
+_HALF = re.compile(r"[\ud800-\udfff]")
+
+
+def check_texts(texts: Iterable) -> None:
+    """Raise UsageError if one is no text, or holds half of a surrogate pair, as "\\ud800" in JSON does."""
+    for text in texts:
+        if not isinstance(text, str):
+            raise UsageError(f"{text!r:.60}: expected a text")
+        if _HALF.search(text):
+            raise UsageError(f"{text!r:.60} holds half of a surrogate pair, which is no character")
+
+
 # A text that is too long for a model is divided where it hurts least.
 
 # Ends of sentences, then of clauses, then of words.
@@ -375,7 +387,7 @@ class BatchTranslator:
 
     def translate_batch(
         self,
-        texts: Sequence[str],
+        texts: Iterable[str],
         source: str | None = None,
         target: str | None = None,
         options: Options = Options(),
@@ -391,8 +403,10 @@ class BatchTranslator:
             done: called after each batch with the number of texts that begin in it.
 
         Raises:
-            UsageError: the direction is not known or not clear.
+            UsageError: the direction is not known or not clear, or a text is none.
         """
+        texts = list(texts)
+        check_texts(texts)
         task = self.translator.task_for(source, target)
         parts = [self._parts(text, options) for text in texts]
         flat = [(part, not n) for of_text in parts for n, part in enumerate(of_text)]
