@@ -118,6 +118,11 @@ def of_moments(change):
     return of
 
 
+def test_a_checkpoint_of_other_strata_is_named(small_corpus, sparse, tmp_path):
+    words = ("--finetune-from-model", sparse, "--smoe-strata", "4-4", "--max-update", 1)
+    refused(train_smoe(small_corpus, tmp_path, *words, check=False), sparse, "--smoe-strata 4-4")
+
+
 UNFIT = {
     "no optimizer state": lambda state: state.pop("last_optimizer_state"),
     "moments of another model": of_moments(lambda tensor: tensor.new_zeros(3)),

@@ -181,8 +181,9 @@ class SMoETrainer(Trainer):
                     filename, reset_optimizer, *rest, reset_meters=reset_meters, **more
                 )
             except Exception as error:  # fairseq replaces the model's message by its own
-                if isinstance(error.__context__, UsageError):
-                    raise error.__context__ from None
+                its = error.__context__
+                if isinstance(its, UsageError) and not isinstance(error, UsageError):
+                    raise UsageError(f"{filename}: {its}") from None
                 raise
         if extra_state is not None:
             self._check_loaded(filename, reset_optimizer)

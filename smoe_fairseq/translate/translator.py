@@ -119,7 +119,7 @@ def device_of(name: str, int8: bool = False) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].partition(". ")[0]
         raise UsageError(f"--device {name}: expected cpu, or a GPU's name ({reason})") from None
     if int8:
         check_int8(device)
