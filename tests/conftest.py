@@ -1,5 +1,7 @@
 """Fixtures that several test files share."""
 
+import copy
+import functools
 import gc
 import json
 import os
@@ -34,9 +36,11 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish():
-    import composing
+    # hydra parses each setting once; only now, since the process that shares the tests needs no hydra.
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    composing.begin()
+    parse_once = functools.cache(OverridesParser.create().parse_rule)
+    OverridesParser.parse_rule = lambda self, *words: copy.copy(parse_once(*words))
     # What modules hold is not searched for garbage again and again.
     gc.collect()
     gc.freeze()

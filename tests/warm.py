@@ -9,6 +9,8 @@ The first process has imported torch; others are forked from it, and import more
 
 import argparse
 import atexit
+import copy
+import functools
 import importlib.util
 import logging
 import os
@@ -22,11 +24,6 @@ from pathlib import Path
 from forking import serve
 
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
-# Flags that decide which parts most trainings of the tests have.
-STOCK = """--arch transformer --optimizer adam --lr-scheduler inverse_sqrt
-    --criterion label_smoothed_cross_entropy""".split()
-SMOE = "--arch smoe_transformer_tiny --criterion smoe_label_smoothed_cross_entropy --optimizer adam"
-OURS = [SMOE, f"{SMOE} --task translation_multi_simple_epoch"]
 
 
 # What is done before programs are forked; each is called in a process of its own
@@ -47,17 +44,15 @@ def import_torch(listener: int) -> None:
 
 def import_fairseq(listener: int) -> None:
     """What all commands of fairseq import."""
-    import composing
-    import fairseq.options as options
     import fairseq.trainer  # noqa: F401
     import pytest  # noqa: F401  (for functions of test files)
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    composing.begin()
-    read(options.get_training_parser(), *STOCK)
-    read(options.get_generation_parser(), "--path", "x")  # fairseq-interactive, fairseq-validate
-    generation = options.get_generation_parser()
-    generation.add_argument("--arch", default="wav2vec2")  # which fairseq-generate has, unused
-    read(generation, "--path", "x")
+    # hydra parses each setting once, here: a command has but its own to parse.
+    parse_once = functools.cache(OverridesParser.create().parse_rule)
+    OverridesParser.parse_rule = lambda self, *words: copy.copy(parse_once(*words))
+    convert_namespace_to_omegaconf(argparse.Namespace())
     # One of fairseq's tasks sets up the log, which a command does before it imports fairseq.
     for handler in logging.root.handlers[:]:
         logging.root.removeHandler(handler)
@@ -67,21 +62,15 @@ def import_fairseq(listener: int) -> None:
 
 def import_plugin(listener: int) -> None:
     """The plugin too, as ``--user-dir`` does before anything else."""
+    import fairseq.dataclass.utils
     import fairseq.options
     import fairseq.utils
 
     fairseq.utils.import_user_module(argparse.Namespace(user_dir=str(PLUGIN)))
-    for words in OURS:
-        read(fairseq.options.get_training_parser(), *words.split())
+    parser, words = fairseq.options.get_training_parser(), "data --arch smoe_transformer_tiny"
+    args = fairseq.options.parse_args_and_arch(parser, words.split())
+    fairseq.dataclass.utils.convert_namespace_to_omegaconf(args)
     run(serve(listener))
-
-
-def read(parser, *words: str) -> None:
-    """The options of a command, so that its like take less time (composing.py)."""
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-    from fairseq.options import parse_args_and_arch
-
-    convert_namespace_to_omegaconf(parse_args_and_arch(parser, ["data", *words]))
 
 
 def import_smoe(listener: int) -> None:
