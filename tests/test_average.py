@@ -153,8 +153,12 @@ def test_a_stock_model_and_numbers_of_16_bits(corpus, pre_norm, tmp_path):
         for tensor in state["model"].values():
             tensor *= 2
 
-    files = [changed(pre_norm, tmp_path / f"{f.__name__}.pt", f) for f in (halve, double, halve)]
-    files[2] = Path(shutil.copy(files[0], tmp_path / "third.pt"))
+    def negate(state):
+        halve(state)
+        for tensor in state["model"].values():
+            tensor *= -1
+
+    files = [changed(pre_norm, tmp_path / f"{f.__name__}.pt", f) for f in (halve, double, negate)]
     call("average", *files, "--output", tmp_path / "mean.pt")
     assert_is_mean(tmp_path / "mean.pt", [load(file)["model"] for file in files])
     arguments = [corpus, "--path", tmp_path / "mean.pt", "--cpu", "--max-len-b", 9]
@@ -215,6 +219,17 @@ def test_what_has_no_mean_is_refused(run_of_one, tmp_path, words, first):
     sentence = refusal("average", *files, "--output", tmp_path / "mean.pt")
     assert first or (words in sentence and str(other) in sentence)
     assert [path.name for path in tmp_path.iterdir()] == ["other.pt"]
+
+
+def test_copies_of_a_file_count_once(run_of_one, tmp_path):
+    one, two = (run_of_one / name for name in names()[:2])
+    copies = [shutil.copy(one, tmp_path / f"checkpoint_{name}.pt") for name in ("best", "last")]
+    means = [tmp_path / "of all.pt", tmp_path / "of two.pt"]
+    for files, mean in zip(([one, two, *copies], [one, two]), means, strict=True):
+        run("smoe", "average", *files, "--output", mean)
+    all_, both = (torch.load(mean, weights_only=False)["model"] for mean in means)
+    assert all(torch.equal(all_[name], both[name]) for name in both)
+    assert "is one checkpoint" in refusal("average", one, copies[0], "--output", tmp_path / "m.pt")
 
 
 def test_requests_that_are_not_clear(run_of_one, tmp_path):

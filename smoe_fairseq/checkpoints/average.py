@@ -3,6 +3,7 @@
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from filecmp import cmp
 from pathlib import Path
 
 import torch
@@ -167,14 +168,20 @@ def chosen(paths: Sequence[Path], last: int | None, by: str | None) -> list[Path
 
 
 def _named(paths: Sequence[Path]) -> list[Path]:
-    """Each checkpoint once, also where a shell's ``*`` names all files of a set."""
+    """Each checkpoint once, also where a shell's ``*`` names all files of a set, or copies of a file."""
     found = []
     for path in paths:
         is_rank = io.rank_of(path) is not None
         name = io.set_name(path) if is_rank else path
         if name in found and not is_rank:
             raise UsageError(f"{path} is named twice: it would count twice")
-        if name not in found:
+        # fairseq copies a file to its other names: checkpoint_best.pt, checkpoint_last.pt.
+        same = [
+            each for each in found if each.is_file() and path.is_file() and cmp(each, path, False)
+        ]
+        if same and not is_rank:
+            print(f"{path} is a copy of {same[0]}, and counts once")
+        elif name not in found:
             found.append(name)
     if len(found) < 2:
         raise UsageError(f"{found[0]} is one checkpoint: expected more, or a folder with --last N")

@@ -217,7 +217,8 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
     else:
         raise UsageError(f"--checkpoint {which}: expected best, last or average:N")
     if not dry_run() and not making and not checkpoint.exists():
-        what = f"run scripts/train.sh {dataset.name} {method}"
+        seed = f" --seed {seed_of(dataset)}" * (folder.name != method)
+        what = f"run scripts/train.sh {dataset.name} {method}{seed}"
         if any(folder.glob("checkpoint_last*.pt")):
             what = "give --checkpoint last for the last one"
         raise UsageError(f"{checkpoint} is missing: {what}")
