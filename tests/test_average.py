@@ -267,9 +267,9 @@ def test_memory_holds_one_sum_and_one_checkpoint(run_of_two, tmp_path, monkeypat
     """Of a set, whose experts are copied: the one before has gone when the next is read."""
     import weakref
 
-    from smoe_fairseq.checkpoints import average
+    from smoe_fairseq.checkpoints import average, sets
 
-    alive, original = [], average.weights_of
+    alive, original = [], sets.weights_of
 
     def weights_of(path):
         assert not [one for one in alive if one() is not None]
@@ -277,6 +277,6 @@ def test_memory_holds_one_sum_and_one_checkpoint(run_of_two, tmp_path, monkeypat
         alive.append(weakref.ref(state["model"][W1]))
         return state
 
-    monkeypatch.setattr(average, "weights_of", weights_of)
+    monkeypatch.setattr(sets, "weights_of", weights_of)
     average.average([run_of_two / name for name in names((1, 2, 3))])
     assert len(alive) == 3
