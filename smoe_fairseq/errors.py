@@ -60,6 +60,8 @@ def one_line(error: BaseException) -> str | None:
         return printable(f"{said}: No such file or directory")
     if type(error) is Exception and said:
         return printable(said)
+    if said.startswith("DataLoader worker"):
+        return "a process that loads data was killed, as for lack of memory; --num-workers 0 needs none"
     if not _is_of_input(error):
         return None
     if missing := _NULL.search(said):  # what a value that has to be given is, where it is not

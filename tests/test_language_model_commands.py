@@ -95,6 +95,11 @@ def test_a_language_model_translates_nothing(trained):
         SMoETransformerModel.from_pretrained(trained("eos").checkpoint)
 
 
+def test_a_translation_model_is_no_language_model(two_updates):
+    with pytest.raises(UsageError, match=f"{two_updates} is no language model"):
+        model_of(two_updates)
+
+
 TALK = ("--task", "language_modeling", "--user-dir", PLUGIN, "--cpu", "--beam", 1, "--nbest", 1)
 
 

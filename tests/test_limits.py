@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import sys
 import tarfile
 import zipfile
@@ -187,6 +188,22 @@ def test_a_record_of_experts_that_is_damaged(recorded, tmp_path, key, value):
 
 
 # The one line that ends a command.
+
+
+class Killed:
+    """Data whose first number is never loaded, since the process that loads it is killed."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_that_loads_data_is_one_line():
+    with pytest.raises(RuntimeError) as ended:
+        list(torch.utils.data.DataLoader(Killed(), num_workers=1))
+    assert "--num-workers" in one_line(ended.value)
 
 
 def test_names_are_shown_with_neither_line_ends_nor_orders_to_a_terminal():

@@ -253,7 +253,7 @@ class Translator(TrainedModel):
         languages = {"source_lang": source_lang, "target_lang": target_lang}
 
         def prepare(saved, overrides: dict) -> None:
-            if instead := _OTHERS.get(_name(saved.task)):
+            if instead := _OTHERS.get(task_name(saved.task)):
                 raise UsageError(f"{first} {instead}")
             if not _is_multilingual(saved.task):  # a multilingual task gets its direction later
                 overrides |= {name: lang for name, lang in languages.items() if lang is not None}
@@ -401,8 +401,8 @@ class Translator(TrainedModel):
 
 
 def _is_multilingual(task_config) -> bool:
-    return _name(task_config) == "translation_multi_simple_epoch"
+    return task_name(task_config) == "translation_multi_simple_epoch"
 
 
-def _name(task_config) -> str | None:
+def task_name(task_config) -> str | None:
     return getattr(task_config, "_name", None) or getattr(task_config, "task", None)

@@ -13,8 +13,9 @@ from fairseq.models import (
 from fairseq.models.multilingual_transformer import MultilingualTransformerModel
 from fairseq.models.transformer import Embedding
 
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.checks import check_language_modeling, check_language_pairs
-from smoe_fairseq.models.hub import TrainedModel
+from smoe_fairseq.models.hub import TrainedModel, task_name
 from smoe_fairseq.models.options import (
     SMoEMultilingualTransformerConfig,
     SMoETransformerConfig,
@@ -62,7 +63,14 @@ class SMoETransformerLanguageModel(SparseModel, FairseqLanguageModel):
         Raises:
             UsageError: a file is missing, damaged, or does not fit the others.
         """
-        return TrainedModel.of_run(run, checkpoint_file, data_name_or_path, **overrides)
+
+        def check(saved, _) -> None:
+            if task_name(saved.task) != "language_modeling":
+                raise UsageError(
+                    f"{run} is no language model: expected SMoETransformerModel.from_pretrained"
+                )
+
+        return TrainedModel.of_run(run, checkpoint_file, data_name_or_path, check, **overrides)
 
 
 # Without a dataclass, since the task reads its own options from the model's.
