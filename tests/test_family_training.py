@@ -206,7 +206,7 @@ def test_a_checkpoint_loads_with_options_that_training_would_refuse(ranks, small
     """Such as one from before they were."""
     arguments = flags(small_corpus, tmp_path, "--max-update", 1)
     run_ = ranks.start(tmp_path, 1, *arguments, "--moe-top-p", 0.3, one=True)
-    assert run_.wait() == [1] and "--moe-top-p 0.3: it is an option of --moe-gate" in run_.output()
+    assert run_.wait() == [1] and "--moe-top-p 0.3: " in run_.output()
     ranks.train(tmp_path, 1, *arguments, one=True)
     path = tmp_path / "checkpoint_last.pt"
     state = content(tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import FAIRSEQ, contents, run_python, smoe
+from commands import FAIRSEQ, changed, contents, run_python, smoe
 from sampling import soak
 from test_checkpoint_files import rotted
 from test_expert_parallel_checkpoints import call, refusal
@@ -51,6 +51,11 @@ def sources(small_corpus, tmp_path_factory) -> Path:
     return folder
 
 
+def mark(state: dict) -> None:
+    """A change of no weight, by which two files are no copies."""
+    state["extra_state"]["second"] = True
+
+
 @pytest.fixture
 def ask(sources, small_corpus, tmp_path):
     """The words of a command, with the file that it reads and the one that it writes."""
@@ -59,8 +64,7 @@ def ask(sources, small_corpus, tmp_path):
         kind, more = READ[command]
         places = {"CORPUS": small_corpus, "other.pt": sources / "sparse.pt"}
         if command == "average":
-            places["other.pt"] = sources / "second.pt"
-            places["other.pt"].write_bytes((sources / "dense.pt").read_bytes())
+            places["other.pt"] = changed(sources / "dense.pt", sources / "second.pt", mark)
         words = [places.get(word, word) for word in more]
         output = output or tmp_path / "out.pt"
         read = source or sources / f"{kind}.pt"
