@@ -293,14 +293,11 @@ def test_train_tells_what_it_takes_and_what_to_do(tmp_path):
     assert shlex.split(after[-1])[0] == "fairseq-train" and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "flags, words", [(["--amp"], "--amp cannot"), soak(["--arch", "x"], "--arch")]
-)
-def test_what_cannot_be_foretold_is_a_comment(tmp_path, flags, words):
-    result = told(tmp_path, "dense", *flags)
+def test_what_cannot_be_foretold_is_a_comment(tmp_path):
+    result = told(tmp_path, "dense", "--amp")
     assert result.returncode == 0 and result.stderr == ""
     (line,) = [x for x in result.stdout.splitlines() if "is not known" in x]
-    assert line.startswith("# ") and words in line
+    assert line.startswith("# ") and "--amp" in line
 
 
 def test_a_run_that_goes_on_is_not_told_of_again(tmp_path):

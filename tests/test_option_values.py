@@ -32,7 +32,7 @@ BAD |= {  # by the words of what fairseq raises, in one line
     "--distributed-world-size 9000": "world size is 9000",
     "--finetune-from-model /none.pt": "/none.pt",
     "--warmup-updates 0": "ZeroDivisionError",
-    "--max-tokens 3": "max_tokens=3",
+    "--max-tokens 3": "--max-tokens 3",
     "--user-dir /none": "/none",
     "--train-subset nope": "nope",
     "--log-file /proc/none/log": "/proc/none/log",
