@@ -117,6 +117,12 @@ def test_routing_in_a_batch_is_that_of_each_text(server, translator):
     assert "routing" not in server.translate("en", "fr", "is")[0]
 
 
+def test_a_blank_line_of_many_is_blank(server):
+    lines = server.translate("en", "fr", "is", " ", "1 2")
+    assert [bool(line["translation"]) for line in lines] == [True, False, True]
+    assert lines[2]["translation"] == server.translate("en", "fr", "1 2")[0]["translation"]
+
+
 def test_two_hundred_at_once(server, translator):
     """None lost, none mixed up, and far fewer batches than texts."""
     asked = [("en", "fr", text) for text in TEXTS] + [("fr", "en", text) for text in TEXTS]
@@ -156,6 +162,7 @@ REFUSED = {
     "a number": ({"text": 7}, 422, "text is 7; expected"),
     "blank": ({"text": " \n"}, 422, "a text is empty"),
     "no width": ({"text": "\u200b"}, 422, "a text is empty"),
+    "blank, routing": ({"text": None, "texts": ["a", ""], "routing": True}, 422, "a text is empty"),
     "half": ({"text": "\ud800"}, 422, "half of a surrogate pair"),
     "none": ({"text": None, "texts": []}, 422, "texts: 0 of them; expected 1 to 64"),
     "many": ({"text": None, "texts": ["1"] * 65}, 422, "texts: 65 of them; expected 1 to 64"),

@@ -277,7 +277,8 @@ class Engine:
         """Refuse what cannot be translated, before it waits.
 
         Raises:
-            UsageError: the model has no such direction, or a text is too long.
+            UsageError: the model has no such direction, a text is too long, or none has words; with routing
+                each needs some.
         """
         source, target = search.source, search.target
         asked = f"from {source[:20]!r} to {target[:20]!r}"
@@ -285,8 +286,10 @@ class Engine:
         for text in texts:
             if len(text) > self.max_characters:
                 raise UsageError(f"a text of {len(text)} characters is too long: {text[:40]!r}")
-            if not self.translator.has_words(text):
-                raise UsageError("a text is empty: expected at least one word")
+        # One of many may be a blank line, which is translated by a blank one.
+        if not (all if search.routing else any)(map(self.translator.has_words, texts)):
+            raise UsageError("a text is empty: expected at least one word")
+        for text in texts:
             tokens = len(self.translator.encode(text)) - 1
             if tokens > self.max_tokens:
                 raise UsageError(
