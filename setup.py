@@ -114,7 +114,7 @@ setup(
         "regex>=2022.10.31",
         "sacrebleu>=2.3",
         "scipy>=1.13,<2",
-        "sentencepiece>=0.2",
+        "sentencepiece>=0.2.1",
         "tabulate>=0.9,<1",
         "tqdm>=4.60",
     ],

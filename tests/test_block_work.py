@@ -105,6 +105,8 @@ def test_weights_get_one_gradient_each_and_no_copies_of_it(strata):
 def test_token_sized_tensors(strata, execution):
     """A stratum makes few tensors as large as its routed copies, and none of size T x E x C."""
     block = make_block(strata)
+    if execution == "grouped" and not grouped.can_group(block.experts.w1):
+        pytest.skip("this torch has no grouped product")
     block.execution = execution
     forward, backward, routed = run_block(block, torch.randn(T, D, requires_grad=True))
     largest = max(size for operations in (forward, backward) for _, size in operations.made)

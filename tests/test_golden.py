@@ -146,6 +146,7 @@ def random_numbers() -> list[float]:
     torch.manual_seed(1)
     drawn = [torch.rand(40), torch.randn(40), torch.randn(5), torch.rand(40, dtype=torch.float64)]
     drawn += [torch.randint(1000, (40,)), torch.randperm(40)]
+    drawn += [torch.empty(40).exponential_(), torch.nn.functional.dropout(torch.arange(40.0))]
     return [fingerprint(numbers) for numbers in drawn]
 
 

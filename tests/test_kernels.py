@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
+triton = pytest.importorskip(
+    "triton", "3.6", reason="the kernels are written in Triton, 3.6 or later"
+)
 
 import interpreted  # noqa: E402
 

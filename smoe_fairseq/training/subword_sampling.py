@@ -92,9 +92,8 @@ class Sampler:
         self.scores = {piece: score for piece, score in scores.items() if piece in self.numbers}
         self.known: dict[tuple[str, ...], Any] = {}  # results of `_prepared` by word
         try:
-            self.model.nbest_encode("a", nbest_size=1)
-            self.is_unigram = True
-        except RuntimeError:
+            self.is_unigram = bool(self.model.nbest_encode("a", nbest_size=1))
+        except RuntimeError:  # sentencepiece 0.2.1 returns nothing
             self.is_unigram = False
 
     def __call__(self, tokens: Tensor, seed: str, most: int) -> Tensor:
