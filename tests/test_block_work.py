@@ -167,6 +167,7 @@ def test_compiles_for_batches_of_any_length():
         torch.testing.assert_close(y, expected)
 
 
+@needs_grouped_mm
 @pytest.mark.parametrize(
     "strata, dtype, tolerance",
     [

@@ -16,9 +16,10 @@ from smoe_fairseq.serve.app import WebApp
 from smoe_fairseq.serve.engine import Engine
 
 
-def busy(serving) -> threading.Thread:
-    """A request whose texts are with the model now."""
-    thread = threading.Thread(target=serving.post, kwargs=LONG)
+def busy(serving, times: int = 1) -> threading.Thread:
+    """A request whose texts, so many times those of `LONG`, are with the model now."""
+    words = LONG | {"texts": times * LONG["texts"]}
+    thread = threading.Thread(target=serving.post, kwargs=words)
     thread.start()
     while serving.get("/health")["translating"] < len(LONG["texts"]):
         assert thread.is_alive()
@@ -156,7 +157,7 @@ def test_who_has_gone_is_not_translated_for_and_who_waits_is_answered(tiny_run):
     """Both end their half of the connection behind the request."""
     body = json.dumps(GOOD).encode()
     with Serving(tiny_run, "--max-batch", 16) as serving:
-        thread = busy(serving)
+        thread = busy(serving, 3)  # some tenths of a second, also where translations end early
         with socket.create_connection(("127.0.0.1", serving.port)) as connection:
             connection.sendall(posted(len(body), body))
         with socket.create_connection(("127.0.0.1", serving.port), timeout=600) as connection:
@@ -166,7 +167,7 @@ def test_who_has_gone_is_not_translated_for_and_who_waits_is_answered(tiny_run):
                 *_, final = answer.read().split(b"HTTP/1.1 ")
         assert final.startswith(b"200 ") and b"translations" in final
         thread.join()
-        assert serving.get("/health")["translated"] == 16 + 1
+        assert serving.get("/health")["translated"] == 3 * 16 + 1
         assert serving.output.count("\n") == 1, serving.output  # nothing of it is logged
 
 
