@@ -16,9 +16,8 @@ from filelock import FileLock
 from ranks import Ranks
 from sampling import pairwise
 
-os.environ.setdefault(
-    "FORECAST", "0"
-)  # which recipes take seconds for; test_forecast.py asks for it
+# Which recipes take seconds for; test_forecast.py asks for it.
+os.environ.setdefault("FORECAST", "0")
 
 # nohup and a shell's background ignore some of these, and every process started from there with them. One
 # that starts from a handler has the default.

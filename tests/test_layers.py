@@ -56,11 +56,8 @@ LAYERS[ROOT] = {"compat"}
 # The one list of names of higher layers: what the plugin adds to fairseq, imported only with it.
 NAMED_BY_COMPAT = (Path("compat/__init__.py"), "ADDITIONS")
 WITHOUT_FAIRSEQ = ("errors", "files", "flags", "forms", "host_memory", "huggingface", "modules")
-STANDARD_LIBRARY_ONLY = (
-    "errors",
-    "files",
-    "forms",
-)  # at import time: the start-up hook waits for them
+# At import time: the start-up hook waits for them.
+STANDARD_LIBRARY_ONLY = ("errors", "files", "forms")
 
 
 def violations(package: Path) -> list[str]:

@@ -111,9 +111,8 @@ def _example(model: nn.Module, task, direction: str, args: Namespace) -> list:
     dataset = next(inputs.datasets(task, direction, args.gen_subset))
     far = [abs(dataset.num_tokens(i) - EXAMPLE_TOKENS) for i in range(min(len(dataset), 1000))]
     sample = dataset.collater([dataset[far.index(min(far))]])["net_input"]
-    if inputs.is_language_model(
-        task
-    ):  # whose sample may be long: what is later changes nothing before
+    # A language model's sample may be long, and later tokens change nothing before them.
+    if inputs.is_language_model(task):
         sample["src_tokens"] = sample["src_tokens"][:, :EXAMPLE_TOKENS]
     return sentence.run_pair(model, task, inputs.on_device(model, sample))
 

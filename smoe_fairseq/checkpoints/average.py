@@ -176,11 +176,9 @@ def _named(paths: Sequence[Path]) -> list[Path]:
         if name in found and not is_rank:
             raise UsageError(f"{path} is named twice: it would count twice")
         # fairseq copies a file to its other names: checkpoint_best.pt, checkpoint_last.pt.
-        same = [
-            each for each in found if each.is_file() and path.is_file() and cmp(each, path, False)
-        ]
-        if same and not is_rank:
-            print(f"{path} is a copy of {same[0]}, and counts once")
+        files = [each for each in found if each.is_file()] if path.is_file() and not is_rank else []
+        if same := next((each for each in files if cmp(each, path, False)), None):
+            print(f"{path} is a copy of {same}, and counts once")
         elif name not in found:
             found.append(name)
     if len(found) < 2:

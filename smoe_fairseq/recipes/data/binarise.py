@@ -9,7 +9,7 @@ import os
 import shutil
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,11 +170,20 @@ def count_sentences(index: Path) -> int:
     raise UsageError(f"{index} is cut off, or not an index of fairseq-preprocess")
 
 
-def check_text(text: Path, binary: Path) -> None:
+def check_texts(texts: Iterable[Path], binary: Path) -> None:
     """Raise UsageError if lines of a raw file were added, left out or moved since it was binarised.
 
     Lines that were corrected in their places pass.
     """
+    words, model = Vocabulary(), None
+    if (binary / "spm.model").exists():
+        words = read_dictionary(min(binary.glob("**/dict*.txt")))
+        model = load_model(binary / "spm.model")
+    for text in texts:
+        _check_text(text, binary, words, model)
+
+
+def _check_text(text: Path, binary: Path, words: Vocabulary, model) -> None:
     advice = f"restore it, or delete {binary} and prepare the data set again"
     pair = text.name.split(".")[1]
     names = (f"{text.name.replace(pair, order)}.idx" for order in orders(pair))
@@ -183,19 +192,18 @@ def check_text(text: Path, binary: Path) -> None:
     if index is None or len(lines) != (count := count_sentences(index)):
         there = f"has {len(lines):,} lines, and {count:,} were binarised" if index else "is new"
         raise UsageError(f"{text} {there}: {advice}")
-    if not (binary / "spm.model").exists():
+    if model is None:
         return
-    words = read_dictionary(min(binary.glob("**/dict*.txt")))
     content = np.fromfile(index.with_suffix(".bin"), type_of(index)).tolist()
     ends = np.cumsum(read_index(index)).tolist()
     was = [tuple(content[start:end]) for start, end in zip([0, *ends], ends)]
     known = set(was)
-    now = load_model(binary / "spm.model").encode(lines, out_type=str)
+    now = model.encode(lines, out_type=str)
     for number, (pieces, before) in enumerate(zip(now, was), 1):
         sentence = (*map(words.__getitem__, pieces), EOS)
         if sentence != before and sentence in known:
-            was = f"line {number} was another line when it was binarised"
-            raise UsageError(f"{text}, {was}: {advice}")
+            moved = f"line {number} was another line when it was binarised"
+            raise UsageError(f"{text}, {moved}: {advice}")
 
 
 # Binarised text of other authors, as an archive or a folder, which is checked and used as it is.
@@ -310,9 +318,8 @@ class _Archive:
             if found[name] != found[first]:
                 both = f"{self.source}: {first} and {name} differ"
                 raise UsageError(f"{both}; expected one dictionary for all languages")
-        for name in {
-            *names
-        } - found.keys():  # those that are there may be links to the user's files
+        # Those that are there may be links to the user's files.
+        for name in set(names) - found.keys():
             (self.numbers / name).write_bytes(found[first])
 
     def count(self, pair: str) -> int:

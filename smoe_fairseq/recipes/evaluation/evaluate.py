@@ -305,11 +305,11 @@ def _translate(evaluation: Evaluation) -> None:
         _print_score(direction, score, "as it was")
     left = [direction for direction in evaluation.directions if direction not in scored]
     if left:
-        from smoe_fairseq.recipes.data.binarise import check_text  # imports numpy
+        from smoe_fairseq.recipes.data.binarise import check_texts  # imports numpy
 
         _check_model(evaluation)
-        for direction in left:
-            check_text(evaluation.reference(direction), Folders(evaluation.dataset.name).binary)
+        texts = map(evaluation.reference, left)
+        check_texts(texts, Folders(evaluation.dataset.name).binary)
         left.sort(key=lambda d: -evaluation.source(d).stat().st_size)
         count = len(evaluation.directions)
         where = generate.place(len(left), evaluation.extra)
