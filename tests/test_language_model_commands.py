@@ -79,6 +79,23 @@ def test_it_learns_and_eval_lm_agrees_with_validation(english, trained, mode):
     assert "valid_decoder.layer.1/requested_capacity" in of.valid
 
 
+@pytest.mark.parametrize(
+    "sizes, flag",
+    [
+        (("--tokens-per-sample", 512), "--tokens-per-sample 512"),
+        (("--tokens-per-sample", 48, "--context-window", 48), "--context-window 48"),
+    ],
+)
+def test_eval_lm_scores_the_whole_text_or_nothing(english, trained, sizes, flag):
+    command = ["fairseq-eval-lm", english, "--user-dir", PLUGIN, "--cpu", "--num-workers", 0]
+    refused(run(*command, "--path", trained("none").checkpoint, *sizes, check=False), flag)
+
+
+def test_a_language_model_is_not_validated_by_translations(english, tmp_path):
+    arguments = flags(english, tmp_path, "--validate-sentences", 5)
+    refused(run("fairseq-train", *arguments, check=False), "--validate-sentences")
+
+
 def valid_tokens(data) -> list[int]:
     from fairseq.data import data_utils
 

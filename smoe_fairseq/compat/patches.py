@@ -173,6 +173,11 @@ def check_options(cfg) -> None:
     best, beam = (_value(cfg, f"generation.{name}") for name in ("nbest", "beam"))
     if best is not None and best > beam:
         raise UsageError(f"--nbest {best}: expected at most as many as --beam {beam}")
+    window, sample = _value(cfg, "eval_lm.context_window"), _value(cfg, "task.tokens_per_sample")
+    if window and window >= sample:
+        raise UsageError(
+            f"--context-window {window}: expected less than --tokens-per-sample {sample}"
+        )
     betas = _value(cfg, "optimizer.adam_betas")
     if betas is not None and not _are_betas(betas):
         raise UsageError(f"--adam-betas {betas}: expected two numbers below 1: '(0.9, 0.98)'")

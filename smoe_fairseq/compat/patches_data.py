@@ -134,6 +134,21 @@ def keep_long(module: ModuleType) -> None:
         module.np = SimpleNamespace(**vars(module.np), compat=SimpleNamespace(long=int))
 
 
+# Scores all of a text or none of it.
+#
+# For fairseq 0.12.2 on any Python. ``fairseq-eval-lm`` skips blocks that are longer than the model takes,
+# and prints the perplexity of the rest as that of the text.
+
+
+@patches("fairseq.tasks.language_modeling:LanguageModelingTask.eval_lm_dataloader")
+def check_block_size(original, task, dataset, *arguments, **options):
+    size = task.args.tokens_per_sample + options.get("context_window", 0)
+    most = options.get("max_positions") or size
+    if size > most and task.args.sample_break_mode in (None, "none"):
+        raise UsageError(f"--tokens-per-sample {size}: the model takes at most {most}")
+    return original(task, dataset, *arguments, **options)
+
+
 # Resumes exactly with ``--virtual-epoch-size``.
 #
 # For fairseq 0.12.2 on any Python. It draws the order of a pass over the data, which is several virtual

@@ -23,10 +23,9 @@ from smoe_fairseq.models import transformer
 from smoe_fairseq.models.memory import same_batch
 from smoe_fairseq.models.options import flag
 from smoe_fairseq.modules.experts import cast_once
-from smoe_fairseq.training import launch, program, screen, sharded_checkpoints
+from smoe_fairseq.training import launch, program, screen, sharded_checkpoints, translations
 from smoe_fairseq.training.gradients import ExpertNorm
 from smoe_fairseq.training.subword_sampling import sample_subwords
-from smoe_fairseq.training.translations import score_by_translations
 
 
 def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
@@ -95,7 +94,8 @@ class SMoETrainer(Trainer):
         launch.hold_folder(self.cfg.checkpoint)
         self.folder = launch.folder_identity(self.cfg.checkpoint.save_dir)
         program.set_early_stop({})
-        program.change("get_valid_stats", score_by_translations)
+        translations.check(self.get_criterion(), self.get_model())
+        program.change("get_valid_stats", translations.score_by_translations)
         program.change("validate", program.save_if_validation_fails)
         if alpha := getattr(self.get_criterion(), "subword_sampling", 0):
             most = resolve_max_positions(

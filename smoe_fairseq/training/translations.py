@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.hub import has_pieces
 
 MAX_TOKENS = 4096  # of source, padding included, that are translated at a time
@@ -23,6 +24,15 @@ def score_by_translations(get_valid_stats, cfg, trainer, stats, tracking_best):
     if number and tracking_best:
         stats = {**stats, **scores(trainer, number, trainer.get_criterion().validate_beam)}
     return get_valid_stats(cfg, trainer, stats, tracking_best)
+
+
+def check(criterion, model) -> None:
+    """Raise UsageError where a criterion asks for the translations of a model that our search lacks."""
+    from smoe_fairseq.models.transformer import SMoETransformerModel
+
+    if getattr(criterion, "validate_sentences", 0) and not isinstance(model, SMoETransformerModel):
+        kind = type(model).__name__
+        raise UsageError(f"--validate-sentences: expected a translation model of ours, not {kind}")
 
 
 @torch.no_grad()
@@ -39,12 +49,9 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
     from fairseq.distributed import utils as distributed
     from sacrebleu.metrics import BLEU, CHRF
 
-    from smoe_fairseq.models.transformer import SMoETransformerModel
     from smoe_fairseq.translate.search import BeamSearch, SearchOptions
 
     task, model = trainer.task, trainer.get_model()
-    if not isinstance(model, SMoETransformerModel):
-        return {}
     ranks, rank = trainer.data_parallel_world_size, trainer.data_parallel_rank
     if trainer.expert_placement is not None:
         ranks, rank = 1, 0
