@@ -16,6 +16,8 @@ from filelock import FileLock
 from ranks import Ranks
 from sampling import pairwise
 
+gc.disable()  # until all modules are imported, a sixth sooner
+
 # Which recipes take seconds for; test_forecast.py asks for it.
 os.environ.setdefault("FORECAST", "0")
 
@@ -43,6 +45,7 @@ def pytest_collection_finish():
     # What modules hold is not searched for garbage again and again.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 # These files take longest: the processes that share the tests begin with them, and so end together.

@@ -36,6 +36,7 @@ def serve(listener: int) -> dict | None:
         finalizer.atexit = False
     gc.collect()
     gc.freeze()  # so that children do not touch, and the system not copy, the memory of all modules
+    gc.enable()
     return _Server(socket.socket(fileno=listener), control).serve()
 
 

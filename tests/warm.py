@@ -11,6 +11,7 @@ import argparse
 import atexit
 import copy
 import functools
+import gc
 import importlib.util
 import logging
 import os
@@ -169,4 +170,5 @@ def end(status: int) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # until `serve`, since imports leave no garbage
     end(status_of(import_torch, int(sys.argv[1])))
