@@ -1,7 +1,5 @@
 """Fixtures that several test files share."""
 
-import copy
-import functools
 import gc
 import json
 import os
@@ -15,6 +13,7 @@ from commands import preprocess, run, train
 from filelock import FileLock
 from ranks import Ranks
 from sampling import pairwise
+from warm import quicken_hydra
 
 gc.disable()  # until all modules are imported, a sixth sooner
 
@@ -37,11 +36,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish():
-    # hydra parses each setting once; only now, since the process that shares the tests needs no hydra.
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parse_once = functools.cache(OverridesParser.create().parse_rule)
-    OverridesParser.parse_rule = lambda self, *words: copy.copy(parse_once(*words))
+    quicken_hydra()  # only now, since the process that shares the tests needs no hydra
     # What modules hold is not searched for garbage again and again.
     gc.collect()
     gc.freeze()

@@ -48,17 +48,24 @@ def import_fairseq(listener: int) -> None:
     import fairseq.trainer  # noqa: F401
     import pytest  # noqa: F401  (for functions of test files)
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-    from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    # hydra parses each setting once, here: a command has but its own to parse.
-    parse_once = functools.cache(OverridesParser.create().parse_rule)
-    OverridesParser.parse_rule = lambda self, *words: copy.copy(parse_once(*words))
+    quicken_hydra()
     convert_namespace_to_omegaconf(argparse.Namespace())
     # One of fairseq's tasks sets up the log, which a command does before it imports fairseq.
     for handler in logging.root.handlers[:]:
         logging.root.removeHandler(handler)
     logging.root.setLevel(logging.WARNING)
     run(serve(listener))
+
+
+def quicken_hydra() -> None:
+    """Lets it parse each setting once, and read its store of configs, of which it copies what it takes."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parse_once = functools.cache(OverridesParser.create().parse_rule)
+    OverridesParser.parse_rule = lambda self, *words: copy.copy(parse_once(*words))
+    ConfigStore.__deepcopy__ = lambda self, memo: self
 
 
 def import_plugin(listener: int) -> None:
