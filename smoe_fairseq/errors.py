@@ -37,6 +37,7 @@ _OF_INPUT += (ArithmeticError, ImportError, EOFError, struct.error)
 _LIBRARIES = ("omegaconf", "hydra", "sentencepiece")  # whose errors are about settings or files
 # How RuntimeErrors of bad input begin: torch's for other shapes, and fairseq's about its flags.
 _MISFITS = ("Error(s) in loading state_dict", "--")
+_GONE = re.compile(r"(closed|reset) by peer|remote process exited")  # gloo's words, and NCCL's
 _NULL = re.compile(r"override \w+\.(\w+)=null")  # hydra's words for an option without a value
 _SETTING = re.compile(r"--([\w-]+) (?:\S+|'[^']*'): ")  # how a sentence about a flag's value begins
 _LONGEST = 300  # letters of a word, and of another program's message
@@ -62,6 +63,8 @@ def one_line(error: BaseException) -> str | None:
         return printable(said)
     if said.startswith("DataLoader worker"):
         return "a process that loads data was killed, as for lack of memory; --num-workers 0 needs none"
+    if isinstance(error, RuntimeError) and _GONE.search(said):
+        return "another rank has ended: see what is said of it"
     if not _is_of_input(error):
         return None
     if missing := _NULL.search(said):  # what a value that has to be given is, where it is not

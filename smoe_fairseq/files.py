@@ -54,6 +54,17 @@ def read_text(path: Path | str, largest: int = LARGEST) -> str:
         raise UsageError(f"{path} is not UTF-8 text: {error.reason}") from None
 
 
+def read_subwords(path: Path | str):
+    """The sentencepiece model of a plain file; raises UsageError as `read_plain` does, or if it is none."""
+    from sentencepiece import SentencePieceProcessor
+
+    content = read_plain(path) or b"0"  # sentencepiece accepts an empty model
+    try:
+        return SentencePieceProcessor(model_proto=content)
+    except Exception:  # of a type of its own, from C++
+        raise UsageError(f"{path} is not a model of sentencepiece") from None
+
+
 def _is_special(path: str) -> bool:
     """Whether ``path`` is a device or pipe such as /dev/null, which is written to and never replaced."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)

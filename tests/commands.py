@@ -32,6 +32,7 @@ WITH_PLUGIN = Server(FAIRSEQ, "import_plugin")
 SMOE = Server(WITH_PLUGIN, "import_smoe")
 RECIPES = Server(TORCH, "import_recipes")
 STEP = ("-P", "-m", "smoe_fairseq.recipes")  # what Python is given for a recipe or one step of it
+TORCHRUN = "smoe_fairseq.recipes.training.torchrun"  # and for torchrun in a recipe
 
 # The stock model, small and shortly trained.
 TINY = """--arch transformer --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32
@@ -157,7 +158,8 @@ def bash_functions() -> dict[str, str]:
     functions = {f"BASH_FUNC_{name}%%": function(name) for name in COMMANDS}
     functions["BASH_FUNC_python%%"] = (
         f'() {{ case "${{3:-}}" in "{STEP[2]}") {shlex.join(start(RECIPES))} "$@";; '
-        '*) command python "$@";; esac; }'
+        f'{TORCHRUN}) if declare -F torchrun > {os.devnull}; then shift 3; torchrun "$@"; '
+        'else command python "$@"; fi;; *) command python "$@";; esac; }'
     )
     return functions
 

@@ -283,14 +283,14 @@ def test_a_sentence_is_segmented_by_the_model_beside_sharded_data(
     """The subword model lies beside the shards; either of its usual names will do."""
 
     class Pieces:
-        def __init__(self, model_file):
-            assert model_file == str(tmp_path / name)
+        def __init__(self, model_proto):
+            assert model_proto == name.encode()
 
         def encode(self, sentence, out_type):
             return sentence.split("+")
 
     shard = shutil.copytree(three_languages, tmp_path / "shard0")
-    (tmp_path / name).touch()
+    (tmp_path / name).write_bytes(name.encode())
     monkeypatch.setattr("sentencepiece.SentencePieceProcessor", Pieces)
     main([*one_direction(shard, gates_by_hand), "--sentence", "aa0+aa4+aa5"])
     lines = capsys.readouterr().out.splitlines()

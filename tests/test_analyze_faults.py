@@ -72,6 +72,13 @@ def test_data_that_is_not_whole_gets_one_sentence(three_languages, gates_by_hand
         main([*one_direction(data, gates_by_hand), "--output", str(tmp_path / "new")])
 
 
+def test_a_model_of_subwords_that_is_none_is_named(three_languages, gates_by_hand, tmp_path):
+    data = shutil.copytree(three_languages, tmp_path / "data")
+    (data / "spm.model").write_bytes(b"no model")
+    said = refusal(*one_direction(data, gates_by_hand), "--sentence", "aa0")
+    assert str(data / "spm.model") in said
+
+
 def test_a_bad_checkpoint_gets_one_sentence(three_languages, tmp_path):
     (tmp_path / "dense").mkdir()
     train(three_languages, tmp_path / "dense", *MULTILINGUAL, "--moe-freq", 0)

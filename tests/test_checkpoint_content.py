@@ -125,6 +125,7 @@ def test_a_checkpoint_of_other_strata_is_named(small_corpus, sparse, tmp_path):
 
 UNFIT = {
     "no optimizer state": lambda state: state.pop("last_optimizer_state"),
+    "empty optimizer state": lambda state: state["last_optimizer_state"].update(state={}),
     "moments of another model": of_moments(lambda tensor: tensor.new_zeros(3)),
     "moments not finite": of_moments(lambda tensor: tensor * float("nan")),
     "not finite": of_kind(lambda tensor: tensor * float("nan")),

@@ -153,6 +153,13 @@ def test_files_that_do_not_belong_together_are_named(data, tmp_path, fault):
     refused(result, folder, named)
 
 
+@pytest.mark.parametrize("pair", ["src-other", "src", "tgt-tgt"])
+def test_a_pair_that_the_data_lack_is_named(data, tmp_path, pair):
+    words = [*MOE, *SEVERAL, "--langs", "src,tgt", "--lang-pairs", pair, "--cpu"]
+    words += ["--user-dir", PLUGIN, "--save-dir", tmp_path]
+    refused(run("fairseq-train", data[0], *words, check=False), data[0], f"--lang-pairs {pair}")
+
+
 @pytest.mark.parametrize(
     "flag", ["--encoder-langtok tgt", "--langs src,tgt", "--task translation_m"]
 )

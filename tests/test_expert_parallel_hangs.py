@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from commands import WITH_PLUGIN, run, start
+from commands import TORCHRUN, WITH_PLUGIN, run, start
 from ranks import free_port
 from sampling import soak
 from test_expert_parallel import averages, flags
@@ -231,7 +231,7 @@ def test_a_process_that_is_killed_ends_all(small_corpus, tmp_path, launcher, kil
     ]
     if launcher == "torchrun":  # whose processes each wait for a forked one
         ranks = ("--standalone", "--nproc-per-node", 2, "--no-python", *start(WITH_PLUGIN))
-        command = ("torchrun", *ranks, *arguments)
+        command = ("python", "-P", "-m", TORCHRUN, *ranks, *arguments)
     else:
         port = ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}")
         command = ("python", *arguments, "--distributed-world-size", 2, *port)
@@ -240,3 +240,5 @@ def test_a_process_that_is_killed_ends_all(small_corpus, tmp_path, launcher, kil
     )  # which fails where it takes longer than minutes
     assert result.returncode == 1 and "done training" not in result.stdout
     assert "num_updates" in result.stdout or "SIGKILL" in result.stdout, result.stdout[-3000:]
+    if launcher == "torchrun":
+        assert f"error: rank {killed} " in result.stdout and "Traceback" not in result.stdout

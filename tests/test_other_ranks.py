@@ -60,7 +60,7 @@ def test_a_run_resumes_on_other_numbers_of_ranks(tmp_path, place, how):
         result = trained(tmp_path, ranks, *words, "--max-update", str(updates), **place)
         said.append(result.stdout)
     assert "2 ranks x 60 (--max-tokens) x 1 (--update-freq)" in said[1]
-    assert [text.count("resharded for") for text in said] == [0, *2 * [how == "sharded"]]
+    assert [text.count(": reshard ") for text in said] == [0, *2 * [how == "sharded"]]
     whole = tmp_path / "whole/tiny/smoe-2-2"
     assert len(losses(whole)) == 6  # more than an epoch
     assert losses(parts) == pytest.approx(losses(whole), rel=2e-3)  # of three digits each

@@ -4,12 +4,13 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from commands import bash_functions, bash_torchrun
+from commands import bash_functions, bash_torchrun, refused, run
 from ranks import free_port
 from test_lock import holder
 from test_recipes import ROOT, commands, recipe, tiny_place, value
@@ -23,7 +24,7 @@ from smoe_fairseq.recipes.training.launcher import Launch, launch
 # SLURM's: a step is what srun starts; a job that is put into the queue again is ended before.
 SLURM = {
     "scontrol": 'if [[ $1 == show ]]; then echo node1; else echo "$@" > requeued; kill "$(< step)"; fi',
-    "srun": 'while [[ $1 != torchrun ]]; do shift; done; "$@" & echo $! > step; wait $!',
+    "srun": 'while [[ $1 != python ]]; do shift; done; "$@" & echo $! > step; wait $!',
 }
 
 
@@ -158,3 +159,33 @@ def test_what_a_machine_without_gpu_adds_is_in_the_dry_run(tmp_path):
         recipe(tmp_path, "train", "m4", "moe", "--cpu", DRY_RUN="1", GPUS="2"), "torchrun"
     )
     assert value(words, "--distributed-backend") == "gloo" and "--fp16" not in words
+
+
+RANKS = """if [ "$RANK" = 1 ]; then {}; fi; exec sleep 600"""
+
+
+@pytest.mark.parametrize(
+    "does, named", [("kill -9 $BASHPID", ("rank 1", "SIGKILL")), ("exit 3", ())]
+)
+def test_a_rank_that_is_killed_is_named_in_one_sentence(machine, does, named):
+    """One that ends by itself has said why."""
+    machine(0, "2")
+    words = launch([]).words("bash")
+    result = run(*words, "-c", RANKS.format(does), check=False, fresh=True)
+    assert result.returncode == 1
+    if named:
+        refused(result, *named)
+    assert len(result.stdout.splitlines()) == bool(named)
+
+
+def test_ranks_that_are_interrupted_end_without_a_stack_trace(machine, tmp_path):
+    machine(0, "2")
+    words = launch([]).words("bash")[1:]
+    words = [sys.executable, *words, "-c", f"echo > {tmp_path}/$RANK; exec sleep 600"]
+    process = subprocess.Popen(
+        list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for(lambda: {"0", "1"} <= {path.name for path in tmp_path.iterdir()}, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT and "Traceback" not in output, output

@@ -1,5 +1,6 @@
 """``--subword-sampling``: training text is divided anew, stays the same text, and a run resumes exactly."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from commands import PLUGIN, run, step_here
+from commands import PLUGIN, refused, run, step_here
 from fairseq import options, tasks
 from fairseq.data import Dictionary
 from test_recipes import write_dataset
@@ -233,10 +234,18 @@ def test_zero_is_none_and_a_run_resumes_exactly(data, tmp_path):
 )
 def test_refused(corpus, tmp_path, flags, named):
     words = ["--user-dir", PLUGIN, *SIZES, "--no-share-all-embeddings", "--max-update", 1]
-    refused = run("fairseq-train", corpus, *words, "--save-dir", tmp_path, *flags, check=False)
-    assert refused.returncode == 1 and not list(tmp_path.glob("*.pt"))
-    last = refused.stdout.strip().splitlines()[-1]
+    result = run("fairseq-train", corpus, *words, "--save-dir", tmp_path, *flags, check=False)
+    assert result.returncode == 1 and not list(tmp_path.glob("*.pt"))
+    last = result.stdout.strip().splitlines()[-1]
     assert "error: " in last and "--subword-sampling" in last and named in last
+
+
+def test_a_model_that_is_none_is_named(data, tmp_path):
+    folder = shutil.copytree(data, tmp_path / "data")
+    (folder / "spm.model").write_bytes(b"no model")
+    words = ["--user-dir", PLUGIN, *SIZES, "--max-update", 1, "--save-dir", tmp_path / "new"]
+    words += ["--subword-sampling", 0.1, *TASKS["multilingual"]]
+    refused(run("fairseq-train", folder, *words, check=False), folder / "spm.model")
 
 
 def test_refused_without_pairs_of_sentences(english, data, tmp_path):
@@ -244,6 +253,6 @@ def test_refused_without_pairs_of_sentences(english, data, tmp_path):
     words = ["--task", "language_modeling", "--arch", "smoe_transformer_lm_tiny", "--cpu"]
     words += ["--criterion", "smoe_label_smoothed_cross_entropy", "--max-tokens", 400, "--lr", 1]
     words += ["--subword-sampling", 0.1, "--save-dir", tmp_path, "--user-dir", PLUGIN]
-    refused = run("fairseq-train", english, *words, check=False)
+    result = run("fairseq-train", english, *words, check=False)
     (english / "spm.model").unlink()
-    assert refused.returncode == 1 and "error: --subword-sampling" in refused.stdout
+    refused(result, "--subword-sampling")

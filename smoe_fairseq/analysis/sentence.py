@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import sentencepiece
 import torch
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.record import Block, BlockFollower, Recorder, given
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import read_subwords
 from smoe_fairseq.models.hub import subwords_of
 from smoe_fairseq.modules.routing import Routing
 
@@ -154,8 +154,7 @@ def run_sentence(
     """
     segmenter = subwords_of(str(folder))
     if segmenter is not None:
-        processor = sentencepiece.SentencePieceProcessor(model_file=str(segmenter))
-        sentence = " ".join(processor.encode(sentence, out_type=str))
+        sentence = " ".join(read_subwords(segmenter).encode(sentence, out_type=str))
     if inputs.is_multilingual(task):
         task.args.source_lang, task.args.target_lang = direction.split("-")
     tokens = task.source_dictionary.encode_line(sentence, add_if_not_exist=False).long()

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 
-from sentencepiece import SentencePieceProcessor
 from transformers import PreTrainedTokenizer
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import check_plain
+from smoe_fairseq.files import read_subwords
 from smoe_fairseq.forms import read_json
 
 _BEGINS_WORD = "\u2581"  # how sentencepiece marks it
@@ -65,8 +64,7 @@ class SMoETokenizer(PreTrainedTokenizer):
         self._of_target = False
         self._spm = None
         if sp_model_file:
-            check_plain(sp_model_file)
-            self._spm = SentencePieceProcessor(model_file=str(sp_model_file))
+            self._spm = read_subwords(sp_model_file)
         elif any(token.startswith(_BEGINS_WORD) for token in self.source):
             raise UsageError(f"{vocab_file} has pieces of words: expected spm.model beside it")
         self.language_tokens = dict(language_tokens or {})

@@ -15,10 +15,9 @@ from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.utils import split_paths
 from omegaconf import OmegaConf
-from sentencepiece import SentencePieceProcessor
 
 from smoe_fairseq.errors import UsageError, naming_file
-from smoe_fairseq.files import read_plain
+from smoe_fairseq.files import read_subwords
 
 SUBWORDS = ("spm.model", "sentencepiece.bpe.model")  # names of our recipes and of fairseq
 _NAMES = ("checkpoint_best.pt", "checkpoint_last.pt")
@@ -118,12 +117,8 @@ def checked_subwords(data: str, dictionary, needed: bool = True) -> Path | None:
 
 def check_pieces(subwords: Path, words: list[str]) -> None:
     """Raise UsageError if the file is no model of sentencepiece, or a third of the words no pieces of it."""
-    content = read_plain(subwords)
-    try:
-        model = SentencePieceProcessor(model_proto=content)
-        numbers = model.piece_to_id(words)
-    except Exception:  # of a type of its own, from C++
-        raise UsageError(f"{subwords} is no model of sentencepiece") from None
+    model = read_subwords(subwords)
+    numbers = model.piece_to_id(words)
     unknown = [w for w, number in zip(words, numbers, strict=True) if number == model.unk_id()]
     if 3 * len(unknown) > len(words):
         raise UsageError(

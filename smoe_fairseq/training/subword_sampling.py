@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sentencepiece
 import torch
 from fairseq.data import BaseWrapperDataset, Dictionary, FairseqDataset, LanguagePairDataset
 from fairseq.data import TransformEosLangPairDataset as WithLanguageTokens
@@ -23,6 +22,7 @@ from fairseq.utils import split_paths
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import read_subwords
 from smoe_fairseq.models.hub import BEGINS_WORD, subwords_of
 
 FLAG = "--subword-sampling"
@@ -84,7 +84,7 @@ class Sampler:
     """
 
     def __init__(self, model: Path, dictionary: Dictionary, alpha: float):
-        self.model = sentencepiece.SentencePieceProcessor(model_file=str(model))
+        self.model = read_subwords(model)
         self.alpha, self.numbers, self.symbols = alpha, dictionary.indices, dictionary.symbols
         self.special = dictionary.nspecial
         pieces = map(self.model.id_to_piece, range(self.model.get_piece_size()))

@@ -27,10 +27,30 @@ def _path_of(dataset) -> str:
 def name_missing_text(original, manager, split):
     class Shards(dict):
         def __missing__(self, key):
-            pair = key.partition(":")[2]
-            raise UsageError(f"{manager.args.data} has no {split}.{pair}.*, nor the reverse")
+            pair, args = key.partition(":")[2], manager.args
+            raise UsageError(
+                f"{_flags(args, pair)}: {args.data} has no {split}.{pair}.*, nor the reverse"
+            )
 
     return Shards(original(manager, split))
+
+
+def _flags(args, pair: str) -> str:
+    if args.source_lang or args.target_lang:
+        return f"--source-lang {args.source_lang} --target-lang {args.target_lang}"
+    return f"--lang-pairs {pair}"
+
+
+@replaces("fairseq.tasks.translation_multi_simple_epoch:MultilingualDatasetManager.load_langs")
+def name_unknown_language(original, _, args, **options):
+    langs = original(_, args, **options)
+    of_search = args.source_lang or args.target_lang
+    for pair in [f"{args.source_lang}-{args.target_lang}"] if of_search else args.lang_pairs:
+        if len(pair.split("-")) != 2 or not {*pair.split("-")} <= {*langs}:
+            raise UsageError(
+                f"{_flags(args, pair)}: expected two of the languages {','.join(langs)} of {args.data}"
+            )
+    return langs
 
 
 @replaces(

@@ -205,12 +205,18 @@ class SMoETrainer(Trainer):
         if reset_optimizer:
             return
         made = self._optim_history[-1]["num_updates"]
-        if made != self.get_num_updates():
+        optimizer = self.optimizer.optimizer
+        state = getattr(optimizer, "state", {})
+        # SGD without momentum has no state, nor may a rank that shares it with others (fairscale's OSS).
+        has_none = optimizer.defaults.get("momentum") == 0 or hasattr(
+            optimizer, "partition_parameters"
+        )
+        if made != self.get_num_updates() or (made and not state and not has_none):
             raise UsageError(
                 f"{filename} has no optimizer state to go on with from its {made} updates: expected "
                 f"--finetune-from-model {filename} to begin anew with its parameters, or {RESETS}"
             )
-        for parameter, values in getattr(self.optimizer.optimizer, "state", {}).items():
+        for parameter, values in state.items():
             for name in {"exp_avg", "exp_avg_sq"} & values.keys():
                 if values[name].shape != parameter.shape:
                     raise UsageError(

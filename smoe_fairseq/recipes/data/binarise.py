@@ -16,11 +16,18 @@ from pathlib import Path
 import numpy as np
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import check_plain, read_plain, read_text, whole_files, whole_folder
+from smoe_fairseq.files import (
+    check_plain,
+    read_plain,
+    read_subwords,
+    read_text,
+    whole_files,
+    whole_folder,
+)
 from smoe_fairseq.recipes.config import Dataset, orders
 from smoe_fairseq.recipes.data.download import extract
 from smoe_fairseq.recipes.data.raw import SPLITS, Section, copy_pairs, write_sizes
-from smoe_fairseq.recipes.data.subwords import encode_files, load_model
+from smoe_fairseq.recipes.data.subwords import encode_files
 from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk, chunks
 from smoe_fairseq.recipes.folders import shard_folders
 
@@ -178,7 +185,7 @@ def check_texts(texts: Iterable[Path], binary: Path) -> None:
     words, model = Vocabulary(), None
     if (binary / "spm.model").exists():
         words = read_dictionary(min(binary.glob("**/dict*.txt")))
-        model = load_model(binary / "spm.model")
+        model = read_subwords(binary / "spm.model")
     for text in texts:
         _check_text(text, binary, words, model)
 
@@ -303,7 +310,7 @@ class _Archive:
         if not model.exists():
             raise self.missing(name, "the model of the subwords")
         try:
-            load_model(model)
+            read_subwords(model)
         except UsageError:
             raise UsageError(f"{self.source}: {name} is not a sentencepiece model") from None
 
@@ -363,7 +370,7 @@ class _Archive:
             return
         pieces = self.given / "pieces"
         pieces.mkdir()
-        encode_files(load_model(self.numbers / "spm.model"), to_binarise, [pieces], longest)
+        encode_files(read_subwords(self.numbers / "spm.model"), to_binarise, [pieces], longest)
         outputs = {
             pieces / file.name: tuple(str(self.numbers / f"{file.name}.{s}") for s in SUFFIXES)
             for file in to_binarise

@@ -10,12 +10,12 @@ import numpy as np
 from tabulate import tabulate
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import read_subwords
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, type_of
 from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, SIDES, Faults
-from smoe_fairseq.recipes.data.subwords import load_model
 from smoe_fairseq.recipes.data.text_files import shared
 from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
 from smoe_fairseq.recipes.folders import LEFT_OUT, Folders, shard_folders
@@ -86,7 +86,7 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
     row.leaked = {side: len(found) for side, found in faults.leaked.items()}
     counts |= _binarised(dataset, folders.binary, pair)
     row.counts = counts
-    model = load_model(folders.binary / "spm.model")
+    model = read_subwords(folders.binary / "spm.model")
     for language, text in zip(languages, zip(*tests)):
         bleu, chrf = reachable(model, [*text], tokenizer_of(dataset.sacrebleu, language))
         if row.chrf is None or chrf < row.chrf:

@@ -14,7 +14,7 @@ from pathlib import Path
 import sentencepiece
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import whole_files, whole_folder, write_whole
+from smoe_fairseq.files import read_subwords, whole_files, whole_folder, write_whole
 from smoe_fairseq.flags import positive
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.commands import add_learning
@@ -67,7 +67,7 @@ def run_subwords(args: Namespace) -> None:
     called = [f.stem if f.suffix in readers.COMPRESSED else f.name for f in args.text]
     if twice := sorted(name for name in called if called.count(name) > 1):
         raise UsageError(f"two files are called {twice[0]}: encode them to folders of their own")
-    model = load_model(args.model)
+    model = read_subwords(args.model)
     with whole_folder(args.output) as folder, tempfile.TemporaryDirectory() as plain:
         files = [_plain(file, Path(plain)) for file in args.text]
         lines = encode_files(model, files, [folder], workers=args.workers)
@@ -183,14 +183,6 @@ def _check_memory(raw: Path, files: list[Path], options: dict) -> None:
         raise UsageError(f"{takes}: draw fewer with --input-sentence-size {fitting:.0f}")
 
 
-def load_model(path: Path) -> sentencepiece.SentencePieceProcessor:
-    """A sentencepiece model; raises UsageError if the file is none."""
-    try:
-        return sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (OSError, RuntimeError) as error:
-        raise UsageError(f"{path} is not a model of sentencepiece: {error}") from None
-
-
 def encode(
     model: Path, raw: Path, output: Path, shards: int = 1, longest: int = 0, workers: int = 1
 ) -> None:
@@ -200,7 +192,7 @@ def encode(
     and other splits go to the first shard. In the other splits, lines are cut off after ``longest`` pieces
     (0: never), and their number is reported.
     """
-    loaded = load_model(model)
+    loaded = read_subwords(model)
     files = sorted(raw.glob("*.*-*.*"))
     with whole_folder(output, replace=True) as partial:
         folders = [partial / name for name in shard_names(shards)]

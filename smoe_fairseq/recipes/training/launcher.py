@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.processes import dry_run, whole_number
+from smoe_fairseq.recipes.processes import PYTHON, dry_run, whole_number
 
 LAUNCHERS = ("plain", "torchrun", "slurm")
 PATIENCE = 5  # seconds in which a torchrun answers at its port
@@ -42,10 +42,12 @@ class Launch:
         if self.launcher == "plain":
             return [program]
         each = ["--nproc-per-node", str(max(1, self.gpus)), "--no-python", program]
+        # A dry run prints torch's own command.
+        torchrun = ["torchrun"] if dry_run() else [*PYTHON, "-m", f"{__package__}.torchrun"]
         if not self.meets_at_port:
-            return ["torchrun", "--standalone", *each]
+            return [*torchrun, "--standalone", *each]
         address, port = endpoint()
-        start = ["torchrun", "--nnodes", str(self.nodes), "--rdzv-backend", "c10d"]
+        start = [*torchrun, "--nnodes", str(self.nodes), "--rdzv-backend", "c10d"]
         start += ["--rdzv-id", os.environ.get("SLURM_JOB_ID") or "smoe"]
         start += ["--rdzv-endpoint", f"{address}:{port}", *each]
         if self.launcher == "slurm":

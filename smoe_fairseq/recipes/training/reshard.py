@@ -22,8 +22,8 @@ def reshard_lines(folder: Path, ranks: int) -> list[str]:
     if not unfinished and saved in (0, ranks):
         return []
     return [
-        f"# {folder}: experts of {saved} rank{'s' * (saved != 1)}, resharded for {ranks}; the old "
-        f"checkpoints stay in {_aside(folder, saved).name}/",
+        f"# {folder}: reshard the experts of {saved} rank{'s' * (saved != 1)} for {ranks}; keep the old "
+        f"checkpoints in {_aside(folder, saved).name}/",
         step("reshard", folder, ranks),
     ]
 

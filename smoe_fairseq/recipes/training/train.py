@@ -35,6 +35,7 @@ from smoe_fairseq.recipes.training.reshard import reshard_lines
 from smoe_fairseq.training import screen
 
 LOG = "train.log"
+BEGUN = b"Start iterating over samples"  # fairseq's line before the first update
 # Processes that prepare batches for a GPU: one takes longer for 16,384 tokens than an H200 does to train
 # a base model on them. fairseq's default is 1.
 GPU_WORKERS = 2
@@ -97,7 +98,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         lines.insert(-1, f"# the log is {folder / LOG}")
         folder.mkdir(parents=True, exist_ok=True)
         begin_log(folder / LOG, line)
-    _run(lines, folder, place)
+    _run(lines, folder, place, Path(used["--log-file"]))
     if not dry_run():
         identity.finish(words)
         if not identity.is_joined(folder) and (drawn := picture.draw(folder, folder / LOG)):
@@ -198,8 +199,9 @@ def _for_place(
     return flags | precision, extra, notes + said
 
 
-def _run(lines: Sequence[str], folder: Path, place: Launch) -> None:
-    """`run` for the lines that train; if they end early, say how to go on."""
+def _run(lines: Sequence[str], folder: Path, place: Launch, log: Path) -> None:
+    """`run` for the lines that train; if they end early, and not before the first update, say how to go on."""
+    logged = log.stat().st_size if log.is_file() else 0
     try:
         run(lines, screen_variables())
     except (SystemExit, UsageError) as ended:
@@ -207,6 +209,8 @@ def _run(lines: Sequence[str], folder: Path, place: Launch) -> None:
         if place.meets_at_port and not stopped:
             # Perhaps another run's torchrun has the port, and ours waited for its machines in vain.
             check_port(torchrun=False)
+        if not stopped and not _has_begun(log, logged):
+            raise
         how = f"without {folder}/checkpoint_last.pt the same command starts again"
         if any(folder.glob("checkpoint_last*.pt")):
             how = f"the same command goes on from {folder}/checkpoint_last.pt"
@@ -216,6 +220,15 @@ def _run(lines: Sequence[str], folder: Path, place: Launch) -> None:
             raise UsageError(f"{ended}; {how}") from None
         report(f"training has ended early; {how}")
         raise
+
+
+def _has_begun(log: Path, start: int) -> bool:
+    """Whether fairseq-train began to train, as its log says from the byte ``start`` on."""
+    if not log.is_file():
+        return False
+    with open(log, "rb") as file:
+        file.seek(start)
+        return any(BEGUN in line for line in file)
 
 
 def data_arguments(dataset: Dataset) -> list[str]:
