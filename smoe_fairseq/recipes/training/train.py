@@ -200,7 +200,7 @@ def _for_place(
 
 
 def _run(lines: Sequence[str], folder: Path, place: Launch, log: Path) -> None:
-    """`run` for the lines that train; if they end early, and not before the first update, say how to go on."""
+    """`run` for the lines that train; if training began and ended early, say how to go on."""
     logged = log.stat().st_size if log.is_file() else 0
     try:
         run(lines, screen_variables())
