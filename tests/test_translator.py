@@ -251,7 +251,7 @@ def test_validation_says_what_is_missing(corpus, pre_norm, tmp_path):
         ("cut.pt", "cut.pt is cut off or not a checkpoint"),
         (
             "foreign.pt",
-            "--user-dir is missing or another: fairseq does not have the checkpoint's task, other",
+            "--user-dir is missing or another, since fairseq has no task other",
         ),
     ):
         refused(run(*validation(corpus, tmp_path / path), check=False), words)
@@ -271,6 +271,23 @@ WITHOUT_PLUGIN = {
 def test_without_its_plugin_every_command_says_so(two_updates, small_corpus, name):
     command = WITHOUT_PLUGIN[name](small_corpus, two_updates / "checkpoint_best.pt")
     refused(run(*command, check=False), "--user-dir", "smoe_transformer")
+
+
+@pytest.mark.parametrize("kind", ["model", "task"])
+def test_our_commands_name_what_is_of_another_plugin(prepared, tmp_path, kind):
+    state = torch.load(prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt", weights_only=True)
+    config = state["cfg"][kind]
+    config = config if isinstance(config, dict) else vars(config)
+    config.update(_name="mine", arch="mine", task="mine")
+    path = tmp_path / "other.pt"
+    torch.save(state, path)
+    data = ("--data", prepared / "data/tiny/bin", "--from", "en", "--to", "fr")
+    refused(run("smoe", "translate", path, *data, stdin="a\n", check=False), f"{kind} mine")
+
+
+def test_a_link_to_the_package_is_the_package(tmp_path):
+    (tmp_path / "link").symlink_to(PLUGIN)
+    run("fairseq-train", "--user-dir", tmp_path / "link", "--help", fresh=True)
 
 
 @pytest.mark.parametrize("words", [["--arch", "smoe_transformer_base"], ["-a=smoe_transformer"]])

@@ -76,6 +76,19 @@ def quiet_hydra(original, args):
         return original(args)
 
 
+# This package is one plugin, by whatever name of its folder (a link) ``--user-dir`` has it.
+#
+# For fairseq 0.12.2 on any Python, which imports it once more and cannot register a model twice.
+
+
+@patches("fairseq.utils:import_user_module")
+def import_by_own_name(original, args):
+    folder, own = getattr(args, "user_dir", None), os.path.dirname(os.path.dirname(__file__))
+    if folder and os.path.exists(folder) and os.path.samefile(folder, own):
+        args = Namespace(user_dir=own)
+    original(args)
+
+
 # Lets ``fairseq-hydra-train common.user_dir=... model=...`` choose what a plugin registers.
 #
 # For fairseq 0.12.2 on any hydra. It imports the plugin only after hydra has composed the config, when
@@ -287,9 +300,7 @@ def _set_task(parser: argparse.ArgumentParser, given: Namespace) -> None:
     if task is None:
         raise UsageError(f"{given.path} does not say of what task it is: expected --task")
     if task not in TASK_REGISTRY:
-        raise UsageError(
-            f"--user-dir is missing or another: fairseq does not have the checkpoint's task, {task}"
-        )
+        raise UsageError(_lacking("task", task))
     parser.set_defaults(task=task)
 
 
@@ -309,9 +320,10 @@ def take_task_of_checkpoint(original, parser, input_args=None, *others, **option
     return original(parser, input_args, *others, **options)
 
 
-# One sentence for a checkpoint whose model fairseq does not have, as without ``--user-dir``.
+# One sentence for a checkpoint whose model or task fairseq does not have, as without ``--user-dir``.
 #
-# For fairseq 0.12.2 on any Python. It ends in ``KeyError: '_name'`` while it puts its own message together.
+# For fairseq 0.12.2 on any Python. It ends in ``KeyError: '_name'`` while it puts its own message together,
+# or in an AssertionError with all settings of the task.
 
 
 _OURS = "smoe_"
@@ -323,6 +335,16 @@ def name_unknown_model(original, cfg, *others, **options):
     if sentence := _problem(getattr(cfg, "_name", None) or getattr(cfg, "arch", None)):
         raise UsageError(sentence)
     return original(cfg, *others, **options)
+
+
+@patches("fairseq.tasks:setup_task")
+def name_unknown_task(original, cfg, **options):
+    from fairseq.tasks import TASK_REGISTRY
+
+    name = getattr(cfg, "task", None) or getattr(cfg, "_name", None)
+    if isinstance(name, str) and name not in TASK_REGISTRY:
+        raise UsageError(_lacking("task", name))
+    return original(cfg, **options)
 
 
 def _check_arch(given: Namespace) -> None:
@@ -342,11 +364,16 @@ def _problem(name: str | None) -> str | None:
 
     if not name or name in ARCH_MODEL_REGISTRY or name in MODEL_DATACLASS_REGISTRY:
         return None
-    where = "$(smoe path)" if str(name).startswith(_OURS) else "the plugin that it is from"
-    return (
-        f"--user-dir is missing or another: the model is a {name}, which fairseq itself does not have; "
-        f"expected --user-dir {where}"
-    )
+    return _lacking("model", name)
+
+
+def _lacking(kind: str, name: str) -> str:
+    if not is_fairseq_command():
+        return f"the {kind} {name} is of another plugin: fairseq's commands have it with --user-dir"
+    where = "the plugin that it is from"
+    if str(name).startswith(_OURS):
+        where = "$(smoe path), or your own plugin with `import smoe_fairseq` in its __init__.py"
+    return f"--user-dir is missing or another, since fairseq has no {kind} {name}: expected {where}"
 
 
 # A model of ``translation_multi_simple_epoch`` translates by fairseq's interface for Python, too.
