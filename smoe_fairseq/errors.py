@@ -140,6 +140,10 @@ def ends_with_sentence() -> Iterator[None]:
     The stack trace of any error is written to the log files that are open.
     """
     try:
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # torch's libraries would end the process
+            raise UsageError("the current folder was deleted: change to another one") from None
         yield
     except Exception as error:
         trace = (type(error), error, error.__traceback__)

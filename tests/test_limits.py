@@ -217,3 +217,11 @@ def test_a_flag_that_there_is_not_is_shown_so_too(capsys):
         main(["cost", "--x\x1b[31m" + "y" * 10_000])
     line = capsys.readouterr().err.rstrip("\n")
     assert r"--x\x1b[31myyy" in line and line.isprintable() and len(line) < 500
+
+
+def test_a_current_folder_that_was_deleted(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit, match="^error: the current folder"):
+        main(["cost", "--arch", "smoe_transformer_tiny"])

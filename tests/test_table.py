@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -341,7 +342,7 @@ def test_other_metrics_have_a_table_of_their_own(two_systems):
     printed = table(folder, "multi30k", "--metric", "chrf++").stdout
     assert printed.count(" 50.00 |") == 2 and "sacreBLEU's chrF++ nrefs:1|nw:2" in printed
     printed = table(folder, "multi30k", "--metric", "spbleu").stdout
-    assert printed.count("7.00 |") == 1 and "dense: 0 of 6 directions are scored" in printed
+    assert printed.count("7.00 |") == 1 and "scripts/evaluate.sh multi30k dense" in printed
     compared = table(folder, "multi30k", "--metric", "chrf++", "--compare", "dense", "moe").stdout
     assert "50.00" in compared and "0.00" in compared
     write_scores(folder / "runs/m4/moe", {"eng-nso": 20.0})
@@ -410,3 +411,33 @@ def test_seeds_beside_the_papers_values(tmp_path):
     assert found["moe", "standard deviation"]["average"] == "0.71"
     paper = float(found["moe", "paper"]["average"])
     assert float(found["moe", "difference"]["average"]) == pytest.approx(10.5 - paper, abs=0.011)
+
+
+@pytest.mark.parametrize("kind", ["", "consolidated", "averaged"])
+def test_scores_of_another_checkpoint_are_noted(tmp_path, kind):
+    """That of the run, or one made of others, which have changed since."""
+    run = tmp_path / "runs/m4/moe.seed-3"
+    write_scores(run, {"eng-nso": 7})
+    (run / "test").mkdir()
+    scored = run / kind / f"checkpoint_{'average_1' if kind == 'averaged' else 'best'}.pt"
+    part = {"averaged": "checkpoint_1_10.pt", "consolidated": "checkpoint_best-rank-0.pt"}
+    part = run / part.get(kind, "checkpoint_best.pt")
+    scored.parent.mkdir(exist_ok=True)
+    for file in (part, scored):
+        file.write_bytes(b"1")
+        os.utime(file, (1, 1))
+    state = f"{scored.name} {scored.stat().st_size} {scored.stat().st_mtime_ns}"
+    (run / "test/evaluation.json").write_text(json.dumps({"checkpoint": state}))
+    again = "scripts/evaluate.sh m4 moe --seed 3"
+    assert again not in table(tmp_path, "m4").stdout
+    os.utime(part, (2, 2))
+    (note,) = [x for x in table(tmp_path, "m4").stdout.splitlines() if again in x]
+    assert scored.name in note
+    part.unlink()  # to have room on the disk
+    assert again not in table(tmp_path, "m4").stdout
+
+
+def test_a_metric_that_no_direction_has_is_noted(tmp_path):
+    write_scores(tmp_path / "runs/m4/moe", {"eng-nso": 7})
+    printed = table(tmp_path, "m4", "--metric", "comet").stdout
+    assert "scripts/evaluate.sh m4 moe --comet" in printed and "0 of" not in printed

@@ -165,6 +165,19 @@ def _file_state(file: Path) -> str:
     return f"{file.name} {found.st_size} {found.st_mtime_ns}"
 
 
+def is_outdated(folder: Path) -> str:
+    """The name of a run's checkpoint if it has changed since it was scored, else ""."""
+    with suppress(UsageError, LookupError, OSError):  # not scored, or its checkpoints are gone
+        state = read_json(folder / "test" / FILE, {"checkpoint": str})["checkpoint"]
+        name = state.split()[0]
+        if number := re.fullmatch(r"checkpoint_average_(\d+)\.pt", name):
+            checkpoint, making = _averaged(folder, f"average:{number[1]}")
+        else:
+            checkpoint, making = _consolidated(folder / name)
+        return name if making or _file_state(checkpoint) != state else ""
+    return ""
+
+
 def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: str = "") -> None:
     """Translate and score every direction that has test data, and write ``scores.json``.
 

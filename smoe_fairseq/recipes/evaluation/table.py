@@ -19,8 +19,9 @@ from smoe_fairseq.recipes.config import (
     tables,
 )
 from smoe_fairseq.recipes.evaluation import metrics, scores
+from smoe_fairseq.recipes.evaluation.evaluate import is_outdated
 from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, number
-from smoe_fairseq.recipes.folders import SIZES, Folders, method_of, order
+from smoe_fairseq.recipes.folders import SIZES, Folders, method_of, order, seed_in
 from smoe_fairseq.recipes.processes import report
 from smoe_fairseq.recipes.training import identity
 
@@ -214,9 +215,17 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
     signatures = sorted({signature for _, signature in there.values()})
     said = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")
     notes = [f"{name}: {said} {signature}" for signature in signatures]
-    if missing:
+    seed = seed_in(name)
+    again = f"run scripts/evaluate.sh {dataset.name} {method_of(name)}"
+    again += "" if seed is None else f" --seed {seed}"
+    if result and not there:
+        comet = " --comet comet-score" * (metric == scores.COMET)
+        notes.append(f"{name}: was scored without {metric}: {again}{comet}")
+    elif missing:
         scored = f"{len(there)} of {len(dataset.directions)} directions are scored"
         notes.append(f"{name}: {scored}, averages over missing ones are left out")
+    if changed := is_outdated(Folders(dataset.name).runs / name):
+        notes.append(f"{name}: {changed} is another one than was scored: {again}")
     if not _alike({direction: signature for direction, (_, signature) in there.items()}):
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")
     elif len(signatures) > 1:
