@@ -212,3 +212,11 @@ def test_processes_that_experts_do_not_fit_are_named():
     refused(smoe("cost", "--world-size", 3, check=False), "--world-size 3", "1, 2, 4, 8")
     for flag in ("--world-size", "--sentence-length"):
         refused(smoe("cost", "--world-size", 2, flag, 0, check=False), f"{flag} 0")
+
+
+@pytest.mark.parametrize(
+    "flags", ["--arch smoe_transformer_big", "--smoe-strata 16", "--world-size 2"]
+)
+def test_flags_of_a_model_that_a_checkpoint_has(flags):
+    for what in ("--path none.pt", "--paper m4"):
+        refused(smoe("cost", *what.split(), *flags.split(), check=False), flags.split()[0])

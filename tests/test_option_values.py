@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import PLUGIN, TINY, refused, run
+from commands import PLUGIN, TINY, generation, refused, run
 from sampling import soak
 
 REFUSED = """
@@ -56,6 +56,27 @@ def test_a_mistyped_flag_names_the_nearest(corpus):
     result = run("fairseq-train", corpus, *TINY, "--encoder-layer", 1, check=False)
     assert result.returncode == 2 and "--encoder-layers" in result.stdout.splitlines()[-1]
     assert len(result.stdout) < 500
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        ("{'smoe_exit_bais': 0.5}", "smoe_exit_bais"),
+        ("{smoe_exit_bias: 0.5}", "{smoe_exit_bias"),
+        ("not a dict", "not a dict"),
+        ("[1]", "[1]"),
+    ],
+)
+def test_overrides_that_change_nothing_are_named(corpus, post_norm, given, named):
+    words = [
+        "fairseq-generate",
+        *generation(corpus, post_norm),
+        "--user-dir",
+        PLUGIN,
+        "--model-overrides",
+        given,
+    ]
+    refused(run(*words, check=False), f"--model-overrides {named}")
 
 
 OTHER_CRITERION = "--arch smoe_transformer_tiny --no-share-all-embeddings --smoe-strata 4-4"

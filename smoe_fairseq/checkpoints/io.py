@@ -259,6 +259,7 @@ def compare_when_loaded(original, *arguments, **options):
     from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename
 
     from smoe_fairseq.models.checks import as_loaded
+    from smoe_fairseq.models.hub import check_names
 
     given = inspect.signature(original).bind(*arguments, **options)
     given.apply_defaults()
@@ -269,6 +270,9 @@ def compare_when_loaded(original, *arguments, **options):
     ]
     contents = [given["state"] or content_of(path) for path in paths]
     others = other_flags(contents[0], given["task"])
+    if contents[0] and given["task"] is not None:  # from a command's --model-overrides
+        saved = contents[0].get("cfg") or {"args": contents[0].get("args")}
+        check_names(saved, given["arg_overrides"] or {}, "--model-overrides ")
     told = f"{paths[0]}: its training had {' '.join(others.values())}; expected the same here"
     if others.keys() & LANGUAGE_TOKENS:
         raise UsageError(told)

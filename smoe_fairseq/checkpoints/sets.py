@@ -357,6 +357,8 @@ def add_consolidate_arguments(parser: ArgumentParser) -> None:
 def run_consolidate(args: Namespace) -> None:
     name = io.set_name(args.path)
     if not rank_files(name) and not rank_files(name, io.PENDING):
+        if name.is_file():
+            raise UsageError(f"{name} is an ordinary checkpoint already")
         inside = ", as DIR/checkpoint_best.pt does" * name.is_dir()
         raise UsageError(f"{io.rank_file(name, 0)} is missing: {name} stands for no set{inside}")
     # By the file of rank 0, since an older checkpoint of the plain name may lie beside it.

@@ -9,7 +9,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import ModuleType
 
 from smoe_fairseq.errors import (
@@ -173,6 +173,16 @@ def check_values(call_main, cfg, *others, **options):
     return call_main(cfg, *others, **options)
 
 
+@patches("fairseq_cli.generate:main")
+def check_search(main, cfg):
+    """Of the one command that does its work elsewhere."""
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    cfg = convert_namespace_to_omegaconf(cfg) if isinstance(cfg, Namespace) else cfg
+    check_options(cfg)
+    return main(cfg)
+
+
 def check_options(cfg) -> None:
     """Raise UsageError for what a config of fairseq says that no command can do."""
     for name, (lowest, highest) in ((n, b) for b, names in _BOUNDS.items() for n in names.split()):
@@ -194,6 +204,10 @@ def check_options(cfg) -> None:
     betas = _value(cfg, "optimizer.adam_betas")
     if betas is not None and not _are_betas(betas):
         raise UsageError(f"--adam-betas {betas}: expected two numbers below 1: '(0.9, 0.98)'")
+    overrides = _value(cfg, "common_eval.model_overrides")
+    if isinstance(overrides, str) and not isinstance(_literal(overrides), dict):
+        example = "\"{'smoe_exit_bias': 0.5}\""
+        raise UsageError(f"--model-overrides {overrides}: expected a dictionary, as {example}")
     metric = _value(cfg, "checkpoint.best_checkpoint_metric")
     if metric in ("bleu", "chrf"):
         translated = _value(cfg, "criterion.validate_sentences")
@@ -240,9 +254,15 @@ def _value(cfg, name: str):
     return getattr(cfg.get(group), option, None)
 
 
+def _literal(value):
+    """What a text stands for; None if that is no plain data."""
+    with suppress(ValueError):
+        return evaluate(value)
+
+
 def _are_betas(value) -> bool:
     try:
-        first, second = evaluate(value) if isinstance(value, str) else value
+        first, second = _literal(value) if isinstance(value, str) else value
         return 0 <= first < 1 and 0 <= second < 1
     except (TypeError, ValueError):
         return False

@@ -5,7 +5,7 @@ import glob
 import os
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, Sentencepi
 from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.utils import split_paths
-from omegaconf import OmegaConf
 
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import read_subwords
@@ -174,7 +173,7 @@ class TrainedModel(GeneratorHubInterface):
             data = data_of(checkpoint, str(getattr(saved.task, "data", None) or ""), data)
             if prepare is not None:
                 prepare(saved, overrides)
-            _check_names(saved, overrides)
+            check_names(saved, overrides)
             overwrite_args_by_name(saved, {**overrides, "data": data})
         with knowing_direction(data, "source_lang and target_lang"):
             load, files = checkpoint_utils.load_model_ensemble_and_task, [str(checkpoint)]
@@ -198,18 +197,18 @@ class TrainedModel(GeneratorHubInterface):
         return tokens
 
 
-def _check_names(config, overrides: dict) -> None:
-    """Raise UsageError for unknown settings, which fairseq ignores silently."""
+def check_names(config: Mapping, overrides: Mapping, flag: str = "") -> None:
+    """Raise UsageError for unknown settings, which fairseq ignores silently; ``flag`` begins the sentence."""
     known = {name for part in config.values() if part is not None for name in _names_of(part)}
     for name in overrides:
         if name not in known:
-            raise UsageError(f"{name}: unknown setting; expected one of fairseq or the model")
+            raise UsageError(f"{flag}{name}: unknown setting; expected one of fairseq or the model")
 
 
 def _names_of(part) -> Iterable[str]:
     if isinstance(part, Namespace):
         return vars(part)
-    return part.keys() if OmegaConf.is_dict(part) else ()
+    return part.keys() if isinstance(part, Mapping) else ()
 
 
 def has_pieces(dictionary) -> bool:

@@ -20,6 +20,7 @@ from smoe_fairseq.analysis.cost import (
     count,
     is_language_model,
     parse_model,
+    parse_run,
 )
 from smoe_fairseq.analysis.inputs import load
 from smoe_fairseq.analysis.processes import aligned, fits, print_process_costs, process_costs
@@ -29,6 +30,7 @@ from smoe_fairseq.checkpoints.model import saved_options
 from smoe_fairseq.errors import UsageError, naming_file, quietly
 from smoe_fairseq.flags import add_flag, at_least
 from smoe_fairseq.models.memory import LENGTH, Run
+from smoe_fairseq.models.options import flag
 from smoe_fairseq.recipes.config import Dataset, arguments, load_dataset, method_flags, tables
 
 WITH_COSTS = ("m4", "m15")
@@ -138,11 +140,16 @@ def run_cost(args: Namespace) -> None:
     if args.data and not args.path:
         raise UsageError(f"{args.data}: DATA goes with --path CHECKPOINT")
     measured, processes, fitting = None, {}, {}
-    planned = {"--world-size": args.world_size, "--gpu-memory": args.gpu_memory}
+    usual = {
+        "world_size": None,
+        "gpu_memory": None,
+        "vocab_size": VOCABULARY,
+        **vars(parse_run([])),
+    }
     with quietly():
-        for flag, value in planned.items() if args.paper or args.path else ():
-            if value is not None:
-                raise UsageError(f"{flag} goes with a model's flags, not with --paper or --path")
+        for name, value in usual.items() if args.paper or args.path else ():
+            if getattr(args, name, value) != value:
+                raise UsageError(f"{flag(name)} does not go with --paper or --path")
         if args.paper:
             return _print_paper(compare(args.paper, args.context), args)
         if args.path:
