@@ -61,6 +61,12 @@ def test_a_bad_argument_is_an_ordinary_exception():
     assert result.stdout.startswith(words), result.stdout
 
 
+@pytest.mark.parametrize("name", ["top_k", "dropout", "capacity_factor"])
+def test_a_number_as_text_is_named(name):
+    with pytest.raises(OptionError, match=f"{name} '0'"):
+        StratifiedMoE(8, 16, "2-2", **{name: "0"})
+
+
 def test_names_of_another_side_take_the_place_of_the_parameters():
     with pytest.raises(OptionError) as error:
         StratifiedMoE(8, 16, "7-1")

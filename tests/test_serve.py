@@ -281,6 +281,7 @@ def test_what_cannot_be_served(tmp_path):
         (["none", "--host", "192.0.2.1"], 1, "error: --host 192.0.2.1 --port "),
         (["none", "--device", "gpu"], 1, "error: --device gpu: expected cpu, or a GPU's name"),
         (["none", "--port", "70000"], 2, "70000: expected "),
+        (["none", "--allow-host", "http://mt.example/"], 2, "http://mt.example/: expected "),
         (["none", "--timeout", "0"], 2, "0: expected "),
         (["none", "--max-batch", "0"], 2, "0: expected a whole number of at least 1"),
     ):

@@ -4,6 +4,7 @@ The block's arguments, fairseq's flags (models/options.py) and the checks are ma
 """
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Optional
@@ -292,6 +293,10 @@ class MoEConfig:
             if data["choices"] and value not in data["choices"]:
                 expected = f"expected one of {', '.join(data['choices'])}"
                 raise OptionError(f"{{{name}}} {{given}}: {expected}", given=repr(value))
+            kind = numbers.Integral if type(each.default) is int else numbers.Real
+            is_number = type(each.default) in (int, float) or data["bounds"]
+            if is_number and not isinstance(value, kind):
+                raise OptionError(f"{{{name}}} {{given}}: expected a number", given=repr(value))
             if data["bounds"] and not data["bounds"].hold(value):
                 raise OptionError(f"{{{name}}} {value}: {data['bounds'].expected}")
         if sentence := _contradiction(self, self.layout):

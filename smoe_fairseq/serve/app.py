@@ -9,7 +9,7 @@ import re
 import signal
 import socket
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -418,7 +418,7 @@ def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
     web = WebApp(engine, args.max_batch, args.max_queue, args.timeout)
     hosts = own_names(args.host)
     config = uvicorn.Config(
-        web.asgi(None if hosts is None else hosts | {name.lower() for name in args.allow_host}),
+        web.asgi(None if hosts is None else hosts.union(args.allow_host)),
         http=PatientProtocol,
         loop="asyncio",
         ws="none",
@@ -438,6 +438,12 @@ def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
 PORT = 8000
 
 
+def _host_name(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", text):
+        raise ArgumentTypeError(f"{text}: expected a host's name alone, such as translate.example")
+    return text.lower()
+
+
 def add_serve_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", help="folder of a run, or a checkpoint")
     parser.add_argument(
@@ -448,6 +454,7 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--allow-host",
         action="append",
+        type=_host_name,
         default=[],
         metavar="NAME",
         help="answer requests for this name too, such as a reverse proxy's here; may be repeated",
