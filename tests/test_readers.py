@@ -201,6 +201,15 @@ def test_files_of_different_lengths_are_named_with_both_numbers(tmp_path):
         list(readers.pairs(files))
 
 
+@pytest.mark.parametrize("order", ["en-ha", "ha-en"])
+def test_two_files_that_are_not_split_are_named_after_either_order(tmp_path, dataset, order):
+    for language in ("en", "ha"):
+        text = "".join(f"{language} {i}\n" for i in range(9))
+        (tmp_path / f"{order}.{language}").write_text(text)
+    gather(dataset(raw={"parallel": {"valid": 2, "test": 3}}), tmp_path, tmp_path / "raw")
+    assert lines(tmp_path / "raw", "test.en-ha.ha") == ["ha 6", "ha 7", "ha 8"]
+
+
 def test_a_hash_of_the_source_keeps_duplicates_in_one_split(tmp_path, dataset):
     draw = random.Random(1)
     sentences = [f"sentence number {draw.randint(0, 150)}" for _ in range(900)]

@@ -320,7 +320,8 @@ def load_dataset(name: str) -> Dataset:
     pairs = merged.get("pairs")
     if not pairs or not all(map(_is_pair, pairs)):
         given = pairs or "missing"
-        raise UsageError(f"{path}: `pairs` is {given}: expected a list such as [eng-nso, eng-fra]")
+        expected = "expected a list such as [eng-nso, eng-fra], of codes without hyphens"
+        raise UsageError(f"{path}: `pairs` is {given}: {expected} (docs/recipes.md)")
     check(merged, _WHOLE, path)
     known_languages = {language for pair in pairs for language in pair.split("-")}
     for key, languages in merged["classes"].items():

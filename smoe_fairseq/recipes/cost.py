@@ -191,10 +191,10 @@ def run_cost(args: Namespace) -> None:
 
 def _planned_run(args: Namespace) -> Run:
     """The run that the flags describe; raises UsageError for a number below 1."""
-    for flag in ("--world-size", "--max-tokens", "--update-freq", "--sentence-length"):
-        number = getattr(args, flag.strip("-").replace("-", "_"))
+    for name in ("world_size", "max_tokens", "update_freq", "sentence_length"):
+        number = getattr(args, name)
         if number is not None and number < 1:
-            raise UsageError(f"{flag} {number}: expected a whole number of at least 1")
+            raise UsageError(f"{flag(name)} {number}: expected a whole number of at least 1")
     ranks = args.world_size or 1
     return Run(config_of(args), args, args.vocab_size, ranks, args.sentence_length)
 

@@ -128,7 +128,8 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
         raise UsageError(f"{source} has no {absent[0]}: expected {', '.join(texts)}")
     names = [SHARED.format(split=split, pair=pair, language=pair.split("-")[0])]
     names += [f"{split}.{pair}{ending}" for ending in (".tsv", ".jsonl", ".tmx")]
-    others = ", ".join(name for name in (*names, f"{pair}.tsv", texts[0]) if name != section.name)
+    names += [f"{pair}.{pair.partition('-')[0]}", f"{pair}.tsv", texts[0]]
+    others = ", ".join(name for name in names if name != section.name)
     missing = f"{section} is missing, plain or compressed, and so are {others} in {source}"
     raise UsageError(f"{missing}: {pair} needs one of these to {split}")
 
@@ -207,9 +208,9 @@ def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
 def _unsplit(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
     """The split's part of text that is not split; None if ``source`` has none."""
     files = {language: _existing(source / f"{language}.txt") for language in dataset.languages}
-    if None in files.values():
-        stems = {lang: f"{order}.{lang}" for order in orders(pair) for lang in pair.split("-")}
-        files = {lang: _existing(source / stem) for lang, stem in stems.items()}
+    for order in orders(pair):
+        if None in files.values():
+            files = {lang: _existing(source / f"{order}.{lang}") for lang in pair.split("-")}
     if None in files.values():
         files = dict.fromkeys(pair.split("-"), _of_both(source, orders(pair)))
     if None in files.values():
