@@ -171,7 +171,7 @@ def test_a_rank_that_is_killed_is_named_in_one_sentence(machine, does, named):
     """One that ends by itself has said why."""
     machine(0, "2")
     words = launch([]).words("bash")
-    result = run(*words, "-c", RANKS.format(does), check=False, fresh=True)
+    result = run(*words, "-c", RANKS.format(does), check=False, fresh=True, SMOE_SCREEN="1")
     assert result.returncode == 1
     if named:
         refused(result, *named)

@@ -1,19 +1,20 @@
 """torchrun, which says in one sentence that a rank was killed; recipes start it in torchrun's place."""
 
 import logging
+import os
 import signal
-import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-USUAL = {signal.SIGKILL: ", as the system does when memory runs out"}
+from smoe_fairseq.training import screen
 
 
 def run() -> None:
     """Exits with status 1 when a rank failed, or 128 + the number of the signal that ended torchrun."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    if screen.VARIABLE in os.environ:
+        logging.disable(logging.ERROR)
     try:
         main()
     except SignalException as stopped:
@@ -22,11 +23,12 @@ def run() -> None:
         # torchrun itself ends the other ranks by SIGTERM. A rank that failed otherwise said why.
         for rank, failure in sorted(failed.failures.items()):
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-                by = signal.Signals(-failure.exitcode)
-                said = f"rank {rank} (process {failure.pid}) was killed by {by.name}"
-                raise SystemExit(f"error: {said}{USUAL.get(by, '')}") from None
+                name = signal.Signals(-failure.exitcode).name
+                why = ", as the system does when memory runs out" * (name == "SIGKILL")
+                told = f"rank {rank} (process {failure.pid}) was killed by {name}{why}"
+                raise SystemExit(f"error: {told}") from None
         raise SystemExit(1) from None
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    run()
