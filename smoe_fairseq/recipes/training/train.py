@@ -212,8 +212,9 @@ def _run(lines: Sequence[str], folder: Path, place: Launch, log: Path) -> None:
         if not stopped and not _has_begun(log, logged):
             raise
         how = f"without {folder}/checkpoint_last.pt the same command starts again"
-        if any(folder.glob("checkpoint_last*.pt")):
-            how = f"the same command goes on from {folder}/checkpoint_last.pt"
+        last = any(folder.glob("checkpoint_last*.pt"))
+        if saved := folder / "checkpoint_last.pt" if last else _newest(folder):
+            how = f"the same command goes on from {saved}"
             if not stopped:
                 how = f"once the cause is mended, {how}"
         if isinstance(ended, UsageError):
