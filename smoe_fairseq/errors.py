@@ -59,7 +59,7 @@ def one_line(error: BaseException) -> str | None:
         return printable(f"{error.filename}: {error.strerror}")
     if isinstance(error, FileNotFoundError) and not error.errno:  # fairseq's, such as of --user-dir
         return printable(f"{said}: No such file or directory")
-    if type(error) is Exception and said:
+    if said and type(error).__name__ in ("Exception", "ProcessExitedException"):
         return printable(said)
     if said.startswith("DataLoader worker"):
         return "a process that loads data was killed, as for lack of memory; --num-workers 0 needs none"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fairseq.data import Dictionary
 from fairseq.data.indexed_dataset import MMapIndexedDataset
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from smoe_fairseq.analysis import training_log
 from smoe_fairseq.checkpoints.io import open_checkpoint, rank_file
@@ -204,6 +205,11 @@ def test_a_killed_process_that_loads_data_is_one_line():
     with pytest.raises(RuntimeError) as ended:
         list(torch.utils.data.DataLoader(Killed(), num_workers=1))
     assert "--num-workers" in one_line(ended.value)
+
+
+def test_a_killed_process_that_fairseq_has_spawned_is_one_line():
+    ended = ProcessExitedException("process 1 terminated with signal SIGKILL", 1, 2, -9, "SIGKILL")
+    assert "process 1" in one_line(ended) and "SIGKILL" in one_line(ended)
 
 
 def test_names_are_shown_with_neither_line_ends_nor_orders_to_a_terminal():

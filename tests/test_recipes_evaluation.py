@@ -19,6 +19,7 @@ from commands import run as run_program
 from test_recipes import ROOT, commands, recipe, refusal, surroundings, table
 
 from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.data.binarise import check_texts
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import Evaluation
 
@@ -341,7 +342,7 @@ def test_what_goes_wrong_in_a_translation_is_one_sentence(unevaluated):
     assert not (run / "scores.json").exists() and not (run / "test").exists()
 
 
-def test_what_is_not_of_this_run_or_text_is_not_scored(unevaluated):
+def test_what_is_not_of_this_run_or_text_is_not_scored(unevaluated, capsys):
     run = unevaluated / "runs/tiny/smoe-2-2"
     shutil.copytree(run, unevaluated / "runs/tiny/smoe-2-2.seed-2")
     assert "smoe-2-2.seed-2" in refusal(evaluate_again(unevaluated, SEED="2"))
@@ -350,7 +351,12 @@ def test_what_is_not_of_this_run_or_text_is_not_scored(unevaluated):
     for number, others in ((1, lines[::-1]), (12, [*lines[:-1], lines[0]]), (11, lines[1:])):
         reference.write_text("".join(others))
         assert f"{number} " in refusal(evaluate_again(unevaluated)).replace(",", " ")
+    reference.write_text("".join(["corrected\n", *lines[1:]]))
+    check_texts([reference], unevaluated / "data/tiny/bin")
+    assert f"1 of 12 lines of {reference}" in capsys.readouterr().err
     reference.write_text("".join(lines))
+    check_texts([reference], unevaluated / "data/tiny/bin")
+    assert not capsys.readouterr().err
     best = run / "checkpoint_best.pt"
     changed(best, best, lambda state: state["cfg"]["model"].update(smoe_strata="4"))
     sentence = refusal(evaluate_again(unevaluated))

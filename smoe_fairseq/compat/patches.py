@@ -170,6 +170,15 @@ _BOUNDS = {  # lowest and highest value of options, of each of them where it is 
 @patches("fairseq.distributed.utils:call_main")
 def check_values(call_main, cfg, *others, **options):
     check_options(cfg)
+    where = cfg.distributed_training
+    if where.distributed_init_method and not (where.distributed_no_spawn or cfg.common.tpu):
+        import torch
+
+        if not torch.cuda.device_count():
+            raise UsageError(
+                "--distributed-init-method without --distributed-no-spawn starts a process for each GPU, and "
+                "this machine has none: expected torchrun, or that flag with --distributed-rank"
+            )
     return call_main(cfg, *others, **options)
 
 

@@ -30,6 +30,7 @@ from smoe_fairseq.recipes.data.raw import SPLITS, Section, copy_pairs, write_siz
 from smoe_fairseq.recipes.data.subwords import encode_files
 from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk, chunks
 from smoe_fairseq.recipes.folders import shard_folders
+from smoe_fairseq.recipes.processes import report
 
 SUFFIXES = ("bin", "idx")
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # the first entries of every dictionary of fairseq
@@ -180,7 +181,7 @@ def count_sentences(index: Path) -> int:
 def check_texts(texts: Iterable[Path], binary: Path) -> None:
     """Raise UsageError if lines of a raw file were added, left out or moved since it was binarised.
 
-    Lines that were corrected in their places pass.
+    Lines that were corrected in their places pass, with a warning.
     """
     words, model = Vocabulary(), None
     if (binary / "spm.model").exists():
@@ -204,13 +205,16 @@ def _check_text(text: Path, binary: Path, words: Vocabulary, model) -> None:
     content = np.fromfile(index.with_suffix(".bin"), type_of(index)).tolist()
     ends = np.cumsum(read_index(index)).tolist()
     was = [tuple(content[start:end]) for start, end in zip([0, *ends], ends)]
-    known = set(was)
+    known, changed = set(was), 0
     now = model.encode(lines, out_type=str)
     for number, (pieces, before) in enumerate(zip(now, was), 1):
         sentence = (*map(words.__getitem__, pieces), EOS)
         if sentence != before and sentence in known:
             moved = f"line {number} was another line when it was binarised"
             raise UsageError(f"{text}, {moved}: {advice}")
+        changed += sentence[: len(before) - 1] != before[:-1]  # long ones were cut off
+    if changed:
+        report(f"{changed:,} of {len(lines):,} lines of {text} were changed since it was binarised")
 
 
 # Binarised text of other authors, as an archive or a folder, which is checked and used as it is.
