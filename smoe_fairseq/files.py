@@ -331,10 +331,10 @@ def _exchange(partial: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def refuse_existing(folder: Path, called: str) -> None:
-    """Raise UsageError if ``folder`` exists, before the work rather than after it."""
-    if folder.exists():
-        raise UsageError(f"{called} exists already: name a folder that does not")
+def refuse_existing(path: Path, called: str) -> None:
+    """Raise UsageError if there is such a file or folder, before the work rather than after it."""
+    if path.exists():
+        raise UsageError(f"{called} exists already: expected a new name")
 
 
 def reason_of(error: BaseException | None) -> str | None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from commands import smoe
+from commands import refused, smoe
 from fairseq.data import Dictionary
 from scipy import sparse
 from test_beam_search import batch, sharp
@@ -106,6 +106,8 @@ def test_the_file_is_that_of_its_dictionary(data, tmp_path):
         Shortlist(data / "broken.npz", task_of(dictionary))
     with pytest.raises(UsageError, match="No such file"):
         Shortlist(data / "none.npz", task_of(dictionary))
+    taken = ("--output", data / "dict.aa.txt")
+    refused(smoe(*words, *taken, check=False), *taken)
     (tmp_path / "empty").mkdir()
     result = smoe("shortlist", tmp_path / "empty", check=False)
     assert result.returncode == 1 and "has no training data: expected" in result.stdout

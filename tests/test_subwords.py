@@ -18,6 +18,8 @@ def test_learnt_and_applied(text, tmp_path, capsys):
     train = [str(text / f"train.en-fr.{language}") for language in ("en", "fr")]
     learnt, encoded = tmp_path / "subwords", tmp_path / "encoded"
     assert main(["subwords", "learn", *train, "--vocab-size", "60", "--output", str(learnt)]) == 0
+    with pytest.raises(SystemExit, match=f"--output: {learnt}/spm.model"):
+        main(["subwords", "learn", *train, "--vocab-size", "50", "--output", str(learnt)])
     # 28 or 29: versions of sentencepiece differ.
     said = re.search(rf"{learnt}/spm.model: (2\d) pieces from 2 files", capsys.readouterr().out)
     assert len((learnt / "dict.txt").read_text().splitlines()) == int(said[1]) - 3  # fairseq's own

@@ -22,7 +22,7 @@ from scipy import sparse
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.files import check_plain, whole_file
+from smoe_fairseq.files import check_plain, refuse_existing, whole_file
 from smoe_fairseq.flags import at_least
 
 FILE = "shortlist.npz"
@@ -157,6 +157,8 @@ def add_shortlist_arguments(parser: ArgumentParser) -> None:
 
 
 def run_shortlist(args: Namespace) -> None:
+    if args.output is not None:
+        refuse_existing(args.output, f"--output {args.output}")
     output = args.output or args.data / FILE
     pairs = {
         tuple(file.name.split(".")[1].split("-"))

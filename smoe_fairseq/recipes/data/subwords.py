@@ -14,7 +14,13 @@ from pathlib import Path
 import sentencepiece
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import read_subwords, whole_files, whole_folder, write_whole
+from smoe_fairseq.files import (
+    read_subwords,
+    refuse_existing,
+    whole_files,
+    whole_folder,
+    write_whole,
+)
 from smoe_fairseq.flags import positive
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.commands import add_learning
@@ -62,6 +68,8 @@ def run_subwords(args: Namespace) -> None:
     if args.action == "learn":
         others = ("command", "run", "action", "text", "output")
         options = {name: value for name, value in vars(args).items() if name not in others}
+        for name in ("spm.model", "dict.txt"):
+            refuse_existing(args.output / name, f"--output: {args.output / name}")
         learn_from(args.text, args.output, **options)
         return
     called = [f.stem if f.suffix in readers.COMPRESSED else f.name for f in args.text]
