@@ -117,6 +117,14 @@ def test_a_run_that_diverged_is_in_the_report(two_runs):
     assert rows(made(folder), "Systems")["switch"][5] == "nan"
 
 
+@pytest.mark.filterwarnings("error")
+def test_runs_too_short_to_be_logged(two_runs):
+    folder, _ = two_runs
+    for curve in folder.glob(f"results/multi30k/*/{study_results.CURVE}"):
+        curve.write_text(",".join(study_results.COLUMNS) + "\n20,,5.842,,0,0.0\n")
+    assert rows(made(folder), "Systems")["moe"][5].startswith("5.842")
+
+
 def test_what_tokens_request_over_seeds(two_runs):
     """The rank correlation of target languages between seeds, and the sign of rareness in each seed."""
     folder, _ = two_runs

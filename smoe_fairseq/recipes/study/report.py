@@ -95,7 +95,8 @@ def draw_costs(systems: Systems, flops: Mapping[str, float]) -> Figure:
         _draw_curves(ax, curves, label=method, **style)
     ax.set_xlabel("training, TFLOP")
     ax.set_ylabel("validation loss (bits per token)")
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    if ax.lines:  # short runs log nothing but validations
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure
 
 
