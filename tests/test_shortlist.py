@@ -102,8 +102,11 @@ def test_the_file_is_that_of_its_dictionary(data, tmp_path):
     with pytest.raises(UsageError, match=r"it is of another dictionary of aa"):
         Shortlist(data / "shortlist.npz", task_of(other))
     (data / "broken.npz").write_text("no")
-    with pytest.raises(UsageError, match="a file that smoe shortlist has written"):
-        Shortlist(data / "broken.npz", task_of(dictionary))
+    content = dict(np.load(data / "shortlist.npz"))
+    np.savez(data / "changed.npz", **content | {"aa-bb": content["aa-bb"] + 100_000})
+    for name in ("broken.npz", "changed.npz"):
+        with pytest.raises(UsageError, match="a file that smoe shortlist has written"):
+            Shortlist(data / name, task_of(dictionary))
     with pytest.raises(UsageError, match="No such file"):
         Shortlist(data / "none.npz", task_of(dictionary))
     taken = ("--output", data / "dict.aa.txt")

@@ -51,10 +51,12 @@ class Shortlist:
                 self._check(content, dictionaries, named)
                 for direction in map(str, content["directions"]):
                     if set(direction.split("-")) <= dictionaries.keys():
-                        self.tables[direction] = torch.from_numpy(content[direction])
-                        frequent = torch.from_numpy(content[f"{direction} frequent"])
                         target = direction.split("-")[1]
                         size = int(content[f"{target} size"])
+                        listed = content[direction], content[f"{direction} frequent"]
+                        if not all(((0 <= ids) & (ids < size)).all() for ids in listed):
+                            raise ValueError("no numbers of tokens")
+                        self.tables[direction], frequent = map(torch.from_numpy, listed)
                         # Tokens of languages follow those of the file.
                         special = [*range(4), *range(size, len(dictionaries[target]))]
                         self.always[direction] = torch.cat([frequent, torch.tensor(special)]).long()
