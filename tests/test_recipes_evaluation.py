@@ -31,6 +31,16 @@ def tiny(prepared):
     return prepared, {name: SimpleNamespace(**each) for name, each in said.items()}
 
 
+def test_a_copy_of_a_run_is_no_second_seed(tiny, tmp_path):
+    folder = tiny[0]
+    for name in ("smoe-2-2", "smoe-2-2.seed-7"):
+        shutil.copytree(folder / "runs/tiny/smoe-2-2", tmp_path / "tiny" / name)
+    given = {"CONFIG_DIR": str(folder / "configs"), "RUN_DIR": str(tmp_path)}
+    lines = recipe(folder, "table", "tiny", **given).stdout.splitlines()
+    (note,) = [line for line in lines if "--seed 1, not with --seed 7" in line]
+    assert note.startswith("smoe-2-2.seed-7: ")
+
+
 def test_prepared_text_is_the_raw_text(tiny):
     from fairseq.data import Dictionary, data_utils
 

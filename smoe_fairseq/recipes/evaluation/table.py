@@ -215,7 +215,12 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
     signatures = sorted({signature for _, signature in there.values()})
     said = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")
     notes = [f"{name}: {said} {signature}" for signature in signatures]
-    seed = seed_in(name)
+    seed, folders = seed_in(name), Folders(dataset.name)
+    if folders.binary.exists():  # else it is not known with which dictionaries
+        try:
+            identity.check(folders.runs / name, method_of(name), seed, folders.binary)
+        except UsageError as error:
+            notes.append(f"{name}: {error}")
     again = f"run scripts/evaluate.sh {dataset.name} {method_of(name)}"
     again += "" if seed is None else f" --seed {seed}"
     if result and not there:
@@ -224,7 +229,7 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
     elif missing:
         scored = f"{len(there)} of {len(dataset.directions)} directions are scored"
         notes.append(f"{name}: {scored}, averages over missing ones are left out")
-    if changed := is_outdated(Folders(dataset.name).runs / name):
+    if changed := is_outdated(folders.runs / name):
         notes.append(f"{name}: {changed} is another one than was scored: {again}")
     if not _alike({direction: signature for direction, (_, signature) in there.items()}):
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")

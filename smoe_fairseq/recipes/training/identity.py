@@ -130,11 +130,11 @@ def _join(folder: Path, own: dict, data: Path) -> None:
     raise UsageError(f"{folder} is in use by another machine, and {difference}")
 
 
-def check(folder: Path, method: str, seed: int, data: Path) -> None:
-    """Raise UsageError if a folder has the run of another method, seed or dictionary."""
+def check(folder: Path, method: str, seed: int | None, data: Path) -> None:
+    """Raise UsageError if a folder has the run of another method, dictionary or, unless None, seed."""
     if (folder / FILE).exists():
         was = _read(folder / FILE)
-        flags = was["flags"] | {"--seed": str(seed)}
+        flags = was["flags"] | ({} if seed is None else {"--seed": str(seed)})
         own = {"method": method, "dictionary": _dictionary(data), "flags": flags}
         if difference := _difference(was, own, data):
             raise UsageError(f"{folder} {difference}: expected the folder of this run")
