@@ -325,6 +325,37 @@ def test_a_config_by_hand_has_the_defaults_of_the_block():
     model(ids, labels=ids).loss.backward()
 
 
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"activation_fn": "os.system"}, "activation_fn"),
+        ({"moe_blocks": [1]}, "moe_blocks"),
+        ({"moe_blocks": {"encoder.layers.0.moe": {"gate": "foo"}}}, "encoder.layers.0.moe.gate"),
+        ({"moe_blocks": {"encoder.layers.0.moe": {"activation_fn": "foo"}}}, "moe.activation_fn"),
+        ({"encoder_attention_heads": 3}, "encoder_attention_heads"),
+        ({"decoder_attention_heads": 0}, "decoder_attention_heads"),
+        ({"decoder_layers": "2"}, "decoder_layers"),
+        ({"dropout": float("nan")}, "dropout"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_named(change, named):
+    with pytest.raises(UsageError, match=named.replace(".", r"\.")):
+        AutoModelForSeq2SeqLM.from_config(SMoEConfig(vocab_size=30, **change))
+
+
+@torch.no_grad()
+def test_embeddings_are_given_as_to_other_models(exported):
+    """As the model's own ones return them, which captum and PEFT's prompts rely on."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported).eval()
+    source, target = batch(model.config.vocab_size)
+    expected = model(source, source != 1, target).logits
+    embeds = model.get_input_embeddings()(source)
+    assert torch.equal(model(None, source != 1, target, inputs_embeds=embeds).logits, expected)
+    embeds = model.decoder.embed_tokens(target)
+    found = model(source, source != 1, None, target != 1, decoder_inputs_embeds=embeds).logits
+    assert torch.equal(found, expected)
+
+
 def test_the_loss_of_an_update_of_several_batches(exported):
     """Divided by the labels of all batches, their losses add up to that of the whole."""
     model = AutoModelForSeq2SeqLM.from_pretrained(exported)  # nothing is dropped in evaluation

@@ -79,7 +79,13 @@ WRONG = [
     ("config.json", {"label_smoothing": 2}, "label_smoothing"),
     ("config.json", {"encoder_layers": "2"}, "encoder_layers"),
     ("config.json", {"share_all_embeddings": 1}, "share_all_embeddings"),
-    ("config.json", {"encoder_ffn_embed_dim": 9}, ""),
+    ("config.json", {"encoder_ffn_embed_dim": 9}, "ffn_embed_dim"),
+    ("config.json", {"moe_blocks": [1]}, "moe_blocks"),
+    ("config.json", {"moe_blocks": {}}, "moe_blocks"),
+    ("config.json", {"moe_blocks": {"encoder.layers.1.moe": {}}}, "decoder.layers.1.moe"),
+    ("config.json", {"moe_top_k": 1}, "moe_blocks.encoder.layers.1.moe.top_k"),
+    ("config.json", {"moe_eval_capacity_factor": 0.01}, "eval_capacity_factor"),
+    ("config.json", {"decoder_smoe_strata": "8"}, "moe_blocks.decoder.layers.1.moe.strata"),
     (SETTINGS, {"lang_pairs": []}, "lang_pairs"),
     (SETTINGS, {"lang_pairs": ["src-src"]}, "lang_pairs"),
     (SETTINGS, {"lang_pairs": ["src,x-tgt"]}, "lang_pairs"),
@@ -128,6 +134,18 @@ def test_what_cannot_be_imported_is_one_sentence(folder, tmp_path, name, change,
     sentence = refusal("import", copy, "--output", tmp_path / "new/ours.pt")
     assert named in sentence and (f"{copy}" in sentence or not named)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_block_has_the_defaults_of_what_it_leaves_out(folder, tmp_path):
+    """Those of a config by hand; and its dropout in training may be another."""
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    config = json.loads((copy / "config.json").read_text())
+    config["moe_blocks"] = {
+        layer: {"strata": block["strata"], "dropout": 0.3}
+        for layer, block in config["moe_blocks"].items()
+    }
+    (copy / "config.json").write_text(json.dumps(config))
+    call("import", copy, "--output", tmp_path / "ours.pt")
 
 
 def test_text_of_another_model_is_not_replaced(folder, tmp_path):

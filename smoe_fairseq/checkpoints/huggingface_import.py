@@ -18,18 +18,24 @@ from smoe_fairseq.checkpoints.foreign import EXPECTED, fitted, renamed
 from smoe_fairseq.checkpoints.io import DICTIONARIES, checksum
 from smoe_fairseq.checkpoints.model import SIDES, plain_config
 from smoe_fairseq.checkpoints.sets import check_tensors
+from smoe_fairseq.checkpoints.tensors import blocks
 from smoe_fairseq.compat.safe_load import check_content
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import check_plain, read_plain
 from smoe_fairseq.forms import Number, check, read_json
 from smoe_fairseq.models.hub import BEGINS_WORD, check_pieces
 from smoe_fairseq.models.options import SMoETransformerConfig
+from smoe_fairseq.modules.config import MoEConfig
 
 OURS, NLLB = "smoe_transformer", "nllb-moe"  # config.json's model_type
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _SUBWORDS = "spm.model"
 _CRITERION = "smoe_label_smoothed_cross_entropy"
 _LOSS_WEIGHTS = {"aux": "gate", "z": "z", "entropy": "entropy"}  # their names and the criterion's
+
+# Arguments of a block that are by default its side's; and those that change no translation.
+_OF_SIDE = ("embed_dim", "ffn_embed_dim", "activation_fn")
+_FREE = {"dropout", "activation_dropout", "capacity_factor", "execution", "output_norm"}
 
 # The form of what a folder has besides weights.
 
@@ -50,6 +56,7 @@ _FORMS = {
             for option in fields(SMoETransformerConfig)
             if type(option.default) in _OPTIONS
         },
+        "moe_blocks?": (None, {str: dict}),
         "label_smoothing?": (None, _RATE),
         **{f"router_{name}_loss_coef?": (None, Number(0)) for name in _LOSS_WEIGHTS},
     },
@@ -91,6 +98,7 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
         options = SMoETransformerConfig.among(config)
         # The table of a hash gate is among the weights; a balanced one takes counts, which are lost.
         options["moe_hash_table"] = "random"
+        _check_blocks(folder / _CONFIG, config.get("moe_blocks") or {}, options)
         text, task, words = _text(folder, weights)
     state = _checkpoint(folder, options, config, weights, task)
     return state | {DICTIONARIES: words}, text
@@ -137,6 +145,22 @@ def _checkpoint(
         "cfg": {**cfg, "model": plain_config(options)},
         "model": fitted(folder, options, weights),
     }
+
+
+def _check_blocks(file: Path, given: dict[str, dict], options: dict) -> None:
+    """Raise UsageError unless ``moe_blocks``, which transformers computes with, are those of the options."""
+    with naming_file(file):
+        expected = blocks(SMoETransformerConfig(**options))
+    if given.keys() != expected.keys():
+        shown = (", ".join(each) or "empty" for each in (given, expected))
+        raise UsageError("{}: moe_blocks is {}; by the other options {}".format(file, *shown))
+    for layer, block in expected.items():
+        own = {name: block[name] for name in _OF_SIDE} | given[layer]
+        for name in {**block, **own}.keys() - _FREE:
+            value, option = own.get(name, getattr(MoEConfig, name, None)), block.get(name)
+            if value != option:
+                shown = f"{value!r:.60}, and {MoEConfig.flags().get(name, name)} {option!r}"
+                raise UsageError(f"{file}: moe_blocks.{layer}.{name} is {shown}; expected the same")
 
 
 # The text of an export: dictionaries and subwords, and the task that reads them.

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ModelOutput, Seq2SeqMoEOutput
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.forms import Number, check
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
 from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.gates import GATES
@@ -114,6 +115,13 @@ _DEFAULTS = {
     "output_router_logits": False,
     "label_smoothing": 0.0,
 }
+_FORM = {
+    **{name: type(default) for name, default in _DEFAULTS.items()},
+    **{f"{side}_{n}": type(value) for side in SIDES for n, value in _SIDE_DEFAULTS.items()},
+    **{f"{side}_attention_heads": Number(1, whole=True) for side in SIDES},
+    "activation_fn": set(ACTIVATIONS),
+    "moe_blocks": {str: {"gate?": set(GATES), "activation_fn?": set(ACTIVATIONS)}},
+}
 
 
 @dataclass
@@ -133,6 +141,17 @@ class EncoderOutput(ModelOutput):
     attentions: tuple[Tensor, ...] | None = None
     router_logits: tuple[tuple[Tensor, ...], ...] | None = None
     routing: tuple[RoutingStats, ...] | None = None
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Embeddings times ``scale``: what `inputs_embeds` expects, as of the library's own models."""
+
+    def __init__(self, *sizes: int, scale: float):
+        super().__init__(*sizes)
+        self.scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.scale * super().forward(ids)
 
 
 class SinusoidalPositions(nn.Module):
@@ -157,6 +176,9 @@ class Attention(nn.Module):
     def __init__(self, config: SMoEConfig, side: str, layer: int, key_dim: int | None = None):
         super().__init__()
         dim, self.heads = config.of(side, "embed_dim"), config.of(side, "attention_heads")
+        if dim % self.heads:
+            expected = f"expected a divisor of {side}_embed_dim {dim}"
+            raise UsageError(f"{side}_attention_heads {self.heads}: {expected}")
         self.dropout, self.layer = config.attention_dropout, layer
         self.is_cross = key_dim is not None
         self.q_proj, self.out_proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
@@ -292,8 +314,8 @@ class Side(nn.Module):
         dim, padding = config.of(side, "embed_dim"), config.pad_token_id
         self.padding, self.dropout = padding, config.dropout
         self.layerdrop = config.of(side, "layerdrop")
-        self.scale = 1.0 if config.no_scale_embedding else math.sqrt(dim)
-        self.embed_tokens = nn.Embedding(vocabulary, dim, padding)
+        scale = 1.0 if config.no_scale_embedding else math.sqrt(dim)
+        self.embed_tokens = ScaledEmbedding(vocabulary, dim, padding, scale=scale)
         self.embed_positions = None
         if not config.no_token_positional_embeddings:
             self.embed_positions = SinusoidalPositions(dim, padding)
@@ -317,7 +339,7 @@ class Side(nn.Module):
         """``(B, T, D)``, scaled, without positions."""
         if (ids_BT is None) == (embeds is None):
             raise ValueError("expected either ids or embeddings")
-        return self.scale * self.embed_tokens(ids_BT) if embeds is None else embeds
+        return self.embed_tokens(ids_BT) if embeds is None else embeds
 
     def place(self, x: Tensor, padding_BT: Tensor, past: int) -> Tensor:
         """With positions, which padding has none of; ``past`` tokens came before."""
@@ -474,6 +496,7 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: SMoEConfig):
         super().__init__(config)
+        check(vars(config), _FORM, "the config")
         self.encoder, self.decoder = Encoder(config), Decoder(config)
         shared = "encoder.embed_tokens.weight"
         self._tied_weights_keys = {}
@@ -545,8 +568,8 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         ``cache`` is what transformers 5.24 and later call ``past_key_values``; both names are taken.
         ``num_items_in_batch`` is the number of labels in all batches of an update (default: in this one),
         by which the Trainer has the losses divided.
-        Embeddings that are given are scaled already. Router logits are, for each MoE layer, a tensor
-        ``(tokens, experts seen)`` for each stratum, of the tokens that its gate was given.
+        Embeddings are given as `get_input_embeddings` returns them. Router logits are, for each MoE layer,
+        a tensor ``(tokens, experts seen)`` for each stratum, of the tokens that its gate was given.
 
         Returns:
             ``loss`` is the mean cross entropy over the labels, plus ``encoder_aux_loss`` and

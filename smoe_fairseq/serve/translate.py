@@ -76,8 +76,10 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--int8", action="store_true", help=INT8_HELP)
 
 
-def load_model(args: Namespace, max_tokens: int = MAX_TOKENS) -> BatchTranslator:
-    """The model of a run, or of several, on its device."""
+def load_model(
+    args: Namespace, max_tokens: int = MAX_TOKENS, needs_direction: bool = False
+) -> BatchTranslator:
+    """The model of a run, or of several, on its device; UsageError if --from and --to name no direction."""
     device = device_of(args.device, args.int8)
     if device.type == "cpu":
         keep_freed_memory()
@@ -85,7 +87,13 @@ def load_model(args: Namespace, max_tokens: int = MAX_TOKENS) -> BatchTranslator
         translator = SMoETransformerModel.from_pretrained(
             args.path, data_name_or_path=args.data, source_lang=args.source, target_lang=args.target
         )
-        return BatchTranslator(translator.to(device), max_tokens, args.int8, args.shortlist)
+        model = BatchTranslator(translator.to(device), max_tokens, args.int8, args.shortlist)
+    languages = {"--from": args.source, "--to": args.target}
+    asked = " ".join(f"{flag} {lang}" for flag, lang in languages.items() if lang)
+    if asked or needs_direction:
+        asked = asked or "neither --from nor --to is given"
+        translator.task_for(args.source, args.target, asked)
+    return model
 
 
 def add_translate_arguments(parser: ArgumentParser) -> None:
@@ -162,11 +170,8 @@ def run_translate(args: Namespace) -> None:
         raise UsageError(f"{given[0]}: it is for --sampling; add that flag")
     if len(given) > 1:
         raise UsageError(f"{' with '.join(given)}: expected one of them")
-    model = load_model(args, args.max_tokens)
-    languages = {"--from": args.source, "--to": args.target}
-    asked = " ".join(f"{flag} {lang}" for flag, lang in languages.items() if lang)
-    asked = asked or "neither --from nor --to is given"
-    direction = direction_of(model.translator.task_for(args.source, args.target, asked))
+    model = load_model(args, args.max_tokens, needs_direction=True)
+    direction = direction_of(model.translator.task_for(args.source, args.target))
     if model.shortlist is not None and model.shortlist.of(*direction) is None:
         raise UsageError(f"--shortlist {args.shortlist}: expected one with {'-'.join(direction)}")
     begun, lines = time.monotonic(), 0
