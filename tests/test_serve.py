@@ -274,13 +274,13 @@ def test_a_port_in_use_is_named(server, tiny_run):
     assert result.stdout == (f"error: --port {server.port} is in use: name another\n")
 
 
-def test_what_cannot_be_served(two_updates, tmp_path):
+def test_what_cannot_be_served(tiny_run, tmp_path):
     for words, status, sentence in (
         (["none"], 1, "error: none is missing: expected the folder of a run"),
         (["none", "--host", "no.such.host.invalid"], 1, "error: --host no.such.host.invalid: "),
         (["none", "--host", "192.0.2.1"], 1, "error: --host 192.0.2.1 --port "),
         (["none", "--device", "gpu"], 1, "error: --device gpu: expected cpu, or a GPU's name"),
-        ([two_updates, "--from", "xx", "--to", "tgt"], 1, "error: --from xx --to tgt: "),
+        ([tiny_run, "--from", "xx", "--to", "fr"], 1, "error: --from xx --to fr: "),
         (["none", "--port", "70000"], 2, "70000: expected "),
         (["none", "--allow-host", "http://mt.example/"], 2, "http://mt.example/: expected "),
         (["none", "--timeout", "0"], 2, "0: expected "),

@@ -87,6 +87,7 @@ def import_smoe(listener: int) -> None:
 
     for module, _ in cli.COMMANDS.values():
         importlib.import_module(module)
+    logging.basicConfig(level=logging.INFO)  # as one of fairseq's tasks does, which they import
     run(serve(listener))
 
 

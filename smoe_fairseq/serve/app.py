@@ -415,6 +415,7 @@ def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
         access = logging.getLogger("uvicorn.access")
         access.setLevel(logging.INFO)
         access.addHandler(logging.StreamHandler())  # to standard error
+        access.propagate = False  # where others may write it once more
     web = WebApp(engine, args.max_batch, args.max_queue, args.timeout)
     hosts = own_names(args.host)
     config = uvicorn.Config(
