@@ -25,6 +25,7 @@ REFUSED = """
     --warmup-updates -5
     --restore-file none/nope.pt
     --restore-file .
+    --finetune-from-model .
     --best-checkpoint-metric bleu
     --arch transfomer
 """  # by the table of bounds

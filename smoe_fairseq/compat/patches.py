@@ -229,6 +229,10 @@ def check_options(cfg) -> None:
             if not are_there:
                 raise UsageError(f"--best-checkpoint-metric {metric}: expected it with {flags}")
     if cfg.get("optimizer") is not None:
+        for flag in ("finetune-from-model", "continue-once"):  # fairseq would begin anew
+            begin = _value(cfg, f"checkpoint.{flag.replace('-', '_')}")
+            if begin and os.path.isdir(begin):
+                raise UsageError(f"--{flag} {begin} is a folder: expected a checkpoint in it")
         if rank_files(begin := _value(cfg, "checkpoint.finetune_from_model") or ""):
             check_there(begin)
         last = os.path.join(cfg.checkpoint.save_dir, "checkpoint_last.pt")
