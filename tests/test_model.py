@@ -30,9 +30,10 @@ def make_task(vocabulary=96):
 
 @functools.cache
 def parsed(*flags):
-    """Options of a model. hydra, which takes ten times as long, gives a language model its task's, too."""
+    """Options of a model. hydra, which takes ten times as long, gives these two their task's options, too."""
     args = options.parse_args_and_arch(options.get_training_parser(), ["data", *flags])
-    return convert_namespace_to_omegaconf(args).model if args.task == "language_modeling" else args
+    by_hydra = args.arch in ("smoe_transformer_lm", "transformer_lm")
+    return convert_namespace_to_omegaconf(args).model if by_hydra else args
 
 
 def configured(*flags):
