@@ -44,9 +44,10 @@ def pytest_collection_finish():
 
 
 # These files take longest: the processes that share the tests begin with them, and so end together.
-LONG = """golden family_training other_ranks expert_parallel_checkpoints translator expert_parallel
-    family_model upcycle device_work expert_parallel_hangs prune recipes_evaluation one_engine average
-    analyze preparation readers dictionaries recipes beam_search compat""".split()
+LONG = """golden serve expert_parallel_checkpoints family_training prune translator malicious_checkpoints
+    expert_parallel huggingface language_model_commands family preparation analyze average
+    expert_parallel_hangs readers recipes other_ranks dictionaries expert_parallel_recovery compat
+    one_engine checkpoint_content block upcycle serve_limits expert_parallel_crashes""".split()
 
 
 @pytest.hookimpl(tryfirst=True)
