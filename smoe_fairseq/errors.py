@@ -37,7 +37,13 @@ _OF_INPUT += (ArithmeticError, ImportError, EOFError, struct.error)
 _LIBRARIES = ("omegaconf", "hydra", "sentencepiece")  # whose errors are about settings or files
 # How RuntimeErrors of bad input begin: torch's for other shapes, and fairseq's about its flags.
 _MISFITS = ("Error(s) in loading state_dict", "--")
-_GONE = re.compile(r"(closed|reset) by peer|remote process exited")  # gloo's words, and NCCL's
+_OF_PROCESSES = {  # torch's words in a RuntimeError, and what is said in their place
+    "^DataLoader worker": "a process that loads data was killed, as for lack of memory; --num-workers 0 "
+    "needs none",
+    "(closed|reset) by peer|remote process exited": "another rank has ended: see what is said of it",
+    r"port: (\d+).*EADDRINUSE": "MASTER_PORT {} is in use by another program on this machine: choose another "
+    "one (MASTER_PORT, or torchrun --master-port), the same for all processes",
+}
 _NULL = re.compile(r"override \w+\.(\w+)=null")  # hydra's words for an option without a value
 _SETTING = re.compile(r"--([\w-]+) (?:\S+|'[^']*'): ")  # how a sentence about a flag's value begins
 _LONGEST = 300  # letters of a word, and of another program's message
@@ -61,10 +67,9 @@ def one_line(error: BaseException) -> str | None:
         return printable(f"{said}: No such file or directory")
     if said and type(error).__name__ in ("Exception", "ProcessExitedException"):
         return printable(said)
-    if said.startswith("DataLoader worker"):
-        return "a process that loads data was killed, as for lack of memory; --num-workers 0 needs none"
-    if isinstance(error, RuntimeError) and _GONE.search(said):
-        return "another rank has ended: see what is said of it"
+    for words, sentence in _OF_PROCESSES.items() if isinstance(error, RuntimeError) else ():
+        if found := re.search(words, said):
+            return sentence.format(*found.groups())
     if not _is_of_input(error):
         return None
     if missing := _NULL.search(said):  # what a value that has to be given is, where it is not

@@ -275,18 +275,13 @@ def distributed_main(i, main, cfg, kwargs):
     fairseq hands it to the processes that it spawns, which find it by this file's name.
 
     Raises:
-        UsageError: a flag does not go with sharded experts, or the port is in use.
+        UsageError: a flag does not go with sharded experts.
     """
     import fairseq.distributed.utils  # noqa: F401  (in a spawned process the plugin registers now)
 
     if getattr(getattr(cfg, "model", None), "expert_parallel", False):
         check_options(cfg)  # before fairseq wraps anything
-    try:
-        return _original_main[0](i, main, cfg, kwargs)
-    except RuntimeError as error:  # a DistNetworkError in newer torch
-        if "EADDRINUSE" in str(error):
-            raise _port_in_use(cfg) from None
-        raise
+    return _original_main[0](i, main, cfg, kwargs)
 
 
 @replaces("fairseq.distributed.utils")
@@ -363,11 +358,3 @@ def _meeting_place(distributed) -> tuple[str, int] | None:
         return (place.hostname, place.port) if place.scheme == "tcp" and place.port else None
     except ValueError:  # no number; torch says so
         return None
-
-
-def _port_in_use(cfg) -> UsageError:
-    where = os.environ.get("MASTER_PORT") or cfg.distributed_training.distributed_init_method
-    return UsageError(
-        f"MASTER_PORT {where} is in use by another program on this machine: choose another one "
-        "(MASTER_PORT, or torchrun --master-port), the same for all processes"
-    )

@@ -22,8 +22,12 @@ def run() -> None:
     except ChildFailedError as failed:
         # torchrun itself ends the other ranks by SIGTERM. A rank that failed otherwise said why.
         for rank, failure in sorted(failed.failures.items()):
-            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-                name = signal.Signals(-failure.exitcode).name
+            code = failure.exitcode
+            number = (
+                -code if code < 0 else code - 128
+            )  # the latter of a program that a shell started
+            if number in {*signal.Signals} - {signal.SIGTERM}:
+                name = signal.Signals(number).name
                 why = ", as the system does when memory runs out" * (name == "SIGKILL")
                 told = f"rank {rank} (process {failure.pid}) was killed by {name}{why}"
                 raise SystemExit(f"error: {told}") from None

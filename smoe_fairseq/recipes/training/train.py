@@ -209,7 +209,7 @@ def _run(lines: Sequence[str], folder: Path, place: Launch, log: Path) -> None:
         if place.meets_at_port and not stopped:
             # Perhaps another run's torchrun has the port, and ours waited for its machines in vain.
             check_port(torchrun=False)
-        if not stopped and not _has_begun(log, logged):
+        if not stopped and not (log.is_file() and BEGUN in log.read_bytes()[logged:]):
             raise
         how = f"without {folder}/checkpoint_last.pt the same command starts again"
         last = any(folder.glob("checkpoint_last*.pt"))
@@ -221,15 +221,6 @@ def _run(lines: Sequence[str], folder: Path, place: Launch, log: Path) -> None:
             raise UsageError(f"{ended}; {how}") from None
         report(f"training has ended early; {how}")
         raise
-
-
-def _has_begun(log: Path, start: int) -> bool:
-    """Whether fairseq-train began to train, as its log says from the byte ``start`` on."""
-    if not log.is_file():
-        return False
-    with open(log, "rb") as file:
-        file.seek(start)
-        return any(BEGUN in line for line in file)
 
 
 def data_arguments(dataset: Dataset) -> list[str]:
