@@ -168,7 +168,11 @@ _BOUNDS = {  # lowest and highest value of options, of each of them where it is 
 
 
 @patches("fairseq.distributed.utils:call_main")
-def check_values(call_main, cfg, *others, **options):
+@patches("fairseq_cli.generate:main")  # which does its work without `call_main`
+def check_values(original, cfg, *others, **options):
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    cfg = convert_namespace_to_omegaconf(cfg) if isinstance(cfg, Namespace) else cfg
     check_options(cfg)
     where = cfg.distributed_training
     if where.distributed_init_method and not (where.distributed_no_spawn or cfg.common.tpu):
@@ -179,17 +183,7 @@ def check_values(call_main, cfg, *others, **options):
                 "--distributed-init-method without --distributed-no-spawn starts a process for each GPU, and "
                 "this machine has none: expected torchrun, or that flag with --distributed-rank"
             )
-    return call_main(cfg, *others, **options)
-
-
-@patches("fairseq_cli.generate:main")
-def check_search(main, cfg):
-    """Of the one command that does its work elsewhere."""
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-
-    cfg = convert_namespace_to_omegaconf(cfg) if isinstance(cfg, Namespace) else cfg
-    check_options(cfg)
-    return main(cfg)
+    return original(cfg, *others, **options)
 
 
 def check_options(cfg) -> None:
