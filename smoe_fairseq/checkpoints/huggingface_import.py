@@ -152,15 +152,16 @@ def _check_blocks(file: Path, given: dict[str, dict], options: dict) -> None:
     with naming_file(file):
         expected = blocks(SMoETransformerConfig(**options))
     if given.keys() != expected.keys():
-        shown = (", ".join(each) or "empty" for each in (given, expected))
-        raise UsageError("{}: moe_blocks is {}; by the other options {}".format(file, *shown))
+        own, other = (", ".join(each) or "empty" for each in (given, expected))
+        raise UsageError(f"{file}: moe_blocks is {own}; by the other options {other}")
     for layer, block in expected.items():
         own = {name: block[name] for name in _OF_SIDE} | given[layer]
         for name in {**block, **own}.keys() - _FREE:
-            value, option = own.get(name, getattr(MoEConfig, name, None)), block.get(name)
-            if value != option:
-                shown = f"{value!r:.60}, and {MoEConfig.flags().get(name, name)} {option!r}"
-                raise UsageError(f"{file}: moe_blocks.{layer}.{name} is {shown}; expected the same")
+            value = own.get(name, getattr(MoEConfig, name, None))
+            if value != block.get(name):
+                other = f"{MoEConfig.flags().get(name, name)} {block.get(name)!r}"
+                where = f"{file}: moe_blocks.{layer}.{name}"
+                raise UsageError(f"{where} is {value!r:.60}, and {other}; expected the same")
 
 
 # The text of an export: dictionaries and subwords, and the task that reads them.

@@ -146,9 +146,7 @@ class EncoderOutput(ModelOutput):
 class ScaledEmbedding(nn.Embedding):
     """Embeddings times ``scale``: what `inputs_embeds` expects, as of the library's own models."""
 
-    def __init__(self, *sizes: int, scale: float):
-        super().__init__(*sizes)
-        self.scale = scale
+    scale = 1.0
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.scale * super().forward(ids)
@@ -177,8 +175,7 @@ class Attention(nn.Module):
         super().__init__()
         dim, self.heads = config.of(side, "embed_dim"), config.of(side, "attention_heads")
         if dim % self.heads:
-            expected = f"expected a divisor of {side}_embed_dim {dim}"
-            raise UsageError(f"{side}_attention_heads {self.heads}: {expected}")
+            raise UsageError(f"{side}_attention_heads {self.heads}: expected a divisor of {dim}")
         self.dropout, self.layer = config.attention_dropout, layer
         self.is_cross = key_dim is not None
         self.q_proj, self.out_proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
@@ -314,8 +311,9 @@ class Side(nn.Module):
         dim, padding = config.of(side, "embed_dim"), config.pad_token_id
         self.padding, self.dropout = padding, config.dropout
         self.layerdrop = config.of(side, "layerdrop")
-        scale = 1.0 if config.no_scale_embedding else math.sqrt(dim)
-        self.embed_tokens = ScaledEmbedding(vocabulary, dim, padding, scale=scale)
+        self.embed_tokens = ScaledEmbedding(vocabulary, dim, padding)
+        if not config.no_scale_embedding:
+            self.embed_tokens.scale = math.sqrt(dim)
         self.embed_positions = None
         if not config.no_token_positional_embeddings:
             self.embed_positions = SinusoidalPositions(dim, padding)
