@@ -17,6 +17,7 @@ from importlib import metadata
 from smoe_fairseq.errors import UsageError
 
 # Each of these files adds its patches to the list.
+from .option_values import check_options  # noqa: F401
 from .patches import is_fairseq_command  # noqa: F401
 from .patches_data import join_bytes  # noqa: F401
 from .patches_training import wrap_any_model  # noqa: F401

@@ -50,7 +50,7 @@ def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
     import smoe_fairseq.models.transformer  # noqa: F401  (registers the architectures)
-    from smoe_fairseq.compat.patches import check_options
+    from smoe_fairseq.compat.option_values import check_options
 
     training = program == "fairseq-train"
     with refusing_flags():

@@ -1,0 +1,142 @@
+"""Refuses values of fairseq's own options that it would take, and train something else than was meant.
+
+For fairseq 0.12.2 on any Python. A negative ``--max-update`` saves an untrained model, NaN as a bound is
+never reached, and a mistyped ``--restore-file`` trains from the beginning.
+"""
+
+import logging
+import math
+import os
+from argparse import Namespace
+from contextlib import suppress
+
+from smoe_fairseq.errors import UsageError, nearest
+from smoe_fairseq.files import rank_files
+
+from .replacing import patches
+from .safe_load import check_there, evaluate
+
+logger = logging.getLogger(__name__)
+
+_LARGEST = 2**63 - 1  # of what becomes a C integer
+_BOUNDS = {  # lowest and highest value of options, of each of them where it is a list
+    (0, 2**32 - 1): "common.seed",
+    (0.01, math.inf): "task.sampling_temperature",
+    (-1, _LARGEST): "dataset.batch_size dataset.batch_size_valid",  # -1: no limit
+    (0, _LARGEST): "dataset.num_workers optimization.max_epoch optimization.max_update "
+    "lr_scheduler.warmup_updates",
+    (1, _LARGEST): "common.log_interval dataset.max_tokens dataset.max_tokens_valid "
+    "dataset.required_batch_size_multiple distributed_training.distributed_world_size "
+    "optimization.update_freq generation.beam generation.nbest",
+    (-1e6, 1e6): "generation.lenpen generation.unkpen generation.temperature",
+    (0, math.inf): "optimization.clip_norm optimization.lr optimization.stop_time_hours "
+    "optimizer.adam_eps optimizer.weight_decay",
+}
+
+
+@patches("fairseq.distributed.utils:call_main")
+@patches("fairseq_cli.generate:main")  # which does its work without `call_main`
+def check_values(original, cfg, *others, **options):
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    cfg = convert_namespace_to_omegaconf(cfg) if isinstance(cfg, Namespace) else cfg
+    check_options(cfg)
+    where = cfg.distributed_training
+    if where.distributed_init_method and not (where.distributed_no_spawn or cfg.common.tpu):
+        import torch
+
+        if not torch.cuda.device_count():
+            raise UsageError(
+                "--distributed-init-method without --distributed-no-spawn starts a process for each GPU, and "
+                "this machine has none: expected torchrun, or that flag with --distributed-rank"
+            )
+    return original(cfg, *others, **options)
+
+
+def check_options(cfg) -> None:
+    """Raise UsageError for what a config of fairseq says that no command can do."""
+    for name, (lowest, highest) in ((n, b) for b, names in _BOUNDS.items() for n in names.split()):
+        given = _value(cfg, name)
+        values = [given] if isinstance(given, int | float) else given
+        if values is not None and not (values and all(lowest <= v <= highest for v in values)):
+            flag = "--" + name.partition(".")[2].replace("_", "-")
+            shown = given if values is not given else ",".join(map(str, values)) or "''"
+            top = f" and at most {highest}" if values and max(values) > highest else ""
+            raise UsageError(f"{flag} {shown}: expected a number of at least {lowest}{top}")
+    best, beam = (_value(cfg, f"generation.{name}") for name in ("nbest", "beam"))
+    if best is not None and best > beam:
+        raise UsageError(f"--nbest {best}: expected at most as many as --beam {beam}")
+    window, sample = _value(cfg, "eval_lm.context_window"), _value(cfg, "task.tokens_per_sample")
+    if window and window >= sample:
+        raise UsageError(
+            f"--context-window {window}: expected less than --tokens-per-sample {sample}"
+        )
+    betas = _value(cfg, "optimizer.adam_betas")
+    if betas is not None and not _are_betas(betas):
+        raise UsageError(f"--adam-betas {betas}: expected two numbers below 1: '(0.9, 0.98)'")
+    overrides = _value(cfg, "common_eval.model_overrides")
+    if isinstance(overrides, str) and not isinstance(_literal(overrides), dict):
+        example = "\"{'smoe_exit_bias': 0.5}\""
+        raise UsageError(f"--model-overrides {overrides}: expected a dictionary, as {example}")
+    metric = _value(cfg, "checkpoint.best_checkpoint_metric")
+    if metric in ("bleu", "chrf"):
+        translated = _value(cfg, "criterion.validate_sentences")
+        other = metric == "bleu" and _value(cfg, "task.eval_bleu") is not False
+        greatest = _value(cfg, "checkpoint.maximize_best_checkpoint_metric")
+        for flags, are_there in (
+            (f"--validate-sentences{' or --eval-bleu' * (metric == 'bleu')}", translated or other),
+            ("--maximize-best-checkpoint-metric", greatest),
+        ):
+            if not are_there:
+                raise UsageError(f"--best-checkpoint-metric {metric}: expected it with {flags}")
+    if cfg.get("optimizer") is not None:
+        for flag in ("finetune-from-model", "continue-once"):  # fairseq would begin anew
+            begin = _value(cfg, f"checkpoint.{flag.replace('-', '_')}")
+            if begin and os.path.isdir(begin):
+                raise UsageError(f"--{flag} {begin} is a folder: expected a checkpoint in it")
+        if rank_files(begin := _value(cfg, "checkpoint.finetune_from_model") or ""):
+            check_there(begin)
+        last = os.path.join(cfg.checkpoint.save_dir, "checkpoint_last.pt")
+        begin = _value(cfg, "checkpoint.continue_once")
+        if begin and not (os.path.exists(last) or rank_files(last)):
+            check_there(begin)  # fairseq would begin anew without it
+        _check_restored(_value(cfg, "checkpoint.restore_file"), cfg.checkpoint.save_dir)
+
+
+def _check_restored(file: str, save_dir: str) -> None:
+    """Raise UsageError where ``--restore-file`` is missing and its name is likely to be mistyped.
+
+    fairseq's users write ``--restore-file x.pt`` for a new run: a name without a folder, and unlike that
+    of any file.
+    """
+    if file == "checkpoint_last.pt" or "://" in file or os.path.isfile(file) or rank_files(file):
+        return
+    if os.path.dirname(file) or os.path.exists(file):
+        raise UsageError(
+            f"--restore-file {file} is missing, a folder, or in one that cannot be read"
+        )
+    for folder in filter(os.path.isdir, (".", save_dir)):
+        if near := nearest(file, os.listdir(folder)):
+            near = os.path.join(folder, near)
+            raise UsageError(f"--restore-file {file} is missing; did you mean {near}?")
+    logger.warning("--restore-file %s is missing: a new run begins", file)
+
+
+def _value(cfg, name: str):
+    """Of an option, ``group.name``, where the config has it; groups are configs or name spaces."""
+    group, _, option = name.partition(".")
+    return getattr(cfg.get(group), option, None)
+
+
+def _literal(value):
+    """What a text stands for; None if that is no plain data."""
+    with suppress(ValueError):
+        return evaluate(value)
+
+
+def _are_betas(value) -> bool:
+    try:
+        first, second = _literal(value) if isinstance(value, str) else value
+        return 0 <= first < 1 and 0 <= second < 1
+    except (TypeError, ValueError):
+        return False
