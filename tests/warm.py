@@ -13,6 +13,7 @@ import copy
 import functools
 import gc
 import importlib.util
+import inspect
 import logging
 import os
 import runpy
@@ -66,6 +67,7 @@ def quicken_hydra() -> None:
     parse_once = functools.cache(OverridesParser.create().parse_rule)
     OverridesParser.parse_rule = lambda self, *words: copy.copy(parse_once(*words))
     ConfigStore.__deepcopy__ = lambda self, memo: self
+    inspect.stack.__defaults__ = (0,)  # of callers it wants the files' names, not their lines
 
 
 def import_plugin(listener: int) -> None:
