@@ -268,4 +268,5 @@ def test_a_pruned_model_is_one_again(english, trained, tmp_path):
     words = ("--keep", 0.5, "--sentences", 5, "--cpu", "--output", output)
     smoe("prune", trained("none").checkpoint, english, *words)
     command = ("fairseq-eval-lm", english, "--user-dir", PLUGIN, "--path", output, "--cpu")
+    command += ("--tokens-per-sample", 48)
     assert "Perplexity" in run(*command).stdout

@@ -1,6 +1,7 @@
 """Scores in this process are those of sacreBLEU's command; tokenizers by language; which checkpoint."""
 
 import json
+import shutil
 
 import pytest
 from commands import run, step_here
@@ -93,9 +94,12 @@ def test_the_mean_of_the_last_checkpoints(tmp_path):
         assert refused.returncode == 1 and f"--checkpoint {wrong}" in refused.stderr
 
 
-def test_flags_that_only_fairseqs_search_has_are_refused(prepared):
+def test_flags_that_only_fairseqs_search_has_are_refused(prepared, tmp_path):
+    run = tmp_path / "tiny/smoe-2-2"
+    shutil.copytree(prepared / "runs/tiny/smoe-2-2", run)
     given = {"CONFIG_DIR": str(prepared / "configs"), "OMP_NUM_THREADS": "1"}
+    given["RUN_DIR"] = str(tmp_path)
     words = ("evaluate", "tiny", "smoe-2-2", "--cpu", "--diverse-beam-groups", "2")
     refused = step_here(*words, cwd=prepared, **given)
     assert refused.returncode == 1 and "--diverse-beam-groups" in refused.stderr
-    assert (prepared / "runs/tiny/smoe-2-2/scores.json").exists()
+    assert (run / "scores.json").exists()

@@ -273,8 +273,8 @@ def test_without_its_plugin_every_command_says_so(two_updates, small_corpus, nam
     refused(run(*command, check=False), "--user-dir", "smoe_transformer")
 
 
-@pytest.mark.parametrize("kind", ["model", "task"])
-def test_our_commands_name_what_is_of_another_plugin(prepared, tmp_path, kind):
+@pytest.mark.parametrize("kind, flag", [("model", "--arch"), ("task", "--task")])
+def test_our_commands_name_what_is_of_another_plugin(prepared, tmp_path, kind, flag):
     state = torch.load(prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt", weights_only=True)
     config = state["cfg"][kind]
     config = config if isinstance(config, dict) else vars(config)
@@ -282,7 +282,7 @@ def test_our_commands_name_what_is_of_another_plugin(prepared, tmp_path, kind):
     path = tmp_path / "other.pt"
     torch.save(state, path)
     data = ("--data", prepared / "data/tiny/bin", "--from", "en", "--to", "fr")
-    refused(run("smoe", "translate", path, *data, stdin="a\n", check=False), f"{kind} mine")
+    refused(run("smoe", "translate", path, *data, stdin="a\n", check=False), path, f"{flag} mine")
 
 
 def test_a_link_to_the_package_is_the_package(tmp_path):

@@ -263,7 +263,8 @@ def _problem(name: str | None) -> str | None:
 
 def _lacking(kind: str, name: str) -> str:
     if not is_fairseq_command():
-        return f"the {kind} {name} is of another plugin: fairseq's commands have it with --user-dir"
+        flag = {"model": "arch"}.get(kind, kind)
+        return f"--{flag} {name}: of another plugin; fairseq's commands have it with --user-dir"
     where = "the plugin that it is from"
     if str(name).startswith(_OURS):
         where = "$(smoe path), or your own plugin with `import smoe_fairseq` in its __init__.py"

@@ -142,9 +142,12 @@ def keep_long(module: ModuleType) -> None:
 
 @patches("fairseq.tasks.language_modeling:LanguageModelingTask.eval_lm_dataloader")
 def check_block_size(original, task, dataset, *arguments, **options):
-    size = task.args.tokens_per_sample + options.get("context_window", 0)
-    most = options.get("max_positions") or size
-    if size > most and task.args.sample_break_mode in (None, "none"):
+    window, most = options.get("context_window", 0), options.get("max_positions")
+    longest, size = (
+        int(max(dataset.sizes, default=0)) + window,
+        task.args.tokens_per_sample + window,
+    )
+    if longest > (most or longest) and task.args.sample_break_mode in (None, "none"):
         raise UsageError(f"--tokens-per-sample {size}: the model takes at most {most}")
     return original(task, dataset, *arguments, **options)
 

@@ -205,13 +205,12 @@ class SMoETrainer(Trainer):
         if reset_optimizer:
             return
         made = self._optim_history[-1]["num_updates"]
-        optimizer = self.optimizer.optimizer
-        state = getattr(optimizer, "state", {})
-        # SGD without momentum has no state, nor may a rank that shares it with others (fairscale's OSS).
-        has_none = optimizer.defaults.get("momentum") == 0 or hasattr(
-            optimizer, "partition_parameters"
+        state = getattr(self.optimizer.optimizer, "state", {})
+        adam = (
+            self.cfg.optimizer._name == "adam"
+            and self.cfg.distributed_training.zero_sharding == "none"
         )
-        if made != self.get_num_updates() or (made and not state and not has_none):
+        if made != self.get_num_updates() or (made and adam and not state):
             raise UsageError(
                 f"{filename} has no optimizer state to go on with from its {made} updates: expected "
                 f"--finetune-from-model {filename} to begin anew with its parameters, or {RESETS}"
