@@ -1,5 +1,5 @@
 # make demo   train and evaluate an SMoE on the built-in corpus
-# make test   run the tests, in about 7 minutes on two cores
+# make test   run the tests, in about 6 minutes on two cores
 # make soak   run the others: kills, more settings, real launchers, in about 10 minutes
 # make lint   check format and style
 # make docs   write the site of docs/ to build/site
@@ -50,7 +50,7 @@ demo: $(DONE)
 	@$(RUN) bash scripts/demo.sh
 
 test: $(DONE)
-	@echo "The tests, in $(JOBS) processes: about 7 minutes on two cores"
+	@echo "The tests, in $(JOBS) processes: about 6 minutes on two cores"
 	@$(RUN) $(TEST) -n $(JOBS)
 
 soak: $(DONE)
