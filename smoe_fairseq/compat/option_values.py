@@ -7,12 +7,12 @@ never reached, and a mistyped ``--restore-file`` trains from the beginning.
 import logging
 import math
 import os
-from argparse import Namespace
 from contextlib import suppress
 
 from smoe_fairseq.errors import UsageError, nearest
 from smoe_fairseq.files import rank_files
 
+from .patches import is_fairseq_command
 from .replacing import patches
 from .safe_load import check_there, evaluate
 
@@ -34,12 +34,17 @@ _BOUNDS = {  # lowest and highest value of options, of each of them where it is 
 }
 
 
-@patches("fairseq.distributed.utils:call_main")
-@patches("fairseq_cli.generate:main")  # which does its work without `call_main`
-def check_values(original, cfg, *others, **options):
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+@patches("fairseq.dataclass.utils:convert_namespace_to_omegaconf")
+def check_generation(original, args):
+    """``fairseq-generate`` does its work without `call_main`."""
+    cfg = original(args)
+    if is_fairseq_command() and cfg.get("optimizer") is None:
+        check_options(cfg)
+    return cfg
 
-    cfg = convert_namespace_to_omegaconf(cfg) if isinstance(cfg, Namespace) else cfg
+
+@patches("fairseq.distributed.utils:call_main")
+def check_values(call_main, cfg, *others, **options):
     check_options(cfg)
     where = cfg.distributed_training
     if where.distributed_init_method and not (where.distributed_no_spawn or cfg.common.tpu):
@@ -50,7 +55,7 @@ def check_values(original, cfg, *others, **options):
                 "--distributed-init-method without --distributed-no-spawn starts a process for each GPU, and "
                 "this machine has none: expected torchrun, or that flag with --distributed-rank"
             )
-    return original(cfg, *others, **options)
+    return call_main(cfg, *others, **options)
 
 
 def check_options(cfg) -> None:
