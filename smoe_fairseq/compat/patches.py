@@ -263,7 +263,7 @@ def _problem(name: str | None) -> str | None:
 
 def _lacking(kind: str, name: str) -> str:
     if not is_fairseq_command():
-        flag = {"model": "arch"}.get(kind, kind)
+        flag = "arch" if kind == "model" else kind
         return f"--{flag} {name}: of another plugin; fairseq's commands have it with --user-dir"
     where = "the plugin that it is from"
     if str(name).startswith(_OURS):

@@ -143,12 +143,10 @@ def keep_long(module: ModuleType) -> None:
 @patches("fairseq.tasks.language_modeling:LanguageModelingTask.eval_lm_dataloader")
 def check_block_size(original, task, dataset, *arguments, **options):
     window, most = options.get("context_window", 0), options.get("max_positions")
-    longest, size = (
-        int(max(dataset.sizes, default=0)) + window,
-        task.args.tokens_per_sample + window,
-    )
-    if longest > (most or longest) and task.args.sample_break_mode in (None, "none"):
-        raise UsageError(f"--tokens-per-sample {size}: the model takes at most {most}")
+    if most and task.args.sample_break_mode in (None, "none"):
+        if max(dataset.sizes, default=0) + window > most:
+            size = task.args.tokens_per_sample + window
+            raise UsageError(f"--tokens-per-sample {size}: the model takes at most {most}")
     return original(task, dataset, *arguments, **options)
 
 

@@ -26,7 +26,7 @@ from smoe_fairseq.serve.engine import (
     Search,
     read,
 )
-from smoe_fairseq.serve.translate import add_model_arguments, load_model
+from smoe_fairseq.serve.translate import add_model_arguments, direction_asked, load_model
 
 try:
     import h11
@@ -478,7 +478,10 @@ def run_serve(args: Namespace) -> None:
     with listening(args.host, args.port) as listener:  # before the model, which takes longer
         path = Path(args.path).resolve()
         name = path.parent.name if path.is_file() else path.name
-        engine = Engine(load_model(args), name, args.max_tokens)
+        model = load_model(args)
+        if args.source or args.target:
+            direction_asked(model, args)
+        engine = Engine(model, name, args.max_tokens)
         if not is_loopback(args.host):
             print(
                 f"warning: --host {args.host} lets other machines in: whoever reaches this one can "

@@ -76,10 +76,8 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--int8", action="store_true", help=INT8_HELP)
 
 
-def load_model(
-    args: Namespace, max_tokens: int = MAX_TOKENS, needs_direction: bool = False
-) -> BatchTranslator:
-    """The model of a run, or of several, on its device; UsageError if --from and --to name no direction."""
+def load_model(args: Namespace, max_tokens: int = MAX_TOKENS) -> BatchTranslator:
+    """The model of a run, or of several, on its device."""
     device = device_of(args.device, args.int8)
     if device.type == "cpu":
         keep_freed_memory()
@@ -87,13 +85,15 @@ def load_model(
         translator = SMoETransformerModel.from_pretrained(
             args.path, data_name_or_path=args.data, source_lang=args.source, target_lang=args.target
         )
-        model = BatchTranslator(translator.to(device), max_tokens, args.int8, args.shortlist)
+        return BatchTranslator(translator.to(device), max_tokens, args.int8, args.shortlist)
+
+
+def direction_asked(model: BatchTranslator, args: Namespace) -> tuple[str, str]:
+    """The direction of ``--from`` and ``--to``; raises UsageError if they name none, or several."""
     languages = {"--from": args.source, "--to": args.target}
     asked = " ".join(f"{flag} {lang}" for flag, lang in languages.items() if lang)
-    if asked or needs_direction:
-        asked = asked or "neither --from nor --to is given"
-        translator.task_for(args.source, args.target, asked)
-    return model
+    asked = asked or "neither --from nor --to is given"
+    return direction_of(model.translator.task_for(args.source, args.target, asked))
 
 
 def add_translate_arguments(parser: ArgumentParser) -> None:
@@ -170,8 +170,8 @@ def run_translate(args: Namespace) -> None:
         raise UsageError(f"{given[0]}: it is for --sampling; add that flag")
     if len(given) > 1:
         raise UsageError(f"{' with '.join(given)}: expected one of them")
-    model = load_model(args, args.max_tokens, needs_direction=True)
-    direction = direction_of(model.translator.task_for(args.source, args.target))
+    model = load_model(args, args.max_tokens)
+    direction = direction_asked(model, args)
     if model.shortlist is not None and model.shortlist.of(*direction) is None:
         raise UsageError(f"--shortlist {args.shortlist}: expected one with {'-'.join(direction)}")
     begun, lines = time.monotonic(), 0

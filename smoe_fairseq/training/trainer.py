@@ -206,11 +206,10 @@ class SMoETrainer(Trainer):
             return
         made = self._optim_history[-1]["num_updates"]
         state = getattr(self.optimizer.optimizer, "state", {})
-        adam = (
-            self.cfg.optimizer._name == "adam"
-            and self.cfg.distributed_training.zero_sharding == "none"
-        )
-        if made != self.get_num_updates() or (made and adam and not state):
+        # Others may have no state, such as SGD without momentum, or a rank that shares it with others.
+        is_adam = self.cfg.optimizer._name == "adam"
+        has_own = is_adam and self.cfg.distributed_training.zero_sharding == "none"
+        if made != self.get_num_updates() or (made and has_own and not state):
             raise UsageError(
                 f"{filename} has no optimizer state to go on with from its {made} updates: expected "
                 f"--finetune-from-model {filename} to begin anew with its parameters, or {RESETS}"

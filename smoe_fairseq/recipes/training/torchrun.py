@@ -22,10 +22,8 @@ def run() -> None:
     except ChildFailedError as failed:
         # torchrun itself ends the other ranks by SIGTERM. A rank that failed otherwise said why.
         for rank, failure in sorted(failed.failures.items()):
-            code = failure.exitcode
-            number = (
-                -code if code < 0 else code - 128
-            )  # the latter of a program that a shell started
+            code = failure.exitcode  # above 128 of a program that a shell started
+            number = -code if code < 0 else code - 128
             if number in {*signal.Signals} - {signal.SIGTERM}:
                 name = signal.Signals(number).name
                 why = ", as the system does when memory runs out" * (name == "SIGKILL")
