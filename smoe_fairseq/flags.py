@@ -15,6 +15,15 @@ def add_flag(parser, name: str, metavar: str | None, text: str, kind=None, defau
     parser.add_argument(name, metavar=metavar, help=text, type=kind, default=default)
 
 
+def number_fault(value: float, kind: type, least: float, most: float = math.inf) -> str | None:
+    """What was expected, if ``value`` is no finite number from ``least`` to ``most``; else None."""
+    if math.isfinite(value) and least <= value <= most:
+        return None
+    bound = f" of at least {least}" if math.isfinite(least) else ""
+    bound = f" from {least} to {most}" if math.isfinite(most) else bound
+    return f"expected {'a whole number' if kind is int else 'a number'}{bound}"
+
+
 def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:
     """The type of finite numbers from ``least`` on, to ``most``; ``kind`` is int or float."""
 
@@ -24,11 +33,8 @@ def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str]
             float(value)
         except (ValueError, OverflowError):
             value = math.nan
-        if not (math.isfinite(value) and least <= value <= most):
-            what = "a whole number" if kind is int else "a number"
-            bound = f" of at least {least}" if math.isfinite(least) else ""
-            bound = f" from {least} to {most}" if math.isfinite(most) else bound
-            raise ArgumentTypeError(f"{text}: expected {what}{bound}")
+        if fault := number_fault(value, kind, least, most):
+            raise ArgumentTypeError(f"{text}: {fault}")
         return value
 
     return parse

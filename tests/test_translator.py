@@ -118,11 +118,15 @@ def test_what_a_program_gives_is_looked_at(model):
         ({"beam": 2.0}, "beam"),
         ({"lenpen": None}, "lenpen"),
         ({"prefix": ["1"]}, "prefix"),
+        ({"temperature": 0}, "--temperature 0"),
+        ({"nbest": 9}, "--nbest 9"),
+        ({"sampling_topk": 5}, "--sampling-topk 5"),
         ({"sentences": ["a \ud800 b"]}, r"\\ud800"),
         ({"sentences": [None]}, "None"),
     ):
         with pytest.raises(UsageError, match=named):
             model.translate(**{"sentences": texts, "source_lang": "fr"} | given)
+    assert len(model.translations("1 2", source_lang="fr", **SEARCH)) == 1
     with pytest.raises(UsageError, match="empty"):
         SMoETransformerModel.from_pretrained([])
 

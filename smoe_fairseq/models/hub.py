@@ -296,7 +296,7 @@ class Translator(TrainedModel):
 
     def translations(
         self,
-        sentences: Iterable[str],
+        sentences: str | Iterable[str],
         beam: int | None = None,
         source_lang: str | None = None,
         target_lang: str | None = None,
@@ -321,6 +321,8 @@ class Translator(TrainedModel):
         from smoe_fairseq.translate.translator import BatchTranslator, Options
 
         self._check_options(options)
+        if isinstance(sentences, str):
+            sentences = [sentences]
         if beam is not None:
             options["beam"] = beam
         if int8 not in self.engines:

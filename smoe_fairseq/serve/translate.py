@@ -1,7 +1,6 @@
 """``smoe translate``: text in, translations out."""
 
 import json
-import math
 import re
 import sys
 import time
@@ -118,37 +117,17 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="print the N best translations of each line: its number, score and translation, with tabs",
     )
-    defaults = vars(Options())
-    for flag, kind, limits, words in (
-        ("--beam", int, (1,), "beam size"),
-        ("--lenpen", float, (-10, 10), "length penalty: above 1 favours longer translations"),
-        ("--unkpen", float, (-math.inf,), "penalty for unknown words: above 0 gives fewer of them"),
-        ("--max-len-a", float, (0,), "A in A x + B, the most tokens of a translation of x tokens"),
-        ("--max-len-b", int, (1,), "B in the same"),
-        ("--divide-above", int, (1,), "translate a line of more tokens sentence by sentence"),
-        ("--min-len", int, (0,), "minimum length of a translation in tokens"),
-        ("--no-repeat-ngram-size", int, (0,), "let no so many tokens occur twice; 0: no limit"),
-        ("--temperature", float, (1e-3,), "above 1 flattens probabilities, below 1 sharpens them"),
-        ("--seed", int, (0,), "random seed of --sampling; each line is sampled by itself"),
-    ):
-        default = defaults[flag[2:].replace("-", "_")]
-        words = f"{words} (default: {default})"
-        kind = at_least(kind, *limits)
-        parser.add_argument(flag, type=kind, default=default, metavar="X", help=words)
-    kind, words = (
-        at_least(int, 1),
-        f"source tokens per batch, padding included (default: {MAX_TOKENS})",
-    )
+    for each in fields(Options):
+        flag, words = f"--{each.name.replace('_', '-')}", each.metadata.get("words")
+        if each.type is bool and words:
+            parser.add_argument(flag, action="store_true", help=words)
+        elif words:
+            kind, default = at_least(each.type, *each.metadata["limits"]), each.default
+            words += f" (default: {default})" * (default != -1)
+            parser.add_argument(flag, type=kind, default=default, metavar="X", help=words)
+    words = f"source tokens per batch, padding included (default: {MAX_TOKENS})"
+    kind = at_least(int, 1)
     parser.add_argument("--max-tokens", type=kind, default=MAX_TOKENS, metavar="N", help=words)
-    parser.add_argument(
-        "--sampling",
-        action="store_true",
-        help="draw --beam translations at random by their probabilities, instead of beam search",
-    )
-    words = "with --sampling: draw from the N most probable tokens"
-    parser.add_argument("--sampling-topk", type=at_least(int, 1), metavar="N", help=words)
-    words = "with --sampling: draw from the most probable tokens of a probability of P together"
-    parser.add_argument("--sampling-topp", type=at_least(float, 0, 1), metavar="P", help=words)
     add_model_arguments(parser)
 
 
@@ -162,14 +141,6 @@ def run_translate(args: Namespace) -> None:
         **{name: getattr(args, name) for name in names if getattr(args, name) is not None},
         requested=args.json,
     )
-    if options.nbest > options.beam:
-        raise UsageError(f"--nbest {options.nbest}: expected at most --beam, {options.beam}")
-    given = {"--sampling-topk": args.sampling_topk, "--sampling-topp": args.sampling_topp}
-    given = [flag for flag, value in given.items() if value is not None]
-    if given and not args.sampling:
-        raise UsageError(f"{given[0]}: it is for --sampling; add that flag")
-    if len(given) > 1:
-        raise UsageError(f"{' with '.join(given)}: expected one of them")
     model = load_model(args, args.max_tokens)
     direction = direction_asked(model, args)
     if model.shortlist is not None and model.shortlist.of(*direction) is None:

@@ -4,7 +4,7 @@ import math
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.flags import number_fault
 from smoe_fairseq.forms import check
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.experts import cast_once
@@ -209,36 +210,58 @@ _NEVER = float("-inf")
 _CACHED = 3 << 20  # bytes of log-probabilities at a time, on a CPU
 
 
+def option(default, words: str, least: float = -math.inf, most: float = math.inf):
+    """A field of `SearchOptions`: its default, what it is for, and its lowest and highest value."""
+    return field(default=default, metadata={"words": words, "limits": (least, most)})
+
+
 @dataclass(frozen=True)
 class SearchOptions:
     """How to search; names and defaults are those of fairseq's flags.
 
-    Args:
-        no_repeat_ngram_size: no sequence of so many tokens occurs twice; 0: any may.
-        sampling: the W hypotheses are drawn token by token, from the ``sampling_topk`` most probable tokens
-            or from the fewest whose probability is ``sampling_topp`` together, where these are above 0.
-            A sentence's samples depend on its tokens and on ``seed``, not on what else is in the batch.
+    With ``sampling``, a sentence's translations depend on its tokens and on ``seed``, not on what else is in
+    the batch.
+
+    Raises:
+        UsageError: a value is of another type or outside its limits, or two do not go together.
     """
 
-    beam: int = 5
-    lenpen: float = 1.0
-    unkpen: float = 0.0
-    min_len: int = 1
-    max_len_a: float = 0.0
-    max_len_b: int = 200
-    no_repeat_ngram_size: int = 0
-    temperature: float = 1.0
-    sampling: bool = False
-    sampling_topk: int = -1
-    sampling_topp: float = -1.0
-    seed: int = 1
+    beam: int = option(5, "beam size", 1)
+    lenpen: float = option(1.0, "length penalty: above 1 favours longer translations", -10, 10)
+    unkpen: float = option(0.0, "penalty for unknown words: above 0 gives fewer of them")
+    min_len: int = option(1, "minimum length of a translation in tokens", 0)
+    max_len_a: float = option(0.0, "A in A x + B, the most tokens in a translation of x tokens", 0)
+    max_len_b: int = option(200, "B in A x + B", 0)
+    no_repeat_ngram_size: int = option(
+        0, "n-grams of this size occur only once in a translation; 0: no limit", 0
+    )
+    temperature: float = option(1.0, "above 1 flattens probabilities, below 1 sharpens them", 1e-3)
+    sampling: bool = option(
+        False, "draw --beam translations at random by their probabilities, instead of beam search"
+    )
+    sampling_topk: int = option(-1, "with --sampling: draw from so many most probable tokens", 1)
+    sampling_topp: float = option(
+        -1.0,
+        "with --sampling: draw from the most probable tokens, whose probabilities add up to this",
+        0,
+        1,
+    )
+    seed: int = option(1, "random seed of --sampling; each line is sampled by itself", 0)
 
     def __post_init__(self):
         check(vars(self), {each.name: each.type for each in fields(self)}, "options")
-        if self.beam < 1:
-            raise UsageError(f"--beam {self.beam}: expected a whole number of at least 1")
+        for each in fields(self):
+            value, limits = getattr(self, each.name), each.metadata.get("limits")
+            if limits and each.type is not bool and value != each.default:
+                if fault := number_fault(value, each.type, *limits):
+                    raise UsageError(f"--{each.name.replace('_', '-')} {value}: {fault}")
         if not self.max_len_a and self.min_len > self.max_len_b:
             raise UsageError(f"--min-len {self.min_len}: above --max-len-b {self.max_len_b}")
+        if self.sampling_topk > 0 and self.sampling_topp > 0:
+            raise UsageError("--sampling-topk with --sampling-topp: expected one of them")
+        for flag, value in (("topk", self.sampling_topk), ("topp", self.sampling_topp)):
+            if value > 0 and not self.sampling:
+                raise UsageError(f"--sampling-{flag} {value}: expected it with --sampling")
 
 
 class BeamSearch:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.translate.int8 import check_int8, quantize
 from smoe_fairseq.translate.packed import can_pack, pack
-from smoe_fairseq.translate.search import BeamSearch, SearchOptions
+from smoe_fairseq.translate.search import BeamSearch, SearchOptions, option
 from smoe_fairseq.translate.shortlist import Shortlist, direction_of
 
 
@@ -335,14 +335,18 @@ class Options(SearchOptions):
     Args:
         nbest: hypotheses of each text, of the ``beam`` that are found.
         prefix: text with which every translation begins.
-        divide_above: tokens of a text; as many as a translation may have.
         requested: whether the requested capacity is wanted, which takes one more pass.
     """
 
+    divide_above: int = option(200, "translate a line of more tokens sentence by sentence", 1)
     nbest: int = 1
     prefix: str = ""
-    divide_above: int = 200
     requested: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 1 <= self.nbest <= self.beam:
+            raise UsageError(f"--nbest {self.nbest}: expected 1 to --beam, {self.beam}")
 
 
 class BatchTranslator:
