@@ -546,3 +546,10 @@ def test_tokens_that_are_added(exported, tmp_path):
     assert again(f"{word} <new2> {word} </s>")["input_ids"] == ids
     assert again.get_vocab() == tokenizer.get_vocab() and "<new>" in again.get_vocab()
     assert again.decode(ids[:3]) == f"{word} <new2> {word}"
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported).eval()
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
+    batch = {name: torch.tensor([ids]) for name in ("input_ids", "labels")}
+    assert loaded(**batch).logits.shape == (1, len(ids), len(tokenizer))
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)

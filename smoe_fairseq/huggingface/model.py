@@ -528,6 +528,13 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         self.encoder.embed_tokens = value
         if self.config.share_all_embeddings:
             self.decoder.embed_tokens = value
+        self.config.source_vocab_size = value.num_embeddings
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **options):
+        """As the library's; raises UsageError for source and target with vocabularies of their own."""
+        if new_num_tokens is not None and not self.config.share_all_embeddings:
+            raise UsageError("resize_token_embeddings: expected a model with share_all_embeddings")
+        return super().resize_token_embeddings(new_num_tokens, *args, **options)
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.decoder.output_projection
