@@ -106,7 +106,7 @@ def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
     preprocess(tmp_path / "tests", pieces / "dict.txt", tmp_path / "made", "eng-msa", ["test"])
     made_by_fairseq = tree(tmp_path / "made")
     assert len(made) == 4 and all(made_by_fairseq[name] == made[name] for name in made)
-    assert "tests, which are there as text only: 14 sentences" in said
+    assert "tests, binarised from text: 14 sentences" in said
 
     assert json.loads((data / "sizes.json").read_text()) == {"eng-nso": 90, "eng-msa": 80}
     assert sorted(tree(data / "raw")) == sorted(

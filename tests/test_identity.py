@@ -178,7 +178,7 @@ def test_through_the_script(tmp_path, training):  # noqa: F811
 
 def test_another_machine_of_the_run_joins_it(started, tmp_path, monkeypatch):
     """As long as it is given the same; what an older run has left says nothing of this one."""
-    monkeypatch.setattr(identity, "PATIENCE", 0.3)
+    monkeypatch.setattr(identity, "TIMEOUT_SECONDS", 0.3)
     first = holder(started, files.RECIPE)
     own = ("moe", tmp_path / "bin", [*WORDS, "--save-dir", str(started)])
     with pytest.raises(UsageError, match="is in use by another run"):

@@ -8,7 +8,7 @@ from commands import run_step
 from test_recipes import ROOT, refusal, write_dataset
 from test_recipes_archives import tar
 
-from smoe_fairseq.recipes.data.messages import place, plain
+from smoe_fairseq.recipes.data.messages import hash_position, plain
 
 SETTINGS = yaml.safe_load((ROOT / "configs/datasets/libreoffice.yaml").read_text())["raw"]
 LETTERS = "abcdefghij"
@@ -79,11 +79,11 @@ def test_texts_are_held_out_by_their_english_string_in_all_languages(tmp_path, g
     found = made[0]
     for one, other in (("train", "valid"), ("train", "test"), ("valid", "test")):
         seen, unseen = (
-            {place(text) for lang in ("cy", "ptbr") for text in found[split, lang]}
+            {hash_position(text) for lang in ("cy", "ptbr") for text in found[split, lang]}
             for split in (one, other)
         )
         assert not seen & unseen
-    assert place("Wordd wordd, WORDD!") == place("wordd wordd wordd")
+    assert hash_position("Wordd wordd, WORDD!") == hash_position("wordd wordd wordd")
     sizes = {key: len(value) for key, value in found.items()}
     assert sizes["test", "cy"] == sizes["test", "ptbr"] == 30
     assert sizes["valid", "cy"] == sizes["valid", "ptbr"] == 20

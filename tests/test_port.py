@@ -43,7 +43,7 @@ def taken(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        monkeypatch.setattr(launcher, "PATIENCE", 1)
+        monkeypatch.setattr(launcher, "TIMEOUT_SECONDS", 1)
         yield port
 
 

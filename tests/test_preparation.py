@@ -247,7 +247,7 @@ def test_full_disk(tmp_path, raw, given, prepared, name, workers):
 ENDLESS = """
 import os, sys, time
 from pathlib import Path
-from smoe_fairseq.recipes.data.text_files import shared
+from smoe_fairseq.recipes.data.text_files import parallel_map
 from smoe_fairseq.errors import ends_with_sentence
 from smoe_fairseq.files import whole_folder
 
@@ -258,7 +258,7 @@ def work(unit):
 
 @ends_with_sentence()
 def main():
-    with whole_folder(Path("out")) as partial, shared(work, 3, 1 << 30) as each:
+    with whole_folder(Path("out")) as partial, parallel_map(work, 3, 1 << 30) as each:
         for unit in each(range(10_000)):
             (partial / str(unit)).touch()
 

@@ -21,7 +21,7 @@ from smoe_fairseq.recipes.config import load_dataset
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.faults import words_in
 from smoe_fairseq.recipes.data.normalization import plain
-from smoe_fairseq.recipes.data.raw import find, gather, place
+from smoe_fairseq.recipes.data.raw import find, gather, hash_position
 from smoe_fairseq.recipes.data.subwords import learn_from
 
 SHARED = Path(__file__).parents[2] / "shared/data"
@@ -223,7 +223,7 @@ def test_a_hash_of_the_source_keeps_duplicates_in_one_split(tmp_path, dataset):
     found = {s: lines(tmp_path / "raw", f"{s}.en-ha.en") for s in ("train", "valid", "test")}
     assert sum(map(len, found.values())) == 900
     assert not set(found["train"]) & {*found["valid"], *found["test"]}
-    assert 90 < len(found["test"]) < 300 and max(map(place, found["test"])) < 0.2
+    assert 90 < len(found["test"]) < 300 and max(map(hash_position, found["test"])) < 0.2
 
 
 def test_what_is_left_out_of_training(tmp_path, dataset):
@@ -284,9 +284,9 @@ def test_a_test_set_of_sacrebleu(tmp_path, dataset, monkeypatch):
     section = find(own, tmp_path, "test", "en-de")
     assert section.files["de"] == tmp_path / "wmt13.de-en.src"
     with pytest.raises(UsageError, match="wmt13 has no fr-de"):
-        readers.of_sacrebleu("wmt13", ("fr", "de"))
+        readers.sacrebleu_files("wmt13", ("fr", "de"))
     with pytest.raises(UsageError, match="wmt99"):
-        readers.of_sacrebleu("wmt99", ("en", "de"))
+        readers.sacrebleu_files("wmt99", ("en", "de"))
 
 
 # Subwords

@@ -46,7 +46,7 @@ def test_one_run_at_a_time_has_all_gpus(gpus):
 
 def machine_of(folder, **variables) -> str:
     study_results.note(folder, {"GPUS": "0"} | variables)
-    return study_results.summary_of_starts(folder)["machine"]
+    return study_results.summarize_starts(folder)["machine"]
 
 
 def test_threads_are_part_of_the_machine(tmp_path):
@@ -62,15 +62,13 @@ def test_all_starts_of_a_run_are_told(tmp_path, monkeypatch):
     study_results.note(tmp_path, TWO)
     study_results.note(tmp_path, TWO)
     (first,) = json.loads((tmp_path / study_results.STARTS_FILE).read_text())
-    assert study_results.summary_of_starts(tmp_path) == first
+    assert study_results.summarize_starts(tmp_path) == first
     monkeypatch.setattr(study_results, "_commit", lambda: "abc")
     study_results.note(tmp_path, TWO)
-    assert study_results.summary_of_starts(tmp_path) == first | {
-        "commit": f"{first['commit']}, abc"
-    }
+    assert study_results.summarize_starts(tmp_path) == first | {"commit": f"{first['commit']}, abc"}
     monkeypatch.setattr(study_results, "_machine", lambda _: "another")
     study_results.note(tmp_path, TWO)
-    told = study_results.summary_of_starts(tmp_path)
+    told = study_results.summarize_starts(tmp_path)
     assert told["machine"] == f"{first['machine']}, then another"
     assert told["untimed"] == "of two machines"
 
@@ -129,9 +127,9 @@ def test_flags_that_a_kept_run_was_not_made_with(tmp_path, monkeypatch, command,
         json.dumps(about | {"flags": {"--lr": "0.006"}})
     )
     if said is None:
-        assert study_results.are_kept(dataset, "moe", flags)
-        assert not study_results.are_kept(dataset, "dense", flags)
+        assert study_results.are_saved(dataset, "moe", flags)
+        assert not study_results.are_saved(dataset, "dense", flags)
         return
     with pytest.raises(UsageError) as error:
-        study_results.are_kept(dataset, "moe", flags)
+        study_results.are_saved(dataset, "moe", flags)
     assert said in str(error.value) and "RESULTS_DIR" in str(error.value)

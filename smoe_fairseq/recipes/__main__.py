@@ -1,11 +1,11 @@
-"""``python -P -m smoe_fairseq.recipes``: what ``scripts/`` call, and the steps that recipes print."""
+"""``python -P -m smoe_fairseq.recipes``: called by ``scripts/``; also runs the steps that recipes print."""
 
 import os
 import sys
 
 from smoe_fairseq.errors import ends_with_sentence, exit_on_signals, flush_stdout
 from smoe_fairseq.recipes.commands import RECIPES, STEPS, CommandParser, add_arguments
-from smoe_fairseq.recipes.processes import STARTED, end_with_parent
+from smoe_fairseq.recipes.processes import STARTED_BY_RECIPE, end_with_parent
 
 
 @exit_on_signals()
@@ -13,7 +13,7 @@ from smoe_fairseq.recipes.processes import STARTED, end_with_parent
 @flush_stdout()
 def main() -> int:
     """Run one recipe or one step of it."""
-    if os.environ.get(STARTED):  # another recipe started this one, and ends it
+    if os.environ.get(STARTED_BY_RECIPE):  # so the other recipe's end also ends this one
         end_with_parent()
     parser = CommandParser(prog="smoe_fairseq.recipes", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="RECIPE")
@@ -22,8 +22,8 @@ def main() -> int:
         command = commands.add_parser(name, help=text, description=text, prog=prog)
         if name in sys.argv[1:2]:
             add_arguments(command, name)
-    given = parser.parse_args()
-    given.run(given)
+    args = parser.parse_args()
+    args.run(args)
     return 0
 
 

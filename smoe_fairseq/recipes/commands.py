@@ -1,7 +1,7 @@
 """The recipes and their steps as commands: ``smoe train``, ``scripts/train.sh`` and the steps these run.
 
-A command is a function, and its signature declares operands and options. A setting is a flag whose default is
-an environment variable.
+A command is a function; its signature declares operands and options. A setting is a flag whose default is an
+environment variable.
 """
 
 import argparse
@@ -63,16 +63,16 @@ SETTINGS = [
     Setting("FORECAST", "", "do not forecast the memory", "forecast", "--no-forecast", "0"),
     Setting("DRY_RUN", "", "print the commands and run nothing", "run them"),
 ]
-NEAR = 0.85  # similarity from which a flag is taken for a mistyped setting
+NEAR = 0.85  # similarity at which an unknown flag is reported as a mistyped setting
 _FOLDERS = ("DATA_DIR", "RUN_DIR", "CONFIG_DIR", "DRY_RUN")
 _TRAINING = ("GPUS", "NODES", "LAUNCHER", "BATCH", "PRECISION", "FORECAST")
 _COMET = ("COMET", "COMET_MODEL")
 
 
 class Command(NamedTuple):
-    """``place`` is FILE:FUNCTION below this package; ``settings`` are variables."""
+    """``function`` is FILE:FUNCTION below this package; ``settings`` are variables."""
 
-    place: str
+    function: str
     summary: str
     settings: tuple[str, ...] = ()
 
@@ -137,7 +137,7 @@ def _choice(*names: str, more: str = "") -> dict[str, object]:
     return {"choices": names, "default": names[0], "help": f"default: {names[0]}{more}"}
 
 
-# Options whose signatures do not say enough.
+# Options that need more than their parameter's type and default.
 _OPTIONS = {
     "workers": {"type": positive, "help": "processes (default: 1)"},
     "format": _choice("markdown", "csv", "latex"),
@@ -162,7 +162,7 @@ _OPTIONS = {
 
 
 class CommandParser(ArgumentParser):
-    """An error is one line that points to the command's help; no path is empty."""
+    """Reports an error in one line that points to the command's help; refuses empty paths."""
 
     error = end_parsing
 
@@ -173,7 +173,7 @@ class CommandParser(ArgumentParser):
 
 def function_of(command: Command) -> Callable[..., None]:
     """The function of a command; imports its module."""
-    file, _, name = command.place.partition(":")
+    file, _, name = command.function.partition(":")
     with quietly():
         return getattr(importlib.import_module(f"{__package__}.{file}"), name)
 
@@ -185,7 +185,7 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name == "flags":
             rest = parser.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER)
-            rest.required = False  # else argparse reports it, too, when another operand is missing
+            rest.required = False  # else argparse lists it when another operand is missing
         elif not _is_option(parameter):
             kind = parameter.annotation if parameter.annotation in (int, Path) else str
             shown = parameter.name if kind is int else parameter.name.upper()
@@ -206,44 +206,44 @@ def _is_option(parameter: inspect.Parameter) -> bool:
 def _add_options(parser: ArgumentParser, command: Command, function: Callable) -> None:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            add_learning(parser)
+            add_subword_options(parser)
         elif parameter.name != "flags" and _is_option(parameter):
-            given = {} if parameter.default is parameter.empty else {"default": parameter.default}
+            default = {} if parameter.default is parameter.empty else {"default": parameter.default}
             options = _OPTIONS.get(parameter.name, {"type": parameter.annotation})
-            parser.add_argument(f"--{parameter.name.replace('_', '-')}", **given | options)
+            parser.add_argument(f"--{parameter.name.replace('_', '-')}", **default | options)
     for setting in SETTINGS:
         if setting.variable in command.settings:
             setting.add_to(parser)
 
 
-def _run(given: Namespace) -> None:
-    if given.recipe.settings and hasattr(given, "flags"):
-        given.flags = _without_options(given)
+def _run(args: Namespace) -> None:
+    if args.recipe.settings and hasattr(args, "flags"):
+        args.flags = _parse_late_options(args)
     settings = {
         setting: value
         for setting in SETTINGS
-        if (value := getattr(given, setting.variable, None)) is not None
+        if (value := getattr(args, setting.variable, None)) is not None
     }
-    with _environment(settings):
-        options = vars(given).copy()
+    with _set_variables(settings):
+        options = vars(args).copy()
         for name in ("run", "recipe", "function", "command", *(s.variable for s in SETTINGS)):
             options.pop(name, None)
         if "dataset" in options:
             from smoe_fairseq.recipes.config import load_dataset  # imports omegaconf
 
-            options["dataset"] = load_dataset(given.dataset)
-        given.function(**options)
+            options["dataset"] = load_dataset(args.dataset)
+        args.function(**options)
 
 
-def _without_options(given: Namespace) -> list[str]:
-    """The words behind the operands that are no options of the recipe; ``given`` gets those that are.
+def _parse_late_options(args: Namespace) -> list[str]:
+    """Move the recipe's options among ``args.flags`` to ``args``; returns the other words.
 
-    A flag that is nearly an option ends the program as argparse's errors do.
+    A flag that resembles an option is an error, as a mistyped one.
     """
-    name = next(name for name, recipe in RECIPES.items() if recipe is given.recipe)
+    name = next(name for name, recipe in RECIPES.items() if recipe is args.recipe)
     parser = CommandParser(prog=f"smoe {name}", add_help=False, allow_abbrev=False)
-    _add_options(parser, given.recipe, given.function)
-    _, words = parser.parse_known_args(given.flags, given)
+    _add_options(parser, args.recipe, args.function)
+    _, words = parser.parse_known_args(args.flags, args)
     options = [name for action in parser._actions for name in action.option_strings]
     for word in words:
         if word.startswith("--") and nearest(word.partition("=")[0], options, NEAR):
@@ -252,8 +252,8 @@ def _without_options(given: Namespace) -> list[str]:
 
 
 @contextmanager
-def _environment(settings: dict[Setting, str]) -> Iterator[None]:
-    """Set the variables; an error names the flag."""
+def _set_variables(settings: dict[Setting, str]) -> Iterator[None]:
+    """Set the environment variables; an error names the flag in place of the variable."""
     with variables({setting.variable: value for setting, value in settings.items()}):
         for setting, value in settings.items() if dry_run() else ():
             if setting.variable != "DRY_RUN":
@@ -275,7 +275,7 @@ def _symbol(text: str) -> str:
     return text
 
 
-def add_learning(parser: ArgumentParser, vocab_size: int | None = None) -> None:
+def add_subword_options(parser: ArgumentParser, vocab_size: int | None = None) -> None:
     """Add the options of sentencepiece's training; ``vocab_size`` is required unless it has a default."""
 
     def add(flag: str, text: str, default: object = None, **options) -> None:

@@ -22,14 +22,11 @@ from smoe_fairseq.forms import Number, Settings, check
 
 Flags = dict[str, Any]
 FAIRSEQ_POSITIONS = 1024  # the default of --max-source-positions and --max-target-positions
-MOST_VALUES = 100_000  # of a YAML file: nested aliases multiply, so a few make gigabytes
+MAX_VALUES = 100_000  # of a YAML file, whose nested aliases can expand to gigabytes
 
 
 def arguments(flags: Flags) -> list[str]:
-    """The command-line words for flags: ``true`` gives the bare flag, ``false`` and null give nothing.
-
-    A list gives a flag with several words behind it.
-    """
+    """Flags as command-line words: ``true`` gives the bare flag, ``false`` and null give nothing."""
     words: list[str] = []
     for key, value in flags.items():
         if value is None or value is False:
@@ -41,10 +38,10 @@ def arguments(flags: Flags) -> list[str]:
 
 
 def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
-    """fairseq's config of the words of ``fairseq-train`` or ``fairseq-generate``.
+    """The config that ``fairseq-train`` or ``fairseq-generate`` makes of its command-line words.
 
     Raises:
-        UsageError: they cannot be used.
+        UsageError: a flag is unknown or has an invalid value.
     """
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -63,8 +60,8 @@ def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
     return cfg
 
 
-# Flags of fairseq-generate that an evaluation sets.
-OF_RECIPE = {"path", "results-path", "gen-subset", "source-lang", "target-lang", "langs"}
+# Flags of fairseq-generate that the recipe for evaluation sets.
+RECIPE_FLAGS = {"path", "results-path", "gen-subset", "source-lang", "target-lang", "langs"}
 _OTHER_NAMES = {
     **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
     **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},
@@ -72,19 +69,19 @@ _OTHER_NAMES = {
 }
 
 
-def given_flags(words: Sequence[str]) -> dict[str, str]:
-    """The flags among command-line words, each with the words behind its last occurrence."""
-    given: dict[str, list[str]] = {}
+def flag_values(words: Sequence[str]) -> dict[str, str]:
+    """The flags among command-line words, each with its last value; several words make one string."""
+    flags: dict[str, list[str]] = {}
     values: list[str] = []  # words before the first flag are dropped
     for word in words:
         if word[:1] == "-" and not is_number(word):
             name, equals, value = word.partition("=")
             name = _OTHER_NAMES.get(name, name)
-            given.pop(name, None)
-            values = given[name] = [value] if equals else []
+            flags.pop(name, None)
+            values = flags[name] = [value] if equals else []
         else:
             values.append(word)
-    return {name: " ".join(values) for name, values in given.items()}
+    return {name: " ".join(values) for name, values in flags.items()}
 
 
 def is_number(word: str) -> bool:
@@ -101,7 +98,7 @@ def config_folder() -> Path:
     if given := os.environ.get("CONFIG_DIR"):
         folder = Path(given)
     else:
-        # Beside an installed package, a folder ``configs`` belongs to something else.
+        # Next to an installed package, a folder ``configs`` is not ours.
         installed = Path(__file__).parent / "configs"
         checkout = Path(__file__).parents[2] / "configs"
         folder = installed if installed.is_dir() else checkout
@@ -112,19 +109,19 @@ def config_folder() -> Path:
 
 
 def _names(*words: str) -> re.Pattern:
-    """Text in which ``{word}`` may stand for the name of a file's language, split and so on."""
+    """A pattern of file names, in which ``{word}`` is a placeholder for each of ``words``."""
     return re.compile(rf"([^{{}}]|\{{({'|'.join(words)})\}})+")
 
 
 _COUNT = Number(1, whole=True)
 _SHARE = Settings(share=Number(0, 1), most=_COUNT)
 _SPLITS = Settings(train=str, valid=str, test=str)
-_NAME = _names("split", "pair", "sorted", "language", "code")  # of a publisher's file
+_NAME = _names("split", "pair", "sorted", "language", "code")  # of a publisher's files
 _DROP = {"drop", "keep"}
 # Flags of a program: a word, several, or none (`true`: the bare flag; `false`: not at all).
 _WORD = (float, str)
 _FLAGS = {str: (None, bool, *_WORD, [_WORD])}
-_OF_TRAINING = {
+_TRAINING_FLAGS = {
     **_FLAGS,
     **{f"{name}?": (None, _COUNT) for name in ("max-tokens", "batch-size", "max-update")},
     **{f"max-{side}-positions?": (None, _COUNT) for side in ("source", "target")},
@@ -137,7 +134,7 @@ SCHEMA: dict[str, Any] = {
     "base": str,
     "pairs": [str],
     "experts": _COUNT,
-    "shards": Number(1, 1000, whole=True),  # whose files are open at the same time
+    "shards": Number(1, 1000, whole=True),  # whose files are all open at once
     "batch": {str: _COUNT},
     "precision": str,
     "raw": Settings(
@@ -162,7 +159,7 @@ SCHEMA: dict[str, Any] = {
     ),
     "subwords": _FLAGS,
     "task": _FLAGS,
-    "train": _OF_TRAINING,
+    "train": _TRAINING_FLAGS,
     "generate": _FLAGS,
     "validate": Settings(
         {name: _COUNT for name in ("sentences", "every", "patience", "beam")},
@@ -171,14 +168,14 @@ SCHEMA: dict[str, Any] = {
     "checkpoint": re.compile(r"best|last|average:[1-9]\d*"),
     "sacrebleu": {**_FLAGS, "width?": (None, _COUNT)},
     "study": [str],
-    "methods": {str: _OF_TRAINING},
+    "methods": {str: _TRAINING_FLAGS},
     "margins": Settings({name: Number(0) for name in ("loss", "chrF++", "BLEU")}),
     "statements": {str: [str, str]},
     "classes": {str: [str]},
 }
-# What it needs, with its bases.
+# The keys that are required after merging a file with its bases.
 _SPLIT = {"share": float, "most": int}
-_WHOLE = {
+_REQUIRED = {
     "shards": int,
     "precision": str,
     "checkpoint": str,
@@ -197,17 +194,17 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
     """The content of a YAML file; keys without a value are left out.
 
     Raises:
-        UsageError: the file cannot be read, is not YAML, or has not the form of `SCHEMA`, or others of its
-            keys than ``keys``.
+        UsageError: the file cannot be read, is not YAML, does not match `SCHEMA`, or has a key that is not
+            in ``keys``.
     """
     text = read_text(path)
     try:
         node = yaml.compose(text)
         if not isinstance(node, yaml.MappingNode | None):
             raise UsageError(f"{path}: expected keys and values such as `pairs: [eng-nso]`")
-        if (values := _values(node, {})) > MOST_VALUES:
-            found = f"{values:,} values, with what its aliases repeat"
-            raise UsageError(f"{path} has {found}: expected at most {MOST_VALUES:,}")
+        if (values := _count_values(node, {})) > MAX_VALUES:
+            count = f"{values:,} values, with what its aliases repeat"
+            raise UsageError(f"{path} has {count}: expected at most {MAX_VALUES:,}")
         content = OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
@@ -215,16 +212,16 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in content.items() if value is not None}
 
 
-def _values(node: yaml.Node | None, known: dict[int, float]) -> float:
-    """How many values a part of a YAML file has, each alias counted as what it stands for."""
+def _count_values(node: yaml.Node | None, known: dict[int, float]) -> float:
+    """The number of values in a part of a YAML file, with aliases expanded."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in known:
-        known[id(node)] = math.inf  # of one that holds itself
+        known[id(node)] = math.inf  # if it contains itself
         parts = node.value
         if isinstance(node, yaml.MappingNode):
             parts = [part for pair in node.value for part in pair]
-        known[id(node)] = 1 + sum(_values(part, known) for part in parts)
+        known[id(node)] = 1 + sum(_count_values(part, known) for part in parts)
     return known[id(node)]
 
 
@@ -261,16 +258,16 @@ class Dataset:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """Names ``source-target`` in the paper's order: into the first language, then out of it."""
-        return tuple(orders(pair)[1] for pair in self.pairs) + self.pairs
+        """``source-target`` in the paper's order: first into the first language, then out of it."""
+        return tuple(both_orders(pair)[1] for pair in self.pairs) + self.pairs
 
     def pair_of(self, direction: str) -> str:
-        """The pair whose files have a direction's text."""
-        return next(pair for pair in orders(direction) if pair in self.pairs)
+        """The pair whose files contain a direction's text."""
+        return next(pair for pair in both_orders(direction) if pair in self.pairs)
 
 
-def orders(pair: str) -> tuple[str, str]:
-    """A pair, and the same two languages the other way round."""
+def both_orders(pair: str) -> tuple[str, str]:
+    """A pair and its reverse: ``en-de`` and ``de-en``."""
     return pair, "-".join(reversed(pair.split("-")))
 
 
@@ -278,25 +275,28 @@ def orders(pair: str) -> tuple[str, str]:
 def naming_settings(
     dataset: Dataset, sections: Sequence[str], typed: Sequence[str] = ()
 ) -> Iterator[None]:
-    """An error about a flag that one of the sections sets, and no typed word, names file and setting."""
+    """Add file and setting to an error about a flag that a section sets and the user did not type."""
     try:
         yield
     except UsageError as error:
         for flag in re.findall(r"(?<=--)[\w-]+", str(error))[:1]:
             for section in sections:
-                if f"--{flag}" in given_flags(typed) or flag not in _part(vars(dataset), section):
+                if f"--{flag}" in flag_values(typed) or flag not in _section(
+                    vars(dataset), section
+                ):
                     continue
                 file = dataset_file(dataset.name)
-                while file.stem != "common" and flag not in _part(
-                    own := read(file, SCHEMA), section
-                ):
+                while file.stem != "common":
+                    own = read(file, SCHEMA)
+                    if flag in _section(own, section):
+                        break
                     file = config_folder() / f"{own.get('base', 'common')}.yaml"
                 raise UsageError(f"{file}: `{section}.{flag}`: {error}") from None
         raise
 
 
-def _part(content: Mapping, section: str) -> Mapping:
-    """Of a data set's content: ``train``, or ``methods.moe``."""
+def _section(content: Mapping, section: str) -> Mapping:
+    """A section such as ``train`` or ``methods.moe``; empty if it is missing."""
     for key in section.split("."):
         content = content.get(key) or {}
     return content
@@ -310,19 +310,19 @@ def dataset_file(name: str) -> Path:
 def load_dataset(name: str) -> Dataset:
     """Read ``configs/datasets/NAME.yaml``; raises UsageError for an unknown name or key."""
     path = dataset_file(name)
-    # A name with a dash in front would be taken for a flag by the recipe's steps.
+    # The recipe's steps would parse a name that starts with a dash as a flag.
     files = (config_folder() / "datasets").glob("*.yaml")
     known = sorted(file.stem for file in files if file.stem[0] != "-")
     if name not in known:
         raise UsageError(f"unknown dataset {name!r}: choose one of {', '.join(known)}")
     empty = {key: type(form)() for key, form in SCHEMA.items() if isinstance(form, dict | list)}
-    merged = empty | OmegaConf.to_container(_with_bases(path))
+    merged = empty | OmegaConf.to_container(_merge_bases(path))
     pairs = merged.get("pairs")
     if not pairs or not all(map(_is_pair, pairs)):
-        given = pairs or "missing"
+        value = pairs or "missing"
         expected = "expected a list such as [eng-nso, eng-fra], of codes without hyphens"
-        raise UsageError(f"{path}: `pairs` is {given}: {expected} (docs/recipes.md)")
-    check(merged, _WHOLE, path)
+        raise UsageError(f"{path}: `pairs` is {value}: {expected} (docs/recipes.md)")
+    check(merged, _REQUIRED, path)
     known_languages = {language for pair in pairs for language in pair.split("-")}
     for key, languages in merged["classes"].items():
         if others := sorted(set(languages) - known_languages):
@@ -338,31 +338,31 @@ def load_dataset(name: str) -> Dataset:
                 _method_file(method)
             except UsageError as error:
                 raise UsageError(f"{path}: `{key}`: {error}") from None
-    for key in OF_RECIPE & merged["generate"].keys():
+    for key in RECIPE_FLAGS & merged["generate"].keys():
         raise UsageError(f"{path}: `generate.{key}` is set by the recipe")
     values = {key: merged.get(key) for key in SCHEMA if key != "base"}
     return Dataset(name=name, **(values | {"pairs": tuple(pairs)}))
 
 
 def _is_pair(name: str) -> bool:
-    """Whether it names two languages."""
-    found = re.fullmatch(r"([^-\s]+)-([^-\s]+)", name)
-    return found is not None and found[1] != found[2]
+    """Whether a name consists of two languages."""
+    match = re.fullmatch(r"([^-\s]+)-([^-\s]+)", name)
+    return match is not None and match[1] != match[2]
 
 
-def _with_bases(path: Path, above: tuple[str, ...] = ()) -> DictConfig | dict:
-    """A file's content merged over its ``base``, and so on to ``common``; ``above`` are based on it."""
+def _merge_bases(path: Path, derived: tuple[str, ...] = ()) -> DictConfig | dict:
+    """Merge a file over its ``base``, and so on to ``common``; ``derived`` are the files based on it."""
     own = read(path, SCHEMA)
     base = own.pop("base", "common")
     if path.stem == "common":
         return own
-    above += (path.stem,)
-    if base in above:
+    derived += (path.stem,)
+    if base in derived:
         raise UsageError(f"{path}: its `base` {base} stands on it in turn")
-    return OmegaConf.merge(_with_bases(config_folder() / f"{base}.yaml", above), own)
+    return OmegaConf.merge(_merge_bases(config_folder() / f"{base}.yaml", derived), own)
 
 
-MOE_FREQ = 2  # every second layer is an MoE layer, unless the data set says otherwise
+MOE_FREQ = 2  # every second layer is an MoE layer, unless the data set sets moe-freq
 _METHOD_KEYS = {"train"}
 _FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>((0|[1-9]\d*)-)*[1-9]\d*)")
 
@@ -371,12 +371,11 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
     """The training flags of a method, from ``NAME.yaml``, or for ``FAMILY-4-12`` from ``FAMILY.yaml``.
 
     In these files ``{experts}`` stands for the data set's number of experts, and ``{moe-freq}`` for its
-    ``moe-freq`` (default: 2). In a family's file ``{strata}`` stands for the sizes behind the family's name
-    (``4-12``), and ``{layers}`` for the same with commas. What the data set's ``methods`` say of it counts
-    more.
+    ``moe-freq`` (default: 2). In a family's file ``{strata}`` stands for the sizes in the method's name
+    (``4-12``), and ``{layers}`` for the same with commas. The data set's ``methods`` override the file.
 
     Raises:
-        UsageError: there is no such method, or it needs ``experts`` and the data set has none.
+        UsageError: the method is unknown, or needs ``experts`` and the data set does not set it.
     """
     path, strata = _method_file(name)
 
@@ -396,7 +395,7 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
 
 
 def _method_file(name: str) -> tuple[Path, str]:
-    """The file of a method, and the sizes behind the name of a family; raises UsageError without one."""
+    """The file of a method, and the sizes in its name if it is of a family; raises UsageError without one."""
     folder = config_folder() / "methods"
     files = {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
 
@@ -413,7 +412,7 @@ def _method_file(name: str) -> tuple[Path, str]:
 
 
 def has_strata(flags: Flags) -> bool:
-    """Whether a method's flags make several strata at which tokens may stop."""
+    """Whether a method's flags make a layer of several strata, so that requested capacity differs."""
     return "-" in str(flags.get("smoe-strata", "")) and not flags.get("moe-stacked")
 
 
@@ -427,21 +426,21 @@ def tables() -> dict[str, Any]:
 def resource_classes(
     table: str, counted: Mapping[str, int] | None = None
 ) -> dict[str, list[str] | None]:
-    """The languages in each of a table's classes, which are ranges of training sentence pairs.
+    """The languages in each class of a table; a class is a range of training sentence pairs.
 
     Args:
-        counted: sentence pairs by language, for a table without sizes.
+        counted: sentence pairs by language, if the table lists none.
 
     Returns:
-        Languages by class, in the paper's order; None for languages if no sizes are known. Empty if the
+        Languages by class, in the paper's order; None for each class if no sizes are known. Empty if the
         table has no classes.
     """
     content = tables().get(table, {})
-    sizes = content.get("sizes", counted)
+    classes, sizes = content.get("classes", {}), content.get("sizes", counted)
     if sizes is None:
-        return dict.fromkeys(content.get("classes", {}))
-    found = {}
-    for name, bounds in content.get("classes", {}).items():
-        least, most = bounds.get("least", 0), bounds.get("most", math.inf)
-        found[name] = [language for language, size in sizes.items() if least <= size <= most]
-    return found
+        return dict.fromkeys(classes)
+
+    def languages(least: float = 0, most: float = math.inf) -> list[str]:
+        return [language for language, size in sizes.items() if least <= size <= most]
+
+    return {name: languages(**bounds) for name, bounds in classes.items()}

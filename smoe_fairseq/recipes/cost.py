@@ -34,7 +34,7 @@ from smoe_fairseq.models.options import flag
 from smoe_fairseq.recipes.config import Dataset, arguments, load_dataset, method_flags, tables
 
 WITH_COSTS = ("m4", "m15")
-BASELINE = "moe"  # the row that differences between rows are taken from
+BASELINE = "moe"  # the row from which FLOPs of other rows are subtracted
 LIMIT_PERCENT = 0.5  # of the paper's parameters
 VOCABULARY = 32_000
 
@@ -42,8 +42,7 @@ VOCABULARY = 32_000
 def system_cost(dataset: Dataset, method: str, flags: dict | None = None, **measured) -> Cost:
     """The cost of a method's model for a data set; raises UsageError for an unknown method.
 
-    ``flags`` are those that a run was trained with; where they differ from the method's, they count.
-    ``measured`` is what `count` takes beside the model.
+    ``flags`` of a run override the method's. ``measured`` are further arguments of `count`.
     """
     words = [*arguments(dataset.train | method_flags(method, dataset)), *words_of(flags or {})]
     model = build_meta_model(parse_model(words), int(dataset.subwords["vocab-size"]))
@@ -51,7 +50,7 @@ def system_cost(dataset: Dataset, method: str, flags: dict | None = None, **meas
 
 
 def words_of(flags: Mapping[str, str]) -> list[str]:
-    """The words of a command line for what `given_flags` reads."""
+    """The inverse of `flag_values`: flags and values as command-line words."""
     return [word for flag, value in flags.items() for word in (flag, *value.split())]
 
 
@@ -85,7 +84,7 @@ def compare(table: str, context: int = CONTEXT) -> list[dict[str, Any]]:
 
 
 def expected_cost(checkpoint: Path, context: int) -> Cost:
-    """The cost of a checkpoint's model, one of ours, under uniform routing, by its options and vocabulary."""
+    """The cost of a checkpoint's model under uniform routing; raises UsageError unless the model is ours."""
     args, weights = saved_model(checkpoint)
     with naming_file(checkpoint):
         vocabulary = len(weights["decoder.embed_tokens.weight"])
@@ -98,7 +97,7 @@ def expected_cost(checkpoint: Path, context: int) -> Cost:
 
 
 def saved_model(checkpoint: Path) -> tuple[Namespace, dict]:
-    """A checkpoint's options, as `parse_model` has them, and its weights; raises as `expected_cost`."""
+    """A checkpoint's options, as from `parse_model`, and its weights; raises as `expected_cost`."""
     state = open_checkpoint(checkpoint)
     values = saved_options(checkpoint, state)
     arch = values.get("arch") or values.get("_name")
@@ -109,7 +108,7 @@ def saved_model(checkpoint: Path) -> tuple[Namespace, dict]:
 
 
 def add_cost_arguments(parser: ArgumentParser) -> None:
-    """What to count: flags of a model, a table of the paper, or a checkpoint."""
+    """Add flags for a model, a table of the paper, or a checkpoint."""
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.epilog = READING.format(context=CONTEXT)
     what, add = parser.add_mutually_exclusive_group(), partial(add_flag, parser)
@@ -134,7 +133,7 @@ def add_cost_arguments(parser: ArgumentParser) -> None:
 
 
 def run_cost(args: Namespace) -> None:
-    """Prints one model's cost, or a table of the paper beside ours."""
+    """Print a model's cost, or a table of the paper next to our numbers."""
     if args.context < 0:
         raise UsageError(f"--context {args.context}: expected a number of positions, 0 or more")
     if args.data and not args.path:

@@ -1,4 +1,4 @@
-"""``scripts/demo.sh``: prepare, train and evaluate, and show what the model does."""
+"""``scripts/demo.sh``: prepare, train, evaluate, and show what the model does."""
 
 import os
 import sysconfig
@@ -12,13 +12,13 @@ from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import evaluate
 from smoe_fairseq.recipes.evaluation.grid import markdown
 from smoe_fairseq.recipes.evaluation.table import side_by_side
-from smoe_fairseq.recipes.folders import Folders, run_name, tested_text
+from smoe_fairseq.recipes.folders import Folders, run_name, test_file
 from smoe_fairseq.recipes.processes import command, dry_run, run
 from smoe_fairseq.recipes.training.train import train
 
 
 def demo(dataset: Dataset, method: str) -> None:
-    """Run all steps in this process, so that a signal to it reaches the running command."""
+    """Run all recipes in this process, so that it passes a signal on to the running command."""
     prepare(dataset)
     train(dataset, method, [])
     os.environ["LOGLEVEL"] = "WARNING"  # of fairseq, which `_show` imports
@@ -70,8 +70,8 @@ def _serve(folder: Path) -> str:
 
 
 def _sample(dataset: Dataset, folder: Path, direction: str, number: int) -> dict[str, str]:
-    source, target = (tested_text(dataset, direction, each) for each in direction.split("-"))
+    source, target = (test_file(dataset, direction, each) for each in direction.split("-"))
     files = {"source": source, "reference": target}
     files["translation"] = folder / "test" / f"{direction}.txt"
-    lines = {name: read_text(file).splitlines() for name, file in files.items()}
-    return {name: of_file[number % len(of_file)] for name, of_file in lines.items()}
+    texts = {name: read_text(file).splitlines() for name, file in files.items()}
+    return {name: lines[number % len(lines)] for name, lines in texts.items()}

@@ -1,4 +1,4 @@
-"""Commands as child processes: printing, running and stopping them."""
+"""Print, run and stop commands."""
 
 import math
 import os
@@ -13,11 +13,13 @@ from contextlib import contextmanager
 
 from smoe_fairseq.errors import ENDING, UsageError, end_with_parent
 
-STARTED = "SMOE_RECIPE"  # set in the environment of every command that a recipe starts
-PATIENCE = 60  # seconds for a stopped command's processes to end; torchrun gives its workers 30
+STARTED_BY_RECIPE = "SMOE_RECIPE"  # variable that is set for every command of a recipe
+TIMEOUT_SECONDS = (
+    60  # for a stopped command to end, before it is killed; torchrun gives its workers 30
+)
 PYTHON = ("python", "-P")  # -P: no module of the current folder is imported
-# Programs that explain their failure in a sentence of their own.
-_TELL = {"python", "smoe", "fairseq-train", "fairseq-generate", "torchrun", "srun"}
+# Programs that print the reason for their failure in one sentence.
+_EXPLAINING = {"python", "smoe", "fairseq-train", "fairseq-generate", "torchrun", "srun"}
 
 
 def command(*words: object, output: object = None) -> str:
@@ -36,35 +38,34 @@ def dry_run() -> bool:
     return os.environ.get("DRY_RUN", "0") not in ("", "0")
 
 
-def report(message: str) -> None:
+def warn(message: str) -> None:
     """Print a warning on standard error."""
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def whole_number(
-    name: str, least: int, default: int | None = None, most: float = math.inf, given: str = ""
+    name: str, least: int, default: int | None = None, most: float = math.inf, value: str = ""
 ) -> int | None:
-    """The value of an environment variable, or one ``given`` in it; raises UsageError out of the bounds."""
-    if not (given := given or os.environ.get(name, "")):
+    """The number in an environment variable, or in ``value``; raises UsageError if it is out of bounds."""
+    if not (value := value or os.environ.get(name, "")):
         return default
-    if given.isascii() and given.isdecimal() and least <= int(given) <= most:
-        return int(given)
+    if value.isascii() and value.isdecimal() and least <= int(value) <= most:
+        return int(value)
     bounds = f"of at least {least}" if math.isinf(most) else f"from {least} to {most:,}"
-    raise UsageError(f"{name}={given}: expected a whole number {bounds}")
+    raise UsageError(f"{name}={value}: expected a whole number {bounds}")
 
 
 def environment() -> dict[str, str]:
-    """The environment of commands; programs beside this Python come first on the path.
+    """The environment of commands; the programs of this Python's environment come first on the path.
 
     Python's warnings are off, since fairseq causes dozens; ``PYTHONWARNINGS=default`` shows them.
     """
     return {
         "PYTHONWARNINGS": "ignore",
-        # libgomp's threads spin while they wait. On a busy machine, a long spin makes a run two to ten
-        # times slower.
+        # libgomp's threads spin while they wait, which makes a run on a busy machine 2 to 10 times slower.
         "GOMP_SPINCOUNT": "2000",
         **os.environ,
-        STARTED: "1",
+        STARTED_BY_RECIPE: "1",
         "PYTHONSAFEPATH": "1",
         "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}",
     }
@@ -72,7 +73,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process, and what it starts, within the context."""
+    """Set environment variables of this process and its children within the context."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -92,21 +93,21 @@ def run(lines: Iterable[str], variables: Mapping[str, str] | None = None) -> Non
         variables: added to the commands' environment.
 
     Raises:
-        UsageError: a command failed without a sentence of its own, or a signal ended it.
-        SystemExit: a command failed with a sentence of its own; or this process received a signal
-            (status 128 + its number), passed it on to the command, and the command has ended.
+        UsageError: a signal ended a command, or it failed and is not one of those that explain why.
+        SystemExit: a command failed and explained why; or this process received a signal (status 128 + its
+            number), passed it on to the command, and the command has ended.
     """
     for line in lines:
         if line.startswith("#") or dry_run():
             print(line, flush=True)
             continue
-        with Groups() as groups:
+        with ProcessGroups() as groups:
             shell = ["bash", "-o", "pipefail", "-c", line]
             status = groups.start(shell, environment() | dict(variables or {})).wait()
         program = line.split()[0]
         if status < 0:
             raise UsageError(f"{program} was stopped by {signal.Signals(-status).name}")
-        if status and program in _TELL:
+        if status and program in _EXPLAINING:
             raise SystemExit(status)
         if status:
             programs = " | ".join(part.split()[0] for part in line.split(" | "))
@@ -114,7 +115,7 @@ def run(lines: Iterable[str], variables: Mapping[str, str] | None = None) -> Non
 
 
 def run_quietly(line: str) -> None:
-    """Run a line with bash without showing what it prints.
+    """Run a line with bash and show no output.
 
     Raises:
         UsageError: it failed; the message ends with the last line of its standard error.
@@ -127,16 +128,15 @@ def run_quietly(line: str) -> None:
         text=True,
     )
     if done.returncode:
-        said = (done.stderr.splitlines() or ["it does not say why"])[-1]
-        raise UsageError(f"{line.split()[0]} failed with exit status {done.returncode}: {said}")
+        reason = (done.stderr.splitlines() or ["it does not say why"])[-1]
+        raise UsageError(f"{line.split()[0]} failed with exit status {done.returncode}: {reason}")
 
 
-class Groups:
-    """Commands in process groups of their own; signals to this process are passed on to them.
+class ProcessGroups:
+    """Runs each command in its own process group, and passes signals to this process on to the groups.
 
-    After a signal or an error, leaving the context waits until all processes of the groups have ended: an
-    error sends them SIGTERM, and `PATIENCE` seconds later they are killed. The commands have no standard
-    input.
+    After a signal or an error, the context waits until all processes of the groups have ended. An error
+    sends them SIGTERM, and after `TIMEOUT_SECONDS` they are killed. The commands have no standard input.
 
     Raises:
         SystemExit: on leaving, if this process received one of `ENDING`; the status is 128 + its number.
@@ -147,16 +147,16 @@ class Groups:
         self.received: list[int] = []
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], **options):
-        """Start a command; ``options`` are further arguments of `subprocess.Popen`, which it returns."""
+        """Start a command and return its `subprocess.Popen`; ``options`` are further arguments of that."""
         options |= {"stdin": subprocess.DEVNULL, "process_group": 0, "preexec_fn": end_with_parent}
         process = subprocess.Popen(command, env=environment, **options)
         self.groups.append(process.pid)
-        for number in list(self.received):  # signals that arrived while it was being started
+        for number in list(self.received):  # signals that arrived meanwhile
             _send(process.pid, number)
         return process
 
     def __enter__(self):
-        # Ignored signals (nohup, background jobs of a shell) stay ignored, also in the commands.
+        # Ignored signals (nohup, a shell's background jobs) stay ignored, in the commands too.
         before = {number: signal.getsignal(number) for number in ENDING}
         self.before = {n: action for n, action in before.items() if action is not signal.SIG_IGN}
         for number in self.before:
@@ -195,7 +195,7 @@ def _send(group: int, number: int) -> bool:
 
 
 def _wait_for(group: int) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while _send(group, 0):
         if time.monotonic() > deadline:
             _send(group, signal.SIGKILL)

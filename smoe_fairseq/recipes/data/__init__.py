@@ -1,1 +1,1 @@
-"""From a publisher's text to what ``fairseq-train`` reads; ``prepare`` has the steps in order."""
+"""From a publisher's text to what ``fairseq-train`` reads; ``prepare`` runs the steps in order."""

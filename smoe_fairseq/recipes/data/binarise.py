@@ -1,7 +1,7 @@
-"""Binarised text: what ``fairseq-preprocess`` writes, byte for byte, or other people's as it is.
+"""Binarised text: written byte for byte as by ``fairseq-preprocess``, or adopted from other authors.
 
 The format is fairseq 0.12.2's ``MMapIndexedDataset``: a ``.bin`` file of all token numbers, and an ``.idx``
-file with the sentences' lengths and where they begin.
+file with the lengths and offsets of the sentences.
 """
 
 import io
@@ -24,18 +24,18 @@ from smoe_fairseq.files import (
     whole_files,
     whole_folder,
 )
-from smoe_fairseq.recipes.config import Dataset, orders
+from smoe_fairseq.recipes.config import Dataset, both_orders
 from smoe_fairseq.recipes.data.download import extract
 from smoe_fairseq.recipes.data.raw import SPLITS, Section, copy_pairs, write_sizes
 from smoe_fairseq.recipes.data.subwords import encode_files
-from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk, chunks
+from smoe_fairseq.recipes.data.text_files import Chunk, chunks, map_chunks
 from smoe_fairseq.recipes.folders import shard_folders
-from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.processes import warn
 
 SUFFIXES = ("bin", "idx")
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # the first entries of every dictionary of fairseq
 EOS, UNKNOWN = SPECIAL.index("</s>"), SPECIAL.index("<unk>")
-_HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the numbers' type, sentences
+_HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the dtype, sentences
 _MAGIC = b"MMIDIDX\0\0"
 _CODES = {np.dtype(np.uint16): 8, np.dtype(np.uint32): 9}
 
@@ -46,10 +46,10 @@ def binarise(
     """Binarise every pair's splits in ``text`` (and its shards) to ``output``.
 
     Each shard gets ``{split}.{pair}.{language}.bin`` and ``.idx``, which serve both directions of a pair,
-    and a copy of the dictionary for each language. ``workers`` do not change the result.
+    and a copy of the dictionary for each language. The result does not depend on ``workers``.
 
     Raises:
-        UsageError: a pair has no text to train or validate; or see `read_dictionary`.
+        UsageError: a pair has no text to train or validate; or the dictionary is invalid.
     """
     files = {
         output / folder.relative_to(text) / file.name: file
@@ -67,9 +67,8 @@ def binarise(
         for copy in partials[: len(copies)]:
             Path(copy).write_bytes(read_plain(dictionary))
         pairs = zip(partials[len(copies) :: 2], partials[len(copies) + 1 :: 2], strict=True)
-        written = dict(zip(files.values(), pairs, strict=True))
-        told = binarise_files(vocabulary, written, workers)
-    print(f"{output}: {len(files)} files, {told}", flush=True)
+        counts = binarise_files(vocabulary, dict(zip(files.values(), pairs, strict=True)), workers)
+    print(f"{output}: {len(files)} files, {counts}", flush=True)
 
 
 def _files(folder: Path, pair: str, training_only: bool) -> Iterator[Path]:
@@ -84,33 +83,33 @@ def _files(folder: Path, pair: str, training_only: bool) -> Iterator[Path]:
 
 
 class Vocabulary(dict[str, int]):
-    """Maps each word of a dictionary to its number, and any other word to that of ``<unk>``."""
+    """Maps the words of a dictionary to their numbers, other words to that of ``<unk>``."""
 
     def __missing__(self, _word: str) -> int:
         return UNKNOWN
 
 
 def read_dictionary(file: Path) -> Vocabulary:
-    """Read a dictionary in fairseq's format: a word and its count per line, numbered after the special words.
+    """Read a dictionary in fairseq's format, a word and its count per line, numbered after `SPECIAL`.
 
-    Raises UsageError for another format, or a word that comes twice.
+    Raises UsageError for another format or a repeated word.
     """
     words = Vocabulary({word: number for number, word in enumerate(SPECIAL)})
     for line in io.StringIO(read_text(file), newline=None):
         word, separator, count = line.rstrip().rpartition(" ")
         if not separator or not count.lstrip("-").isdecimal() or word in words:
-            wanted = f"a word that no other line has, a space and a count, not {line.rstrip()!r}"
-            raise UsageError(f"{file} is not a dictionary: expected {wanted}")
+            expected = f"a new word, a space and a count in each line, not {line.rstrip()!r}"
+            raise UsageError(f"{file} is not a dictionary: expected {expected}")
         words[word] = len(words)
     return words
 
 
 @dataclass(frozen=True)
 class _Binariser:
-    """Maps a chunk to the bytes of its numbers, its sentences' lengths and its number of unknown words."""
+    """Maps a chunk to the bytes of its token numbers, the sentence lengths and the count of unknown words."""
 
     vocabulary: Vocabulary
-    kind: np.dtype
+    dtype: np.dtype
 
     def __call__(self, chunk: Chunk) -> tuple[bytes, np.ndarray, int]:
         numbers, lengths = array("i"), array("i")
@@ -121,67 +120,67 @@ class _Binariser:
             lengths.append(len(words) + 1)
         content = np.frombuffer(numbers, dtype=np.int32)
         unknown = int((content == UNKNOWN).sum())
-        return content.astype(self.kind).tobytes(), np.array(lengths, dtype=np.int32), unknown
+        return content.astype(self.dtype).tobytes(), np.array(lengths, dtype=np.int32), unknown
 
 
 def binarise_files(
     vocabulary: Vocabulary, files: dict[Path, tuple[str, str]], workers: int = 1
 ) -> str:
-    """Write the ``.bin`` and the ``.idx`` given for each file; returns the counts, as words to print."""
-    kind = np.dtype(np.uint16 if len(vocabulary) < 65500 else np.uint32)  # as fairseq chooses
+    """Write a ``.bin`` and an ``.idx`` file for each key of ``files``; returns counts, as words to print."""
+    dtype = np.dtype(np.uint16 if len(vocabulary) < 65500 else np.uint32)  # as fairseq chooses
     sentences = tokens = unknown = 0
-    with by_chunk("binarise", _Binariser(vocabulary, kind), files, workers) as by_file:
+    with map_chunks("binarise", _Binariser(vocabulary, dtype), files, workers) as by_file:
         for file, results in by_file:
             data, index = files[file]
             lengths = [np.zeros(0, dtype=np.int32)]
             with open(data, "wb") as output:
-                for content, of_chunk, count in results:
+                for content, chunk_lengths, chunk_unknown in results:
                     output.write(content)
-                    lengths.append(of_chunk)
-                    unknown += count
-            whole = np.concatenate(lengths)
-            Path(index).write_bytes(_index(whole, kind))
-            sentences += len(whole)
-            tokens += int(whole.sum(dtype=np.int64))
+                    lengths.append(chunk_lengths)
+                    unknown += chunk_unknown
+            all_lengths = np.concatenate(lengths)
+            Path(index).write_bytes(_index(all_lengths, dtype))
+            sentences += len(all_lengths)
+            tokens += int(all_lengths.sum(dtype=np.int64))
     return f"{sentences:,} sentences, {tokens:,} tokens, {unknown:,} of them unknown"
 
 
-def _index(lengths: np.ndarray, kind: np.dtype) -> bytes:
-    """The content of an ``.idx`` file: ``lengths`` (int32) of sentences with numbers of type ``kind``."""
+def _index(lengths: np.ndarray, dtype: np.dtype) -> bytes:
+    """The content of an ``.idx`` file: ``lengths`` (int32) of sentences whose tokens are of ``dtype``."""
     starts = np.zeros(len(lengths), dtype=np.int64)
     np.cumsum(lengths[:-1], dtype=np.int64, out=starts[1:])
-    header = _HEADER.pack(_MAGIC, 1, _CODES[kind], len(lengths))
-    return header + lengths.tobytes() + (starts * kind.itemsize).tobytes()
+    header = _HEADER.pack(_MAGIC, 1, _CODES[dtype], len(lengths))
+    return header + lengths.tobytes() + (starts * dtype.itemsize).tobytes()
 
 
-def type_of(index: Path) -> np.dtype:
-    """The type of the numbers that an ``.idx`` file belongs to; of one that `count_sentences` accepts."""
+def token_dtype(index: Path) -> np.dtype:
+    """The dtype of the tokens in the ``.bin`` file of an ``.idx`` file that `count_sentences` accepts."""
     with open(index, "rb") as file:
         code = _HEADER.unpack(file.read(_HEADER.size))[2]
-    return next((kind for kind, number in _CODES.items() if number == code), np.dtype(np.int32))
+    return next((dtype for dtype, number in _CODES.items() if number == code), np.dtype(np.int32))
 
 
 def read_index(index: Path) -> np.ndarray:
-    """The lengths of sentences with their ends, ``(sentences,)`` of int32; raises as `count_sentences`."""
+    """The sentence lengths with end symbols, int32 ``(sentences,)``; raises as `count_sentences`."""
     return np.fromfile(index, np.int32, count_sentences(index), offset=_HEADER.size)
 
 
 def count_sentences(index: Path) -> int:
-    """The number of sentences in an ``.idx`` file; raises UsageError if it is no such file, or cut off."""
+    """The number of sentences in an ``.idx`` file; raises UsageError if it is invalid or cut off."""
     check_plain(index)
     with open(index, "rb") as file:
         header = file.read(_HEADER.size)
     if len(header) == _HEADER.size and header.startswith(_MAGIC):
         sentences = _HEADER.unpack(header)[-1]
-        if index.stat().st_size == _HEADER.size + 12 * sentences:  # an int32 and an int64 of each
+        if index.stat().st_size == _HEADER.size + 12 * sentences:  # an int32 and an int64 each
             return sentences
     raise UsageError(f"{index} is cut off, or not an index of fairseq-preprocess")
 
 
 def check_texts(texts: Iterable[Path], binary: Path) -> None:
-    """Raise UsageError if lines of a raw file were added, left out or moved since it was binarised.
+    """Raise UsageError if lines of a raw file were added, removed or moved since it was binarised.
 
-    Lines that were corrected in their places pass, with a warning.
+    Lines that were edited in place cause a warning only.
     """
     words, model = Vocabulary(), None
     if (binary / "spm.model").exists():
@@ -194,64 +193,63 @@ def check_texts(texts: Iterable[Path], binary: Path) -> None:
 def _check_text(text: Path, binary: Path, words: Vocabulary, model) -> None:
     advice = f"restore it, or delete {binary} and prepare the data set again"
     pair = text.name.split(".")[1]
-    names = (f"{text.name.replace(pair, order)}.idx" for order in orders(pair))
+    names = (f"{text.name.replace(pair, order)}.idx" for order in both_orders(pair))
     index = next(filter(Path.exists, map(shard_folders(binary)[0].joinpath, names)), None)
     lines = [line for chunk in chunks(text) for line in chunk.lines()]
     if index is None or len(lines) != (count := count_sentences(index)):
-        there = f"has {len(lines):,} lines, and {count:,} were binarised" if index else "is new"
-        raise UsageError(f"{text} {there}: {advice}")
+        change = f"has {len(lines):,} lines, and {count:,} were binarised" if index else "is new"
+        raise UsageError(f"{text} {change}: {advice}")
     if model is None:
         return
-    content = np.fromfile(index.with_suffix(".bin"), type_of(index)).tolist()
+    content = np.fromfile(index.with_suffix(".bin"), token_dtype(index)).tolist()
     ends = np.cumsum(read_index(index)).tolist()
-    was = [tuple(content[start:end]) for start, end in zip([0, *ends], ends)]
-    known, changed = set(was), 0
-    now = model.encode(lines, out_type=str)
-    for number, (pieces, before) in enumerate(zip(now, was), 1):
+    binarised = [tuple(content[start:end]) for start, end in zip([0, *ends], ends)]
+    known, changed = set(binarised), 0
+    for number, (pieces, before) in enumerate(zip(model.encode(lines, out_type=str), binarised), 1):
         sentence = (*map(words.__getitem__, pieces), EOS)
         if sentence != before and sentence in known:
             moved = f"line {number} was another line when it was binarised"
             raise UsageError(f"{text}, {moved}: {advice}")
-        changed += sentence[: len(before) - 1] != before[:-1]  # long ones were cut off
+        changed += sentence[: len(before) - 1] != before[:-1]  # long sentences were cut off
     if changed:
-        report(f"{changed:,} of {len(lines):,} lines of {text} were changed since it was binarised")
+        warn(f"{changed:,} of {len(lines):,} lines of {text} were changed since it was binarised")
 
 
-# Binarised text of other authors, as an archive or a folder, which is checked and used as it is.
+# Binarised text of other authors, in an archive or a folder: checked and used unchanged.
 
 
 def adopt(dataset: Dataset, source: Path, raw: Path, output: Path, longest: int = 0) -> None:
-    """Take an archive, or the folder it was unpacked to, as the data for training and evaluation.
+    """Use the data of an archive, or of the folder it was unpacked to, for training and evaluation.
 
-    The numbers of training pairs go to ``sizes.json`` beside ``raw``.
+    The numbers of training pairs are written to ``sizes.json`` next to ``raw``.
 
     Args:
-        raw: gets the test text, in the layout that all data sets share.
-        output: gets the binarised text, its dictionary and ``spm.model``. Test sets that the archive has as
-            text only are encoded and binarised. Files of a folder are linked if possible.
-        longest: pieces after which a line of such a test set is cut off; 0: never.
+        raw: folder to write for the test text, in the shared layout.
+        output: folder to write for the binarised text, its dictionary and ``spm.model``. Test sets that the
+            archive has only as text are encoded and binarised. Files of a folder are linked if possible.
+        longest: maximum number of pieces in a line of such a test set; the rest is cut off. 0: no maximum.
     """
     with whole_folder(output) as numbers, whole_folder(raw, replace=True) as text:
-        given = text / "given"
-        wanted = _wanted(dataset, numbers, given)
+        original = text / "original"
+        targets = _targets(dataset, numbers, original)
         if source.is_dir():
-            _link(binarised_folder(dataset, source) or source, wanted)
+            _link(binarised_folder(dataset, source) or source, targets)
         else:
-            extract(source, wanted)
-        archive = _Archive(dataset, source, numbers, given)
+            extract(source, targets)
+        archive = _Archive(dataset, source, numbers, original)
         archive.check_subwords()
         archive.complete_dictionaries()
         sizes = {pair: archive.count(pair) for pair in dataset.pairs}
-        archive.take_tests(text, longest)
-        shutil.rmtree(given)
+        archive.write_tests(text, longest)
+        shutil.rmtree(original)
         write_sizes(raw, sizes)
     print(f"{output}: {sum(sizes.values()):,} training pairs as they are in {source}", flush=True)
 
 
 def binarised_folder(dataset: Dataset, folder: Path) -> Path | None:
-    """The folder below which ``raw.binarised`` has its paths; None if there is none.
+    """The folder to which paths of ``raw.binarised`` are relative; None if there is none.
 
-    It is ``folder``, a folder in it, or the one above if ``folder`` is the top folder of the archive.
+    It is ``folder``, a folder in it, or its parent if ``folder`` is the top folder of the archive.
     """
     if not (layout := dataset.raw.get("binarised")) or not folder.is_dir():
         return None
@@ -261,18 +259,18 @@ def binarised_folder(dataset: Dataset, folder: Path) -> Path | None:
     return next((place for place in places if (place / layout["text"]).is_dir()), None)
 
 
-def _wanted(dataset: Dataset, numbers: Path, given: Path) -> dict[str, Path]:
-    """The file to write for each name of interest in the archive."""
+def _targets(dataset: Dataset, numbers: Path, original: Path) -> dict[str, Path]:
+    """The file to write for each name in the archive."""
     layout = dataset.raw["binarised"]
-    wanted = {layout["vocabulary"]: numbers / "spm.model"}
+    targets = {layout["vocabulary"]: numbers / "spm.model"}
     names = _dictionaries(dataset)
     for pair in dataset.pairs:
-        for order in orders(pair):
+        for order in both_orders(pair):
             names += [file for split in SPLITS for file in _names(split, order)]
             for language in pair.split("-"):
                 name = layout["test"].format(pair=order, language=language)
-                wanted[name] = given / f"{order}.{language}"
-    return wanted | {f"{layout['text']}/{name}": numbers / name for name in names}
+                targets[name] = original / f"{order}.{language}"
+    return targets | {f"{layout['text']}/{name}": numbers / name for name in names}
 
 
 def _dictionaries(dataset: Dataset) -> list[str]:
@@ -285,8 +283,8 @@ def _names(split: str, order: str) -> Iterator[str]:
             yield f"{split}.{order}.{language}.{suffix}"
 
 
-def _link(folder: Path, wanted: dict[str, Path]) -> None:
-    for name, target in wanted.items():
+def _link(folder: Path, targets: dict[str, Path]) -> None:
+    for name, target in targets.items():
         if (file := folder / name).is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -296,14 +294,14 @@ def _link(folder: Path, wanted: dict[str, Path]) -> None:
 
 
 class _Archive:
-    """The parts of an archive that were extracted: binarised text to ``numbers``, test text to ``given``."""
+    """The extracted files of an archive: binarised text in ``numbers``, test text in ``original``."""
 
-    def __init__(self, dataset: Dataset, source: Path, numbers: Path, given: Path):
+    def __init__(self, dataset: Dataset, source: Path, numbers: Path, original: Path):
         self.dataset = dataset
         self.layout = dataset.raw["binarised"]
         self.source = source
         self.numbers = numbers
-        self.given = given
+        self.original = original
 
     def missing(self, name: str, use: str) -> UsageError:
         expected = f"the archive of docs/reproduce.md, whole, or RAW=folder with {self.dataset.name}'s text"
@@ -319,22 +317,22 @@ class _Archive:
             raise UsageError(f"{self.source}: {name} is not a sentencepiece model") from None
 
     def complete_dictionaries(self) -> None:
-        """Write the one dictionary under every name that it should have."""
+        """Write the dictionary under every name that fairseq reads."""
         names = _dictionaries(self.dataset)
-        found = {file.name: read_plain(file) for file in sorted(self.numbers.glob("dict*.txt"))}
-        if not found:
+        contents = {file.name: read_plain(file) for file in sorted(self.numbers.glob("dict*.txt"))}
+        if not contents:
             raise self.missing(f"{self.layout['text']}/{names[1]}", "the dictionary")
-        first, *_ = found
-        for name in found:
-            if found[name] != found[first]:
+        first, *_ = contents
+        for name in contents:
+            if contents[name] != contents[first]:
                 both = f"{self.source}: {first} and {name} differ"
                 raise UsageError(f"{both}; expected one dictionary for all languages")
-        # Those that are there may be links to the user's files.
-        for name in set(names) - found.keys():
-            (self.numbers / name).write_bytes(found[first])
+        # Existing files may be links to the user's, so they are not rewritten.
+        for name in set(names) - contents.keys():
+            (self.numbers / name).write_bytes(contents[first])
 
     def count(self, pair: str) -> int:
-        """The number of training sentences; raises UsageError without any, or without validation text."""
+        """The number of training sentences; raises UsageError if there is no training or validation text."""
         for split in ("valid", "train"):
             if not (sentences := self.sentences(split, pair)):
                 name = f"{self.layout['text']}/{next(_names(split, pair))}"
@@ -342,25 +340,26 @@ class _Archive:
         return sentences
 
     def sentences(self, split: str, pair: str) -> int:
-        """The number of sentences in a pair's split, 0 without one; the pair may be named in either order."""
+        """The number of sentences in a split, 0 if it is missing; files may name the pair in either order."""
         counts = []
-        for order in orders(pair):
+        for order in both_orders(pair):
             names = list(_names(split, order))
-            there = [name for name in names if (self.numbers / name).exists()]
-            if not there:
+            present = [name for name in names if (self.numbers / name).exists()]
+            if not present:
                 continue
-            if lost := sorted(set(names) - set(there)):
-                raise self.missing(f"{self.layout['text']}/{lost[0]}", f"though it has {there[0]}")
+            if absent := sorted(set(names) - set(present)):
+                name = f"{self.layout['text']}/{absent[0]}"
+                raise self.missing(name, f"though it has {present[0]}")
             indices = [name for name in names if name.endswith(".idx")]
             one, other = (count_sentences(self.numbers / index) for index in indices)
             if one != other:
-                told = f"{one} in {indices[0]} and {other} in {indices[1]}"
-                raise UsageError(f"{self.source} has {told}: expected as many sentences in both")
+                both = f"{one} in {indices[0]} and {other} in {indices[1]}"
+                raise UsageError(f"{self.source} has {both}: expected as many sentences in both")
             counts.append(one)
         return counts[0] if counts else 0
 
-    def take_tests(self, text: Path, longest: int) -> None:
-        """Copy the test text to ``text``, and binarise the tests that are there as text only."""
+    def write_tests(self, text: Path, longest: int) -> None:
+        """Copy the test text to ``text``, and binarise the tests that the archive has only as text."""
         to_binarise = []
         for pair in self.dataset.pairs:
             lines = self.copy_test(pair, text)
@@ -372,19 +371,19 @@ class _Archive:
                 raise UsageError(f"{self.source} has of the test of {pair} {both}")
         if not to_binarise:
             return
-        pieces = self.given / "pieces"
+        pieces = self.original / "pieces"
         pieces.mkdir()
         encode_files(read_subwords(self.numbers / "spm.model"), to_binarise, [pieces], longest)
         outputs = {
             pieces / file.name: tuple(str(self.numbers / f"{file.name}.{s}") for s in SUFFIXES)
             for file in to_binarise
         }
-        told = binarise_files(read_dictionary(self.numbers / "dict.txt"), outputs)
-        print(f"tests, which are there as text only: {told}", flush=True)
+        counts = binarise_files(read_dictionary(self.numbers / "dict.txt"), outputs)
+        print(f"tests, binarised from text: {counts}", flush=True)
 
     def copy_test(self, pair: str, text: Path) -> int:
-        for order in orders(pair):
-            files = {lang: self.given / f"{order}.{lang}" for lang in pair.split("-")}
+        for order in both_orders(pair):
+            files = {lang: self.original / f"{order}.{lang}" for lang in pair.split("-")}
             if all(file.exists() for file in files.values()):
                 if lines := copy_pairs(Section(files), text / f"test.{pair}", None)["kept"]:
                     return lines

@@ -14,12 +14,12 @@ from smoe_fairseq.files import read_subwords
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset
 from smoe_fairseq.recipes.data import readers
-from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, type_of
+from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, token_dtype
 from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, SIDES, Faults
-from smoe_fairseq.recipes.data.text_files import shared
+from smoe_fairseq.recipes.data.text_files import parallel_map
 from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
 from smoe_fairseq.recipes.folders import LEFT_OUT, Folders, shard_folders
-from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.processes import warn
 
 REACHABLE = 99.9  # chrF++ below which subwords change too much
 _SHOWN = 20  # pairs of which all lines are printed
@@ -27,22 +27,26 @@ _SHOWN = 20  # pairs of which all lines are printed
 
 @dataclass
 class Row:
-    """The numbers of one pair; each of `counts` is of training text unless its name says otherwise."""
+    """The numbers of one pair; `counts` are of training text unless their names say otherwise."""
 
     pair: str
     counts: dict[str, int] = field(default_factory=dict)
-    leaked: dict[str, int] = field(default_factory=dict)  # tests seen in training, by side
-    seen: set[tuple[str, str]] = field(default_factory=set)  # (language, sentence) of others' tests
-    bleu: float | None = None  # best reachable, of the worse side; None without a test set
+    leaked: dict[str, int] = field(
+        default_factory=dict
+    )  # test sentences in the training text, by side
+    seen: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # (language, sentence) of other pairs' tests
+    bleu: float | None = None  # the maximum for the worse side; None without a test set
     chrf: float | None = None
 
 
 def print_checks(dataset: Dataset, workers: int = 1) -> None:
-    """Print a row for each pair of a prepared data set, and a line with a setting for what is marked."""
+    """Print a row for each pair of a prepared data set, and advice on each problem."""
     folders = Folders(dataset.name)
     files = (file for pair in dataset.pairs for file in folders.texts("train", pair).values())
     size = sum(file.stat().st_size for file in files)
-    with shared(functools.partial(_row, dataset, folders), workers, size) as each:
+    with parallel_map(functools.partial(_row, dataset, folders), workers, size) as each:
         rows = list(each(dataset.pairs))
     for row in rows:
         seen = set().union(*(other.seen for other in rows if other is not row))
@@ -50,16 +54,17 @@ def print_checks(dataset: Dataset, workers: int = 1) -> None:
     print(_table(rows), flush=True)
     advice = [f"{row.pair}: {words}" for row in rows for words in _advice(row)]
     for line in advice[:_SHOWN]:
-        report(line)
+        warn(line)
     if len(advice) > _SHOWN:
-        report(f"and {len(advice) - _SHOWN} more lines like these; the table has all pairs")
+        warn(f"and {len(advice) - _SHOWN} more lines like these; the table has all pairs")
 
 
 def _tests(folders: Folders, pair: str) -> set[tuple[str, str]]:
-    """(language, sentence) of a pair's test set, empty without one."""
+    """(language, sentence) of a pair's test set; empty without one."""
     files = folders.texts("test", pair)
-    there = all(file.exists() for file in files.values())
-    return {(lang, line) for lang in files if there for line in readers.lines(files[lang]) if line}
+    if not all(file.exists() for file in files.values()):
+        return set()
+    return {(lang, line) for lang in files for line in readers.lines(files[lang]) if line}
 
 
 def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
@@ -95,13 +100,13 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
 
 
 def _left_out(file: Path, pair: str) -> dict[str, int]:
-    with suppress(UsageError, KeyError):  # of text from elsewhere, or of an earlier version
+    with suppress(UsageError, KeyError):  # the text came from elsewhere, or from an earlier version
         return read_json(file, {str: {str: int}})[pair]
     return {}
 
 
 def _binarised(dataset: Dataset, binary: Path, pair: str) -> dict[str, int]:
-    """Training pairs that are longer than the model's positions, and tokens without a subword."""
+    """Counts of training pairs longer than the model's positions, and of unknown tokens."""
     names = (f"max-{side}-positions" for side in ("source", "target"))
     limit = min(int(dataset.train.get(name, FAIRSEQ_POSITIONS)) for name in names)
     long = unknown = 0
@@ -110,15 +115,15 @@ def _binarised(dataset: Dataset, binary: Path, pair: str) -> dict[str, int]:
         for language in pair.split("-"):
             name = folder / f"train.{pair}.{language}"
             lengths.append(read_index(Path(f"{name}.idx")))
-            content = np.fromfile(f"{name}.bin", dtype=type_of(Path(f"{name}.idx")))
+            content = np.fromfile(f"{name}.bin", dtype=token_dtype(Path(f"{name}.idx")))
             unknown += int((content == UNKNOWN).sum())
-        # Both sides are a source and a target, beside the token of a language.
+        # Each side is source and target once, and gets a language token.
         long += int((np.maximum(*lengths) + 1 > limit).sum())
     return {"too long": long, "unknown": unknown}
 
 
 def reachable(model, lines: list[str], tokenizer: str) -> tuple[float, float]:
-    """BLEU and chrF++ of text through the subwords and back: the most that any translation can have."""
+    """BLEU and chrF++ of text after encoding and decoding: the maximum for any translation."""
     from sacrebleu.metrics import BLEU, CHRF
 
     back = model.decode(model.encode(lines))
@@ -126,8 +131,8 @@ def reachable(model, lines: list[str], tokenizer: str) -> tuple[float, float]:
     if back == lines:
         return 100.0, 100.0
     bleu = BLEU(tokenize="char")
-    if not tokenizer.startswith(("flores", "spm")):  # whose models sacreBLEU would download
-        with suppress(ImportError, RuntimeError):  # it is not installed; `evaluate` says so
+    if not tokenizer.startswith(("flores", "spm")):  # sacreBLEU would download their models
+        with suppress(ImportError, RuntimeError):  # not installed, which `evaluate` reports
             bleu = BLEU(tokenize=tokenizer)
     metrics = bleu, CHRF(word_order=2)
     return tuple(metric.corpus_score(back, [lines]).score for metric in metrics)
@@ -151,10 +156,10 @@ def _table(rows: list[Row]) -> str:
 
 
 def _advice(row: Row) -> Iterator[str]:
-    """What is bad about a pair, and what to do about it."""
+    """The problems of a pair, with the settings that solve them."""
     counts, kept = row.counts, row.counts["kept"]
-    if told := ", ".join(f"{row.leaked[side]:,} {side}" for side in SIDES if row.leaked[side]):
-        leaked = f"of the test set, {told} are in the training text: scores will be too good"
+    if sides := ", ".join(f"{row.leaked[side]:,} {side}" for side in SIDES if row.leaked[side]):
+        leaked = f"of the test set, {sides} are in the training text: scores will be too good"
         setting = "`clean: {overlap: drop}`, or `raw: {split: hash}` for text that is split here"
         yield f"{leaked}; set {setting}"
     if elsewhere := row.leaked["other pairs"]:

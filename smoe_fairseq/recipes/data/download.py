@@ -1,4 +1,4 @@
-"""A data set's files from the network and from archives: downloads that resume and are checked."""
+"""Download a data set's files, resume and check downloads, and read archives."""
 
 import hashlib
 import http.client
@@ -47,11 +47,11 @@ def remote_files(dataset: Dataset) -> list[Remote]:
         urls = (url.format(file=names[0]) for names in all_publisher_names(dataset))
         named = ((address, address.rsplit("/", 1)[-1]) for address in urls)
         return [Remote(address, name, None, checksums.get(name)) for address, name in named]
-    found = []
+    remotes = []
     for entry in dataset.raw.get("archives", []):
         name = entry.get("file") or entry["url"].rsplit("/", 1)[-1]
-        found.append(Remote(entry["url"], name, entry.get("size"), entry.get("sha256")))
-    return found
+        remotes.append(Remote(entry["url"], name, entry.get("size"), entry.get("sha256")))
+    return remotes
 
 
 def fetch(dataset: Dataset, folder: Path) -> None:
@@ -91,12 +91,12 @@ def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
 def download(remote: Remote, target: Path) -> None:
     """Download to ``target.part`` and rename it; resume the ``.part`` of an earlier attempt.
 
-    It is resumed only if the server's file is still the same, by what the server told of its version
+    It is resumed only if the server's file is unchanged, by the version that the server sent
     (``target.part.version``), or if the checksum is known.
 
     Raises:
-        OSError: the server cannot be reached, or breaks off repeatedly.
-        UsageError: the content is not the expected one, or the disk is full.
+        OSError: the server cannot be reached, or the connection breaks repeatedly.
+        UsageError: the content is not as expected, or the disk is full.
     """
     part = target.with_name(f"{target.name}.part")
     with _writing(part):
@@ -127,7 +127,7 @@ def _version_file(part: Path) -> Path:
 
 
 def _append_rest(remote: Remote, part: Path) -> None:
-    """Download what ``part`` still lacks; raises ConnectionError if the connection breaks off."""
+    """Download the rest of ``part``; raises ConnectionError if the connection breaks."""
     url, version = remote.url, _version_file(part)
     have = part.stat().st_size if part.exists() else 0
     known = version.read_text("utf-8") if version.is_file() else ""
@@ -142,7 +142,7 @@ def _append_rest(remote: Remote, part: Path) -> None:
             raise
         if error.headers.get("Content-Range") == f"bytes */{have}":
             return  # complete: an earlier attempt ended just before renaming it
-        part.unlink()  # longer than the server's file, so perhaps of another file
+        part.unlink()  # longer than the server's file, so perhaps another file
         return _append_rest(remote, part)
     with response:
         resumed = response.status == http.client.PARTIAL_CONTENT
@@ -166,14 +166,14 @@ def _append_rest(remote: Remote, part: Path) -> None:
 
 
 def _version(headers: Mapping[str, str]) -> str:
-    """What tells one version of the server's file from another, for If-Range; "" if nothing does."""
+    """The version of the server's file, for If-Range; "" if the server sends none."""
     tag = headers.get("ETag") or ""
     return tag if tag.startswith('"') else headers.get("Last-Modified") or ""
 
 
 @contextmanager
 def _writing(part: Path) -> Iterator[None]:
-    """Raise UsageError for an error of the disk, so that the network is not tried again."""
+    """Raise UsageError for an error of the disk, so that the download is not retried."""
     try:
         yield
     except OSError as error:
@@ -182,23 +182,23 @@ def _writing(part: Path) -> Iterator[None]:
 
 
 def _fault(remote: Remote, path: Path) -> str | None:
-    """What is wrong with a file, judged by its size and checksum where these are known."""
+    """The difference of a file from the known size or checksum; None without any."""
     if remote.size and (size := path.stat().st_size) != remote.size:
         return f"{size} bytes, not {remote.size} as expected"
     check_plain(path)
     if remote.sha256:
         with open(path, "rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
-        if found != remote.sha256:
-            return f"the SHA-256 checksum {found}, not {remote.sha256} as expected"
+            checksum = hashlib.file_digest(content, "sha256").hexdigest()
+        if checksum != remote.sha256:
+            return f"the SHA-256 checksum {checksum}, not {remote.sha256} as expected"
     return None
 
 
 def fetch_tokenizer(name: str) -> None:
-    """Download the model of a sacreBLEU tokenizer (``flores200``) to where sacreBLEU looks for it.
+    """Download the model of a sacreBLEU tokenizer (``flores200``) to sacreBLEU's folder.
 
-    sacreBLEU would download it after everything is translated, and take the empty file that a failed
-    download leaves for the model.
+    sacreBLEU itself would download it only after translation, and a failed download would leave an empty
+    file that it then reads as the model.
     """
     url, target = _tokenizer(name)
     if tokenizer_file(name):
@@ -219,7 +219,7 @@ def tokenizer_file(name: str) -> Path | None:
 
 
 def _tokenizer(name: str) -> tuple[str, Path]:
-    """The model's address, and where sacreBLEU looks for it."""
+    """The model's URL, and its path in sacreBLEU's folder."""
     from sacrebleu.tokenizers.tokenizer_spm import SPM_MODELS
     from sacrebleu.utils import SACREBLEU_DIR
 
@@ -227,42 +227,42 @@ def _tokenizer(name: str) -> tuple[str, Path]:
     return url, Path(SACREBLEU_DIR) / "models" / Path(url).name
 
 
-# Zip and tar archives with any compression. Only the wanted files are extracted.
+# Zip and tar archives with any compression.
 
-MOST_READ = 1 << 30  # bytes of a member that is read into memory; LibreOffice's have 2 MB
+MAX_READ_BYTES = 1 << 30  # of a member that is read into memory; LibreOffice's have 2 MB
 _DAMAGE = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, OSError, RuntimeError),
-    *(struct.error, ValueError),  # from headers of nonsense
+    *(struct.error, ValueError),  # from invalid headers
 )
 
 
 def read_members(
     archive: Path, wanted: Callable[[PurePosixPath], bool]
 ) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Yield name and content of the wanted regular files of at most `MOST_READ`, in the archive's order."""
-    with _naming(archive):
+    """Yield name and content of the wanted regular files, in the archive's order."""
+    with _naming_archive(archive):
         for name, regular, size, opened in _members(archive):
             path = PurePosixPath(name)
             if regular and wanted(path):
-                if size > MOST_READ:
+                if size > MAX_READ_BYTES:
                     large = f"{archive} holds {name!r} of {size:,} bytes"
-                    raise UsageError(f"{large}: expected at most {MOST_READ:,}")
+                    raise UsageError(f"{large}: expected at most {MAX_READ_BYTES:,}")
                 with opened() as content:
                     yield path, content.read()
 
 
 def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
-    """Write the wanted members; returns how many there were.
+    """Write the wanted members; returns their number.
 
     Args:
         wanted: the file to write for each name. A member matches a name that is the end of its path.
 
     Raises:
         UsageError: the archive is missing, damaged, has a password, or has a member with an absolute path or
-            ".."; or a wanted member is no plain file, is larger than the free space, or comes twice.
+            ".."; or a wanted member is not a plain file, exceeds the free space, or occurs twice.
     """
-    found = {}
-    with _naming(archive, os.path.commonpath(wanted.values()) if wanted else None):
+    members = {}
+    with _naming_archive(archive, os.path.commonpath(wanted.values()) if wanted else None):
         for name, regular, size, opened in _members(archive):
             path = PurePosixPath(name.replace("\\", "/"))
             if path.is_absolute() or ".." in path.parts:
@@ -273,25 +273,25 @@ def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
                 continue
             if not regular:
                 raise UsageError(f"{archive} holds {name!r}, which is not a plain file")
-            if output in found:
-                raise UsageError(f"{archive} holds {found[output]!r} and {name!r} for one file")
-            found[output] = name
+            if output in members:
+                raise UsageError(f"{archive} holds {members[output]!r} and {name!r} for one file")
+            members[output] = name
             output.parent.mkdir(parents=True, exist_ok=True)
             if size > shutil.disk_usage(output.parent).free:
                 large = f"{archive} holds {name!r} of {size:,} bytes"
                 raise UsageError(f"{large}, for which {output.parent} has no room")
             with opened() as content, open(output, "wb") as copy:
                 shutil.copyfileobj(content, copy)
-    return len(found)
+    return len(members)
 
 
 @contextmanager
-def _naming(archive: Path, folder: str | None = None) -> Iterator[None]:
-    """Turn errors into a UsageError that names the archive and the ``folder`` to which it is extracted."""
+def _naming_archive(archive: Path, folder: str | None = None) -> Iterator[None]:
+    """Turn errors into a UsageError that names the archive, and the ``folder`` to extract to."""
     try:
         yield
     except _DAMAGE as error:
-        if isinstance(error, OSError) and error.errno is not None:  # else bz2's error for damage
+        if isinstance(error, OSError) and error.errno is not None:  # bz2's for damage has no errno
             what = f"unpacked to {folder}" if folder else "read"
             raise UsageError(f"{archive} cannot be {what}: {error.strerror}") from None
         reason, advice = " ".join(str(error).split()), "delete it and get it again"
@@ -302,15 +302,17 @@ def _naming(archive: Path, folder: str | None = None) -> Iterator[None]:
 
 
 def _members(archive: Path) -> Iterator[tuple[str, bool, int, Callable[[], IO[bytes]]]]:
-    """All members except folders, in the archive's order; each has to be read before the next.
+    """Yield all members except folders, in the archive's order; each has to be read before the next.
 
-    Yields its name, whether it is a regular file, its size, and what opens it.
+    A member is its name, whether it is a regular file, its size, and a function that opens it.
     """
     check_plain(archive)
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as content:
             for info in content.infolist():
-                kind = stat.S_IFMT(info.external_attr >> 16)  # 0 if it was not packed on Unix
+                kind = stat.S_IFMT(
+                    info.external_attr >> 16
+                )  # 0 if packed on another system than Unix
                 if not info.is_dir():
                     regular = kind in (0, stat.S_IFREG)
                     yield info.filename, regular, info.file_size, partial(content.open, info)

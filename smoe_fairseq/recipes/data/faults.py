@@ -9,7 +9,7 @@ from smoe_fairseq.recipes.data.readers import Pair
 MAX_RATIO, MAX_WORDS = 9, 250
 FAULTS = ("empty", "repeated", "equal", "overlap", "max-ratio", "max-words")
 SIDES = ("source", "target", "both")
-# Scripts without blanks between words, of which each letter counts as a word; and words of others.
+# A letter of a script without spaces between words, or a word of another script.
 _WORDS = re.compile(
     r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
     r"|[^\s\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+"
@@ -17,28 +17,29 @@ _WORDS = re.compile(
 
 
 def words_in(text: str) -> int:
-    """The number of words; in Chinese, Japanese, Thai, Lao, Khmer and Burmese of letters."""
+    """The number of words; of letters in Chinese, Japanese, Thai, Lao, Khmer and Burmese."""
     return text.count(" ") + 1 if text.isascii() else len(_WORDS.findall(text))
 
 
 class Faults:
-    """The faults of pairs that are given one after the other.
+    """Finds the faults of pairs of sentences, one pair at a time.
 
-    A pair is "repeated" from its second time on, "equal" if both sides are the same, and has "overlap" if a
-    side is held out.
+    A pair is "repeated" from its second occurrence on, "equal" if both sides are the same, and has
+    "overlap" if a side is held out.
 
     Args:
-        held_out: pairs to validate and test.
-        clean: of a data set, to look only for the faults that it has dropped, and for empty sides.
+        held_out: pairs for validation and test.
+        clean: setting of a data set: check only for the faults that it drops, and for empty sides.
 
     Attributes:
-        leaked: of each side, and of both together, what is held out and was seen.
+        leaked: the held-out sentences that have occurred, on each side and on both together.
     """
 
     def __init__(self, held_out: Iterable[Pair] = (), clean: Mapping[str, Any] | None = None):
         dropped = clean if clean is not None else dict.fromkeys(FAULTS, "drop")
-        wanted = {name for name in FAULTS if dropped.get(name) not in (None, "keep")}
-        self.looked_for = wanted | {"empty"}
+        self.checked = {name for name in FAULTS if dropped.get(name) not in (None, "keep")} | {
+            "empty"
+        }
         self.max_ratio = (clean or {}).get("max-ratio") or MAX_RATIO
         self.max_words = (clean or {}).get("max-words") or MAX_WORDS
         self.seen: set[int] = set()  # hashes, which take less memory
@@ -48,14 +49,14 @@ class Faults:
         self.leaked: dict[str, set] = {side: set() for side in SIDES}
 
     def of(self, source: str, target: str) -> tuple[str, ...]:
-        """Those of `FAULTS` that this pair has."""
-        return tuple(name for name in self._of(source, target) if name in self.looked_for)
+        """The faults of this pair, of those to check for."""
+        return tuple(name for name in self._all(source, target) if name in self.checked)
 
-    def _of(self, source: str, target: str) -> Iterator[str]:
+    def _all(self, source: str, target: str) -> Iterator[str]:
         if not source or not target:
             yield "empty"
             return
-        if "repeated" in self.looked_for:
+        if "repeated" in self.checked:
             pair = hash((source, target))
             if pair in self.seen:
                 yield "repeated"
@@ -71,9 +72,9 @@ class Faults:
             yield "max-words"
 
     def _leaks(self, source: str, target: str) -> bool:
-        found = False
+        leaks = False
         for side, text in zip(SIDES, (source, target, (source, target)), strict=True):
             if text in self.held_out[side]:
                 self.leaked[side].add(text)
-                found = True
-        return found
+                leaks = True
+        return leaks

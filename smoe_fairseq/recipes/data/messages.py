@@ -1,7 +1,7 @@
 """Pairs of sentences from a program's translated messages: gettext files (.po) in an archive.
 
-A message is an English string with its translation. The English string alone decides which split a pair is
-in, so that no sentence is trained on in one language and tested in another.
+A message is an English string with its translation. The English string alone decides the split of a pair, so
+that no sentence is in the training text of one language and the test text of another.
 """
 
 import html
@@ -15,8 +15,8 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.download import read_members
 from smoe_fairseq.recipes.data.normalization import plain as normalized
-from smoe_fairseq.recipes.data.raw import SPLITS, Section, place, write
-from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.data.raw import SPLITS, Section, hash_position, write
+from smoe_fairseq.recipes.processes import warn
 
 ENGLISH = "en"
 ARCHIVES = ("*.tar.xz", "*.tar.gz", "*.tar.bz2", "*.tar", "*.zip")
@@ -34,10 +34,10 @@ Pairs = dict[str, str]  # English text to translation
 def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
     """Write the pairs of all languages of ``dataset`` to ``target`` in the shared layout; see `raw.write`.
 
-    The data set's ``raw.messages`` has the archive's ``layout``, such as translations/source/{language}, the
+    ``raw.messages`` of the data set has the archive's ``layout``, such as translations/source/{language}, the
     minimum number of English ``words`` in a text, and for ``valid`` and ``test`` their ``share`` of all texts
-    and the maximum number of pairs of a language (``most``). ``raw.codes`` has the archive's codes of
-    languages that differ from the data set's.
+    and the maximum number of pairs of a language (``most``). ``raw.codes`` maps languages to the archive's
+    codes if these differ.
 
     Args:
         source: the archive, or a folder with one archive.
@@ -50,27 +50,27 @@ def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
     for pair in dataset.pairs:
         if not pair.startswith(f"{ENGLISH}-"):
             raise UsageError(f"{dataset.name}: pair {pair}: expected one of {ENGLISH}, as en-sl")
-    found = read_pairs(dataset, archive)
+    by_language = read_pairs(dataset, archive)
     sections = {}
-    for language, pairs in found.items():
+    for language, pairs in by_language.items():
         for name, part in split(pairs, dataset.raw["messages"]).items():
             if part:
                 languages = dict.fromkeys((ENGLISH, language))
                 sections[name, f"{ENGLISH}-{language}"] = Section(languages, elsewhere=part.copy)
             elif name == "test":
-                report(f"{language} has no text to test and will not be scored")
+                warn(f"{language} has no text to test and will not be scored")
             else:
                 words = f"at least {dataset.raw['messages']['words']} English words"
-                left = f"pairs left (translated, not fuzzy, of {words}, no two the same)"
-                found_none = f"{archive}: {language} has {len(pairs)} {left}, and none of them to"
+                kinds = f"translated, not fuzzy, of {words}, no two the same"
                 advice = f"leave {ENGLISH}-{language} out of `pairs`"
                 use = "train" if name == "train" else "validate"
-                raise UsageError(f"{found_none} {use}: {advice}")
+                count = f"{len(pairs)} pairs left ({kinds}), and none of them to {use}"
+                raise UsageError(f"{archive}: {language} has {count}: {advice}")
     kept = write(dataset, sections, target)
     for pair in dataset.pairs:
         counts = ", ".join(f"{kept.get((s, pair), Counter())['kept']:,} {s}" for s in SPLITS)
         print(f"{target}: {pair}: {counts}", flush=True)
-    print(f"{target}: {_counts_in_words(found)}", flush=True)
+    print(f"{target}: {_describe_counts(by_language)}", flush=True)
 
 
 def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
@@ -82,27 +82,27 @@ def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
         UsageError: see `gather_messages`.
     """
     settings = dataset.raw["messages"]
-    above = PurePosixPath(settings["layout"].format(language="LANGUAGE")).parent.parts
+    parents = PurePosixPath(settings["layout"].format(language="LANGUAGE")).parent.parts
     codes = dataset.raw.get("codes", {})
     files = {codes.get(pair.split("-")[1], pair.split("-")[1]): {} for pair in dataset.pairs}
-    there, others = set(), set()
+    present, others = set(), set()
 
     def wanted(path: PurePosixPath) -> bool:
-        start, rest = path.parts[: len(above)], path.parts[len(above) :]
-        if path.suffix != ".po" or start != above or len(rest) < 2:
+        start, rest = path.parts[: len(parents)], path.parts[len(parents) :]
+        if path.suffix != ".po" or start != parents or len(rest) < 2:
             others.update(path.parts[:1])
             return False
-        there.add(rest[0])
+        present.add(rest[0])
         return rest[0] in files
 
     for path, content in read_members(archive, wanted):
-        files[path.parts[len(above)]][str(path)] = _messages(archive, path, content)
-    if not there:
-        layout = f"{'/'.join(above)}/LANGUAGE/**.po"
+        files[path.parts[len(parents)]][str(path)] = _messages(archive, path, content)
+    if not present:
+        layout = f"{'/'.join(parents)}/LANGUAGE/**.po"
         raise UsageError(f"{archive} has no file {layout}; it has {_listed(others)}")
     for code in files:
-        if code not in there:
-            raise UsageError(f"{archive} has no language {code}; it has {_listed(there)}")
+        if code not in present:
+            raise UsageError(f"{archive} has no language {code}; it has {_listed(present)}")
     return {
         pair.split("-")[1]: _unique(files[code], settings["words"])
         for pair, code in zip(dataset.pairs, files, strict=True)
@@ -118,7 +118,7 @@ def plain(text: str) -> str:
 
 
 def _without_mark(word: str) -> str:
-    """``Pla_ce``, but not ``%AVERAGE_VALUE`` or ``com_sun_star``."""
+    """Remove the mark in ``Pla_ce``, but not in ``%AVERAGE_VALUE`` or ``com_sun_star``."""
     is_name = word.count("_") != 1 or "%" in word or word.isupper() or word.endswith("_")
     return word if is_name else word.replace("_", "")
 
@@ -126,30 +126,30 @@ def _without_mark(word: str) -> str:
 def split(pairs: Pairs, settings: dict) -> dict[str, list[tuple[str, str]]]:
     """Divide pairs into train, valid and test, by a hash of the English text.
 
-    The lowest hashes are held out. Held-out pairs beyond ``most`` are in no split.
+    The lowest hashes are held out. Held-out pairs beyond ``most`` are dropped.
     """
-    found = {"train": [], "valid": [], "test": []}
+    parts = {"train": [], "valid": [], "test": []}
     test = settings["test"]["share"]
     valid = test + settings["valid"]["share"]
-    places = {english: place(english) for english in pairs}
+    positions = {english: hash_position(english) for english in pairs}
     for english, translation in pairs.items():
-        at = places[english]
-        name = "test" if at < test else "valid" if at < valid else "train"
-        found[name].append((english, translation))
+        position = positions[english]
+        name = "test" if position < test else "valid" if position < valid else "train"
+        parts[name].append((english, translation))
     for name in ("valid", "test"):
-        found[name].sort(key=lambda pair: (places[pair[0]], pair[0]))
-        del found[name][settings[name]["most"] :]
-    return found
+        parts[name].sort(key=lambda pair: (positions[pair[0]], pair[0]))
+        del parts[name][settings[name]["most"] :]
+    return parts
 
 
 def _archive(source: Path) -> Path:
     if source.is_file():
         return source
-    found = sorted(path for pattern in ARCHIVES for path in source.glob(pattern))
-    if len(found) != 1:
+    archives = sorted(path for pattern in ARCHIVES for path in source.glob(pattern))
+    if len(archives) != 1:
         expected = f"RAW has to name one, or a folder with one ({', '.join(ARCHIVES)})"
-        raise UsageError(f"{source} has {len(found) or 'no'} archives: {expected}")
-    return found[0]
+        raise UsageError(f"{source} has {len(archives) or 'no'} archives: {expected}")
+    return archives[0]
 
 
 def _messages(archive: Path, path: PurePosixPath, content: bytes) -> list[tuple[str, str]]:
@@ -175,13 +175,12 @@ def _unique(files: dict[str, list[tuple[str, str]]], words: int) -> Pairs:
     return pairs
 
 
-def _counts_in_words(found: dict[str, Pairs]) -> str:
-    """Counts of pairs and of texts that are in several languages, in words."""
-    languages = Counter(english for pairs in found.values() for english in pairs)
-    several, all_ = (sum(n >= least for n in languages.values()) for least in (2, len(found)))
+def _describe_counts(by_language: dict[str, Pairs]) -> str:
+    """The numbers of pairs, and of texts in several languages, in words."""
+    counts = Counter(english for pairs in by_language.values() for english in pairs)
+    several, all_ = (sum(n >= least for n in counts.values()) for least in (2, len(by_language)))
     shared = f"{several:,} are in two languages or more and {all_:,} in all"
-    texts = f"{len(languages):,} English texts"
-    return f"{languages.total():,} pairs of {texts}, of which {shared}"
+    return f"{counts.total():,} pairs of {len(counts):,} English texts, of which {shared}"
 
 
 def _listed(names: set[str]) -> str:

@@ -2,7 +2,7 @@
 
 | characters | become |
 |---|---|
-| any that have another canonical form, such as e and a combining accent | their NFC form |
+| those with another canonical form, such as e and a combining accent | their NFC form |
 | runs of white space, with line breaks and tabs inside a line | one space |
 | byte order marks, zero-width spaces, word joiners, soft hyphens, control characters | nothing |
 
@@ -22,14 +22,14 @@ _SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f\x85\xa0\u1680\u202f\u205f\u3000\u2028\u202
 _INVISIBLE = "\xad\u200b\u2060\ufeff" + "".join(
     chr(code) for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in _SPACES
 )
-# Half of a UTF-16 pair, which escapes of JSON may hold and UTF-8 cannot.
+# And halves of UTF-16 pairs, which JSON's escapes allow and UTF-8 does not.
 _REMOVED = re.compile(f"[{re.escape(_INVISIBLE)}\ud800-\udfff]")
 _HANGUL = range(0xAC00, 0xD7A4)
-_MOST_MARKS = 4  # whose orders are all listed
+_MAX_MARKS = 4  # of a character whose orders of marks all get a rule
 
 
 def plain(text: str) -> str:
-    """A text as the table above says, on one line."""
+    """Normalise a text by the table above, to one line."""
     if text.isascii() and text.isprintable():  # most lines
         return " ".join(text.split())
     return " ".join(unicodedata.normalize("NFC", _REMOVED.sub("", text)).split())
@@ -39,8 +39,8 @@ def plain(text: str) -> str:
 def nfc_rules() -> str:
     """The table above for sentencepiece's ``normalization_rule_tsv``.
 
-    A rule maps a sequence of characters, in hexadecimal, to another one. There is a rule for each order of
-    the marks that a character decomposes to, also with some of them composed already.
+    A rule maps a sequence of characters, in hexadecimal, to another. A character that decomposes has a rule
+    for each order of its marks, and for each number of marks that are composed already.
     """
     rules = dict.fromkeys(_INVISIBLE.replace("\0", ""), "") | dict.fromkeys(_SPACES, " ")
     for code in range(sys.maxunicode + 1):
@@ -57,15 +57,15 @@ def nfc_rules() -> str:
 def _orders(decomposed: str, composed: str) -> set[str]:
     marks = decomposed[1:]
     orders = [marks]
-    if ord(composed[0]) not in _HANGUL and len(marks) <= _MOST_MARKS:
+    if ord(composed[0]) not in _HANGUL and len(marks) <= _MAX_MARKS:
         orders = map("".join, itertools.permutations(marks))
-    found = set()
+    sequences = set()
     for order in orders:
         sequence = decomposed[0] + order
         if unicodedata.normalize("NFC", sequence) == composed:
             for end in range(1, len(sequence) + 1):
-                found.add(unicodedata.normalize("NFC", sequence[:end]) + sequence[end:])
-    return found
+                sequences.add(unicodedata.normalize("NFC", sequence[:end]) + sequence[end:])
+    return sequences
 
 
 def _hexadecimal(text: str) -> str:

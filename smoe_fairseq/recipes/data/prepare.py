@@ -8,25 +8,25 @@ from pathlib import Path
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import refusing_flags
-from smoe_fairseq.recipes.commands import CommandParser, add_learning
+from smoe_fairseq.recipes.commands import CommandParser, add_subword_options
 from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, arguments, naming_settings
 from smoe_fairseq.recipes.data import raw
 from smoe_fairseq.recipes.data.binarise import binarised_folder
 from smoe_fairseq.recipes.data.checks import print_checks
 from smoe_fairseq.recipes.data.download import remote_files
-from smoe_fairseq.recipes.folders import Folders, given_path, package_folder
-from smoe_fairseq.recipes.processes import command, dry_run, report, run, step, whole_number
+from smoe_fairseq.recipes.folders import Folders, package_folder, path_from_environment
+from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn, whole_number
 from smoe_fairseq.recipes.training.launcher import cores
 
 
 def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
-    """Download the text or take it from ``RAW``, learn subwords, and binarise every pair.
+    """Download the text or read it from ``RAW``, learn subwords, and binarise every pair.
 
-    Does nothing if that is done already. ``flags`` go to the step that learns subwords.
+    Does nothing if the data set is prepared already. ``flags`` go to the step that learns subwords.
     """
     folders = Folders(dataset.name)
     parser = CommandParser(prog="smoe prepare")
-    add_learning(parser)
+    add_subword_options(parser)
     with naming_settings(dataset, ["subwords"], flags), refusing_flags():
         parser.parse_args([*arguments(dataset.subwords), *flags])
     if dry_run():
@@ -51,24 +51,24 @@ def _is_prepared(dataset: Dataset, folders: Folders) -> bool:
 
 
 def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
-    given = given_path("RAW") if os.environ.get("RAW") else None
-    if archive := _archive(dataset, folders, given):
+    source = path_from_environment("RAW") if os.environ.get("RAW") else None
+    if archive := _archive(dataset, folders, source):
         if flags:
             advice = "give RAW=folder with text to learn others"
             raise UsageError(f"{' '.join(flags)}: {archive} comes with its subwords; {advice}")
-        run(_adopted(dataset, folders, archive, given))
+        run(_adopted(dataset, folders, archive, source))
         return
-    if given and not given.is_dir() and not dataset.raw.get("messages") and not dry_run():
+    if source and not source.is_dir() and not dataset.raw.get("messages") and not dry_run():
         raise UsageError(
-            f"RAW={given}: expected a folder with the text of {dataset.name}, such as an archive unpacked"
+            f"RAW={source}: expected a folder with the text of {dataset.name}, such as an archive unpacked"
         )
-    if given or not folders.raw.exists():
-        run(_raw_text(dataset, folders, given))
+    if source or not folders.raw.exists():
+        run(_raw_text(dataset, folders, source))
     tested = dataset.pairs
     if not dry_run() or folders.raw.exists():
         tested = raw.check(dataset, folders.raw)
     for pair in sorted(set(dataset.pairs) - set(tested)):
-        report(f"{folders.raw}/test.{pair}.* is missing: {pair} will not be scored")
+        warn(f"{folders.raw}/test.{pair}.* is missing: {pair} will not be scored")
     partial = Path(f"{folders.binary}.partial")
     try:
         run(_binarised(dataset, folders, partial, flags))
@@ -79,35 +79,36 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         print_checks(dataset, _workers()[1])
 
 
-def _archive(dataset: Dataset, folders: Folders, given: Path | None) -> Path | None:
-    """The archive of binarised text, or its folder; None if the data set is prepared from text."""
+def _archive(dataset: Dataset, folders: Folders, source: Path | None) -> Path | None:
+    """The archive of binarised text, or its folder; None to prepare the data set from text."""
     if not dataset.raw.get("binarised"):
         return None
-    if given:
-        return given if given.is_file() or binarised_folder(dataset, given) else None
-    if any(folders.raw.glob("train.*")):  # text from before, or put there by the user
+    if source:
+        return source if source.is_file() or binarised_folder(dataset, source) else None
+    if any(folders.raw.glob("train.*")):  # text of an earlier preparation, or of the user
         return None
     return folders.download / remote_files(dataset)[0].name
 
 
 def _adopted(
-    dataset: Dataset, folders: Folders, archive: Path, given: Path | None
+    dataset: Dataset, folders: Folders, archive: Path, source: Path | None
 ) -> Iterator[str]:
     yield f"# {dataset.name}: binarised text, subwords and tests as they are in the authors' archive"
-    if not given:
+    if not source:
         yield step("fetch", dataset.name, folders.download)
     words = (dataset.name, archive, folders.raw, folders.binary)
     yield step("adopt", *words, "--longest", _longest(dataset))
 
 
-def _raw_text(dataset: Dataset, folders: Folders, given: Path | None) -> Iterator[str]:
+def _raw_text(dataset: Dataset, folders: Folders, source: Path | None) -> Iterator[str]:
     builtin = dataset.raw.get("builtin")
     elsewhere = builtin or dataset.source.get("datasets")
-    if not (given or elsewhere or remote_files(dataset)):
+    if not (source or elsewhere or remote_files(dataset)):
         raise UsageError(f"{dataset.name} cannot be fetched: give its text with RAW=folder")
     yield f"# {dataset.name}: bring the text into one layout"
-    source = given or (package_folder("recipes", builtin) if builtin else folders.download)
-    if not given and not elsewhere:
+    download = not source and not elsewhere
+    source = source or (package_folder("recipes", builtin) if builtin else folders.download)
+    if download:
         yield step("fetch", dataset.name, folders.download)
         if dataset.raw.get("messages"):
             source = folders.download / remote_files(dataset)[0].name
@@ -133,7 +134,7 @@ def _binarised(
 
 
 def _longest(dataset: Dataset) -> int:
-    """The most pieces of a test sentence that fit the model beside the language token and the end."""
+    """Maximum number of pieces in a test sentence: the model's positions less language token and end."""
     return dataset.train.get("max-source-positions", FAIRSEQ_POSITIONS) - 2
 
 

@@ -18,14 +18,14 @@ from typing import Any
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
-from smoe_fairseq.recipes.config import Dataset, orders
+from smoe_fairseq.recipes.config import Dataset, both_orders
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.faults import Faults
 from smoe_fairseq.recipes.data.normalization import plain
 from smoe_fairseq.recipes.data.readers import COMPRESSED, READERS, Pair
-from smoe_fairseq.recipes.data.text_files import progress, shared
+from smoe_fairseq.recipes.data.text_files import parallel_map, progress
 from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES
-from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.processes import warn
 
 SPLITS = ("train", "valid", "test")
 SHARED = "{split}.{pair}.{language}"
@@ -35,33 +35,33 @@ SHARED = "{split}.{pair}.{language}"
 class Section:
     """Some of the sentences of a pair of languages."""
 
-    files: dict[str, Path | None]  # by language; a file that holds both is named twice
+    files: dict[str, Path | None]  # by language; both languages may have the same file
     start: int = 0
-    stop: int | None = None  # behind the last pair
-    places: tuple[float, float] | None = None  # bounds of the `place` of a pair's first side
-    elsewhere: Callable[[], Iterable[Pair]] | None = None  # reads the pairs, in place of files
+    stop: int | None = None
+    hash_range: tuple[float, float] | None = None  # bounds of the `hash_position` of the first side
+    elsewhere: Callable[[], Iterable[Pair]] | None = None  # yields the pairs, in place of files
 
     @property
     def size(self) -> int:
-        """Bytes, as a measure of the work: compressed files count three times."""
+        """Bytes to read, as an estimate: compressed files count three times."""
         files = {file for file in self.files.values() if file is not None}
         return sum(file.stat().st_size * (3 if file.suffix in COMPRESSED else 1) for file in files)
 
     def pairs(self) -> Iterator[Pair]:
-        """The sentences, each on one line and without what `plain` removes; raises as `readers.pairs`."""
-        found = readers.pairs(self.files) if self.elsewhere is None else self.elsewhere()
-        found = ((plain(first), plain(second)) for first, second in found)
-        if self.places is not None:
-            low, high = self.places
-            found = (pair for pair in found if low <= place(pair[0]) < high)
-        return islice(found, self.start, self.stop)
+        """The sentences, normalised by `plain`; raises as `readers.pairs`."""
+        pairs = readers.pairs(self.files) if self.elsewhere is None else self.elsewhere()
+        pairs = ((plain(first), plain(second)) for first, second in pairs)
+        if self.hash_range is not None:
+            low, high = self.hash_range
+            pairs = (pair for pair in pairs if low <= hash_position(pair[0]) < high)
+        return islice(pairs, self.start, self.stop)
 
 
 def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:
     """Bring the text of a folder (see `find`) into the shared layout; see `write`.
 
-    A pair without test files is reported. Raises UsageError, with ``target`` unchanged, if another file is
-    missing or damaged, or two sides differ in length.
+    A pair without test files causes a warning. Raises UsageError, with ``target`` unchanged, if another file
+    is missing or damaged, or two sides differ in length.
     """
     sections = {
         (split, pair): section
@@ -77,13 +77,12 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
 def write(
     dataset: Dataset, sections: Mapping[tuple[str, str], Section], target: Path, workers: int = 1
 ) -> dict[tuple[str, str], Counter]:
-    """Write text in the shared layout; returns how many pairs were read and kept, by split and pair.
+    """Write text in the shared layout; returns the counts of pairs read and kept, by split and pair.
 
-    Training pairs with an empty side are left out, and those that ``clean`` of the data set names. The
-    numbers of training pairs go to ``sizes.json`` beside ``target``, and of those that were left out to
-    ``left_out.json``.
+    Training pairs are left out if a side is empty, or if the data set's ``clean`` drops them. ``sizes.json``
+    next to ``target`` gets the numbers of training pairs, ``left_out.json`` those of pairs left out.
     """
-    # The longest first, so that all processes end together.
+    # The longest first, so that all processes end at about the same time.
     parts = sorted(sections.items(), key=lambda part: -part[1].size)
     size = sum(section.size for _, section in parts)
     overlap, held_out = dataset.clean.get("overlap"), {pair: [] for pair in dataset.pairs}
@@ -95,7 +94,7 @@ def write(
     with whole_folder(target, replace=True) as partial:
         copy = functools.partial(_copy, partial, dataset.clean)
         units = ((*key, section, held_out[key[1]]) for key, section in parts)
-        with progress("gather", size) as advance, shared(copy, workers, size) as each:
+        with progress("gather", size) as advance, parallel_map(copy, workers, size) as each:
             for (key, section), count in zip(parts, each(units), strict=True):
                 counts[key] = count
                 advance(section.size)
@@ -106,21 +105,21 @@ def write(
 
 
 def write_sizes(raw: Path, sizes: dict[str, int]) -> None:
-    """Write the numbers of training sentences by pair to ``sizes.json`` beside the raw text."""
+    """Write the numbers of training sentences by pair to ``sizes.json`` next to the raw text."""
     write_whole(raw.with_name(SIZES), json.dumps(sizes, indent=2) + "\n")
 
 
 def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
-    """The text of a pair; without it a UsageError, but None with a warning for a test."""
+    """The text of a pair; raises UsageError if it is missing, but only warns and returns None for a test."""
     section = find(dataset, source, split, pair)
     if isinstance(section, Section):
         used = {file.name for file in section.files.values() if file}
         named = {Path(name).name for names in all_publisher_names(dataset) for name in names}
         if (split, pair) == ("train", dataset.pairs[0]) and "files" in dataset.raw and used - named:
-            report(f"{source} has no file of `raw.files`; {' and '.join(sorted(used))} is used")
+            warn(f"{source} has no file of `raw.files`; {' and '.join(sorted(used))} is used")
         return section
     if split == "test":
-        report(f"{section} is missing: {pair} has no test data and will not be scored")
+        warn(f"{section} is missing: {pair} has no test data and will not be scored")
         return None
     texts = [f"{language}.txt" for language in dataset.languages]
     absent = [name for name in texts if _existing(source / name) is None]
@@ -137,17 +136,17 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
 def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Path:
     """The text of a pair in ``source``, or the path of a missing file.
 
-    A file for each language may have its publisher's path, its publisher's name directly in ``source``, or
-    the shared layout's name there; a file for both has one of the names of `readers`, such as
-    ``train.en-ha.tsv`` or ``train.tmx``. Text that is not split, one ``{language}.txt`` for each language,
-    ``{pair}.{language}`` or ``{pair}.tsv``, is split as ``raw.parallel`` and ``raw.split`` say. All of these
-    may be compressed. ``source`` of the data set comes first.
+    The setting ``source`` of the data set comes first. Then a file per language, at its publisher's path, or
+    directly in ``source`` with the publisher's or the shared layout's name. Then a file for both languages
+    (see `readers`), such as ``train.en-ha.tsv`` or ``train.tmx``. Last, text that is not split: a
+    ``{language}.txt`` for each language, ``{pair}.{language}`` or ``{pair}.tsv``, which are split by
+    ``raw.parallel`` and ``raw.split``. All of these may be compressed.
     """
     languages = pair.split("-")
     if split == "test" and (name := dataset.source.get("sacrebleu")):
-        return Section(readers.of_sacrebleu(name, tuple(languages)))
+        return Section(readers.sacrebleu_files(name, tuple(languages)))
     if dataset.source.get("datasets"):
-        load = functools.partial(readers.of_datasets, dataset.source, split, tuple(languages))
+        load = functools.partial(readers.read_datasets, dataset.source, split, tuple(languages))
         return Section(dict.fromkeys(languages), elsewhere=load)
     files, missing = {}, None
     for language in languages:
@@ -158,30 +157,30 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
         missing = missing or (source / names[0] if files[language] is None else None)
     if missing is None:
         return Section(files)
-    if both := _of_both(source, [f"{split}.{order}" for order in orders(pair)] + [split]):
+    if both := _of_both(source, [f"{split}.{order}" for order in both_orders(pair)] + [split]):
         return Section(dict.fromkeys(languages, both))
     return _unsplit(dataset, source, split, pair) or missing
 
 
 def _existing(path: Path, endings: Iterable[str] = ("",)) -> Path | None:
-    """The file of one of the endings, plain or compressed; raises UsageError if there are several."""
+    """The file with one of the endings, plain or compressed; raises UsageError if there are several."""
     names = (f"{path}{ending}{compressed}" for ending in endings for compressed in COMPRESSED)
-    found = [*map(Path, filter(os.path.lexists, names))]  # what is no file is named when it is read
-    if len(found) > 1:
-        raise UsageError(f"{found[0]} and {found[1]} are both there: keep the one to use")
-    return found[0] if found else None
+    files = [*map(Path, filter(os.path.lexists, names))]
+    if len(files) > 1:
+        raise UsageError(f"{files[0]} and {files[1]} are both there: keep the one to use")
+    return files[0] if files else None
 
 
 def _of_both(source: Path, stems: Iterable[str]) -> Path | None:
-    """The file of a kind that holds both languages, by its name without ending."""
+    """A file that holds both languages and has one of the names."""
     return next(filter(None, (_existing(source / stem, READERS) for stem in stems)), None)
 
 
 def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> tuple[str, ...]:
-    """The names that a publisher's file may have, by the pattern ``raw.files`` with the pair in either order.
+    """The possible names of a publisher's file, by the pattern ``raw.files`` with the pair in either order.
 
     In the pattern, ``{code}`` is the publisher's code of the language (``raw.codes``), ``{sorted}`` is the
-    pair in alphabetical order, and ``{split}`` is the split's name in ``raw.splits``.
+    pair in alphabetical order, and ``{split}`` is the publisher's name of the split (``raw.splits``).
     """
     patterns = dataset.raw.get("files", SHARED)
     pattern = patterns if isinstance(patterns, str) else patterns[split]
@@ -191,11 +190,11 @@ def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> t
         "language": language,
         "code": dataset.raw.get("codes", {}).get(language, language),
     }
-    return tuple(dict.fromkeys(pattern.format(pair=order, **words) for order in orders(pair)))
+    return tuple(dict.fromkeys(pattern.format(pair=order, **words) for order in both_orders(pair)))
 
 
 def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
-    """The names that each of a publisher's files may have."""
+    """The possible names of each of a publisher's files."""
     files = (
         publisher_names(dataset, split, pair, language)
         for split in SPLITS
@@ -206,29 +205,31 @@ def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
 
 
 def _unsplit(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
-    """The split's part of text that is not split; None if ``source`` has none."""
+    """The part of unsplit text for a split; None if ``source`` has no such text."""
     files = {language: _existing(source / f"{language}.txt") for language in dataset.languages}
-    for order in orders(pair):
+    for order in both_orders(pair):
         if None in files.values():
             files = {lang: _existing(source / f"{order}.{lang}") for lang in pair.split("-")}
     if None in files.values():
-        files = dict.fromkeys(pair.split("-"), _of_both(source, orders(pair)))
+        files = dict.fromkeys(pair.split("-"), _of_both(source, both_orders(pair)))
     if None in files.values():
         return None
     total = _count(tuple(files.items()), tuple(f.stat().st_mtime_ns for f in files.values()))
     tested = dataset.raw["parallel"]["test"]
     held = tested + dataset.raw["parallel"]["valid"]
     if held >= total:
-        what = "more than raw.parallel of the data set has for validation and test"
-        raise UsageError(f"{next(iter(files.values()))} has {total} lines: expected {what}, {held}")
+        expected = "more than raw.parallel of the data set has for validation and test"
+        raise UsageError(
+            f"{next(iter(files.values()))} has {total} lines: expected {expected}, {held}"
+        )
     files = {language: files[language] for language in pair.split("-")}
     start, stop = {"test": (0, tested), "valid": (tested, held), "train": (held, total)}[split]
     if dataset.raw.get("split") == "hash":
-        return Section(files, places=(start / total, stop / total))
+        return Section(files, hash_range=(start / total, stop / total))
     return Section(files, total - stop, total - start)  # the last lines are the test
 
 
-@functools.cache  # each split asks again, and each pair for all languages
+@functools.cache  # called for each split and pair
 def _count(files: tuple[tuple[str, Path], ...], _changed: tuple[int, ...]) -> int:
     """The number of pairs of lines; raises UsageError if files have different numbers of lines."""
     (_, first), *others = files
@@ -241,14 +242,14 @@ def _count(files: tuple[tuple[str, Path], ...], _changed: tuple[int, ...]) -> in
     return lengths[first]
 
 
-def place(text: str) -> float:
+def hash_position(text: str) -> float:
     """A hash in [0, 1) of the text's letters and digits, ignoring case."""
     words = " ".join(re.findall(r"\w+", text.casefold()))
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8]) / 2**64
 
 
 def _copy(folder: Path, clean: Mapping[str, Any], unit: tuple) -> Counter:
-    """Write a part to ``folder`` in the shared layout; returns how many pairs were read and kept."""
+    """Write a section to ``folder`` in the shared layout; returns the counts of pairs read and kept."""
     split, pair, section, held_out = unit
     faults = None
     if split == "train":
@@ -258,14 +259,14 @@ def _copy(folder: Path, clean: Mapping[str, Any], unit: tuple) -> Counter:
         files = list(dict.fromkeys(filter(None, section.files.values())))
         for file in files:
             _refuse_empty(file, split, pair)
-        told = " and ".join(map(str, files)) or "the source"
+        named = " and ".join(map(str, files)) or "the source"
         kept = "no line with text on both sides is kept"
-        raise UsageError(f"{told}: {kept}: {pair} needs one to {split}")
+        raise UsageError(f"{named}: {kept}: {pair} needs one to {split}")
     return counts
 
 
 def _held_out(languages: Sequence[str], sections: Iterable[Section]) -> Iterator[tuple]:
-    """The sentences of sections in two languages; None for a language that a section does not have."""
+    """The sentences of sections in two languages; None for a language that a section lacks."""
     for section in sections:
         if set(languages) & set(section.files):
             for pair in section.pairs():
@@ -273,14 +274,14 @@ def _held_out(languages: Sequence[str], sections: Iterable[Section]) -> Iterator
 
 
 def copy_pairs(section: Section, prefix: Path, faults: Faults | None) -> Counter:
-    """Write ``PREFIX.{language}``, without the pairs that have one of the faults; returns the counts."""
+    """Write ``PREFIX.{language}`` without faulty pairs; returns the counts."""
     counts = Counter()
     first, second = (f"{prefix}.{language}" for language in section.files)
     with open(first, "w", encoding="utf-8") as one, open(second, "w", encoding="utf-8") as other:
         for sides in section.pairs():
             counts["read"] += 1
-            if faults is not None and (found := faults.of(*sides)):
-                counts[found[0]] += 1
+            if faults is not None and (names := faults.of(*sides)):
+                counts[names[0]] += 1
                 continue
             counts["kept"] += 1
             one.write(f"{sides[0]}\n")
@@ -291,18 +292,18 @@ def copy_pairs(section: Section, prefix: Path, faults: Faults | None) -> Counter
 def check(
     dataset: Dataset, raw: Path, needed: tuple[str, ...] = ("train", "valid")
 ) -> tuple[str, ...]:
-    """The pairs that have test text; raises UsageError if a ``needed`` file is missing, or one is empty."""
+    """The pairs with test text; raises UsageError if a ``needed`` file is missing, or a file is empty."""
     tested = []
     for pair in dataset.pairs:
         for split in (*needed, "test"):
             files = [raw / f"{split}.{pair}.{language}" for language in pair.split("-")]
-            there = [file for file in files if file.exists()]
-            for file in there:
+            present = [file for file in files if file.exists()]
+            for file in present:
                 _refuse_empty(file, split, pair)
-            if there == files and split == "test":
+            if present == files and split == "test":
                 tested.append(pair)
-            elif there != files and split != "test":
-                missing = next(file for file in files if file not in there)
+            elif present != files and split != "test":
+                missing = next(file for file in files if file not in present)
                 raise UsageError(f"{missing} is missing: {pair} needs it to {split}")
     return tuple(tested)
 

@@ -1,11 +1,11 @@
-"""Readers of sentence pairs from all supported kinds of files; all commands use them.
+"""Readers of sentence pairs, for all supported kinds of files.
 
 | file ending | contents |
 |---|---|
 | `.tsv` | a column for each language, named in the first line or by the file (``train.en-ha.tsv``) |
-| `.jsonl`, `.json` | an object on each line, ``{"en": "...", "ha": "..."}``, perhaps below ``translation`` |
-| `.tmx` | translation units; a language is that of its code's first part (``en`` for ``en-US``) |
-| anything else | a sentence per line, with a file for each language |
+| `.jsonl`, `.json` | an object on each line, ``{"en": "...", "ha": "..."}``, or that as its ``translation`` |
+| `.tmx` | translation units; ``en`` matches the codes ``en`` and ``en-US`` |
+| other | a sentence per line, in a file per language |
 
 Each may be compressed: `.gz`, `.xz`, `.bz2`, `.zst`.
 """
@@ -26,7 +26,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 
 Pair = tuple[str, str]
-LONGEST = 1 << 24  # bytes of a line: more is no sentence, and may be a whole file without line ends
+MAX_LINE_BYTES = 1 << 24  # a longer line may be a whole file without line ends
 
 
 def _zstandard(path: Path) -> IO[bytes]:
@@ -39,7 +39,7 @@ def _zstandard(path: Path) -> IO[bytes]:
 
 
 class _Frames(io.RawIOBase):
-    """The content of a file of zstandard, whose own reader does not notice that a file is cut off."""
+    """The content of a .zst file; unlike zstandard's own reader, it notices that a file is cut off."""
 
     def __init__(self, path: Path, decompressor):
         self.file, self.decompressor, self.frame = open(path, "rb"), decompressor, None
@@ -74,11 +74,11 @@ COMPRESSED: dict[str, Callable] = {
 }
 
 _DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)
-_BEGINNINGS = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ", ".bz2": b"BZh", ".zst": b"\x28\xb5\x2f\xfd"}
+_MAGIC = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ", ".bz2": b"BZh", ".zst": b"\x28\xb5\x2f\xfd"}
 
 
 def ending_of(path: Path) -> str:
-    """The part of a name that tells its kind, without that of its compression: ``.tsv``, or ""."""
+    """The ending in `READERS`, before that of a compression; "" if there is none."""
     suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSED]
     return suffixes[-1] if suffixes and suffixes[-1] in READERS else ""
 
@@ -88,7 +88,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """A file's bytes, decompressed.
 
     Raises:
-        UsageError: it is missing, a pipe or a device, or damaged; also while it is read in the context.
+        UsageError: it is missing, a pipe or a device, or damaged, even if this is noticed only on reading.
     """
     check_plain(path)
     try:
@@ -98,7 +98,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         reason, of_file = getattr(error, "strerror", None), getattr(error, "filename", None)
         if of_file is not None and Path(of_file) != path:
             raise
-        # bz2 raises an OSError for damage.
+        # bz2 raises an OSError for damage, too.
         if isinstance(error, OSError) and reason and path.suffix != ".bz2":
             raise UsageError(f"{path} cannot be read: {reason}") from None
         of_zstandard = type(error).__module__.partition(".")[0] in ("zstandard", "zstd")
@@ -108,21 +108,23 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, without line feeds; a byte order mark at the beginning is left out.
+    """The lines of a text file, without line feeds and without a byte order mark at the beginning.
 
     Raises:
-        UsageError: see `opened`; or a line is not UTF-8, or is longer than `LONGEST`.
+        UsageError: see `opened`; or a line is not UTF-8, or is longer than `MAX_LINE_BYTES`.
     """
     number = 0
     with opened(path) as content:
-        while line := content.readline(LONGEST + 1):
+        while line := content.readline(MAX_LINE_BYTES + 1):
             number += 1
-            if len(line) > LONGEST:
-                raise UsageError(f"{path}, line {number}: expected at most {LONGEST:,} bytes")
+            if len(line) > MAX_LINE_BYTES:
+                raise UsageError(
+                    f"{path}, line {number}: expected at most {MAX_LINE_BYTES:,} bytes"
+                )
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                for ending, beginning in _BEGINNINGS.items():
+                for ending, beginning in _MAGIC.items():
                     if number == 1 and line.startswith(beginning):
                         expected = f"expected text, or a name that ends in {ending}"
                         twice = "of text that was compressed twice, decompress it once"
@@ -133,7 +135,7 @@ def lines(path: Path) -> Iterator[str]:
 
 
 def pairs(files: Mapping[str, Path]) -> Iterator[Pair]:
-    """The pairs of sentences in the file, or the two files, of two languages, in the mapping's order.
+    """The pairs of sentences in the files of two languages, which may be one file.
 
     Raises:
         UsageError: a file is unreadable, has no record with both languages, or two files have different
@@ -148,16 +150,16 @@ def pairs(files: Mapping[str, Path]) -> Iterator[Pair]:
     if reader is None:
         both, expected = " and ".join(languages), f"expected one of {', '.join(READERS)}"
         raise UsageError(f"{first} is named for both {both}: {expected}")
-    yield from _some(reader(first, languages), str(first), languages)
+    yield from _not_empty(reader(first, languages), str(first), languages)
 
 
-def _some(found: Iterator[Pair], called: str, languages: Pair) -> Iterator[Pair]:
+def _not_empty(pairs: Iterator[Pair], source: str, languages: Pair) -> Iterator[Pair]:
     """The pairs; raises UsageError if there is none."""
-    first = next(found, None)
+    first = next(pairs, None)
     if first is None:
-        raise UsageError(f"{called} has no record with both {' and '.join(languages)}")
+        raise UsageError(f"{source} has no record with both {' and '.join(languages)}")
     yield first
-    yield from found
+    yield from pairs
 
 
 def _aligned(first: Path, second: Path) -> Iterator[Pair]:
@@ -192,8 +194,8 @@ def _tab_separated(path: Path, languages: Pair) -> Iterator[Pair]:
                 raise UsageError(f"{path}, line 1: expected {expected}, or {name}")
             places = [named.index(language) for language in languages]
         if len(cells) != columns:
-            found = f"{path}, line {number} has {len(cells)} columns"
-            raise UsageError(f"{found}: expected {columns}, as in line 1")
+            count = f"{path}, line {number} has {len(cells)} columns"
+            raise UsageError(f"{count}: expected {columns}, as in line 1")
         yield cells[places[0]], cells[places[1]]
 
 
@@ -209,24 +211,24 @@ def _json_lines(path: Path, languages: Pair) -> Iterator[Pair]:
 
 
 def record_pair(record: object, languages: Pair, place: str) -> Iterator[Pair]:
-    """The pair of a record, if it has both languages; raises UsageError if it holds something else."""
+    """The pair of a record, if it has both languages; raises UsageError for other content than texts."""
     texts = record.get("translation", record) if isinstance(record, dict) else None
     if not isinstance(texts, dict):
         example = '{"translation": {"en": "...", "ha": "..."}}'
         raise UsageError(f"{place}: expected a text for each language, such as {example}")
-    found = [texts.get(language) for language in languages]
-    if None in found:
+    pair = [texts.get(language) for language in languages]
+    if None in pair:
         return
-    for language, text in zip(languages, found, strict=True):
+    for language, text in zip(languages, pair, strict=True):
         if not isinstance(text, str):
             raise UsageError(f"{place}: the value of {language} is {text!r}: expected text")
-    yield found[0], found[1]
+    yield pair[0], pair[1]
 
 
-_CODES = {"bpt", "ept", "it", "ph", "ut"}  # elements that hold markup of another format, no text
+_MARKUP = {"bpt", "ept", "it", "ph", "ut"}  # elements whose content is markup of another format
 
 
-def _memory(path: Path, languages: Pair) -> Iterator[Pair]:
+def _translation_memory(path: Path, languages: Pair) -> Iterator[Pair]:
     from lxml import etree
 
     with opened(path) as content:
@@ -251,10 +253,10 @@ def _memory(path: Path, languages: Pair) -> Iterator[Pair]:
 
 
 def _text(element) -> str:
-    """Its text, and that of elements in it which are no codes."""
+    """The text of an element, without markup."""
     parts = [element.text or ""]
     for child in element:
-        if isinstance(child.tag, str) and child.tag.rpartition("}")[2] not in _CODES:
+        if isinstance(child.tag, str) and child.tag.rpartition("}")[2] not in _MARKUP:
             parts.append(_text(child))
         parts.append(child.tail or "")
     return "".join(parts)
@@ -264,15 +266,15 @@ READERS: dict[str, Callable[[Path, Pair], Iterator[Pair]]] = {
     ".tsv": _tab_separated,
     ".jsonl": _json_lines,
     ".json": _json_lines,
-    ".tmx": _memory,
+    ".tmx": _translation_memory,
 }
 
 
-# Text that lies elsewhere: a Hugging Face data set, a test set of sacreBLEU.
+# Text from elsewhere: a Hugging Face data set, a test set of sacreBLEU.
 
 
-def of_datasets(source: Mapping, split: str, languages: Pair) -> Iterator[Pair]:
-    """The pairs of a split of a data set of Hugging Face's ``datasets``, or a folder of ``save_to_disk``.
+def read_datasets(source: Mapping, split: str, languages: Pair) -> Iterator[Pair]:
+    """The pairs in a split of a Hugging Face data set, or of a folder written by ``save_to_disk``.
 
     Args:
         source: ``datasets``, a name or a folder; ``config``; and ``splits``, its names of the splits.
@@ -283,41 +285,43 @@ def of_datasets(source: Mapping, split: str, languages: Pair) -> Iterator[Pair]:
         install = "pip install 'smoe-fairseq[datasets]'"
         raise UsageError(f"`source.datasets` needs the package datasets: {install}") from None
     name, config = str(source["datasets"]), source.get("config")
-    own = source.get("splits", {}).get(split, {"valid": "validation"}.get(split, split))
-    place = f"{name}{f' ({config})' * (config is not None)}, split {own}"
+    split = source.get("splits", {}).get(split, {"valid": "validation"}.get(split, split))
+    place = f"{name}{f' ({config})' * (config is not None)}, split {split}"
     try:
         if Path(name).is_dir() and not any(Path(name).glob("*.parquet")):
-            records = datasets.load_from_disk(name)[own]
+            records = datasets.load_from_disk(name)[split]
         else:
-            records = datasets.load_dataset(name, config, split=own)
+            records = datasets.load_dataset(name, config, split=split)
     except KeyError:
         raise UsageError(f"{place}: there is no such split; name it in `source.splits`") from None
     except Exception as error:  # of the hub, the network, the file system or pyarrow
-        said = " ".join(str(error).split())[:300]
-        raise UsageError(f"{place} cannot be loaded ({type(error).__name__}: {said})") from None
-    found = (
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"{place} cannot be loaded ({type(error).__name__}: {reason})") from None
+    pairs = (
         pair
         for number, record in enumerate(records, 1)
         for pair in record_pair(record, languages, f"{place}, record {number}")
     )
-    yield from _some(found, place, languages)
+    yield from _not_empty(pairs, place, languages)
 
 
-def of_sacrebleu(name: str, languages: Pair) -> dict[str, Path]:
-    """The files of a test set that sacreBLEU knows, by language; it downloads them once."""
+def sacrebleu_files(name: str, languages: Pair) -> dict[str, Path]:
+    """The files of a sacreBLEU test set by language; sacreBLEU downloads them once."""
     from sacrebleu import utils
 
     if name not in utils.get_available_testsets():
         raise UsageError(f"`source.sacrebleu` {name}: `sacrebleu --list` has all test sets")
-    there = utils.get_langpairs_for_testset(name)
+    known = utils.get_langpairs_for_testset(name)
     for order in (languages, languages[::-1]):
         pair = "-".join(order)
-        if pair in there:
+        if pair in known:
             try:
                 files = utils.get_source_file(name, pair), utils.get_reference_files(name, pair)[0]
             except (Exception, SystemExit) as error:
-                said = " ".join(str(error).split())
-                raise UsageError(f"sacreBLEU's {name} of {pair} cannot be loaded: {said}") from None
+                reason = " ".join(str(error).split())
+                raise UsageError(
+                    f"sacreBLEU's {name} of {pair} cannot be loaded: {reason}"
+                ) from None
             by_language = dict(zip(order, map(Path, files), strict=True))
             return {language: by_language[language] for language in languages}
-    raise UsageError(f"sacreBLEU's {name} has no {'-'.join(languages)}; it has {', '.join(there)}")
+    raise UsageError(f"sacreBLEU's {name} has no {'-'.join(languages)}; it has {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Subwords: learn a sentencepiece model from text, and encode text; also ``smoe subwords``."""
+"""Learn a sentencepiece model from text, and encode text; also ``smoe subwords``."""
 
 import io
 import itertools
@@ -23,33 +23,33 @@ from smoe_fairseq.files import (
 )
 from smoe_fairseq.flags import positive
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.recipes.commands import add_learning
+from smoe_fairseq.recipes.commands import add_subword_options
 from smoe_fairseq.recipes.config import arguments
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.normalization import nfc_rules
-from smoe_fairseq.recipes.data.text_files import Chunk, by_chunk, count_lines
+from smoe_fairseq.recipes.data.text_files import Chunk, count_lines, map_chunks
 from smoe_fairseq.recipes.folders import shard_names
-from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.processes import warn
 
 _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq adds to every dictionary
-# Bytes of memory per byte of training text, as measured (docs/reproduce.md).
+# Measured bytes of memory per byte of training text (docs/reproduce.md).
 _BYTES_PER_BYTE = {"unigram": 21, "bpe": 6}
 _LEARN = (
     "learn a sentencepiece model; writes DIR/spm.model and DIR/dict.txt, which is for --srcdict and "
     "--tgtdict of fairseq-preprocess"
 )
-# Values of --normalization, and sentencepiece's names of their rules.
+# sentencepiece's rule names, by value of --normalization.
 _NAMES = {"nfkc": "nmt_nfkc", "identity": "identity"}
-# A line of sentencepiece's file of rules.
+# A line in a file of rules for sentencepiece.
 _RULE = re.compile(r"[0-9A-Fa-f]+( [0-9A-Fa-f]+)*\t([0-9A-Fa-f]+ ?)*(\t.*)?")
 _ENCODE = "text to subwords: writes a file of the same name to DIR for each"
 
 
 def add_subwords_arguments(parser: ArgumentParser) -> None:
-    """The actions ``learn`` and ``encode``."""
+    """Add the actions ``learn`` and ``encode``."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     learn = actions.add_parser("learn", help=_LEARN, description=_LEARN)
-    add_learning(learn, vocab_size=8000)
+    add_subword_options(learn, vocab_size=8000)
     encode = actions.add_parser("encode", help=_ENCODE, description=_ENCODE)
     encode.add_argument("model", metavar="MODEL", type=Path, help="spm.model, written by learn")
     encode.add_argument("--workers", type=positive, default=1, metavar="N", help="processes (1)")
@@ -61,7 +61,7 @@ def add_subwords_arguments(parser: ArgumentParser) -> None:
 
 
 def run_subwords(args: Namespace) -> None:
-    """Raises UsageError if the text or the model cannot be read, or if the folder exists."""
+    """Raises UsageError if the text or the model cannot be read, or the output exists."""
     for file in args.text:
         if not file.is_file():
             raise UsageError(f"{file} is not a file: expected text, a sentence per line")
@@ -72,8 +72,8 @@ def run_subwords(args: Namespace) -> None:
             refuse_existing(args.output / name, f"--output: {args.output / name}")
         learn_from(args.text, args.output, **options)
         return
-    called = [f.stem if f.suffix in readers.COMPRESSED else f.name for f in args.text]
-    if twice := sorted(name for name in called if called.count(name) > 1):
+    names = [f.stem if f.suffix in readers.COMPRESSED else f.name for f in args.text]
+    if twice := sorted(name for name in names if names.count(name) > 1):
         raise UsageError(f"two files are called {twice[0]}: encode them to folders of their own")
     model = read_subwords(args.model)
     with whole_folder(args.output) as folder, tempfile.TemporaryDirectory() as plain:
@@ -83,7 +83,7 @@ def run_subwords(args: Namespace) -> None:
 
 
 def _plain(file: Path, folder: Path) -> Path:
-    """The file, or if it is compressed a plain copy in the folder."""
+    """The file, or a decompressed copy in ``folder`` if it is compressed."""
     if file.suffix not in readers.COMPRESSED:
         return file
     copy = folder / file.stem
@@ -93,7 +93,7 @@ def _plain(file: Path, folder: Path) -> Path:
 
 
 def learn(raw: Path, output: Path, **options) -> None:
-    """Call `learn_from` with the files ``train.*`` of ``raw``."""
+    """Train a model on the files ``train.*`` of ``raw``; see `learn_from`."""
     files = sorted(raw.glob("train.*"))
     if not files:
         raise UsageError(f"{raw} has no training text (train.eng-xxx.eng and so on)")
@@ -113,14 +113,14 @@ def learn_from(
 
     Args:
         files: plain text in UTF-8, perhaps compressed.
-        normalization: what the model does to text before it divides it: ``nfc`` (see `normalization`),
-            ``nfkc`` (sentencepiece's ``nmt_nfkc``, which changes punctuation of Chinese and more),
-            ``identity``, or a file of sentencepiece's rules.
+        normalization: how the model normalises text: ``nfc`` (see `normalization`), ``nfkc`` (sentencepiece's
+            ``nmt_nfkc``, which changes Chinese punctuation and more), ``identity``, or a file of
+            sentencepiece's rules.
         user_defined_symbols: pieces that are never divided.
-        options: others of sentencepiece.
+        options: other options of sentencepiece.
 
     Raises:
-        UsageError: sentencepiece cannot learn from the text, or that takes too much memory.
+        UsageError: sentencepiece cannot learn from the text, or needs too much memory.
     """
     raw = files[0] if len(files) == 1 else files[0].parent
     _check_memory(raw, files, options)
@@ -155,28 +155,26 @@ def learn_from(
                 **options,
             )
         except (RuntimeError, ValueError, OverflowError) as error:
-            given = options | {"user_defined_symbols": list(user_defined_symbols) or None}
-            words = arguments({name.replace("_", "-"): value for name, value in given.items()})
-            flags = shlex.join(words)
-            said = re.sub(r"\w+: (src/\S+ \[.*?\] )?", "", str(error), count=1)  # its source line
-            raise UsageError(
-                f"sentencepiece cannot learn from {raw} with {flags}: {said or error}"
-            ) from None
+            options |= {"user_defined_symbols": list(user_defined_symbols) or None}
+            flags = arguments({name.replace("_", "-"): value for name, value in options.items()})
+            failed = f"sentencepiece cannot learn from {raw} with {shlex.join(flags)}"
+            reason = re.sub(r"\w+: (src/\S+ \[.*?\] )?", "", str(error), count=1)  # its source line
+            raise UsageError(f"{failed}: {reason or error}") from None
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
-    # fairseq's format is a piece and its count per line; the counts are used for sorting only.
+    # fairseq's format is a piece and its count per line; it uses the counts only for sorting.
     dictionary = "".join(f"{piece} 1\n" for piece in pieces[_SPECIAL_PIECES:])
     written = [output / "dict.txt", output / "spm.model"]
     with whole_files(written, parents=True) as (words, pieces_file):
         Path(words).write_text(dictionary, "utf-8")
         Path(pieces_file).write_bytes(model.getvalue())
-    if len(pieces) < (asked := options.get("vocab_size", 0)):
-        report(f"{len(pieces):,} pieces in place of {asked:,}: the text has no more")
+    if len(pieces) < (size := options.get("vocab_size", 0)):
+        warn(f"{len(pieces):,} pieces in place of {size:,}: the text has no more")
     print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
 
 
 def _check_memory(raw: Path, files: list[Path], options: dict) -> None:
-    """Raise UsageError if learning would run out of memory, which may happen after an hour."""
+    """Raise UsageError if learning would run out of memory, perhaps after an hour."""
     memory = machine_memory()
     size = sum(file.stat().st_size for file in files)
     needed = _BYTES_PER_BYTE[options.get("model_type", "unigram")]
@@ -186,19 +184,19 @@ def _check_memory(raw: Path, files: list[Path], options: dict) -> None:
     drawn = min(lines, options.get("input_sentence_size") or lines)
     if (whole := needed * size * drawn // max(1, lines)) > memory:
         fitting = float(f"{0.8 * drawn * memory / whole:.2g}")
-        bytes_ = f"{whole / 1e9:.1f} GB of memory, and there are {memory / 1e9:.1f} GB"
-        takes = f"learning subwords from {drawn:,} lines of {raw} takes about {bytes_}"
+        sizes = f"{whole / 1e9:.1f} GB of memory, and there are {memory / 1e9:.1f} GB"
+        takes = f"learning subwords from {drawn:,} lines of {raw} takes about {sizes}"
         raise UsageError(f"{takes}: draw fewer with --input-sentence-size {fitting:.0f}")
 
 
 def encode(
     model: Path, raw: Path, output: Path, shards: int = 1, longest: int = 0, workers: int = 1
 ) -> None:
-    """Write every file of ``raw`` to ``output`` as pieces; ``workers`` do not change the result.
+    """Write every file of ``raw`` to ``output`` as pieces; the result does not depend on ``workers``.
 
     With several ``shards``, line ``n`` of a training file goes to ``output/shardI`` with ``I = n % shards``,
     and other splits go to the first shard. In the other splits, lines are cut off after ``longest`` pieces
-    (0: never), and their number is reported.
+    (0: never), with a warning.
     """
     loaded = read_subwords(model)
     files = sorted(raw.glob("*.*-*.*"))
@@ -214,7 +212,7 @@ def encode(
 class _Encoder:
     """Maps a chunk to its encoded lines by shard, the number of lines cut off, and the number of lines.
 
-    The chunk's first line is in the first of these shards, wherever the chunk is in its file.
+    The shards are relative: the chunk's first line is always in the first one.
     """
 
     model: sentencepiece.SentencePieceProcessor
@@ -244,10 +242,10 @@ def encode_files(
     longest: int = 0,
     workers: int = 1,
 ) -> int:
-    """Write files of the same names to ``folders``, one for each shard; returns the number of lines."""
+    """Write files of the same names to ``folders``, one per shard; returns the number of lines."""
     encoder = _Encoder(model, len(folders), longest)
     total = 0
-    with by_chunk("encode", encoder, files, workers) as by_file:
+    with map_chunks("encode", encoder, files, workers) as by_file:
         for file, results in by_file:
             line = cuts = 0
             with ExitStack() as opened:
@@ -255,11 +253,11 @@ def encode_files(
                     opened.enter_context(open(folder / file.name, "wb"))
                     for folder in folders[: encoder.shards_of(file)]
                 ]
-                for dealt, cut, lines in results:
-                    for i, text in enumerate(dealt):
+                for texts, cut, lines in results:
+                    for i, text in enumerate(texts):
                         outputs[(line + i) % len(outputs)].write(text)
                     line, cuts = line + lines, cuts + cut
             if cuts:
-                report(f"{cuts} lines of {file} have more than {longest} pieces and are cut off")
+                warn(f"{cuts} lines of {file} have more than {longest} pieces and are cut off")
             total += line
     return total

@@ -1,4 +1,4 @@
-"""Large text files: chunks of lines, worker processes that share them, and progress."""
+"""Large text files: chunks of lines, worker processes, and progress."""
 
 import multiprocessing
 import os
@@ -22,9 +22,9 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 from smoe_fairseq.training.screen import duration
 
-CHUNK = 1 << 20  # bytes, some tenths of a second of work
-_NEWS_SECONDS = 30  # between two lines on progress in a log
-_AHEAD = 4  # results per process that may wait for an earlier one, which bounds their memory
+CHUNK = 1 << 20  # bytes; a few tenths of a second of work
+_REPORT_SECONDS = 30  # between two lines of progress in a log
+_AHEAD = 4  # maximum number of results per process that wait for an earlier one, to bound memory
 _function: Callable[[Any], Any]  # of a worker process
 
 
@@ -55,7 +55,7 @@ class Chunk:
 
 
 def chunks(file: Path) -> Iterator[Chunk]:
-    """The file in parts of `CHUNK` bytes and the rest of the last line; none of an empty file."""
+    """The file in chunks of at least `CHUNK` bytes, up to the end of a line; none for an empty file."""
     check_plain(file)
     size = file.stat().st_size
     stop = 0
@@ -69,7 +69,7 @@ def chunks(file: Path) -> Iterator[Chunk]:
 
 
 def count_lines(file: Path) -> int:
-    """The number of lines; one without a line feed at the end counts too."""
+    """The number of lines, including a last one without a line feed."""
     check_plain(file)
     with open(file, "rb") as lines:
         return sum(1 for _ in lines)
@@ -77,8 +77,8 @@ def count_lines(file: Path) -> int:
 
 @contextmanager
 def progress(step: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
-    """Yield ``advance(number)``: shows a bar at a terminal, and prints a line now and then elsewhere."""
-    start = said = time.monotonic()
+    """Yield ``advance(number)``: it shows a bar at a terminal, and prints a line now and then elsewhere."""
+    start = reported = time.monotonic()
     done, size, name = 0, *((1e6, "MB") if unit == "B" else (1, unit))
     with tqdm(
         total=total,
@@ -90,11 +90,11 @@ def progress(step: str, total: int, unit: str = "B") -> Iterator[Callable[[int],
     ) as bar:
 
         def advance(number: int) -> None:
-            nonlocal done, said
+            nonlocal done, reported
             done += number
             bar.update(number)
-            if bar.disable and (now := time.monotonic()) - said >= _NEWS_SECONDS:
-                said, rest = now, duration((now - start) * (total - done) / max(done, 1))
+            if bar.disable and (now := time.monotonic()) - reported >= _REPORT_SECONDS:
+                reported, rest = now, duration((now - start) * (total - done) / max(done, 1))
                 words = f"{step}: {done / size:,.0f} of {total / size:,.0f} {name} | {rest} left"
                 print(words, file=sys.stderr, flush=True)
 
@@ -102,13 +102,13 @@ def progress(step: str, total: int, unit: str = "B") -> Iterator[Callable[[int],
 
 
 @contextmanager
-def by_chunk(
+def map_chunks(
     step: str, function: Callable[[Chunk], Any], files: Iterable[Path], workers: int
 ) -> Iterator[Iterator[tuple[Path, Iterator]]]:
-    """Yield pairs of a file and an iterator over ``function(chunk)`` of its `chunks`, with progress."""
+    """Yield, with progress, each file and an iterator over ``function(chunk)`` for its chunks."""
     parts = [(file, list(chunks(file))) for file in files]
     size = sum(chunk.size for _, part in parts for chunk in part)
-    with progress(step, size) as advance, shared(function, workers, size) as each:
+    with progress(step, size) as advance, parallel_map(function, workers, size) as each:
         results = each(chunk for _, part in parts for chunk in part)
 
         def results_of(part: list[Chunk]) -> Iterator:
@@ -120,16 +120,16 @@ def by_chunk(
 
 
 @contextmanager
-def shared(
+def parallel_map(
     function: Callable[[Any], Any], workers: int, size: int
 ) -> Iterator[Callable[[Iterable], Iterator]]:
-    """Yield ``each``, a parallel ``map``: ``each(units)`` yields ``function(unit)`` in the units' order.
+    """Yield ``each``: ``each(units)`` computes ``function(unit)`` in parallel, in the units' order.
 
     The function is sent to each process once. The processes end with the context, or with this process.
 
     Args:
-        workers: the maximum number of processes; with 1 everything happens in this process.
-        size: bytes of all the work, of which each process gets at least a `CHUNK`.
+        workers: maximum number of processes; 1: compute in this process.
+        size: bytes of all units. Each process gets at least a `CHUNK`.
 
     Raises:
         UsageError: a process was killed.
@@ -154,7 +154,7 @@ def _each(submit: Callable[[Any], Future], ahead: int, units: Iterable) -> Itera
 
 @contextmanager
 def workers_for(make: Callable, *arguments: Any, count: int) -> Iterator[Callable[[Any], Future]]:
-    """Yield ``submit(unit)``, whose result is that of ``make(*arguments)(unit)`` in one of the processes.
+    """Yield ``submit(unit)``, which computes ``make(*arguments)(unit)`` in one of the processes.
 
     Each process calls ``make`` once. They end with the context, or with this process.
 
@@ -162,7 +162,7 @@ def workers_for(make: Callable, *arguments: Any, count: int) -> Iterator[Callabl
         UsageError: a process was killed.
     """
     spawn = multiprocessing.get_context("spawn")  # a fork would copy the libraries' threads
-    pool = ProcessPoolExecutor(count, spawn, _begin_worker, (make, *arguments))
+    pool = ProcessPoolExecutor(count, spawn, _start_worker, (make, *arguments))
     try:
         yield partial(pool.submit, _work)
     except BrokenProcessPool:
@@ -172,9 +172,9 @@ def workers_for(make: Callable, *arguments: Any, count: int) -> Iterator[Callabl
         pool.shutdown(cancel_futures=True)
 
 
-def _begin_worker(make: Callable, *arguments: Any) -> None:
+def _start_worker(make: Callable, *arguments: Any) -> None:
     global _function
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _function = make(*arguments)
 

@@ -18,7 +18,7 @@ from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.grid import Grid, number
 from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
-from smoe_fairseq.recipes.folders import Folders, method_of, order, seed_in, tested_text
+from smoe_fairseq.recipes.folders import Folders, run_method, run_order, run_seed, test_file
 
 SAMPLES = 1000  # of the bootstrap
 BySeed = Mapping[int | None, float]
@@ -74,7 +74,7 @@ class SentenceCounter:
     """Counts what a metric (one of `scores.METRICS`) is made of, in each sentence of a direction."""
 
     def __init__(self, dataset: Dataset, direction: str, metric: str):
-        self.reference = tested_text(dataset, direction, direction.split("-")[1])
+        self.reference = test_file(dataset, direction, direction.split("-")[1])
         references = scores.lines_of(self.reference)
         self.sentences = len(references)
         if metric == scores.CHRF:
@@ -167,8 +167,8 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
         points = [system.points(common) for system in systems.values()]
         rows.append(["average", *_row(points, None), number(by_seeds(*points), digits=4)])
         notes += [f"{name}: {', '.join(system.runs)}" for name, system in systems.items()]
-        notes.append(_smallest(*points))
-        notes += _within_seeds(systems.values(), points)
+        notes.append(_smallest_p_note(*points))
+        notes += _paired_note(systems.values(), points)
     said = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
     notes += [f"{said} {signature}" for signature in sorted(signatures)]
     return Grid(header, rows, notes)
@@ -179,8 +179,8 @@ class _System:
 
     def __init__(self, dataset: Dataset, name: str, metric: str):
         self.metric, self.folder = metric, Folders(dataset.name).runs
-        found = sorted((p.name for p in self.folder.glob("*") if p.is_dir()), key=order)
-        runs = [run for run in found if name in (run, method_of(run))]
+        found = sorted((p.name for p in self.folder.glob("*") if p.is_dir()), key=run_order)
+        runs = [run for run in found if name in (run, run_method(run))]
         self.runs = {run: scores.read(self.folder / run) for run in runs}
         self.runs = {run: result for run, result in self.runs.items() if result}
         if not self.runs:
@@ -216,7 +216,7 @@ def by_seeds(first: Sequence[float], second: Sequence[float]) -> float | None:
     return float(stats.permutation_test((first, second), distance, **options).pvalue)
 
 
-def _smallest(first: Sequence[float], second: Sequence[float]) -> str:
+def _smallest_p_note(first: Sequence[float], second: Sequence[float]) -> str:
     """A note on the smallest p-value that the permutation test can give for so many runs."""
     if by_seeds(first, second) is None:
         return "p (seeds) takes two runs of each"
@@ -224,9 +224,9 @@ def _smallest(first: Sequence[float], second: Sequence[float]) -> str:
     return f"p (seeds): permutation test over the runs; with so many it is at least {apart:.4f}"
 
 
-def _within_seeds(systems: Collection["_System"], points: Sequence[Sequence[float]]) -> list[str]:
+def _paired_note(systems: Collection["_System"], points: Sequence[Sequence[float]]) -> list[str]:
     pairs = zip(systems, points, strict=True)
-    apart = paired(*(dict(zip(map(seed_in, system.runs), of)) for system, of in pairs))
+    apart = paired(*(dict(zip(map(run_seed, system.runs), of)) for system, of in pairs))
     if apart is None or apart.low is None:
         return []
     return [f"within the {apart.count} seeds of both: {apart}, 95 percent interval (paired t)"]

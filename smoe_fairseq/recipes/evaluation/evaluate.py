@@ -19,11 +19,11 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import rank_files, write_whole
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import (
-    OF_RECIPE,
+    RECIPE_FLAGS,
     Dataset,
     Flags,
     arguments,
-    given_flags,
+    flag_values,
     method_flags,
     naming_settings,
 )
@@ -31,8 +31,8 @@ from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.data.text_files import count_lines, progress
 from smoe_fairseq.recipes.evaluation import generate, metrics, scores
-from smoe_fairseq.recipes.folders import Folders, run_name, seed_of, tested_text
-from smoe_fairseq.recipes.processes import command, dry_run, report, run, step
+from smoe_fairseq.recipes.folders import Folders, run_name, seed_of, test_file
+from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.train import data_arguments
 
@@ -64,11 +64,11 @@ class Evaluation:
 
     def source(self, direction: str) -> Path:
         """The raw text that is translated."""
-        return tested_text(self.dataset, direction, direction.split("-")[0])
+        return test_file(self.dataset, direction, direction.split("-")[0])
 
     def reference(self, direction: str) -> Path:
         """The raw text that a direction is scored against."""
-        return tested_text(self.dataset, direction, direction.split("-")[1])
+        return test_file(self.dataset, direction, direction.split("-")[1])
 
     def generation(self, direction: str) -> list[str]:
         """The arguments of ``fairseq-generate``."""
@@ -108,10 +108,10 @@ class Evaluation:
 
     def resume(self) -> dict[str, scores.Score]:
         """The scores that this evaluation has so far; the remains of another one are deleted."""
-        if self._is_of_this(self.complete) and not self.partial.exists():
+        if self._matches(self.complete) and not self.partial.exists():
             if len(scored := self.scored(self.complete)) == len(self.directions):
                 return scored
-        if not self._is_of_this(self.partial):
+        if not self._matches(self.partial):
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
             write_whole(self.partial / FILE, json.dumps(self._key, indent=2) + "\n")
@@ -138,7 +138,7 @@ class Evaluation:
         shutil.rmtree(self.complete, ignore_errors=True)
         os.replace(self.partial, self.complete)
 
-    def _is_of_this(self, folder: Path) -> bool:
+    def _matches(self, folder: Path) -> bool:
         try:
             return read_json(folder / FILE) == self._key
         except UsageError:
@@ -193,7 +193,7 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
     evaluation = plan(dataset, method, flags, checkpoint or dataset.checkpoint)
     scorer = scores.scorer()
     for direction in sorted(set(dataset.directions) - set(evaluation.directions)):
-        report(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
+        warn(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
     run(evaluation.making)
     with naming_settings(dataset, ["sacrebleu"]):
         for language in {direction.split("-")[1] for direction in evaluation.directions}:
@@ -217,7 +217,7 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
 def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Evaluation:
     """The evaluation of a method's run with the seed ``SEED``; ``which`` is its checkpoint."""
     method_flags(method, dataset)  # raises for an unknown method
-    for flag in {f"--{name}" for name in OF_RECIPE} & given_flags(flags).keys():
+    for flag in {f"--{name}" for name in RECIPE_FLAGS} & flag_values(flags).keys():
         raise UsageError(
             f"{flag} is set by the recipe; `smoe translate` takes any text and checkpoint"
         )
@@ -353,7 +353,7 @@ def _check_model(evaluation: Evaluation) -> None:
         here, there = getattr(own, option.name), getattr(saved, option.name, None)
         flag = f"--{option.name.replace('_', '-')}"
         # Numbers such as --dropout may have been changed by --force-resume.
-        if here != there and not isinstance(here, float) and identity.what_is_trained({flag: ""}):
+        if here != there and not isinstance(here, float) and identity.fixed_flags({flag: ""}):
             raise UsageError(
                 f"{evaluation.checkpoint} was trained with {flag} {there}, and the run in its folder with "
                 f"{flag} {here}: put a checkpoint of the run there"
@@ -376,7 +376,7 @@ def _score(evaluation: Evaluation, direction: str) -> scores.Score:
 def _print_score(direction: str, score: scores.Score, count: str) -> None:
     print(f"# {direction}: {score} ({count})", flush=True)
     if score.has_odd_length:
-        report(
+        warn(
             f"the translations of {direction} are {score.length_ratio:.2f} times as long as the references "
             "(expected 0.8 to 1.2): look at them and, where experts have a limit, at the dropped choices by "
             "position that smoe analyze shows (docs/analysis.md)"

@@ -13,7 +13,7 @@ from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import (
     Dataset,
     arguments,
-    given_flags,
+    flag_values,
     method_flags,
     resource_classes,
     tables,
@@ -21,8 +21,8 @@ from smoe_fairseq.recipes.config import (
 from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.evaluate import is_outdated
 from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, number
-from smoe_fairseq.recipes.folders import SIZES, Folders, method_of, order, seed_in
-from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, run_order, run_seed
+from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.training import identity
 
 Scores = dict[str, scores.Score]
@@ -105,8 +105,8 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     table = tables().get(dataset.name, {})
     paper = table.get("rows", {}) if metric == scores.BLEU else {}
     place = list(paper)
-    names.sort(key=order)
-    runs = {m: list(found) for m, found in itertools.groupby(names, key=method_of)}
+    names.sort(key=run_order)
+    runs = {m: list(found) for m, found in itertools.groupby(names, key=run_method)}
     methods = sorted(runs, key=lambda m: (place.index(m) if m in paper else len(place), m))
     found = columns(dataset)
 
@@ -146,8 +146,8 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
 
 def _unusual_search(dataset: Dataset, run: Path) -> str:
     """The run's search flags that differ from the data set's."""
-    usual = given_flags(arguments(dataset.generate))
-    given = given_flags(scores.search_flags(run).split())
+    usual = flag_values(arguments(dataset.generate))
+    given = flag_values(scores.search_flags(run).split())
     return " ".join(f"{flag} {v}".strip() for flag, v in given.items() if usual.get(flag) != v)
 
 
@@ -195,7 +195,7 @@ def system_costs(dataset: Dataset, method: str, **known) -> list[float | None]:
         try:
             cost = system_cost(dataset, method, **known)
         except (UsageError, ValueError) as error:  # training refused it too, and left its folder
-            report(f"{Folders(dataset.name).runs / method} has no cost: {error}")
+            warn(f"{Folders(dataset.name).runs / method} has no cost: {error}")
             return [None, None]
     return [cost.parameters / 1e6, cost.flops_per_token / 1e6]
 
@@ -215,13 +215,13 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
     signatures = sorted({signature for _, signature in there.values()})
     said = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")
     notes = [f"{name}: {said} {signature}" for signature in signatures]
-    seed, folders = seed_in(name), Folders(dataset.name)
+    seed, folders = run_seed(name), Folders(dataset.name)
     if folders.binary.exists():  # else it is not known with which dictionaries
         try:
-            identity.check(folders.runs / name, method_of(name), seed, folders.binary)
+            identity.check(folders.runs / name, run_method(name), seed, folders.binary)
         except UsageError as error:
             notes.append(f"{name}: {error}")
-    again = f"run scripts/evaluate.sh {dataset.name} {method_of(name)}"
+    again = f"run scripts/evaluate.sh {dataset.name} {run_method(name)}"
     again += "" if seed is None else f" --seed {seed}"
     if result and not there:
         comet = " --comet comet-score" * (metric == scores.COMET)

@@ -12,7 +12,7 @@ from smoe_fairseq.files import write_whole
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluation.grid import Grid, markdown
 from smoe_fairseq.recipes.evaluation.table import system_costs
-from smoe_fairseq.recipes.folders import method_of, order
+from smoe_fairseq.recipes.folders import run_method, run_order
 from smoe_fairseq.recipes.processes import dry_run
 from smoe_fairseq.recipes.study import results as kept
 from smoe_fairseq.recipes.study import statements as stated
@@ -65,7 +65,7 @@ def write_report(dataset: Dataset) -> None:
 
 def _systems(dataset: Dataset) -> dict[str, list[Result]]:
     """The results by method, in the study's order, each method's ordered by seed."""
-    results = sorted(kept.read(dataset.name), key=lambda result: order(result.name))
+    results = sorted(kept.read(dataset.name), key=lambda result: run_order(result.name))
     if not results:
         raise UsageError(f"{folder_of(dataset.name)} holds no runs: scripts/study.sh makes them")
     for result in results[1:]:  # means over different directions cannot be compared
@@ -74,7 +74,7 @@ def _systems(dataset: Dataset) -> dict[str, list[Result]]:
             raise UsageError(f"runs are scored in different directions: {' and '.join(there)}")
     found: dict[str, list[Result]] = {}
     for result in results:
-        found.setdefault(method_of(result.name), []).append(result)
+        found.setdefault(run_method(result.name), []).append(result)
     place = {method: i for i, method in enumerate(dataset.study)}
     return dict(sorted(found.items(), key=lambda item: (place.get(item[0], len(place)), item[0])))
 

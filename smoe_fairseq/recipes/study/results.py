@@ -25,11 +25,11 @@ from smoe_fairseq.analysis.training_log import UPDATES
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_text, whole_folder, write_whole
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.recipes.config import Dataset, arguments, given_flags
+from smoe_fairseq.recipes.config import Dataset, arguments, flag_values
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.comparison import spearman
 from smoe_fairseq.recipes.evaluation.scores import Score
-from smoe_fairseq.recipes.folders import Folders, given_path, seed_in
+from smoe_fairseq.recipes.folders import Folders, path_from_environment, run_seed
 from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import visible_gpus
@@ -47,7 +47,7 @@ _ABOUT = {"command": str, "commit": str, "machine": str, "versions": dict, "upda
 
 def folder_of(dataset: str) -> Path:
     """``RESULTS_DIR`` (results/) of the data set."""
-    return given_path("RESULTS_DIR", "results") / dataset
+    return path_from_environment("RESULTS_DIR", "results") / dataset
 
 
 # The commits and machines with which a run was trained.
@@ -61,7 +61,7 @@ def note(run: Path, variables: Mapping[str, str]) -> None:
         write_whole(run / STARTS_FILE, json.dumps([*before, now], indent=1) + "\n")
 
 
-def summary_of_starts(run: Path) -> dict[str, str]:
+def summarize_starts(run: Path) -> dict[str, str]:
     """``commit`` and ``machine`` of all starts; ``untimed`` if there are several machines."""
     starts = _starts(run)
     commits, machines = ([*dict.fromkeys(s[k] for s in starts)] for k in ("commit", "machine"))
@@ -106,17 +106,17 @@ def _machine(variables: Mapping[str, str]) -> str:
 # Writing the results of a run that is trained and scored.
 
 
-def are_kept(dataset: Dataset, name: str, words: Sequence[str]) -> bool:
+def are_saved(dataset: Dataset, name: str, words: Sequence[str]) -> bool:
     """Whether a run has results; raises UsageError if a flag in ``words`` had another value for them."""
     folder = folder_of(dataset.name) / name
     if not (folder / FILE).exists():
         return False
     about = _about(folder)
-    given = given_flags(words)
+    given = flag_values(words)
     made_with = [*arguments(dataset.train), *shlex.split(about["command"].split(" && ")[0])]
-    flags = about.get("flags", {}) | identity.limits(given_flags(made_with))
-    for flag, value in (identity.what_is_trained(given) | identity.limits(given)).items():
-        if flag not in identity.BATCH and flags.get(flag) != value:
+    flags = about.get("flags", {}) | identity.limits(flag_values(made_with))
+    for flag, value in (identity.fixed_flags(given) | identity.limits(given)).items():
+        if flag not in identity.BATCH_FLAGS and flags.get(flag) != value:
             was = f"with {flag} {flags[flag]}" if flag in flags else "without it"
             advice = "set RESULTS_DIR and RUN_DIR to other folders for a study with other flags"
             raise UsageError(f"{flag} {value}: {folder} is there and was made {was}; {advice}")
@@ -137,7 +137,7 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
     content = {
         "command": line,
         "flags": identity.flags_of(run),
-        **summary_of_starts(run),
+        **summarize_starts(run),
         "versions": {p: version(p) for p in ("torch", "fairseq", "sacrebleu")},
         "python": platform.python_version(),
         "updates": curve[-1]["update"] if curve else None,
@@ -241,7 +241,7 @@ class Result:
     @property
     def seed(self) -> int | None:
         """None for the data set's own seed."""
-        return seed_in(self.name)
+        return run_seed(self.name)
 
     @property
     def machine(self) -> str:

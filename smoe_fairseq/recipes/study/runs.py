@@ -14,16 +14,16 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, lock_folder, open_plain
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.recipes.config import Dataset, given_flags, has_strata, method_flags, tables
+from smoe_fairseq.recipes.config import Dataset, flag_values, has_strata, method_flags, tables
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
 from smoe_fairseq.recipes.processes import (
-    Groups,
+    ProcessGroups,
     dry_run,
     environment,
-    report,
     step,
     variables,
+    warn,
     whole_number,
 )
 from smoe_fairseq.recipes.study import results
@@ -32,7 +32,7 @@ from smoe_fairseq.recipes.training.launcher import cores, launch, visible_gpus
 from smoe_fairseq.recipes.training.train import plan
 
 POLL_SECONDS = 1
-NEWS_SECONDS = 600  # between two lines on what is running, unless there is a terminal
+REPORT_SECONDS = 600  # between two lines on what is running, unless there is a terminal
 LOG, LOCK = "study.log", "study.lock"
 _MEMORY = 3 << 30  # bytes that a run on a CPU may take
 _UPDATES = re.compile(rb"num_updates[=: ]+(\d+)")
@@ -92,7 +92,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         SystemExit: a signal stopped all runs; the next start resumes them.
     """
     runs = _runs(dataset, flags)
-    left = [run for run in runs if not results.are_kept(dataset, run.name, run.flags)]
+    left = [run for run in runs if not results.are_saved(dataset, run.name, run.flags)]
     folders = Folders(dataset.name)
     if not dry_run():
         folders.check_prepared(dataset.pairs)
@@ -106,7 +106,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
             print(f"SEED={run.seed} {run.line}")
         return
     for run in left:  # raises UsageError before the work rather than after it
-        results.summary_of_starts(run.folder)
+        results.summarize_starts(run.folder)
     results.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)
     folders.runs.mkdir(parents=True, exist_ok=True)
     lock_folder(folders.runs, LOCK)  # before anything is noted of a run
@@ -131,7 +131,7 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
     for seed in seeds_of(dataset):  # all methods are trained with the first seed first
         for method in methods:
             given = dataset.train | method_flags(method, dataset)
-            asked = given_flags(flags).get("--max-update", "")
+            asked = flag_values(flags).get("--max-update", "")
             updates = int(asked if asked.isdecimal() else given.get("max-update", 0))
             runs.append(Run(dataset, method, seed, flags, updates, has_strata(given)))
     return runs
@@ -146,7 +146,7 @@ def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
     total = sum(run.updates for run in left)
     news = time.monotonic()
     with (
-        Groups() as groups,
+        ProcessGroups() as groups,
         tqdm(total=total, unit=" updates", disable=not sys.stderr.isatty()) as bar,
     ):
         before = sum(run.done() for run in left)
@@ -161,7 +161,7 @@ def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
                 try:
                     write_report(left[0].dataset)
                 except Exception as error:  # the report can be made again, hours of training cannot
-                    report(f"the report is to be made anew: {error}")
+                    warn(f"the report is to be made anew: {error}")
                 new = False
             time.sleep(POLL_SECONDS)
             updates = sum(run.done() for run in left)
@@ -171,13 +171,13 @@ def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
                     del running[slot]
                     count = len(left) - len(waiting) - len(running)
                     if status:
-                        report(f"{run.name} failed: {run.folder / LOG}")
+                        warn(f"{run.name} failed: {run.folder / LOG}")
                     elif _keep(run):
                         new = True
                         _print_scores(run, count, len(left))
                         continue
                     failed.append(run)
-            if bar.disable and time.monotonic() > news + NEWS_SECONDS:
+            if bar.disable and time.monotonic() > news + REPORT_SECONDS:
                 news = time.monotonic()
                 _print_progress(running, updates, updates - before, total, news - started)
     return failed
@@ -188,7 +188,7 @@ def _keep(run: Run) -> bool:
     try:
         results.keep(run.dataset, run.name, f"SEED={run.seed} {run.line}")
     except (UsageError, OSError, ValueError) as error:
-        report(f"{run.name} is trained and scored, and its results cannot be kept: {error}")
+        warn(f"{run.name} is trained and scored, and its results cannot be kept: {error}")
         return False
     return True
 
@@ -218,7 +218,7 @@ def _slots() -> dict[int, dict[str, str]]:
     return found
 
 
-def _start(groups: Groups, run: Run, variables: dict[str, str]) -> None:
+def _start(groups: ProcessGroups, run: Run, variables: dict[str, str]) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     results.note(run.folder, variables)
     variables = environment() | variables | {"SEED": str(run.seed)}

@@ -12,7 +12,7 @@ from smoe_fairseq.recipes.evaluation.comparison import spearman
 from smoe_fairseq.recipes.evaluation.grid import MISSING, Grid, number
 from smoe_fairseq.recipes.evaluation.scores import CHRF, mean_of
 from smoe_fairseq.recipes.evaluation.table import average, columns
-from smoe_fairseq.recipes.folders import method_of, seed_in
+from smoe_fairseq.recipes.folders import run_method, run_seed
 from smoe_fairseq.recipes.study.results import Result, Systems, means
 from smoe_fairseq.recipes.study.statements import MEASURES
 
@@ -60,7 +60,7 @@ def systems_table(
 
 
 def _seeds(dataset: Dataset, results: Sequence[Result]) -> str:
-    return " ".join(str(seed_in(result.name, dataset)) for result in results)
+    return " ".join(str(run_seed(result.name, dataset)) for result in results)
 
 
 def directions_table(dataset: Dataset, systems: Systems) -> Grid:
@@ -152,7 +152,7 @@ def runs_table(dataset: Dataset, systems: Systems) -> Grid:
 def _missing_runs(dataset: Dataset, names: Sequence[str]) -> list[str]:
     """Notes on the study's systems that lack a seed that others have."""
     notes, absent = [], []
-    for suffix in sorted({name.removeprefix(method_of(name)) for name in names}):
+    for suffix in sorted({name.removeprefix(run_method(name)) for name in names}):
         of_seed = [method + suffix for method in dataset.study]
         there = [name for name in of_seed if name in names]
         if 2 * len(there) >= len(of_seed):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, Flags, given_flags, is_number
+from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, Flags, flag_values, is_number
 from smoe_fairseq.recipes.folders import shard_folders
 
 TOLERANCE = 0.02  # of the tokens requested
@@ -82,7 +82,7 @@ def plan_batch(
         UsageError: ``BATCH`` is neither name nor number, a flag has no number, or so many ranks cannot
             share the batch.
     """
-    by_epoch = given_flags(extra).get("--update-freq", str(flags.get("update-freq", 1)))
+    by_epoch = flag_values(extra).get("--update-freq", str(flags.get("update-freq", 1)))
     name = os.environ.get("BATCH") or ("paper" if _named(dataset) else "")
     if not name and {",", "["} & set(by_epoch):
         return None
@@ -146,7 +146,7 @@ def _divided(unit: str, wanted: int, most: int, ranks: int, least: int, name: st
 
 
 def _number(words: Sequence[str], flag: str) -> int | None:
-    value = given_flags(words).get(flag)
+    value = flag_values(words).get(flag)
     if value is None:
         return None
     if not value.isdecimal() or not int(value):
@@ -159,7 +159,7 @@ def without_sizes(words: Sequence[str], flags: Flags) -> list[str]:
     kept, dropping = [], False
     for word in words:
         if word.startswith("-") and not is_number(word):
-            (name,) = given_flags([word])  # `--batch-size` for --max-sentences
+            (name,) = flag_values([word])  # `--batch-size` for --max-sentences
             dropping = name.removeprefix("--") in flags
         if not dropping:
             kept.append(word)

@@ -11,19 +11,19 @@ from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.forms import IDENTITY, read_json
-from smoe_fairseq.recipes.config import given_flags, is_number
-from smoe_fairseq.recipes.processes import report
+from smoe_fairseq.recipes.config import flag_values, is_number
+from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.training.batch import SIZES, TOLERANCE
 
 FILE = "identity.json"  # in the run's folder
-PATIENCE = 60  # seconds until other machines see the first one's file: NFS may delay it
+TIMEOUT_SECONDS = 60  # seconds until other machines see the first one's file: NFS may delay it
 _joined: set[Path] = set()  # folders of runs that another machine started
 _RANKS = "ranks"  # key in the file, for information; earlier versions did not write it
 _TRAINED = "trained"  # key in the file, written when training has ended: the values of `_LIMITS`
 _SIZES = tuple(f"--{name}" for name in SIZES)
 _BEFORE = "before"  # key in the file: the run until --force-resume changed it
 _SAVED = "saved"  # key in that: what the run had saved
-BATCH = (*_SIZES, "--update-freq")  # compared by product: size x frequency x processes
+BATCH_FLAGS = (*_SIZES, "--update-freq")  # compared by product: size x frequency x processes
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
 # Flags that may differ when a run is resumed. The settings of loss scaling may, but not the precision
@@ -78,12 +78,12 @@ def claim(
     Raises:
         UsageError: another run is being trained there, or the run there differs from this one.
     """
-    given = given_flags(words)
+    given = flag_values(words)
     if "--no-save" in given:
         return True
     folder = Path(given["--save-dir"])
     file = folder / FILE
-    flags = _with_whole_batch(what_is_trained(given), processes)
+    flags = _with_whole_batch(fixed_flags(given), processes)
     own = {"method": method, "dictionary": _dictionary(data), "flags": flags, _RANKS: processes}
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -109,16 +109,16 @@ def claim(
             raise UsageError(f"{folder} {difference}: {advice} to go on with this one")
         if not _is_unfinished(was, given):
             return False  # nothing is trained with the new flags
-        report(f"{folder} {difference}, and goes on so, as --force-resume asks for")
+        warn(f"{folder} {difference}, and goes on so, as --force-resume asks for")
         own[_BEFORE] = {**was, _SAVED: _last_save(folder)}
     _write(file, own)
     return True
 
 
 def _join(folder: Path, own: dict, data: Path) -> None:
-    """Wait, for `PATIENCE` seconds, until the machine that holds the folder has written this identity."""
+    """Wait, for `TIMEOUT_SECONDS`, until the machine that holds the folder has written this identity."""
     difference = "does not say of which run it is"
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < end:
         with suppress(UsageError):
             if (folder / FILE).exists():
@@ -142,7 +142,7 @@ def check(folder: Path, method: str, seed: int | None, data: Path) -> None:
 
 def finish(words: Sequence[str]) -> None:
     """Write that the run is trained as far as ``words`` ask for, so that another start does nothing."""
-    given = given_flags(words)
+    given = flag_values(words)
     folder = Path(given["--save-dir"])
     if folder in _joined or "--no-save" in given or "--stop-time-hours" in given:
         return  # the machine that holds a joined folder writes it
@@ -169,7 +169,7 @@ def limits(given: dict[str, str]) -> dict[str, str]:
     return {name: given[name] for name in _LIMITS if name in given}
 
 
-def what_is_trained(flags: dict[str, str]) -> dict[str, str]:
+def fixed_flags(flags: dict[str, str]) -> dict[str, str]:
     """All flags but those that may differ when a run is resumed."""
     return {n: v for n, v in flags.items() if n not in _FREE and not n.startswith(_FREE_PREFIXES)}
 

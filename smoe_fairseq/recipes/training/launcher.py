@@ -12,7 +12,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.processes import PYTHON, dry_run, whole_number
 
 LAUNCHERS = ("plain", "torchrun", "slurm")
-PATIENCE = 5  # seconds in which a torchrun answers at its port
+TIMEOUT_SECONDS = 5  # seconds in which a torchrun answers at its port
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Launch:
         return self.nodes * max(1, self.gpus)
 
     @property
-    def meets_at_port(self) -> bool:
+    def uses_master_port(self) -> bool:
         """Whether ``MASTER_PORT`` is used; otherwise torchrun takes a free port."""
         return self.launcher == "slurm" or (self.launcher == "torchrun" and self.nodes > 1)
 
@@ -44,7 +44,7 @@ class Launch:
         each = ["--nproc-per-node", str(max(1, self.gpus)), "--no-python", program]
         # A dry run prints torch's own command.
         torchrun = ["torchrun"] if dry_run() else [*PYTHON, "-m", f"{__package__}.torchrun"]
-        if not self.meets_at_port:
+        if not self.uses_master_port:
             return [*torchrun, "--standalone", *each]
         address, port = endpoint()
         start = [*torchrun, "--nnodes", str(self.nodes), "--rdzv-backend", "c10d"]
@@ -153,7 +153,7 @@ def _is_torchruns(address: str, port: int) -> bool:
     answered = []
 
     def ask() -> None:
-        limit = timedelta(seconds=PATIENCE)
+        limit = timedelta(seconds=TIMEOUT_SECONDS)
         with suppress(RuntimeError):
             TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
             answered.append(True)
@@ -161,5 +161,5 @@ def _is_torchruns(address: str, port: int) -> bool:
     # In a thread, because a program that never answers blocks it for longer than torch's timeout.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(PATIENCE + 1)
+    thread.join(TIMEOUT_SECONDS + 1)
     return bool(answered)

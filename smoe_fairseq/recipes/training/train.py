@@ -13,13 +13,13 @@ from smoe_fairseq.recipes.config import (
     Flags,
     arguments,
     dataset_file,
-    given_flags,
+    flag_values,
     has_strata,
     method_flags,
     naming_settings,
 )
 from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
-from smoe_fairseq.recipes.processes import command, dry_run, report, run
+from smoe_fairseq.recipes.processes import command, dry_run, run, warn
 from smoe_fairseq.recipes.training import identity, picture
 from smoe_fairseq.recipes.training.batch import (
     batch_choices,
@@ -61,19 +61,19 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if not dry_run():
         folders.check_prepared(dataset.pairs)
     place, words, notes = plan(dataset, method, flags)
-    given, folder = given_flags(flags), Path(given_flags(words)["--save-dir"])
+    given, folder = flag_values(flags), Path(flag_values(words)["--save-dir"])
     restored = given.keys() & {"--restore-file", "--finetune-from-model"}
     if not restored and (newest := _newest(folder)):
         words += ["--restore-file", str(newest)]
-        report(f"{folder} has no checkpoint_last.pt: training goes on from {newest.name}")
+        warn(f"{folder} has no checkpoint_last.pt: training goes on from {newest.name}")
     if not any(folder.glob("checkpoint_last*.pt")):  # a resumed run had its forecast before
         with naming_settings(dataset, (f"methods.{method}", "train", "task"), flags):
             said, warnings = forecast(dataset, place, words)
         notes += said
         for warning in warnings:
-            report(warning)
+            warn(warning)
     if not dry_run():
-        if place.meets_at_port:
+        if place.uses_master_port:
             check_port()
         # With SLURM, one recipe starts all machines.
         machines = place.nodes if place.launcher == "torchrun" else 1
@@ -83,7 +83,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
             print(f"{folder} is trained already, as far as asked for: {advice}")
             return
     line = command(*place.words("fairseq-train"), *words)
-    used = given_flags(words)
+    used = flag_values(words)
     sharded = "--expert-parallel" in used and used.get("--moe-freq") != "0"
     lines = [
         f"# {dataset.name} {folder.name}: train; resumes from checkpoint_last.pt if there is one",
@@ -114,11 +114,11 @@ def plan(
         UsageError: a flag or setting cannot be used, or one is missing.
     """
     place, extra = launch(flags), list(flags)
-    folder = given_flags(extra).get("--save-dir")
+    folder = flag_values(extra).get("--save-dir")
     folder = Path(folder or Folders(dataset.name).run(run_name(dataset, method)))
     recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
     recipe |= {"seed": seed_of(dataset)}
-    recipe, extra, notes = _for_place(dataset, recipe, place, extra, folder)
+    recipe, extra, notes = _adapt_flags(dataset, recipe, place, extra, folder)
     words = [*data_arguments(dataset), *arguments(recipe)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / LOG), *extra]
     _check_complete(dataset, words)
@@ -164,7 +164,7 @@ def validation_flags(dataset: Dataset) -> Flags:
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def _for_place(
+def _adapt_flags(
     dataset: Dataset, recipe: Flags, place: Launch, extra: Sequence[str], folder: Path
 ) -> tuple[Flags, list[str], list[str]]:
     """The recipe's and the user's flags, with those for this launch, batch and precision; and comments."""
@@ -189,7 +189,7 @@ def _for_place(
         if batch.name and dataset.batch:
             notes.append(f"# BATCH: {batch_choices(dataset)}")
         if not batch.kept:
-            report(f"the batch is not of the size asked for: {batch}")
+            warn(f"the batch is not of the size asked for: {batch}")
         if batch.name == "release" and has_strata(flags) and "smoe-norm" not in flags:
             notes.append("# --smoe-norm released computes as the released code (docs/reproduce.md)")
     # Among the flags of a data set, `fp16` and `bf16` are earlier names of `precision: auto` and `bf16`.
@@ -206,7 +206,7 @@ def _run(lines: Sequence[str], folder: Path, place: Launch, log: Path) -> None:
         run(lines, screen_variables())
     except (SystemExit, UsageError) as ended:
         stopped = isinstance(ended, UsageError) or ended.code >= 128  # by a signal
-        if place.meets_at_port and not stopped:
+        if place.uses_master_port and not stopped:
             # Perhaps another run's torchrun has the port, and ours waited for its machines in vain.
             check_port(torchrun=False)
         if not stopped and not (log.is_file() and BEGUN in log.read_bytes()[logged:]):
@@ -219,7 +219,7 @@ def _run(lines: Sequence[str], folder: Path, place: Launch, log: Path) -> None:
                 how = f"once the cause is mended, {how}"
         if isinstance(ended, UsageError):
             raise UsageError(f"{ended}; {how}") from None
-        report(f"training has ended early; {how}")
+        warn(f"training has ended early; {how}")
         raise
 
 
@@ -242,7 +242,7 @@ def screen_variables() -> dict[str, str]:
 
 
 def _check_complete(dataset: Dataset, words: Sequence[str]) -> None:
-    there = given_flags(words).keys()
+    there = flag_values(words).keys()
     for flags, example in NEEDED.items():
         if not there & set(flags):
             line = f"`{flags[0].lstrip('-')}: {example}`"
