@@ -10,7 +10,7 @@ from test_recipes import commands, write_dataset
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import arguments
 from smoe_fairseq.recipes.evaluation import metrics
-from smoe_fairseq.recipes.evaluation.generate import best
+from smoe_fairseq.recipes.evaluation.generate import best_translations
 
 REFERENCES = ["The cat, here  ", "猫坐在垫子上。", "one more line of text", "end"]
 TRANSLATIONS = ["The cat , here", "猫在垫子上。", "one line more of text ", "end"]
@@ -45,7 +45,7 @@ def test_translations_end_at_line_feeds_alone(tmp_path):
     """As for `grep` and `cut`, which a dry run prints."""
     generated = tmp_path / "generate-test.txt"
     generated.write_bytes("S-1\tx\nD-1\t-0.5\ta\rb\u2028c\nD-0\t-0.5\t\n".encode())
-    assert best(generated) == ["", "a\rb\u2028c"]
+    assert best_translations(generated) == ["", "a\rb\u2028c"]
 
 
 def test_tokenizer_of_a_language():

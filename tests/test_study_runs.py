@@ -17,7 +17,7 @@ TWO = {"GPUS": "0", "OMP_NUM_THREADS": "2"}
 @pytest.fixture
 def gpus(monkeypatch):
     """A machine of four."""
-    monkeypatch.setattr(study, "launch", lambda _: Launch("plain", 1, 4))
+    monkeypatch.setattr(study, "plan_launch", lambda _: Launch("plain", 1, 4))
     for name in ("CUDA_VISIBLE_DEVICES", "JOBS"):  # make test JOBS=2 sets the latter
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -45,7 +45,7 @@ def test_one_run_at_a_time_has_all_gpus(gpus):
 
 
 def machine_of(folder, **variables) -> str:
-    study_results.note(folder, {"GPUS": "0"} | variables)
+    study_results.record_start(folder, {"GPUS": "0"} | variables)
     return study_results.summarize_starts(folder)["machine"]
 
 
@@ -59,15 +59,15 @@ def test_threads_are_part_of_the_machine(tmp_path):
 
 def test_all_starts_of_a_run_are_told(tmp_path, monkeypatch):
     """Begun by one commit and one machine, and finished by others."""
-    study_results.note(tmp_path, TWO)
-    study_results.note(tmp_path, TWO)
+    study_results.record_start(tmp_path, TWO)
+    study_results.record_start(tmp_path, TWO)
     (first,) = json.loads((tmp_path / study_results.STARTS_FILE).read_text())
     assert study_results.summarize_starts(tmp_path) == first
     monkeypatch.setattr(study_results, "_commit", lambda: "abc")
-    study_results.note(tmp_path, TWO)
+    study_results.record_start(tmp_path, TWO)
     assert study_results.summarize_starts(tmp_path) == first | {"commit": f"{first['commit']}, abc"}
     monkeypatch.setattr(study_results, "_machine", lambda _: "another")
-    study_results.note(tmp_path, TWO)
+    study_results.record_start(tmp_path, TWO)
     told = study_results.summarize_starts(tmp_path)
     assert told["machine"] == f"{first['machine']}, then another"
     assert told["untimed"] == "of two machines"
@@ -79,7 +79,7 @@ def test_starts_that_are_something_else_are_named(tmp_path, content):
         content = '{"commit": "a"}'
     (tmp_path / study_results.STARTS_FILE).write_text(content)
     with pytest.raises(UsageError, match=r"starts\.json"):
-        study_results.note(tmp_path, TWO)
+        study_results.record_start(tmp_path, TWO)
 
 
 def test_a_commit_with_changes_is_dirty(tmp_path, monkeypatch):

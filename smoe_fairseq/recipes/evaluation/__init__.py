@@ -1,1 +1,1 @@
-"""Translations, their scores, and tables of these."""
+"""Translations, their scores, and tables of scores."""

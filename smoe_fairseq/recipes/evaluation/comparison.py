@@ -1,4 +1,4 @@
-"""Is one system better than another: intervals over seeds, the bootstrap over sentences, ``--compare``."""
+"""Comparison of two systems (``--compare``): bootstrap over sentences, tests and intervals over seeds."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ BySeed = Mapping[int | None, float]
 
 @dataclass(frozen=True)
 class Difference:
-    """A ``mean`` over ``count`` seeds with its 95 percent interval; no interval for a single seed."""
+    """A ``mean`` over ``count`` seeds with its 95 percent interval, which a single seed does not have."""
 
     mean: float
     low: float | None
@@ -45,7 +45,7 @@ def interval(values: Sequence[float]) -> Difference:
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
         return Difference(mean, None, None, count)
-    from scipy import special  # slow to import, and only a study needs it
+    from scipy import special  # slow to import
 
     error = float(np.std(values, ddof=1)) / math.sqrt(count)
     width = float(special.stdtrit(count - 1, 0.975)) * error
@@ -53,10 +53,9 @@ def interval(values: Sequence[float]) -> Difference:
 
 
 def paired(first: BySeed, second: BySeed) -> Difference | None:
-    """``second`` less ``first`` over their common seeds, with the interval of the paired t-test.
+    """``second`` minus ``first`` over their common seeds, with the interval of the paired t-test.
 
-    Pairs are by seed because a seed gives all systems the same batches in the same order. None without a
-    common seed.
+    Runs are paired by seed because the seed determines the order of batches. None without a common seed.
     """
     common = [seed for seed in first if seed in second]
     return interval([second[seed] - first[seed] for seed in common]) if common else None
@@ -71,7 +70,7 @@ def spearman(first: np.ndarray, second: np.ndarray) -> float:
 
 
 class SentenceCounter:
-    """Counts what a metric (one of `scores.METRICS`) is made of, in each sentence of a direction."""
+    """Counts a metric's statistics (one of `scores.METRICS`) in each sentence of a direction."""
 
     def __init__(self, dataset: Dataset, direction: str, metric: str):
         self.reference = test_file(dataset, direction, direction.split("-")[1])
@@ -85,7 +84,7 @@ class SentenceCounter:
             self.metric = BLEU(tokenize=tokenize, references=[references])
 
     def count(self, translations: Path) -> np.ndarray:
-        """The counts as sacreBLEU makes them, ``(sentences, numbers)``; raises UsageError for other lines."""
+        """sacreBLEU's counts, ``(sentences, counts)``; raises UsageError for another number of lines."""
         lines = scores.lines_of(translations)
         if len(lines) != self.sentences:
             both = f"{translations} has {len(lines)} lines and {self.reference} {self.sentences}"
@@ -97,8 +96,8 @@ class SentenceCounter:
 def p_value(metric: Metric, first: np.ndarray, second: np.ndarray) -> float:
     """The p-value of sacreBLEU's paired bootstrap, given the `SentenceCounter.count` of two systems.
 
-    Counts of several translations of a sentence may be added, which draws them together. The random seed is
-    sacreBLEU's (``SACREBLEU_SEED``), so a comparison can be repeated exactly.
+    The counts of several translations of a sentence may be summed, so that they are drawn together. The
+    random seed is sacreBLEU's (``SACREBLEU_SEED``), so that a comparison is reproducible.
     """
     metric._extract_corpus_statistics = lambda counts, references: counts
     systems = [("first", first), ("second", second)]
@@ -109,7 +108,7 @@ def p_value(metric: Metric, first: np.ndarray, second: np.ndarray) -> float:
 
 
 def mean_p_value(first: np.ndarray, second: np.ndarray) -> float:
-    """As `p_value`, of a metric that is a mean over the lines; ``(sentences,)`` of two systems."""
+    """As `p_value` for a metric that is a mean over sentences; the arguments are ``(sentences,)``."""
     apart = (second - first).astype(np.float64)
     seed = os.environ.get("SACREBLEU_SEED", "12345")
     draw = np.random.default_rng(None if seed.lower() == "none" else int(seed))
@@ -121,11 +120,11 @@ def mean_p_value(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU) -> Grid:
-    """By direction: the means over seeds, their difference and p-values.
+    """By direction, the means over seeds, their difference, and p-values.
 
     ``first`` and ``second`` are methods, with all seeds that are scored, or runs (``moe.seed-2``).
-    "p (sentences)" is of sacreBLEU's paired bootstrap, which draws a sentence together with its
-    translations of all seeds; "p (seeds)" is of an exact permutation test over the runs.
+    "p (sentences)" is from sacreBLEU's paired bootstrap, which draws a sentence with its translations of all
+    seeds; "p (seeds)" is from an exact permutation test over the runs.
 
     Raises:
         UsageError: one is not scored, they have no common direction, or their signatures differ.
@@ -158,19 +157,21 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
         points = [system.points([direction]) for system in systems.values()]
         rows.append([direction, *_row(points, _bootstrap(dataset, direction, one, other, metric))])
         if several:
-            rows[-1].append(number(by_seeds(*points), digits=4))
+            rows[-1].append(number(permutation_p_value(*points), digits=4))
     names = [f"{name}, mean of {len(s.runs)}" if several else name for name, s in systems.items()]
     header = ["direction", *names, "difference", "p (sentences)" if several else "p"]
     notes = [f"paired bootstrap, {SAMPLES} samples: the difference is significant where p < 0.05"]
     if several:
         header.append("p (seeds)")
         points = [system.points(common) for system in systems.values()]
-        rows.append(["average", *_row(points, None), number(by_seeds(*points), digits=4)])
+        rows.append(
+            ["average", *_row(points, None), number(permutation_p_value(*points), digits=4)]
+        )
         notes += [f"{name}: {', '.join(system.runs)}" for name, system in systems.items()]
         notes.append(_smallest_p_note(*points))
         notes += _paired_note(systems.values(), points)
-    said = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
-    notes += [f"{said} {signature}" for signature in sorted(signatures)]
+    label = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
+    notes += [f"{label} {signature}" for signature in sorted(signatures)]
     return Grid(header, rows, notes)
 
 
@@ -179,8 +180,8 @@ class _System:
 
     def __init__(self, dataset: Dataset, name: str, metric: str):
         self.metric, self.folder = metric, Folders(dataset.name).runs
-        found = sorted((p.name for p in self.folder.glob("*") if p.is_dir()), key=run_order)
-        runs = [run for run in found if name in (run, run_method(run))]
+        names = sorted((p.name for p in self.folder.glob("*") if p.is_dir()), key=run_order)
+        runs = [run for run in names if name in (run, run_method(run))]
         self.runs = {run: scores.read(self.folder / run) for run in runs}
         self.runs = {run: result for run, result in self.runs.items() if result}
         if not self.runs:
@@ -202,14 +203,14 @@ class _System:
         return [self.folder / run / "test" / f"{direction}.txt" for run in self.runs]
 
 
-def by_seeds(first: Sequence[float], second: Sequence[float]) -> float | None:
+def permutation_p_value(first: Sequence[float], second: Sequence[float]) -> float | None:
     """The two-sided p-value of the permutation test; None unless both have two runs."""
     if min(len(first), len(second)) < 2:
         return None
     from scipy import stats
 
     def distance(one: np.ndarray, other: np.ndarray, axis: int) -> np.ndarray:
-        # Equal ones may differ in their last digits, by the order in which they are summed.
+        # Equal means may differ in the last digits, by the order of summation.
         return np.abs(one.mean(axis) - other.mean(axis)).round(9)
 
     options = {"alternative": "greater", "n_resamples": math.inf}  # all permutations
@@ -217,10 +218,10 @@ def by_seeds(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 def _smallest_p_note(first: Sequence[float], second: Sequence[float]) -> str:
-    """A note on the smallest p-value that the permutation test can give for so many runs."""
-    if by_seeds(first, second) is None:
+    """A note on the smallest possible p-value of the permutation test for this number of runs."""
+    if permutation_p_value(first, second) is None:
         return "p (seeds) takes two runs of each"
-    apart = by_seeds(range(len(first)), range(100, 100 + len(second)))
+    apart = permutation_p_value(range(len(first)), range(100, 100 + len(second)))
     return f"p (seeds): permutation test over the runs; with so many it is at least {apart:.4f}"
 
 
@@ -247,4 +248,4 @@ def _bootstrap(
         counter = SentenceCounter(dataset, direction, metric)
         count, p_of = counter.count, functools.partial(p_value, counter.metric)
     files = (system.translations(direction) for system in (first, second))
-    return p_of(*(sum(np.array(count(file)) for file in of_system) for of_system in files))
+    return p_of(*(sum(np.array(count(file)) for file in of_runs) for of_runs in files))

@@ -37,7 +37,7 @@ from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.train import data_arguments
 
 FILE = "evaluation.json"
-# What fairseq saves at the end of an epoch, or after so many updates; perhaps with a rank's experts.
+# Checkpoints of epochs and of updates, perhaps of a rank's experts.
 _SAVED = re.compile(r"(checkpoint(?:_\d+_(\d+)|(\d+)))(?:-rank-\d+)?\.pt")
 
 
@@ -50,16 +50,16 @@ class Evaluation:
     checkpoint: Path
     directions: tuple[str, ...]
     extra: tuple[str, ...] = ()
-    making: tuple[str, ...] = ()  # commands that make the checkpoint of others
+    preparation: tuple[str, ...] = ()  # commands that make the checkpoint from others
 
     @property
     def partial(self) -> Path:
-        """The folder of the directions that are done so far."""
+        """The folder until all directions are done."""
         return self.folder / scores.UNFINISHED
 
     @property
     def complete(self) -> Path:
-        """The folder's name when all directions are done."""
+        """The folder when all directions are done."""
         return self.folder / "test"
 
     def source(self, direction: str) -> Path:
@@ -86,9 +86,9 @@ class Evaluation:
         """The commands that follow ``fairseq-generate``."""
         start = self.partial / direction
         translation, partial = f"{start}.txt", f"{start}.json.tmp"
-        found = command("grep", "-a", "^D-", self.generated(direction))
-        in_order = command("sort", "-t-", "-k2,2n")
-        lines = [f"{found} | {in_order} | {command('cut', '-f3-', output=translation)}"]
+        select = command("grep", "-a", "^D-", self.generated(direction))
+        sort = command("sort", "-t-", "-k2,2n")
+        lines = [f"{select} | {sort} | {command('cut', '-f3-', output=translation)}"]
         sacrebleu = ["sacrebleu", self.reference(direction), "-i", translation]
         for kind, flags in self.scorings(direction).items():
             output = f"{start}{kind}.json" if kind else partial
@@ -96,18 +96,18 @@ class Evaluation:
         return [*lines, command("mv", partial, f"{start}.json")]
 
     def scorings(self, direction: str) -> dict[str, Flags]:
-        """sacreBLEU's flags by the kind of a file of scores.
+        """sacreBLEU's flags by suffix of the file of scores.
 
-        BLEU of sentencepiece tokens (".spbleu") is computed, too, if its model is there.
+        BLEU of sentencepiece tokens (".spbleu") is added if its model has been downloaded.
         """
-        given, tokenizer = self.dataset.sacrebleu, scores.SPBLEU_TOKENIZER
-        found = {}
-        if not str(given.get("tokenize", "")).startswith("flores") and tokenizer_file(tokenizer):
-            found[".spbleu"] = given | {"metrics": ["bleu"], "tokenize": tokenizer}
-        return found | {"": metrics.with_tokenizer(given, direction.split("-")[1])}
+        flags, tokenizer = self.dataset.sacrebleu, scores.SPBLEU_TOKENIZER
+        scorings = {}
+        if not str(flags.get("tokenize", "")).startswith("flores") and tokenizer_file(tokenizer):
+            scorings[".spbleu"] = flags | {"metrics": ["bleu"], "tokenize": tokenizer}
+        return scorings | {"": metrics.with_tokenizer(flags, direction.split("-")[1])}
 
     def resume(self) -> dict[str, scores.Score]:
-        """The scores that this evaluation has so far; the remains of another one are deleted."""
+        """The scores so far of an interrupted evaluation; deletes those of a different one."""
         if self._matches(self.complete) and not self.partial.exists():
             if len(scored := self.scored(self.complete)) == len(self.directions):
                 return scored
@@ -119,11 +119,11 @@ class Evaluation:
 
     def scored(self, folder: Path) -> dict[str, scores.Score]:
         """The scores in a folder, by direction."""
-        found = {}
+        scored = {}
         for direction in self.directions:
             with suppress(UsageError, LookupError, TypeError):  # missing or incomplete
-                found[direction] = scores.read_score(folder, direction)
-        return found
+                scored[direction] = scores.read_score(folder, direction)
+        return scored
 
     def save(self, scored: dict[str, scores.Score], folder: Path) -> None:
         """Write ``scores.json``, in the data set's order."""
@@ -132,7 +132,7 @@ class Evaluation:
         scores.write(folder, ordered, self.checkpoint.name, settings)
 
     def finish(self, scored: dict[str, scores.Score]) -> None:
-        """Replace an earlier evaluation; if the disk is full, that one stays."""
+        """Replace an earlier evaluation, which is kept if the disk is full."""
         self.save(scored, self.folder)
         (self.partial / scores.FILE).unlink(missing_ok=True)
         shutil.rmtree(self.complete, ignore_errors=True)
@@ -149,8 +149,8 @@ class Evaluation:
         """What the translations and scores depend on."""
         texts = [text(d) for d in self.directions for text in (self.source, self.reference)]
         scoring = self.dataset.sacrebleu
-        used = (metrics.tokenizer_of(scoring, d.split("-")[1]) for d in self.directions)
-        scoring = scoring | {"tokenize": list(dict.fromkeys(used))}  # in place of `auto`
+        tokenizers = (metrics.tokenizer_of(scoring, d.split("-")[1]) for d in self.directions)
+        scoring = scoring | {"tokenize": list(dict.fromkeys(tokenizers))}  # in place of `auto`
         return {
             "checkpoint": _file_state(self.checkpoint),
             "texts": hashlib.sha256(" ".join(map(_file_state, texts)).encode()).hexdigest(),
@@ -160,9 +160,9 @@ class Evaluation:
 
 
 def _file_state(file: Path) -> str:
-    """Name, size and time of a file: they change with its content, which may have gigabytes."""
-    found = file.stat()
-    return f"{file.name} {found.st_size} {found.st_mtime_ns}"
+    """Name, size and time of a file, in place of a checksum of gigabytes."""
+    state = file.stat()
+    return f"{file.name} {state.st_size} {state.st_mtime_ns}"
 
 
 def is_outdated(folder: Path) -> str:
@@ -171,10 +171,10 @@ def is_outdated(folder: Path) -> str:
         state = read_json(folder / "test" / FILE, {"checkpoint": str})["checkpoint"]
         name = state.split()[0]
         if number := re.fullmatch(r"checkpoint_average_(\d+)\.pt", name):
-            checkpoint, making = _averaged(folder, f"average:{number[1]}")
+            checkpoint, preparation = _averaged(folder, f"average:{number[1]}")
         else:
-            checkpoint, making = _consolidated(folder / name)
-        return name if making or _file_state(checkpoint) != state else ""
+            checkpoint, preparation = _consolidated(folder / name)
+        return name if preparation or _file_state(checkpoint) != state else ""
     return ""
 
 
@@ -182,19 +182,19 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
     """Translate and score every direction that has test data, and write ``scores.json``.
 
     Args:
-        flags: of ``fairseq-generate``, with which a dry run prints commands that do the same.
-        checkpoint: best, last, or average:N of the last N that were saved by updates or epochs; by default
-            the data set's.
+        flags: of ``fairseq-generate``; a dry run prints equivalent commands.
+        checkpoint: best, last, or average:N of the last N checkpoints of updates or epochs; by default the
+            data set's.
 
     Raises:
-        UsageError: there is no such method, no checkpoint of it, or no text to translate; a flag or a file
-            cannot be used; or another process evaluates this run.
+        UsageError: the method is unknown, its checkpoint or the test text is missing, a flag or a file is
+            invalid, or another process evaluates this run.
     """
     evaluation = plan(dataset, method, flags, checkpoint or dataset.checkpoint)
     scorer = scores.scorer()
     for direction in sorted(set(dataset.directions) - set(evaluation.directions)):
         warn(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
-    run(evaluation.making)
+    run(evaluation.preparation)
     with naming_settings(dataset, ["sacrebleu"]):
         for language in {direction.split("-")[1] for direction in evaluation.directions}:
             metrics.check_tokenizer(dataset.sacrebleu, language)
@@ -215,7 +215,7 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
 
 
 def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Evaluation:
-    """The evaluation of a method's run with the seed ``SEED``; ``which`` is its checkpoint."""
+    """The evaluation of a method's run with the seed ``SEED``; ``which`` is the checkpoint."""
     method_flags(method, dataset)  # raises for an unknown method
     for flag in {f"--{name}" for name in RECIPE_FLAGS} & flag_values(flags).keys():
         raise UsageError(
@@ -224,43 +224,43 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
     folders = Folders(dataset.name)
     folder = folders.run(run_name(dataset, method))
     if which.startswith("average:"):
-        checkpoint, making = _averaged(folder, which)
+        checkpoint, preparation = _averaged(folder, which)
     elif which in ("best", "last"):
-        checkpoint, making = _consolidated(folder / f"checkpoint_{which}.pt")
+        checkpoint, preparation = _consolidated(folder / f"checkpoint_{which}.pt")
     else:
         raise UsageError(f"--checkpoint {which}: expected best, last or average:N")
-    if not dry_run() and not making and not checkpoint.exists():
+    if not dry_run() and not preparation and not checkpoint.exists():
         seed = f" --seed {seed_of(dataset)}" * (folder.name != method)
-        what = f"run scripts/train.sh {dataset.name} {method}{seed}"
+        advice = f"run scripts/train.sh {dataset.name} {method}{seed}"
         if any(folder.glob("checkpoint_last*.pt")):
-            what = "give --checkpoint last for the last one"
-        raise UsageError(f"{checkpoint} is missing: {what}")
+            advice = "give --checkpoint last for the last one"
+        raise UsageError(f"{checkpoint} is missing: {advice}")
     if not dry_run():
         identity.check(folder, method, seed_of(dataset), folders.binary)
     directions = _directions(dataset, folders.raw)
-    return Evaluation(dataset, folder, checkpoint, directions, tuple(flags), making)
+    return Evaluation(dataset, folder, checkpoint, directions, tuple(flags), preparation)
 
 
 def _consolidated(parts: Path) -> tuple[Path, tuple[str, ...]]:
-    """A checkpoint, or one file of its experts' files, and the commands that make it unless it is there."""
+    """A checkpoint, in one file if experts are sharded, and the commands that make it if necessary."""
     sharded = list(rank_files(parts).values())
     if not sharded or _is_newer(parts, sharded[:1]):
         return parts, ()
     whole = parts.parent / "consolidated" / parts.name
     consolidate = command("smoe", "consolidate", parts, "--output", whole, "--force")
-    making = ("# the experts of all processes in one checkpoint", consolidate)
-    return whole, () if _is_newer(whole, sharded) else making
+    preparation = ("# the experts of all processes in one checkpoint", consolidate)
+    return whole, () if _is_newer(whole, sharded) else preparation
 
 
 def _averaged(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
-    """The mean of the last checkpoints, and the commands that make it unless it is there."""
+    """The mean of the last checkpoints, and the commands that make it if necessary."""
     number = which.partition(":")[2]
     if not (number.isascii() and number.isdecimal() and int(number) > 0):
         raise UsageError(f"--checkpoint {which}: expected average:N, such as average:5")
     saved = {}
     for name in (file.name for file in folder.glob("checkpoint*.pt")):
-        if found := _SAVED.fullmatch(name):
-            saved[f"{found[1]}.pt"] = int(found[2] or 0), int(found[3] or 0)
+        if match := _SAVED.fullmatch(name):
+            saved[f"{match[1]}.pt"] = int(match[2] or 0), int(match[3] or 0)
     by_update = [name for name in saved if saved[name][0]] or list(saved)
     last = sorted(by_update, key=saved.get)[-int(number) :]
     if len(last) < int(number):
@@ -270,10 +270,11 @@ def _averaged(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
         )
     mean = folder / "averaged" / f"checkpoint_average_{number}.pt"
     parts = [folder / name for name in last]
-    files_of = [file for part in parts for file in (rank_files(part).values() or [part])]
+    inputs = [file for part in parts for file in (rank_files(part).values() or [part])]
     average = command("smoe", "average", *parts, "--output", mean, "--force")
-    making = (f"# the mean of {number} checkpoints", command("mkdir", "-p", mean.parent), average)
-    return mean, () if _is_newer(mean, files_of) else making
+    folder_command = command("mkdir", "-p", mean.parent)
+    preparation = (f"# the mean of {number} checkpoints", folder_command, average)
+    return mean, () if _is_newer(mean, inputs) else preparation
 
 
 def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
@@ -289,7 +290,7 @@ def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
 
 
 def _is_newer(file: Path, others: list[Path]) -> bool:
-    """Whether a file exists, and was written after the others."""
+    """Whether a file exists and is not older than the others."""
     latest = max(other.stat().st_mtime for other in others)
     return file.exists() and file.stat().st_mtime >= latest
 
@@ -321,16 +322,16 @@ def _translate(evaluation: Evaluation) -> None:
         from smoe_fairseq.recipes.data.binarise import check_texts  # imports numpy
 
         _check_model(evaluation)
-        texts = map(evaluation.reference, left)
-        check_texts(texts, Folders(evaluation.dataset.name).binary)
+        references = map(evaluation.reference, left)
+        check_texts(references, Folders(evaluation.dataset.name).binary)
         left.sort(key=lambda d: -evaluation.source(d).stat().st_size)
         count = len(evaluation.directions)
-        where = generate.place(len(left), evaluation.extra)
-        print(f"# {where}: {len(left)} of {count} directions, the longest first", flush=True)
+        devices = generate.choose_devices(len(left), evaluation.extra)
+        print(f"# {devices}: {len(left)} of {count} directions, the longest first", flush=True)
         jobs = {direction: evaluation.generation(direction) for direction in left}
         total = sum(count_lines(evaluation.source(d)) for d in left)
         with progress("evaluate", total, "sentences") as advance:
-            for direction in generate.translated(where, jobs, advance):
+            for direction in generate.translate_all(devices, jobs, advance):
                 scored[direction] = _score(evaluation, direction)
                 evaluation.save(scored, evaluation.partial)
                 with tqdm.external_write_mode(sys.stdout):
@@ -340,19 +341,19 @@ def _translate(evaluation: Evaluation) -> None:
 
 
 def _check_model(evaluation: Evaluation) -> None:
-    """Raise UsageError if the checkpoint has a model of other options than the run was started with."""
+    """Raise UsageError if the checkpoint's model has other options than the run."""
     with quietly():
         from smoe_fairseq.analysis.cost import ARCHITECTURES, config_of, parse_model
         from smoe_fairseq.recipes.cost import saved_model, words_of
     flags = identity.flags_of(evaluation.folder)
-    if flags.get("--arch") not in ARCHITECTURES:  # of a run without an identity, or fairseq's model
+    if flags.get("--arch") not in ARCHITECTURES:  # a run without an identity, or a model of fairseq
         return
     own = config_of(parse_model(words_of(flags)))
     saved = config_of(saved_model(evaluation.checkpoint)[0])
     for option in fields(own):
         here, there = getattr(own, option.name), getattr(saved, option.name, None)
         flag = f"--{option.name.replace('_', '-')}"
-        # Numbers such as --dropout may have been changed by --force-resume.
+        # --force-resume may have changed numbers such as --dropout.
         if here != there and not isinstance(here, float) and identity.fixed_flags({flag: ""}):
             raise UsageError(
                 f"{evaluation.checkpoint} was trained with {flag} {there}, and the run in its folder with "
@@ -361,15 +362,15 @@ def _check_model(evaluation: Evaluation) -> None:
 
 
 def _score(evaluation: Evaluation, direction: str) -> scores.Score:
-    """Write the translations and what sacreBLEU says of them, as the commands of a dry run do."""
-    translations = generate.best(evaluation.generated(direction))
+    """Write the translations and sacreBLEU's output, as the commands of a dry run do."""
+    translations = generate.best_translations(evaluation.generated(direction))
     folder = evaluation.partial
     write_whole(folder / f"{direction}.txt", "".join(f"{line}\n" for line in translations))
     translations = [line.rstrip() for line in translations]
     references = metrics.lines_of(evaluation.reference(direction))
     for kind, flags in evaluation.scorings(direction).items():
-        found = metrics.score(translations, references, flags)
-        write_whole(folder / f"{direction}{kind}.json", f"{found}\n")
+        output = metrics.score(translations, references, flags)
+        write_whole(folder / f"{direction}{kind}.json", f"{output}\n")
     return scores.read_score(folder, direction)
 
 

@@ -1,7 +1,7 @@
-"""Test sets translated by our own search, with the flags and in the format of ``fairseq-generate``.
+"""Translate test sets by our search, with the flags and in the format of ``fairseq-generate``.
 
-On a CPU or one GPU, in this process; on a CPU with one batch per thread in parallel. On several GPUs, with a
-process on each, which translates one direction after another.
+On a CPU or one GPU this process translates; on a CPU, each thread has its own batch. On several GPUs, a
+process on each translates one direction at a time.
 """
 
 import ast
@@ -18,15 +18,15 @@ from smoe_fairseq.files import read_text, whole_file
 from smoe_fairseq.recipes.config import parse_flags
 from smoe_fairseq.recipes.data.text_files import workers_for
 from smoe_fairseq.recipes.processes import whole_number
-from smoe_fairseq.recipes.training.launcher import launch, visible_gpus
+from smoe_fairseq.recipes.training.launcher import plan_launch, visible_gpus
 
-# Flags that have no effect on the search, or that our search has too.
-_ANY = ("nbest", "prefix_size", "no_seed_provided", "sacrebleu", "no_beamable_mm")
+# Generation options without effect on the search, or handled here.
+_IGNORED = ("nbest", "prefix_size", "no_seed_provided", "sacrebleu", "no_beamable_mm")
 
 
 @dataclass(frozen=True)
-class Place:
-    """``gpus`` with a process each; or ``threads`` of this process if there is none."""
+class Devices:
+    """``gpus`` with a process each; without any, ``threads`` of this process."""
 
     gpus: tuple[str, ...]
     threads: int
@@ -37,49 +37,49 @@ class Place:
         return f"the CPU, {self.threads} thread{'s' * (self.threads > 1)}"
 
 
-def place(left: int, extra: Sequence[str]) -> Place:
-    """Where to translate ``left`` directions, by ``GPUS`` and ``JOBS``; raises UsageError as `launch`."""
-    where, jobs = launch(extra), whole_number("JOBS", least=1)
-    if where.cpu:
+def choose_devices(directions: int, extra: Sequence[str]) -> Devices:
+    """The devices for a number of directions, by ``GPUS`` and ``JOBS``; raises as `plan_launch`."""
+    launch, jobs = plan_launch(extra), whole_number("JOBS", least=1)
+    if launch.cpu:
         import torch
 
-        return Place((), jobs or torch.get_num_threads())
-    gpus = visible_gpus(where.gpus)
-    count = min(left, jobs or len(gpus))
-    return Place(tuple(gpus[i % len(gpus)] for i in range(count)), 1)
+        return Devices((), jobs or torch.get_num_threads())
+    gpus = visible_gpus(launch.gpus)
+    count = min(directions, jobs or len(gpus))
+    return Devices(tuple(gpus[i % len(gpus)] for i in range(count)), 1)
 
 
-def translated(
-    where: Place, jobs: Mapping[str, Sequence[str]], done: Callable[[int], None]
+def translate_all(
+    devices: Devices, jobs: Mapping[str, Sequence[str]], done: Callable[[int], None]
 ) -> Iterator[str]:
     """Yield each direction as soon as it is translated.
 
     Args:
         jobs: the arguments of ``fairseq-generate`` by direction, in the order in which to start them.
-        done: is told after each batch how many sentences were in it; of several GPUs after each direction.
+        done: called with the number of sentences of each batch; with several GPUs, of each direction.
 
     Raises:
-        UsageError: an argument, the checkpoint or the data cannot be used; or a process was killed.
+        UsageError: an argument, the checkpoint or the data is invalid; or a process was killed.
     """
-    if len(where.gpus) < 2:
-        generator = Generator(where.threads)
+    if len(devices.gpus) < 2:
+        generator = Generator(devices.threads)
         for direction, words in jobs.items():
             generator.translate(words, done)
             yield direction
         return
-    devices = multiprocessing.get_context("spawn").Queue()
-    for gpu in where.gpus:
-        devices.put(gpu)
-    with workers_for(_on_gpu, devices, count=len(where.gpus)) as submit:
+    queue = multiprocessing.get_context("spawn").Queue()
+    for gpu in devices.gpus:
+        queue.put(gpu)
+    with workers_for(_gpu_worker, queue, count=len(devices.gpus)) as submit:
         running = {submit(words): direction for direction, words in jobs.items()}
         for future in as_completed(running):
             done(future.result())
             yield running[future]
 
 
-def _on_gpu(devices) -> Callable[[Sequence[str]], int]:
-    """What translates on one of the GPUs, and returns how many sentences it were."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = devices.get()
+def _gpu_worker(queue) -> Callable[[Sequence[str]], int]:
+    """A function that translates on a GPU from the queue and returns the number of sentences."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = queue.get()
     generator = Generator(threads=1)
 
     def translate(words: Sequence[str]) -> int:
@@ -94,7 +94,7 @@ class Generator:
     """Translates test sets; a model is loaded once.
 
     Args:
-        threads: batches side by side on a CPU.
+        threads: number of batches in parallel on a CPU.
     """
 
     def __init__(self, threads: int):
@@ -104,11 +104,11 @@ class Generator:
     def translate(self, words: Sequence[str], done: Callable[[int], None]) -> None:
         """Do what ``fairseq-generate WORDS`` does with ``--results-path``.
 
-        The file has its lines S, T, H, D and P. Models that are not a `SMoETransformerModel` are searched by
-        fairseq's generator.
+        The file contains the lines S, T, H, D and P. Models other than `SMoETransformerModel` use fairseq's
+        search.
 
         Raises:
-            UsageError: an argument, the checkpoint or the data cannot be used.
+            UsageError: an argument, the checkpoint or the data is invalid.
         """
         with quietly():
             from fairseq import tasks, utils
@@ -137,7 +137,7 @@ class Generator:
                     done(sum(line.startswith("S-") for line in lines))
 
     def _models(self, cfg, task):
-        """The models and their saved config; the state that loading gives a task is also this one's."""
+        """The models and their saved config; restores the task's state from when they were loaded."""
         import torch
         from fairseq import checkpoint_utils, utils
 
@@ -173,12 +173,13 @@ class Generator:
 
         from smoe_fairseq.translate.translator import in_threads
 
-        search = theirs = task.build_generator(models, cfg.generation)
+        search = fairseq_search = task.build_generator(models, cfg.generation)
         threads = 1
         if _is_ours(models):
-            search = _ours(cfg, task.target_dictionary)
+            search = _build_search(cfg, task.target_dictionary)
             threads = 1 if self.on_gpu else self.threads
-        lines_of = _Lines(cfg, task, getattr(theirs, "symbols_to_strip_from_output", {theirs.eos}))
+        ignored = getattr(fairseq_search, "symbols_to_strip_from_output", {fairseq_search.eos})
+        format_lines = _Lines(cfg, task, ignored)
         if cfg.common.seed is not None:
             utils.set_torch_seed(cfg.common.seed)
 
@@ -190,8 +191,8 @@ class Generator:
             if size > 0:
                 prefix = sample["target"][:, :size]
             with torch.inference_mode():
-                found = task.inference_step(search, models, sample, prefix_tokens=prefix)
-            return lines_of(sample, found)
+                hypotheses = task.inference_step(search, models, sample, prefix_tokens=prefix)
+            return format_lines(sample, hypotheses)
 
         stop = search.stop if threads > 1 else None
         yield from in_threads(translate, batches, threads, stop)
@@ -203,19 +204,19 @@ def _is_ours(models: Sequence) -> bool:
     return len(models) == 1 and isinstance(models[0], SMoETransformerModel)
 
 
-def _ours(cfg, dictionary):
-    """Our search with the flags; raises UsageError for one that only fairseq's search has."""
+def _build_search(cfg, dictionary):
+    """Our search with the flags; raises UsageError for a flag that only fairseq's search supports."""
     from fairseq.dataclass.configs import GenerationConfig
 
     from smoe_fairseq.translate.search import BeamSearch, SearchOptions
 
     own = {field.name for field in fields(SearchOptions)}
-    usual = GenerationConfig()
+    defaults = GenerationConfig()
     for field in fields(GenerationConfig):
         name = field.name
-        if name in own or name in _ANY or name.startswith("_"):
+        if name in own or name in _IGNORED or name.startswith("_"):
             continue
-        if getattr(cfg.generation, name) != getattr(usual, name):
+        if getattr(cfg.generation, name) != getattr(defaults, name):
             flag, advice = f"--{name.replace('_', '-')}", "DRY_RUN=1 prints its command"
             raise UsageError(f"{flag}: only fairseq-generate's search has it; {advice}")
     options = {name: getattr(cfg.generation, name) for name in own if hasattr(cfg.generation, name)}
@@ -223,31 +224,31 @@ def _ours(cfg, dictionary):
     return BeamSearch(dictionary, SearchOptions(**options, **seed))
 
 
-def best(generated: Path) -> list[str]:
-    """The best translation of each sentence in a file of ``fairseq-generate``, in the sentences' order."""
-    found = {}
+def best_translations(generated: Path) -> list[str]:
+    """The best translations in a file of ``fairseq-generate``, in the order of the sentences."""
+    translations = {}
     for line in read_text(generated).split("\n"):
         if line.startswith("D-"):
             number, _, text = line[2:].split("\t", 2)
-            found.setdefault(int(number), text)
-    return [found[number] for number in sorted(found)]
+            translations.setdefault(int(number), text)
+    return [translations[number] for number in sorted(translations)]
 
 
 class _Lines:
-    """What ``fairseq-generate`` prints of a batch."""
+    """Formats a batch as ``fairseq-generate`` prints it, without the ``ignored`` symbols."""
 
-    def __init__(self, cfg, task, unsaid: set[int]):
+    def __init__(self, cfg, task, ignored: set[int]):
         self.source, self.target = task.source_dictionary, task.target_dictionary
-        self.unsaid, self.nbest = unsaid, cfg.generation.nbest
+        self.ignored, self.nbest = ignored, cfg.generation.nbest
         self.subwords = cfg.common_eval.post_process
         decoders = task.build_bpe(cfg.bpe), task.build_tokenizer(cfg.tokenizer)
         self.decoders = [each.decode for each in decoders if each is not None]
 
-    def __call__(self, sample: dict, found: list[list[dict]]) -> list[str]:
-        numbered = enumerate(zip(sample["id"].tolist(), found, strict=True))
-        return [line for row, of in numbered for line in self._of_sentence(sample, row, *of)]
+    def __call__(self, sample: dict, hypotheses: list[list[dict]]) -> list[str]:
+        rows = enumerate(zip(sample["id"].tolist(), hypotheses, strict=True))
+        return [line for row, pair in rows for line in self._sentence_lines(sample, row, *pair)]
 
-    def _of_sentence(
+    def _sentence_lines(
         self, sample: dict, row: int, number: int, hypotheses: list[dict]
     ) -> Iterator[str]:
         import torch
@@ -256,15 +257,17 @@ class _Lines:
         yield f"S-{number}\t{self._decoded(self.source.string(source, self.subwords))}\n"
         if sample["target"] is not None:
             target = self._unpadded(sample["target"][row])
-            options = {"escape_unk": True, "extra_symbols_to_ignore": self.unsaid}
+            options = {"escape_unk": True, "extra_symbols_to_ignore": self.ignored}
             yield f"T-{number}\t{self._decoded(self.target.string(target, self.subwords, **options))}\n"
-        for found in hypotheses[: self.nbest]:
+        for hypothesis in hypotheses[: self.nbest]:
             words = self.target.string(
-                found["tokens"].int().cpu(), self.subwords, extra_symbols_to_ignore=self.unsaid
+                hypothesis["tokens"].int().cpu(),
+                self.subwords,
+                extra_symbols_to_ignore=self.ignored,
             )
-            # To base 2, as all of these; in float32, which fairseq prints.
-            score = float(torch.as_tensor(found["score"], dtype=torch.float32) / math.log(2))
-            parts = (found["positional_scores"] / math.log(2)).tolist()
+            # To base 2, and in float32, as fairseq prints it.
+            score = float(torch.as_tensor(hypothesis["score"], dtype=torch.float32) / math.log(2))
+            parts = (hypothesis["positional_scores"] / math.log(2)).tolist()
             yield f"H-{number}\t{score}\t{words}\n"
             yield f"D-{number}\t{score}\t{self._decoded(words)}\n"
             yield f"P-{number}\t{' '.join(f'{part:.4f}' for part in parts)}\n"
@@ -279,7 +282,7 @@ class _Lines:
 
 
 def _parsed(words: list[str]):
-    """fairseq's config of ``fairseq-generate WORDS``; raises UsageError if they cannot be used."""
+    """fairseq's config of ``fairseq-generate WORDS``; raises UsageError as `parse_flags`."""
     cfg = parse_flags("fairseq-generate", words)
     if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
         cfg.dataset.max_tokens = 12000  # as fairseq-generate does

@@ -1,4 +1,4 @@
-"""A table of words, as Markdown, CSV and LaTeX."""
+"""A table of strings, as Markdown, CSV and LaTeX."""
 
 import csv
 import io
@@ -12,7 +12,7 @@ MISSING = "-"
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of words; the first ``texts`` columns are text, the others numbers or `MISSING`."""
+    """A table of strings; the first ``texts`` columns are text, the others numbers or `MISSING`."""
 
     header: list[str]
     rows: list[list[str]]
@@ -21,7 +21,7 @@ class Grid:
 
 
 def number(value: float | None, digits: int = 2, sign: bool = False) -> str:
-    """A number as a word; `MISSING` for None."""
+    """A formatted number; `MISSING` for None."""
     if value is None:
         return MISSING
     return f"{value:{'+' if sign else ''}.{digits}f}"
@@ -40,7 +40,7 @@ def as_csv(grid: Grid) -> str:
 
 
 def latex(grid: Grid) -> str:
-    """A tabular that needs no package, with the notes as comments before it."""
+    """A tabular without packages, with the notes as comments before it."""
     rows = [["--" if word == MISSING else word for word in row] for row in grid.rows]
     comments = [f"% {note}" for note in grid.notes]
     return "\n".join([*comments, _table(replace(grid, rows=rows), "latex")])

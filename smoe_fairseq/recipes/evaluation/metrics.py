@@ -1,4 +1,4 @@
-"""sacreBLEU's metrics in this process, with its command's flags, and the tokenizer of each language."""
+"""sacreBLEU's metrics with its command's flags, and the tokenizer of each language."""
 
 import importlib.util
 import sys
@@ -10,10 +10,10 @@ from smoe_fairseq.flags import refusing_flags
 from smoe_fairseq.recipes.config import Flags, arguments
 from smoe_fairseq.recipes.evaluation import scores
 
-AUTO = "auto"  # of `sacrebleu.tokenize`: by the language translated to
+AUTO = "auto"  # value of `sacrebleu.tokenize`: by target language
 DEFAULT = "13a"
-# What sacreBLEU advises for languages without blanks between words, by ISO 639-1 and -3 codes, and the extra
-# of sacreBLEU that the tokenizer needs.
+# sacreBLEU's tokenizers for languages without spaces between words, by ISO 639-1 and -3 codes, and the extra
+# of sacreBLEU that each needs.
 _BY_LANGUAGE = {
     **dict.fromkeys(("zh", "zho", "cmn", "yue"), ("zh", "")),
     **dict.fromkeys(("ja", "jpn"), ("ja-mecab", "ja")),
@@ -23,7 +23,7 @@ _MODULES = {"ja": "MeCab", "ko": "mecab_ko"}
 
 
 def tokenizer_of(settings: Flags, language: str) -> str:
-    """The tokenizer of BLEU into a language: the data set's own, unless that is `AUTO`."""
+    """The tokenizer of BLEU into a language: the data set's, unless that is `AUTO`."""
     own = str(settings.get("tokenize") or DEFAULT)
     code = language.replace("_", "-").partition("-")[0].lower()
     return _BY_LANGUAGE.get(code, (DEFAULT, ""))[0] if own == AUTO else own
@@ -47,35 +47,35 @@ def check_tokenizer(settings: Flags, language: str) -> None:
 
 
 def lines_of(file: Path) -> list[str]:
-    """The lines as sacreBLEU's command reads them: divided at line feeds, without blanks at their ends."""
+    """The lines as sacreBLEU's command reads them: split at line feeds, without trailing spaces."""
     return [line.rstrip() for line in scores.lines_of(file)]
 
 
 def score(translations: Sequence[str], references: Sequence[str], settings: Flags) -> str:
-    """What ``sacrebleu REFERENCES -i TRANSLATIONS`` prints with flags: JSON.
+    """The JSON that ``sacrebleu REFERENCES -i TRANSLATIONS`` prints.
 
-    Raises UsageError for an unknown flag, and for more or fewer translations than references.
+    Raises UsageError for an unknown flag, or another number of translations than references.
     """
     from sacrebleu.metrics import METRICS
     from sacrebleu.utils import args_to_dict
 
     if (made := len(translations)) != (expected := len(references)):
         raise UsageError(f"{made:,} translations and {expected:,} references: evaluate again")
-    given = _parsed(tuple(arguments(settings)))
+    args = _parsed(tuple(arguments(settings)))
     results = []
     with quietly():
-        for name in sorted(given.metrics):
-            own = args_to_dict(given, name.lower(), strip_prefix=True)
-            metric = METRICS[name.upper()](**own, references=[list(references)])
-            samples = given.confidence_n if given.confidence else 1
-            found = metric.corpus_score(list(translations), None, n_bootstrap=samples)
+        for name in sorted(args.metrics):
+            options = args_to_dict(args, name.lower(), strip_prefix=True)
+            metric = METRICS[name.upper()](**options, references=[list(references)])
+            samples = args.confidence_n if args.confidence else 1
+            result = metric.corpus_score(list(translations), None, n_bootstrap=samples)
             signature = metric.get_signature().format(False)
-            results.append(found.format(given.width, False, signature, True))
+            results.append(result.format(args.width, False, signature, True))
     return results[0] if len(results) == 1 else "[\n" + ",\n".join(results) + "\n]"
 
 
 def _parsed(words: tuple[str, ...]):
-    """sacreBLEU's own reading of its flags, which is of ``sys.argv`` alone."""
+    """Parse sacreBLEU's flags by its own function, which reads only ``sys.argv``."""
     from sacrebleu.sacrebleu import parse_args
 
     before, sys.argv = sys.argv, ["sacrebleu", "references", *words]

@@ -1,4 +1,4 @@
-"""Scores of one run, by sacreBLEU and COMET: ``scores.json`` beside its checkpoints."""
+"""The scores of a run by sacreBLEU and COMET: ``scores.json`` next to its checkpoints."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from smoe_fairseq.forms import SCORES, read_json
 from smoe_fairseq.recipes.processes import command, run_quietly
 
 FILE = "scores.json"
-UNFINISHED = "test.partial"  # beside it: the folder of an incomplete evaluation
+UNFINISHED = "test.partial"  # next to it: the folder of an incomplete evaluation
 SPBLEU_TOKENIZER = "flores200"
 BLEU, CHRF, SPBLEU, COMET = METRICS = ("BLEU", "chrF++", "spBLEU", "COMET")
 
@@ -28,8 +28,8 @@ BLEU, CHRF, SPBLEU, COMET = METRICS = ("BLEU", "chrF++", "spBLEU", "COMET")
 class Score:
     """The score of a direction: BLEU in points (0 to 100), with sacreBLEU's signature.
 
-    ``length_ratio`` is the number of tokens in the translations over that in the references, as sacreBLEU
-    counts; None in older files. ``others`` has points and signature of the other `METRICS`.
+    ``length_ratio`` is the number of tokens in the translations over that in the references, by sacreBLEU;
+    None in older files. ``others`` has points and signature of the other `METRICS`.
     """
 
     bleu: float
@@ -39,10 +39,10 @@ class Score:
     others: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        said = [f"BLEU {self.bleu:.2f}"]
+        parts = [f"BLEU {self.bleu:.2f}"]
         if self.length_ratio is not None:
-            said.append(f"{self.length_ratio:.2f} of the references' length")
-        return ", ".join([*said, *(f"{name} {self.others[name][0]:.2f}" for name in self.others)])
+            parts.append(f"{self.length_ratio:.2f} of the references' length")
+        return ", ".join([*parts, *(f"{name} {self.others[name][0]:.2f}" for name in self.others)])
 
     def of(self, metric: str) -> tuple[float, str] | None:
         """Points and signature of one of `METRICS`; None if it was not computed."""
@@ -50,26 +50,25 @@ class Score:
 
     @property
     def has_odd_length(self) -> bool:
-        """Whether translations seem not to end, or end too early."""
+        """Whether translations seem to be endless or cut short."""
         return self.length_ratio is not None and not 0.8 <= self.length_ratio <= 1.2
 
 
 def read_score(folder: Path, direction: str) -> Score:
-    """Read a direction's score from sacreBLEU's ``DIRECTION.json`` and, if they exist, its
-    ``DIRECTION.spbleu.json`` and COMET's ``DIRECTION.comet.json``."""
+    """Read a score from ``DIRECTION.json``, ``DIRECTION.spbleu.json`` and ``DIRECTION.comet.json``."""
     results = {}
     for file in (f"{direction}{kind}.json" for kind in ("", ".spbleu", ".comet")):
         if (folder / file).exists():
-            found = read_json(folder / file, (dict, [dict]))
-            for result in found if isinstance(found, list) else [found]:
-                name = CHRF if result["name"] == "chrF2++" else result["name"]  # 2: its beta
+            content = read_json(folder / file, (dict, [dict]))
+            for result in content if isinstance(content, list) else [content]:
+                name = CHRF if result["name"] == "chrF2++" else result["name"]  # 2 is beta
                 results.setdefault(SPBLEU if file.endswith(".spbleu.json") else name, result)
     bleu = results.pop(BLEU)
     others = {name: (result["score"], result["signature"]) for name, result in results.items()}
     if "tok:flores" in bleu["signature"]:
         others[SPBLEU] = (bleu["score"], bleu["signature"])
     sentences = read_text(folder / f"{direction}.txt").count("\n")
-    # sacreBLEU has the ratio only in "62.1/36.8/... (BP = 0.984 ratio = 0.984 hyp_len = ...".
+    # sacreBLEU writes the ratio only in "62.1/36.8/... (BP = 0.984 ratio = 0.984 hyp_len = ...".
     ratio = re.search(r"ratio = ([\d.]+)", bleu.get("verbose_score", ""))
     return Score(bleu["score"], bleu["signature"], sentences, ratio and float(ratio[1]), others)
 
@@ -86,17 +85,17 @@ def write(folder: Path, scores: dict[str, Score], checkpoint: str, settings: Seq
 
 
 def read(folder: Path) -> dict[str, Score]:
-    """Scores by direction, also of an unfinished evaluation; raises UsageError for another file's content."""
-    found = {}
+    """Scores by direction, also of an unfinished evaluation; raises UsageError for an invalid file."""
+    scored = {}
     for direction, values in _content(folder)["scores"].items():
         numbers = {f.name: values[f.name] for f in fields(Score) if f.name in values}
         others = {metric: tuple(each) for metric, each in (values.get("others") or {}).items()}
-        found[direction] = Score(**numbers | {"others": others})
-    return found
+        scored[direction] = Score(**numbers | {"others": others})
+    return scored
 
 
 def search_flags(folder: Path) -> str:
-    """The search flags with which the translations were made; raises UsageError as `read` does."""
+    """The flags of the search that made the translations; raises UsageError as `read` does."""
     return _content(folder).get("generate", "")
 
 
@@ -107,15 +106,15 @@ def _content(folder: Path) -> dict:
     return read_json(file, SCORES, advice) if file else {"scores": {}}
 
 
-def mean_of(found: Mapping[str, Score], of: Callable[[Score], float | None]) -> float:
-    """The mean of a number over the directions; NaN if one has none."""
-    values = [of(score) for score in found.values()]
+def mean_of(scored: Mapping[str, Score], of: Callable[[Score], float | None]) -> float:
+    """The mean of a number over the directions; NaN if one lacks it."""
+    values = [of(score) for score in scored.values()]
     return math.nan if None in values or not values else statistics.fmean(values)
 
 
-def mean_bleu(found: Mapping[str, Score]) -> float | None:
+def mean_bleu(scored: Mapping[str, Score]) -> float | None:
     """The mean BLEU over the directions; None without any."""
-    return mean_of(found, lambda score: score.bleu) if found else None
+    return mean_of(scored, lambda score: score.bleu) if scored else None
 
 
 def chrf(score: Score) -> float | None:
@@ -123,18 +122,16 @@ def chrf(score: Score) -> float | None:
     return score.others[CHRF][0] if CHRF in score.others else None
 
 
-# COMET beside sacreBLEU's scores, by the program ``comet-score`` of another environment.
-#
-# ``unbabel-comet`` 2.2.7 needs numpy below 2 and transformers below 5, and this package numpy 2: they
-# cannot be installed side by side. ``COMET`` names the program, ``COMET_MODEL`` the model.
+# COMET, by the program ``comet-score`` of another environment: ``unbabel-comet`` 2.2.7 needs numpy below 2.
+# ``COMET`` names the program, ``COMET_MODEL`` the model.
 
 MODEL = "Unbabel/wmt22-comet-da"
-Texts = tuple[Path, Path, Path]  # source, translation and reference, with as many lines each
+Texts = tuple[Path, Path, Path]  # source, translation and reference, of equal length
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """``program`` with its own flags, and the name or the ``.ckpt`` file of a model."""
+    """``program`` with its flags, and the name or the ``.ckpt`` file of a model."""
 
     program: tuple[str, ...]
     model: str
@@ -146,14 +143,14 @@ class Scorer:
         return command(*self.program, *files, "--model", self.model, "--quiet", "--to_json", output)
 
     def score(self, directions: Mapping[str, Texts], folder: Path) -> None:
-        """Write ``folder/DIRECTION.comet.json`` for each direction that this model has not scored yet.
+        """Write ``folder/DIRECTION.comet.json`` for each direction without a score by this model.
 
-        The lines of all directions are scored as one text, so that the model is loaded once.
+        All directions are scored as one text, so that the model is loaded once.
 
         Raises:
             UsageError: the program failed, or its scores are not between 0 and 1.
         """
-        left = {name: t for name, t in directions.items() if not self._is_there(folder, name)}
+        left = {name: t for name, t in directions.items() if not self._has_scored(folder, name)}
         if not left:
             return
         print(f"# {COMET} of {len(left)} directions by {self.model}", flush=True)
@@ -172,7 +169,7 @@ class Scorer:
             result |= {"signature": f"model:{self.model}", "sentences": own}
             write_whole(_file(folder, direction), json.dumps(result) + "\n")
 
-    def _is_there(self, folder: Path, direction: str) -> bool:
+    def _has_scored(self, folder: Path, direction: str) -> bool:
         try:
             return read_json(_file(folder, direction))["signature"] == f"model:{self.model}"
         except (UsageError, KeyError):
@@ -195,13 +192,13 @@ class Scorer:
 
 
 def scorer() -> Scorer | None:
-    """The scorer that ``COMET`` names, None without it; raises UsageError if there is no such program."""
+    """The scorer of ``COMET``, None if it is not set; raises UsageError if the program is missing."""
     program = shlex.split(os.environ.get("COMET", ""))
     if not program:
         return None
     if shutil.which(program[0]) is None:
-        what = "expected comet-score of an environment with unbabel-comet (docs/recipes.md)"
-        raise UsageError(f"COMET={program[0]}: there is no such program; {what}")
+        expected = "expected comet-score of an environment with unbabel-comet (docs/recipes.md)"
+        raise UsageError(f"COMET={program[0]}: there is no such program; {expected}")
     return Scorer(tuple(program), os.environ.get("COMET_MODEL") or MODEL)
 
 
@@ -217,5 +214,5 @@ def _file(folder: Path, direction: str) -> Path:
 
 
 def lines_of(file: Path) -> list[str]:
-    """The lines, split at line feeds alone, as sacreBLEU's command does."""
+    """The lines, split only at line feeds, as sacreBLEU's command does."""
     return read_text(file).removesuffix("\n").split("\n")

@@ -1,4 +1,4 @@
-"""``smoe table``: the scores of a data set's runs beside the paper's."""
+"""``smoe table``: the scores of a data set's runs next to the paper's."""
 
 import itertools
 import statistics
@@ -30,25 +30,25 @@ Scores = dict[str, scores.Score]
 
 @dataclass(frozen=True)
 class Column:
-    """An average over directions; None if it is not known which."""
+    """An average over directions; None if they are not known."""
 
     name: str
     directions: tuple[str, ...] | None
 
 
 def columns(dataset: Dataset) -> list[Column]:
-    """The directions, or averages over classes of languages, in the paper's order; last the mean of all."""
+    """The directions, or averages over classes of languages, in the paper's order; then the overall mean."""
     if classes := dataset.classes or resource_classes(dataset.name):
         if None in classes.values():
             classes = resource_classes(dataset.name, _training_sizes(dataset))
-        found = _by_class(dataset, classes)
+        parts = _by_class(dataset, classes)
     else:
-        found = [Column(direction, (direction,)) for direction in dataset.directions]
-    return [*found, Column("average", dataset.directions)]
+        parts = [Column(direction, (direction,)) for direction in dataset.directions]
+    return [*parts, Column("average", dataset.directions)]
 
 
 def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
-    """Training sentence pairs by language, as prepare.sh counted them; None if it did not."""
+    """Training sentence pairs by language, as counted by prepare.sh; None before that."""
     path = Folders(dataset.name).data / SIZES
     if not path.exists():
         return None
@@ -57,7 +57,7 @@ def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
     for pair in dataset.pairs:
         first, second = pair.split("-")
         language = first if second == dataset.languages[0] else second
-        size = sizes.get(pair, sizes.get(second))  # the latter as of earlier versions
+        size = sizes.get(pair, sizes.get(second))  # the latter in files of earlier versions
         if size is None:
             raise UsageError(f"{path} has no size for {pair}: prepare the data again")
         by_language[language] += size
@@ -68,11 +68,11 @@ def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> 
     english = dataset.languages[0]
     found = []
     for side, position in (("eng-xxx", 0), ("xxx-eng", 1)):
-        here = [d for d in dataset.directions if d.split("-")[position] == english]
-        other = {d: d.split("-")[1 - position] for d in here}
-        found.append(Column(f"{side} all", tuple(here)))
-        for name, of_class in classes.items():
-            chosen = None if of_class is None else tuple(d for d in here if other[d] in of_class)
+        side_directions = [d for d in dataset.directions if d.split("-")[position] == english]
+        other = {d: d.split("-")[1 - position] for d in side_directions}
+        found.append(Column(f"{side} all", tuple(side_directions)))
+        for name, languages in classes.items():
+            chosen = None if languages is None else tuple(d for d in other if other[d] in languages)
             found.append(Column(f"{side} {name}", chosen))
     return found
 
@@ -81,7 +81,7 @@ def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[st
     """Print the table of a data set, or the comparison of two of its methods or runs."""
     metric = next(name for name in scores.METRICS if name.lower() == metric)
     if compare:
-        # Imported here because it imports sacreBLEU, which takes long.
+        # sacreBLEU is slow to import.
         from smoe_fairseq.recipes.evaluation.comparison import comparison
 
         grid = comparison(dataset, *compare, metric)
@@ -93,7 +93,7 @@ def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[st
 
 
 def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
-    """A row for each method; for BLEU of the paper's systems also the paper's numbers and the difference.
+    """A row for each method; for BLEU of the paper's systems, also the paper's numbers and the difference.
 
     Several seeds give a mean and a standard deviation. An average is missing if one of its directions is
     missing, or if signatures differ.
@@ -104,10 +104,10 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
         raise UsageError(f"{folder} holds no runs: run scripts/train.sh {dataset.name} METHOD")
     table = tables().get(dataset.name, {})
     paper = table.get("rows", {}) if metric == scores.BLEU else {}
-    place = list(paper)
+    paper_order = list(paper)
     names.sort(key=run_order)
     runs = {m: list(found) for m, found in itertools.groupby(names, key=run_method)}
-    methods = sorted(runs, key=lambda m: (place.index(m) if m in paper else len(place), m))
+    methods = sorted(runs, key=lambda m: (paper_order.index(m) if m in paper else len(paper), m))
     found = columns(dataset)
 
     rows, notes = [], []
@@ -147,20 +147,22 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
 def _unusual_search(dataset: Dataset, run: Path) -> str:
     """The run's search flags that differ from the data set's."""
     usual = flag_values(arguments(dataset.generate))
-    given = flag_values(scores.search_flags(run).split())
-    return " ".join(f"{flag} {v}".strip() for flag, v in given.items() if usual.get(flag) != v)
+    used = flag_values(scores.search_flags(run).split())
+    return " ".join(f"{flag} {v}".strip() for flag, v in used.items() if usual.get(flag) != v)
 
 
 def average(result: Scores, column: Column, metric: str = scores.BLEU) -> float | None:
-    """In points; None if a direction is missing, or signatures differ in more than languages' tokenizers."""
-    there, wanted = _points(result, metric), column.directions
-    if not wanted or not there.keys() >= {*wanted} or not _alike({d: there[d][1] for d in wanted}):
+    """In points; None if a direction is missing, or signatures differ (except by languages' tokenizers)."""
+    points, wanted = _points(result, metric), column.directions
+    if not wanted or not points.keys() >= {*wanted}:
         return None
-    return statistics.fmean(there[d][0] for d in wanted)
+    if not _are_comparable({d: points[d][1] for d in wanted}):
+        return None
+    return statistics.fmean(points[d][0] for d in wanted)
 
 
-def _alike(signatures: Mapping[str, str]) -> bool:
-    """Whether the signatures, by direction, differ at most in the tokenizers that the languages advise."""
+def _are_comparable(signatures: Mapping[str, str]) -> bool:
+    """Whether the signatures, by direction, differ at most in the languages' default tokenizers."""
 
     def usual(direction: str) -> str:
         return metrics.tokenizer_of({"tokenize": metrics.AUTO}, direction.split("-")[1])
@@ -171,30 +173,30 @@ def _alike(signatures: Mapping[str, str]) -> bool:
 
 def _points(result: Scores, metric: str) -> dict[str, tuple[float, str]]:
     """Points and signature of the directions that have the metric."""
-    found = {direction: score.of(metric) for direction, score in result.items()}
-    return {direction: value for direction, value in found.items() if value is not None}
+    points = {direction: score.of(metric) for direction, score in result.items()}
+    return {direction: value for direction, value in points.items() if value is not None}
 
 
 def _over_seeds(function, values: Sequence[float | None]) -> float | None:
-    """A function of the runs' values; None if a run has none."""
+    """A function of the runs' values; None if a run has no value."""
     return None if None in values else function(values)
 
 
 def system_costs(dataset: Dataset, method: str, **known) -> list[float | None]:
-    """Parameters and FLOPs per token, in millions; ``known`` is what `system_cost` takes.
+    """Parameters and FLOPs per token, in millions; ``known`` are further arguments of `system_cost`.
 
-    None for a folder that is not named after a method, or a model that cannot be built.
+    None if the folder is not named after a method, or the model cannot be built.
     """
     try:
         method_flags(method, dataset)
-    except UsageError:  # a folder that is no method's, such as a copy
+    except UsageError:  # another folder, such as a copy
         return [None, None]
     with quietly():
         from smoe_fairseq.recipes.cost import system_cost
 
         try:
             cost = system_cost(dataset, method, **known)
-        except (UsageError, ValueError) as error:  # training refused it too, and left its folder
+        except (UsageError, ValueError) as error:  # refused in training, too, which left its folder
             warn(f"{Folders(dataset.name).runs / method} has no cost: {error}")
             return [None, None]
     return [cost.parameters / 1e6, cost.flops_per_token / 1e6]
@@ -209,29 +211,29 @@ def _cells(cost, bleu, digits: int = 1, sign: bool = False) -> list[str]:
 
 
 def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str]:
-    """How the runs of a row were scored, and why averages are missing."""
-    there = _points(result, metric)
-    missing = [d for d in dataset.directions if d not in there]
-    signatures = sorted({signature for _, signature in there.values()})
-    said = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")
-    notes = [f"{name}: {said} {signature}" for signature in signatures]
+    """How a run was scored, and why averages are missing."""
+    points = _points(result, metric)
+    missing = [d for d in dataset.directions if d not in points]
+    signatures = sorted({signature for _, signature in points.values()})
+    label = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")
+    notes = [f"{name}: {label} {signature}" for signature in signatures]
     seed, folders = run_seed(name), Folders(dataset.name)
-    if folders.binary.exists():  # else it is not known with which dictionaries
+    if folders.binary.exists():  # else the dictionaries are unknown
         try:
             identity.check(folders.runs / name, run_method(name), seed, folders.binary)
         except UsageError as error:
             notes.append(f"{name}: {error}")
     again = f"run scripts/evaluate.sh {dataset.name} {run_method(name)}"
     again += "" if seed is None else f" --seed {seed}"
-    if result and not there:
+    if result and not points:
         comet = " --comet comet-score" * (metric == scores.COMET)
         notes.append(f"{name}: was scored without {metric}: {again}{comet}")
     elif missing:
-        scored = f"{len(there)} of {len(dataset.directions)} directions are scored"
+        scored = f"{len(points)} of {len(dataset.directions)} directions are scored"
         notes.append(f"{name}: {scored}, averages over missing ones are left out")
     if changed := is_outdated(folders.runs / name):
         notes.append(f"{name}: {changed} is another one than was scored: {again}")
-    if not _alike({direction: signature for direction, (_, signature) in there.items()}):
+    if not _are_comparable({direction: signature for direction, (_, signature) in points.items()}):
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")
     elif len(signatures) > 1:
         notes.append(f"{name}: averages are over directions with different tokenizers")

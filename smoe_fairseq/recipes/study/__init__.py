@@ -1,1 +1,1 @@
-"""Many runs: make them, keep their results, and report what they show."""
+"""Many runs: train and evaluate them, save their results, and report on them."""

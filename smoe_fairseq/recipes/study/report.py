@@ -14,10 +14,22 @@ from smoe_fairseq.recipes.evaluation.grid import Grid, markdown
 from smoe_fairseq.recipes.evaluation.table import system_costs
 from smoe_fairseq.recipes.folders import run_method, run_order
 from smoe_fairseq.recipes.processes import dry_run
-from smoe_fairseq.recipes.study import results as kept
-from smoe_fairseq.recipes.study import statements as stated
 from smoe_fairseq.recipes.study import tables
-from smoe_fairseq.recipes.study.results import Result, Systems, folder_of
+from smoe_fairseq.recipes.study.results import (
+    Result,
+    Systems,
+    folder_of,
+    mean_capacity,
+    mean_experts_per_token,
+    read,
+)
+from smoe_fairseq.recipes.study.statements import (
+    draw_statements,
+    judge,
+    measures_of,
+    statements_of,
+    statements_table,
+)
 
 FILE = "report.md"
 COLOURS = ("black", "#3f6ea8", "#9dbcdc", "#a2641b", "#d9a066", "#b0413e", "#5b8c5a", "#777777")
@@ -33,21 +45,21 @@ def write_report(dataset: Dataset) -> None:
     costs = {}
     for method, results in systems.items():
         known = {"flags": results[0].about.get("flags", {})}
-        known["requested_capacity"] = kept.mean_capacity(results)
-        known["experts_per_token"] = kept.mean_experts_per_token(results)
+        known["requested_capacity"] = mean_capacity(results)
+        known["experts_per_token"] = mean_experts_per_token(results)
         costs[method] = system_costs(dataset, method, **known)
     flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
-    statements, measures = stated.statements_of(dataset, systems), stated.measures_of(dataset)
-    found = stated.judge(statements, systems, measures)
+    statements, measures = statements_of(dataset, systems), measures_of(dataset)
+    verdicts = judge(statements, systems, measures)
     parts = [f"# Study: {dataset.name}"]
 
     def add(title: str, grid: Grid) -> None:
         parts.extend([f"## {title}", markdown(grid)] if grid.rows else [])
 
-    add("Statements", stated.statements_table(statements, found, measures, systems, flops))
+    add("Statements", statements_table(statements, verdicts, measures, systems, flops))
     pictures = {"costs": draw_costs(systems, flops)}
     if statements:
-        pictures = {"statements": stated.draw_statements(statements, found, measures)} | pictures
+        pictures = {"statements": draw_statements(statements, verdicts, measures)} | pictures
     for name, figure in pictures.items():
         save(figure, folder / name)
         parts.append(f"![{name}]({name}.png)")
@@ -64,27 +76,26 @@ def write_report(dataset: Dataset) -> None:
 
 
 def _systems(dataset: Dataset) -> dict[str, list[Result]]:
-    """The results by method, in the study's order, each method's ordered by seed."""
-    results = sorted(kept.read(dataset.name), key=lambda result: run_order(result.name))
+    """The results by method in the study's order, then by seed."""
+    results = sorted(read(dataset.name), key=lambda result: run_order(result.name))
     if not results:
         raise UsageError(f"{folder_of(dataset.name)} holds no runs: scripts/study.sh makes them")
     for result in results[1:]:  # means over different directions cannot be compared
         if result.scores.keys() != results[0].scores.keys():
-            there = (f"{r.folder} in {', '.join(r.scores)}" for r in (results[0], result))
-            raise UsageError(f"runs are scored in different directions: {' and '.join(there)}")
-    found: dict[str, list[Result]] = {}
+            both = (f"{r.folder} in {', '.join(r.scores)}" for r in (results[0], result))
+            raise UsageError(f"runs are scored in different directions: {' and '.join(both)}")
+    systems: dict[str, list[Result]] = {}
     for result in results:
-        found.setdefault(run_method(result.name), []).append(result)
-    place = {method: i for i, method in enumerate(dataset.study)}
-    return dict(sorted(found.items(), key=lambda item: (place.get(item[0], len(place)), item[0])))
+        systems.setdefault(run_method(result.name), []).append(result)
+    rank = {method: i for i, method in enumerate(dataset.study)}
+    return dict(sorted(systems.items(), key=lambda item: (rank.get(item[0], len(rank)), item[0])))
 
 
 @styled
 def draw_costs(systems: Systems, flops: Mapping[str, float]) -> Figure:
     """Validation loss over training FLOPs in the second half of training.
 
-    ``flops`` are those of a forward pass in millions, per target token. Thin lines are seeds, a thick line is
-    their mean.
+    ``flops`` are of a forward pass per target token, in millions. Thin lines are seeds, thick ones means.
     """
     figure, axes = new(width=7.0, height=max(4.0, 0.5 + 0.19 * len(systems)))
     ax = axes[0][0]
@@ -95,13 +106,13 @@ def draw_costs(systems: Systems, flops: Mapping[str, float]) -> Figure:
         _draw_curves(ax, curves, label=method, **style)
     ax.set_xlabel("training, TFLOP")
     ax.set_ylabel("validation loss (bits per token)")
-    if ax.lines:  # short runs log nothing but validations
+    if ax.lines:  # short runs log only validations
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure
 
 
 def _draw_curves(ax, curves: Sequence[dict], label: str, **style) -> None:
-    """Plot loss over FLOPs; the mean takes the updates at which all seeds were validated."""
+    """Plot loss over FLOPs; the mean is over updates at which all seeds were validated."""
     if not curves:
         return
     for curve in curves if len(curves) > 1 else ():
@@ -118,7 +129,7 @@ def _draw_curves(ax, curves: Sequence[dict], label: str, **style) -> None:
 
 
 def _second_half(result: Result, flops: float) -> dict[str, np.ndarray]:
-    """Update, loss and FLOPs of training at each validation; of words between two lines of the log."""
+    """Update, loss and training FLOPs at each validation; words are interpolated between lines of the log."""
     rows = [row for row in result.curve if row["validation_nll"] is not None]
     rows = [row for row in rows if row["update"] >= rows[-1]["update"] / 2]
     update = np.array([row["update"] for row in rows])

@@ -1,4 +1,4 @@
-"""The results of a study's runs: small text files in ``results/DATASET/RUN``, and how they are read."""
+"""Write and read the results of a study's runs: small text files in ``results/DATASET/RUN``."""
 
 import csv
 import json
@@ -37,36 +37,35 @@ from smoe_fairseq.recipes.training.launcher import visible_gpus
 FILE = "run.json"
 CURVE = "curve.csv"
 ROUTING = "routing.json"
-STARTS_FILE = "starts.json"  # beside the checkpoints
-ANALYSIS = "routing"  # beside the checkpoints: the folder that `smoe analyze` writes
+STARTS_FILE = "starts.json"  # next to the checkpoints
+ANALYSIS = "routing"  # next to the checkpoints: the output of `smoe analyze`
 EXPERTS = "experts_per_token"
 COLUMNS = ("update", "training_nll", "validation_nll", EXPERTS, "words", "seconds")
-MIN_COUNT = 10  # occurrences of a token whose mean requested capacity is used
+MIN_COUNT = 10  # minimum occurrences of a token to use its mean requested capacity
 _ABOUT = {"command": str, "commit": str, "machine": str, "versions": dict, "updates": int}
 
 
 def folder_of(dataset: str) -> Path:
-    """``RESULTS_DIR`` (results/) of the data set."""
+    """The data set's folder in ``RESULTS_DIR`` (results/)."""
     return path_from_environment("RESULTS_DIR", "results") / dataset
 
 
-# The commits and machines with which a run was trained.
+# The commits and machines that trained a run.
 
 
-def note(run: Path, variables: Mapping[str, str]) -> None:
-    """Add this commit and machine to the run's starts; it is started with these environment variables."""
-    now = {"commit": _commit(), "machine": _machine(variables)}
-    before = _starts(run)
-    if now not in before:
-        write_whole(run / STARTS_FILE, json.dumps([*before, now], indent=1) + "\n")
+def record_start(run: Path, variables: Mapping[str, str]) -> None:
+    """Add this commit and machine to the run's starts; ``variables`` are the run's environment variables."""
+    start, starts = {"commit": _commit(), "machine": _machine(variables)}, _starts(run)
+    if start not in starts:
+        write_whole(run / STARTS_FILE, json.dumps([*starts, start], indent=1) + "\n")
 
 
 def summarize_starts(run: Path) -> dict[str, str]:
-    """``commit`` and ``machine`` of all starts; ``untimed`` if there are several machines."""
+    """``commit`` and ``machine`` of all starts; with several machines, also ``untimed``."""
     starts = _starts(run)
     commits, machines = ([*dict.fromkeys(s[k] for s in starts)] for k in ("commit", "machine"))
-    found = {"commit": ", ".join(commits), "machine": ", then ".join(machines)}
-    return found | ({"untimed": "of two machines"} if len(machines) > 1 else {})
+    summary = {"commit": ", ".join(commits), "machine": ", then ".join(machines)}
+    return summary | ({"untimed": "of two machines"} if len(machines) > 1 else {})
 
 
 def _starts(run: Path) -> list[dict[str, str]]:
@@ -87,7 +86,7 @@ def _commit() -> str:
 
 
 def _machine(variables: Mapping[str, str]) -> str:
-    """The hardware in words; times are compared only between runs with the same words."""
+    """The hardware in words. Times are compared only between equal descriptions."""
     import torch
 
     gpus = variables.get("GPUS")
@@ -95,10 +94,12 @@ def _machine(variables: Mapping[str, str]) -> str:
         count = int(gpus) if gpus else len(visible_gpus(torch.cuda.device_count()))
         return f"{count} x {torch.cuda.get_device_name(0)}"
     info = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*:(.*)", info.read_text() if info.exists() else "", re.M)
-    name = named[1].strip() if named else platform.processor()
+    model = re.search(r"^model name\s*:(.*)", info.read_text() if info.exists() else "", re.M)
+    name = model[1].strip() if model else platform.processor()
     machine = f"{os.cpu_count()} cores of {name}"
-    machine += f", {torch.backends.cpu.get_cpu_capability()}"  # which kernels round how
+    machine += (
+        f", {torch.backends.cpu.get_cpu_capability()}"  # determines the kernels, and so rounding
+    )
     threads = variables.get("OMP_NUM_THREADS", "1")
     return machine if threads == "1" else f"{machine}, {threads} threads"
 
@@ -107,15 +108,15 @@ def _machine(variables: Mapping[str, str]) -> str:
 
 
 def are_saved(dataset: Dataset, name: str, words: Sequence[str]) -> bool:
-    """Whether a run has results; raises UsageError if a flag in ``words`` had another value for them."""
+    """Whether a run has results; raises UsageError if these are of another value of a flag in ``words``."""
     folder = folder_of(dataset.name) / name
     if not (folder / FILE).exists():
         return False
     about = _about(folder)
-    given = flag_values(words)
+    requested = flag_values(words)
     made_with = [*arguments(dataset.train), *shlex.split(about["command"].split(" && ")[0])]
     flags = about.get("flags", {}) | identity.limits(flag_values(made_with))
-    for flag, value in (identity.fixed_flags(given) | identity.limits(given)).items():
+    for flag, value in (identity.fixed_flags(requested) | identity.limits(requested)).items():
         if flag not in identity.BATCH_FLAGS and flags.get(flag) != value:
             was = f"with {flag} {flags[flag]}" if flag in flags else "without it"
             advice = "set RESULTS_DIR and RUN_DIR to other folders for a study with other flags"
@@ -123,14 +124,14 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str]) -> bool:
     return True
 
 
-def keep(dataset: Dataset, name: str, line: str) -> None:
-    """Write the results of a run; ``line`` is the command that trained it."""
+def save(dataset: Dataset, name: str, line: str) -> None:
+    """Write the results of a run that ``line`` trained."""
     folders = Folders(dataset.name)
     run = folders.run(name)
     for folder, default in ((folders.data, "data"), (folders.runs, "runs")):
         line = line.replace(f"{folder}/", f"{default}/{dataset.name}/")  # the same on any machine
     log = run / "train.log"
-    # After an interruption some updates are repeated: the later line counts.
+    # An interruption repeats some updates: the last line counts.
     lines = training_log.read_lines(log)
     logged = {int(x[UPDATES]): x for x in lines if "nll_loss" in x and "wpb" in x}
     curve = _curve(logged, training_log.read_validations(log))
@@ -143,23 +144,23 @@ def keep(dataset: Dataset, name: str, line: str) -> None:
         "updates": curve[-1]["update"] if curve else None,
         EXPERTS: _experts_per_token(logged),
     }
-    capacity = summary(run)
+    routing = routing_summary(run)
     with whole_folder(folder_of(dataset.name) / name, replace=True) as folder:
         shutil.copyfile(run / scores.FILE, folder / scores.FILE)
         with open(folder / CURVE, "w", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(curve)
-        if capacity is not None:
-            (folder / ROUTING).write_text(json.dumps(capacity, indent=1) + "\n", "utf-8")
+        if routing is not None:
+            (folder / ROUTING).write_text(json.dumps(routing, indent=1) + "\n", "utf-8")
         (folder / FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def _curve(logged: Mapping[int, dict[str, float]], validated: Iterable[dict]) -> list[dict]:
-    """A row of `COLUMNS` for each update with a line in the log or a validation.
+    """A row of `COLUMNS` for each update that was logged or validated.
 
-    Losses are in bits per target token. Training loss and experts per token are means since the last line.
-    Target words and seconds are totals since the start; seconds come from words per second.
+    Losses are in bits per target token. Training loss and experts per token are means since the last line,
+    target words and seconds totals since the start; seconds are computed from words per second.
     """
     rows: dict[int, dict] = defaultdict(lambda: dict.fromkeys(COLUMNS))
     for update, line in logged.items():
@@ -184,20 +185,20 @@ def _experts_per_token(logged: Mapping[int, Mapping[str, float]]) -> float | Non
 
 
 def commands(dataset: Dataset, run: Path) -> list[str]:
-    """The commands that write the analysis of the test set, which `summary` reads."""
+    """The commands that analyse the test set, for `routing_summary`."""
     checkpoint = run / f"checkpoint_{dataset.checkpoint}.pt"
     data = Folders(dataset.name).binary_path(dataset.shards)
     analyze = ("smoe", "analyze", data, "--path", checkpoint, "--gen-subset", "test")
     return [command("rm", "-rf", run / ANALYSIS), command(*analyze, "--output", run / ANALYSIS)]
 
 
-def summary(run: Path) -> dict | None:
-    """A summary of the analysis, with layers as "encoder.1"; None if there is no analysis.
+def routing_summary(run: Path) -> dict | None:
+    """A summary of the analysis; None if there is none.
 
     Returns:
-        By direction and layer: "requested_capacity", the mean over text tokens; and "rank_correlation",
-        Spearman's correlation, over token types, of frequency rank in training (1: the most frequent) and
-        mean requested capacity.
+        By direction and layer ("encoder.1"): "requested_capacity", the mean over text tokens; and
+        "rank_correlation", Spearman's correlation over token types between frequency rank in training (1 is
+        the most frequent) and mean requested capacity.
     """
     folder = run / ANALYSIS
     if not folder.exists():
@@ -206,14 +207,14 @@ def summary(run: Path) -> dict | None:
     for direction, layer, row in _text_rows(folder / "blocks.csv"):
         requested[direction][layer] = float(row["requested_capacity"])
     types: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for *place, row in _text_rows(folder / "tokens.csv"):
+    for direction, layer, row in _text_rows(folder / "tokens.csv"):
         if row["frequency_rank"] and int(row["occurrences"]) >= MIN_COUNT:
             numbers = float(row["frequency_rank"]), float(row["requested_capacity"])
-            types[tuple(place)].append(numbers)
+            types[direction, layer].append(numbers)
     for (direction, layer), numbers in types.items():
-        found = spearman(*np.array(numbers).T) if len(numbers) > 2 else math.nan
-        if not math.isnan(found):  # NaN if all types request the same
-            correlation[direction][layer] = round(found, 4)
+        rho = spearman(*np.array(numbers).T) if len(numbers) > 2 else math.nan
+        if not math.isnan(rho):  # NaN if all types request the same
+            correlation[direction][layer] = round(rho, 4)
     return {"requested_capacity": dict(requested), "rank_correlation": dict(correlation)}
 
 
@@ -235,7 +236,7 @@ class Result:
     scores: dict[str, Score]
     curve: list[dict[str, float | None]]
     about: dict
-    routing: dict | None = None  # what `summary` returned
+    routing: dict | None = None  # from `routing_summary`
     folder: Path = Path()
 
     @property
@@ -255,25 +256,25 @@ class Result:
 
     @property
     def validation(self) -> float:
-        """The lowest loss, which the scored checkpoint has; NaN if none is finite."""
+        """The lowest validation loss, that of the scored checkpoint; NaN if none is finite."""
         losses = [row["validation_nll"] for row in self.curve if row["validation_nll"] is not None]
         return min((loss for loss in losses if math.isfinite(loss)), default=math.nan)
 
     @property
     def logged(self) -> list[dict[str, float | None]]:
-        """The rows of lines in the log; none if the run was shorter than the log interval."""
+        """The rows of logged updates; none if the run was shorter than the log interval."""
         return [row for row in self.curve if row["training_nll"] is not None]
 
     @property
     def time(self) -> float:
-        """Seconds of training per target token; 0 if unknown, or not to be compared ("untimed").
+        """Seconds of training per target token; 0 if unknown or not comparable ("untimed").
 
-        The median over the log's lines, which ignores validation and other delays.
+        The median over the lines of the log, to ignore validation and other delays.
         """
         logged = [] if self.about.get("untimed") else self.logged
         words, seconds = ([0, *(row[name] for row in logged)] for name in ("words", "seconds"))
-        each = zip(np.diff(words), np.diff(seconds), strict=True)
-        times = [float(taken / number) for number, taken in each if number > 0]
+        steps = zip(np.diff(words), np.diff(seconds), strict=True)
+        times = [float(duration / number) for number, duration in steps if number > 0]
         return statistics.median(times) if times else 0.0
 
 
@@ -302,29 +303,29 @@ def _read(folder: Path) -> Result:
     if any(row[name] is None for row in curve for name in ("update", "words", "seconds")):
         raise UsageError(f"{folder / CURVE} has an empty cell")
     file = folder / ROUTING
-    capacity = read_json(file) if file.exists() else None
-    found = Result(folder.name, scores.read(folder), curve, about, capacity, folder)
-    if not found.scores or all(row["validation_nll"] is None for row in curve):
+    routing = read_json(file) if file.exists() else None
+    result = Result(folder.name, scores.read(folder), curve, about, routing, folder)
+    if not result.scores or all(row["validation_nll"] is None for row in curve):
         raise UsageError(f"{folder} has no scores or no validation loss: delete it and study again")
-    return found
+    return result
 
 
 def means(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
     """The mean of the values of each key, in the keys' order."""
-    found = defaultdict(list)
+    values = defaultdict(list)
     for key, value in pairs:
-        found[key].append(value)
-    return {key: statistics.fmean(found[key]) for key in sorted(found)}
+        values[key].append(value)
+    return {key: statistics.fmean(values[key]) for key in sorted(values)}
 
 
 def mean_capacity(results: Iterable[Result]) -> dict[str, float] | None:
-    """Mean requested capacity over directions and runs, by MoE layer as `moe_blocks` names it."""
+    """Mean requested capacity over directions and runs, by MoE layer as named by `moe_blocks`."""
     routings = (result.routing["requested_capacity"] for result in results if result.routing)
     layers = (item for each in routings for of in each.values() for item in of.items())
     return means((layer.replace(".", ".layer."), value) for layer, value in layers) or None
 
 
 def mean_experts_per_token(results: Iterable[Result]) -> float | None:
-    """Mean number of copies that experts took, per token and stratum in training; None if unknown."""
-    there = [r.about[EXPERTS] for r in results if r.about.get(EXPERTS) is not None]
-    return statistics.fmean(there) if there else None
+    """Mean number of copies that were not dropped, per token and stop in training; None if unknown."""
+    known = [r.about[EXPERTS] for r in results if r.about.get(EXPERTS) is not None]
+    return statistics.fmean(known) if known else None

@@ -28,26 +28,26 @@ from smoe_fairseq.recipes.processes import (
 )
 from smoe_fairseq.recipes.study import results
 from smoe_fairseq.recipes.study.report import write_report
-from smoe_fairseq.recipes.training.launcher import cores, launch, visible_gpus
+from smoe_fairseq.recipes.training.launcher import cores, plan_launch, visible_gpus
 from smoe_fairseq.recipes.training.train import plan
 
 POLL_SECONDS = 1
-REPORT_SECONDS = 600  # between two lines on what is running, unless there is a terminal
+REPORT_SECONDS = 600  # between two lines on running runs, unless there is a terminal
 LOG, LOCK = "study.log", "study.lock"
-_MEMORY = 3 << 30  # bytes that a run on a CPU may take
+_RUN_MEMORY = 3 << 30  # bytes that a run on a CPU may need
 _UPDATES = re.compile(rb"num_updates[=: ]+(\d+)")
 
 
 @dataclass
 class Run:
-    """A method with a seed; ``updates`` is how many updates it is trained for."""
+    """A method with a seed, to be trained for a number of updates."""
 
     dataset: Dataset
     method: str
     seed: int
     flags: tuple[str, ...]
     updates: int
-    strata: bool  # whether the model has several strata at which tokens may stop
+    strata: bool  # see `has_strata`
     process: subprocess.Popen | None = field(default=None, repr=False)
 
     @property
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def line(self) -> str:
-        """The commands; training and evaluation that are complete are not repeated."""
+        """The commands, which do not repeat complete training and evaluation."""
         steps = [
             step("train", self.dataset.name, self.method, *self.flags),
             step("evaluate", self.dataset.name, self.method),
@@ -70,25 +70,25 @@ class Run:
         return " && ".join(steps)
 
     def done(self) -> int:
-        """The updates so far, according to its log."""
+        """The updates so far, according to the log."""
         check_plain(self.folder / "train.log")
         try:
             with open(self.folder / "train.log", "rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - 50_000))
-                found = _UPDATES.findall(log.read())
+                updates = _UPDATES.findall(log.read())
         except OSError:
             return 0
-        return min(self.updates, int(found[-1])) if found else 0
+        return min(self.updates, int(updates[-1])) if updates else 0
 
 
 def study(dataset: Dataset, flags: Sequence[str]) -> None:
     """Train and score the runs that have no results; ``flags`` are methods, then flags of fairseq-train.
 
-    One study at a time works in a folder. Whenever a run ends, its results are kept and the report is
-    written again. The other runs go on if one fails.
+    Only one study runs in a folder at a time. When a run ends, its results are saved and the report is
+    rewritten. If a run fails, the others continue.
 
     Raises:
-        UsageError: a method or a seed is unknown, or a run failed.
+        UsageError: a method is unknown, a seed is invalid, or a run failed.
         SystemExit: a signal stopped all runs; the next start resumes them.
     """
     runs = _runs(dataset, flags)
@@ -98,21 +98,21 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         folders.check_prepared(dataset.pairs)
     slots = _slots()
     with variables({"GPUS": slots[0]["GPUS"]}):
-        for method in {run.method for run in left}:  # what a run would refuse is refused before any
+        for method in {run.method for run in left}:  # report invalid settings before any run
             plan(dataset, method, left[0].flags)
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are left", flush=True)
     if dry_run():
         for run in left:
             print(f"SEED={run.seed} {run.line}")
         return
-    for run in left:  # raises UsageError before the work rather than after it
+    for run in left:  # raises UsageError before the work
         results.summarize_starts(run.folder)
     results.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)
     folders.runs.mkdir(parents=True, exist_ok=True)
-    lock_folder(folders.runs, LOCK)  # before anything is noted of a run
+    lock_folder(folders.runs, LOCK)  # before any start is recorded
     failed = _work(left, slots) if left else []
     if failed:
-        with suppress(UsageError):  # no run may be kept
+        with suppress(UsageError):  # there may be no results
             write_report(dataset)
         names, log = ", ".join(run.name for run in failed), failed[0].folder / LOG
         count = f"{len(failed)} of {len(left)} runs failed ({names})"
@@ -124,27 +124,27 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
     first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     methods, flags = words[:first_flag] or dataset.study, tuple(words[first_flag:])
     methods = methods or list(tables().get(dataset.name, {}).get("rows", {}))
-    methods = dict.fromkeys(methods)  # each once
+    methods = dict.fromkeys(methods)  # without duplicates
     if not methods:
         raise UsageError(f"{dataset.name} has no methods to study: name them behind it")
     runs = []
-    for seed in seeds_of(dataset):  # all methods are trained with the first seed first
+    for seed in seeds_of(dataset):  # all methods with the first seed come first
         for method in methods:
-            given = dataset.train | method_flags(method, dataset)
-            asked = flag_values(flags).get("--max-update", "")
-            updates = int(asked if asked.isdecimal() else given.get("max-update", 0))
-            runs.append(Run(dataset, method, seed, flags, updates, has_strata(given)))
+            recipe = dataset.train | method_flags(method, dataset)
+            typed = flag_values(flags).get("--max-update", "")
+            updates = int(typed if typed.isdecimal() else recipe.get("max-update", 0))
+            runs.append(Run(dataset, method, seed, flags, updates, has_strata(recipe)))
     return runs
 
 
 def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
-    """Make the runs; returns those that failed."""
+    """Train and evaluate the runs; returns those that failed."""
     from tqdm import tqdm
 
     failed, running, new = [], {}, False
     waiting = deque(left)
     total = sum(run.updates for run in left)
-    news = time.monotonic()
+    reported = time.monotonic()
     with (
         ProcessGroups() as groups,
         tqdm(total=total, unit=" updates", disable=not sys.stderr.isatty()) as bar,
@@ -160,7 +160,7 @@ def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
             if new and running:  # after the last run the report is written anyway
                 try:
                     write_report(left[0].dataset)
-                except Exception as error:  # the report can be made again, hours of training cannot
+                except Exception as error:  # a bad report must not end hours of training
                     warn(f"the report is to be made anew: {error}")
                 new = False
             time.sleep(POLL_SECONDS)
@@ -172,21 +172,21 @@ def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
                     count = len(left) - len(waiting) - len(running)
                     if status:
                         warn(f"{run.name} failed: {run.folder / LOG}")
-                    elif _keep(run):
+                    elif _save(run):
                         new = True
                         _print_scores(run, count, len(left))
                         continue
                     failed.append(run)
-            if bar.disable and time.monotonic() > news + REPORT_SECONDS:
-                news = time.monotonic()
-                _print_progress(running, updates, updates - before, total, news - started)
+            if bar.disable and time.monotonic() > reported + REPORT_SECONDS:
+                reported = time.monotonic()
+                _print_progress(running, updates, updates - before, total, reported - started)
     return failed
 
 
-def _keep(run: Run) -> bool:
-    """Keep the results; returns False, with a warning, if that fails."""
+def _save(run: Run) -> bool:
+    """Save the results; warns and returns False if that fails."""
     try:
-        results.keep(run.dataset, run.name, f"SEED={run.seed} {run.line}")
+        results.save(run.dataset, run.name, f"SEED={run.seed} {run.line}")
     except (UsageError, OSError, ValueError) as error:
         warn(f"{run.name} is trained and scored, and its results cannot be kept: {error}")
         return False
@@ -194,33 +194,34 @@ def _keep(run: Run) -> bool:
 
 
 def _slots() -> dict[int, dict[str, str]]:
-    """The slots in which runs are trained side by side, with the environment variables of each.
+    """The slots for parallel runs, with the environment variables of each.
 
     Without a GPU there are ``JOBS`` slots, by default as many as cores and memory allow. With GPUs there is
-    one slot with all of them, or ``JOBS`` slots that divide them. More slots than GPUs share these: a small
-    model leaves most of a GPU idle.
+    one slot with all of them, or ``JOBS`` slots that divide them. If there are more slots than GPUs, slots
+    share a GPU, of which a small model leaves most idle.
     """
-    where = launch(())
-    if where.cpu:
-        fit = (machine_memory() or 1 << 62) // _MEMORY
+    launch = plan_launch(())
+    if launch.cpu:
+        fit = (machine_memory() or 1 << 62) // _RUN_MEMORY
         slots = whole_number("JOBS", least=1) or max(1, min(cores(), fit))
         threads = str(max(1, cores() // slots))
         return dict.fromkeys(range(slots), {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": threads})
     slots = whole_number("JOBS", least=1, default=1)
     if slots == 1:
-        return {0: {"GPUS": str(where.gpus), "JOBS": ""}}
-    gpus = visible_gpus(where.gpus)
-    found = {}
+        return {0: {"GPUS": str(launch.gpus), "JOBS": ""}}
+    gpus = visible_gpus(launch.gpus)
+    environments = {}
     for i in range(slots):
         share = gpus[i::slots] or [gpus[i % len(gpus)]]
-        found[i] = {"CUDA_VISIBLE_DEVICES": ",".join(share), "GPUS": str(len(share)), "JOBS": ""}
-        found[i]["OMP_NUM_THREADS"] = str(max(1, cores() // slots))
-    return found
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(share), "GPUS": str(len(share))}
+        threads = str(max(1, cores() // slots))
+        environments[i] = visible | {"JOBS": "", "OMP_NUM_THREADS": threads}
+    return environments
 
 
 def _start(groups: ProcessGroups, run: Run, variables: dict[str, str]) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
-    results.note(run.folder, variables)
+    results.record_start(run.folder, variables)
     variables = environment() | variables | {"SEED": str(run.seed)}
     with open_plain(run.folder / LOG, append=True) as log:
         output = {"stdout": log, "stderr": subprocess.STDOUT}
@@ -228,15 +229,15 @@ def _start(groups: ProcessGroups, run: Run, variables: dict[str, str]) -> None:
 
 
 def _print_scores(run: Run, count: int, total: int) -> None:
-    found = scores.read(run.folder)
-    bleu = scores.mean_bleu(found)
-    mean = "no scores" if bleu is None else f"BLEU {bleu:.2f} over {len(found)} directions"
+    scored = scores.read(run.folder)
+    bleu = scores.mean_bleu(scored)
+    mean = "no scores" if bleu is None else f"BLEU {bleu:.2f} over {len(scored)} directions"
     print(f"# {run.name}: {mean} ({count} of {total} runs)", flush=True)
 
 
 def _print_progress(running: dict[int, Run], updates: int, made: int, total: int, seconds: float):
-    where = ", ".join(f"{run.name} {run.done()} of {run.updates}" for run in running.values())
+    each = ", ".join(f"{run.name} {run.done()} of {run.updates}" for run in running.values())
     hours = ""
     if total > made > 0:
         hours = f", about {(total - updates) * seconds / made / 3600:.1f} h left"
-    print(f"# {updates:,} of {total:,} updates{hours}; {where}", flush=True)
+    print(f"# {updates:,} of {total:,} updates{hours}; {each}", flush=True)

@@ -1,8 +1,8 @@
-"""Statements of a study: a system and another one, a measure with a margin, and the verdict.
+"""Statements of a study: two systems, measures with margins, and verdicts.
 
-Differences are paired by seed, since a seed gives all systems the same batches in the same order. Two
-one-sided t-tests decide whether two systems are equal within a margin, a two-sided t-test whether one is
-ahead. Both are corrected over the statements of a study by Holm's method.
+Differences are paired by seed, which determines the order of batches. Two one-sided t-tests decide whether
+two systems are equal within a margin, a two-sided t-test whether one is ahead. Both are corrected over the
+statements of a study by Holm's method.
 """
 
 import math
@@ -25,16 +25,16 @@ AHEAD, BEHIND, EQUAL, OPEN = "ahead", "behind", "equal within the margin", "open
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a run. A difference of less than ``margin`` does not matter."""
+    """A number of a run. A difference below ``margin`` does not matter."""
 
     of: Callable[[Result], float]
     margin: float
-    sign: int  # 1 where higher is better, else -1
+    sign: int  # 1 if higher is better, else -1
     digits: int
     unit: str
 
 
-# In the order in which they count: the first one decides.
+# The first one decides.
 MEASURES = {
     "loss": Measure(lambda r: r.validation, 0.02, -1, 3, "bits per token"),
     "chrF++": Measure(lambda r: scores.mean_of(r.scores, scores.chrf), 0.5, 1, 2, "points"),
@@ -52,7 +52,7 @@ class Statement:
 
 
 def statements_of(dataset: Dataset, systems: Systems) -> list[Statement]:
-    """Those of the data set; without any, each system compared with the first one (`moe` if it is there)."""
+    """The data set's; without any, each system is compared with `moe`, or with the first one."""
     if dataset.statements:
         return [Statement(name, *pair) for name, pair in dataset.statements.items()]
     reference = "moe" if "moe" in systems else next(iter(systems))
@@ -67,7 +67,7 @@ def measures_of(dataset: Dataset) -> dict[str, Measure]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Values of the first system less those of the second, by seed."""
+    """The first system's values minus the second's, by seed."""
 
     by_seed: Mapping[int | None, float]
     margin: float
@@ -77,15 +77,15 @@ class Difference:
         return np.array(list(self.by_seed.values()), dtype=float)
 
     def interval(self) -> comparison.Difference:
-        """The mean with its 95 percent interval by Student's t; needs a seed."""
+        """The mean and its 95 percent interval by Student's t; needs at least one seed."""
         return comparison.interval(self.values)
 
     def p_different(self) -> float:
-        """Of the two-sided t-test that the mean is not zero."""
+        """The p-value of the two-sided t-test that the mean is not zero."""
         return self._p(0, "two-sided")
 
     def p_equal(self) -> float:
-        """Of the two one-sided t-tests that the mean is within the margin."""
+        """The p-value of the two one-sided t-tests that the mean is within the margin."""
         return max(self._p(-self.margin, "greater"), self._p(self.margin, "less"))
 
     def _p(self, mean: float, alternative: str) -> float:
@@ -93,31 +93,31 @@ class Difference:
 
         if len(self.values) < 2:
             return 1.0
-        with quietly():  # scipy warns of values that are all equal
+        with quietly():  # scipy warns of equal values
             p = float(stats.ttest_1samp(self.values, mean, alternative=alternative).pvalue)
         return 1.0 if math.isnan(p) else p
 
 
 def pairs(systems: Systems, statement: Statement) -> dict[int | None, tuple[Result, Result]]:
-    """The runs of both systems by seed, of the seeds that both have."""
-    named = (systems.get(method, ()) for method in (statement.first, statement.second))
-    first, second = ({result.seed: result for result in results} for results in named)
+    """The runs of both systems, by common seed."""
+    both = (systems.get(method, ()) for method in (statement.first, statement.second))
+    first, second = ({result.seed: result for result in results} for results in both)
     return {seed: (run, second[seed]) for seed, run in first.items() if seed in second}
 
 
 def difference(systems: Systems, statement: Statement, measure: Measure) -> Difference:
-    """Over the seeds in which one machine trained both systems to finite values."""
-    apart = {
+    """The difference over the seeds with finite values that one machine trained for both systems."""
+    diff = {
         seed: measure.of(one) - measure.of(other)
         for seed, (one, other) in pairs(systems, statement).items()
         if one.machine == other.machine
     }
-    finite = {seed: value for seed, value in apart.items() if math.isfinite(value)}
+    finite = {seed: value for seed, value in diff.items() if math.isfinite(value)}
     return Difference(finite, measure.margin)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Corrected p-values (Holm 1979): each is compared with the level as it is."""
+    """p-values corrected by Holm (1979), to be compared with the level itself."""
     adjusted, highest = [1.0] * len(p_values), 0.0
     for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
@@ -126,7 +126,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def verdicts(differences: Sequence[Difference], sign: int) -> list[str]:
-    """Of the statements of a study, in one measure; ``sign`` is 1 where higher is better, else -1."""
+    """The verdicts of all statements in one measure; ``sign`` as in `Measure`."""
     equal = holm([d.p_equal() for d in differences])
     different = holm([d.p_different() for d in differences])
 
@@ -140,36 +140,36 @@ def verdicts(differences: Sequence[Difference], sign: int) -> list[str]:
     return [*map(verdict, differences, equal, different)]
 
 
-Judged = Mapping[str, Sequence[tuple[Difference, str]]]
+Verdicts = Mapping[str, Sequence[tuple[Difference, str]]]
 
 
 def judge(
     statements: Sequence[Statement], systems: Systems, measures: Mapping[str, Measure]
-) -> Judged:
-    """By measure, the difference and the verdict of each statement."""
-    found = {}
+) -> Verdicts:
+    """The difference and the verdict of each statement, by measure."""
+    judged = {}
     for name, measure in measures.items():
-        apart = [difference(systems, s, measure) for s in statements]
-        found[name] = list(zip(apart, verdicts(apart, measure.sign), strict=True))
-    return found
+        differences = [difference(systems, s, measure) for s in statements]
+        judged[name] = list(zip(differences, verdicts(differences, measure.sign), strict=True))
+    return judged
 
 
 def statements_table(
     statements: Sequence[Statement],
-    found: Judged,
+    judged: Verdicts,
     measures: Mapping[str, Measure],
     systems: Systems,
     flops: Mapping[str, float],
 ) -> Grid:
-    """A row for each statement; ``found`` is of `judge`, ``flops`` are per token, by method."""
+    """A row for each statement; ``judged`` is from `judge`, ``flops`` are per token, by method."""
     rows = []
     for i, s in enumerate(statements):
         both = s.first in flops and s.second in flops
         cost = f"{flops[s.first] / flops[s.second] - 1:+.0%}" if both else MISSING
-        row = [s.name, f"{s.first} and {s.second}", str(len(found["loss"][i][0].by_seed)), cost]
+        row = [s.name, f"{s.first} and {s.second}", str(len(judged["loss"][i][0].by_seed)), cost]
         for name, measure in measures.items():
-            apart, verdict = found[name][i]
-            cell = format(apart.interval(), f"+.{measure.digits}f") if apart.by_seed else MISSING
+            diff, verdict = judged[name][i]
+            cell = format(diff.interval(), f"+.{measure.digits}f") if diff.by_seed else MISSING
             row += [cell, verdict]
         rows.append(row)
     header = ["statement", "systems", "seeds", "FLOPs"]
@@ -191,19 +191,19 @@ def statements_table(
 
 def _left_out(statements: Iterable[Statement], systems: Systems) -> list[str]:
     """A note on the seeds that two machines trained."""
-    found = []
+    pairs_left_out = []
     for s in statements:
         both = pairs(systems, s).items()
         seeds = [seed for seed, (a, b) in both if a.machine != b.machine]
         names = ", ".join("the first" if seed is None else str(seed) for seed in seeds)
-        found += [f"{s.first} and {s.second} ({names})"] if seeds else []
+        pairs_left_out += [f"{s.first} and {s.second} ({names})"] if seeds else []
     start = "- **Seeds left out**, since two machines trained the systems"
-    return [f"{start}: {'; '.join(found)}."] if found else []
+    return [f"{start}: {'; '.join(pairs_left_out)}."] if pairs_left_out else []
 
 
 @styled
 def draw_statements(
-    statements: Sequence[Statement], found: Judged, measures: Mapping[str, Measure]
+    statements: Sequence[Statement], judged: Verdicts, measures: Mapping[str, Measure]
 ) -> Figure:
     """A panel for each measure: differences with 95 percent intervals, seeds as dots, margins shaded."""
     height = 1.2 + 0.5 * len(statements)
@@ -211,14 +211,14 @@ def draw_statements(
     for ax, (name, measure) in zip(axes[0], measures.items(), strict=True):
         ax.axvspan(-measure.margin, measure.margin, color=LIGHT, alpha=0.35, lw=0)
         ax.axvline(0, color=MIDDLE, lw=0.8)
-        for y, (apart, _) in enumerate(found[name]):
-            if not apart.by_seed:
+        for y, (diff, _) in enumerate(judged[name]):
+            if not diff.by_seed:
                 continue
-            ax.plot(apart.values, [y] * len(apart.values), "o", ms=3, color=MIDDLE, alpha=0.7)
-            around = apart.interval()
-            if around.low is not None:
-                ax.plot([around.low, around.high], [y, y], "-", lw=2, color=DARK)
-            ax.plot([around.mean], [y], "D", ms=5, color=DARK)
+            ax.plot(diff.values, [y] * len(diff.values), "o", ms=3, color=MIDDLE, alpha=0.7)
+            interval = diff.interval()
+            if interval.low is not None:
+                ax.plot([interval.low, interval.high], [y, y], "-", lw=2, color=DARK)
+            ax.plot([interval.mean], [y], "D", ms=5, color=DARK)
         better = "left" if measure.sign < 0 else "right"
         ax.set_title(f"{name}: the first is better on the {better}", fontsize=9)
         ax.set_xlabel(measure.unit)

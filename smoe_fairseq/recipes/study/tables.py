@@ -1,4 +1,4 @@
-"""The tables of a study's report, except that of its statements."""
+"""The tables of a study's report, except the one of statements."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ def systems_table(
     """Size, cost, loss and scores of each system.
 
     Args:
-        costs: by method, parameters and FLOPs per token in millions.
+        costs: parameters and FLOPs per token in millions, by method.
     """
     timed = (r.machine for results in systems.values() for r in results if r.time)
     machines = list(dict.fromkeys(timed)) or [""]
@@ -44,8 +44,8 @@ def systems_table(
         lengths = [mean_of(r.scores, lambda score: score.length_ratio) for r in results]
         rows.append([*row, number(statistics.fmean(lengths))])
     time = "time/token (us)"
-    of_machines = [f"{time}, {machine}" if len(machines) > 1 else time for machine in machines]
-    header = ["method", "parameters (M)", "FLOPs/token (M)", *of_machines, "seeds", "updates"]
+    times = [f"{time}, {machine}" if len(machines) > 1 else time for machine in machines]
+    header = ["method", "parameters (M)", "FLOPs/token (M)", *times, "seeds", "updates"]
     notes = [
         "- **FLOPs** are those of a forward pass per target token. Models with strata are counted at the "
         "requested capacity of the test set's text, and gates that learn how many experts a token has at "
@@ -76,20 +76,20 @@ def directions_table(dataset: Dataset, systems: Systems) -> Grid:
 
 
 def by_class(dataset: Dataset, systems: Systems) -> Grid:
-    """chrF++ into and out of English, by classes of languages with much, some and little text."""
-    found = columns(dataset)
+    """chrF++ into and out of English, by classes of languages."""
+    parts = columns(dataset)
     rows = []
     for method, results in systems.items():
-        each = ([average(result.scores, c, CHRF) for result in results] for c in found)
-        cells = (number(None if None in of else statistics.fmean(of)) for of in each)
+        each = ([average(result.scores, c, CHRF) for result in results] for c in parts)
+        cells = (number(None if None in v else statistics.fmean(v)) for v in each)
         rows.append([method, str(len(results)), *cells])
-    classes = "; ".join(f"{name}: {', '.join(found)}" for name, found in dataset.classes.items())
+    classes = "; ".join(f"{name}: {', '.join(langs)}" for name, langs in dataset.classes.items())
     notes = [f"chrF++, means over the directions of a class and over seeds. {classes}."]
-    return Grid(["method", "seeds", *(column.name for column in found)], rows, notes)
+    return Grid(["method", "seeds", *(column.name for column in parts)], rows, notes)
 
 
 def capacity_table(systems: Systems) -> Grid:
-    """Whether what tokens request is the same in every seed, for each system with strata."""
+    """Whether seeds agree on requested capacity, for each system with strata."""
     rows = []
     for method, results in systems.items():
         routings = [result.routing for result in results if result.routing]
@@ -123,24 +123,28 @@ def capacity_table(systems: Systems) -> Grid:
     return Grid([*header, "first layer requests most, seeds"], rows, notes)
 
 
-def _values(found: dict, side: str) -> list[tuple[str, int, float]]:
+def _values(routing: dict, side: str) -> list[tuple[str, int, float]]:
     """Direction, layer and value of all layers of a side."""
-    values = ((d, *name.split("."), v) for d, of in found.items() for name, v in of.items())
-    return [(d, int(n), v) for d, of, n, v in values if of == side and not math.isnan(v)]
+    values = (
+        (d, *name.split("."), v) for d, layers in routing.items() for name, v in layers.items()
+    )
+    return [
+        (d, int(n), v) for d, layer_side, n, v in values if layer_side == side and not math.isnan(v)
+    ]
 
 
-def _count(found: Iterable[bool]) -> str:
-    found = list(found)
-    return f"{sum(found)} of {len(found)}"
+def _count(values: Iterable[bool]) -> str:
+    values = list(values)
+    return f"{sum(values)} of {len(values)}"
 
 
 def runs_table(dataset: Dataset, systems: Systems) -> Grid:
-    """How each run was made, with notes on missing runs and on runs that were trained differently."""
+    """How each run was made, with notes on missing runs."""
     rows = []
     results = [result for of_method in systems.values() for result in of_method]
     for result in results:
         about, machine = result.about, result.machine
-        if untimed := about.get("untimed"):  # may be added to the file by hand
+        if untimed := about.get("untimed"):  # also added to the file by hand
             machine += f" (times left out: {untimed})"
         versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
         rows.append([result.name, about["commit"], versions, machine, about["command"]])
@@ -150,15 +154,15 @@ def runs_table(dataset: Dataset, systems: Systems) -> Grid:
 
 
 def _missing_runs(dataset: Dataset, names: Sequence[str]) -> list[str]:
-    """Notes on the study's systems that lack a seed that others have."""
+    """Notes on systems that lack a seed of others."""
     notes, absent = [], []
     for suffix in sorted({name.removeprefix(run_method(name)) for name in names}):
-        of_seed = [method + suffix for method in dataset.study]
-        there = [name for name in of_seed if name in names]
-        if 2 * len(there) >= len(of_seed):
-            absent += [name for name in of_seed if name not in names]
-        elif there:
-            notes.append(f"The study's other systems do not have the seed of {', '.join(there)}.")
+        expected = [method + suffix for method in dataset.study]
+        present = [name for name in expected if name in names]
+        if 2 * len(present) >= len(expected):
+            absent += [name for name in expected if name not in names]
+        elif present:
+            notes.append(f"The study's other systems do not have the seed of {', '.join(present)}.")
     if absent:
         notes.append(f"Not there, since they failed or are to be made: {', '.join(absent)}.")
     return notes

@@ -1,1 +1,1 @@
-"""One ``fairseq-train`` command: launcher, identity, batch, number type and memory of a run."""
+"""One ``fairseq-train`` command: its launcher, identity, batch, precision and memory."""

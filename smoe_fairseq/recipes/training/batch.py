@@ -15,15 +15,15 @@ SIZES = ("max-tokens", "batch-size")  # of one forward pass on one rank, in toke
 
 @dataclass(frozen=True)
 class Batch:
-    """``ranks`` times ``size`` times ``update_freq`` tokens per update; ``wanted`` were requested."""
+    """``ranks`` times ``size`` times ``update_freq`` tokens per update; ``requested`` is the target."""
 
-    unit: str  # max-tokens (on the longer side), or batch-size where a data set sets only that
-    wanted: int
+    unit: str  # max-tokens (of the longer side), or batch-size if a data set sets only that
+    requested: int
     ranks: int
     size: int
     update_freq: int
-    name: str = ""  # what BATCH is, if the batch is chosen by it
-    sentences: int | None = None  # at most, of a forward pass on a rank, beside its tokens
+    name: str = ""  # the value of BATCH, if that chose the batch
+    sentences: int | None = None  # maximum per forward pass and rank, in addition to tokens
 
     @property
     def total(self) -> int:
@@ -31,9 +31,9 @@ class Batch:
         return self.ranks * self.size * self.update_freq
 
     @property
-    def kept(self) -> bool:
-        """Whether ``total`` is about as large as wanted."""
-        return abs(self.total - self.wanted) <= TOLERANCE * self.wanted
+    def is_close(self) -> bool:
+        """Whether ``total`` is within `TOLERANCE` of the request."""
+        return abs(self.total - self.requested) <= TOLERANCE * self.requested
 
     def flags(self) -> Flags:
         """The flags of fairseq-train."""
@@ -47,7 +47,7 @@ class Batch:
             f"{self.total:,} {what} per update = {self.ranks} rank{plural} x {self.size:,} "
             f"(--{self.unit}) x {self.update_freq} (--update-freq)"
         )
-        return text + (f"; requested (BATCH={self.name}): {self.wanted:,}" if self.name else "")
+        return text + (f"; requested (BATCH={self.name}): {self.requested:,}" if self.name else "")
 
 
 def batch_choices(dataset: Dataset) -> str:
@@ -64,47 +64,48 @@ def plan_batch(
     least: int = 1,
     earlier: int | None = None,
 ) -> Batch | None:
-    """The batch on so many ranks.
+    """Divide the batch over the ranks.
 
-    It is ``BATCH``, a name of the data set or a number of tokens; else the data set's ``batch: paper``;
-    else that of ``flags`` and ``extra`` on one rank. Ranks share it, in the same forward passes if their
-    number allows it. ``--max-tokens`` beside a ``BATCH``, and ``--update-freq``, stay as they are.
+    The batch is ``BATCH`` (a name of the data set or a number of tokens), else the data set's ``paper``,
+    else that of ``flags`` and ``extra`` on one rank. It is divided into the same forward passes if the number
+    of ranks allows it. The user's ``--update-freq``, and ``--max-tokens`` with a ``BATCH``, are not changed.
 
     Args:
-        flags: those of the recipe; ``extra`` are the user's.
-        least: tokens that a forward pass has room for.
+        flags: of the recipe.
+        extra: the user's flags.
+        least: minimum tokens of a forward pass.
         earlier: the batch of a run that an earlier version started, where each rank had the whole batch.
 
     Returns:
-        None if neither sets a batch, or ``--update-freq`` is a list, with a number for each epoch.
+        None if no batch is set, or ``--update-freq`` is a list, with a number for each epoch.
 
     Raises:
-        UsageError: ``BATCH`` is neither name nor number, a flag has no number, or so many ranks cannot
+        UsageError: ``BATCH`` is neither a name nor a number, a flag is not a number, or the ranks cannot
             share the batch.
     """
-    by_epoch = flag_values(extra).get("--update-freq", str(flags.get("update-freq", 1)))
+    frequencies = flag_values(extra).get("--update-freq", str(flags.get("update-freq", 1)))
     name = os.environ.get("BATCH") or ("paper" if _named(dataset) else "")
-    if not name and {",", "["} & set(by_epoch):
+    if not name and {",", "["} & set(frequencies):
         return None
-    given = {name: _number(extra, f"--{name}") for name in (*SIZES, "update-freq")}
+    typed = {name: _number(extra, f"--{name}") for name in (*SIZES, "update-freq")}
     if name:
-        wanted = _named(dataset).get(name)
-        if wanted is None and not (name.isdecimal() and int(name)):
+        requested = _named(dataset).get(name)
+        if requested is None and not (name.isdecimal() and int(name)):
             raise UsageError(f"BATCH={name}: expected {batch_choices(dataset)} of tokens from 1")
-        wanted = wanted or int(name)
-        most = dataset.batch.get("max-tokens") or flags.get("max-tokens") or wanted
-        return _named_batch(name, wanted, most, ranks, given, least)
-    sizes = {unit: given[unit] or flags.get(unit) for unit in SIZES}
+        requested = requested or int(name)
+        most = dataset.batch.get("max-tokens") or flags.get("max-tokens") or requested
+        return _named_batch(name, requested, most, ranks, typed, least)
+    sizes = {unit: typed[unit] or flags.get(unit) for unit in SIZES}
     unit = next((unit for unit, size in sizes.items() if size), None)
     if unit is None:
         return None
-    size, frequency = int(sizes[unit]), given["update-freq"] or int(flags.get("update-freq", 1))
-    if given["update-freq"] or ranks == 1 and not earlier:
+    size, frequency = int(sizes[unit]), typed["update-freq"] or int(flags.get("update-freq", 1))
+    if typed["update-freq"] or ranks == 1 and not earlier:
         return Batch(unit, ranks * size * frequency, ranks, size, frequency)
-    wanted = size * frequency
-    if earlier and earlier % wanted == 0:
-        wanted = earlier
-    batch = _divided(unit, wanted, size, ranks, least if unit == "max-tokens" else 1)
+    requested = size * frequency
+    if earlier and earlier % requested == 0:
+        requested = earlier
+    batch = _divide(unit, requested, size, ranks, least if unit == "max-tokens" else 1)
     if unit == "max-tokens" and (sentences := sizes["batch-size"]):
         return replace(batch, sentences=max(1, round(int(sentences) * batch.size / size)))
     return batch
@@ -114,32 +115,36 @@ def _named(dataset: Dataset) -> dict[str, int]:
     return {name: size for name, size in dataset.batch.items() if name != "max-tokens"}
 
 
-def _named_batch(name: str, wanted: int, most: int, ranks: int, given: dict, least: int) -> Batch:
-    frequency, size = given["update-freq"], given["max-tokens"]
+def _named_batch(
+    name: str, requested: int, most: int, ranks: int, typed: dict, least: int
+) -> Batch:
+    frequency, size = typed["update-freq"], typed["max-tokens"]
     if size:
-        frequency = frequency or max(1, round(wanted / ranks / size))
+        frequency = frequency or max(1, round(requested / ranks / size))
     elif frequency:
-        size = min(max(least, most), max(least, int(wanted / ranks / frequency)))
+        size = min(max(least, most), max(least, int(requested / ranks / frequency)))
     else:
-        return _divided("max-tokens", wanted, most, ranks, least, name)
-    return Batch("max-tokens", wanted, ranks, size, frequency, name)
+        return _divide("max-tokens", requested, most, ranks, least, name)
+    return Batch("max-tokens", requested, ranks, size, frequency, name)
 
 
-def _divided(unit: str, wanted: int, most: int, ranks: int, least: int, name: str = "") -> Batch:
-    """The batch in as few and large forward passes as ``most`` and ``least`` allow."""
+def _divide(unit: str, requested: int, most: int, ranks: int, least: int, name: str = "") -> Batch:
+    """The batch in as few forward passes of ``least`` to ``most`` tokens as possible."""
 
     def on(ranks: int) -> Batch:
-        frequency = -int(-wanted / ranks // max(least, most))
-        size = min(max(least, most), max(least, int(wanted / ranks / frequency)))
-        return Batch(unit, wanted, ranks, size, frequency, name)
+        frequency = -int(-requested / ranks // max(least, most))
+        size = min(max(least, most), max(least, int(requested / ranks / frequency)))
+        return Batch(unit, requested, ranks, size, frequency, name)
 
     batch = on(ranks)
-    if not batch.kept:
-        below = next((n for n in range(ranks - 1, 0, -1) if on(n).kept), None)
-        above = next((n for n in range(ranks + 1, 2 * ranks + 1) if on(n).kept), None)
+    if not batch.is_close:
+        below = next((n for n in range(ranks - 1, 0, -1) if on(n).is_close), None)
+        above = next((n for n in range(ranks + 1, 2 * ranks + 1) if on(n).is_close), None)
         near = " or ".join(str(n) for n in (below, above) if n) or "none"
         room = f"; a rank needs room for a sentence of {least}" if least > 1 else ""
-        shared = f"a batch of {wanted:,} {'tokens' if unit == 'max-tokens' else 'sentences'}{room}"
+        shared = (
+            f"a batch of {requested:,} {'tokens' if unit == 'max-tokens' else 'sentences'}{room}"
+        )
         advice = f"the nearest number that can is {near}; or set BATCH"
         raise UsageError(f"{ranks} ranks (GPUS x NODES) cannot share {shared}: {advice}")
     return batch
@@ -155,7 +160,7 @@ def _number(words: Sequence[str], flag: str) -> int | None:
 
 
 def without_sizes(words: Sequence[str], flags: Flags) -> list[str]:
-    """The user's words without the flags that ``flags`` sets anew, with their values."""
+    """The user's words without the flags that ``flags`` replaces, and their values."""
     kept, dropping = [], False
     for word in words:
         if word.startswith("-") and not is_number(word):
@@ -167,16 +172,16 @@ def without_sizes(words: Sequence[str], flags: Flags) -> list[str]:
 
 
 def most_positions(flags: Flags, extra: Sequence[str]) -> int:
-    """Tokens of a sentence at most: fairseq does not train on longer ones."""
+    """Maximum tokens of a sentence; fairseq does not train on longer ones."""
     names = (f"max-{side}-positions" for side in ("source", "target"))
-    given = (_number(extra, f"--{name}") or flags.get(name) for name in names)
-    return max(int(number or FAIRSEQ_POSITIONS) for number in given)
+    numbers = (_number(extra, f"--{name}") or flags.get(name) for name in names)
+    return max(int(number or FAIRSEQ_POSITIONS) for number in numbers)
 
 
 def longest_sentence(folder: Path) -> int | None:
-    """Tokens of the longest sentence for training or validation, with its language token.
+    """Tokens of the longest training or validation sentence on either side, with its language token.
 
-    On either side, of the first shard; None without a readable index.
+    Only the first shard is read. None without a readable index.
     """
     from smoe_fairseq.recipes.data.binarise import read_index  # imports numpy and sentencepiece
 
@@ -186,5 +191,5 @@ def longest_sentence(folder: Path) -> int | None:
         try:
             longest = max(longest, int(read_index(file).max(initial=0)))
         except (OSError, UsageError):
-            return None  # of another format, or cut off: training says so
+            return None  # another format, or cut off: training reports it
     return longest + 1 if longest else None

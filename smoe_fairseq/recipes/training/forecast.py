@@ -1,4 +1,4 @@
-"""The forecast of ``scripts/train.sh``: the model's size, the memory it takes, and how many tokens fit."""
+"""The forecast of ``scripts/train.sh``: the model's size, its memory, and how many tokens fit."""
 
 import os
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.training.batch import longest_sentence
 from smoe_fairseq.recipes.training.launcher import Launch
 
-SPECIAL = 4  # entries of a dictionary that its file does not have
+SPECIAL = 4  # dictionary entries that are not in its file
 
 
-def forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[list[str], list[str]]:
+def forecast(dataset: Dataset, launch: Launch, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Comments and warnings about a run of ``fairseq-train WORDS``; none with ``FORECAST=0``.
 
-    What cannot be forecast is a comment: training says what is wrong with it.
+    If a forecast fails, a comment says so; training reports the cause.
 
     Raises:
-        UsageError: fairseq-train does not have such flags, or there is no such model.
+        UsageError: a flag is unknown to fairseq-train, or such a model is impossible.
     """
     if os.environ.get("FORECAST") == "0":
         return [], []
@@ -28,15 +28,17 @@ def forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[lis
         parse_flags("fairseq-train", words)
     try:
         with quietly():
-            return _forecast(dataset, place, [*(["--cpu"] if place.cpu else []), *words])
+            return _forecast(dataset, launch, [*(["--cpu"] if launch.cpu else []), *words])
     except Exception as error:
         if isinstance(error, UsageError) and str(error).startswith(("--moe-", "--smoe-")):
-            raise  # there is no such model
+            raise  # such a model is impossible
         reason = " ".join(str(error).split()) or type(error).__name__
         return [f"# the memory of this run is not known: {reason}"], []
 
 
-def _forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _forecast(
+    dataset: Dataset, launch: Launch, words: Sequence[str]
+) -> tuple[list[str], list[str]]:
     import fairseq  # noqa: F401  (registers the plugin's model)
 
     from smoe_fairseq.analysis.cost import build_meta_model, config_of, count, parse_run
@@ -44,7 +46,7 @@ def _forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[li
     from smoe_fairseq.models import memory
     from smoe_fairseq.models.memory import Run, gpu_room, same_batch, tokens_that_fit
 
-    flags, ranks = parse_run(words), place.processes
+    flags, ranks = parse_run(words), launch.processes
     length = longest_sentence(Folders(dataset.name).binary)
     known = "the longest" if length else "assumed"
     length = min(length or memory.LENGTH, flags.max_tokens)
@@ -69,7 +71,7 @@ def _forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[li
         return comments, []
     room = gpu_room(total)
     if flags.cpu:
-        room = (total / max(1, place.gpus) - memory.CPU_PROCESS) / (1 + memory.CPU_GAPS)
+        room = (total / max(1, launch.gpus) - memory.CPU_PROCESS) / (1 + memory.CPU_GAPS)
     fit = tokens_that_fit(run, room)
     comments.append(f"# up to {fit:,} tokens (--max-tokens) fit")
     if held.peak <= room:
@@ -86,7 +88,7 @@ def _forecast(dataset: Dataset, place: Launch, words: Sequence[str]) -> tuple[li
 
 
 def vocabulary(dataset: Dataset) -> int:
-    """Entries of the dictionary, special and language tokens included; an estimate until there is one."""
+    """Entries of the dictionary with special and language tokens; an estimate until it is written."""
     files = sorted(Folders(dataset.name).binary.glob("**/dict*.txt"))
     words = count_lines(files[0]) if files else dataset.subwords["vocab-size"]
     return words + SPECIAL + len(dataset.languages)
@@ -98,5 +100,5 @@ def _memory(cpu: bool) -> int | None:
         return machine_memory()
     import torch
 
-    there = torch.cuda.is_available()
-    return torch.cuda.get_device_properties(0).total_memory if there else None
+    available = torch.cuda.is_available()
+    return torch.cuda.get_device_properties(0).total_memory if available else None

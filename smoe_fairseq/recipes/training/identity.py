@@ -1,4 +1,4 @@
-"""The identity of a run: its method, dictionary and flags. A start that differs from them is refused."""
+"""The identity of a run: its method, dictionary and flags. Resuming with another one is refused."""
 
 import hashlib
 import json
@@ -16,24 +16,25 @@ from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.training.batch import SIZES, TOLERANCE
 
 FILE = "identity.json"  # in the run's folder
-TIMEOUT_SECONDS = 60  # seconds until other machines see the first one's file: NFS may delay it
+TIMEOUT_SECONDS = 60  # until other machines see the first one's file, which NFS may delay
 _joined: set[Path] = set()  # folders of runs that another machine started
-_RANKS = "ranks"  # key in the file, for information; earlier versions did not write it
-_TRAINED = "trained"  # key in the file, written when training has ended: the values of `_LIMITS`
+# Keys in the file.
+_RANKS = "ranks"  # for information; earlier versions did not write it
+_TRAINED = "trained"  # the values of `_LIMITS` when training has ended
+_BEFORE = "before"  # the identity before --force-resume changed it
+_SAVED = "saved"  # in `_BEFORE`: the time of the last checkpoint
 _SIZES = tuple(f"--{name}" for name in SIZES)
-_BEFORE = "before"  # key in the file: the run until --force-resume changed it
-_SAVED = "saved"  # key in that: what the run had saved
 BATCH_FLAGS = (*_SIZES, "--update-freq")  # compared by product: size x frequency x processes
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
-# Flags that may differ when a run is resumed. The settings of loss scaling may, but not the precision
-# (--fp16, --bf16, --amp and their variants): the optimizer's state of one does not load into another.
-_FREE = {
+# Flags that may differ when a run is resumed. Precision (--fp16, --bf16, --amp and their variants) may not:
+# the optimizer state of one does not load into another.
+_CHANGEABLE = {
     # how long to train, and what is logged
     *("--max-update", "--max-epoch", "--stop-time-hours", "--patience"),
     *("--log-interval", "--log-format", "--log-file", "--no-progress-bar", "--tensorboard-logdir"),
     *("--wandb-project", "--azureml-logging", "--aim-repo", "--aim-run-hash", "--profile"),
-    # what is saved and where, and what is restored at this start
+    # what is saved and where, and what is restored
     *("--save-dir", "--save-interval", "--save-interval-updates", "--no-save", "--restore-file"),
     *("--no-epoch-checkpoints", "--no-last-checkpoints", "--no-save-optimizer-state"),
     *("--best-checkpoint-metric", "--maximize-best-checkpoint-metric"),
@@ -43,7 +44,7 @@ _FREE = {
     *("--disable-validation", "--valid-subset", "--ignore-unused-valid-subsets"),
     *("--combine-valid-subsets", "--max-tokens-valid", "--batch-size-valid", "--max-valid-steps"),
     *("--fixed-validation-seed", "--skip-invalid-size-inputs-valid-test"),
-    # where it runs, and its memory and speed; the result is the same up to rounding
+    # devices, memory and speed, which change the result only by rounding
     *("--cpu", "--tpu", "--device-id", "--local_rank", "--nprocs-per-node", "--ddp-backend"),
     *("--ddp-comm-hook", "--bucket-cap-mb", "--find-unused-parameters", "--fast-stat-sync"),
     *("--broadcast-buffers", "--heartbeat-timeout", "--gradient-as-bucket-view", "--zero-sharding"),
@@ -53,7 +54,7 @@ _FREE = {
     *("--fp16-init-scale", "--fp16-scale-window", "--fp16-scale-tolerance", "--min-loss-scale"),
     "--threshold-loss-scale",
 }
-_FREE_PREFIXES = ("--keep-", "--validate-", "--distributed-", "--eval-bleu")
+_CHANGEABLE_PREFIXES = ("--keep-", "--validate-", "--distributed-", "--eval-bleu")
 
 
 def claim(
@@ -64,27 +65,27 @@ def claim(
     force: bool = False,
     machines: int = 1,
 ) -> bool:
-    """Lock ``--save-dir`` for this process; if there is a run in it, check that it is the same run.
+    """Lock ``--save-dir`` for this process; if it contains a run, check that it is the same.
 
     Args:
         data: the folder with the dictionaries.
         words: the arguments of ``fairseq-train``.
-        force: go on although flags differ from before; the differences are printed.
-        machines: how many machines call this for one run. The first takes the folder, the others join it.
+        force: only warn if flags differ.
+        machines: how many machines call this for one run. The first locks the folder, the others join.
 
     Returns:
-        False if the run is trained already, as far as ``words`` ask for.
+        False if the run has been trained to the limits in ``words``.
 
     Raises:
-        UsageError: another run is being trained there, or the run there differs from this one.
+        UsageError: another process trains there, or the folder contains another run.
     """
-    given = flag_values(words)
-    if "--no-save" in given:
+    flags = flag_values(words)
+    if "--no-save" in flags:
         return True
-    folder = Path(given["--save-dir"])
+    folder = Path(flags["--save-dir"])
     file = folder / FILE
-    flags = _with_whole_batch(fixed_flags(given), processes)
-    own = {"method": method, "dictionary": _dictionary(data), "flags": flags, _RANKS: processes}
+    fixed = _with_whole_batch(fixed_flags(flags), processes)
+    own = {"method": method, "dictionary": _dictionary(data), "flags": fixed, _RANKS: processes}
     folder.mkdir(parents=True, exist_ok=True)
     try:
         files.lock_folder(folder, files.RECIPE)
@@ -92,25 +93,25 @@ def claim(
         if machines == 1:
             raise
         _join(folder, own, data)
-        return not is_saved(folder) or _is_unfinished(_read(file), given)
-    # fairseq-train has a lock of its own, and takes it only after reading its data.
+        return not is_saved(folder) or _is_unfinished(_read(file), flags)
+    # fairseq-train has its own lock, but acquires it only after loading the data.
     files.check_free(folder)
     if is_saved(folder) and file.exists():
-        was = _read(file)
-        difference = _difference(was, own, data)
+        saved = _read(file)
+        difference = _difference(saved, own, data)
         if not difference:
-            return _is_unfinished(was, given)
+            return _is_unfinished(saved, flags)
         otherwise = "set RUN_DIR to another folder for a new run"
-        if _difference(was, own | {"flags": was["flags"]}, data):  # of method or dictionaries
+        if _difference(saved, own | {"flags": saved["flags"]}, data):  # in method or dictionaries
             end = ", which --force-resume is not for" * force
             raise UsageError(f"{folder} {difference}{end}: {otherwise}")
         if not force:
             advice = f"repeat what it was started with, {otherwise}, or add --force-resume"
             raise UsageError(f"{folder} {difference}: {advice} to go on with this one")
-        if not _is_unfinished(was, given):
-            return False  # nothing is trained with the new flags
+        if not _is_unfinished(saved, flags):
+            return False
         warn(f"{folder} {difference}, and goes on so, as --force-resume asks for")
-        own[_BEFORE] = {**was, _SAVED: _last_save(folder)}
+        own[_BEFORE] = {**saved, _SAVED: _last_save(folder)}
     _write(file, own)
     return True
 
@@ -131,27 +132,27 @@ def _join(folder: Path, own: dict, data: Path) -> None:
 
 
 def check(folder: Path, method: str, seed: int | None, data: Path) -> None:
-    """Raise UsageError if a folder has the run of another method, dictionary or, unless None, seed."""
+    """Raise UsageError if a folder contains a run of another method, dictionary or (unless None) seed."""
     if (folder / FILE).exists():
-        was = _read(folder / FILE)
-        flags = was["flags"] | ({} if seed is None else {"--seed": str(seed)})
+        saved = _read(folder / FILE)
+        flags = saved["flags"] | ({} if seed is None else {"--seed": str(seed)})
         own = {"method": method, "dictionary": _dictionary(data), "flags": flags}
-        if difference := _difference(was, own, data):
+        if difference := _difference(saved, own, data):
             raise UsageError(f"{folder} {difference}: expected the folder of this run")
 
 
 def finish(words: Sequence[str]) -> None:
-    """Write that the run is trained as far as ``words`` ask for, so that another start does nothing."""
-    given = flag_values(words)
-    folder = Path(given["--save-dir"])
-    if folder in _joined or "--no-save" in given or "--stop-time-hours" in given:
-        return  # the machine that holds a joined folder writes it
+    """Record that the run is trained to the limits in ``words``, so that another start does nothing."""
+    flags = flag_values(words)
+    folder = Path(flags["--save-dir"])
+    if folder in _joined or "--no-save" in flags or "--stop-time-hours" in flags:
+        return  # for a joined folder, the machine that holds it writes
     if (folder / FILE).exists():
-        _write(folder / FILE, _read(folder / FILE) | {_TRAINED: limits(given)})
+        _write(folder / FILE, _read(folder / FILE) | {_TRAINED: limits(flags)})
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether a run has saved a checkpoint there."""
+    """Whether the folder contains a checkpoint."""
     return any(folder.glob("checkpoint*.pt"))
 
 
@@ -160,22 +161,26 @@ def is_joined(folder: Path) -> bool:
     return folder in _joined
 
 
-def _is_unfinished(was: dict, given: dict[str, str]) -> bool:
-    return was.get(_TRAINED) is None or was[_TRAINED] != limits(given)
+def _is_unfinished(saved: dict, flags: dict[str, str]) -> bool:
+    return saved.get(_TRAINED) is None or saved[_TRAINED] != limits(flags)
 
 
-def limits(given: dict[str, str]) -> dict[str, str]:
-    """The flags that say how long to train."""
-    return {name: given[name] for name in _LIMITS if name in given}
+def limits(flags: dict[str, str]) -> dict[str, str]:
+    """The flags that limit how long to train."""
+    return {name: flags[name] for name in _LIMITS if name in flags}
 
 
 def fixed_flags(flags: dict[str, str]) -> dict[str, str]:
-    """All flags but those that may differ when a run is resumed."""
-    return {n: v for n, v in flags.items() if n not in _FREE and not n.startswith(_FREE_PREFIXES)}
+    """The flags that may not differ when a run is resumed."""
+    return {
+        n: v
+        for n, v in flags.items()
+        if n not in _CHANGEABLE and not n.startswith(_CHANGEABLE_PREFIXES)
+    }
 
 
 def _with_whole_batch(flags: dict[str, str], processes: int) -> dict[str, str]:
-    """The flags, with the batch as one number: the same however it is divided over processes."""
+    """The flags with the batch as one number, which does not depend on how processes share it."""
     frequency = flags.get("--update-freq", "1")
     if not frequency.isdecimal():
         return {**flags, "processes": str(processes)}
@@ -201,11 +206,11 @@ def _write(file: Path, content: dict) -> None:
 
 
 def flags_of(run: Path) -> dict[str, str]:
-    """The flags that a run is trained with, each with its value; none if its folder does not say."""
+    """The flags of a run with their values; empty if its folder has no identity."""
     return _read(run / FILE)["flags"] if (run / FILE).exists() else {}
 
 
-def batch_of_earlier(run: Path) -> int | None:
+def batch_of_earlier_version(run: Path) -> int | None:
     """The batch of a run that an earlier version started; None for others."""
     if not is_saved(run) or not (run / FILE).exists() or _RANKS in (was := _read(run / FILE)):
         return None
@@ -218,38 +223,38 @@ def _last_save(folder: Path) -> str:
 
 
 def _read(file: Path, begun: bool = False) -> dict:
-    """What the run was saved as; ``begun``: as which it was started last, perhaps without an update."""
+    """The identity of the last checkpoint; ``begun``: of the last start, which may not have saved one."""
     same = "the flags given now are those that the run was started with"
-    found = read_json(file, IDENTITY, f"delete it if {same}, or set RUN_DIR to another folder")
-    before = found.pop(_BEFORE, None)
+    content = read_json(file, IDENTITY, f"delete it if {same}, or set RUN_DIR to another folder")
+    before = content.pop(_BEFORE, None)
     if before is None or begun or before.pop(_SAVED, None) != _last_save(file.parent):
-        return found
+        return content
     return before
 
 
-def _difference(was: dict, now: dict, data: Path) -> str | None:
+def _difference(saved: dict, own: dict, data: Path) -> str | None:
     """All differences, as the end of a sentence about the folder; None without any."""
-    found = []
-    if was["method"] != now["method"]:
-        found.append(f"as {was['method']}, not as {now['method']}")
-    elif was["dictionary"] != now["dictionary"]:
-        found.append(f"with other dictionaries than those that are in {data} now")
+    parts = []
+    if saved["method"] != own["method"]:
+        parts.append(f"as {saved['method']}, not as {own['method']}")
+    elif saved["dictionary"] != own["dictionary"]:
+        parts.append(f"with other dictionaries than those that are in {data} now")
     else:
-        for name in {**now["flags"], **was["flags"]}:
-            before, after = (flags["flags"].get(name) for flags in (was, now))
+        for name in {**own["flags"], **saved["flags"]}:
+            before, after = (identity["flags"].get(name) for identity in (saved, own))
             old, new = (f"{name} {value}".strip() for value in (before, after))
             if before is None:
-                found.append(f"without {new}, which is given now")
+                parts.append(f"without {new}, which is given now")
             elif after is None:
-                found.append(f"with {old}, which is not given now")
-            elif not _same(name, before, after):
-                found.append(f"with {old}, not with {new}")
-    return f"was started {'; and '.join(found)}" if found else None
+                parts.append(f"with {old}, which is not given now")
+            elif not _equal(name, before, after):
+                parts.append(f"with {old}, not with {new}")
+    return f"was started {'; and '.join(parts)}" if parts else None
 
 
-def _same(name: str, before: str, after: str) -> bool:
+def _equal(name: str, before: str, after: str) -> bool:
     if before == after or not (is_number(before) and is_number(after)):
         return before == after
-    # On another number of processes the batch may not come out exactly the same.
+    # With another number of processes the batch may differ a little.
     tolerance = TOLERANCE if name.endswith("=") else 0
     return abs(float(before) - float(after)) <= tolerance * float(before)

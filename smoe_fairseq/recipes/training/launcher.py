@@ -12,14 +12,14 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.processes import PYTHON, dry_run, whole_number
 
 LAUNCHERS = ("plain", "torchrun", "slurm")
-TIMEOUT_SECONDS = 5  # seconds in which a torchrun answers at its port
+TIMEOUT_SECONDS = 5  # for a torchrun to answer at its port
 
 
 @dataclass(frozen=True)
 class Launch:
-    """``gpus`` processes on each of ``nodes`` machines, one for each GPU; one process if ``gpus`` is 0.
+    """``gpus`` processes on each of ``nodes`` machines, one per GPU; one process if ``gpus`` is 0.
 
-    ``cpu``: the processes compute on the CPU, because there are no GPUs or because of ``--cpu``.
+    ``cpu``: the processes compute on the CPU, for lack of a GPU or because of ``--cpu``.
     """
 
     launcher: str
@@ -42,7 +42,7 @@ class Launch:
         if self.launcher == "plain":
             return [program]
         each = ["--nproc-per-node", str(max(1, self.gpus)), "--no-python", program]
-        # A dry run prints torch's own command.
+        # A dry run prints torch's command, a run starts ours (torchrun.py).
         torchrun = ["torchrun"] if dry_run() else [*PYTHON, "-m", f"{__package__}.torchrun"]
         if not self.uses_master_port:
             return [*torchrun, "--standalone", *each]
@@ -62,16 +62,16 @@ class Launch:
             flags["distributed-backend"] = "gloo"  # fairseq's default is for GPUs only
         if self.processes > 1:
             return flags | {"ddp-backend": "legacy_ddp"}
-        # Without this flag, fairseq starts a process for every GPU that it sees.
+        # Without this flag, fairseq starts a process per visible GPU.
         return flags | {"distributed-world-size": 1}
 
 
-def launch(extra: Sequence[str]) -> Launch:
-    """The launch that ``GPUS``, ``NODES`` and ``LAUNCHER`` ask for.
+def plan_launch(extra: Sequence[str]) -> Launch:
+    """The launch requested by ``GPUS``, ``NODES`` and ``LAUNCHER``.
 
-    By default all GPUs of this machine, 1 node, and torchrun if there are several processes. The ``GPUS``
-    processes compute on the CPU if the flags ``extra`` have ``--cpu`` or this machine has no GPU; a dry run
-    and SLURM do not look at this machine's GPUs, since they are for other machines.
+    By default all GPUs of this machine, 1 node, and torchrun for several processes. The processes compute on
+    the CPU if the flags ``extra`` contain ``--cpu`` or this machine has no GPU. A dry run and SLURM ignore
+    this machine's GPUs, since the run is for other machines.
     """
     gpus = whole_number("GPUS", least=0)
     nodes = whole_number("NODES", least=1, default=1)
@@ -90,34 +90,34 @@ def launch(extra: Sequence[str]) -> Launch:
     if not cpu and launcher != "slurm" and not dry_run():
         import torch
 
-        there = torch.cuda.device_count()
-        if 0 < there < gpus:
+        available = torch.cuda.device_count()
+        if 0 < available < gpus:
             expected = "expected at most as many, or --cpu behind the method"
-            raise UsageError(f"GPUS={gpus}: this machine has {there}; {expected}")
-        cpu = there == 0
+            raise UsageError(f"GPUS={gpus}: this machine has {available}; {expected}")
+        cpu = available == 0
     return Launch(launcher, nodes, gpus, cpu)
 
 
 def visible_gpus(count: int) -> list[str]:
     """The first ``count`` GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ""
-    named = [name.strip() for name in visible.split(",") if name.strip()]
-    return (named or [str(i) for i in range(count)])[:count]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return (names or [str(i) for i in range(count)])[:count]
 
 
 def cores() -> int:
-    """The number of CPU cores that this process may use, which in a batch job are not all."""
+    """The number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-# The port at which the machines of a run meet: ``MASTER_ADDR`` and ``MASTER_PORT``. It is checked first,
-# because torchrun waits for minutes or forever at a port that another program uses.
+# The port at which the machines of a run connect: ``MASTER_ADDR`` and ``MASTER_PORT``. It is checked first,
+# because torchrun waits for minutes or forever if another program uses it.
 
 
 def endpoint() -> tuple[str, int]:
-    """Address and port, the same on all machines; raises UsageError if the port is no port."""
+    """Address and port, the same on all machines; raises UsageError for an invalid port."""
     port = whole_number("MASTER_PORT", 1, 29500, most=2**16 - 1)
     return os.environ.get("MASTER_ADDR") or "localhost", port
 
@@ -125,29 +125,29 @@ def endpoint() -> tuple[str, int]:
 def check_port(torchrun: bool = True) -> None:
     """Raise UsageError if another program uses the port on this machine.
 
-    torchrun: whether a torchrun may use it, such as that of a second "machine" on this one.
+    torchrun: whether a torchrun may use it, such as one that runs another node on this machine.
     """
     address, port = endpoint()
-    if _is_taken(address, port) and not (torchrun and _is_torchruns(address, port)):
+    if _is_used(address, port) and not (torchrun and _is_torchrun(address, port)):
         used = f"MASTER_PORT {port} is in use by another program on this machine"
         raise UsageError(f"{used}: set it to a free port, the same on all machines")
 
 
-def _is_taken(address: str, port: int) -> bool:
-    """Whether the address is this machine's and a program listens on the port."""
+def _is_used(address: str, port: int) -> bool:
+    """Whether the address is of this machine, and a program listens on the port."""
     try:
         socket.create_server((address, 0)).close()
     except OSError:  # the address of another machine
         return False
-    both = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    dual = {"family": socket.AF_INET6, "dualstack_ipv6": True}
     try:
-        socket.create_server(("", port), **both if socket.has_dualstack_ipv6() else {}).close()
+        socket.create_server(("", port), **dual if socket.has_dualstack_ipv6() else {}).close()
     except OSError:
         return True
     return False
 
 
-def _is_torchruns(address: str, port: int) -> bool:
+def _is_torchrun(address: str, port: int) -> bool:
     from torch.distributed import TCPStore
 
     answered = []
@@ -158,7 +158,7 @@ def _is_torchruns(address: str, port: int) -> bool:
             TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
             answered.append(True)
 
-    # In a thread, because a program that never answers blocks it for longer than torch's timeout.
+    # In a thread, because a program that never answers blocks for longer than torch's timeout.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(TIMEOUT_SECONDS + 1)

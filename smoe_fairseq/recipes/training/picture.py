@@ -1,4 +1,4 @@
-"""The picture of a run, drawn when training ends: losses, translation scores and learning rate by update."""
+"""The plot of a run, drawn when training ends: losses, translation scores and learning rate by update."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ from smoe_fairseq.analysis.training_log import UPDATES, read_lines, read_validat
 from smoe_fairseq.errors import UsageError, quietly
 
 STEM = "training"  # of the files in the run's folder
-LEAST = 5  # points of a curve; with fewer there is nothing to see
+MIN_POINTS = 5  # of the longest curve; shorter ones are not drawn
 LOSS, SCORES, RATE = "loss, bits per token", "score of translations", "learning rate"
-# Of the log's names in training and in validation, the panel and the curve.
+# Panel and curve, by name in the log, of training and of validation.
 CURVES = {
     "nll_loss": (LOSS, "training"),
     "lr": (RATE, "learning rate"),
@@ -21,9 +21,9 @@ Curves = dict[str, dict[str, dict[int, float]]]  # value by update, by panel and
 
 
 def curves(log: Path) -> Curves:
-    """What a run's log has of `CURVES`; of an update that was made twice, the later value."""
+    """The `CURVES` in a run's log; a repeated update has its last value."""
     found: Curves = {}
-    training = (values for values in read_lines(log) if "wpb" in values)  # no epoch's summary
+    training = (values for values in read_lines(log) if "wpb" in values)  # not an epoch's summary
     for kind, lines in (("", training), ("valid ", read_validations(log))):
         for values in lines:
             for name in values:
@@ -35,10 +35,10 @@ def curves(log: Path) -> Curves:
 
 
 def draw(folder: Path, log: Path) -> Path | None:
-    """Draw ``training.png`` and ``.svg`` in a run's folder; None if there is too little, or no matplotlib."""
+    """Draw ``training.png`` and ``.svg`` in a run's folder; None without enough points or matplotlib."""
     try:
         found = curves(log)
-        if max((len(at) for of in found.values() for at in of.values()), default=0) < LEAST:
+        if max((len(at) for of in found.values() for at in of.values()), default=0) < MIN_POINTS:
             return None
         with quietly():
             from smoe_fairseq.analysis import figures

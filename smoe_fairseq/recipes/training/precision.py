@@ -1,4 +1,4 @@
-"""The number type of a run: bf16 on a GPU that has it, else fp16; fp32 on a CPU."""
+"""The precision of a run: bf16 on a GPU that supports it, else fp16; fp32 on a CPU."""
 
 import os
 from collections.abc import Sequence
@@ -13,48 +13,48 @@ _DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA under Wi
 
 
 def precision_flags(
-    precision: str, place: Launch, extra: Sequence[str], resumed: Flags | None = None
+    precision: str, launch: Launch, extra: Sequence[str], resumed: Flags | None = None
 ) -> tuple[Flags, list[str]]:
-    """The flags of fairseq-train for a number type, and a comment that says which and why.
+    """The flags of fairseq-train for the precision, and a comment that gives the reason.
 
     Args:
         precision: the data set's, one of `PRECISIONS`; ``PRECISION`` overrides it.
-        extra: all other flags; if one of them sets the number type, nothing is added to it.
-        resumed: the flags that an earlier start of this run was given, whose number type ``auto`` keeps.
+        extra: all other flags; if one of them sets the precision, no flag is added.
+        resumed: the flags of the run to resume, whose precision ``auto`` keeps.
     """
     variable = os.environ.get("PRECISION")
-    asked = variable or precision
-    if asked not in PRECISIONS:
-        named = f"PRECISION={asked}" if variable else f"precision: {asked}"
-        raise UsageError(f"{named}: choose one of {', '.join(PRECISIONS)}")
-    given = {word.partition("=")[0] for word in extra}
-    if own := [flag for flag in ("--fp16", "--bf16", *_OTHERS) if flag in given]:
+    requested = variable or precision
+    if requested not in PRECISIONS:
+        setting = f"PRECISION={requested}" if variable else f"precision: {requested}"
+        raise UsageError(f"{setting}: choose one of {', '.join(PRECISIONS)}")
+    words = {word.partition("=")[0] for word in extra}
+    if own := [flag for flag in ("--fp16", "--bf16", *_OTHERS) if flag in words]:
         return {}, [f"# number type: {own[0]}, as the flags request"]
-    chosen, why = _choose(asked, place, resumed)
-    if asked != "auto" and chosen == asked:
+    chosen, why = _choose(requested, launch, resumed)
+    if requested != "auto" and chosen == requested:
         why = f"as {'PRECISION' if variable else 'the data set'} requests"
     flags: Flags = {} if chosen == "fp32" else {chosen: True}
-    if chosen == "fp16" and "--expert-parallel" in given:
+    if chosen == "fp16" and "--expert-parallel" in words:
         flags["fp16-no-flatten-grads"] = True
         why += "; with sharded experts its gradients are not flattened"
     return flags, [f"# number type: {chosen}, {why}"]
 
 
-def _choose(asked: str, place: Launch, resumed: Flags | None) -> tuple[str, str]:
-    if asked == "auto" and resumed and not any(flag in resumed for flag in _OTHERS):
+def _choose(requested: str, launch: Launch, resumed: Flags | None) -> tuple[str, str]:
+    if requested == "auto" and resumed and not any(flag in resumed for flag in _OTHERS):
         before = next((name for name in ("bf16", "fp16") if f"--{name}" in resumed), "fp32")
         return before, "as this run began; PRECISION chooses for a new run"
-    if place.cpu and asked in ("auto", "fp16"):
+    if launch.cpu and requested in ("auto", "fp16"):
         return "fp32", "which a CPU computes in; PRECISION=bf16 also runs on one"
-    if asked != "auto":
-        return asked, ""
+    if requested != "auto":
+        return requested, ""
     if has_bf16():
         return "bf16", "which this GPU supports; PRECISION=fp16 or fp32 chooses another"
     return "fp16", "since no GPU here supports bf16; PRECISION=bf16 is for a GPU that does"
 
 
 def has_bf16() -> bool:
-    """Whether this machine's GPU has bf16; `torch.cuda.is_bf16_supported` includes emulation."""
+    """Whether this machine's GPU supports bf16; `torch.cuda.is_bf16_supported` includes emulation."""
     if not any(os.path.exists(device) for device in _DEVICES):
         return False  # without importing torch
 

@@ -1,4 +1,4 @@
-"""A run with sharded experts resumes on another number of ranks: its checkpoints are resharded."""
+"""Reshard the checkpoints of a run with sharded experts that resumes on another number of ranks."""
 
 import os
 import re
@@ -12,10 +12,10 @@ _STAGED = re.compile(r"resharded-(\d+)-to-\d+(\.moving)?")
 
 
 def reshard_lines(folder: Path, ranks: int) -> list[str]:
-    """The step, with a comment, that a run needs before it resumes; often none.
+    """The step to run before resuming, with a comment; empty if the number of ranks is the same.
 
     Args:
-        ranks: how many share the experts; 1 if each has all.
+        ranks: the number of ranks that share the experts; 1 if each has all.
     """
     saved = _ranks_of(folder)
     unfinished = any(_STAGED.fullmatch(path.name) for path in folder.glob("resharded-*"))
@@ -23,7 +23,7 @@ def reshard_lines(folder: Path, ranks: int) -> list[str]:
         return []
     return [
         f"# {folder}: reshard the experts of {saved} rank{'s' * (saved != 1)} for {ranks}; keep the old "
-        f"checkpoints in {_aside(folder, saved).name}/",
+        f"checkpoints in {_backup_folder(folder, saved).name}/",
         step("reshard", folder, ranks),
     ]
 
@@ -34,18 +34,18 @@ def _ranks_of(folder: Path) -> int:
     return len(files) or int((folder / LAST).exists())
 
 
-def _aside(folder: Path, ranks: int) -> Path:
+def _backup_folder(folder: Path, ranks: int) -> Path:
     return folder / f"of-{ranks}-ranks"
 
 
 def reshard(folder: Path, ranks: int) -> None:
-    """Reshard the last and the best checkpoint in ``folder``; the files of the old sets move aside.
+    """Reshard the last and the best checkpoint in ``folder``; move the old files to a backup folder.
 
-    It can be interrupted anywhere, and is completed when it is called again. A model without experts,
-    and a set that is for so many ranks already, stay as they are.
+    After an interruption, another call completes the work. A model without experts and a set for this number
+    of ranks are not changed.
 
     Raises:
-        UsageError: a set is incomplete, or its experts cannot be divided so.
+        UsageError: a set is incomplete, or the ranks cannot divide its experts.
     """
     from smoe_fairseq.checkpoints.io import Record, open_checkpoint, rank_file
     from smoe_fairseq.checkpoints.sets import Shards, write_set
@@ -59,7 +59,7 @@ def reshard(folder: Path, ranks: int) -> None:
         record = Record.of(open_checkpoint(first if first.exists() else folder / LAST))
         if record is None:
             return
-        Shards.open(folder / LAST)  # raises UsageError for a set that is incomplete
+        Shards.open(folder / LAST)  # raises UsageError for an incomplete set
         if record.world_size == ranks:
             return
     with whole_folder(folder / f"resharded-{saved}-to-{ranks}", replace=True) as staged:
@@ -70,18 +70,18 @@ def reshard(folder: Path, ranks: int) -> None:
 
 
 def _finish(folder: Path) -> None:
-    """Put resharded checkpoints, which are complete, in the place of the old ones."""
+    """Replace the old checkpoints by resharded ones that are complete."""
     for staged in sorted(folder.glob("resharded-*")):
-        if (found := _STAGED.fullmatch(staged.name)) is None:
+        if (match := _STAGED.fullmatch(staged.name)) is None:
             continue
-        if not found[2]:
-            aside = _aside(folder, int(found[1]))
-            aside.mkdir(exist_ok=True)
+        if not match[2]:
+            backup = _backup_folder(folder, int(match[1]))
+            backup.mkdir(exist_ok=True)
             sets = sorted(folder.glob("checkpoint*-rank-*.pt*"))
-            for file in sets if int(found[1]) > 1 else [folder / name for name in RESUMED]:
+            for file in sets if int(match[1]) > 1 else [folder / name for name in RESUMED]:
                 if file.exists():
-                    os.replace(file, aside / file.name)
-            # From here on, files of these names in `folder` are the new ones.
+                    os.replace(file, backup / file.name)
+            # After this rename, files of these names in `folder` are the new ones.
             moving = staged.with_name(f"{staged.name}.moving")
             os.replace(staged, moving)
             staged = moving

@@ -1,4 +1,4 @@
-"""torchrun, which says in one sentence that a rank was killed; recipes start it in torchrun's place."""
+"""torchrun with a one-line error for a rank that was killed; recipes start it in place of torchrun."""
 
 import logging
 import os
@@ -20,15 +20,15 @@ def run() -> None:
     except SignalException as stopped:
         raise SystemExit(128 + stopped.sigval) from None
     except ChildFailedError as failed:
-        # torchrun itself ends the other ranks by SIGTERM. A rank that failed otherwise said why.
+        # torchrun ends the other ranks by SIGTERM. A rank that failed by itself has printed the reason.
         for rank, failure in sorted(failed.failures.items()):
-            code = failure.exitcode  # above 128 of a program that a shell started
+            code = failure.exitcode  # above 128 if a shell started the program
             number = -code if code < 0 else code - 128
             if number in {*signal.Signals} - {signal.SIGTERM}:
                 name = signal.Signals(number).name
                 why = ", as the system does when memory runs out" * (name == "SIGKILL")
-                told = f"rank {rank} (process {failure.pid}) was killed by {name}{why}"
-                raise SystemExit(f"error: {told}") from None
+                killed = f"rank {rank} (process {failure.pid}) was killed by {name}{why}"
+                raise SystemExit(f"error: {killed}") from None
         raise SystemExit(1) from None
 
 
