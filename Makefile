@@ -1,15 +1,15 @@
 # make demo   train and evaluate an SMoE on the built-in corpus
 # make test   run the tests, in about 6 minutes on two cores
-# make soak   run the others: kills, more settings, real launchers, in about 10 minutes
+# make soak   run the long tests: kills, more settings, real launchers, in about 10 minutes
 # make lint   check format and style
 # make docs   write the site of docs/ to build/site
-# make matrix run them with other versions of torch and Python: docs/compatibility.md
-# make bench  measure speed and memory, beside other packages' layers: benchmarks/results/report.md
-# make gpu-check  see whether a GPU computes rightly, and how fast, within 9 minutes: docs/performance.md
-# make setup  make the environment in .venv; the others do so themselves
+# make matrix run the tests with other versions of torch and Python: docs/compatibility.md
+# make bench  measure speed and memory, also of other packages' layers: benchmarks/results/report.md
+# make gpu-check  check a GPU's results and speed, within 9 minutes: docs/performance.md
+# make setup  make the environment in .venv, as the other targets do if necessary
 # Variables: PYTHON (interpreter for .venv, 3.11 or later), JOBS (test processes),
-#   KEEP_TORCH=1 (.venv takes the torch, and whatever else it can, from the packages of PYTHON),
-#   ONLY and PYTHONS (environments of the matrix, and Pythons for it that are not in PATH),
+#   KEEP_TORCH=1 (.venv uses the torch and other packages of PYTHON),
+#   ONLY and PYTHONS (environments of the matrix, and its Pythons that are not in PATH),
 #   BENCH (flags of both benchmarks/block.py and program.py: make bench BENCH=--quick),
 #   CHECK (flags of benchmarks/gpu: make gpu-check CHECK='--device cpu --minutes 2').
 
@@ -20,7 +20,7 @@ VENV := .venv
 DONE := $(VENV)/setup-done
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-# Of pip's words, the large downloads and what takes long are shown; all of them go to the log.
+# Show only pip's large downloads and slow steps; the log has the whole output.
 LOG := $(VENV)/setup.log
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --progress-bar off
 SHOW := 2>&1 | tee -a $(LOG) | \
@@ -28,21 +28,21 @@ SHOW := 2>&1 | tee -a $(LOG) | \
     -e 's/^(Building) wheels? for .*: /    \1 /p' -e 's/^(Installing) collected packages.*/    \1 them/p'
 failed = { tail -n 15 $(LOG); echo "error: $(1); the log is $(LOG)"; exit 1; }
 
-# It would go unheeded where .venv is there already.
+# An existing .venv would ignore it.
 ifneq ($(KEEP_TORCH),)
 ifneq ($(shell grep -s 'include-system-site-packages = false' $(VENV)/pyvenv.cfg),)
-$(error KEEP_TORCH=1: $(VENV) is there with a torch of its own; remove $(VENV) first)
+$(error KEEP_TORCH=1: $(VENV) has its own torch; remove $(VENV) first)
 endif
 endif
 
-# The packages that the benchmarks compare with live in an environment of their own.
+# The packages that the benchmarks compare with have their own environment.
 BENCH ?=
 BENCH_VENV := .venv-bench
 BENCH_PIP := $(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install --progress-bar off \
     -c constraints.txt
 BENCH_RUN := LOGLEVEL=WARNING PYTHONWARNINGS=ignore
 
-# Each process imports all tests, so their bytecode is kept where the environment says otherwise, too.
+# Each process imports all tests, so keep their bytecode even if the environment says otherwise.
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 python -m pytest --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test soak lint docs matrix bench gpu-check setup
@@ -76,7 +76,7 @@ CHECK ?= --minutes 9
 gpu-check: $(DONE)
 	@$(RUN) PYTHONWARNINGS=ignore python -m benchmarks.gpu $(CHECK)
 
-# A package that cannot be installed is left out of the comparison, which then says so.
+# The report says if a package could not be installed.
 $(BENCH_VENV)/setup-done: benchmarks/requirements.txt setup.py pyproject.toml constraints.txt | $(DONE)
 	@echo "The packages to compare with, in $(BENCH_VENV)"
 	@$(VENV)/bin/python -m venv $(BENCH_VENV)
@@ -100,7 +100,7 @@ $(VENV)/bin/pip:
 	    { rm -r $(VENV); echo "error: $(PYTHON) has no torch to keep, or is itself a virtual environment;" \
 	      "install into that one as the README says"; exit 1; }
 
-# fairseq comes alone (--no-deps), for the reason in setup.py; it holds C++ code, compiled here.
+# fairseq is installed with --no-deps, for the reason in setup.py; its C++ code is compiled here.
 $(DONE): setup.py pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "[2/3] torch and the other packages, with smoe_fairseq, in some minutes; the log is $(LOG)"
 	@$(PIP) $(if $(KEEP_TORCH),,-c constraints.txt) -e '.[dev,dev-huggingface,analysis,export,huggingface,serve]' $(SHOW) || \

@@ -1,4 +1,4 @@
-"""Packaging; see CONTRIBUTING.md for how the start-up hook gets into site-packages."""
+"""Packaging. CONTRIBUTING.md explains the start-up hook."""
 
 import re
 from pathlib import Path
@@ -10,15 +10,14 @@ from setuptools.command.editable_wheel import editable_wheel
 ROOT = Path(__file__).parent
 PACKAGE = ROOT / "smoe_fairseq"
 
-# The start-up hook, which goes to the root of the wheel, and so into site-packages. In an editable
-# installation too the module is a copy, so that it is there even when the checkout has been moved.
+# The start-up hook, which goes to the root of the wheel, and so into site-packages. An editable installation
+# also contains a copy of the module, which works after the checkout has moved.
 STARTUP_FILES = {
     "smoe_fairseq.pth": PACKAGE / "compat" / "smoe_fairseq.pth",
     "_smoe_fairseq_startup.py": PACKAGE / "compat" / "startup.py",
 }
 
-
-# The recipes, which an editable installation finds in the checkout.
+# The recipes; an editable installation uses those of the checkout.
 CONFIGS = {
     f"smoe_fairseq/recipes/configs/{path.relative_to(ROOT / 'configs').as_posix()}": path
     for path in sorted((ROOT / "configs").rglob("*.yaml"))
@@ -26,7 +25,7 @@ CONFIGS = {
 
 
 class BuildWithMore(build_py):
-    """Copies to an ordinary wheel what is not in the package's own folder."""
+    """Adds the start-up files and the recipes to an ordinary wheel."""
 
     FILES = STARTUP_FILES | CONFIGS
 
@@ -45,14 +44,14 @@ class BuildWithMore(build_py):
 
 
 class EditableWheelWithHook(editable_wheel):
-    """Adds the start-up files to an editable wheel, whatever way it links the package."""
+    """Adds the start-up files to an editable wheel, with any of setuptools' strategies."""
 
     def _select_strategy(self, name, tag, build_lib):
         return StrategyWithHook(super()._select_strategy(name, tag, build_lib))
 
 
 class StrategyWithHook:
-    """setuptools' own strategy for an editable installation, and the start-up files."""
+    """setuptools' strategy for an editable installation, plus the start-up files."""
 
     def __init__(self, strategy):
         self.strategy = strategy
@@ -96,9 +95,8 @@ setup(
         "smoe_fairseq.serve": ["page/*"],
     },
     entry_points={"console_scripts": ["smoe = smoe_fairseq.cli:main"]},
-    # fairseq 0.12.2 itself is missing here because its own requirements (hydra-core<1.1,
-    # omegaconf<2.1) cannot be installed by current pip. `pip install --no-deps fairseq==0.12.2`
-    # leaves them out; `make setup` does so.
+    # Without fairseq 0.12.2, since current pip cannot install its requirements (hydra-core<1.1,
+    # omegaconf<2.1). `make setup` runs `pip install --no-deps fairseq==0.12.2`.
     install_requires=[
         "torch>=2.6,<2.16",
         "hydra-core>=1.3.2,<1.4",
@@ -122,21 +120,21 @@ setup(
         "analysis": ["matplotlib>=3.9"],
         "export": ["safetensors>=0.4.3"],
         "datasets": ["datasets>=3", "zstandard>=0.22"],  # Hugging Face's data sets; .zst files
-        "ctranslate2": ["ctranslate2>=4.6,<5"],  # apart: it takes 146 MB
-        "huggingface": ["safetensors>=0.4.3", "transformers>=5,<6"],  # apart: 160 MB
-        "kernels": ["triton>=3.6; sys_platform == 'linux'"],  # comes with torch for CUDA; 200 MB
+        "ctranslate2": ["ctranslate2>=4.6,<5"],  # 146 MB
+        "huggingface": ["safetensors>=0.4.3", "transformers>=5,<6"],  # 160 MB
+        "kernels": ["triton>=3.6; sys_platform == 'linux'"],  # part of torch for CUDA; 200 MB
         "serve": ["starlette>=0.40,<2", "uvicorn>=0.30,<1"],
         "dev": [
             "hypothesis>=6",
             "mkdocs-material>=9.5,<10",
-            "playwright>=1.45",  # drives a Chromium that is there already
+            "playwright>=1.45",  # drives an installed Chromium
             "pytest>=8",
             "pytest-xdist>=3",
             "ruff",
             "setuptools>=70",
             "tensorboard>=2.14",
         ],
-        "dev-huggingface": ["accelerate>=1.1", "peft>=0.18"],  # apart: peft needs transformers
+        "dev-huggingface": ["accelerate>=1.1", "peft>=0.18"],  # peft needs transformers
     },
     cmdclass={"build_py": BuildWithMore, "editable_wheel": EditableWheelWithHook},
 )

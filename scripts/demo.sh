@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
 # Trains an SMoE on the built-in corpus, translates with it and shows what it does: scripts/demo.sh [METHOD]
-# A few minutes on two CPU cores. An interrupted run goes on where it stopped.
-export PYTHONWARNINGS=ignore  # The commands print enough as it is.
+# A few minutes on two CPU cores. An interrupted run resumes.
+export PYTHONWARNINGS=ignore
 exec "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/recipe" demo phrasebook "${1:-smoe-2-2-2-2}"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Trains on a SLURM cluster: scripts/slurm.sh DATASET METHOD [--nodes 1] [--gpus 8] [flags of train.sh]
-# sbatch's own variables choose the rest, such as SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT.
-# A job that is about to be stopped, by preemption or by its time limit, puts itself into the queue again and
-# resumes from its last checkpoint. --dry-run prints the commands only.
+# sbatch's variables set the rest, such as SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT.
+# Before preemption or its time limit, a job requeues itself; it resumes from its last checkpoint. --dry-run only
+# prints the commands.
 #SBATCH --job-name=smoe
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=8
@@ -13,7 +13,7 @@
 set -euo pipefail
 export NODES="${NODES:-1}" GPUS="${GPUS:-8}" LAUNCHER=slurm
 before=
-for word in "$@"; do  # sbatch needs them, too
+for word in "$@"; do  # sbatch needs these values, too
     case $before in
         --nodes) NODES=$word ;;
         --gpus) GPUS=$word ;;
@@ -31,7 +31,7 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then
     export SMOE_SCRIPTS  # The job runs a copy of this file, elsewhere.
     submit=(sbatch --nodes="$NODES" --gpus-per-node="$GPUS" "$SMOE_SCRIPTS/slurm.sh" "$@")
     if [[ ${DRY_RUN:-0} == 0 ]]; then
-        DRY_RUN=1 "$SMOE_SCRIPTS/train.sh" "$@" > /dev/null  # What is wrong shows now, not in the queue.
+        DRY_RUN=1 "$SMOE_SCRIPTS/train.sh" "$@" > /dev/null  # Errors show now, not in the queue.
         exec "${submit[@]}"
     fi
     printf '%q ' "${submit[@]}"
@@ -39,7 +39,7 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then
     exec "$SMOE_SCRIPTS/train.sh" "$@"
 fi
 
-# SLURM sends USR1 three minutes before the end, and TERM, which training itself has to heed, not this file.
+# SLURM sends USR1 three minutes before the end, and TERM, on which training stops by itself.
 trap 'echo "putting job $SLURM_JOB_ID into the queue again"; scontrol requeue "$SLURM_JOB_ID"' USR1
 trap 'echo "waiting for training to stop"' TERM
 
@@ -47,10 +47,10 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=${hosts%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun does not take it over by itself.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun does not inherit it.
 "${SMOE_SCRIPTS:-$SLURM_SUBMIT_DIR/scripts}/train.sh" "$@" &
 training=$!
-# A signal ends `wait`, so it is repeated until training has ended.
+# A signal ends `wait`, so repeat it until training has ended.
 while true; do
     status=0
     wait "$training" || status=$?

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Submits the training and the scoring of a whole table to SLURM: scripts/slurm_table.sh DATASET [METHOD...]
-# By default the methods of the paper's table. Each is trained by a job of slurm.sh, which says what NODES, GPUS
-# and sbatch's own variables do, and scored by a job with one GPU that starts when training has ended.
-# SEED, BATCH and folders are as in train.sh and evaluate.sh. DRY_RUN=1 prints the sbatch commands only.
-# docs/reproduce.md estimates the hours that this takes.
+# Submits the training and scoring of a whole table to SLURM: scripts/slurm_table.sh DATASET [METHOD...]
+# The default is the methods of the paper's table. Each is trained by a job of slurm.sh, which explains NODES,
+# GPUS and sbatch's variables, and then scored by a job with one GPU. SEED, BATCH and folders are as in train.sh
+# and evaluate.sh. DRY_RUN=1 only prints the sbatch commands. docs/reproduce.md estimates the hours.
 set -euo pipefail
 scripts=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 dataset=${1:?scripts/slurm_table.sh DATASET [METHOD...]}
@@ -17,14 +16,14 @@ fi
 
 for method in "${methods[@]}"; do
     if [[ ${DRY_RUN:-0} == 0 ]]; then
-        said=$("$scripts/slurm.sh" "$dataset" "$method")
-        job=${said##* } # Submitted batch job 123
-        echo "$said: $dataset $method"
+        output=$("$scripts/slurm.sh" "$dataset" "$method")
+        job=${output##* } # Submitted batch job 123
+        echo "$output: $dataset $method"
     else
-        # Its first line; those of training follow.
-        said=$(FORECAST=0 "$scripts/slurm.sh" "$dataset" "$method")
+        # The first line; those of training follow.
+        output=$(FORECAST=0 "$scripts/slurm.sh" "$dataset" "$method")
         job="JOB_OF_${method^^}"
-        echo "${said%%$'\n'*}"
+        echo "${output%%$'\n'*}"
     fi
     score=(sbatch --dependency="afterok:$job" --kill-on-invalid-dep=yes --job-name=smoe-score --nodes=1
         --gpus-per-node=1 --cpus-per-task=8 --output=%x-%j.log

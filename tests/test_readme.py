@@ -109,5 +109,5 @@ def test_an_environment_without_the_torch_to_keep(tmp_path):
     command = ["make", "setup", "KEEP_TORCH=1"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 2
-    assert "KEEP_TORCH=1: .venv is there with a torch of its own; remove .venv" in result.stderr
+    assert "KEEP_TORCH=1: .venv has its own torch; remove .venv" in result.stderr
     assert not result.stdout
