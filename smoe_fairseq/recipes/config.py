@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,7 @@ def arguments(flags: Flags) -> list[str]:
 
 
 def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
-    """The config that ``fairseq-train`` or ``fairseq-generate`` makes of its command-line words.
-
-    Raises:
-        UsageError: a flag is unknown or has an invalid value.
-    """
+    """fairseq's config of command-line words; raises UsageError for an unknown flag or an invalid value."""
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
@@ -281,9 +276,8 @@ def naming_settings(
     except UsageError as error:
         for flag in re.findall(r"(?<=--)[\w-]+", str(error))[:1]:
             for section in sections:
-                if f"--{flag}" in flag_values(typed) or flag not in _section(
-                    vars(dataset), section
-                ):
+                is_set = flag in _section(vars(dataset), section)
+                if not is_set or f"--{flag}" in flag_values(typed):
                     continue
                 file = dataset_file(dataset.name)
                 while file.stem != "common":
@@ -363,7 +357,6 @@ def _merge_bases(path: Path, derived: tuple[str, ...] = ()) -> DictConfig | dict
 
 
 MOE_FREQ = 2  # every second layer is an MoE layer, unless the data set sets moe-freq
-_METHOD_KEYS = {"train"}
 _FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>((0|[1-9]\d*)-)*[1-9]\d*)")
 
 
@@ -389,7 +382,7 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
             raise UsageError(f"{dataset_file(dataset.name)}: {needed}")
         return value.replace("{experts}", str(dataset.experts))
 
-    flags = read(path, _METHOD_KEYS).get("train", {})
+    flags = read(path, {"train"}).get("train", {})
     own = dataset.methods.get(name, {})
     return {key: fill(value) for key, value in (flags | own).items()}
 
@@ -419,8 +412,7 @@ def has_strata(flags: Flags) -> bool:
 @cache
 def tables() -> dict[str, Any]:
     """The paper's tables (arXiv 2305.02176) by name; parameters and FLOPs are in millions."""
-    with resources.as_file(resources.files(__package__).joinpath("paper_tables.yaml")) as file:
-        return OmegaConf.to_container(OmegaConf.load(file))
+    return OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("paper_tables.yaml")))
 
 
 def resource_classes(

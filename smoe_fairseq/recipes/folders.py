@@ -20,15 +20,11 @@ _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
 
 
 def path_from_environment(variable: str, default: str = "") -> Path:
-    """The path in an environment variable; made absolute if it looks like a flag.
-
-    Raises:
-        UsageError: the variable is one of a folder (has a default), and names a file.
-    """
+    """The path in an environment variable; with a default, raises UsageError if it is not a folder."""
     path = Path(os.environ.get(variable) or default)
     if default and path.exists() and not path.is_dir():
         raise UsageError(f"{variable}={path}: expected a folder")
-    return path.absolute() if str(path).startswith("-") else path
+    return path.absolute() if str(path).startswith("-") else path  # else it looks like a flag
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from smoe_fairseq.errors import ENDING, UsageError, end_with_parent
 
 STARTED_BY_RECIPE = "SMOE_RECIPE"  # variable that is set for every command of a recipe
-TIMEOUT_SECONDS = (
-    60  # for a stopped command to end, before it is killed; torchrun gives its workers 30
-)
+TIMEOUT_SECONDS = 60  # until a stopped command is killed; torchrun gives its workers 30
 PYTHON = ("python", "-P")  # -P: no module of the current folder is imported
 # Programs that print the reason for their failure in one sentence.
 _EXPLAINING = {"python", "smoe", "fairseq-train", "fairseq-generate", "torchrun", "srun"}
@@ -115,11 +113,7 @@ def run(lines: Iterable[str], variables: Mapping[str, str] | None = None) -> Non
 
 
 def run_quietly(line: str) -> None:
-    """Run a line with bash and show no output.
-
-    Raises:
-        UsageError: it failed; the message ends with the last line of its standard error.
-    """
+    """Run a line with bash; if it fails, raise UsageError with the last line of its standard error."""
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", line],
         env=environment(),

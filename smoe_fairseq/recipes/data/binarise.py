@@ -46,10 +46,8 @@ def binarise(
     """Binarise every pair's splits in ``text`` (and its shards) to ``output``.
 
     Each shard gets ``{split}.{pair}.{language}.bin`` and ``.idx``, which serve both directions of a pair,
-    and a copy of the dictionary for each language. The result does not depend on ``workers``.
-
-    Raises:
-        UsageError: a pair has no text to train or validate; or the dictionary is invalid.
+    and a copy of the dictionary for each language. The result does not depend on ``workers``. Raises
+    UsageError if a pair has no text to train or validate, or the dictionary is invalid.
     """
     files = {
         output / folder.relative_to(text) / file.name: file
@@ -347,9 +345,9 @@ class _Archive:
             present = [name for name in names if (self.numbers / name).exists()]
             if not present:
                 continue
-            if absent := sorted(set(names) - set(present)):
-                name = f"{self.layout['text']}/{absent[0]}"
-                raise self.missing(name, f"though it has {present[0]}")
+            if lost := sorted(set(names) - set(present)):
+                use = f"though it has {present[0]}"
+                raise self.missing(f"{self.layout['text']}/{lost[0]}", use)
             indices = [name for name in names if name.endswith(".idx")]
             one, other = (count_sentences(self.numbers / index) for index in indices)
             if one != other:

@@ -31,12 +31,8 @@ class Row:
 
     pair: str
     counts: dict[str, int] = field(default_factory=dict)
-    leaked: dict[str, int] = field(
-        default_factory=dict
-    )  # test sentences in the training text, by side
-    seen: set[tuple[str, str]] = field(
-        default_factory=set
-    )  # (language, sentence) of other pairs' tests
+    leaked: dict[str, int] = field(default_factory=dict)  # test sentences in training, by side
+    seen: set[tuple[str, str]] = field(default_factory=set)  # (language, sentence) of other tests
     bleu: float | None = None  # the maximum for the worse side; None without a test set
     chrf: float | None = None
 
@@ -107,7 +103,7 @@ def _left_out(file: Path, pair: str) -> dict[str, int]:
 
 def _binarised(dataset: Dataset, binary: Path, pair: str) -> dict[str, int]:
     """Counts of training pairs longer than the model's positions, and of unknown tokens."""
-    names = (f"max-{side}-positions" for side in ("source", "target"))
+    names = ("max-source-positions", "max-target-positions")
     limit = min(int(dataset.train.get(name, FAIRSEQ_POSITIONS)) for name in names)
     long = unknown = 0
     for folder in shard_folders(binary):

@@ -310,9 +310,7 @@ def _members(archive: Path) -> Iterator[tuple[str, bool, int, Callable[[], IO[by
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as content:
             for info in content.infolist():
-                kind = stat.S_IFMT(
-                    info.external_attr >> 16
-                )  # 0 if packed on another system than Unix
+                kind = stat.S_IFMT(info.external_attr >> 16)  # 0 if not packed on Unix
                 if not info.is_dir():
                     regular = kind in (0, stat.S_IFREG)
                     yield info.filename, regular, info.file_size, partial(content.open, info)

@@ -36,10 +36,9 @@ class Faults:
     """
 
     def __init__(self, held_out: Iterable[Pair] = (), clean: Mapping[str, Any] | None = None):
-        dropped = clean if clean is not None else dict.fromkeys(FAULTS, "drop")
-        self.checked = {name for name in FAULTS if dropped.get(name) not in (None, "keep")} | {
-            "empty"
-        }
+        drops = dict.fromkeys(FAULTS, "drop") if clean is None else clean
+        dropped = {name for name in FAULTS if drops.get(name) not in (None, "keep")}
+        self.checked = dropped | {"empty"}
         self.max_ratio = (clean or {}).get("max-ratio") or MAX_RATIO
         self.max_words = (clean or {}).get("max-words") or MAX_WORDS
         self.seen: set[int] = set()  # hashes, which take less memory

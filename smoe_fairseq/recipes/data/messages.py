@@ -76,10 +76,7 @@ def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
 def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
     """The pairs of each language, in the order of its file names.
 
-    The first of several translations of an English text is used.
-
-    Raises:
-        UsageError: see `gather_messages`.
+    The first of several translations of an English text is used. Raises as `gather_messages`.
     """
     settings = dataset.raw["messages"]
     parents = PurePosixPath(settings["layout"].format(language="LANGUAGE")).parent.parts

@@ -106,16 +106,15 @@ def _raw_text(dataset: Dataset, folders: Folders, source: Path | None) -> Iterat
     if not (source or elsewhere or remote_files(dataset)):
         raise UsageError(f"{dataset.name} cannot be fetched: give its text with RAW=folder")
     yield f"# {dataset.name}: bring the text into one layout"
-    download = not source and not elsewhere
-    source = source or (package_folder("recipes", builtin) if builtin else folders.download)
-    if download:
+    text = source or (package_folder("recipes", builtin) if builtin else folders.download)
+    if not source and not elsewhere:
         yield step("fetch", dataset.name, folders.download)
         if dataset.raw.get("messages"):
-            source = folders.download / remote_files(dataset)[0].name
+            text = folders.download / remote_files(dataset)[0].name
         elif dataset.raw.get("archives"):
-            source = folders.unpacked
+            text = folders.unpacked
             yield step("unpack", dataset.name, folders.download, folders.unpacked)
-    yield step("gather", dataset.name, source, folders.raw, *_workers())
+    yield step("gather", dataset.name, text, folders.raw, *_workers())
 
 
 def _binarised(

@@ -219,9 +219,8 @@ def _unsplit(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     held = tested + dataset.raw["parallel"]["valid"]
     if held >= total:
         expected = "more than raw.parallel of the data set has for validation and test"
-        raise UsageError(
-            f"{next(iter(files.values()))} has {total} lines: expected {expected}, {held}"
-        )
+        file = next(iter(files.values()))
+        raise UsageError(f"{file} has {total} lines: expected {expected}, {held}")
     files = {language: files[language] for language in pair.split("-")}
     start, stop = {"test": (0, tested), "valid": (tested, held), "train": (held, total)}[split]
     if dataset.raw.get("split") == "hash":

@@ -85,11 +85,7 @@ def ending_of(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file's bytes, decompressed.
-
-    Raises:
-        UsageError: it is missing, a pipe or a device, or damaged, even if this is noticed only on reading.
-    """
+    """A file's bytes, decompressed; raises UsageError, also on reading, if it is no plain file or damaged."""
     check_plain(path)
     try:
         with COMPRESSED.get(path.suffix, COMPRESSED[""])(path) as content:
@@ -110,17 +106,15 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 def lines(path: Path) -> Iterator[str]:
     """The lines of a text file, without line feeds and without a byte order mark at the beginning.
 
-    Raises:
-        UsageError: see `opened`; or a line is not UTF-8, or is longer than `MAX_LINE_BYTES`.
+    Raises UsageError as `opened`, or for a line that is not UTF-8 or longer than `MAX_LINE_BYTES`.
     """
     number = 0
     with opened(path) as content:
         while line := content.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES:
-                raise UsageError(
-                    f"{path}, line {number}: expected at most {MAX_LINE_BYTES:,} bytes"
-                )
+                expected = f"expected at most {MAX_LINE_BYTES:,} bytes"
+                raise UsageError(f"{path}, line {number}: {expected}")
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -137,9 +131,7 @@ def lines(path: Path) -> Iterator[str]:
 def pairs(files: Mapping[str, Path]) -> Iterator[Pair]:
     """The pairs of sentences in the files of two languages, which may be one file.
 
-    Raises:
-        UsageError: a file is unreadable, has no record with both languages, or two files have different
-            numbers of lines.
+    Raises UsageError for an unreadable file, no record with both languages, or different numbers of lines.
     """
     first, second = files.values()
     if first != second:
@@ -318,10 +310,8 @@ def sacrebleu_files(name: str, languages: Pair) -> dict[str, Path]:
             try:
                 files = utils.get_source_file(name, pair), utils.get_reference_files(name, pair)[0]
             except (Exception, SystemExit) as error:
-                reason = " ".join(str(error).split())
-                raise UsageError(
-                    f"sacreBLEU's {name} of {pair} cannot be loaded: {reason}"
-                ) from None
+                failed = f"sacreBLEU's {name} of {pair} cannot be loaded"
+                raise UsageError(f"{failed}: {' '.join(str(error).split())}") from None
             by_language = dict(zip(order, map(Path, files), strict=True))
             return {language: by_language[language] for language in languages}
     raise UsageError(f"sacreBLEU's {name} has no {'-'.join(languages)}; it has {', '.join(known)}")

@@ -130,9 +130,6 @@ def parallel_map(
     Args:
         workers: maximum number of processes; 1: compute in this process.
         size: bytes of all units. Each process gets at least a `CHUNK`.
-
-    Raises:
-        UsageError: a process was killed.
     """
     workers = min(workers, -(-size // CHUNK))
     if workers < 2:
@@ -156,10 +153,8 @@ def _each(submit: Callable[[Any], Future], ahead: int, units: Iterable) -> Itera
 def workers_for(make: Callable, *arguments: Any, count: int) -> Iterator[Callable[[Any], Future]]:
     """Yield ``submit(unit)``, which computes ``make(*arguments)(unit)`` in one of the processes.
 
-    Each process calls ``make`` once. They end with the context, or with this process.
-
-    Raises:
-        UsageError: a process was killed.
+    Each process calls ``make`` once. They end with the context, or with this process. Raises UsageError if a
+    process was killed.
     """
     spawn = multiprocessing.get_context("spawn")  # a fork would copy the libraries' threads
     pool = ProcessPoolExecutor(count, spawn, _start_worker, (make, *arguments))

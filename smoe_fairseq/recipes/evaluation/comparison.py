@@ -157,16 +157,14 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
         points = [system.points([direction]) for system in systems.values()]
         rows.append([direction, *_row(points, _bootstrap(dataset, direction, one, other, metric))])
         if several:
-            rows[-1].append(number(permutation_p_value(*points), digits=4))
+            rows[-1].append(number(permutation_p(*points), digits=4))
     names = [f"{name}, mean of {len(s.runs)}" if several else name for name, s in systems.items()]
     header = ["direction", *names, "difference", "p (sentences)" if several else "p"]
     notes = [f"paired bootstrap, {SAMPLES} samples: the difference is significant where p < 0.05"]
     if several:
         header.append("p (seeds)")
         points = [system.points(common) for system in systems.values()]
-        rows.append(
-            ["average", *_row(points, None), number(permutation_p_value(*points), digits=4)]
-        )
+        rows.append(["average", *_row(points, None), number(permutation_p(*points), digits=4)])
         notes += [f"{name}: {', '.join(system.runs)}" for name, system in systems.items()]
         notes.append(_smallest_p_note(*points))
         notes += _paired_note(systems.values(), points)
@@ -203,7 +201,7 @@ class _System:
         return [self.folder / run / "test" / f"{direction}.txt" for run in self.runs]
 
 
-def permutation_p_value(first: Sequence[float], second: Sequence[float]) -> float | None:
+def permutation_p(first: Sequence[float], second: Sequence[float]) -> float | None:
     """The two-sided p-value of the permutation test; None unless both have two runs."""
     if min(len(first), len(second)) < 2:
         return None
@@ -219,9 +217,9 @@ def permutation_p_value(first: Sequence[float], second: Sequence[float]) -> floa
 
 def _smallest_p_note(first: Sequence[float], second: Sequence[float]) -> str:
     """A note on the smallest possible p-value of the permutation test for this number of runs."""
-    if permutation_p_value(first, second) is None:
+    if permutation_p(first, second) is None:
         return "p (seeds) takes two runs of each"
-    apart = permutation_p_value(range(len(first)), range(100, 100 + len(second)))
+    apart = permutation_p(range(len(first)), range(100, 100 + len(second)))
     return f"p (seeds): permutation test over the runs; with so many it is at least {apart:.4f}"
 
 

@@ -104,7 +104,8 @@ class Evaluation:
         scorings = {}
         if not str(flags.get("tokenize", "")).startswith("flores") and tokenizer_file(tokenizer):
             scorings[".spbleu"] = flags | {"metrics": ["bleu"], "tokenize": tokenizer}
-        return scorings | {"": metrics.with_tokenizer(flags, direction.split("-")[1])}
+        tokenizer = metrics.tokenizer_of(flags, direction.split("-")[1])
+        return scorings | {"": flags | {"tokenize": tokenizer}}
 
     def resume(self) -> dict[str, scores.Score]:
         """The scores so far of an interrupted evaluation; deletes those of a different one."""
@@ -272,9 +273,8 @@ def _averaged(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
     parts = [folder / name for name in last]
     inputs = [file for part in parts for file in (rank_files(part).values() or [part])]
     average = command("smoe", "average", *parts, "--output", mean, "--force")
-    folder_command = command("mkdir", "-p", mean.parent)
-    preparation = (f"# the mean of {number} checkpoints", folder_command, average)
-    return mean, () if _is_newer(mean, inputs) else preparation
+    mkdir, comment = command("mkdir", "-p", mean.parent), f"# the mean of {number} checkpoints"
+    return mean, () if _is_newer(mean, inputs) else (comment, mkdir, average)
 
 
 def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:

@@ -105,15 +105,14 @@ class Generator:
         """Do what ``fairseq-generate WORDS`` does with ``--results-path``.
 
         The file contains the lines S, T, H, D and P. Models other than `SMoETransformerModel` use fairseq's
-        search.
-
-        Raises:
-            UsageError: an argument, the checkpoint or the data is invalid.
+        search. Raises UsageError for an invalid argument, checkpoint or data set.
         """
         with quietly():
             from fairseq import tasks, utils
 
-            cfg = _parsed(list(words))
+            cfg = parse_flags("fairseq-generate", words)
+            if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
+                cfg.dataset.max_tokens = 12000  # as fairseq-generate does
             task = tasks.setup_task(cfg.task)
             models, saved = self._models(cfg, task)
             subset = cfg.dataset.gen_subset
@@ -173,12 +172,12 @@ class Generator:
 
         from smoe_fairseq.translate.translator import in_threads
 
-        search = fairseq_search = task.build_generator(models, cfg.generation)
+        search = original = task.build_generator(models, cfg.generation)
         threads = 1
         if _is_ours(models):
             search = _build_search(cfg, task.target_dictionary)
             threads = 1 if self.on_gpu else self.threads
-        ignored = getattr(fairseq_search, "symbols_to_strip_from_output", {fairseq_search.eos})
+        ignored = getattr(original, "symbols_to_strip_from_output", {original.eos})
         format_lines = _Lines(cfg, task, ignored)
         if cfg.common.seed is not None:
             utils.set_torch_seed(cfg.common.seed)
@@ -260,11 +259,8 @@ class _Lines:
             options = {"escape_unk": True, "extra_symbols_to_ignore": self.ignored}
             yield f"T-{number}\t{self._decoded(self.target.string(target, self.subwords, **options))}\n"
         for hypothesis in hypotheses[: self.nbest]:
-            words = self.target.string(
-                hypothesis["tokens"].int().cpu(),
-                self.subwords,
-                extra_symbols_to_ignore=self.ignored,
-            )
+            tokens, ignored = hypothesis["tokens"].int().cpu(), self.ignored
+            words = self.target.string(tokens, self.subwords, extra_symbols_to_ignore=ignored)
             # To base 2, and in float32, as fairseq prints it.
             score = float(torch.as_tensor(hypothesis["score"], dtype=torch.float32) / math.log(2))
             parts = (hypothesis["positional_scores"] / math.log(2)).tolist()
@@ -279,11 +275,3 @@ class _Lines:
         for decode in self.decoders:
             words = decode(words)
         return words
-
-
-def _parsed(words: list[str]):
-    """fairseq's config of ``fairseq-generate WORDS``; raises UsageError as `parse_flags`."""
-    cfg = parse_flags("fairseq-generate", words)
-    if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
-        cfg.dataset.max_tokens = 12000  # as fairseq-generate does
-    return cfg

@@ -29,11 +29,6 @@ def tokenizer_of(settings: Flags, language: str) -> str:
     return _BY_LANGUAGE.get(code, (DEFAULT, ""))[0] if own == AUTO else own
 
 
-def with_tokenizer(settings: Flags, language: str) -> Flags:
-    """sacreBLEU's flags for translations into a language."""
-    return settings | {"tokenize": tokenizer_of(settings, language)}
-
-
 def check_tokenizer(settings: Flags, language: str) -> None:
     """Raise UsageError if sacreBLEU does not know a flag, or the tokenizer is not installed."""
     chosen = tokenizer_of(settings, language)

@@ -153,16 +153,16 @@ def _unusual_search(dataset: Dataset, run: Path) -> str:
 
 def average(result: Scores, column: Column, metric: str = scores.BLEU) -> float | None:
     """In points; None if a direction is missing, or signatures differ (except by languages' tokenizers)."""
-    points, wanted = _points(result, metric), column.directions
-    if not wanted or not points.keys() >= {*wanted}:
+    all_points = _points(result, metric)
+    points = [all_points.get(direction) for direction in column.directions or ()]
+    if not points or None in points or not _are_comparable(dict(zip(column.directions, points))):
         return None
-    if not _are_comparable({d: points[d][1] for d in wanted}):
-        return None
-    return statistics.fmean(points[d][0] for d in wanted)
+    return statistics.fmean(value for value, _ in points)
 
 
-def _are_comparable(signatures: Mapping[str, str]) -> bool:
-    """Whether the signatures, by direction, differ at most in the languages' default tokenizers."""
+def _are_comparable(points: Mapping[str, tuple[float, str]]) -> bool:
+    """Whether the signatures differ at most in the languages' default tokenizers."""
+    signatures = {direction: signature for direction, (_, signature) in points.items()}
 
     def usual(direction: str) -> str:
         return metrics.tokenizer_of({"tokenize": metrics.AUTO}, direction.split("-")[1])
@@ -233,7 +233,7 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
         notes.append(f"{name}: {scored}, averages over missing ones are left out")
     if changed := is_outdated(folders.runs / name):
         notes.append(f"{name}: {changed} is another one than was scored: {again}")
-    if not _are_comparable({direction: signature for direction, (_, signature) in points.items()}):
+    if not _are_comparable(points):
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")
     elif len(signatures) > 1:
         notes.append(f"{name}: averages are over directions with different tokenizers")

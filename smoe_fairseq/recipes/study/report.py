@@ -14,15 +14,9 @@ from smoe_fairseq.recipes.evaluation.grid import Grid, markdown
 from smoe_fairseq.recipes.evaluation.table import system_costs
 from smoe_fairseq.recipes.folders import run_method, run_order
 from smoe_fairseq.recipes.processes import dry_run
+from smoe_fairseq.recipes.study import results as study_results
 from smoe_fairseq.recipes.study import tables
-from smoe_fairseq.recipes.study.results import (
-    Result,
-    Systems,
-    folder_of,
-    mean_capacity,
-    mean_experts_per_token,
-    read,
-)
+from smoe_fairseq.recipes.study.results import Result, Systems, folder_of
 from smoe_fairseq.recipes.study.statements import (
     draw_statements,
     judge,
@@ -45,8 +39,8 @@ def write_report(dataset: Dataset) -> None:
     costs = {}
     for method, results in systems.items():
         known = {"flags": results[0].about.get("flags", {})}
-        known["requested_capacity"] = mean_capacity(results)
-        known["experts_per_token"] = mean_experts_per_token(results)
+        known["requested_capacity"] = study_results.mean_capacity(results)
+        known["experts_per_token"] = study_results.mean_experts_per_token(results)
         costs[method] = system_costs(dataset, method, **known)
     flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
     statements, measures = statements_of(dataset, systems), measures_of(dataset)
@@ -77,7 +71,7 @@ def write_report(dataset: Dataset) -> None:
 
 def _systems(dataset: Dataset) -> dict[str, list[Result]]:
     """The results by method in the study's order, then by seed."""
-    results = sorted(read(dataset.name), key=lambda result: run_order(result.name))
+    results = sorted(study_results.read(dataset.name), key=lambda result: run_order(result.name))
     if not results:
         raise UsageError(f"{folder_of(dataset.name)} holds no runs: scripts/study.sh makes them")
     for result in results[1:]:  # means over different directions cannot be compared

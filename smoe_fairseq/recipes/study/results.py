@@ -97,9 +97,7 @@ def _machine(variables: Mapping[str, str]) -> str:
     model = re.search(r"^model name\s*:(.*)", info.read_text() if info.exists() else "", re.M)
     name = model[1].strip() if model else platform.processor()
     machine = f"{os.cpu_count()} cores of {name}"
-    machine += (
-        f", {torch.backends.cpu.get_cpu_capability()}"  # determines the kernels, and so rounding
-    )
+    machine += f", {torch.backends.cpu.get_cpu_capability()}"  # decides how kernels round
     threads = variables.get("OMP_NUM_THREADS", "1")
     return machine if threads == "1" else f"{machine}, {threads} threads"
 

@@ -209,12 +209,11 @@ def _slots() -> dict[int, dict[str, str]]:
     slots = whole_number("JOBS", least=1, default=1)
     if slots == 1:
         return {0: {"GPUS": str(launch.gpus), "JOBS": ""}}
-    gpus = visible_gpus(launch.gpus)
-    environments = {}
+    gpus, environments = visible_gpus(launch.gpus), {}
+    threads = str(max(1, cores() // slots))
     for i in range(slots):
         share = gpus[i::slots] or [gpus[i % len(gpus)]]
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(share), "GPUS": str(len(share))}
-        threads = str(max(1, cores() // slots))
         environments[i] = visible | {"JOBS": "", "OMP_NUM_THREADS": threads}
     return environments
 

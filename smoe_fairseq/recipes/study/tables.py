@@ -125,12 +125,8 @@ def capacity_table(systems: Systems) -> Grid:
 
 def _values(routing: dict, side: str) -> list[tuple[str, int, float]]:
     """Direction, layer and value of all layers of a side."""
-    values = (
-        (d, *name.split("."), v) for d, layers in routing.items() for name, v in layers.items()
-    )
-    return [
-        (d, int(n), v) for d, layer_side, n, v in values if layer_side == side and not math.isnan(v)
-    ]
+    values = ((d, *key.split("."), v) for d, layers in routing.items() for key, v in layers.items())
+    return [(d, int(n), v) for d, s, n, v in values if s == side and not math.isnan(v)]
 
 
 def _count(values: Iterable[bool]) -> str:

@@ -115,17 +115,15 @@ def _named(dataset: Dataset) -> dict[str, int]:
     return {name: size for name, size in dataset.batch.items() if name != "max-tokens"}
 
 
-def _named_batch(
-    name: str, requested: int, most: int, ranks: int, typed: dict, least: int
-) -> Batch:
+def _named_batch(name: str, total: int, most: int, ranks: int, typed: dict, least: int) -> Batch:
     frequency, size = typed["update-freq"], typed["max-tokens"]
     if size:
-        frequency = frequency or max(1, round(requested / ranks / size))
+        frequency = frequency or max(1, round(total / ranks / size))
     elif frequency:
-        size = min(max(least, most), max(least, int(requested / ranks / frequency)))
+        size = min(max(least, most), max(least, int(total / ranks / frequency)))
     else:
-        return _divide("max-tokens", requested, most, ranks, least, name)
-    return Batch("max-tokens", requested, ranks, size, frequency, name)
+        return _divide("max-tokens", total, most, ranks, least, name)
+    return Batch("max-tokens", total, ranks, size, frequency, name)
 
 
 def _divide(unit: str, requested: int, most: int, ranks: int, least: int, name: str = "") -> Batch:
@@ -142,11 +140,9 @@ def _divide(unit: str, requested: int, most: int, ranks: int, least: int, name: 
         above = next((n for n in range(ranks + 1, 2 * ranks + 1) if on(n).is_close), None)
         near = " or ".join(str(n) for n in (below, above) if n) or "none"
         room = f"; a rank needs room for a sentence of {least}" if least > 1 else ""
-        shared = (
-            f"a batch of {requested:,} {'tokens' if unit == 'max-tokens' else 'sentences'}{room}"
-        )
+        shared = f"{requested:,} {'tokens' if unit == 'max-tokens' else 'sentences'}{room}"
         advice = f"the nearest number that can is {near}; or set BATCH"
-        raise UsageError(f"{ranks} ranks (GPUS x NODES) cannot share {shared}: {advice}")
+        raise UsageError(f"{ranks} ranks (GPUS x NODES) cannot share a batch of {shared}: {advice}")
     return batch
 
 

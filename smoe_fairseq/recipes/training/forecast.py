@@ -36,9 +36,7 @@ def forecast(dataset: Dataset, launch: Launch, words: Sequence[str]) -> tuple[li
         return [f"# the memory of this run is not known: {reason}"], []
 
 
-def _forecast(
-    dataset: Dataset, launch: Launch, words: Sequence[str]
-) -> tuple[list[str], list[str]]:
+def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[str], list[str]]:
     import fairseq  # noqa: F401  (registers the plugin's model)
 
     from smoe_fairseq.analysis.cost import build_meta_model, config_of, count, parse_run

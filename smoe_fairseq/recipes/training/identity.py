@@ -29,7 +29,7 @@ _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
 # Flags that may differ when a run is resumed. Precision (--fp16, --bf16, --amp and their variants) may not:
 # the optimizer state of one does not load into another.
-_CHANGEABLE = {
+_FREE = {
     # how long to train, and what is logged
     *("--max-update", "--max-epoch", "--stop-time-hours", "--patience"),
     *("--log-interval", "--log-format", "--log-file", "--no-progress-bar", "--tensorboard-logdir"),
@@ -54,7 +54,7 @@ _CHANGEABLE = {
     *("--fp16-init-scale", "--fp16-scale-window", "--fp16-scale-tolerance", "--min-loss-scale"),
     "--threshold-loss-scale",
 }
-_CHANGEABLE_PREFIXES = ("--keep-", "--validate-", "--distributed-", "--eval-bleu")
+_FREE_PREFIXES = ("--keep-", "--validate-", "--distributed-", "--eval-bleu")
 
 
 def claim(
@@ -162,7 +162,7 @@ def is_joined(folder: Path) -> bool:
 
 
 def _is_unfinished(saved: dict, flags: dict[str, str]) -> bool:
-    return saved.get(_TRAINED) is None or saved[_TRAINED] != limits(flags)
+    return saved.get(_TRAINED) != limits(flags)
 
 
 def limits(flags: dict[str, str]) -> dict[str, str]:
@@ -172,11 +172,8 @@ def limits(flags: dict[str, str]) -> dict[str, str]:
 
 def fixed_flags(flags: dict[str, str]) -> dict[str, str]:
     """The flags that may not differ when a run is resumed."""
-    return {
-        n: v
-        for n, v in flags.items()
-        if n not in _CHANGEABLE and not n.startswith(_CHANGEABLE_PREFIXES)
-    }
+    fixed = (name for name in flags if name not in _FREE and not name.startswith(_FREE_PREFIXES))
+    return {name: flags[name] for name in fixed}
 
 
 def _with_whole_batch(flags: dict[str, str], processes: int) -> dict[str, str]:

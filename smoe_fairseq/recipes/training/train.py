@@ -108,11 +108,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
 def plan(
     dataset: Dataset, method: str, flags: Sequence[str]
 ) -> tuple[Launch, list[str], list[str]]:
-    """The launch of a method's training, the words of ``fairseq-train``, and comments on them.
-
-    Raises:
-        UsageError: a flag or setting cannot be used, or one is missing.
-    """
+    """The launch of a method's training, the words of ``fairseq-train``, and comments on them."""
     launch, extra = plan_launch(flags), list(flags)
     folder = flag_values(extra).get("--save-dir")
     folder = Path(folder or Folders(dataset.name).run(run_name(dataset, method)))
@@ -158,9 +154,8 @@ def validation_flags(dataset: Dataset) -> Flags:
         "validate-beam": settings.get("beam"),
         "best-checkpoint-metric": settings.get("metric", "chrf"),
         "maximize-best-checkpoint-metric": True,
-        **dict.fromkeys(
-            ("validate-interval-updates", "save-interval-updates"), settings.get("every")
-        ),
+        "validate-interval-updates": settings.get("every"),
+        "save-interval-updates": settings.get("every"),
         "patience": settings.get("patience"),
     }
     return {name: value for name, value in flags.items() if value is not None}
