@@ -2,7 +2,7 @@
 
 import pytest
 
-from smoe_fairseq.recipes.training.picture import LOSS, RATE, SCORES, curves, draw
+from smoe_fairseq.recipes.training.picture import LOSS, RATE, SCORES, draw, read_curves
 
 LOGGED = (
     "2026-01-01 00:00:00 | INFO | train_inner | "
@@ -26,7 +26,7 @@ def log(tmp_path):
 
 
 def test_curves_are_those_of_the_log(log):
-    found = curves(log)
+    found = read_curves(log)
     assert found[LOSS]["training"] == {1: 7.0, 2: 6.0, 3: 5.0, 4: 4.0, 5: 3.0, 6: 1.5}
     assert found[LOSS]["validation"] == {4: 5.5} and found[SCORES]["chrF++"] == {4: 20.25}
     assert found[SCORES]["BLEU"] == {4: 1.5} and found[RATE]["learning rate"][6] == 0.006

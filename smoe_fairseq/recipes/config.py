@@ -90,8 +90,8 @@ def is_number(word: str) -> bool:
 
 def config_folder() -> Path:
     """``CONFIG_DIR``; by default ``configs`` of the installed package, or of the checkout."""
-    if given := os.environ.get("CONFIG_DIR"):
-        folder = Path(given)
+    if variable := os.environ.get("CONFIG_DIR"):
+        folder = Path(variable)
     else:
         # Next to an installed package, a folder ``configs`` is not ours.
         installed = Path(__file__).parent / "configs"

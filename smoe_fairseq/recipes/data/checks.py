@@ -84,7 +84,7 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
             counts[fault] = counts.get(fault, 0) + number
     counts["marked tests"] = sum("\u2581" in source + target for source, target in tests)
     counts["empty tests"] = sum(not (source and target) for source, target in tests)
-    row.leaked = {side: len(found) for side, found in faults.leaked.items()}
+    row.leaked = {side: len(texts) for side, texts in faults.leaked.items()}
     counts |= _binarised(dataset, folders.binary, pair)
     row.counts = counts
     model = read_subwords(folders.binary / "spm.model")

@@ -177,7 +177,7 @@ def _writing(part: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = "what is there already is used by the next attempt"
+        advice = "the next attempt resumes the download"
         raise UsageError(f"{part} cannot be written: {error.strerror}; {advice}") from None
 
 

@@ -351,13 +351,13 @@ def _check_model(evaluation: Evaluation) -> None:
     own = config_of(parse_model(words_of(flags)))
     saved = config_of(saved_model(evaluation.checkpoint)[0])
     for option in fields(own):
-        here, there = getattr(own, option.name), getattr(saved, option.name, None)
+        value, other = getattr(own, option.name), getattr(saved, option.name, None)
         flag = f"--{option.name.replace('_', '-')}"
         # --force-resume may have changed numbers such as --dropout.
-        if here != there and not isinstance(here, float) and identity.fixed_flags({flag: ""}):
+        if value != other and not isinstance(value, float) and identity.fixed_flags({flag: ""}):
             raise UsageError(
-                f"{evaluation.checkpoint} was trained with {flag} {there}, and the run in its folder with "
-                f"{flag} {here}: put a checkpoint of the run there"
+                f"{evaluation.checkpoint} was trained with {flag} {other}, and the run in its folder with "
+                f"{flag} {value}: put a checkpoint of the run there"
             )
 
 

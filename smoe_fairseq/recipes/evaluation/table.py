@@ -66,15 +66,15 @@ def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
 
 def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> list[Column]:
     english = dataset.languages[0]
-    found = []
+    parts = []
     for side, position in (("eng-xxx", 0), ("xxx-eng", 1)):
         side_directions = [d for d in dataset.directions if d.split("-")[position] == english]
         other = {d: d.split("-")[1 - position] for d in side_directions}
-        found.append(Column(f"{side} all", tuple(side_directions)))
+        parts.append(Column(f"{side} all", tuple(side_directions)))
         for name, languages in classes.items():
             chosen = None if languages is None else tuple(d for d in other if other[d] in languages)
-            found.append(Column(f"{side} {name}", chosen))
-    return found
+            parts.append(Column(f"{side} {name}", chosen))
+    return parts
 
 
 def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[str] | None) -> None:
@@ -106,15 +106,15 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     paper = table.get("rows", {}) if metric == scores.BLEU else {}
     paper_order = list(paper)
     names.sort(key=run_order)
-    runs = {m: list(found) for m, found in itertools.groupby(names, key=run_method)}
+    runs = {m: list(group) for m, group in itertools.groupby(names, key=run_method)}
     methods = sorted(runs, key=lambda m: (paper_order.index(m) if m in paper else len(paper), m))
-    found = columns(dataset)
+    parts = columns(dataset)
 
     rows, notes = [], []
     for name in methods:
         results = {run: scores.read(folder / run) for run in runs[name]}
         scored = {run: result for run, result in results.items() if result} or results
-        each = [[average(result, column, metric) for column in found] for result in scored.values()]
+        each = [[average(result, column, metric) for column in parts] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
         cost = system_costs(dataset, name, flags=identity.flags_of(folder / next(iter(scored))))
         count = f", mean of {len(scored)} seeds" if len(scored) > 1 else ""
@@ -128,7 +128,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
             printed = paper.get(name, {})
             paper_cost = [printed.get("parameters"), printed.get("flops_per_token")]
             by_name = dict(zip(table["columns"], printed.get("bleu", []), strict=False))
-            paper_bleu = [by_name.get(column.name) for column in found]
+            paper_bleu = [by_name.get(column.name) for column in parts]
             rows.append([name, "paper", *_cells(paper_cost, paper_bleu, digits=0)])
             less = _cells(_differences(cost, paper_cost), _differences(bleu, paper_bleu), sign=True)
             rows.append([name, "difference", *less])
@@ -136,12 +136,12 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
             notes += _notes(dataset, run, result, metric)
             if flags := _unusual_search(dataset, folder / run):
                 notes.append(f"{run}: translated with {flags}")
-    if any(column.directions is None for column in found):
+    if any(column.directions is None for column in parts):
         path = Folders(dataset.name).data / SIZES
         notes.append(f"{path} is missing: run scripts/prepare.sh {dataset.name} for the classes")
     texts = ["method", *(["source"] if paper else [])]
     costs = ["parameters (M)", "FLOPs/token (M)"]
-    return Grid([*texts, *costs, *(c.name for c in found)], rows, notes, texts=len(texts))
+    return Grid([*texts, *costs, *(c.name for c in parts)], rows, notes, texts=len(texts))
 
 
 def _unusual_search(dataset: Dataset, run: Path) -> str:
@@ -242,7 +242,7 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
 
 def print_methods(dataset: Dataset) -> None:
     """Print the systems of the paper's table, else those of the study, for scripts/slurm_table.sh."""
-    found = list(tables().get(dataset.name, {}).get("rows", {})) or dataset.study
-    if not found:
+    methods = list(tables().get(dataset.name, {}).get("rows", {})) or dataset.study
+    if not methods:
         raise UsageError(f"{dataset.name} has no table: name the methods behind it")
-    print("\n".join(found))
+    print("\n".join(methods))

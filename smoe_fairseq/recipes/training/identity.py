@@ -208,7 +208,7 @@ def flags_of(run: Path) -> dict[str, str]:
 
 
 def batch_of_earlier_version(run: Path) -> int | None:
-    """The batch of a run that an earlier version started; None for others."""
+    """The batch of a run that an earlier version started, else None."""
     if not is_saved(run) or not (run / FILE).exists() or _RANKS in (was := _read(run / FILE)):
         return None
     sizes = (value for name, value in was["flags"].items() if name.endswith("="))

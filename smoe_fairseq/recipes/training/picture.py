@@ -20,42 +20,44 @@ CURVES = {
 Curves = dict[str, dict[str, dict[int, float]]]  # value by update, by panel and curve
 
 
-def curves(log: Path) -> Curves:
+def read_curves(log: Path) -> Curves:
     """The `CURVES` in a run's log; a repeated update has its last value."""
-    found: Curves = {}
+    curves: Curves = {}
     training = (values for values in read_lines(log) if "wpb" in values)  # not an epoch's summary
     for kind, lines in (("", training), ("valid ", read_validations(log))):
         for values in lines:
             for name in values:
                 if kind + name in CURVES:
                     panel, curve = CURVES[kind + name]
-                    at = found.setdefault(panel, {}).setdefault(curve, {})
+                    at = curves.setdefault(panel, {}).setdefault(curve, {})
                     at[int(values[UPDATES])] = values[name]
-    return found
+    return curves
 
 
 def draw(folder: Path, log: Path) -> Path | None:
     """Draw ``training.png`` and ``.svg`` in a run's folder; None without enough points or matplotlib."""
     try:
-        found = curves(log)
-        if max((len(at) for of in found.values() for at in of.values()), default=0) < MIN_POINTS:
+        by_panel = read_curves(log)
+        lengths = (len(points) for curves in by_panel.values() for points in curves.values())
+        if max(lengths, default=0) < MIN_POINTS:
             return None
         with quietly():
             from smoe_fairseq.analysis import figures
     except UsageError:
         return None
-    panels = [panel for panel in (LOSS, SCORES, RATE) if panel in found]
+    panels = [panel for panel in (LOSS, SCORES, RATE) if panel in by_panel]
 
     @figures.styled
     def picture():
         figure, axes = figures.panels(len(panels), stacked=False, width=3.6 * len(panels))
         for ax, panel in zip(axes, panels, strict=True):
             shades = (figures.MIDDLE, figures.DARK)
-            for (curve, at), shade in zip(sorted(found[panel].items(), reverse=True), shades[::-1]):
-                ax.plot(sorted(at), [at[update] for update in sorted(at)], color=shade, label=curve)
+            named = sorted(by_panel[panel].items(), reverse=True)
+            for (curve, points), shade in zip(named, shades[::-1]):
+                ax.plot(*zip(*sorted(points.items())), color=shade, label=curve)
             ax.set_title(panel)
             ax.set_xlabel("update")
-            if len(found[panel]) > 1:
+            if len(by_panel[panel]) > 1:
                 ax.legend()
         return figure
 

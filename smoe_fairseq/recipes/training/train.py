@@ -80,7 +80,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         run_identity = (method, folders.binary, words, launch.processes)
         if not identity.claim(*run_identity, force_resume, machines):
             advice = "give a larger --max-update to go on, or another SEED for another run"
-            print(f"{folder} is trained already, as far as asked for: {advice}")
+            print(f"{folder} is trained already, to the requested limits: {advice}")
             return
     line = command(*launch.words("fairseq-train"), *words)
     values = flag_values(words)
@@ -186,7 +186,7 @@ def _adapt_flags(
         if batch.name and dataset.batch:
             notes.append(f"# BATCH: {batch_choices(dataset)}")
         if not batch.is_close:
-            warn(f"the batch is not of the size asked for: {batch}")
+            warn(f"the batch differs from the requested size: {batch}")
         if batch.name == "release" and has_strata(flags) and "smoe-norm" not in flags:
             notes.append("# --smoe-norm released computes as the released code (docs/reproduce.md)")
     # `fp16` and `bf16` in `train` of a data set are old forms of `precision: auto` and `precision: bf16`.
