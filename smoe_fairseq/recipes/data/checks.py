@@ -42,8 +42,8 @@ def print_checks(dataset: Dataset, workers: int = 1) -> None:
     folders = Folders(dataset.name)
     files = (file for pair in dataset.pairs for file in folders.texts("train", pair).values())
     size = sum(file.stat().st_size for file in files)
-    with parallel_map(functools.partial(_row, dataset, folders), workers, size) as each:
-        rows = list(each(dataset.pairs))
+    with parallel_map(functools.partial(_row, dataset, folders), workers, size) as apply:
+        rows = list(apply(dataset.pairs))
     for row in rows:
         seen = set().union(*(other.seen for other in rows if other is not row))
         row.leaked["other pairs"] = len(seen & _tests(folders, row.pair))

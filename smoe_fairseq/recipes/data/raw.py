@@ -94,8 +94,8 @@ def write(
     with whole_folder(target, replace=True) as partial:
         copy = functools.partial(_copy, partial, dataset.clean)
         units = ((*key, section, held_out[key[1]]) for key, section in parts)
-        with progress("gather", size) as advance, parallel_map(copy, workers, size) as each:
-            for (key, section), count in zip(parts, each(units), strict=True):
+        with progress("gather", size) as advance, parallel_map(copy, workers, size) as apply:
+            for (key, section), count in zip(parts, apply(units), strict=True):
                 counts[key] = count
                 advance(section.size)
         write_sizes(target, {pair: counts["train", pair]["kept"] for pair in dataset.pairs})

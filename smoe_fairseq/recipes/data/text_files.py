@@ -108,8 +108,8 @@ def map_chunks(
     """Yield, with progress, each file and an iterator over ``function(chunk)`` for its chunks."""
     parts = [(file, list(chunks(file))) for file in files]
     size = sum(chunk.size for _, part in parts for chunk in part)
-    with progress(step, size) as advance, parallel_map(function, workers, size) as each:
-        results = each(chunk for _, part in parts for chunk in part)
+    with progress(step, size) as advance, parallel_map(function, workers, size) as apply:
+        results = apply(chunk for _, part in parts for chunk in part)
 
         def results_of(part: list[Chunk]) -> Iterator:
             for chunk in part:
@@ -123,7 +123,7 @@ def map_chunks(
 def parallel_map(
     function: Callable[[Any], Any], workers: int, size: int
 ) -> Iterator[Callable[[Iterable], Iterator]]:
-    """Yield ``each``: ``each(units)`` computes ``function(unit)`` in parallel, in the units' order.
+    """Yield ``apply``: ``apply(units)`` computes ``function(unit)`` in parallel, in the units' order.
 
     The function is sent to each process once. The processes end with the context, or with this process.
 
@@ -136,10 +136,10 @@ def parallel_map(
         yield partial(map, function)
         return
     with workers_for(partial, function, count=workers) as submit:
-        yield partial(_each, submit, _AHEAD * workers)
+        yield partial(_apply, submit, _AHEAD * workers)
 
 
-def _each(submit: Callable[[Any], Future], ahead: int, units: Iterable) -> Iterator:
+def _apply(submit: Callable[[Any], Future], ahead: int, units: Iterable) -> Iterator:
     waiting = deque()
     for unit in units:
         waiting.append(submit(unit))
