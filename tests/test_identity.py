@@ -72,7 +72,7 @@ def test_another_flag_is_refused(run, started, flags):
 def test_another_flag_may_be_forced(run, started, capsys):
     """And is what the run was started with from then on."""
     assert run("--lr", "0.003", force=True) is None
-    said = f"warning: {started} was started with --lr 0.002, not with --lr 0.003, and goes on so"
+    said = f"warning: {started} was started with --lr 0.002, not with --lr 0.003; --force-resume"
     assert said in capsys.readouterr().err
     assert "--lr 0.002, not with --lr 0.003" in run("--lr", "0.003")  # no update was made so far
     assert run("--lr", "0.003", force=True) is None

@@ -110,7 +110,7 @@ def claim(
             raise UsageError(f"{folder} {difference}: {advice} to go on with this one")
         if not _is_unfinished(saved, flags):
             return False
-        warn(f"{folder} {difference}, and goes on so, as --force-resume asks for")
+        warn(f"{folder} {difference}; --force-resume resumes it with the new flags")
         own[_BEFORE] = {**saved, _SAVED: _last_save(folder)}
     _write(file, own)
     return True
