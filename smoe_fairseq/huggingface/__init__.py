@@ -1,6 +1,6 @@
-"""Hugging Face transformers: importing it makes ``Auto*`` classes know the folders of ``smoe export``.
+"""Importing this registers the models of ``smoe export`` with the ``Auto*`` classes of transformers.
 
-Needs torch, transformers and sentencepiece; fairseq is not needed.
+It needs torch, transformers and sentencepiece, but not fairseq.
 """
 
 import warnings
@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from smoe_fairseq.huggingface.model import SMoEConfig, SMoEForConditionalGeneration
 from smoe_fairseq.huggingface.tokenizer import SMoETokenizer
 
-TESTED = ("5.0", "6")  # from the first, below the second
+TESTED = ("5.0", "6")  # the first is included, the second is not
 
 if not Version(TESTED[0]) <= Version(transformers.__version__) < Version(TESTED[1]):
     warnings.warn(

@@ -1,4 +1,4 @@
-"""Translation models for Hugging Face: configuration and ``generate`` around `StratifiedMoE`.
+"""Translation models for Hugging Face, with `StratifiedMoE` layers and ``generate``.
 
 The parameters have fairseq's names. Shapes: B sentences, S source and T target positions, D embedding,
 H heads, V entries of the target dictionary.
@@ -25,7 +25,7 @@ from smoe_fairseq.modules.gates import GATES
 SIDES = ("encoder", "decoder")
 # The name of the cache in outputs and in `generate`, by the version of transformers.
 CACHE = "cache" if hasattr(Seq2SeqMoEOutput, "cache") else "past_key_values"
-# By fairseq's names, as fairseq computes them.
+# fairseq's activations by name.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
@@ -42,14 +42,14 @@ class SMoEConfig(PretrainedConfig):
 
     Args:
         vocab_size: V, entries of the target dictionary.
-        source_vocab_size: entries of the source dictionary; None: as many.
+        source_vocab_size: entries of the source dictionary; None: V.
         moe_blocks: arguments of the `StratifiedMoE` of each MoE layer by its name
             (``encoder.layers.1.moe``), such as ``{"strata": "4-4"}``; empty: a dense model.
         router_aux_loss_coef, router_z_loss_coef, router_entropy_loss_coef: weights of the gates' balance
             loss, z-loss, and (gate top-p) entropy in ``loss``.
-        output_router_logits: whether outputs have the gates' logits.
+        output_router_logits: whether outputs contain the gates' logits.
         label_smoothing: of the cross entropy in ``loss``. The Trainer's ``label_smoothing_factor`` is
-            not supported with experts, since it takes the labels away.
+            not supported with experts, since the model then gets no labels.
         options: the other options of the model.
     """
 
@@ -79,12 +79,12 @@ class SMoEConfig(PretrainedConfig):
         for name, default in _DEFAULTS.items():
             setattr(self, name, options.pop(name, default))
         ids = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
-        given = {"is_encoder_decoder": True, "tie_word_embeddings": True}
-        super().__init__(**{**ids, **given, **options})
+        flags = {"is_encoder_decoder": True, "tie_word_embeddings": True}
+        super().__init__(**{**ids, **flags, **options})
         self.use_cache = use_cache
 
     def of(self, side: str, name: str):
-        """An option of a side, ``encoder_layers``."""
+        """The option of a side, such as ``encoder_layers``."""
         return getattr(self, f"{side}_{name}")
 
 
@@ -126,14 +126,14 @@ _FORM = {
 
 @dataclass
 class EncoderOutput(ModelOutput):
-    """What the encoder made of B sentences.
+    """Output of the encoder.
 
     Args:
         last_hidden_state: ``(B, S, D)``.
-        hidden_states: of the embeddings and of each layer, if asked for.
-        attentions: of each layer ``(B, H, S, S)``, if asked for.
-        router_logits: as of `SMoEForConditionalGeneration.forward`.
-        routing: of each MoE layer, where the loss is wanted.
+        hidden_states: embeddings and the output of each layer, if requested.
+        attentions: of each layer ``(B, H, S, S)``, if requested.
+        router_logits: see `SMoEForConditionalGeneration.forward`.
+        routing: of each MoE layer, if the loss is computed.
     """
 
     last_hidden_state: Tensor | None = None
@@ -144,7 +144,7 @@ class EncoderOutput(ModelOutput):
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Embeddings times ``scale``: what `inputs_embeds` expects, as of the library's own models."""
+    """Embeddings times ``scale``; as in the library's models, ``inputs_embeds`` are scaled, too."""
 
     scale = 1.0
 
@@ -153,7 +153,7 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class SinusoidalPositions(nn.Module):
-    """fairseq's: sines, then cosines; the padding row is 0. Without parameters, of any length."""
+    """fairseq's positions: sines, then cosines; 0 at padding. No parameters, any length."""
 
     def __init__(self, embed_dim: int, padding: int):
         super().__init__()
@@ -164,12 +164,12 @@ class SinusoidalPositions(nn.Module):
         step = math.log(10000) / (half - 1)
         rate = torch.exp(torch.arange(half, dtype=torch.float, device=position_BT.device) * -step)
         angle = position_BT.unsqueeze(-1).float() * rate
-        found = F.pad(torch.cat([angle.sin(), angle.cos()], -1), (0, self.embed_dim % 2))
-        return found.masked_fill((position_BT == self.padding).unsqueeze(-1), 0)
+        result = F.pad(torch.cat([angle.sin(), angle.cos()], -1), (0, self.embed_dim % 2))
+        return result.masked_fill((position_BT == self.padding).unsqueeze(-1), 0)
 
 
 class Attention(nn.Module):
-    """Of several heads; keys and values of another width are ``key_dim`` wide."""
+    """Multi-head attention; ``key_dim`` is the width of the encoder's output in cross-attention."""
 
     def __init__(self, config: SMoEConfig, side: str, layer: int, key_dim: int | None = None):
         super().__init__()
@@ -189,7 +189,7 @@ class Attention(nn.Module):
         cache: EncoderDecoderCache | None = None,
         weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """``x (B, T, D)`` looks at ``source (B, S, ...)``, or itself, where ``mask`` is True.
+        """Attention of ``x (B, T, D)`` to ``source (B, S, ...)`` or itself, where ``mask`` is True.
 
         Returns:
             The output, and with ``weights`` the probabilities ``(B, H, T, S)``.
@@ -260,26 +260,26 @@ class Layer(GradientCheckpointingLayer):
         weights: bool = False,
         with_stats: bool = False,
     ) -> tuple:
-        """``(y, self-attention, cross-attention, *statistics of the routing)``; None where not requested.
+        """``(y, self-attention, cross-attention, *statistics of the routing)``; None if not requested.
 
-        What has a gradient is given by position and returned flat, which reentrant checkpointing needs.
+        Tensors with gradients are positional arguments and returned flat, for reentrant checkpointing.
         """
 
-        def look(name: str, *arguments) -> tuple[Tensor, Tensor | None]:
+        def attend(name: str, *arguments) -> tuple[Tensor, Tensor | None]:
             norm = getattr(self, f"{name}_layer_norm")
             y, probs = getattr(self, name)(norm(x) if self.pre_norm else x, *arguments)
             return self._add(x, y, norm), probs
 
-        x, own = look("self_attn", None, mask, past_key_values, weights)
-        cross = None
+        x, self_probs = attend("self_attn", None, mask, past_key_values, weights)
+        cross_probs = None
         if source is not None:
-            x, cross = look("encoder_attn", source, source_mask, past_key_values, weights)
+            x, cross_probs = attend("encoder_attn", source, source_mask, past_key_values, weights)
         if self.is_moe:
             x, stats = self.moe(x, padding_BT, with_stats, ids_BT, gate_logits)
-            return x, own, cross, *(stats or ())
+            return x, self_probs, cross_probs, *(stats or ())
         h = self.activation_fn(self.fc1(self.final_layer_norm(x) if self.pre_norm else x))
         h = self.fc2(F.dropout(h, self.activation_dropout, self.training))
-        return self._add(x, h, self.final_layer_norm), own, cross
+        return self._add(x, h, self.final_layer_norm), self_probs, cross_probs
 
     def _add(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
         y = x + F.dropout(y, self.dropout, self.training)
@@ -287,24 +287,24 @@ class Layer(GradientCheckpointingLayer):
 
 
 def block_of(config: SMoEConfig, side: str, options: dict, vocabulary: int) -> StratifiedMoE:
-    """The block of these arguments; a hash gate's table, which is among the weights, is empty yet.
+    """The block of these arguments; the table of a hash gate is loaded with the weights.
 
-    Sizes and activation are by default those of the side, all else is that of `StratifiedMoE`.
+    Sizes and activation are by default those of the side.
     """
-    given = {name: config.of(side, name) for name in ("embed_dim", "ffn_embed_dim")}
-    options = {**given, "activation_fn": config.activation_fn, **options}
+    sizes = {name: config.of(side, name) for name in ("embed_dim", "ffn_embed_dim")}
+    options = {**sizes, "activation_fn": config.activation_fn, **options}
     options["activation_fn"] = ACTIVATIONS[options["activation_fn"]]
     if GATES[options.get("gate", MoEConfig.gate)].extra_input == "id":
         options["hash_table"] = torch.zeros(vocabulary, dtype=torch.long)
     output_norm = options.pop("output_norm", True)
     block = StratifiedMoE(**options)
-    if not output_norm:  # of a checkpoint of before it had one
+    if not output_norm:  # an old checkpoint
         block.layer_norms.drop_output_norm()
     return block
 
 
 class Side(nn.Module):
-    """What encoder and decoder share: embeddings and layers."""
+    """Base of encoder and decoder: embeddings and layers."""
 
     def __init__(self, config: SMoEConfig, side: str, vocabulary: int, positions: int):
         super().__init__()
@@ -325,7 +325,7 @@ class Side(nn.Module):
         self.layer_norm = nn.LayerNorm(dim) if config.of(side, "normalize_before") else None
 
     def padding_of(self, ids_BT: Tensor | None, mask_BT: Tensor | None, x: Tensor) -> Tensor:
-        """True at padding, ``(B, T)``: by the ids, and by the end of a mask that has 0 there."""
+        """True at padding, ``(B, T)``, according to the ids and the last T columns of a mask (0: padding)."""
         padding_BT = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
         if ids_BT is not None:
             padding_BT = ids_BT == self.padding
@@ -339,8 +339,8 @@ class Side(nn.Module):
             raise ValueError("expected either ids or embeddings")
         return self.embed_tokens(ids_BT) if embeds is None else embeds
 
-    def place(self, x: Tensor, padding_BT: Tensor, past: int) -> Tensor:
-        """With positions, which padding has none of; ``past`` tokens came before."""
+    def add_positions(self, x: Tensor, padding_BT: Tensor, past: int) -> Tensor:
+        """Adds positions except at padding, then layer norm and dropout; ``past`` tokens came before."""
         if self.embed_positions is not None:
             real_BT = (~padding_BT).long()
             position_BT = (real_BT.cumsum(1) + past) * real_BT + self.padding
@@ -355,19 +355,19 @@ class Side(nn.Module):
         """All layers and the last norm.
 
         Returns:
-            By name ``x``, and by layer ``hidden`` (with the embeddings), ``own`` and ``cross``
-            attention, ``stats`` and ``logits`` of MoE layers.
+            By name: the output ``x``; tuples over layers: ``hidden`` (beginning with the embeddings),
+            ``self`` and ``cross`` attention, ``stats`` and ``logits`` of MoE layers.
         """
-        found = {"hidden": [x], "own": [], "cross": [], "stats": [], "logits": []}
-        gate_logits = None  # of the MoE layer before
+        outputs = {"hidden": [x], "self": [], "cross": [], "stats": [], "logits": []}
+        gate_logits = None  # of the previous MoE layer
         for layer in self.layers:
             if self.training and self.layerdrop and torch.rand([]) < self.layerdrop:
                 continue
             logits, hooks = [], []
             if router_logits and layer.is_moe:
-                found["logits"].append(logits)
+                outputs["logits"].append(logits)
                 for gate in layer.moe.gates:
-                    keep = lambda _, given, routing, here=logits: here.append(routing.logits_TE)  # noqa: E731
+                    keep = lambda _, args, routing, to=logits: to.append(routing.logits_TE)  # noqa: E731
                     hooks.append(gate.register_forward_hook(keep))
             try:
                 x, own, cross, *stats = layer(x, source, gate_logits, weights=weights, **arguments)
@@ -377,17 +377,17 @@ class Side(nn.Module):
             stats = RoutingStats(*stats) if stats else None
             if stats is not None:
                 gate_logits = stats.gate_logits
-            for name, value in (("hidden", x), ("own", own), ("cross", cross), ("stats", stats)):
+            for name, value in (("hidden", x), ("self", own), ("cross", cross), ("stats", stats)):
                 if value is not None:
-                    found[name].append(value)
+                    outputs[name].append(value)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
-        found["logits"] = [tuple(logits) for logits in found["logits"]]
-        return {"x": x, **{name: tuple(values) for name, values in found.items()}}
+        outputs["logits"] = [tuple(logits) for logits in outputs["logits"]]
+        return {"x": x, **{name: tuple(values) for name, values in outputs.items()}}
 
 
 class Encoder(Side):
-    main_input_name = "input_ids"  # which generate asks for
+    main_input_name = "input_ids"  # read by ``generate``
 
     def __init__(self, config: SMoEConfig):
         super().__init__(config, "encoder", config.source_vocab_size, config.max_source_positions)
@@ -403,12 +403,12 @@ class Encoder(Side):
         with_stats: bool = False,
         return_dict: bool | None = None,
     ) -> EncoderOutput:
-        """Of ids ``(B, S)``, or of scaled embeddings ``(B, S, D)``; the mask has 0 at padding."""
+        """Encodes ids ``(B, S)`` or scaled embeddings ``(B, S, D)``; the mask is 0 at padding."""
         x = self.embed(input_ids, inputs_embeds)
         padding_BS = self.padding_of(input_ids, attention_mask, x)
-        x = self.place(x, padding_BS, 0).masked_fill(padding_BS.unsqueeze(-1), 0)
+        x = self.add_positions(x, padding_BS, 0).masked_fill(padding_BS.unsqueeze(-1), 0)
         padding_BS = padding_BS if may_have_padding(padding_BS) else None
-        found = self.run(
+        outputs = self.run(
             x,
             None,
             bool(output_router_logits),
@@ -419,11 +419,11 @@ class Encoder(Side):
             with_stats=with_stats,
         )
         return EncoderOutput(
-            last_hidden_state=found["x"],
-            hidden_states=found["hidden"] if output_hidden_states else None,
-            attentions=found["own"] if output_attentions else None,
-            router_logits=found["logits"] if output_router_logits else None,
-            routing=found["stats"] if with_stats else None,
+            last_hidden_state=outputs["x"],
+            hidden_states=outputs["hidden"] if output_hidden_states else None,
+            attentions=outputs["self"] if output_attentions else None,
+            router_logits=outputs["logits"] if output_router_logits else None,
+            routing=outputs["stats"] if with_stats else None,
         )
 
 
@@ -440,13 +440,13 @@ class Decoder(Side):
         embeds: Tensor | None,
         mask_BT: Tensor | None,
         cache: EncoderDecoderCache | None,
-        **wanted: bool,
+        **outputs: bool,
     ) -> dict:
-        """As `Side.run`, for T tokens behind those of the cache; ``mask_BT`` may have those too."""
+        """As `Side.run`, for T tokens after those in the cache; ``mask_BT`` may cover these, too."""
         past = cache.get_seq_length() if cache is not None else 0
         x = self.embed(ids_BT, embeds)
         padding_BT = self.padding_of(ids_BT, mask_BT, x)
-        x = self.place(x, padding_BT, past)
+        x = self.add_positions(x, padding_BT, past)
         number = x.shape[1]
         before_BT = padding_BT.new_zeros(len(x), past)
         if mask_BT is not None and mask_BT.shape[1] == past + number:
@@ -455,9 +455,9 @@ class Decoder(Side):
         mask = None
         if number > 1 or may_have_padding(all_BT):
             ones = torch.ones(number, past + number, dtype=torch.bool, device=x.device)
-            # A token sees itself, padding too, so that no row of the attention is empty.
-            own = ones.tril(past).triu(past)
-            mask = (ones.tril(past) & ~all_BT[:, None, None]) | own
+            # Every position sees itself, even padding, so that no row of the attention is empty.
+            itself = ones.tril(past).triu(past)
+            mask = (ones.tril(past) & ~all_BT[:, None, None]) | itself
         return self.run(
             x,
             source,
@@ -468,20 +468,20 @@ class Decoder(Side):
             padding_BT=padding_BT if may_have_padding(padding_BT) else None,
             ids_BT=ids_BT,
             past_key_values=cache,
-            **wanted,
+            **outputs,
         )
 
 
 def may_have_padding(padding_BT: Tensor) -> bool:
-    """Whether to mask; on a device always, since asking would wait for it."""
+    """Whether to apply the mask. Always True on a GPU, where reading the mask would wait for it."""
     return padding_BT.device.type != "cpu" or bool(padding_BT.any())
 
 
 class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
-    """Encoder-decoder of a ``smoe_transformer``, dense or with experts, that translates.
+    """A ``smoe_transformer``, dense or with experts, that translates.
 
-    Losses of the gates are of each batch by itself; those of CMR and of ``--smoe-capacity-budget`` are
-    fairseq's criterion's alone.
+    The gates' losses are computed per batch. Only fairseq's criterion has the budget losses of CMR and
+    ``--smoe-capacity-budget``.
     """
 
     config_class = SMoEConfig
@@ -489,8 +489,8 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Layer"]
     _supports_sdpa = True
-    _tied_weights_keys = {}  # of each model its own
-    accepts_loss_kwargs = True  # the Trainer tells for how many labels the loss is
+    _tied_weights_keys = {}  # set for each model
+    accepts_loss_kwargs = True  # the Trainer passes ``num_items_in_batch``
 
     def __init__(self, config: SMoEConfig):
         super().__init__(config)
@@ -508,7 +508,7 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """fairseq's initial weights; the library leaves alone what it has loaded."""
+        """fairseq's initial weights."""
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
@@ -519,7 +519,7 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
         elif isinstance(module, StratifiedMoE):
-            module.lay_out()  # buffers that no file has
+            module.lay_out()  # non-persistent buffers
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.encoder.embed_tokens
@@ -543,7 +543,7 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         self.decoder.output_projection = value
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """``(B, T)``: the end of sentence, then the labels but the last."""
+        """``(B, T)``: the end of sentence, then the labels without the last."""
         ids = labels.masked_fill(labels == -100, self.config.pad_token_id)
         first = torch.full_like(ids[:, :1], self.config.decoder_start_token_id)
         return torch.cat([first, ids[:, :-1]], 1)
@@ -568,35 +568,44 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **unused,
     ) -> Seq2SeqMoEOutput | tuple:
-        """Logits ``(B, T, V)``, and the loss with ``labels (B, T)``, which are -100 where they do not count.
+        """Logits ``(B, T, V)``, and the loss if there are ``labels (B, T)``, -100 at positions to ignore.
 
-        ``cache`` is what transformers 5.24 and later call ``past_key_values``; both names are taken.
+        ``cache`` is another name of ``past_key_values``, used by transformers 5.24 and later.
         ``num_items_in_batch`` is the number of labels in all batches of an update (default: in this one),
-        by which the Trainer has the losses divided.
-        Embeddings are given as `get_input_embeddings` returns them. Router logits are, for each MoE layer,
-        a tensor ``(tokens, experts seen)`` for each stratum, of the tokens that its gate was given.
+        by which losses are divided. Embeddings are expected as `get_input_embeddings` returns them. Router
+        logits contain, for each MoE layer and stratum, a tensor ``(tokens of the gate, visible experts)``.
 
         Returns:
             ``loss`` is the mean cross entropy over the labels, plus ``encoder_aux_loss`` and
             ``decoder_aux_loss``: each side's part of the gates' weighted losses.
 
         Raises:
-            UsageError: the Trainer keeps the labels to itself, for its ``label_smoothing_factor`` or a loss
-                function, and router logits are not requested: gates would be trained without their losses.
+            UsageError: the Trainer passes no labels, because of its ``label_smoothing_factor`` or a loss
+                function, and router logits are not requested: the gates' losses would be missing.
         """
         config = self.config
-        attentions = _or(output_attentions, config.output_attentions)
-        hidden = _or(output_hidden_states, config.output_hidden_states)
-        logits_too = _or(output_router_logits, config.output_router_logits)
+        attentions = _value_or(output_attentions, config.output_attentions)
+        hidden = _value_or(output_hidden_states, config.output_hidden_states)
+        router_logits = _value_or(output_router_logits, config.output_router_logits)
         with_stats = labels is not None
-        if num_items_in_batch is not None and config.moe_blocks and not (with_stats or logits_too):
+        if (
+            num_items_in_batch is not None
+            and config.moe_blocks
+            and not (with_stats or router_logits)
+        ):
             raise UsageError(
                 "the Trainer passed no labels: set config.label_smoothing in place of "
-                "label_smoothing_factor, or for a loss function of your own config.output_router_logits"
+                "label_smoothing_factor, or with your own loss function config.output_router_logits"
             )
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
-                input_ids, attention_mask, inputs_embeds, hidden, attentions, logits_too, with_stats
+                input_ids,
+                attention_mask,
+                inputs_embeds,
+                hidden,
+                attentions,
+                router_logits,
+                with_stats,
             )
         elif not isinstance(encoder_outputs, ModelOutput):
             encoder_outputs = EncoderOutput(*encoder_outputs)
@@ -604,24 +613,24 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         past_key_values = cache if past_key_values is None else past_key_values
-        use_cache = labels is None and _or(use_cache, config.use_cache)
+        use_cache = labels is None and _value_or(use_cache, config.use_cache)
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        found = self.decoder(
+        outputs = self.decoder(
             source,
             self.encoder.padding_of(input_ids, attention_mask, source),
             decoder_input_ids,
             decoder_inputs_embeds,
             decoder_attention_mask,
             past_key_values,
-            router_logits=logits_too,
+            router_logits=router_logits,
             weights=attentions,
             with_stats=with_stats,
         )
-        logits = self.decoder.output_projection(found["x"])
-        loss = of_encoder = of_decoder = None
+        logits = self.decoder.output_projection(outputs["x"])
+        loss = encoder_loss = decoder_loss = None
         if labels is not None:
-            # fairseq shares the smoothing among the other entries, torch among all.
+            # fairseq distributes the smoothing over the other entries, torch over all.
             smoothing = config.label_smoothing * config.vocab_size / (config.vocab_size - 1)
             labels = labels.flatten().to(logits.device)
             count = (labels != -100).sum()
@@ -630,26 +639,26 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
                 logits.flatten(0, 1).float(), labels, reduction="sum", label_smoothing=smoothing
             )
             loss = loss / items
-            routing = getattr(encoder_outputs, "routing", None) or (), found["stats"]
-            of_gates = self.gate_losses(*routing, loss)
-            of_encoder, of_decoder = (part * (count / items) for part in of_gates)
-            loss = loss + of_encoder + of_decoder
+            routing = getattr(encoder_outputs, "routing", None) or (), outputs["stats"]
+            parts = self.gate_losses(*routing, loss)
+            encoder_loss, decoder_loss = (part * (count / items) for part in parts)
+            loss = loss + encoder_loss + decoder_loss
         output = Seq2SeqMoEOutput(
             loss=loss,
             logits=logits,
-            encoder_aux_loss=of_encoder,
-            decoder_aux_loss=of_decoder,
+            encoder_aux_loss=encoder_loss,
+            decoder_aux_loss=decoder_loss,
             **{CACHE: past_key_values if use_cache else None},
-            decoder_hidden_states=found["hidden"] if hidden else None,
-            decoder_attentions=found["own"] if attentions else None,
-            cross_attentions=found["cross"] if attentions else None,
-            decoder_router_logits=found["logits"] if logits_too else None,
+            decoder_hidden_states=outputs["hidden"] if hidden else None,
+            decoder_attentions=outputs["self"] if attentions else None,
+            cross_attentions=outputs["cross"] if attentions else None,
+            decoder_router_logits=outputs["logits"] if router_logits else None,
             encoder_last_hidden_state=source,
             encoder_hidden_states=encoder_outputs.hidden_states,
             encoder_attentions=encoder_outputs.attentions,
             encoder_router_logits=getattr(encoder_outputs, "router_logits", None),
         )
-        return output if _or(return_dict, config.return_dict) else output.to_tuple()
+        return output if _value_or(return_dict, config.return_dict) else output.to_tuple()
 
     def gate_losses(
         self, encoder: tuple[RoutingStats, ...], decoder: tuple[RoutingStats, ...], like: Tensor
@@ -672,5 +681,5 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         return parts
 
 
-def _or(given: bool | None, default: bool) -> bool:
-    return bool(default if given is None else given)
+def _value_or(value: bool | None, default: bool) -> bool:
+    return bool(default if value is None else value)

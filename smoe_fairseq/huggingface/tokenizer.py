@@ -1,4 +1,4 @@
-"""A run's sentencepiece model and dictionaries, with its language tokens, as a tokenizer of transformers."""
+"""A tokenizer of transformers from a run's sentencepiece model, dictionaries and language tokens."""
 
 import re
 import shutil
@@ -12,21 +12,22 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_subwords
 from smoe_fairseq.forms import read_json
 
-_BEGINS_WORD = "\u2581"  # how sentencepiece marks it
+_BEGINS_WORD = "\u2581"  # sentencepiece's mark
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a piece of sentencepiece's byte fallback
 
 
 class SMoETokenizer(PreTrainedTokenizer):
-    """Text to ids as fairseq encodes it, and back.
+    """Encodes text as fairseq does, and decodes it.
 
-    Tokens in the text, such as ``</s>``, are text. ``tokenizer(text, text_target=...)`` makes labels too.
+    Special tokens in the text, such as ``</s>``, count as text. ``tokenizer(text, text_target=...)`` also
+    returns labels.
 
     Args:
         vocab_file: JSON, the source dictionary's entries in order.
-        target_vocab_file: the target's; None: they share one.
-        sp_model_file: the sentencepiece model; None: subwords are those between blanks.
-        language_tokens: the token of each language; empty: one direction.
-        encoder_langtok: whose token a source begins with, "src" or "tgt"; None: none.
+        target_vocab_file: the target dictionary's entries; None: it is shared.
+        sp_model_file: the sentencepiece model; None: subwords are separated by spaces.
+        language_tokens: the token of each language; empty: the model has one direction.
+        encoder_langtok: the language whose token begins a source, "src" or "tgt"; None: no token.
         decoder_langtok: whether a translation begins with the token of its language.
         lang_pairs: the directions that were trained, ``en-de``.
         src_lang, tgt_lang: the direction; attributes that may be changed.
@@ -61,12 +62,12 @@ class SMoETokenizer(PreTrainedTokenizer):
         self.target = read_json(target_vocab_file, [str]) if target_vocab_file else self.source
         self._source_ids = {token: i for i, token in enumerate(self.source)}
         self._target_ids = {token: i for i, token in enumerate(self.target)}
-        self._of_target = False
+        self._is_target = False
         self._spm = None
         if sp_model_file:
             self._spm = read_subwords(sp_model_file)
         elif any(token.startswith(_BEGINS_WORD) for token in self.source):
-            raise UsageError(f"{vocab_file} has pieces of words: expected spm.model beside it")
+            raise UsageError(f"{vocab_file} has pieces of words: expected spm.model in its folder")
         self.language_tokens = dict(language_tokens or {})
         self.encoder_langtok, self.decoder_langtok = encoder_langtok, decoder_langtok
         self.lang_pairs = list(lang_pairs or [])
@@ -114,7 +115,7 @@ class SMoETokenizer(PreTrainedTokenizer):
         return self._source_ids | self._added_tokens_encoder
 
     def tokenize(self, text: str, **options) -> list[str]:
-        """The subwords of a text. Tokens that were added to the tokenizer stay whole."""
+        """The subwords of a text; tokens that were added to the tokenizer are not split."""
         added = {t for t, i in self._added_tokens_encoder.items() if i >= len(self.source)}
         if not added:
             return self._tokenize(text)
@@ -128,7 +129,7 @@ class SMoETokenizer(PreTrainedTokenizer):
         return " ".join(pieces).split()
 
     def _convert_token_to_id(self, token: str) -> int:
-        ids = self._target_ids if self._of_target else self._source_ids
+        ids = self._target_ids if self._is_target else self._source_ids
         return ids.get(token, ids["<unk>"])
 
     def _convert_id_to_token(self, index: int) -> str:
@@ -148,22 +149,22 @@ class SMoETokenizer(PreTrainedTokenizer):
         return joined.replace(_BEGINS_WORD, " ").strip()
 
     def _decode(self, token_ids, skip_special_tokens: bool = False, **_) -> str:
-        """Unknown words are ``<unk>``, as in fairseq, whether or not special tokens are left out."""
+        """Like fairseq, this keeps ``<unk>`` even with ``skip_special_tokens``."""
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
-        left_out = {"<s>", "<pad>", "</s>", *self.language_tokens.values()}
-        left_out.update(map(str, self.extra_special_tokens))
         tokens = self.convert_ids_to_tokens(ids)
         if skip_special_tokens:
-            tokens = [token for token in tokens if token not in left_out]
+            skipped = {"<s>", "<pad>", "</s>", *self.language_tokens.values()}
+            skipped.update(map(str, self.extra_special_tokens))
+            tokens = [token for token in tokens if token not in skipped]
         return self.convert_tokens_to_string(tokens)
 
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """The token of a language where there is one, and the end of sentence."""
+        """Adds the language's token, if there is one, and the end of sentence."""
         begin = []
         side = "tgt" if self.decoder_langtok else None
-        if not self._of_target:
+        if not self._is_target:
             side = self.encoder_langtok and self.encoder_langtok[:3]
         if side and self.language_tokens:
             if (language := getattr(self, f"{side}_lang")) is None:
@@ -175,19 +176,19 @@ class SMoETokenizer(PreTrainedTokenizer):
     def get_special_tokens_mask(
         self, token_ids_0, token_ids_1=None, already_has_special_tokens: bool = False
     ) -> list[int]:
-        """1 for each token that is no text's."""
+        """1 for special tokens, 0 for text."""
         if not already_has_special_tokens:
             with_all = self.build_inputs_with_special_tokens(token_ids_0, token_ids_1)
-            own = len(token_ids_0) + len(token_ids_1 or [])
-            return [1] * (len(with_all) - 1 - own) + [0] * own + [1]
+            text = len(token_ids_0) + len(token_ids_1 or [])
+            return [1] * (len(with_all) - 1 - text) + [0] * text + [1]
         special = {0, 1, 2, *map(self._convert_token_to_id, self.language_tokens.values())}
         return [int(i in special) for i in token_ids_0]
 
     def _switch_to_input_mode(self) -> None:
-        self._of_target = False
+        self._is_target = False
 
     def _switch_to_target_mode(self) -> None:
-        self._of_target = True
+        self._is_target = True
 
     def save_vocabulary(
         self, save_directory: str, filename_prefix: str | None = None
