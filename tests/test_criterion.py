@@ -234,7 +234,7 @@ def test_blocks_have_names_of_their_own_wherever_they_are():
     blocks = moe_blocks(model)
     assert list(blocks) == ["first", "encoder.layers.0.0", "encoder.layers.0.1", "encoder.layer.1"]
     stats = [block.train()(torch.randn(2, 3, 8))[1] for block in blocks.values()]
-    got = logged([{**LOG, **routing_sums(model, list(blocks), stats)}])
+    got = logged([{**LOG, **routing_sums(blocks, dict(zip(blocks, stats)))}])
     assert {f"{name}/requested_capacity" for name in blocks} <= got.keys()
 
 

@@ -43,7 +43,7 @@ def test_without_a_compiler_the_block_goes_another_way(monkeypatch, caplog):
         scan = property(lambda self: (_ for _ in ()).throw(RuntimeError("no C compiler")))
 
     monkeypatch.setattr(fused, "kernels", Failing)
-    assert not fused.works.__wrapped__(torch.device("cpu"))
+    assert not fused.triton_works.__wrapped__(torch.device("cpu"))
     assert "no C compiler" in caplog.text
 
 

@@ -223,7 +223,7 @@ def copies_per_stop(block: StratifiedMoE, measured: float | None = None) -> floa
 
     What was ``measured`` where a gate learns their number, else the average under uniform routing.
     """
-    if measured is not None and any(gate.learns_number for gate in block.gates):
+    if measured is not None and any(gate.learns_num_experts for gate in block.gates):
         return measured
     visits = block.strata.expected_visits()
     copies = (n * expected_choices(gate) for n, gate in zip(visits, block.gates, strict=True))

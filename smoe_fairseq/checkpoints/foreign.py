@@ -94,7 +94,7 @@ def foreign_options(path: Path, state: Mapping, weights: Mapping[str, Tensor]) -
             raise UsageError(
                 f"{path} was trained with {flag(name)} {values[name]}; expected a model without it"
             )
-    known = SMoETransformerConfig.among(values)
+    known = SMoETransformerConfig.select(values)
     options = {name: value for name, value in known.items() if not of_experts(name)}
     options |= {name: values[name] for name in _SAME_NAME if values.get(name) is not None}
     top_1, before = (

@@ -95,7 +95,7 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
         options, weights = _of_nllb(folder, config, weights)
         text, task, words = {}, ["--task", "translation", "-s", "src", "-t", "tgt"], {}
     else:
-        options = SMoETransformerConfig.among(config)
+        options = SMoETransformerConfig.select(config)
         # The table of a hash gate is among the weights; a balanced one takes counts, which are lost.
         options["moe_hash_table"] = "random"
         _check_blocks(folder / _CONFIG, config.get("moe_blocks") or {}, options)

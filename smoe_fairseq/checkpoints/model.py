@@ -74,7 +74,7 @@ def known_options(path: Path, state: Mapping) -> dict:
             raise UsageError(
                 f"{path} was trained with {flag(name)} {values[name]}; expected a model without it"
             )
-    options = SMoETransformerConfig.among(values)
+    options = SMoETransformerConfig.select(values)
     if model == STOCK:
         options["moe_freq"] = 0
     check_weights(path, options, state["model"])

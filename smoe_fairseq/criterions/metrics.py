@@ -8,29 +8,31 @@ import torch
 from fairseq import metrics
 from torch import Tensor
 
-from smoe_fairseq.models.transformer import OBSERVED, moe_blocks
+from smoe_fairseq.models.transformer import OBSERVED
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.layer import StratifiedMoE
 
-# Keys of the logging output end with a layer's name. Values are summed over batches, so the key itself
-# holds K, the choices per token, and whether they are ordered ("top"; "any" where experts choose).
+# Keys of the logging output end with a layer's name. Since values are summed over batches, the key also
+# contains K, the choices per token, and whether they are ordered ("top", or "any" if experts choose).
 _BLOCK = re.compile(r"moe_(top|any)(\d+) (.+)")
 _CMR = "moe_cmr "
 _LAST = 1000  # fairseq's priority: after everything else
 
 
-def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict[str, Tensor]:
+def routing_sums(
+    blocks: Mapping[str, StratifiedMoE], ran: Mapping[str, RoutingStats]
+) -> dict[str, Tensor]:
     """Counts of one forward pass for each MoE layer, as tensors on the device, without waiting for it.
 
     Each layer has a row ``(3 + 2K + E)`` per stratum, which `log_routing` reads. Layers that LayerDrop
-    skipped have zeros, because all ranks have to sum the same keys.
+    skipped have zeros, since all ranks have to sum the same keys.
 
     Args:
-        names: the layers' names, in the order of ``moe_stats``.
+        blocks: the MoE layers by name.
+        ran: the statistics of those that were not skipped.
     """
-    ran = dict(zip(names, moe_stats, strict=True))
     sums = {}
-    for name, block in moe_blocks(model).items():
+    for name, block in blocks.items():
         top_k = block.choices
         ordered = "any" if block.gates[0].extra_input == "sentence" else "top"
         key = f"moe_{ordered}{top_k} {name}"
@@ -39,7 +41,7 @@ def routing_sums(model, names: list[str], moe_stats: list[RoutingStats]) -> dict
         else:
             columns = 3 + 2 * top_k + block.strata.num_experts
             sums[key] = block.stratum_of_expert.new_zeros(len(block.gates), columns)
-        if numbers := block.counting.observed:
+        if numbers := block.stats_builder.num_observed:
             none = block.stratum_of_expert.new_zeros(len(block.gates), numbers)
             sums[f"{OBSERVED}{name}"] = ran[name].observed if name in ran else none
         if block.cmr is not None:
@@ -59,16 +61,16 @@ def _table(block: StratifiedMoE, stats: RoutingStats) -> Tensor:
 
 
 def log_routing(logging_outputs: list[dict]) -> None:
-    """Log, as means weighted by what they count, where there are MoE layers:
+    """Log weighted means of models with MoE layers, from the result of `on_host`:
 
-    - ``requested_capacity``: strata per token and block
+    - ``requested_capacity``: gates passed per token and layer
     - ``overflow_expert1``, ``overflow_expert2``: percent of first and second choices that were dropped;
-      ``overflow_further``: of all further ones, where there are any. Not of layers whose experts choose
-    - ``experts_per_token``: copies that an expert took, per token and stratum that it stopped at
+      ``overflow_further``: of further choices. Layers whose experts choose are left out
+    - ``experts_per_token``: copies per token and stratum that were not dropped
     - ``unused_expert1_count``: experts per gate and batch that were no token's first choice
     - ``cmr_gate``: with CMR, the gate between the shared network (0) and the experts (1)
 
-    and of each MoE layer what `log_block` says. Takes them as `on_host` returns them.
+    `log_block` logs the values of each layer.
     """
 
     def summed(prefix):
@@ -81,8 +83,8 @@ def log_routing(logging_outputs: list[dict]) -> None:
     cmr = summed(_CMR)
     layers = {}
     for key, table in summed("moe_").items():
-        if found := _BLOCK.fullmatch(f"moe_{key}"):
-            ordered, top_k, name = found.groups()
+        if match := _BLOCK.fullmatch(f"moe_{key}"):
+            ordered, top_k, name = match.groups()
             layers[name] = [_Row.of(row, int(top_k), ordered == "top") for row in table.tolist()]
     if not layers:
         return
@@ -118,7 +120,7 @@ class _Row(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        """Tokens that stopped at the stratum; each has one first choice there."""
+        """Tokens of the stratum; each has one first choice there."""
         return sum(self.first)
 
     @property
@@ -147,12 +149,12 @@ def log_block(name: str, strata: list[_Row]) -> None:
     """Log one MoE layer, for example ``encoder.layer.1``, and each of its strata:
 
     - ``encoder.layer.1/requested_capacity``
-    - ``encoder.layer.1/stratum.0/tokens``: percent of the layer's tokens that stop at the stratum
+    - ``encoder.layer.1/stratum.0/tokens``: percent of the layer's tokens that visit the stratum
     - ``.../load_max``: first choices of the busiest expert over the mean; 1 if all are equal
     - ``.../overflow_expert1``, ``.../overflow_expert2``, ``.../overflow_further``, ``.../experts_per_token``,
       ``.../unused_expert1_count``: as for all layers
 
-    Lines on the console leave these per-layer fields out (compat/patches.py).
+    The console does not show these fields (compat/patches.py).
     """
     tokens = strata[0].tokens
 
@@ -170,14 +172,11 @@ def log_block(name: str, strata: list[_Row]) -> None:
 
 
 def on_host(logs: list[Mapping]) -> list[dict]:
-    """Dictionaries in which numbers and numpy arrays stand in the place of tensors, in one transfer.
-
-    Integers stay exact up to 2^53; other values are as they were.
-    """
+    """Replaces tensors by numbers and numpy arrays, in one transfer; integers are exact up to 2^53."""
     tensors = [value for log in logs for value in log.values() if torch.is_tensor(value)]
     if not tensors:
         return [dict(log) for log in logs]
-    # One copy for each type there is, and one to the host; fairseq with --cpu has its norm on the GPU.
+    # Join tensors of a type, then all of a device: fairseq with --cpu has its gradient norm on the GPU.
     kinds = {(tensor.device, tensor.dtype): [] for tensor in tensors}
     for tensor in tensors:
         kinds[tensor.device, tensor.dtype].append(tensor)

@@ -1,4 +1,4 @@
-"""The criterion: label-smoothed cross entropy, and the losses of the routing."""
+"""The criterion: label-smoothed cross entropy plus the losses of the gates."""
 
 import math
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class LabelSmoothedNLL(torch.autograd.Function):
     ``loss = (1 - eps - eps_i) nll + eps_i sum_v -log p_v`` with ``eps_i = eps / (V - 1)``. Its gradient
     with respect to a logit is ``p_v - eps_i``, minus ``1 - eps - eps_i`` at the target. ``nll_loss`` is
     for the log and has no gradient. Only the probabilities ``(N, V)`` are computed: their logarithms are
-    the logits minus a number per position, which the largest logit and its probability give.
+    the logits minus a number per position, known from the largest logit and its probability.
     """
 
     @staticmethod
@@ -62,12 +62,11 @@ class LabelSmoothedNLL(torch.autograd.Function):
 def capacity_budget_loss(moe_stats: list[RoutingStats], budget: float) -> Tensor:
     """``|mean requested capacity - budget|`` over the real tokens of all layers of a batch; a scalar.
 
-    It pulls the mean to the budget. The mean is over all layers, as in the log, so layers may share the
-    budget unevenly. Its gradient is that of `expected_stops`. As for CMR, each batch of each rank has its
-    own mean.
+    The mean is over all layers, as in the log, so layers may share the budget unevenly. It is computed for
+    each batch and rank, as for CMR; its gradient is that of `expected_stops`.
 
     Args:
-        budget: strata per token and layer.
+        budget: gates per token and layer.
     """
     stops_L = torch.stack([stats.stops for stats in moe_stats])
     tokens_L = torch.stack([stats.first_choices[0].sum() for stats in moe_stats])
@@ -79,8 +78,8 @@ def capacity_budget_loss(moe_stats: list[RoutingStats], budget: float) -> Tensor
 def cmr_budget_loss(moe_stats: list[RoutingStats], p: float) -> Tensor:
     """``|mean gate - p|`` over the real tokens of a batch, averaged over the layers; a scalar.
 
-    Each batch of each rank has its own mean (NLLB team 2022, section 6.2). No communication is needed in
-    the forward pass, so a rank that skips a batch does not block the others.
+    It is computed for each batch and rank (NLLB team 2022, section 6.2). The forward pass needs no
+    communication, so a rank may skip a batch.
 
     Args:
         p: the budget, the share of tokens that may use the experts.
@@ -91,75 +90,70 @@ def cmr_budget_loss(moe_stats: list[RoutingStats], p: float) -> Tensor:
     return torch.where(tokens_L > 0, distance_L, 0).mean()
 
 
-# The balance loss over all ranks and batches of an update (``--moe-balance-over update``).
-#
-# Choices are counted here and not in the block: the criterion sees each batch once, even with
-# activation checkpointing, and all layers at once.
+# The balance loss over all ranks and batches of an update (``--moe-balance-over update``). The criterion and
+# not the block counts choices, since it sees each batch once, even with activation checkpointing.
 
 
-def balance_loss(asked_LE: Tensor, mean_probs_LE: Tensor, visible_L: Tensor) -> Tensor:
-    """``mean_L E sum_e f_e p_e``, a scalar (paper, eq. 8 and 11); f may be of more batches than p.
+def balance_loss(choices_LE: Tensor, mean_probs_LE: Tensor, visible_L: Tensor) -> Tensor:
+    """``mean_L E sum_e f_e p_e``, a scalar (paper, eq. 8 and 11); f may count more batches than p.
 
-    f of all batches of an update lets experts be busy with different ones (Qiu et al. 2025).
+    With f over all batches of an update, experts may specialise in some of the batches (Qiu et al. 2025).
 
     Args:
-        asked_LE: tokens that asked for each expert; f is their fraction. 0 for experts that a gate does
-            not see.
+        choices_LE: choices per expert, 0 for experts that a gate does not see; f is their fraction.
         mean_probs_LE: p, the mean probability.
-        visible_L: how many experts each gate sees.
+        visible_L: number of experts that each gate sees.
     """
-    asked_LE = asked_LE.to(mean_probs_LE.dtype)
-    fraction_LE = asked_LE / asked_LE.sum(1, keepdim=True).clamp(min=1)
+    choices_LE = choices_LE.to(mean_probs_LE.dtype)
+    fraction_LE = choices_LE / choices_LE.sum(1, keepdim=True).clamp(min=1)
     return (visible_L * (fraction_LE * mean_probs_LE).sum(1)).mean()
 
 
 def update_balance_losses(
-    asked: Tensor | None,
+    choices: Tensor | None,
     blocks: list[StratifiedMoE],
     ran: list[RoutingStats | None],
     counts: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """The balance loss of each layer that ran, with f over all batches of the update so far, on all ranks.
 
-    A collective call: every rank has to make it, whatever layers and tokens it has.
+    This is a collective call, which every rank has to make for each batch.
 
     Args:
-        asked: choices of the update's earlier batches, ``(L, E + M)`` of every layer, concatenated.
+        choices: of the update's earlier batches, ``(L, E + M)`` of every layer, concatenated.
         blocks: all blocks that learn by the loss.
-        ran: their statistics; None where LayerDrop skipped the layer.
+        ran: their statistics; None if LayerDrop skipped the layer.
         counts: False for a dummy batch that keeps ranks in step.
 
     Returns:
-        The losses, and ``asked`` with this batch.
+        The losses, and ``choices`` including this batch.
     """
     pairs = list(zip(blocks, ran, strict=True))
-    layers = [_asked(block, stats if counts else None) for block, stats in pairs]
-    now = torch.cat([asked_LE.flatten() for asked_LE in layers]).double()
+    layers = [_choices(block, stats if counts else None) for block, stats in pairs]
+    new = torch.cat([choices_LE.flatten() for choices_LE in layers]).double()
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(now)
-    asked = now if asked is None else asked + now
-    so_far = asked.split([asked_LE.numel() for asked_LE in layers])
+        dist.all_reduce(new)
+    choices = new if choices is None else choices + new
+    so_far = choices.split([choices_LE.numel() for choices_LE in layers])
     losses = [
         balance_loss(
             of_layer.view(len(block.strata), -1),
             stats.mean_probs,
-            block.visible_of_gate + block.counting.free_experts,
+            block.visible_of_gate + block.stats_builder.free_experts,
         )
         for of_layer, (block, stats) in zip(so_far, pairs, strict=True)
         if stats is not None
     ]
-    return losses, asked
+    return losses, choices
 
 
-def _asked(block: StratifiedMoE, stats: RoutingStats | None) -> Tensor:
-    """``(L, E + M)``: choices per expert of a layer's gates; zeros if it did not run."""
+def _choices(block: StratifiedMoE, stats: RoutingStats | None) -> Tensor:
+    """Choices per gate and expert ``(L, E + M)``; zeros if the layer did not run."""
     if stats is None:
-        experts = block.strata.num_experts + block.counting.free_experts
+        experts = block.strata.num_experts + block.stats_builder.free_experts
         return block.stratum_of_expert.new_zeros(len(block.strata), experts)
     return stats.first_choices if stats.asked is None else stats.asked
 
-
-# Label-smoothed cross entropy plus the losses of the gates.
 
 GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "moe_entropy_loss", "cmr_gate_loss")
 GATE_LOSSES += ("smoe_budget_loss", "moe_l1_loss")
@@ -190,7 +184,7 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     )
 
 
-# What the numbers of these options may be, from the least on; a share is at most 1.
+# Ranges of the options.
 _WEIGHTS = ("moe_gate_loss_wt", "moe_z_loss_wt", "moe_entropy_loss_wt", "cmr_gate_loss_wt")
 _BOUNDS = {name: (0, math.inf) for name in (*_WEIGHTS, "smoe_capacity_budget_wt")}
 _BOUNDS |= {"cmr_gate_loss_p": (0, 1), "subword_sampling": (0, 1)}
@@ -203,11 +197,10 @@ _BOUNDS |= {"validate_sentences": (0, math.inf), "validate_beam": (1, math.inf)}
 class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
     """``L = label-smoothed cross entropy + alpha * balance loss`` (paper, eq. 8 to 11).
 
-    Flags add the z-loss of the gates, the entropy loss of top-p gates, the budget loss of CMR
-    (``--moe-cmr``) and that of the strata (``--smoe-capacity-budget``). A dense model has the cross
-    entropy alone. Each of these losses is multiplied by the batch's sample size, as the cross entropy
-    is. After fairseq's division all are means over the tokens of an update, whatever ``--update-freq``
-    and the number of ranks.
+    Flags add the z-loss of the gates, the entropy loss of top-p gates, and the budget losses of CMR
+    (``--moe-cmr``) and of the strata (``--smoe-capacity-budget``). A dense model has only the cross
+    entropy. Each loss is multiplied by the batch's sample size, so that after fairseq's division all are
+    means over the tokens of an update, for any ``--update-freq`` and number of ranks.
     """
 
     def __init__(
@@ -241,11 +234,11 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             if not (least <= value <= most and math.isfinite(value)):
                 top = f" to {most}" if math.isfinite(most) else ""
                 raise UsageError(f"{flag(name)} {value}: expected a number from {least}{top}")
-        self.asked = None  # see `update_balance_losses`
+        self.begin_update()
 
     def begin_update(self):
         """Called by our trainer before the first batch of each update."""
-        self.asked = None
+        self.choices = None  # see `update_balance_losses`
 
     def forward(self, model, sample, reduce=True):
         """Returns fairseq's loss (a sum over the batch), sample size and logging output."""
@@ -264,7 +257,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             for name, weight, value in self.gate_losses(blocks, ran, sample):
                 loss = loss + weight * sample_size * value
                 logging_output[name] = value.data * sample_size
-            logging_output.update(routing_sums(model, names, moe_stats))
+            logging_output.update(routing_sums(blocks, ran))
         logging_output["loss"] = loss.data
         if self.report_accuracy:
             n_correct, total = self.compute_accuracy(model, net_output, sample)
@@ -297,24 +290,24 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         def mean(values):
             return sum(values) / len(values) if values else zero
 
-        # If no gate learns by it, the balance loss is logged without weight, to show the balance.
+        # If no gate learns by the balance loss, it is only logged.
         learning = {name: block for name, block in blocks.items() if block.learns_balance}
         over_update = any(block.balance_over == "update" for block in learning.values())
         if over_update and self.training:
             stats = [ran.get(name) for name in learning]
             counts = not sample.get("is_dummy", False)
-            losses, self.asked = update_balance_losses(
-                self.asked, list(learning.values()), stats, counts
+            losses, self.choices = update_balance_losses(
+                self.choices, list(learning.values()), stats, counts
             )
         else:
             losses = [ran[name].balance_loss for name in learning or blocks if name in ran]
         yield "moe_gate_loss", self.moe_gate_loss_wt if learning else 0.0, mean(losses)
         if self.moe_z_loss_wt:
             yield "moe_z_loss", self.moe_z_loss_wt, mean([s.z_loss for s in ran.values()])
-        if first.counting.entropy:
+        if first.stats_builder.has_entropy:
             entropies = [stats.entropy for stats in ran.values()]
             yield "moe_entropy_loss", self.moe_entropy_loss_wt, mean(entropies)
-        if first.counting.l1:
+        if first.stats_builder.has_l1:
             yield "moe_l1_loss", 1.0, mean([stats.l1 for stats in ran.values()])
         stats = list(ran.values())
         if first.cmr is not None:
@@ -326,7 +319,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
 
     @classmethod
     def reduce_metrics(cls, logging_outputs) -> None:
-        """Log the gates' losses (without their weights) and the routing metrics beside fairseq's metrics."""
+        """Log fairseq's metrics, the gates' losses (without their weights) and the routing metrics."""
         logging_outputs = on_host(logging_outputs)
         super().reduce_metrics(logging_outputs)
         sample_size = sum(log["sample_size"] for log in logging_outputs)

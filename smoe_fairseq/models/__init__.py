@@ -1,6 +1,5 @@
 """fairseq models; importing this registers them."""
 
-from smoe_fairseq.models import variants  # noqa: F401  (registers their sizes)
 from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.models.variants import (
     SMoEMultilingualTransformerModel,

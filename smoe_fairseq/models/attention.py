@@ -1,4 +1,4 @@
-"""fairseq's attention, with torch's fused kernels where nothing but the output is needed.
+"""fairseq's attention, with torch's fused kernels if only the output is needed.
 
 Shapes: B sentences, T query positions, S key positions, D embedding, H heads.
 """
@@ -14,14 +14,14 @@ from smoe_fairseq.translate.packed import joined
 class Attention(MultiheadAttention):
     """fairseq's `MultiheadAttention`, with its parameters.
 
-    fairseq's own computation is for a decoding step and for the weights of the attention. In any other
-    pass, the mask is one of `attention_mask`, and torch's fused attention does not keep the weights.
+    Decoding steps and passes that need attention weights use fairseq's computation. All others use torch's
+    fused attention, with a mask of `attention_mask`.
     """
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        # cuDNN makes a plan for each new shape, which takes the host 7 ms on an H200, and batches
-        # rarely have the same shape twice. Of this process; a switch around each call would cost more.
+        # cuDNN plans every new shape, which takes the host of an H200 7 ms, and shapes of batches rarely
+        # repeat. Set for the whole process, since a switch around each call would cost more.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def forward(self, query, key, value, **options):
@@ -31,7 +31,7 @@ class Attention(MultiheadAttention):
         return self.fused(query, key, options.get("attn_mask")), None
 
     def fused(self, query_TBD: Tensor, key_SBD: Tensor, mask_BXTS: Tensor | None) -> Tensor:
-        """The output ``(T, B, D)``. It is computed batch first, which is how the layers are in memory."""
+        """The output ``(T, B, D)``, computed batch first, as the layers' tensors are in memory."""
         query, key = query_TBD.transpose(0, 1), key_SBD.transpose(0, 1)
         if query_TBD is key_SBD:
             parts = _project(query, self.q_proj, self.k_proj, self.v_proj)
@@ -45,8 +45,8 @@ class Attention(MultiheadAttention):
 
 
 def _project(x: Tensor, *maps: nn.Module) -> list[Tensor]:
-    """Each map of ``x``, by one product, for which a GPU waits less for the host than for several."""
-    if not all(type(each) is nn.Linear for each in maps):  # packed weights, for one
+    """Each map of ``x``, by one product, since a single launch saves a GPU time."""
+    if not all(type(each) is nn.Linear for each in maps):  # such as packed weights
         return [each(x) for each in maps]
     return list(F.linear(x, *joined(maps)).chunk(len(maps), dim=-1))
 
@@ -54,10 +54,10 @@ def _project(x: Tensor, *maps: nn.Module) -> list[Tensor]:
 def attention_mask(
     padding_BS: Tensor | None, future_TS: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """What all layers of a pass add to the scores, ``(B or 1, 1, T or 1, S)``: 0 or minus infinity.
+    """The mask that all layers of a pass add to the scores, ``(B or 1, 1, T or 1, S)``: 0 or minus infinity.
 
     Args:
-        padding_BS, future_TS: True where no query, or no earlier query, may look; None: nowhere.
+        padding_BS, future_TS: True at padding, and at later positions; None: nowhere.
     """
     if padding_BS is None and future_TS is None:
         return None

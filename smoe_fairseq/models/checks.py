@@ -1,4 +1,4 @@
-"""Checks of a model's options before anything is built."""
+"""Checks of a model's options against each other, the data and the checkpoint, before work starts."""
 
 import math
 from collections.abc import Iterator
@@ -20,21 +20,18 @@ from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
 from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.gates import GATES
 
-# Of a side and of a layer; what is larger would take minutes to build, and then not fit.
+# Larger models would take minutes to build, and then not fit.
 MOST = {"layers": 2_000, "embed_dim": 1_000_000, "ffn_embed_dim": 1_000_000}
 
-
-# Checks before any work starts: do the options, the data and the checkpoint fit together?
-
-# Options of the block that a dense model may have: they say how experts are computed, were there any.
-WITH_DENSE = {"strata", "top_k", "top_p", "threshold_step", "bias_step"}
-WITH_DENSE |= {"capacity_factor", "eval_capacity_factor"}
-WITH_DENSE |= {"second_expert_policy", "gate_normalization", "drop_order", "norms", "dropout_per"}
-WITH_DENSE |= {"gate_init_scale", "output_init_scale", "cmr_gate_drop", "expert_parallel"}
-OF_EXPERTS = [flag for name, flag in MoEConfig.flags().items() if name not in WITH_DENSE]
-# There are checkpoints that have these, and options of one value of another, without effect.
-ONCE_WITH_DENSE = {"moe_eom", "moe_fom", "moe_gating_dropout", "moe_stacked"}
-OF_ONE_CHOICE = MoEConfig.of_one_choice() | {
+# The block's options that are accepted for a dense model, though without effect.
+DENSE_OPTIONS = {"strata", "top_k", "top_p", "threshold_step", "bias_step", "drop_order", "norms"}
+DENSE_OPTIONS |= {"capacity_factor", "eval_capacity_factor", "gate_normalization", "dropout_per"}
+DENSE_OPTIONS |= {"second_expert_policy", "gate_init_scale", "output_init_scale", "cmr_gate_drop"}
+DENSE_OPTIONS |= {"expert_parallel"}
+EXPERT_OPTIONS = [flag for name, flag in MoEConfig.flags().items() if name not in DENSE_OPTIONS]
+# Old checkpoints of dense models may have these, and options without the option that they depend on.
+ONCE_DENSE_OPTIONS = {"moe_eom", "moe_fom", "moe_gating_dropout", "moe_stacked"}
+DEPENDENT_OPTIONS = MoEConfig.dependent_options() | {
     "moe_hash_table": ("moe_gate", "hash", "hash-topk"),
     "moe_hash_seed": ("moe_gate", "hash", "hash-topk"),
 }
@@ -44,7 +41,7 @@ _loading = ContextVar("whether the options are a checkpoint's own", default=Fals
 
 @contextmanager
 def as_loaded() -> Iterator[None]:
-    """Options that a checkpoint was trained with, without effect, are not refused."""
+    """Accept options without effect, since a checkpoint was trained with them."""
     before = _loading.set(True)
     try:
         yield
@@ -79,7 +76,7 @@ def check_config(config: DecoderOptions, task) -> None:
 
 
 def check_translation(config: SMoETransformerConfig, task) -> None:
-    """Raise ValueError where a task does not translate, or embeddings of different words are to be shared."""
+    """Raise ValueError if the task is no translation, or embeddings of different words would be shared."""
     _check_has_source(task)
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise ValueError(
@@ -93,7 +90,7 @@ def _check_has_source(task) -> None:
 
 
 def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> None:
-    """Raise ValueError where a model per language pair does not fit the task or an option."""
+    """Raise ValueError if a model per language pair does not fit the task or an option."""
     _check_has_source(task)
     pairs = getattr(task, "model_lang_pairs", None)
     if pairs is None:
@@ -115,7 +112,7 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
                 f"{flag(shared)}: the dictionaries of {first} and {other} differ; preprocess all languages "
                 f"with one --srcdict and --tgtdict, or train with {flag('no_' + shared)}"
             )
-    # All go by the order of a model's layers in an update, and pairs run one after the other.
+    # These rely on one order of the layers in an update, but language pairs run one after the other.
     for name, value in (
         ("moe_balance", "bias"),
         ("moe_balance_over", "update"),
@@ -132,10 +129,10 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
 
 
 def check_language_modeling(config: DecoderOptions, task) -> None:
-    """Raise ValueError where a language model is to predict other than next words, or too few of them."""
+    """Raise ValueError if a language model would not predict next words, or not all words."""
     others = [target for target in getattr(task, "targets", []) if target != "future"]
     if others:
-        raise ValueError(f"--{others[0]}-target: expected --future-target or none of these")
+        raise ValueError(f"--{others[0]}-target: expected --future-target or no target flag")
     words = len(task.target_dictionary)
     if config.share_decoder_input_output_embed and words != len(task.source_dictionary):
         raise ValueError(
@@ -157,7 +154,7 @@ def _check_blocks(config: MoEOptions, side: str) -> None:
 
 
 def _check_numbers(config: DecoderOptions) -> None:
-    """Each by itself; what the block is made of it checks by itself."""
+    """Checks the range of each number, except for the block's options, which `MoEConfig` checks."""
     sizes = [
         f"{side}_{name}"
         for side in config.SIDES
@@ -169,16 +166,15 @@ def _check_numbers(config: DecoderOptions) -> None:
             raise ValueError(f"{flag(name)} {value}: expected 1 to {most:,}")
     dropouts = ("dropout", "attention_dropout", "activation_dropout")
     for name in (*dropouts, *(f"{side}_layerdrop" for side in config.SIDES)):
-        if not 0 <= getattr(config, name) < 1:  # nan is neither
+        if not 0 <= getattr(config, name) < 1:  # false for NaN
             raise ValueError(f"{flag(name)} {getattr(config, name)}: expected 0 to below 1")
 
 
 def _check_gate(config: MoEOptions, sides: list[str]) -> None:
-    """What the sides of a model make of it."""
     if config.moe_gate == "expert-choice" and "encoder" not in config.SIDES:
         raise ValueError(
-            "--moe-gate expert-choice: an expert would choose a token by later ones, which a language model "
-            f"must not see; expected one of {', '.join(g for g in GATES if g != 'expert-choice')}"
+            "--moe-gate expert-choice: experts would see later tokens, which a language model must not; "
+            f"expected one of {', '.join(g for g in GATES if g != 'expert-choice')}"
         )
     if config.moe_gate == "expert-choice" and "encoder" not in sides:
         raise ValueError("--moe-gate expert-choice: expected it with --encoder-moe-freq above 0")
@@ -190,7 +186,7 @@ def _check_gate(config: MoEOptions, sides: list[str]) -> None:
                 f"take all tokens; expected a number below {fewest}, such as 0.5"
             )
     for side in sides if config.moe_gate_residual == "layers" else ():
-        # Gates add each other's logits up.
+        # Gates add up their logits.
         if len({strata.num_experts for strata in config.strata_of(side)}) > 1:
             raise ValueError(
                 f"--moe-gate-residual layers: expected the same number of experts in all layers of the {side}"
@@ -198,14 +194,13 @@ def _check_gate(config: MoEOptions, sides: list[str]) -> None:
 
 
 def _check_effect(config: MoEOptions, has_experts: bool) -> None:
-    """A flag without effect hides that another model is trained than was meant."""
-    for name in OF_EXPERTS:
-        if _loading.get() and name in ONCE_WITH_DENSE:
+    """Refuse flags without effect, since another model would be trained than was meant."""
+    for name in EXPERT_OPTIONS:
+        if _loading.get() and name in ONCE_DENSE_OPTIONS:
             continue
         value, default = getattr(config, name), getattr(MoEOptions, name)
-        if (
-            not has_experts and value != default and str(value) != str(default)
-        ):  # of an enumeration, say
+        # Enumerations equal their defaults only as strings.
+        if not has_experts and value != default and str(value) != str(default):
             shown = flag(name) if value is True else f"{flag(name)} {value}"
             raise ValueError(f"{shown} with --moe-freq 0, a model without experts: leave one out")
     for side in config.SIDES:
@@ -216,20 +211,19 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
             )
     if config.cmr_gate_drop and not config.moe_cmr:
         raise ValueError(f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr")
-    for name, (other, *values) in () if _loading.get() else OF_ONE_CHOICE.items():
-        given = getattr(config, name)
+    for name, (other, *values) in () if _loading.get() else DEPENDENT_OPTIONS.items():
+        value = getattr(config, name)
         harmless = map(str, (getattr(MoEOptions, name), *MoEConfig.harmless().get(name, ())))
-        if str(given) not in harmless and str(getattr(config, other)) not in values:
+        if str(value) not in harmless and str(getattr(config, other)) not in values:
             raise ValueError(
-                f"{flag(name)} {given}: expected it with {flag(other)} {' or '.join(values)}"
+                f"{flag(name)} {value}: expected it with {flag(other)} {' or '.join(values)}"
             )
 
 
 def check_model(config, task) -> None:
-    """Raise UsageError where sharded experts do not go with an option of the model or the task.
+    """Raise UsageError for options of the model or the task that do not work with sharded experts.
 
-    These would take the processes out of step, so that each waits for another. training/launch.py checks
-    the trainer's options.
+    With them, ranks would wait for each other forever. training/launch.py checks the trainer's options.
     """
     for side in config.SIDES:
         if getattr(config, f"{side}_layerdrop"):
@@ -241,14 +235,14 @@ def check_model(config, task) -> None:
 
 
 def check_checkpoint(model, state_dict) -> None:
-    """Raise UsageError with one sentence where ``state_dict`` is of another architecture."""
+    """Raise UsageError with one sentence if ``state_dict`` is of another architecture."""
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     loaded = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     if own == loaded:
         return
     wanted, found = _strata_of(own), _strata_of(loaded)
     if wanted != found:
-        dense = "; to begin with a dense one, make experts of it with smoe upcycle"
+        dense = "; to start from a dense model, convert it with smoe upcycle"
         raise UsageError(
             f"the checkpoint was trained with {found} and this model has {wanted}; pass the "
             "checkpoint's flags, or another --save-dir or --restore-file"
@@ -278,7 +272,7 @@ _DENSE = "--moe-freq 0"
 
 
 def _strata_of(shapes: dict[str, tuple]) -> str:
-    """The flags behind a state dict, read from its gates: gate I sees ``shape[0]`` experts."""
+    """The flags of a state dict, inferred from its gates: ``shape[0]`` is the number of visible experts."""
     blocks = dict.fromkeys(name.split("gates.")[0] for name in shapes if ".moe.gates." in name)
     if not blocks:
         return _DENSE
@@ -286,8 +280,8 @@ def _strata_of(shapes: dict[str, tuple]) -> str:
         return "--moe-gate hash"
     sides, kinds = {}, set()
     for block in blocks:
-        how, strata = _strata_of_block(shapes, block)
-        kinds |= {how} - {""}
+        kind, strata = _strata_of_block(shapes, block)
+        kinds |= {kind} - {""}
         sides.setdefault(block.partition(".layers.")[0], []).append(strata)
     found = {strata for layers in sides.values() for strata in layers}
     shown = [f"--{side}-smoe-strata {','.join(layers)}" for side, layers in sides.items()]
@@ -297,7 +291,7 @@ def _strata_of(shapes: dict[str, tuple]) -> str:
 
 
 def _strata_of_block(shapes: dict[str, tuple], block: str) -> tuple[str, str]:
-    """The flag by which they are no ordinary strata, if there is one, and the strata."""
+    """The flag of an unusual arrangement, or "", and the strata."""
     visible = []
     while (gate := f"{block}gates.{len(visible)}.weight") in shapes:
         visible.append(shapes[gate][0])
@@ -305,6 +299,6 @@ def _strata_of_block(shapes: dict[str, tuple], block: str) -> tuple[str, str]:
         return "--moe-stacked", str(Strata(tuple(visible)))
     sizes = (here - later for here, later in zip(visible, [*visible[1:], 0], strict=True))
     strata = str(Strata(tuple(sizes)))
-    if len(visible) > 1 and len(set(visible)) == 1:  # all but the last are pruned, or it is a chain
+    if len(visible) > 1 and len(set(visible)) == 1:  # only the last stratum has experts, or a chain
         strata += f" (or --smoe-chain {len(visible)} --smoe-strata {visible[0]})"
     return "", strata

@@ -1,4 +1,4 @@
-"""Trained models in Python, as ``torch.hub`` loads them."""
+"""Trained models in Python: finding a run's files, loading, translating."""
 
 import copy
 import glob
@@ -18,29 +18,29 @@ from fairseq.utils import split_paths
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import read_subwords
 
-SUBWORDS = ("spm.model", "sentencepiece.bpe.model")  # names of our recipes and of fairseq
+SUBWORDS = ("spm.model", "sentencepiece.bpe.model")  # file names of our recipes and of fairseq
 _NAMES = ("checkpoint_best.pt", "checkpoint_last.pt")
 
 
 def checkpoint_of(run: Path | str, name: str | None = None) -> Path:
-    """The checkpoint of a run: ``run`` itself if it is a file, else ``name`` in it, its best, or last.
+    """The checkpoint of a run: ``run`` if it is a file, else ``name`` in it, or its best or last one.
 
     Raises:
-        UsageError: the folder has none.
+        UsageError: there is no such file.
     """
     run = Path(run)
     is_folder, names = run.is_dir(), (name,) if name else _NAMES
     for file in [run / each for each in names] if is_folder else [run]:
         if os.path.lexists(file) or any(file.parent.glob(f"{glob.escape(file.stem)}-rank-*.pt")):
-            return file  # what cannot be read, such as a set, is for its reader to name
-    what = f"has no {' or '.join(names)}" if is_folder else "is missing"
-    other = "; of a folder of transformers, smoe import makes a checkpoint"
-    other *= (run / "config.json").exists()
-    raise UsageError(f"{run} {what}: expected the folder of a run, or a checkpoint{other}")
+            return file  # its reader names a file or set that cannot be read
+    problem = f"has no {' or '.join(names)}" if is_folder else "is missing"
+    advice = "; to convert a folder of transformers, use smoe import"
+    advice *= (run / "config.json").exists()
+    raise UsageError(f"{run} {problem}: expected the folder of a run, or a checkpoint{advice}")
 
 
-def data_of(checkpoint: Path, saved: str, given: Path | str | None = None) -> str:
-    """The folder of the dictionaries: ``given``, the checkpoint's folder, or that of the training data.
+def data_of(checkpoint: Path, saved: str, data: Path | str | None = None) -> str:
+    """The folder of the dictionaries: ``data``, the checkpoint's folder, or that of the training data.
 
     Args:
         saved: the training data's path as saved in the checkpoint. A relative path is tried from the
@@ -48,12 +48,12 @@ def data_of(checkpoint: Path, saved: str, given: Path | str | None = None) -> st
             used.
 
     Raises:
-        UsageError: no dictionaries are found.
+        UsageError: there are no dictionaries.
     """
-    if given is not None:
-        if _has_dictionaries(Path(given)):
-            return str(given)
-        raise UsageError(f"{given} has no dictionaries: expected a folder with dict.*.txt")
+    if data is not None:
+        if _has_dictionaries(Path(data)):
+            return str(data)
+        raise UsageError(f"{data} has no dictionaries: expected a folder with dict.*.txt")
     folder = checkpoint.resolve().parent
     if _has_dictionaries(folder):
         return str(folder)
@@ -62,20 +62,20 @@ def data_of(checkpoint: Path, saved: str, given: Path | str | None = None) -> st
             if _has_dictionaries(place):
                 return str(place)
     raise UsageError(
-        f"{saved or 'a folder'}, with the dictionaries that {checkpoint} was trained with, is not here: "
-        "expected dict.*.txt beside the checkpoint, or their folder by --data (in Python data_name_or_path)"
+        f"{saved or 'the data folder'} with the dictionaries of {checkpoint} is missing: expected dict.*.txt "
+        "in the folder of the checkpoint, or their folder by --data (in Python data_name_or_path)"
     )
 
 
 @contextmanager
 def knowing_direction(data: str, expected: str) -> Iterator[None]:
-    """Raise UsageError where fairseq cannot infer the direction of a task, with what would say it."""
+    """Raise UsageError if fairseq cannot infer the direction of a task; ``expected`` is what would set it."""
     try:
         yield
     except Exception as error:
         if not str(error).startswith("Could not infer language pair"):
             raise
-        raise UsageError(f"{data} does not say the direction: expected {expected}") from None
+        raise UsageError(f"{data}: unknown direction; expected {expected}") from None
 
 
 def subwords_of(data: str) -> Path | None:
@@ -91,22 +91,22 @@ def _has_dictionaries(folder: Path) -> bool:
 
 
 def checked_subwords(data: str, dictionary, needed: bool = True) -> Path | None:
-    """`subwords_of`, whose words the dictionary has; None for text that was not divided.
+    """`subwords_of`, checked against the dictionary; None for text without subwords.
 
-    Some words may be no pieces: languages, and characters that the model does not cover.
+    Some words are no pieces of the model: languages, and characters that it does not cover.
 
     Args:
-        needed: whether a dictionary of pieces needs it.
+        needed: whether the model is required if the dictionary contains pieces.
 
     Raises:
-        UsageError: it is missing, no model, or a third of the words are no pieces of it.
+        UsageError: the model is missing or invalid, or a third of the words are no pieces of it.
     """
     subwords = subwords_of(data)
     if subwords is None:
         if needed and has_pieces(dictionary):
             raise UsageError(
-                f"{data} has no {SUBWORDS[0]}, by which the pieces of words in its dictionaries were made: "
-                "expected it beside them"
+                f"{data} has no {SUBWORDS[0]}: expected the sentencepiece model of the dictionaries in their "
+                "folder"
             )
         return None
     words = [word for word in dictionary.symbols[dictionary.nspecial :] if word[:2] != "__"]
@@ -115,18 +115,18 @@ def checked_subwords(data: str, dictionary, needed: bool = True) -> Path | None:
 
 
 def check_pieces(subwords: Path, words: list[str]) -> None:
-    """Raise UsageError if the file is no model of sentencepiece, or a third of the words no pieces of it."""
+    """Raise UsageError if the sentencepiece model is invalid, or a third of the words are no pieces of it."""
     model = read_subwords(subwords)
     numbers = model.piece_to_id(words)
     unknown = [w for w, number in zip(words, numbers, strict=True) if number == model.unk_id()]
     if 3 * len(unknown) > len(words):
         raise UsageError(
-            f"{subwords} is not the model of the dictionaries there: {len(unknown):,} of {len(words):,} "
-            f"words are no pieces of it, such as {unknown[0][:40]!r}"
+            f"{subwords} does not fit the dictionaries: {len(unknown):,} of {len(words):,} words are no "
+            f"pieces of it, such as {unknown[0][:40]!r}"
         )
 
 
-BEGINS_WORD = "\u2581"  # sentencepiece's mark of the beginning of a word
+BEGINS_WORD = "\u2581"  # sentencepiece's mark for the beginning of a word
 
 
 class TrainedModel(GeneratorHubInterface):
@@ -198,7 +198,7 @@ class TrainedModel(GeneratorHubInterface):
 
 
 def check_names(config: Mapping, overrides: Mapping, flag: str = "") -> None:
-    """Raise UsageError for unknown settings, which fairseq ignores silently; ``flag`` begins the sentence."""
+    """Raise UsageError for unknown settings, which fairseq ignores silently; ``flag`` starts the message."""
     known = {name for part in config.values() if part is not None for name in _names_of(part)}
     for name in overrides:
         if name not in known:
@@ -212,7 +212,7 @@ def _names_of(part) -> Iterable[str]:
 
 
 def has_pieces(dictionary) -> bool:
-    """Whether its text was divided by sentencepiece."""
+    """Whether the dictionary contains sentencepiece's pieces."""
     return any(symbol.startswith(BEGINS_WORD) for symbol in dictionary.symbols)
 
 
@@ -238,7 +238,7 @@ class Translator(TrainedModel):
     def of_run(
         cls, run, checkpoint_file=None, data=None, source_lang=None, target_lang=None, **overrides
     ) -> "Translator":
-        """As `SMoETransformerModel.from_pretrained` says."""
+        """See `SMoETransformerModel.from_pretrained`."""
         if not isinstance(run, list | tuple):
             run = [run]
         if not run:
@@ -276,11 +276,11 @@ class Translator(TrainedModel):
         """Translate raw text; returns one translation per sentence, in order.
 
         Args:
-            beam, source_lang, target_lang, int8, options: as of `translations`. An option that only fairseq
-                has, such as ``diverse_beam_groups=2``, or ``verbose``, uses fairseq's search.
+            beam, source_lang, target_lang, int8, options: as in `translations`. ``verbose`` and options that
+                only fairseq has, such as ``diverse_beam_groups=2``, use fairseq's search.
 
         Raises:
-            UsageError: as of `translations`.
+            UsageError: as in `translations`.
         """
         if isinstance(sentences, str):
             return self.translate(
@@ -291,8 +291,8 @@ class Translator(TrainedModel):
             self._check_options(options)
             beam = beam or self.cfg.generation.beam
             return super().translate(list(sentences), beam, verbose, **direction, **options)
-        found = self.translations(sentences, beam, **direction, int8=int8, **options)
-        return [each.hypotheses[0].text for each in found]
+        results = self.translations(sentences, beam, **direction, int8=int8, **options)
+        return [each.hypotheses[0].text for each in results]
 
     def translations(
         self,
@@ -305,14 +305,14 @@ class Translator(TrainedModel):
     ) -> list:
         """Translate raw text by the search of ``smoe translate``; returns a `Translation` per sentence.
 
-        The first call on a CPU makes copies of the large weights that this search reads faster; later changes
-        of the weights have no effect on it.
+        The first call on a CPU copies the large weights into a faster layout; later changes of the weights
+        have no effect.
 
         Args:
             beam: beam size; by default that of the checkpoint's settings, 5.
             source_lang, target_lang: may be omitted if only one direction is possible.
             int8: compute in 8-bit integers, on a CPU.
-            options: of `smoe_fairseq.translate.translator.Options`, by name: ``nbest=5``, ``lenpen=1.2``,
+            options: fields of `smoe_fairseq.translate.translator.Options`: ``nbest=5``, ``lenpen=1.2``,
                 ``sampling=True``, ``prefix="..."``. Their defaults are the checkpoint's settings.
 
         Raises:
@@ -333,7 +333,7 @@ class Translator(TrainedModel):
         )
 
     def _defaults(self) -> dict:
-        """The options of our search: fairseq's among them as the checkpoint has them."""
+        """The options of our search, with the checkpoint's settings as defaults."""
         from smoe_fairseq.translate.translator import Options
 
         return {
@@ -350,26 +350,26 @@ class Translator(TrainedModel):
     def generate(
         self, tokenized_sentences, *args, source_lang=None, target_lang=None, **options
     ) -> list:
-        """fairseq's search, of `encode`'s results; ``sample`` calls it, too.
+        """fairseq's search on the results of `encode`; ``sample`` calls it, too.
 
         Raises:
             UsageError: the direction is unknown or ambiguous.
         """
         source, target = source_lang or self.source_lang, target_lang or self.target_lang
-        turned = copy.copy(self)
-        turned.task = self.task_for(source, target)
-        turned.source_lang, turned.target_lang = source, target
-        return super(Translator, turned).generate(tokenized_sentences, *args, **options)
+        directed = copy.copy(self)
+        directed.task = self.task_for(source, target)
+        directed.source_lang, directed.target_lang = source, target
+        return super(Translator, directed).generate(tokenized_sentences, *args, **options)
 
     def _apply(self, *args, **options):
-        self.engines = {}  # whose weights are where these were
+        self.engines = {}  # they have copies of the weights
         return super()._apply(*args, **options)
 
-    def task_for(self, source: str | None, target: str | None, asked: str | None = None):
-        """The task, for the direction from ``source`` to ``target``; None if only one is possible.
+    def task_for(self, source: str | None, target: str | None, request: str | None = None):
+        """The task for the direction from ``source`` to ``target``, which may be None if unambiguous.
 
         Args:
-            asked: the name of the request in an error message.
+            request: the name of the request in an error message.
 
         Raises:
             UsageError: the direction is unknown or ambiguous.
@@ -377,22 +377,22 @@ class Translator(TrainedModel):
         multilingual = _is_multilingual(self.cfg.task)
         options = self.task.args if multilingual else self.task.cfg
         known = [f"{options.source_lang}-{options.target_lang}"]
-        languages = set()  # that any direction may have, trained or not
+        languages = set()  # of any direction, trained or not
         if multilingual:
             known, languages = list(self.task.lang_pairs), set(self.task.langs)
         pairs = [tuple(pair.split("-")) for pair in known]
-        found = [p for p in pairs if source in (None, p[0]) and target in (None, p[1])]
-        if not found and source != target and {source, target} <= languages:
-            found = [(source, target)]
-        if len(found) != 1:
-            asked = asked or f"source_lang={source!r}, target_lang={target!r}"
-            why = "several directions are possible" if found else "no such direction"
-            raise UsageError(f"{asked}: {why}; expected one of {', '.join(known)}")
+        matches = [p for p in pairs if source in (None, p[0]) and target in (None, p[1])]
+        if not matches and source != target and {source, target} <= languages:
+            matches = [(source, target)]
+        if len(matches) != 1:
+            request = request or f"source_lang={source!r}, target_lang={target!r}"
+            problem = "several directions are possible" if matches else "no such direction"
+            raise UsageError(f"{request}: {problem}; expected one of {', '.join(known)}")
         if not multilingual:
             return self.task
         task = copy.copy(self.task)  # calls for other directions may run at the same time
         task.args = Namespace(**vars(options))
-        task.args.source_lang, task.args.target_lang = found[0]
+        task.args.source_lang, task.args.target_lang = matches[0]
         return task
 
 

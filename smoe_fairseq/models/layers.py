@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransformerLayer(nn.Module):
-    """The common part of encoder and decoder layers: self-attention and the feed-forward sublayer.
+    """Base of encoder and decoder layers: self-attention and the feed-forward sublayer.
 
     Args:
         cfg: fairseq's ``TransformerConfig``.
@@ -65,10 +65,10 @@ class TransformerLayer(nn.Module):
 
         Args:
             ids: token ids ``(B, S)``, for hash gates.
-            gate_logits: of the MoE layer before, ``(B, S, E + M)``, see `StratifiedMoE.forward`.
+            gate_logits: of the previous MoE layer, ``(B, S, E + M)``, see `StratifiedMoE.forward`.
 
         Returns:
-            ``(y,)``, or ``(y, *RoutingStats)`` for a MoE layer.
+            ``(y,)``, or ``(y, *RoutingStats)`` for an MoE layer.
         """
         if self.is_moe:
             y, stats = self.moe(x, padding_mask, with_stats, ids, gate_logits)
@@ -78,15 +78,17 @@ class TransformerLayer(nn.Module):
     def upgrade_state_dict_named(self, state_dict: dict, name: str) -> None:
         """Adapt checkpoints of fairseq's layers and of earlier versions; fairseq calls it before loading.
 
-        Removes the second copy of weights that fairseq's encoder layer keeps. A block of one stratum
-        with ``--smoe-norm released`` drops its output norm if the checkpoint has none.
+        Removes the second copy of weights that fairseq's encoder layer keeps. A block with one stratum and
+        ``--smoe-norm released`` drops its output norm if the checkpoint has none.
         """
         for copy in STOCK_LAYER_COPIES:
             state_dict.pop(f"{name}.{copy}", None)
         if self.is_moe and self.moe.layer_norms.has_output_norm and len(self.moe.strata) == 1:
             norms = f"{name}.moe.layer_norms"
             if f"{norms}.0.weight" in state_dict and f"{norms}.1.weight" not in state_dict:
-                logger.warning("%s.moe: the checkpoint has no output norm; it goes on so", name)
+                logger.warning(
+                    "%s.moe: the checkpoint has no output norm; continuing without", name
+                )
                 self.moe.layer_norms.drop_output_norm()
 
     def dense(self, x: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ class TransformerEncoderLayer(TransformerLayer):
             y, _ = self.self_attn(h, h, h, need_weights=False, attn_mask=attn_mask)
             return y.transpose(0, 1)
 
-        x = x.transpose(0, 1)  # batch first, as embeddings are in memory
+        x = x.transpose(0, 1)  # batch first, as in memory
         x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
         x, *stats = self.feed_forward(x, encoder_padding_mask, ids, gate_logits, with_stats)
         return x.transpose(0, 1), *stats
@@ -153,10 +155,10 @@ class TransformerDecoderLayer(TransformerLayer):
     ) -> tuple[Tensor | None, ...]:
         """``x (S, B, D)``, ``encoder_out (S', B, D)`` or None, padding masks and ids ``(B, S)``.
 
-        ``self_attn_mask`` and ``encoder_attn_mask`` are each an `attention_mask`, padding included.
+        ``self_attn_mask`` and ``encoder_attn_mask`` are `attention_mask`s that include padding.
 
         Returns:
-            ``(y, attention)``, or ``(y, attention, *RoutingStats)`` for a MoE layer; with
+            ``(y, attention)``, or ``(y, attention, *RoutingStats)`` for an MoE layer; with
             ``incremental_state`` only if the next MoE layer needs them. The attention over the
             source, ``(heads, B, S, S')``, is None unless ``need_attn``.
         """
@@ -190,7 +192,7 @@ class TransformerDecoderLayer(TransformerLayer):
             )
             return y.transpose(0, 1)
 
-        x = x.transpose(0, 1)  # batch first, as embeddings are in memory
+        x = x.transpose(0, 1)  # batch first, as in memory
         x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
         if self.encoder_attn is not None:
             x = self.sublayer(x, self.encoder_attn_layer_norm, encoder_attention)

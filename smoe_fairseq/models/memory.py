@@ -1,9 +1,9 @@
-"""Memory of a model, by a closed formula of its options; nothing is built.
+"""Memory of a model, computed from its options without building it.
 
-The weights are a sum of shapes. What training keeps for the backward pass grows with the tokens of a
-forward pass: a sum over sublayers, `_per_token`. The peak is at one of three points: at the loss, where all
-activations are kept; after the backward pass, where all gradients are; or in the optimizer's step.
-docs/gpu.md uses it, docs/cost.md compares it with measurements.
+The weights are a sum of shapes. The activations that training keeps grow with the tokens of a batch: a sum
+over sublayers, `_per_token`. The peak is at one of three points: at the loss, with all activations; after the
+backward pass, with all gradients; or in the optimizer's step. docs/cost.md compares forecasts with
+measurements.
 
 Shapes: T tokens, S positions of a sentence, D embedding, F feed-forward, V vocabulary, H heads.
 """
@@ -22,16 +22,16 @@ from smoe_fairseq.models.options import DecoderOptions, flag
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.parallel import Placement
 
-LENGTH = 32  # tokens of a sentence, where nothing is known of the data
+LENGTH = 32  # tokens of a sentence, if the data is unknown
 BUFFER = 2**28  # numbers that legacy_ddp sends at a time
-# Modules and tensors as Python objects: what is left on the meta device, where weights take no memory.
+# Bytes of the Python objects of a layer and a gate; all that a model on the meta device needs.
 LAYER_OBJECTS, GATE_OBJECTS = 50_000, 5_000
-# Beside the tensors, as measured on a CPU (docs/cost.md): the bytes of a process, and gaps that malloc
-# leaves, as a share of the tensors. On a GPU, as a share of all: its context, and gaps between blocks.
+# Memory besides the tensors, as measured (docs/cost.md). On a CPU: bytes of a process, and gaps that malloc
+# leaves, relative to the tensors. On a GPU: the context and gaps between blocks, as a share of all memory.
 CPU_PROCESS, CPU_GAPS, GPU_SHARE = 400 * 2**20, 1 / 3, 0.1
 
-# Of each weight: numbers in the optimizer's state, and in float32 copies that its step makes of the
-# largest parameter. Those of SGD depend on --momentum.
+# Numbers per weight: in the optimizer's state (SGD: depends on --momentum), and in float32 copies of the
+# largest parameter during a step.
 OPTIMIZERS = {
     "adadelta": (2, 2),
     "adafactor": (0, 2),
@@ -48,11 +48,11 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Part:
-    """Of a model, named by the flags that make it large.
+    """A part of a model, named by the flags that set its size.
 
     Attributes:
         shared: weights that every rank has.
-        experts: weights of each MoE layer's experts, with their number.
+        experts: for each MoE layer, the weights and the number of its experts.
         tables: numbers that are computed, not learned.
         objects: bytes of Python objects.
     """
@@ -64,18 +64,18 @@ class Part:
     objects: int = 0
 
     def weights(self, ranks: int = 1) -> int:
-        """Of one of ``ranks`` that share the experts, tables included."""
+        """Weights and tables on one of ``ranks`` that share the experts."""
         experts = (size // min(number, ranks) for size, number in self.experts)
         return self.shared + sum(experts) + self.tables
 
 
 def parts(config: DecoderOptions, task) -> list[Part]:
-    """The parts of a model; their sum is the model's parameters, but for those of unusual gates.
+    """The parts of a model, which add up to its parameters, except for those of unusual gates.
 
     Args:
-        task: has the dictionaries.
+        task: for the sizes of its dictionaries.
     """
-    found = []
+    result = []
     for side in config.SIDES:
         copies = _copies(config, side, task)
         D, F, layers = (
@@ -87,36 +87,33 @@ def parts(config: DecoderOptions, task) -> list[Part]:
         dense = layers - len(strata)
         attention = _attentions(config, side) * (4 * D**2 + 4 * D + 2 * D)
         trunk = layers * attention + dense * (network + 2 * D) + 2 * D
-        found.append(Part(flags, copies * trunk, objects=copies * layers * LAYER_OBJECTS))
+        result.append(Part(flags, copies * trunk, objects=copies * layers * LAYER_OBJECTS))
         width = config.moe_expert_ffn_dim or F
-        beside = 0  # the networks and gates of MoE layers that every rank has
+        shared = 0  # gates, norms and branches of MoE layers
         for each in strata:
             norms = 1 if config.moe_stacked else len(each) + (config.smoe_norm == "released")
             free = config.moe_null_experts + config.moe_copy_experts + config.moe_constant_experts
             scores = 0 if config.moe_gate == "hash" else sum(each.visible) + free * len(each)
-            beside += D * (scores + 2 * norms + 3 * config.moe_constant_experts)
-            beside += config.moe_cmr * (network + D) + config.moe_residual * (network + 2 * D + 2)
-            if shared := config.moe_shared_experts * width:
-                beside += 2 * D * shared + shared + D
+            shared += D * (scores + 2 * norms + 3 * config.moe_constant_experts)
+            shared += config.moe_cmr * (network + D) + config.moe_residual * (network + 2 * D + 2)
+            if shared_width := config.moe_shared_experts * width:
+                shared += 2 * D * shared_width + shared_width + D
         size = 2 * D * width + width + D
         experts = tuple((copies * each.num_experts * size, each.num_experts) for each in strata)
         name = config.strata_option_of(side)
-        found.append(
-            Part(
-                *(f"{flag(name)} {_short(getattr(config, name))} with {flags}", copies * beside),
-                *(experts, 0, copies * sum(map(len, strata)) * GATE_OBJECTS),
-            )
-        )
+        objects = copies * sum(map(len, strata)) * GATE_OBJECTS
+        flags = f"{flag(name)} {_short(getattr(config, name))} with {flags}"
+        result.append(Part(flags, copies * shared, experts, objects=objects))
         name = config.positions_option_of(side)
         learned = getattr(config, f"{side}_learned_pos", False)
-        rows = getattr(config, name) + 2 * learned  # of padding and what is before it
+        rows = getattr(config, name) + 2 * learned  # fairseq's positions begin after padding
         table = 0 if config.no_token_positional_embeddings else copies * rows * D
         flags = f"{flag(name)} {getattr(config, name)} with --{side}-embed-dim {D}"
-        found.append(Part(flags, **{"shared" if learned else "tables": table}))
+        result.append(Part(flags, **{"shared" if learned else "tables": table}))
         words = len(task.source_dictionary if side == "encoder" else task.target_dictionary)
         tables = _tables(config, side, copies) * words * D
-        found.append(Part(f"--{side}-embed-dim {D} and a dictionary of {words}", tables))
-    return found
+        result.append(Part(f"--{side}-embed-dim {D} and a dictionary of {words}", tables))
+    return result
 
 
 def _attentions(config: DecoderOptions, side: str) -> int:
@@ -124,7 +121,7 @@ def _attentions(config: DecoderOptions, side: str) -> int:
 
 
 def _copies(config: DecoderOptions, side: str, task) -> int:
-    """How many encoders or decoders there are: with a model per language pair one for each language."""
+    """The number of encoders or decoders: one per language in a model per language pair."""
     pairs = getattr(task, "model_lang_pairs", None)
     if pairs is None or getattr(config, f"share_{side}s", False):
         return 1
@@ -132,7 +129,7 @@ def _copies(config: DecoderOptions, side: str, task) -> int:
 
 
 def _tables(config: DecoderOptions, side: str, copies: int) -> int:
-    """How many tables of words a side's copies have that no other has: of the input, and of the output."""
+    """The number of embedding matrices that a side's copies add, of the input and of the output."""
     if getattr(config, "share_all_embeddings", False):
         return 1 if side == "encoder" else 0
     inputs = 1 if getattr(config, f"share_{side}_embeddings", False) else copies
@@ -145,12 +142,12 @@ def _tables(config: DecoderOptions, side: str, copies: int) -> int:
 
 
 def check_size(config: DecoderOptions, task) -> None:
-    """Raise ValueError with one sentence that names the flags of the part that is too large.
+    """Raise ValueError with one sentence that names the flags of the largest part if memory is too small.
 
     The config's sizes have to be positive numbers.
     """
     memory, ranks = machine_memory(), ranks_here()
-    on_meta = torch.empty(0).is_meta  # for its shapes alone
+    on_meta = torch.empty(0).is_meta  # built only for its shapes
     sharing = dist.get_world_size() if config.expert_parallel and dist.is_initialized() else 1
     sizes = {
         part.flags: part.objects + (0 if on_meta else 4 * part.weights(sharing))
@@ -170,9 +167,9 @@ def ranks_here() -> int:
     """Ranks on this machine, each of which builds its model in host memory."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
-    if told.isdecimal():
-        return int(told)
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
+    if local_world_size.isdecimal():
+        return int(local_world_size)
     return min(dist.get_world_size(), max(torch.cuda.device_count(), 1))  # fairseq's own spawn
 
 
@@ -183,7 +180,7 @@ def _short(text: str) -> str:
 def _readable(size: int) -> str:
     if size < 2**30:
         return f"{size / 2**20:,.0f} MiB"
-    # Integers, since a float may be too small.
+    # In integers, since the size may not fit a float.
     return f"{size * 10 // 2**30 / 10:,.1f} GiB" if size < 2**60 else "more than an EiB"
 
 
@@ -192,13 +189,13 @@ def _readable(size: int) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: its flags, and what they leave open.
+    """A training run.
 
     Attributes:
         config: the model's options.
-        flags: of fairseq-train, as `parse_run` gives them.
-        vocabulary: entries of the dictionary, special ones included.
-        length: tokens of each sentence, on the source and on the target side, or of each text.
+        flags: fairseq-train's, as returned by `parse_run`.
+        vocabulary: number of dictionary entries, special ones included.
+        length: tokens per sentence on each side, or per text.
     """
 
     config: DecoderOptions
@@ -218,7 +215,7 @@ class Run:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a weight, a gradient or an activation."""
+        """Bytes per weight, gradient or activation."""
         return 2 if self.is_half else 4
 
     @property
@@ -228,7 +225,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a batch on each side."""
+        """Tokens per batch on each side."""
         most = max(1, self.flags.max_tokens // self.length)
         return min(most, self.flags.batch_size or most) * self.length
 
@@ -238,57 +235,54 @@ class Run:
         return self.processes if self.flags.expert_parallel else 1
 
     def weights(self) -> tuple[int, int]:
-        """Of one rank: those that all ranks have, and experts."""
+        """Weights on one rank: shared by all ranks, and experts."""
         shared, experts = self.weights_by_layer()
         return shared, sum(experts)
 
     def weights_by_layer(self) -> tuple[int, list[int]]:
-        """Of one rank: those that all ranks have, and the experts of each MoE layer."""
+        """Weights on one rank: shared by all ranks, and the experts of each MoE layer."""
         words = range(self.vocabulary)
         task = Namespace(source_dictionary=words, target_dictionary=words)
-        found = parts(self.config, task)
-        experts = [size // min(n, self.sharing) for part in found for size, n in part.experts]
-        return sum(part.shared for part in found), experts
+        model = parts(self.config, task)
+        experts = [size // min(n, self.sharing) for part in model for size, n in part.experts]
+        return sum(part.shared for part in model), experts
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes of one process: of the one that has most, if experts or optimizer state are sharded.
+    """Bytes on one rank: the one that needs most, if experts or optimizer state are sharded.
 
-    The peak is below the sum of the others where gradients appear while activations are freed, and
-    above it where a sublayer or the optimizer needs temporary memory. What the device, torch and its
-    allocator need for themselves is not counted.
+    The peak is below the sum of the other fields if gradients replace activations, and above it if a
+    sublayer or the optimizer needs temporary memory. The memory of the device's context, torch and its
+    allocator is not included.
     """
 
     weights: int
-    gradients: int  # of the weights, in their type
-    optimizer: int  # its state, and in half precision copies in float32 of weights and gradients
-    exchange: int  # what gradients of several processes are gathered in
-    activations: int  # what the forward pass of a batch keeps for the backward pass
+    gradients: int  # in the type of the weights
+    optimizer: int  # its state; in half precision also float32 copies of weights and gradients
+    exchange: int  # buffers in which ranks exchange gradients
+    activations: int  # kept for the backward pass of a batch
     peak: int  # of an update
 
     @property
     def memory(self) -> int:
-        """What is held from one update to the next."""
+        """Bytes that are kept between updates."""
         return self.weights + self.gradients + self.optimizer
 
 
 def forecast(run: Run) -> Forecast:
-    """The memory of an update, if every gate chooses evenly and all sentences have the same length.
+    """The memory of an update with even gates and sentences of equal length.
 
     Raises:
-        UsageError, ValueError: flags of which nothing is known, or experts that do not fit the ranks.
+        UsageError, ValueError: a flag is not supported, or experts cannot be spread over the ranks.
     """
-    held, kept, points = _terms(run)
+    fixed_part, per_token, points = _terms(run)
     peak = max(fixed + slope * run.tokens for fixed, slope in points)
-    return replace(held, activations=round(kept * run.tokens), peak=round(peak))
+    return replace(fixed_part, activations=round(per_token * run.tokens), peak=round(peak))
 
 
 def tokens_that_fit(run: Run, room: float) -> int:
-    """The largest ``--max-tokens`` with a peak of at most ``room`` bytes; 0 if none fits.
-
-    Of an update of several batches, whose gradients are kept meanwhile.
-    """
+    """The largest ``--max-tokens`` with a peak of at most ``room`` bytes in an update of several batches."""
     _, _, points = _terms(run.with_flags(update_freq=max(2, run.flags.update_freq)))
     most = math.inf
     for fixed, slope in points:
@@ -299,28 +293,27 @@ def tokens_that_fit(run: Run, room: float) -> int:
 
 
 def same_batch(max_tokens: int, update_freq: int, most: int) -> tuple[int, int]:
-    """``--max-tokens``, of at most ``most``, and ``--update-freq`` for as many tokens per update."""
+    """``--max-tokens`` of at most ``most``, and ``--update-freq``, for the same tokens per update."""
     total = max_tokens * update_freq
     parts = -(-total // max(1, most))
     return total // parts, parts
 
 
 def _terms(run: Run) -> tuple[Forecast, float, list[tuple[float, float]]]:
-    """What is held; bytes per token that a forward pass keeps; and (bytes, bytes per token) at each point
-    where the peak may be."""
+    """The forecast without activations and peak; activations per token; (bytes, per token) at each peak."""
     flags = run.flags
     if flags.amp:
-        raise UsageError("--amp cannot be forecast: a GPU decides its types")
+        raise UsageError("--amp cannot be forecast: autocast chooses the types")
     if flags.optimizer not in OPTIMIZERS:
-        raise UsageError(f"--optimizer {flags.optimizer}: what it takes of memory is not known")
+        raise UsageError(f"--optimizer {flags.optimizer}: its memory is unknown")
     shared, experts = run.weights()
     size, largest = shared + experts, _largest(run)
     state, copies = OPTIMIZERS[flags.optimizer]
     if flags.optimizer == "sgd" and getattr(flags, "momentum", 0):
         state = 1
-    spread = shared if flags.expert_parallel else size  # what --zero-sharding is about
+    sharded = shared if flags.expert_parallel else size  # by --zero-sharding
     zero = flags.zero_sharding == "os" and run.processes > 1
-    optimizer = 4 * state * (size - (spread - spread / run.processes) * zero)
+    optimizer = 4 * state * (size - (sharded - sharded / run.processes) * zero)
     if run.memory_efficient:
         copies += 2  # the parameter and its gradient
     elif run.is_half:
@@ -340,12 +333,11 @@ def _terms(run: Run) -> tuple[Forecast, float, list[tuple[float, float]]]:
         (held + gradients, in_layer),
         (held + gradients + 4 * copies * largest, 0),
     ]
-    found = Forecast(gradients, gradients, round(optimizer), exchange, 0, 0)
-    return found, kept, points
+    return Forecast(gradients, gradients, round(optimizer), exchange, 0, 0), kept, points
 
 
 def _largest(run: Run) -> int:
-    """Weights of the largest parameter."""
+    """Size of the largest parameter."""
     config, sizes = run.config, [run.vocabulary * run.config.decoder_embed_dim]
     for side in config.SIDES:
         width = config.moe_expert_ffn_dim or getattr(config, f"{side}_ffn_embed_dim")
@@ -356,17 +348,17 @@ def _largest(run: Run) -> int:
 
 
 def _per_token(run: Run) -> tuple[float, float, float, float]:
-    """Bytes per token: kept by the forward pass, besides at the loss, and besides in the largest layer.
+    """Bytes per token: kept by the forward pass, in addition at the loss, in addition in the largest layer.
 
-    Attention is torch's fused one, which keeps no scores, but with dropout on a CPU. The fourth number
-    are bytes of joined maps of queries, keys and values, which it also keeps.
+    torch's fused attention keeps no scores, except with dropout on a CPU. The fourth number is the bytes of
+    the joined maps of queries, keys and values, which are kept, too; they do not depend on the tokens.
     """
     config, b = run.config, run.bytes
     on_cpu = run.flags.cpu
-    mask = (b if on_cpu else 1) / b  # of a number that dropout has seen
+    mask = (b if on_cpu else 1) / b  # of dropout, per number
 
     def network(rows: float, width: int) -> float:
-        """Kept between the two matrices of a feed-forward network."""
+        """Hidden activations that a feed-forward network keeps."""
         kept = 1 if config.activation_fn == "relu" else 2
         return rows * width * (2 + mask if config.activation_dropout else kept)
 
@@ -384,12 +376,12 @@ def _per_token(run: Run) -> tuple[float, float, float, float]:
         blocks += [(dense, 2 * F)] * (layers - len(blocks))
         for each, moment in blocks:
             layer = _attentions(config, side) * attention + each
-            if run.flags.checkpoint_activations:  # only the input is kept, and the layer recomputed
+            if run.flags.checkpoint_activations:  # keeps the input, and recomputes the layer
                 layer, moment = D, layer + moment
             kept += layer
             largest = max(largest, moment)
         maps += layers * (3 + 2 * (_attentions(config, side) - 1)) * D**2
-        kept += D + dropped  # the embeddings, and the side's last norm
+        kept += D + dropped  # embeddings and the last norm
     D, V = config.decoder_embed_dim, run.vocabulary
     kept = b * (kept + D) + 4 * V  # log-probabilities are in float32
     maps = 0 if run.flags.checkpoint_activations else maps
@@ -397,10 +389,10 @@ def _per_token(run: Run) -> tuple[float, float, float, float]:
 
 
 def _block(run: Run, side: str, strata, network, dropped: float) -> tuple[float, float]:
-    """Numbers per token of an MoE layer: kept, and besides in its backward pass.
+    """Numbers per token of an MoE layer: kept, and in addition in its backward pass.
 
-    A GPU computes all experts of a stratum at once, and all tokens pass all strata; a CPU computes
-    expert by expert, the tokens that are there.
+    A GPU computes all experts of a stratum at once, and all tokens in each stratum; a CPU computes expert by
+    expert, and only the tokens of the stratum.
     """
     config = run.config
     D, F = getattr(config, f"{side}_embed_dim"), getattr(config, f"{side}_ffn_embed_dim")
@@ -418,7 +410,7 @@ def _block(run: Run, side: str, strata, network, dropped: float) -> tuple[float,
         own = len(set(place.local) & set(range(first, first + visible)))
         received = copies * own / visible * place.group_size  # by this rank's experts
         kept += tokens * ((1 if strata.stacked else 2) * D + dropped) + network(received, width)
-        if place.is_sharded:  # what the experts get and return, and copies that travel
+        if place.is_sharded:  # inputs and outputs of the experts, and copies that are sent
             kept += 2 * received * D + copies * D
         kept += (not run.flags.cpu) * D
         at_once = 2 * received / len(place.local) if run.flags.cpu else 3 * received
@@ -431,7 +423,7 @@ def _block(run: Run, side: str, strata, network, dropped: float) -> tuple[float,
 
 
 def choices(config: DecoderOptions, experts: int) -> float:
-    """Experts of a token at a stratum that sees so many, if all are equally likely."""
+    """Experts per token and stratum, if the gate sees this number of experts, all equally likely."""
     gate = config.moe_gate
     if gate in ("hash", "base"):
         return 1.0
@@ -444,7 +436,7 @@ def choices(config: DecoderOptions, experts: int) -> float:
 
 
 def _capacity(config: DecoderOptions) -> float:
-    """The capacity factor, the gate's own where none is given."""
+    """The capacity factor, by default the gate's."""
     factor = config.moe_capacity_factor
     return float(GATES[config.moe_gate].default_capacity if factor is None else factor)
 
@@ -453,10 +445,10 @@ def _capacity(config: DecoderOptions) -> float:
 
 
 def translation(run: Run, beam: int = 5) -> tuple[float, float]:
-    """Bytes, and bytes per source token, that translating takes with all experts on one device.
+    """Bytes, and bytes per source token, of translation with all experts on one device.
 
-    The keys and values of the source are kept once, those of the target for each hypothesis, to twice
-    the source's length. Scores are in float32.
+    The source's keys and values are kept once, the target's for each hypothesis, up to twice the source's
+    length. Scores are in float32.
     """
     config, b = run.config, run.bytes
     D, V = config.decoder_embed_dim, run.vocabulary
@@ -468,5 +460,5 @@ def translation(run: Run, beam: int = 5) -> tuple[float, float]:
 
 
 def gpu_room(total: float) -> float:
-    """Bytes of a GPU's memory that tensors can have."""
+    """Bytes of a GPU's memory that tensors can use."""
     return total * (1 - GPU_SHARE)

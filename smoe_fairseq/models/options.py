@@ -26,31 +26,31 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _of_block() -> type:
-    """fairseq's options that set the block's, made from `MoEConfig`."""
-    made = []
-    flags = MoEConfig.flags()
-    for each in (each for each in fields(MoEConfig) if each.name in flags):
+def _block_options() -> type:
+    """A fairseq dataclass with the options of `MoEConfig`."""
+    options = []
+    for name, flag_name in MoEConfig.flags().items():
+        each = MoEConfig.__dataclass_fields__[name]
         choices, alias = each.metadata["choices"], each.metadata["alias"]
         alias = {"argparse_alias": alias} if alias else {}
         kind = ChoiceEnum(choices) if choices else each.type
-        made.append((flags[each.name], kind, option(each.default, each.metadata["help"], **alias)))
+        options.append((flag_name, kind, option(each.default, each.metadata["help"], **alias)))
     return make_dataclass(
-        "BlockOptions", made, bases=(FairseqDataclass,), namespace={"__module__": __name__}
+        "BlockOptions", options, bases=(FairseqDataclass,), namespace={"__module__": __name__}
     )
 
 
-BlockOptions = _of_block()
+BlockOptions = _block_options()
 
 
 @dataclass
 class MoEOptions(BlockOptions):
-    """What a model's config inherits; it says in `SIDES` of which parts the model is made.
+    """Options of the mixture of experts, the base of all model configs.
 
-    Options of a side begin with its name; all models have a decoder.
+    `SIDES` lists the parts of the model; options of a side begin with its name.
     """
 
-    SIDES = ("decoder",)  # without a type, which would make it an option
+    SIDES = ("decoder",)  # with a type annotation it would be an option
 
     smoe_strata: str = option("4-4", MoEConfig.help_of("strata"))
     decoder_smoe_strata: str = option("", "--smoe-strata of the decoder; empty: as --smoe-strata")
@@ -68,29 +68,25 @@ class MoEOptions(BlockOptions):
         freq = getattr(self, f"{side}_moe_freq")
         return self.moe_freq if freq == -1 else freq
 
-    def moe_layers_of(self, side: str) -> int:
-        """How many MoE layers a side has."""
-        freq = self.moe_freq_of(side)
-        return getattr(self, f"{side}_layers") // freq if freq else 0
-
     def strata_option_of(self, side: str) -> str:
-        """The option that says the strata of a side."""
-        own = f"{side}_smoe_strata"
-        return own if getattr(self, own) else "smoe_strata"
+        """The option that sets the strata of a side."""
+        name = f"{side}_smoe_strata"
+        return name if getattr(self, name) else "smoe_strata"
 
     def strata_of(self, side: str) -> list[Strata]:
-        """Of each MoE layer of a side, in the order of the layers.
+        """The strata of each MoE layer of a side, in the order of the layers.
 
         Raises:
-            ValueError: as many values as the side has MoE layers were expected, or one of them is none; one
-                sentence that names the flag.
+            ValueError: the number of values is neither 1 nor that of the MoE layers, or a value is invalid;
+                one sentence that names the flag.
         """
-        layers, name = self.moe_layers_of(side), self.strata_option_of(side)
+        freq, name = self.moe_freq_of(side), self.strata_option_of(side)
+        layers = getattr(self, f"{side}_layers") // freq if freq else 0
         values = str(getattr(self, name)).split(",")
         if layers and len(values) not in (1, layers):
-            of_each = f", or {layers} separated by commas, one for each MoE layer" * (layers > 1)
+            several = f", or {layers} separated by commas, one for each MoE layer" * (layers > 1)
             raise ValueError(
-                f"{flag(name)} {','.join(values)}: expected one value{of_each} of the {side}"
+                f"{flag(name)} {','.join(values)}: expected one value{several} of the {side}"
             )
         try:
             strata = [Strata.parse(value, self.moe_stacked, self.smoe_chain) for value in values]
@@ -99,11 +95,11 @@ class MoEOptions(BlockOptions):
         return (strata * layers)[:layers]
 
     def block_flags(self, side: str) -> dict[str, str]:
-        """The flags of a side's blocks, by their parameters."""
+        """Maps the parameters of a side's blocks to flags."""
         return BLOCK_FLAGS | {"strata": flag(self.strata_option_of(side))}
 
     def moe_options(self, side: str) -> list[dict]:
-        """Arguments of the `StratifiedMoE` of each MoE layer of a side, but the hash gate's table.
+        """Arguments of the `StratifiedMoE` of each MoE layer of a side, except for the hash gate's table.
 
         Raises:
             ValueError: see `strata_of`.
@@ -113,7 +109,7 @@ class MoEOptions(BlockOptions):
             if each.metadata["choices"] and each.name in options:
                 options[each.name] = str(options[each.name])
         if options["gate"] == "expert-choice":
-            if side == "decoder":  # where a token must not see later ones
+            if side == "decoder":  # where tokens must not depend on later ones
                 options["gate"] = "topk"
             else:
                 options["balance_over"] = "batch"  # it has no balance loss
@@ -121,7 +117,7 @@ class MoEOptions(BlockOptions):
         return [options | {"strata": str(strata)} for strata in self.strata_of(side)]
 
 
-# The block's options, and the models' that set them; of these three the transformer's own.
+# Maps the block's options to the models' options; the last three are the transformer's.
 BLOCK_OPTIONS = MoEConfig.flags() | {
     name: name for name in ("activation_fn", "dropout", "activation_dropout")
 }
@@ -129,21 +125,19 @@ BLOCK_FLAGS = {name: flag(option) for name, option in BLOCK_OPTIONS.items()}
 BLOCK_FLAGS |= {"hash_table": flag("moe_hash_table")}
 
 
-# Options of the SMoE transformers, on the command line and in hydra configs.
-
 POSITIONS = 1024  # fairseq's default
-FORMER_NAMES = {"moe_norms": "smoe_norm"}  # of options, in checkpoints of before
+FORMER_NAMES = {"moe_norms": "smoe_norm"}  # of options in old checkpoints
 NO_ENCODER = "{}: a language model has no encoder; leave it out"
 
 
-class _OfEncoder(Action):
+class _RefuseEncoderFlag(Action):
     def __call__(self, parser, namespace, values, option_string=None):
         parser.exit(1, f"error: {NO_ENCODER.format(option_string)}\n")
 
 
 @dataclass
 class DecoderOptions(MoEOptions):
-    """What all models have. Flat, as fairseq's flags are; the defaults are those of ``..._base``."""
+    """Options of all models, with the sizes of ``..._base`` as defaults."""
 
     decoder_embed_dim: int = option(512, "decoder embedding dimension")
     decoder_ffn_embed_dim: int = option(2048, "decoder FFN (and expert) dimension")
@@ -176,10 +170,10 @@ class DecoderOptions(MoEOptions):
 
     @classmethod
     def add_args(cls, parser) -> None:
-        """All options as flags, without defaults: those of the architecture apply where none is given.
+        """Add all options as flags, without defaults, which the architecture sets.
 
-        fairseq would turn ``--decoder-normalize-before`` into the switch that turns it off, since it is
-        on by default; here it keeps its meaning, and ``--no-decoder-normalize-before`` turns it off.
+        fairseq would make ``--decoder-normalize-before`` turn the option off, since it is on by default;
+        here it turns it on, and ``--no-decoder-normalize-before`` turns it off.
         """
         for f in fields(cls):
             if f.default is True or f.name.startswith("share_"):
@@ -193,29 +187,29 @@ class DecoderOptions(MoEOptions):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Of all options."""
+        """The names of all options."""
         return tuple(f.name for f in fields(cls) if not f.name.startswith("_"))
 
     @classmethod
     def of(cls, cfg) -> "DecoderOptions":
-        """Of fairseq's config, in which other parts' options may be; those that are missing by default."""
+        """From fairseq's config, which may contain other options; missing ones get their defaults."""
         is_config = OmegaConf.is_config(cfg)
         values = OmegaConf.to_container(cfg, resolve=True) if is_config else vars(cfg)
-        return cls(**cls.among(values))
+        return cls(**cls.select(values))
 
     @classmethod
-    def among(cls, values: Mapping) -> dict:
-        """Those of ``values`` that are options, also under their former names."""
+    def select(cls, values: Mapping) -> dict:
+        """The items of ``values`` that are options; former names become today's."""
         values = {FORMER_NAMES.get(name, name): value for name, value in values.items()}
         return {name: values[name] for name in cls.names() if name in values}
 
     @staticmethod
     def positions_option_of(side: str) -> str:
-        """The option that says how long a sequence may be."""
+        """The option that limits the length of a sequence."""
         return f"max_{'source' if side == 'encoder' else 'target'}_positions"
 
     def transformer(self) -> TransformerConfig:
-        """The part that fairseq's own transformer code reads, nested as it wants it."""
+        """The nested config that fairseq's transformer code reads."""
         dim = self.decoder_embed_dim
         return TransformerConfig.from_namespace(
             Namespace(**vars(self), decoder_input_dim=dim, decoder_output_dim=dim)
@@ -224,7 +218,7 @@ class DecoderOptions(MoEOptions):
 
 @dataclass
 class SMoETransformerConfig(DecoderOptions):
-    """Of translation."""
+    """Options of a translation model."""
 
     SIDES = ("encoder", "decoder")
 
@@ -244,7 +238,7 @@ class SMoETransformerConfig(DecoderOptions):
 
 @dataclass
 class SMoEMultilingualTransformerConfig(SMoETransformerConfig):
-    """Of a model per language pair."""
+    """Options of a model per language pair."""
 
     share_encoder_embeddings: bool = option(False, "share encoder embeddings across languages")
     share_decoder_embeddings: bool = option(False, "share decoder embeddings across languages")
@@ -254,26 +248,26 @@ class SMoEMultilingualTransformerConfig(SMoETransformerConfig):
 
 @dataclass
 class SMoETransformerLMConfig(DecoderOptions):
-    """Of language models: a decoder alone. How long a sequence may be is the task's to say."""
+    """Options of a language model, which has only a decoder. The task sets the length of a sequence."""
 
     share_decoder_input_output_embed: bool = option(True, "share input and output embeddings")
     add_bos_token: bool = II("task.add_bos_token")
     tokens_per_sample: int = II("task.tokens_per_sample")
-    # Not `int | None`, which fairseq does not read.
+    # fairseq does not support `int | None`.
     max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
 
     @classmethod
     def add_args(cls, parser) -> None:
-        """Beside its own, hidden, those of an encoder, which end with a sentence."""
+        """Also adds the flags of an encoder, hidden; they exit with an error."""
         super().add_args(parser)
         for name in cls.of_translation():
             flags = (flag(name), flag(f"no_{name}"))
-            kwargs = {"action": _OfEncoder, "default": SUPPRESS, "help": SUPPRESS}
+            kwargs = {"action": _RefuseEncoderFlag, "default": SUPPRESS, "help": SUPPRESS}
             parser.add_argument(*flags, nargs="?", **kwargs)
 
     @classmethod
     def of_translation(cls) -> list[str]:
-        """Options that only a model of translation has."""
+        """Options that only a translation model has."""
         return [name for name in SMoETransformerConfig.names() if name not in cls.names()]
 
     @classmethod
@@ -281,7 +275,7 @@ class SMoETransformerLMConfig(DecoderOptions):
         """As `DecoderOptions.of`.
 
         Raises:
-            ValueError: there are options of an encoder among them; one sentence.
+            ValueError: ``cfg`` contains options of an encoder; one sentence.
         """
         for name in cls.of_translation():
             if name in cfg:

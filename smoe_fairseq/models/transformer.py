@@ -38,11 +38,11 @@ from smoe_fairseq.modules.parallel import Placement
 def moe_blocks(model: nn.Module) -> dict[str, StratifiedMoE]:
     """MoE layers by name (``encoder.layer.1``), in the order of `nn.Module.named_modules`.
 
-    A block outside such a layer, or one of several in a layer, has its module's name.
+    A block that is not the only one of such a layer keeps its module's name.
     """
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, StratifiedMoE)}
     layers = {name: _LAYER.search(name) for name in blocks}
-    short = {name: f"{found[1]}.layer.{found[2]}" for name, found in layers.items() if found}
+    short = {name: f"{match[1]}.layer.{match[2]}" for name, match in layers.items() if match}
     shared = Counter(short.values())
     return {
         short[name] if shared[short.get(name)] == 1 else name: block
@@ -52,40 +52,36 @@ def moe_blocks(model: nn.Module) -> dict[str, StratifiedMoE]:
 
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)")
 
-
-# Before a layer's name, in the logging output: choices of each expert, which a bias is to balance.
+# Prefix of a layer's name in the logging output, for `RoutingStats.observed`.
 OBSERVED = "moe_asked "
 
 
 def first_block(model: nn.Module) -> StratifiedMoE | None:
-    """The first MoE layer of the model; None if it has none. Layers may differ in their experts."""
+    """The first MoE layer of the model, or None. Layers may have different numbers of experts."""
     return next((m for m in model.modules() if isinstance(m, StratifiedMoE)), None)
 
 
 def placement_of(model: nn.Module) -> Placement | None:
-    """How the experts of the first MoE layer are spread over ranks; None if each rank has all.
-
-    Other layers may have another number of experts.
-    """
+    """The placement of the first MoE layer's experts on ranks; None if each rank has all experts."""
     block = first_block(model)
     return block.experts.placement if block and block.experts.placement.is_sharded else None
 
 
 def experts_of(model: nn.Module) -> dict[str, Experts]:
-    """The experts of each MoE layer by the name in the state dict, ``encoder.layers.1.moe``."""
+    """The experts of each MoE layer by its name in the state dict, ``encoder.layers.1.moe``."""
     return {n: m.experts for n, m in model.named_modules() if isinstance(m, StratifiedMoE)}
 
 
 def hash_table(config: MoEOptions, dictionary: Dictionary, experts: int) -> Tensor:
-    """The expert of each dictionary entry for hash gates, ``(V,)``, numbers from 0 to ``experts - 1``.
+    """The expert of each dictionary entry for hash gates, ``(V,)``.
 
     "balanced" assigns entries in order of frequency to the expert with the fewest tokens so far (Roller
-    et al. 2021), using the dictionary's counts.
+    et al. 2021), by the dictionary's counts.
 
     Raises:
         UsageError: all counts in the dictionary are equal.
     """
-    if torch.empty(0).is_meta:  # a model built for its shapes, whose dictionary has no counts
+    if torch.empty(0).is_meta:  # built only for its shapes, perhaps without counts
         return torch.zeros(len(dictionary), dtype=torch.long)
     if str(config.moe_hash_table) == "random":
         generator = torch.Generator("cpu").manual_seed(config.moe_hash_seed)
@@ -107,12 +103,12 @@ def hash_table(config: MoEOptions, dictionary: Dictionary, experts: int) -> Tens
 class SparseModel:
     """Mixin for models with stratified MoE layers: building, checks and loading of checkpoints.
 
-    It comes before fairseq's model class among the bases.
+    Put it before fairseq's model class among the bases.
 
     Attributes:
         config_class: the dataclass of the model's options.
-        check: further checks of options and task, besides `check_config`; raises ValueError.
-        of_config: returns the model of options that have been checked.
+        check: checks of options and task in addition to `check_config`; raises ValueError.
+        of_config: builds the model from checked options.
     """
 
     config_class: type[DecoderOptions]
@@ -128,7 +124,7 @@ class SparseModel:
         """Check the options, and build the model.
 
         Raises:
-            UsageError: the options do not fit together, or do not fit the task.
+            UsageError: the options contradict each other or the task.
         """
         try:
             config = cls.config_class.of(cfg)
@@ -148,18 +144,18 @@ class SparseModel:
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         """As fairseq's; raises UsageError if the checkpoint has another architecture."""
         self.upgrade_state_dict(state_dict)
-        self._take_own_experts(state_dict)
+        self._keep_local_experts(state_dict)
         if strict:
             check_checkpoint(self, state_dict)
         model_cfg = args if model_cfg is None else model_cfg  # args is its older name
         return super().load_state_dict(state_dict, strict, model_cfg)
 
-    def _take_own_experts(self, state_dict):
-        """Keep this rank's experts of a checkpoint that has all of them (``--finetune-from-model``)."""
+    def _keep_local_experts(self, state_dict):
+        """Select this rank's experts from a checkpoint with all experts (``--finetune-from-model``)."""
         for layer, experts in experts_of(self).items():
             place = experts.placement
-            for own, parameter in experts.named_parameters():
-                loaded = state_dict.get(name := f"{layer}.experts.{own}")
+            for weight, parameter in experts.named_parameters():
+                loaded = state_dict.get(name := f"{layer}.experts.{weight}")
                 if loaded is not None and len(loaded) == place.num_experts != len(parameter):
                     state_dict[name] = loaded[place.local.start : place.local.stop]
 
@@ -171,7 +167,7 @@ def with_experts(config: DecoderOptions, source: Dictionary, target: Dictionary)
         source, target: dictionaries of the encoder's and the decoder's input.
 
     Raises:
-        UsageError: the dictionary's counts cannot make the table of a hash gate.
+        UsageError: the table of a hash gate cannot be balanced by the dictionary's counts.
     """
     transformer = config.transformer()
     dictionaries = {"encoder": source, "decoder": target}
@@ -185,20 +181,17 @@ def with_experts(config: DecoderOptions, source: Dictionary, target: Dictionary)
     return transformer
 
 
-# ``--arch smoe_transformer``: fairseq's transformer with stratified MoE layers (paper, section 3).
-
-
 @register_model("smoe_transformer", dataclass=SMoETransformerConfig)
 class SMoETransformerModel(SparseModel, TransformerModelBase):
     """Encoder-decoder in which every ``--moe-freq``-th layer is a stratified mixture of experts.
 
-    The decoder's extra output has the `RoutingStats` of all MoE layers under "moe_stats", encoder first,
-    and their names under "moe_layers". Layers that LayerDrop skips are missing.
+    The decoder's extra output contains the `RoutingStats` of all MoE layers as "moe_stats", encoder first,
+    and their names as "moe_layers". Layers that LayerDrop skips are missing.
     """
 
     config_class = SMoETransformerConfig
     check = staticmethod(check_translation)
-    has_own_search = True  # that of translate/search.py
+    has_own_search = True  # translate/search.py supports it
 
     @classmethod
     def of_config(cls, config, task):
@@ -226,13 +219,12 @@ class SMoETransformerModel(SparseModel, TransformerModelBase):
         """Load a trained model that translates raw text, with its dictionaries and subword model.
 
         Args:
-            run: the folder of a run (its best checkpoint, or else its last), or a checkpoint; of a list
-                the probabilities are averaged.
+            run: the folder of a run (its best checkpoint, or else its last), or a checkpoint; a list is an
+                ensemble that averages probabilities.
             checkpoint_file: another checkpoint of the folder.
             data_name_or_path: folder of the dictionaries and ``spm.model``; by default the run's folder,
-                or else where training had them.
-            source_lang, target_lang: needed if several directions are possible; ``translate`` takes them
-                too.
+                or else the folder of the training data.
+            source_lang, target_lang: required if several directions are possible, here or in ``translate``.
             overrides: settings of the checkpoint to change, such as ``moe_eval_capacity_factor=1.0``.
 
         Returns:
@@ -247,7 +239,7 @@ class SMoETransformerModel(SparseModel, TransformerModelBase):
 
 
 class _Layers:
-    """Mixin that builds the layers of encoder and decoder; every ``moe_freq``-th one is a MoE layer."""
+    """Mixin that builds the layers of encoder and decoder; every ``moe_freq``-th is an MoE layer."""
 
     def build_layer(self, layer_class, cfg, side, **options):
         self.layers_built = getattr(self, "layers_built", 0) + 1
@@ -275,7 +267,7 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
         token_embeddings=None,
         with_stats=True,
     ):
-        """fairseq's encoder output for ``src_tokens (B, S)``, with "moe_stats" and "moe_layers".
+        """fairseq's encoder output for ``src_tokens (B, S)``, plus "moe_stats" and "moe_layers".
 
         Both are empty without ``with_stats``.
         """
@@ -339,7 +331,7 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
         ids = prev_output_tokens
         if incremental_state is not None:
             padding_mask, ids = padding_mask[:, -1:], ids[:, -1:]
-            has_padding = bool(padding_mask.any())  # the search waits for the device anyway
+            has_padding = bool(padding_mask.any())  # a decoding step waits for the device anyway
         else:
             has_padding = may_have_padding(padding_mask)
         padding_mask = padding_mask if has_padding else None

@@ -33,7 +33,7 @@ from smoe_fairseq.models.transformer import (
 class SMoETransformerLanguageModel(SparseModel, FairseqLanguageModel):
     """fairseq's ``transformer_lm`` with MoE layers, for its task ``language_modeling``.
 
-    The extra output has the `RoutingStats` of all MoE layers under "moe_stats", and their names under
+    The extra output contains the `RoutingStats` of all MoE layers as "moe_stats", and their names as
     "moe_layers".
     """
 
@@ -73,13 +73,13 @@ class SMoETransformerLanguageModel(SparseModel, FairseqLanguageModel):
         return TrainedModel.of_run(run, checkpoint_file, data_name_or_path, check, **overrides)
 
 
-# Without a dataclass, since the task reads its own options from the model's.
+# Without a dataclass, since the task reads its options from the model's.
 @register_model("smoe_multilingual_transformer")
 class SMoEMultilingualTransformerModel(SparseModel, MultilingualTransformerModel):
     """fairseq's ``multilingual_transformer`` with MoE layers, for ``multilingual_translation``.
 
-    ``models`` has, for each language pair, an encoder of the source language and a decoder of the target
-    language, with the layers of `SMoETransformerModel`. Flags such as ``--share-encoders`` say what
+    ``models`` contains, for each language pair, an encoder of the source language and a decoder of the target
+    language, with the layers of `SMoETransformerModel`. Flags such as ``--share-encoders`` decide what
     languages share.
     """
 
@@ -106,7 +106,7 @@ class SMoEMultilingualTransformerModel(SparseModel, MultilingualTransformerModel
         return part(transformer, lang_dict, embed_tokens)
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
-        """Load this model's pairs from a checkpoint that may have more; to translate, one is enough."""
+        """Load this model's pairs from a checkpoint that may have more, since translation needs only one."""
         pairs = tuple(f"models.{pair}." for pair in self.keys)
         own = {name: value for name, value in state_dict.items() if name.startswith(pairs)}
         return super().load_state_dict(own, strict, model_cfg, args)

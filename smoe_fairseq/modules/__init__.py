@@ -1,7 +1,6 @@
-"""The block: strata, gates, experts, and the layer that composes them. Needs only torch.
+"""The block: strata, gates, experts, and the layer that composes them.
 
-Nothing here imports from the rest of the package or from fairseq, so that the block can be a layer of any
-PyTorch model.
+It needs only torch, so that it can be a layer of any PyTorch model.
 """
 
 from smoe_fairseq.modules.layer import RoutingStats, StratifiedMoE

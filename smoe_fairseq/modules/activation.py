@@ -14,24 +14,25 @@ from smoe_fairseq.modules.strata import OptionError
 Activation = str | Callable[[Tensor], Tensor]
 
 
-def activation(given: Activation) -> Callable[[Tensor], Tensor]:
-    """A function, or one of `torch.nn.functional` by its name.
+def activation(activation_fn: Activation) -> Callable[[Tensor], Tensor]:
+    """The function itself, or the function of this name in `torch.nn.functional`.
 
     Raises:
-        OptionError: there is none of this name.
+        OptionError: there is no function of this name.
     """
-    function = getattr(F, given, None) if isinstance(given, str) else given
+    is_name = isinstance(activation_fn, str)
+    function = getattr(F, activation_fn, None) if is_name else activation_fn
     if not callable(function):
         raise OptionError(
             "{activation_fn} {given}: expected a function, or the name of one in torch.nn.functional "
             "such as relu, gelu or silu",
-            given=repr(given),
+            given=repr(activation_fn),
         )
     return function
 
 
 class Hidden:
-    """``a = dropout(activation(h))``, and its gradient, for an autograd function of the experts.
+    """``a = dropout(activation(h))`` and its gradient, for the autograd functions of the experts.
 
     Args:
         dropout: the probability; 0 in evaluation.
@@ -40,30 +41,30 @@ class Hidden:
     def __init__(self, function: Callable[[Tensor], Tensor], dropout: float):
         self.function, self.dropout = function, dropout
         self.is_relu = function in (F.relu, torch.relu) or type(function) is nn.ReLU
-        self.changes_input = getattr(function, "inplace", False)
+        self.is_inplace = getattr(function, "inplace", False)
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Of the activation, such as those of ``nn.PReLU``."""
+        """Parameters of the activation, such as the slope of ``nn.PReLU``."""
         return tuple(self.function.parameters()) if isinstance(self.function, nn.Module) else ()
 
     def forward(self, h_NF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``a`` and what `reopen` needs of it; overwrites ``h``."""
+        """Returns ``a`` and the tensors that `recompute` needs; overwrites ``h``."""
         if self.is_relu:
             a_NF = h_NF.relu_()
             a_NF = F.dropout(a_NF, self.dropout) if self.dropout else a_NF
             return a_NF, (a_NF,)
-        a_NF = self.function(h_NF.clone() if self.changes_input else h_NF)
+        a_NF = self.function(h_NF.clone() if self.is_inplace else h_NF)
         if not self.dropout:
             return a_NF, (h_NF,)
         a_NF, kept_NF = torch.native_dropout(a_NF, self.dropout, True)
         return a_NF, (h_NF, kept_NF)
 
-    def reopen(self, h_NF: Tensor, kept_NF: Tensor | None = None) -> tuple[Tensor, Callable]:
-        """``a`` again, and its backward pass.
+    def recompute(self, h_NF: Tensor, kept_NF: Tensor | None = None) -> tuple[Tensor, Callable]:
+        """Returns ``a`` and a function for its backward pass.
 
-        That takes the gradient of ``a``, which it overwrites, and weights ``(N, 1)`` or None for 1. It
-        returns the gradient of ``h``, and those of the `parameters`, in which rows have these weights.
+        The function takes the gradient of ``a``, which it overwrites, and row weights ``(N, 1)`` (None: 1).
+        It returns the gradient of ``h``, then the gradients of the `parameters`, weighted by row.
         """
         scale = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
         if self.is_relu:
@@ -75,7 +76,7 @@ class Hidden:
             return h_NF, relu_backward
         with torch.enable_grad():
             leaf_NF = h_NF.detach().requires_grad_()
-            plain_NF = self.function(leaf_NF.clone() if self.changes_input else leaf_NF)
+            plain_NF = self.function(leaf_NF.clone() if self.is_inplace else leaf_NF)
         a_NF = plain_NF.detach()
 
         def backward(grad_NF: Tensor, weight_N1: Tensor | None) -> list[Tensor]:

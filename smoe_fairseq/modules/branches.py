@@ -18,7 +18,7 @@ class FeedForward(nn.Module):
     """``fc2 activation(fc1 x)``.
 
     Args:
-        gate: of the network, if it has one; it comes first, since optimizers number parameters.
+        gate: registered before the linear maps, since optimizers number parameters in this order.
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class FeedForward(nn.Module):
         return self.fc2(F.dropout(h_TF, self.activation_dropout, self.training))
 
 
-# A branch is a network beside the experts. ``compute(x, routing)`` computes what does not depend on their
-# outputs, which may be on their way from other ranks, and ``combine`` puts the two together.
+# A branch is a network parallel to the experts. ``compute(x, routing)`` does not need the experts' outputs,
+# which may still be on their way from other ranks; ``combine`` merges its output with them.
 
 
 class SharedExperts(FeedForward):
     """``MoE(x) + sum_n FFN_n(x)``: experts that all tokens use (DeepSeekMoE, Dai et al. 2024).
 
-    N of width F are computed as one of width N F.
+    N shared experts of width F are computed as one network of width N F.
     """
 
     def compute(self, x_TD: Tensor, routing: Routing) -> Tensor:
         return self.network(x_TD)
 
-    def combine(self, moe_TD: Tensor, own_TD: Tensor) -> Tensor:
-        return moe_TD + own_TD.to(moe_TD.dtype)
+    def combine(self, moe_TD: Tensor, output_TD: Tensor) -> Tensor:
+        return moe_TD + output_TD.to(moe_TD.dtype)
 
 
 class ResidualNetwork(FeedForward):
@@ -71,17 +71,17 @@ class ResidualNetwork(FeedForward):
         logits_T2 = logits_T2.to(torch.promote_types(logits_T2.dtype, torch.float32))
         return logits_T2.softmax(dim=-1), self.network(x_TD)
 
-    def combine(self, moe_TD: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
-        share_T2, own_TD = own
-        moe_T1, own_T1 = share_T2.to(moe_TD.dtype).split(1, dim=1)
-        return moe_T1 * moe_TD + own_T1 * own_TD.to(moe_TD.dtype)
+    def combine(self, moe_TD: Tensor, output: tuple[Tensor, Tensor]) -> Tensor:
+        share_T2, ffn_TD = output
+        moe_T1, ffn_T1 = share_T2.to(moe_TD.dtype).split(1, dim=1)
+        return moe_T1 * moe_TD + ffn_T1 * ffn_TD.to(moe_TD.dtype)
 
 
 class SimpleExperts(nn.Module):
-    """Experts that cost almost nothing: V constant ones, and copies (MoE++, Jin et al., ICLR 2025).
+    """Experts that cost almost nothing: V constant and some copy experts (MoE++, Jin et al., ICLR 2025).
 
-    A constant expert answers ``a_1 x + a_2 v`` with ``a = softmax(W_c x)``, where W_c of 2 x D and v are its
-    own, a copy ``x``. All are computed for all tokens, wherever the experts are.
+    A constant expert returns ``a_1 x + a_2 v`` with ``a = softmax(W_c x)``; it learns W_c (2 x D) and v. A
+    copy expert returns ``x``. Every rank computes all of them for all of its tokens.
     """
 
     def __init__(self, embed_dim: int, constant_experts: int):
@@ -94,35 +94,35 @@ class SimpleExperts(nn.Module):
                 nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))  # as nn.Linear
 
     def compute(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        weight_TS = routing.simple_TS  # of the constant experts, then of the copies
+        weight_TS = routing.simple_TS  # constant experts, then copy experts
         constants = 0 if self.constant is None else len(self.constant)
         constant_TV, copy_TC = weight_TS.tensor_split([constants], dim=1)
-        own_TD = copy_TC.sum(1, keepdim=True).to(x_TD.dtype) * x_TD
+        output_TD = copy_TC.sum(1, keepdim=True).to(x_TD.dtype) * x_TD
         if constants:
             logits_TV2 = F.linear(x_TD, self.mix).view(len(x_TD), constants, 2)
             x_TV, v_TV = logits_TV2.to(weight_TS.dtype).softmax(dim=-1).unbind(-1)
             x_T1 = (constant_TV * x_TV).sum(1, keepdim=True)
-            own_TD = own_TD + x_T1.to(x_TD.dtype) * x_TD
-            own_TD = own_TD + (constant_TV * v_TV).to(self.constant.dtype) @ self.constant
-        return own_TD
+            output_TD = output_TD + x_T1.to(x_TD.dtype) * x_TD
+            output_TD = output_TD + (constant_TV * v_TV).to(self.constant.dtype) @ self.constant
+        return output_TD
 
     combine = SharedExperts.combine
 
 
 class CMROutput(NamedTuple):
-    """What CMR computes beside the experts; the budget loss needs the last two, of real tokens only."""
+    """Output of `ConditionalRouting.compute`; the budget loss needs the last two, which skip padding."""
 
     gate_T1: Tensor
     shared_TD: Tensor
-    gate_sum: Tensor  # scalar, with gradient: sum of the tokens' gates, before any is dropped
-    tokens: Tensor  # scalar: how many
+    gate_sum: Tensor  # scalar, with gradient: sum of the gates before gate dropout
+    tokens: Tensor  # scalar: number of tokens in this sum
 
 
 class ConditionalRouting(FeedForward):
     """``(1 - g) FFN(x) + g MoE(x)`` with ``g = sigmoid(w x)`` per token (NLLB team 2022, section 6.2).
 
     Args:
-        gate_drop: in training, the probability that a token's gate is 0, so that it has only the
+        gate_drop: in training, the probability that a token's gate is 0, so that it uses only the
             shared network.
     """
 
@@ -138,18 +138,18 @@ class ConditionalRouting(FeedForward):
             gate_T1 = gate_T1 * (torch.rand_like(gate_T1) >= self.gate_drop)
         return CMROutput(gate_T1, self.network(x_TD), gate_sum, tokens)
 
-    def combine(self, moe_TD: Tensor, own: CMROutput) -> Tensor:
-        gate_T1, shared_TD = own.gate_T1.to(moe_TD.dtype), own.shared_TD.to(moe_TD.dtype)
+    def combine(self, moe_TD: Tensor, output: CMROutput) -> Tensor:
+        gate_T1, shared_TD = output.gate_T1.to(moe_TD.dtype), output.shared_TD.to(moe_TD.dtype)
         return (1 - gate_T1) * shared_TD + gate_T1 * moe_TD
 
 
-# Regularisers that leave expert outputs out in training (NLLB team 2022, section 6.2).
+# Regularisers that drop expert outputs in training (NLLB team 2022, section 6.2).
 
 
 def mask_outputs(x: Tensor, p: float, training: bool) -> Tensor:
     """Each element of ``x`` becomes 0 with probability ``p`` in training; evaluation scales by ``1 - p``.
 
-    On the weights of copies ``(T, K)`` it is expert output masking (EOM).
+    Applied to the weights of copies ``(T, K)``, it is expert output masking (EOM).
     """
     if p == 0:
         return x
@@ -159,7 +159,7 @@ def mask_outputs(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 class OutputMasking(nn.Module):
-    """Final output masking (FOM): `mask_outputs` of all that the experts return for a token."""
+    """Final output masking (FOM): `mask_outputs` of a token's weighted sum."""
 
     def __init__(self, p: float):
         super().__init__()
@@ -168,16 +168,16 @@ class OutputMasking(nn.Module):
     def compute(self, x_TD: Tensor, routing: Routing) -> None:
         return None
 
-    def combine(self, moe_TD: Tensor, own: None) -> Tensor:
+    def combine(self, moe_TD: Tensor, output: None) -> Tensor:
         one_T1 = moe_TD.new_ones(len(moe_TD), 1)
         return moe_TD * mask_outputs(one_T1, self.p, self.training)
 
 
 def drop_gating(padding_mask: Tensor, p: float, training: bool) -> Tensor:
-    """With probability ``p`` in training, the mask that leaves every token of this batch out.
+    """The padding mask, or with probability ``p`` in training a mask of all tokens.
 
-    Gating dropout, the variant that skips gate and experts (Liu et al. 2022): no token is routed and
-    all keep their residual. Every collective call still takes place, so ranks need not agree.
+    This is the variant of gating dropout that skips gate and experts (Liu et al. 2022): no token is routed
+    and all keep their residual. The collective calls are still made, so ranks need not agree.
     """
     if not training or p == 0:
         return padding_mask

@@ -22,7 +22,7 @@ FREE_EXPERTS = ("null_experts", "copy_experts", "constant_experts")
 
 
 class Bounds(NamedTuple):
-    """Values that a number may have; not a number is none of them."""
+    """A range of valid numbers; it never contains NaN."""
 
     expected: str
     hold: Callable[[float], bool]
@@ -42,28 +42,28 @@ def option(
     choices: tuple[str, ...] = (),
     bounds: Bounds | None = None,
     alias: str = "",
-    of: tuple[str, ...] = (),
+    needs: tuple[str, ...] = (),
     harmless: tuple = (),
 ):
     """A field of `MoEConfig`.
 
     Args:
-        flag: the model's option that sets it; None: ``moe_`` and its name; empty: none of its own.
-        choices: the values it may have.
-        alias: another flag for the same.
-        of: another option, and the values without which this one has no effect.
-        harmless: values that may be given then, too: what is done anyway.
+        flag: the model's option that sets it; None: ``moe_`` and its name; empty: no such option.
+        choices: the valid values; empty: any.
+        alias: a second flag.
+        needs: another option, followed by its values for which this option has an effect.
+        harmless: further values that are accepted where the option has no effect.
     """
     metadata = {"help": help, "flag": flag, "choices": choices, "bounds": bounds, "alias": alias}
-    return field(default=default, metadata={**metadata, "of": of, "harmless": harmless})
+    return field(default=default, metadata={**metadata, "needs": needs, "harmless": harmless})
 
 
 @dataclass(frozen=True, eq=False)
 class MoEConfig:
-    """Options of `StratifiedMoE`; ``--flags`` in the help texts are those of the models.
+    """Options of `StratifiedMoE`; ``--flags`` in the help texts are the models' flags.
 
     Raises:
-        OptionError: a ValueError, for a value that the block cannot take; it names the option.
+        OptionError: a ValueError for an invalid value or combination; it names the option.
     """
 
     strata: str = option(
@@ -91,19 +91,19 @@ class MoEConfig:
         2,
         "experts per token and stratum, null experts included; with --moe-gate relu and threshold, "
         "their target mean",
-        of=("gate", *_RANKED, "relu", "threshold"),
+        needs=("gate", *_RANKED, "relu", "threshold"),
         harmless=(1,),
     )
     top_p: float = option(
         0.4,
         "--moe-gate top-p: least sum of the probabilities of a token's experts",
-        of=("gate", "top-p"),
+        needs=("gate", "top-p"),
     )
     threshold_step: float = option(
         0.05,
         "--moe-gate threshold, depths: weight of the newest update in the running thresholds",
         bounds=SHARE,
-        of=("gate", "threshold", "depths"),
+        needs=("gate", "threshold", "depths"),
     )
     scores: str = option(
         "softmax",
@@ -115,7 +115,7 @@ class MoEConfig:
         "MoE++: add a learnt linear map of an earlier gate's logits. strata: of the token's last "
         "stop in the layer; layers: of the previous MoE layer, too",
         choices=("none", "strata", "layers"),
-        of=("gate", "topk"),
+        needs=("gate", "topk"),
     )
     null_experts: int = option(
         0,
@@ -151,7 +151,7 @@ class MoEConfig:
         1e-3,
         "--moe-balance bias: change of the bias per update",
         bounds=SCALE,
-        of=("balance", "bias"),
+        needs=("balance", "bias"),
     )
     balance_over: str = option(
         "batch",
@@ -181,21 +181,21 @@ class MoEConfig:
         "in training an expert processes at most ceil(factor * tokens / experts) tokens; 0: no "
         "limit; default: 2.0; with --moe-gate depths 0.5, with top-p, relu and threshold 0",
         bounds=FACTOR,
-        of=("gate", *_RANKED, "top-p", "relu", "threshold", "depths"),
+        needs=("gate", *_RANKED, "top-p", "relu", "threshold", "depths"),
         harmless=(2.0, 0.0),
     )
     eval_capacity_factor: float = option(
         0.0,
         "the same in evaluation; with 0, no limit, a translation does not depend on its batch",
         bounds=FACTOR,
-        of=("gate", *_RANKED, "top-p", "relu", "threshold"),
+        needs=("gate", *_RANKED, "top-p", "relu", "threshold"),
     )
     second_expert_policy: str = option(
         "sampling",
         "second and later experts in training. sampling: drawn by their scores; all: the best; "
         "random: the best, kept with probability min(1, 2 * weight)",
         choices=("sampling", "all", "random"),
-        of=("gate", *_RANKED),
+        needs=("gate", *_RANKED),
         harmless=("all",),
     )
     gate_normalization: str = option(
@@ -203,7 +203,7 @@ class MoEConfig:
         "when the weights of a token's experts are divided by their sum: after dropping, before "
         "it, or never",
         choices=("after-drop", "before-drop", "none"),
-        of=("gate", *_RANKED),
+        needs=("gate", *_RANKED),
         harmless=("none",),
     )
     drop_order: str = option(
@@ -211,7 +211,7 @@ class MoEConfig:
         "which tokens an expert keeps when it is full. sentence: the first in the batch; score: those "
         "with the highest gate probability; random: a random choice",
         choices=DROP_ORDERS,
-        of=("gate", *_RANKED, "top-p", "relu", "threshold"),
+        needs=("gate", *_RANKED, "top-p", "relu", "threshold"),
     )
     norms: str = option(
         "paper",
@@ -264,7 +264,8 @@ class MoEConfig:
         "shard the experts of every MoE layer over the ranks; needs --ddp-backend legacy_ddp",
         "expert_parallel",
     )
-    # Set by other parts of a model: the transformer's flags of these names, its dictionary, and nothing.
+    # Without a flag of their own: the first three are the transformer's options of the same names, and the
+    # table is computed from its dictionary.
     activation_fn: Activation = option(
         "relu",
         "the experts' activation: a function, or the name of one in torch.nn.functional",
@@ -304,53 +305,57 @@ class MoEConfig:
 
     @property
     def layout(self) -> Strata:
-        """The strata, read."""
+        """The parsed strata."""
         return Strata.parse(self.strata, self.stacked, self.chain)
 
     @property
     def learns_balance(self) -> bool:
-        """Whether the balance loss is to be trained on."""
+        """Whether the balance loss is trained on."""
         return GATES[self.gate].has_balance_loss and self.balance == "loss"
 
     @classmethod
     def help_of(cls, name: str) -> str:
-        """What an option means."""
+        """The help text of an option."""
         return cls.__dataclass_fields__[name].metadata["help"]
 
     @classmethod
     def flags(cls) -> dict[str, str]:
-        """The models' options that set the block's, by the block's names."""
+        """Maps the block's options to the models' options that set them."""
         flags = {f.name: f.metadata["flag"] for f in fields(cls)}
         flags = {name: f"moe_{name}" if flag is None else flag for name, flag in flags.items()}
         return {name: flag for name, flag in flags.items() if flag}
 
     @classmethod
-    def of_one_choice(cls) -> dict[str, tuple[str, ...]]:
-        """The models' options that need a value of another option: that one, and the values."""
-        flags, of = cls.flags(), {f.name: f.metadata["of"] for f in fields(cls) if f.metadata["of"]}
-        return {flags[name]: (flags[other], *values) for name, (other, *values) in of.items()}
+    def dependent_options(cls) -> dict[str, tuple[str, ...]]:
+        """Maps the models' options that depend on another option to that option and the values needed."""
+        flags, needs = cls.flags(), {f.name: f.metadata["needs"] for f in fields(cls)}
+        needs = {name: values for name, values in needs.items() if values}
+        return {flags[name]: (flags[other], *values) for name, (other, *values) in needs.items()}
 
     @classmethod
     def harmless(cls) -> dict[str, tuple]:
-        """Values of the models' options that are no contradiction where they have no effect."""
-        flags, made = cls.flags(), [f for f in fields(cls) if f.name in cls.flags()]
-        return {flags[f.name]: (f.default, *f.metadata["harmless"]) for f in made}
+        """Values of the models' options that are accepted where they have no effect."""
+        options = cls.__dataclass_fields__
+        return {
+            flag: (options[name].default, *options[name].metadata["harmless"])
+            for name, flag in cls.flags().items()
+        }
 
 
 def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
-    """What the user reads of options that do not go together, see `OptionError`; None: they do."""
+    """Why the options cannot be combined, as a sentence for `OptionError`; None if they can."""
     gate, kind, several = c.gate, GATES[c.gate], len(strata) > 1
     one = f"expected one stratum, such as {{strata}} {strata.num_experts}, not {strata}"
     if strata.chain > 1:
         one = f"expected {{chain}} 1, not {strata.chain}"
 
     # The gate.
-    if several and kind.of_one_stratum:
+    if several and kind.single_stratum:
         return f"{{gate}} {gate}: {one}"
-    if kind.takes_top_k and c.top_k < 1:
+    if kind.uses_top_k and c.top_k < 1:
         return f"{{top_k}} {c.top_k}: expected a whole number of at least 1"
     fewest = min(strata.visible) + sum(getattr(c, name) for name in FREE_EXPERTS)
-    if kind.takes_top_k and c.top_k > fewest:
+    if kind.uses_top_k and c.top_k > fewest:
         return (
             f"{{top_k}} {c.top_k}: a gate of {{strata}} {strata} sees {fewest} expert{'s' * (fewest != 1)}, "
             f"so top-k can be at most {fewest}; or give every gate at least {c.top_k} experts"
@@ -370,12 +375,12 @@ def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
         return f"{{gate_residual}} strata: {{strata}} {strata} has a single gate; expected none, or layers"
     if kind.needs_capacity and not c.capacity_factor:
         return (
-            f"{{capacity_factor}} {c.capacity_factor}: {{gate}} {gate} takes so many experts per token; "
-            "expected a positive number"
+            f"{{capacity_factor}} {c.capacity_factor}: with {{gate}} {gate} it is the mean number of experts "
+            "per token; expected a positive number"
         )
     if kind.extra_input == "id" and not _is_table(c.hash_table, strata.num_experts):
         return (
-            f"{{hash_table}}: {{gate}} {gate} looks experts up; expected a vector with a number from 0 to "
+            f"{{hash_table}}: {{gate}} {gate} expects a vector with a number from 0 to "
             f"{strata.num_experts - 1} for each token id"
         )
 
@@ -388,22 +393,22 @@ def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
             )
     if c.balance == "bias" and c.top_k > 1 and c.second_expert_policy == "sampling":
         return (
-            "{second_expert_policy} sampling with {balance} bias: a draw would pass over the bias; expected "
-            "all or random"
+            "{second_expert_policy} sampling with {balance} bias: sampling ignores the bias; expected all or "
+            "random"
         )
     if c.balance_over == "update" and not c.learns_balance:
         return (
-            f"{{balance_over}} update: it is for a balance loss, and {{gate}} {gate} with {{balance}} "
-            f"{c.balance} has none; expected batch"
+            f"{{balance_over}} update: {{gate}} {gate} with {{balance}} {c.balance} has no balance loss; "
+            "expected batch"
         )
 
-    # How often tokens stop, in training and in evaluation: a matter of several strata.
-    what = "with {stacked} no gate sees those of" if strata.stacked else "there are none in"
+    # Options of the requested capacity.
     for name in ("capacity_budget", "exit_bias"):
         if getattr(c, name) and (len(strata.sizes) == 1 or strata.stacked):
+            stacked = " and {stacked}" * strata.stacked
             return (
-                f"{{{name}}} {getattr(c, name)}: it is about later strata, and {what} {{strata}} {strata}; "
-                "expected 0, or several strata such as 4-4"
+                f"{{{name}}} {getattr(c, name)} with {{strata}} {strata}{stacked}: no gate sees later "
+                "strata; expected 0, or several strata such as 4-4"
             )
     if c.capacity_budget and not 1 <= c.capacity_budget <= len(strata):
         return (
@@ -413,15 +418,15 @@ def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
     if math.isnan(c.exit_bias):
         return f"{{exit_bias}} {c.exit_bias}: expected a number, above 0 for fewer stops"
 
-    # Norms, and networks beside the experts.
+    # Norms and branches.
     released = c.norms == "released"
     if released and strata.stacked:
         return "{norms} released: {stacked} has no inner norms; expected paper"
     if released and strata.chain > 1:
-        return f"{{norms}} released: that code has no {{chain}} {strata.chain}; expected paper"
+        return f"{{norms}} released with {{chain}} {strata.chain}: expected paper"
     if released and c.dropout_per == "layer":
         return (
-            "{dropout_per} layer: with {norms} released no residual runs past the whole layer; expected "
+            "{dropout_per} layer: with {norms} released there is no residual around the layer; expected "
             "stratum"
         )
     if several and c.shared_experts:
@@ -431,11 +436,11 @@ def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
     if several and c.cmr:
         return f"{{cmr}}: {one}"
     if c.residual and c.cmr:
-        return "{residual} with {cmr}: both mix the experts with a network; expected one"
+        return "{residual} with {cmr}: expected one of the two"
     return None
 
 
 def _is_table(table: Tensor | None, num_experts: int) -> bool:
-    """Whether it has an expert for each token id."""
+    """Whether the table has a valid expert for each token id."""
     fits = table is not None and table.dim() == 1 and not table.is_floating_point()
     return fits and (table.is_meta or bool(((table >= 0) & (table < num_experts)).all()))

@@ -22,12 +22,9 @@ from smoe_fairseq.modules.torch_features import autocast_dtype
 
 
 class Experts(nn.Module):
-    """``FFN_e(x) = w2_e activation(w1_e x + b1_e) + b2_e`` for E experts (paper, eq. 1).
+    """Parameters of ``FFN_e(x) = w2_e activation(w1_e x + b1_e) + b2_e`` for E experts (paper, eq. 1).
 
-    Initialised as ``nn.Linear``.
-
-    Holds the parameters; `PerExpert` and `Grouped` compute with them. With experts spread over ranks, E
-    counts those of this rank.
+    They are initialised as in ``nn.Linear``. `PerExpert` and `Grouped` compute with them.
     """
 
     def __init__(
@@ -53,19 +50,19 @@ class Experts(nn.Module):
         self.mark()
 
     def mark(self) -> None:
-        """Mark what other processes do not have: fairseq's ``legacy_ddp`` averages no such gradient."""
+        """Mark sharded parameters, whose gradients fairseq's ``legacy_ddp`` must not average."""
         if self.placement.is_sharded:
             for parameter in self.parameters():
                 parameter.expert = True
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self.mark()  # a copy of a parameter loses it
+        self.mark()  # copies of parameters lose the mark
 
     def reset_parameters(self):
-        """Draws the values of all experts, so that each has the same whatever the number of processes."""
+        """Draws the values of all experts, so that they do not depend on the number of ranks."""
         if self.w1.is_meta:
-            return  # no values; going over hundreds of experts would take seconds
+            return  # nothing to draw; the loop would take seconds for hundreds of experts
         local = self.placement.local
         scale2 = self.output_init_scale
         for weight, bias, scale in ((self.w1, self.b1, 1.0), (self.w2, self.b2, scale2)):
@@ -79,15 +76,15 @@ class Experts(nn.Module):
                             stacked[e - local.start] = values
 
     def weights(self) -> Weights:
-        """``w1``, ``b1``, ``w2``, ``b2`` in the type that is computed in, autocast's where it is on."""
+        """``w1``, ``b1``, ``w2``, ``b2`` in the type of the computation: autocast's if it is enabled."""
         dtype = autocast_dtype(self.w1.device) or self.w1.dtype
-        made = None if torch.compiler.is_compiling() else getattr(_casts, "made", None)
-        if made is None or dtype == self.w1.dtype:
+        cache = None if torch.compiler.is_compiling() else getattr(_casts, "cache", None)
+        if cache is None or dtype == self.w1.dtype:
             return self._cast(dtype)
         key = self, dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        if key not in made:
-            made[key] = self._cast(dtype)
-        return made[key]
+        if key not in cache:
+            cache[key] = self._cast(dtype)
+        return cache[key]
 
     def _cast(self, dtype: torch.dtype) -> Weights:
         weights = self.w1, self.b1, self.w2, self.b2
@@ -97,34 +94,34 @@ class Experts(nn.Module):
 
     @property
     def hidden(self) -> Hidden:
-        """What is between the two linear maps of an expert."""
+        """The activation and dropout between an expert's two linear maps."""
         return Hidden(self.activation_fn, self.activation_dropout if self.training else 0.0)
 
 
-_casts = threading.local()  # its ``made``: weights that were cast within `cast_once`; else None
+_casts = threading.local()  # ``cache``: weights that were cast within `cast_once`; None outside
 
 
 @contextmanager
 def cast_once() -> Iterator[None]:
-    """Within it experts cast their weights once under autocast, and again after a step of an optimizer.
+    """In this context, experts under autocast cast their weights once per optimizer step.
 
-    Nothing else may change the weights. A cache without such a scope cannot know: optimizers write
-    ``p.data``, which leaves no trace, and torch keeps its own casts within one autocast alone.
+    Only optimizers may change the weights in it. Without such a scope, changes could not be detected:
+    optimizers write to ``p.data``, and torch keeps its own casts only until autocast is left.
     """
-    before, made = getattr(_casts, "made", None), {}
-    hook = register_optimizer_step_post_hook(lambda *_: made.clear())
-    _casts.made = made
+    before, cache = getattr(_casts, "cache", None), {}
+    hook = register_optimizer_step_post_hook(lambda *_: cache.clear())
+    _casts.cache = cache
     try:
         yield
     finally:
         hook.remove()
-        _casts.made = before
+        _casts.cache = before
 
 
 def divide_gradient(weight: Tensor, number: int) -> Tensor:
-    """The weights; their gradient is divided by a number of processes.
+    """The weights, with a gradient divided by ``number``, the world size.
 
-    It sums over the tokens of all processes, and that of any other parameter becomes a mean over them.
+    The gradient of an expert sums over the tokens of all ranks; other gradients are averaged over ranks.
     """
     weight = weight.view_as(weight)
     if weight.requires_grad:
@@ -142,9 +139,9 @@ def start_pass(
     """The execution of one pass with the experts' ``weights``.
 
     Args:
-        execution: one of `EXECUTIONS`. "auto" takes "grouped" where the device computes it in one kernel,
-            and while `torch.compile` traces; "per-expert" anywhere else. So does "fused", of a block that
-            fused.py cannot compute. Or a callable that makes an execution of the experts.
+        execution: one of `EXECUTIONS`, or a callable that returns an execution of the experts. "auto" is
+            "grouped" where the device computes it in one kernel and while `torch.compile` traces, else
+            "per-expert". "fused" is the same as "auto" for blocks that fused.py does not support.
     """
     if callable(execution):
         return execution(experts)
@@ -154,22 +151,22 @@ def start_pass(
 
 
 def best_execution(device: torch.device, weight: Tensor) -> str:
-    """Of experts with such weights ``(E, O, I)``; logged once for each device beside the CPU."""
+    """The fastest execution for such weights ``(E, O, I)``; logged once per device other than the CPU."""
     if torch.compiler.is_compiling():
         return "grouped" if can_group(weight) else "per-expert"
     if device.type == "cpu":
         return "per-expert"
     grouped = can_group(weight) and one_kernel(device, weight.dtype)
-    log_once(str(device), str(weight.dtype).removeprefix("torch."), grouped)
+    _log_execution(str(device), str(weight.dtype).removeprefix("torch."), grouped)
     return "grouped" if grouped else "per-expert"
 
 
 @functools.cache
-def log_once(device: str, dtype: str, grouped: bool) -> None:
+def _log_execution(device: str, dtype: str, grouped: bool) -> None:
     how = "products of all experts in one kernel"
     if not grouped:
         how = (
-            "a product per expert, whose sizes are read once per stratum; torch has one kernel for all in "
+            "a product per expert, whose sizes are read once per stratum; torch has a single kernel only for "
             "bfloat16 on GPUs of compute capability 9 and 10"
         )
     logger.info("experts on %s in %s: %s", device, dtype, how)

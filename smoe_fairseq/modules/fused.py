@@ -1,9 +1,9 @@
 """`StratifiedMoE.forward` by Triton kernels: one autograd function for all strata.
 
-`applies` says for which blocks. All others (other gates, branches, ranks) use the general forward.
+`applies` checks that a block is supported; blocks with other gates, branches or sharded experts use the
+general forward.
 
-Shapes: T tokens, D embedding, F feed-forward, C experts of the block, K choices per token, N = T K rows of
-copies, L strata, B blocks of tokens.
+Shapes: T tokens, D embedding, F feed-forward, K choices per token, N = T K rows of copies.
 """
 
 import functools
@@ -27,11 +27,11 @@ from smoe_fairseq.modules.torch_features import autocast_dtype
 logger = logging.getLogger(__name__)
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_EXPERTS, MOST_CHOICES, WIDEST = 128, 8, 2048
-# Measured on an H200.
+# The fastest settings measured on an H200.
 TOKENS = 16  # per program
-PARTS = 16  # of each sum over an expert's rows
-BLOCK_D = 256  # columns that a program has at a time
-PROGRAMS = 1024  # of a kernel over rows, whose number the host does not know
+PARTS = 16  # partial sums over an expert's rows
+BLOCK_D = 256  # columns that a program processes at a time
+PROGRAMS = 1024  # of a kernel over rows, whose number is not known on the host
 TILES = {"activate": (16, 256), "spread": 128, "sums": (64, 64), "norm": (2, 1024, 512)}
 
 
@@ -46,8 +46,8 @@ def kernels():
 
 
 @functools.cache
-def works(device: torch.device) -> bool:
-    """Whether Triton compiles and launches a kernel there; it needs a C compiler. Logged once."""
+def triton_works(device: torch.device) -> bool:
+    """Whether Triton can compile and launch a kernel on this device. Logged once."""
     counts = torch.zeros(2, 4, dtype=torch.int32, device=device)
     sums = torch.zeros(2, 4, device=device)
     try:
@@ -61,10 +61,10 @@ def works(device: torch.device) -> bool:
 
 
 def applies(block, x: Tensor) -> bool:
-    """Whether `forward` is to compute what the block would for ``x``.
+    """Whether to use `forward` for this block and ``x``.
 
-    With ``execution="auto"`` it is where it was measured to be fastest: in half precision on GPUs with a
-    grouped product in one kernel.
+    With ``execution="auto"`` it is used where it was measured to be fastest: in half precision on GPUs that
+    compute a grouped product in one kernel.
     """
     execution = block.execution
     if execution not in ("fused", "auto") or torch.compiler.is_compiling() or type(x) is not Tensor:
@@ -92,25 +92,25 @@ def applies(block, x: Tensor) -> bool:
         and config.balance_over == "batch"
         and all(map(_is_plain, gates))
         and all(norm.weight.dtype == gates[0].weight.dtype for norm in norms)
-        and (kernels().is_interpreted() or (x.is_cuda and works(x.device)))
+        and (kernels().is_interpreted() or (x.is_cuda and triton_works(x.device)))
     )
 
 
 def _is_plain(gate) -> bool:
-    """Whether the gate chooses by softmax alone, and nobody looks on."""
+    """Whether the gate selects by softmax scores alone, and has no hooks."""
     return (
         type(gate) is TopKGate
         and gate.scores == "softmax"
         and gate.top_k <= MOST_CHOICES
-        and not (gate.free_experts or gate.bias or gate.exit_bias.acts)
+        and not (gate.free_experts or gate.bias or gate.exit_bias.is_active)
         and gate.residual_weight is None
-        and (gate.capacity.order == "sentence" or not gate.capacity.factor_in_force)
+        and (gate.capacity.order == "sentence" or not gate.capacity.current_factor)
         and not (gate._forward_hooks or gate._forward_pre_hooks)
     )
 
 
 def forward(block, x: Tensor, padding_mask: Tensor | None, with_stats: bool = True):
-    """The block's output for ``x (..., D)``, and statistics, or None."""
+    """The block's output for ``x (..., D)``, and its statistics or None."""
     x_TD = x.reshape(-1, x.shape[-1]).contiguous()
     run = _settings(block, x_TD, padding_mask)
     norms = block.layer_norms
@@ -125,8 +125,7 @@ def forward(block, x: Tensor, padding_mask: Tensor | None, with_stats: bool = Tr
         return y, None
     strata, shape = len(run.strata), x.shape[:-1]
     first, unused, chosen, dropped = run.numbers.split_with_sizes(_counts(run))
-    nothing = dict.fromkeys(RoutingStats._fields)
-    stats = {
+    stats = dict.fromkeys(RoutingStats._fields) | {
         "balance_loss": balance_loss,
         "z_loss": z_loss,
         "requested_capacity": run.requested.view(shape),
@@ -136,23 +135,19 @@ def forward(block, x: Tensor, padding_mask: Tensor | None, with_stats: bool = Tr
         "dropped": dropped.view(strata, -1),
         "dropped_choices": run.dropped.view(*shape, run.K),
     }
-    return y, RoutingStats(**{**nothing, **stats})
+    return y, RoutingStats(**stats)
 
 
 @functools.cache
 def _layout(strata) -> tuple[tuple[int, int, int], ...]:
-    """Of each gate the first expert that it sees, how many, and how many that no later one does."""
+    """For each gate: the first expert that it sees, how many it sees, and how many no later gate sees."""
     return tuple(zip(strata.first_experts, strata.visible, strata.own, strict=True))
 
 
 def _settings(block, x_TD: Tensor, padding_mask: Tensor | None) -> SimpleNamespace:
-    """What the kernels need to know of the block, by the names of their parameters."""
-    gate, norms, experts, training = (
-        block.gates[0],
-        block.layer_norms,
-        block.experts,
-        block.training,
-    )
+    """Arguments of the kernels; names in capitals are those of their constants."""
+    gate, norms, experts = block.gates[0], block.layer_norms, block.experts
+    training = block.training
     policy = gate.second_expert_policy if training and gate.top_k > 1 else "all"
     dropout = norms.dropout if training and norms.dropout_per == "stratum" else 0.0
     inner_dropout = experts.activation_dropout if training else 0.0
@@ -172,13 +167,13 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None) -> SimpleNamespa
         EXACT=not rounds or torch.float32 in (x_TD.dtype, gate.weight.dtype),
         POLICY=policy,
         NORMALIZE=gate.normalization,
-        # The capacity factor as a ratio; of 0 there is no limit.
-        LIMIT=_ratio(gate.capacity.factor_in_force),
+        # The capacity factor as a ratio; 0: no limit.
+        LIMIT=_ratio(gate.capacity.current_factor),
         DROPOUT=dropout,
         INNER_DROPOUT=inner_dropout,
-        BLOCK_D=min(_power(x_TD.shape[1]), BLOCK_D),
-        BLOCK_E=max(_power(len(block.stratum_of_expert)), 16),
-        BLOCK_K=_power(gate.top_k),
+        BLOCK_D=min(_next_power(x_TD.shape[1]), BLOCK_D),
+        BLOCK_E=max(_next_power(len(block.stratum_of_expert)), 16),
+        BLOCK_K=_next_power(gate.top_k),
     )
 
 
@@ -187,30 +182,31 @@ def _ratio(factor: float) -> tuple[int, int]:
     return exact(factor, MOST_EXPERTS)
 
 
-def _power(n: int) -> int:
-    """The smallest power of two from ``n`` on."""
+def _next_power(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()
 
 
 def _counts(run) -> tuple[int, ...]:
-    """Sizes of the numbers of `RoutingStats` that do not depend on T, in the order of `dispatch`."""
+    """Sizes of the `RoutingStats` whose shapes do not depend on T, in the order in which they are stored."""
     strata = len(run.strata)
     return strata * run.COLUMNS, strata, strata * run.K, strata * run.K
 
 
-def _space(dtype: torch.dtype, device: torch.device, *sizes: int) -> tuple[Tensor, ...]:
-    """New vectors in one allocation, each beginning at a multiple of 16 bytes."""
+def _allocate(dtype: torch.dtype, device: torch.device, *sizes: int) -> tuple[Tensor, ...]:
+    """Vectors of these sizes in one allocation, each aligned to 16 bytes."""
     padded = [each for size in sizes for each in (size, -size % 4)]
     return torch.empty(sum(padded), dtype=dtype, device=device).split_with_sizes(padded)[::2]
 
 
 class Launcher:
-    """Launches kernels: the first time as Triton does, then by what that has compiled.
+    """Launches kernels through Triton the first time, then directly.
 
-    Triton looks at every argument of every launch, which costs the host more than the kernel does the device.
+    Triton inspects every argument of every launch, which takes the host longer than the kernel takes the
+    device.
 
     Args:
-        tensors: of each type that there is in a pass.
+        tensors: the inputs, whose types and alignment decide which compiled kernel fits.
     """
 
     compiled: ClassVar[dict] = {}
@@ -221,11 +217,11 @@ class Launcher:
 
     def __call__(self, kernel, grid: tuple, arguments: tuple, constants: tuple, **options) -> None:
         key = kernel.__name__, constants, self.types
-        found = self.compiled.get(key) if self.direct else None
-        if found is None:  # interpreted kernels return None
+        compiled = self.compiled.get(key) if self.direct else None
+        if compiled is None:  # interpreted kernels return None
             self.compiled[key] = kernel[grid](*arguments, *constants, **options)
         else:
-            found[(*grid, 1, 1)](*arguments, *constants)
+            compiled[(*grid, 1, 1)](*arguments, *constants)
 
 
 class _Block(torch.autograd.Function):
@@ -238,15 +234,15 @@ class _Block(torch.autograd.Function):
         w1, b1, w2, b2 = parameters[3 * strata :]
         blocks, inner, copies = -(-tokens // TOKENS), w1.shape[1], tokens * top_k
         stack, y_TD = x_TD.new_empty(strata - 1, tokens, width), torch.empty_like(x_TD)
-        positions, choices, rows, totals, counts, *ends = _space(
+        positions, choices, rows, totals, counts, *ends = _allocate(
             torch.int32, device, (strata + 1) * tokens, strata * copies, strata * copies,
             strata * top_k * columns, top_k * blocks * columns, *(each for _, each, _ in run.strata),
         )  # fmt: skip
-        weights, moments, logits, means, sums = _space(
+        weights, moments, logits, means, sums = _allocate(
             torch.float32, device, strata * copies, strata * tokens * 2, strata * tokens * columns,
             strata * (columns + 1), blocks * (columns + 1),
         )  # fmt: skip
-        run.requested, run.dropped, run.numbers = _space(
+        run.requested, run.dropped, run.numbers = _allocate(
             torch.int64, device, tokens, copies, sum(_counts(run))
         )
         balance_loss, z_loss = weights.new_empty(()), weights.new_empty(())
@@ -311,14 +307,11 @@ class _Block(torch.autograd.Function):
         block_c, block_n = TILES["sums"]
         block_t, programs, per_warp = TILES["norm"]
         programs = min(-(-tokens // block_t), programs)
-        splits, across, wide = (
-            min(PARTS, -(-tokens // 256)),
-            -(-width // block_c),
-            -(-inner // block_c),
-        )
+        splits = min(PARTS, -(-tokens // 256))
+        across, wide = -(-width // block_c), -(-inner // block_c)
         shares = [columns * inner, columns * width, *(each * width for _, each, _ in run.strata)]
-        size, before = sum(shares), 0  # of all gates
-        for_norms, parts, grad_logits = _space(
+        size = sum(shares)
+        norm_parts, parts, grad_logits = _allocate(
             torch.float32,
             x_TD.device,
             programs * strata * 2 * width,
@@ -364,22 +357,19 @@ class _Block(torch.autograd.Function):
             launch(
                 k.collect, (programs,),
                 (source, grad_y, grad_x, grad_copies_ND, grad_logits, norm[0], gate, positions, moments,
-                 rows, for_norms, tokens, i, experts),
-                (width, top_k, columns, strata, is_first, _power(width), block_t),
-                num_warps=min(max(1, _power(width) * block_t // per_warp), 32),
+                 rows, norm_parts, tokens, i, experts),
+                (width, top_k, columns, strata, is_first, _next_power(width), block_t),
+                num_warps=min(max(1, _next_power(width) * block_t // per_warp), 32),
             )  # fmt: skip
             del grad_copies_ND
         flat = parts.view(splits, size).sum(0)
         grad_b1, grad_b2, *grad_gates = flat.to(gates[0].dtype).split_with_sizes(shares)
         if b1.dtype != grad_b1.dtype:
-            grad_b1, grad_b2 = (
-                flat[: shares[0]].to(b1.dtype),
-                flat[shares[0] :][: shares[1]].to(b2.dtype),
-            )
-        for_norms = for_norms.view(programs, -1).sum(0).to(norms[0].dtype)
+            grad_b1, grad_b2 = flat[: sum(shares[:2])].to(b1.dtype).split(shares[:2])
+        grad_norms = norm_parts.view(programs, -1).sum(0).to(norms[0].dtype)
         grad_gates = [grad.view_as(gate) for grad, gate in zip(grad_gates, gates, strict=True)]
         grad_w1, grad_w2 = later
         return (
-            None, grad_x, *for_norms.view(-1, width).unbind(), *grad_gates,
+            None, grad_x, *grad_norms.view(-1, width).unbind(), *grad_gates,
             grad_w1, grad_b1.view_as(b1), grad_w2, grad_b2.view_as(b2),
         )  # fmt: skip

@@ -1,10 +1,9 @@
-"""The experts of a stratum by one product for all, in shapes that do not depend on the routing.
+"""The experts of a stratum by one grouped product, in shapes that do not depend on the routing.
 
-Nothing waits for a GPU where it computes such products in one kernel (`one_kernel`). torch 2.13 computes
-`torch.nn.functional.grouped_mm` in float32 and float16 too, but only knows the shape of its result, which
-`torch.compile` needs, in bfloat16; and on a GPU it does so one expert after the other, reading the ends on
-the host for every product. Its own gradient is not used, compiled or not: on GPUs of compute capability 10
-the gradient of experts without rows was arbitrary (pytorch issue 172439).
+If a GPU computes the product in one kernel (`one_kernel`), the host does not wait. In float32 and float16,
+torch 2.13 computes `torch.nn.functional.grouped_mm` expert by expert, reads the ends on the host, and gives
+`torch.compile` no shape of the result; hence the custom operator below. torch's own gradient is not used,
+since on GPUs of compute capability 10 it was arbitrary for experts without rows (pytorch issue 172439).
 
 Rows are sorted by expert, followed by padding rows, which products leave uninitialised.
 
@@ -23,25 +22,25 @@ from smoe_fairseq.modules.activation import Hidden
 from smoe_fairseq.modules.per_expert import Weights, refuse_second_derivative
 from smoe_fairseq.modules.rows import Copies, DispatchPlan, select, sum_rows
 
-_CAPABILITIES = (9, 10)  # major ones, for which torch has the kernel
+_CAPABILITIES = (9, 10)  # major compute capabilities for which torch has the kernel
 
 
 def can_group(weight: Tensor) -> bool:
-    """Whether torch has a grouped product for such weights: their rows are multiples of 16 bytes."""
+    """Whether torch has a grouped product for such weights, whose rows must be multiples of 16 bytes."""
     per_16_bytes = 16 // weight.element_size()
     sizes_fit = all(size % per_16_bytes == 0 for size in weight.shape[1:])
     return sizes_fit and torch_features.has_grouped_mm(weight)
 
 
 def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device computes grouped products in one kernel, and nothing waits for it."""
+    """Whether a device computes grouped products in one kernel, so that the host does not wait."""
     if device.type != "cuda" or torch.version.cuda is None or dtype != torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(device)[0] in _CAPABILITIES
 
 
 class Grouped:
-    """One product for all experts: nothing is read on the host."""
+    """One product for all experts; the host reads nothing from the device."""
 
     on_host = False
 
@@ -49,32 +48,31 @@ class Grouped:
         self.experts = experts
 
     def __call__(self, x_TD: Tensor, copies: Copies, weights: Weights) -> tuple[Tensor, Weights]:
-        """As of `PerExpert`; the weights for the next stratum are those without the stratum's own experts."""
+        """As `PerExpert.__call__`; the returned weights leave out the stratum's own experts."""
         x_TD, hidden = x_TD.to(weights[0].dtype), self.experts.hidden
         layout = Layout.of(copies, weights)
         if torch.compiler.is_compiling():
             y_TD = _differentiable_sum(x_TD, copies, weights, layout, hidden)
             return y_TD, tuple(w[_passed_by(copies, w) :] for w in weights)
-        of_stratum = copies, layout, hidden
-        y_TD, *passed_on = GroupedSum.apply(
-            x_TD, copies.weight_TK, *weights, *of_stratum, *hidden.parameters
+        y_TD, *remaining = GroupedSum.apply(
+            x_TD, copies.weight_TK, *weights, copies, layout, hidden, *hidden.parameters
         )
         if not any(w.requires_grad for w in weights):
-            passed_on = [w.detach() for w in passed_on]
-        return y_TD, tuple(passed_on)
+            remaining = [w.detach() for w in remaining]
+        return y_TD, tuple(remaining)
 
 
 class Layout(NamedTuple):
-    """Where the copies of a stratum lie; E counts the experts that its gate sees."""
+    """The rows of a stratum's copies; E counts the experts that its gate sees."""
 
     plan: DispatchPlan
-    ends_E: Tensor  # where each expert's rows end
-    expert_NE: Tensor  # 1 in the column of each row's expert, 0 for padding rows
-    padding_N1: Tensor
+    ends_E: Tensor  # the end of each expert's rows
+    expert_NE: Tensor  # one-hot expert of each row; 0 for padding rows
+    padding_N1: Tensor  # True for padding rows
 
     @classmethod
     def of(cls, copies: Copies, weights: Weights) -> "Layout":
-        """A row for every copy, so that those without an expert leave padding rows."""
+        """One row per copy and a padding row; copies without an expert leave more padding rows."""
         rows = copies.expert_TK.numel() + 1
         ends_E = copies.kept_E.cumsum(0).int()
         row_N1 = torch.arange(rows, device=ends_E.device, dtype=torch.int).unsqueeze(1)
@@ -86,10 +84,10 @@ class Layout(NamedTuple):
 
 
 class GroupedSum(torch.autograd.Function):
-    """The weighted sum, and behind it the weights for the next stratum, as of `ExpertSum`.
+    """The weighted sum and the weights for the next stratum, as `ExpertSum`.
 
-    Padding rows hold anything. Products skip them, sums read the last one alone, which is set to 0, and
-    what is multiplied with ``expert_NE`` is cleared there: NaN times 0 is NaN.
+    Padding rows are uninitialised. Products skip them, and sums read only the last one, which is set to 0.
+    Factors of ``expert_NE`` are cleared there, since NaN times 0 is NaN.
     """
 
     @staticmethod
@@ -123,10 +121,10 @@ class GroupedSum(torch.autograd.Function):
             grad_TD = torch.zeros_like(x_TD)
         weight_grad_TK, scaled_NE = None, expert_NE
         y_grad_ND, x_ND = select(grad_TD, token_N), select(x_TD, token_N)
-        h_NF, backward = ctx.hidden.reopen(*kept)
+        h_NF, backward = ctx.hidden.recompute(*kept)
         h_grad_NF = grouped_mm(y_grad_ND, w2, ends_E)
         if weight_N1 is not None:
-            # As of `ExpertSum`.
+            # As in `ExpertSum`.
             weight_grad_N = torch.linalg.vecdot(h_grad_NF, h_NF)
             weight_grad_N += ((y_grad_ND @ b2.t()) * expert_NE).sum(1)
             weight_grad_N[-1] = 0
@@ -149,15 +147,17 @@ class GroupedSum(torch.autograd.Function):
 
 
 def _passed_by(copies: Copies, weight: Tensor) -> int:
-    """How many of the first experts no later stratum uses; one at least is left to it."""
+    """How many of the first experts no later stratum uses; at least one expert is left."""
     return min(len(copies.own), len(weight) - 1)
 
 
 def _add(sum_E: Tensor | None, grad_E: Tensor, passed_by: int, unseen: int) -> Tensor:
-    """The gradient of a stratum's experts, with that of later strata, which is of those behind ``passed_by``.
+    """Adds the gradients of later strata, which leave out the first ``passed_by`` experts.
 
     Args:
-        unseen: experts at the end that the stratum does not see.
+        sum_E: these gradients.
+        grad_E: the gradient of the stratum's experts.
+        unseen: number of experts at the end that the stratum does not see.
     """
     if unseen:
         grad_E = torch.cat([grad_E, grad_E.new_zeros(unseen, *grad_E.shape[1:])])
@@ -169,12 +169,12 @@ def _add(sum_E: Tensor | None, grad_E: Tensor, passed_by: int, unseen: int) -> T
 def _differentiable_sum(
     x_TD: Tensor, copies: Copies, weights: Weights, layout: Layout, hidden: Hidden
 ) -> Tensor:
-    """The weighted sum by operations that torch differentiates, and can trace."""
+    """The weighted sum by operations that torch can differentiate and trace."""
     w1, b1, w2, b2 = (w[: len(copies.kept_E)] for w in weights)
 
     def linear(x_NI: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         y_NO = grouped_mm(x_NI, weight.transpose(1, 2), layout.ends_E)
-        # NaN times 0 is NaN: `masked_fill` keeps what is uninitialised out in both directions.
+        # Clears uninitialised rows in both directions, since NaN times 0 is NaN.
         return torch.addmm(y_NO, layout.expert_NE, bias).masked_fill(layout.padding_N1, 0)
 
     x_ND = layout.plan.take(x_TD).masked_fill(layout.padding_N1, 0)
@@ -185,7 +185,7 @@ def _differentiable_sum(
 def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """``x W_e`` for the rows of each expert ``(N, O)``; padding rows are uninitialised.
 
-    Where torch has no grouped product, one after the other, and the ends are read on the host.
+    Without a grouped product in torch, it is computed expert by expert, and the host reads the ends.
     """
     if can_group(w_EIO):
         return _product(x_NI, w_EIO, ends_E)
@@ -197,7 +197,7 @@ def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
 def grouped_outer(
     y_grad_NO: Tensor, x_NI: Tensor, ends_E: Tensor, product: Callable | None = None
 ) -> Tensor:
-    """``(E, O, I)``: the gradient of each expert's weights; 0 without rows, where kernels leave anything."""
+    """The gradient of each expert's weights ``(E, O, I)``; 0 for experts without rows."""
     if product is None and not can_group(x_NI.new_empty(0, y_grad_NO.shape[1], x_NI.shape[1])):
         pairs = zip(_split(y_grad_NO, ends_E)[:-1], _split(x_NI, ends_E)[:-1], strict=True)
         return torch.stack([grad_nO.t() @ x_nI for grad_nO, x_nI in pairs])
@@ -236,7 +236,7 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, grad_NO):
     x_NI, w_EIO, ends_E = ctx.saved_tensors
-    # Called while torch traces, also where it does not say so (2.11).
+    # Only called while tracing, although torch 2.11 does not report that.
     x_grad_NI = _traced(grad_NO, w_EIO.transpose(1, 2), ends_E)
     w_grad_EOI = grouped_outer(grad_NO, x_NI, ends_E, _traced)
     return x_grad_NI, w_grad_EOI.transpose(1, 2), None

@@ -1,8 +1,8 @@
 """`StratifiedMoE.forward` for inference on a CPU: the same results, bit for bit, with a quarter of the calls.
 
-A decoding step has few tokens, so all else costs nearly as much as the experts' products. Here nothing is
-dropped, counted or learned, and places of copies are computed in numpy, whose calls take less time than
-torch's. `applies` says for which blocks; all others use the general forward.
+A decoding step has few tokens, so the overhead of calls matters as much as the experts' products. This
+version drops, counts and learns nothing, and sorts copies in numpy, whose calls are faster than torch's.
+`applies` checks that a block is supported; other blocks use the general forward.
 
 Shapes: T tokens of the block or of one stratum, D embedding, K choices per token, N = T K copies.
 """
@@ -23,7 +23,7 @@ except ModuleNotFoundError:  # the block needs torch alone
 
 
 def applies(block, x: Tensor) -> bool:
-    """Whether `forward` computes what the block would for ``x`` without statistics."""
+    """Whether `forward` supports this block and ``x``."""
     return (
         np is not None
         and not torch.is_grad_enabled()
@@ -41,7 +41,7 @@ def applies(block, x: Tensor) -> bool:
 
 
 def _is_plain(gate) -> bool:
-    """Whether the gate gives each token its one or two best experts, and nobody looks on."""
+    """Whether the gate selects just the one or two best experts, and has no hooks."""
     return (
         type(gate) is TopKGate
         and gate.weight.dtype == torch.float32
@@ -68,7 +68,7 @@ def forward(block, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         index_T = (position_T == i).nonzero()[0]
         tokens = IndexedTokens(torch.from_numpy(index_T), len(x_TD))
         if not len(index_T):
-            continue  # on no tokens the steps below change nothing
+            continue
         h_TD, y_TD = norms.enter(i, y_TD, tokens)
         expert_TK, weight_TK = best_experts(gate, h_TD)
         expert_TK = expert_TK + first
@@ -80,7 +80,7 @@ def forward(block, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
 
 
 def best_experts(gate: TopKGate, h_TD: Tensor) -> "tuple[np.ndarray, np.ndarray]":
-    """Experts, by the gate's numbers, and weights ``(T, K)``: as of `TopKGate.forward`, where all is kept."""
+    """Experts, as the gate numbers them, and weights ``(T, K)``, equal to `TopKGate`'s without dropping."""
     logits_TE = F.linear(h_TD, gate.weight)
     score_TE = logits_TE.sigmoid() if gate.scores == "sigmoid" else logits_TE.softmax(dim=-1)
     score_TE, row_T = score_TE.numpy(), np.arange(len(h_TD))
@@ -99,9 +99,9 @@ def best_experts(gate: TopKGate, h_TD: Tensor) -> "tuple[np.ndarray, np.ndarray]
 def lay_out(
     expert_TK: "np.ndarray", weight_TK: "np.ndarray", experts: int
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """The token and the weight of each copy ``(N,)`` and ``(N, 1)``, by expert, and copies of each expert.
+    """Sorts copies by expert: tokens ``(N,)``, weights ``(N, 1)``, and the number of copies per expert.
 
-    Of each expert first choices come before second ones, as in a `DispatchPlan`.
+    An expert's first choices come before its second choices, as in a `DispatchPlan`.
     """
     expert_N = expert_TK.T.reshape(-1)
     order_N = expert_N.argsort(kind="stable")

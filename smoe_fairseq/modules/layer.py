@@ -1,8 +1,8 @@
 """The stratified mixture-of-experts block (paper, section 3): gates, experts, norms and residuals composed.
 
-Equations are numbered as in arXiv 2305.02176v2. Here are 4 to 7 (layer norm, gate, experts, residual: see
-`StratifiedMoE.forward`); 1 (FFN_e) is in experts.py, 2 (the gate of a vanilla MoE) in gates/top_k.py, 3 (the
-weighted sum) in per_expert.py and grouped.py, 8 to 11 (the balance loss) in routing.py and statistics.py.
+Equations are numbered as in arXiv 2305.02176v2. `StratifiedMoE.forward` implements 4 to 7 (layer norm, gate,
+experts, residual); experts.py 1 (FFN_e), gates/top_k.py 2 (the gate of a vanilla MoE), per_expert.py and
+grouped.py 3 (the weighted sum), routing.py and statistics.py 8 to 11 (the balance loss).
 
 Shapes: T tokens, D embedding, F feed-forward, E experts, K choices per token, L strata.
 """
@@ -34,23 +34,23 @@ from smoe_fairseq.modules.strata import OptionError
 
 
 class StratifiedMoE(nn.Module):
-    """Stratified mixture of experts, its layer norms and residuals inside (paper, section 3).
+    """Stratified mixture of experts, including layer norms and residuals (paper, section 3).
 
-    One stratum is a pre-norm MoE sublayer (GShard with top-2, Switch with top-1).
+    With one stratum it is a pre-norm MoE sublayer (GShard with top-2, Switch with top-1).
 
     Args:
         embed_dim: D.
-        ffn_embed_dim: F, the width of each expert unless ``expert_ffn_dim`` says otherwise.
-        strata: sizes of the strata in the paper's notation: "16" is vanilla, "4-12" has two.
+        ffn_embed_dim: F, the width of each expert unless ``expert_ffn_dim`` is set.
+        strata: sizes of the strata in the paper's notation: "16" is vanilla, "4-12" has two strata.
         options: the other options of `MoEConfig`, by name.
 
-    With ``expert_parallel`` the default process group of `torch.distributed` has to be there before the
-    block, and every rank has to make the same passes.
+    With ``expert_parallel``, initialise `torch.distributed` before the block is built, and make the same
+    passes on every rank.
 
     Raises:
-        OptionError: a ValueError, for a value that the block cannot take; it names the option.
+        OptionError: a ValueError for an invalid value or combination; it names the option.
         ValueError: ``embed_dim`` or ``ffn_embed_dim`` is below 1.
-        TypeError: there is no option of that name.
+        TypeError: an option is unknown.
     """
 
     def __init__(
@@ -75,12 +75,14 @@ class StratifiedMoE(nn.Module):
         first = {"none": len(self.gates), "strata": 1, "layers": 0}[config.gate_residual]
         for gate in self.gates[first:]:
             gate.add_residual()
-        self.counting = StatsBuilder(config, self.gates)
-        self.choices = self.counting.choices  # K
-        place = self._placement(config.expert_parallel)
+        self.stats_builder = StatsBuilder(config, self.gates)
+        self.choices = self.stats_builder.choices  # K
+        placement = self._placement(config.expert_parallel)
         expert_dim = config.expert_ffn_dim or ffn_embed_dim
         activation = config.activation_fn, config.activation_dropout
-        self.experts = Experts(place, embed_dim, expert_dim, *activation, config.output_init_scale)
+        self.experts = Experts(
+            placement, embed_dim, expert_dim, *activation, config.output_init_scale
+        )
         self.cmr = self.shared = self.residual = self.simple = None
         if config.copy_experts + config.constant_experts:
             self.simple = SimpleExperts(embed_dim, config.constant_experts)
@@ -95,25 +97,25 @@ class StratifiedMoE(nn.Module):
         self.masking = OutputMasking(config.fom) if config.fom else None
         branches = self.simple, self.masking, self.shared, self.residual, self.cmr
         self.branches = tuple(branch for branch in branches if branch is not None)
-        # Neither is in a state dict: `lay_out` computes them.
+        # Not in the state dict; `lay_out` computes them.
         self.register_buffer("stratum_of_expert", None, persistent=False)
-        self.register_buffer("visible_of_gate", None, persistent=False)  # experts that each sees
+        self.register_buffer("visible_of_gate", None, persistent=False)  # experts that a gate sees
         self.lay_out()
         self.register_load_state_dict_post_hook(StratifiedMoE.lay_out)
         self.execution = config.execution
 
     def lay_out(self, *_) -> None:
-        """Puts the buffers that no state dict has on the device of the weights.
+        """Computes the non-persistent buffers on the device of the weights.
 
-        They would be without numbers after `to_empty`, and stay on the meta device when weights are
-        assigned to a block that was made there.
+        Otherwise they would be uninitialised after `to_empty`, and stay on the meta device when weights are
+        assigned to a block that was built there.
         """
-        numbers = {"dtype": torch.long, "device": self.experts.w1.device}
-        self.stratum_of_expert = torch.tensor(self.strata.stratum_of_expert, **numbers)
-        self.visible_of_gate = torch.tensor(self.strata.visible, **numbers)
+        options = {"dtype": torch.long, "device": self.experts.w1.device}
+        self.stratum_of_expert = torch.tensor(self.strata.stratum_of_expert, **options)
+        self.visible_of_gate = torch.tensor(self.strata.visible, **options)
 
-    def _apply(self, *how, **options):
-        super()._apply(*how, **options)
+    def _apply(self, *args, **kwargs):
+        super()._apply(*args, **kwargs)
         self.lay_out()
         return self
 
@@ -135,22 +137,24 @@ class StratifiedMoE(nn.Module):
         ids: Tensor | None = None,
         gate_logits: Tensor | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
-        """``x`` of shape ``(..., D)``, ``padding_mask`` of ``x.shape[:-1]`` (True: padding).
+        """Route ``x`` of shape ``(..., D)``, usually ``(B, S, D)``; values at padding must be finite, too.
 
-        All of ``x`` is finite, where it is padding too. ``ids``, also of ``x.shape[:-1]``, are the tokens'
-        ids, which only a hash gate needs. ``gate_logits`` are those of the MoE layer before, as its
-        statistics have them; only ``gate_residual="layers"`` takes them, and None counts as 0.
+        Args:
+            padding_mask: of shape ``x.shape[:-1]``, True at padding.
+            with_stats: whether to return statistics. A decoding step is much faster without.
+            ids: token ids of shape ``x.shape[:-1]``, for hash gates.
+            gate_logits: with ``gate_residual="layers"``, ``gate_logits`` of the statistics of the previous
+                MoE layer; None: zeros.
 
-        Sentences go along the first dimension and positions along the second, ``(B, S, D)``: capacity
-        is given row by row, and where it follows the position the ends of the sentences lose theirs.
+        Capacity is assigned sentence by sentence (first dimension), so put positions second: with
+        positions first, full experts would drop the ends of the sentences.
 
         Raises:
-            ValueError: ``padding_mask`` is of another shape or type.
+            ValueError: ``padding_mask`` has another shape or type.
 
         Returns:
-            ``y`` that takes the place of ``x`` (residual included; padding passes unchanged), and the
-            statistics; None without ``with_stats``, which saves a decoding step most of what it does
-            beside the experts' products. With ``gate_residual="layers"`` they are always there.
+            ``y`` that replaces ``x`` (residual included; padding is unchanged), and the statistics; None
+            without ``with_stats``, unless ``gate_residual="layers"``.
         """
         if padding_mask is not None and (
             padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool
@@ -161,17 +165,17 @@ class StratifiedMoE(nn.Module):
             )
         if fused.applies(self, x):
             return fused.forward(self, x, padding_mask, with_stats)
-        with_stats = with_stats or self.counting.hands_on_logits
+        with_stats = with_stats or self.stats_builder.returns_gate_logits
         if not with_stats and inference.applies(self, x):
             return inference.forward(self, x, padding_mask), None
         x_TD, weights = x.reshape(-1, x.shape[-1]), self.experts.weights()
-        run, place = start_pass(self.execution, self.experts, weights), self.experts.placement
-        # The last stratum that each token was in or passed by; -1 before the first.
+        run, placement = start_pass(self.execution, self.experts, weights), self.experts.placement
+        # The last stratum that each token visited or skipped; -1 before the first.
         position_T = torch.full((len(x_TD),), -1, device=x.device)
         padding_T = padding_mask.reshape(-1) if padding_mask is not None else position_T >= 0
-        left_out_T = drop_gating(padding_T, self.gating_dropout, self.training)
-        position_T = position_T.masked_fill(left_out_T, len(self.strata))
-        # Off a CPU the host would wait for the number of tokens.
+        unrouted_T = drop_gating(padding_T, self.gating_dropout, self.training)
+        position_T = position_T.masked_fill(unrouted_T, len(self.strata))
+        # On other devices the host would wait for the number of tokens.
         indexes = run.on_host and x.device.type == "cpu"
         extra_T = self._gate_inputs(x, ids, gate_logits)
         visits = []
@@ -188,21 +192,23 @@ class StratifiedMoE(nn.Module):
             extra = () if extra_T is None else (tokens.take(extra_T),)
             routing = gate(h_TD, tokens.active_T, *extra)
             if self.config.gate_residual != "none":
-                # In the columns of the first gate's experts; 0 for those that this one does not see.
+                # Pad to the columns of the first gate: 0 for experts that this gate does not see.
                 unseen = extra_T.shape[1] - routing.own_logits_TE.shape[1]
                 extra_T = tokens.replace(extra_T, F.pad(routing.own_logits_TE, (unseen, 0)))
             # The stratum j of the first choice: the token goes on to gate j + 1.
             if i + 1 < len(self.gates):
                 position_T = tokens.replace(position_T, self._stratum_of_first_choice(i, routing))
-            # y = sum_e G_e FFN_e(x') (eq. 6), and the networks beside the experts
+            # y = sum_e G_e FFN_e(x') (eq. 6), and the branches
             weight_TK = mask_outputs(routing.weight_TK, self.eom, self.training)
             copies = Copies(routing.expert_TK, weight_TK, routing.rank_TK, routing.kept_E, own)
             branches = partial(self._compute_branches, h_TD, routing)
-            if place.is_sharded:
-                summed, outputs = compute_over_ranks(place, run, h_TD, copies, weights, branches)
+            if placement.is_sharded:
+                result, outputs = compute_over_ranks(
+                    placement, run, h_TD, copies, weights, branches
+                )
             else:
-                summed, outputs = run(h_TD, copies, weights), branches()
-            out_TD, weights = summed
+                result, outputs = run(h_TD, copies, weights), branches()
+            out_TD, weights = result
             for branch, output in zip(self.branches, outputs, strict=True):
                 out_TD = branch.combine(out_TD, output)
             # x <- y + x (eq. 7)
@@ -213,11 +219,11 @@ class StratifiedMoE(nn.Module):
         y_TD = self.layer_norms.finish(x_TD, y_TD, tokens, padding_T)
         if not with_stats:
             return y_TD.view_as(x), None
-        cmr = outputs[-1] if self.cmr is not None else None  # which goes with a single stratum
-        return y_TD.view_as(x), self.counting.stats(visits, x.shape[:-1], cmr)
+        cmr = outputs[-1] if self.cmr is not None else None  # CMR has a single stratum
+        return y_TD.view_as(x), self.stats_builder.stats(visits, x.shape[:-1], cmr)
 
     def _compute_branches(self, h_TD: Tensor, routing: Routing) -> list:
-        """What each branch computes while the experts' outputs may be on their way."""
+        """The outputs of the branches; they may be computed while the experts' outputs travel."""
         return [branch.compute(h_TD, routing) for branch in self.branches]
 
     def _gate_inputs(
@@ -227,22 +233,22 @@ class StratifiedMoE(nn.Module):
         if self.config.gate_residual != "none":
             gate = self.gates[0]
             shape = x.shape[:-1].numel(), gate.num_experts + gate.free_experts
-            if gate_logits is None or not self.counting.hands_on_logits:
+            if gate_logits is None or not self.stats_builder.returns_gate_logits:
                 return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
             return gate_logits.reshape(shape)
-        asked = self.gates[0].extra_input
-        if asked == "id":
+        extra_input = self.gates[0].extra_input
+        if extra_input == "id":
             if ids is None or ids.shape != x.shape[:-1]:
                 raise ValueError(f"a hash gate needs ids of shape {tuple(x.shape[:-1])}")
             return ids.reshape(-1)
-        if asked == "sentence":
+        if extra_input == "sentence":
             *sentences, length = x.shape[:-1]
             number = torch.Size(sentences).numel()
             return torch.arange(number, device=x.device).repeat_interleave(length)
         return None
 
     def _stratum_of_first_choice(self, i: int, routing: Routing) -> Tensor:
-        """Of each token at gate ``i``, whether it is dropped there or not."""
+        """For each token at gate ``i``, before dropping."""
         if self.strata.fixed_depth:
             return torch.full_like(routing.first_choice_T, i)
         seen = self.stratum_of_expert[self.strata.first_experts[i] :]
@@ -250,29 +256,27 @@ class StratifiedMoE(nn.Module):
 
     @torch.no_grad()
     def end_update(self, observed_LN: Tensor | None) -> None:
-        """After an optimizer step, for gates that learn by counts and not by gradient.
+        """Call it after each optimizer step; it updates gates that learn from counts.
 
         Args:
-            observed_LN: ``observed`` of the statistics, summed over the batches of the update; None, as of
-                gates that learn by gradient alone, changes nothing.
+            observed_LN: ``observed`` of the statistics, summed over the batches of the update; None (the
+                gates learn only by gradient): nothing is updated.
         """
         if observed_LN is None:
             return
-        if self.gates[0].observes_together:
+        if self.gates[0].shares_counts:
             observed_LN = observed_LN.sum(0).expand_as(observed_LN)
         for gate, observed_N in zip(self.gates, observed_LN, strict=True):
-            gate.update(observed_N[: gate.observes])
+            gate.update(observed_N[: gate.num_observed])
 
 
 class PaperNorms(nn.ModuleList):
     """Layer norms and residuals of a block: one layer norm for each stratum (paper, eq. 4 and 7).
 
-    The subclasses override the steps in which other models differ.
-
     Args:
         embed_dim: D.
-        strata: how many.
-        dropout: of each stratum's output before its residual, or of all that the block adds.
+        strata: number of strata.
+        dropout: probability, for each stratum's output or for the sum of all outputs.
         dropout_per: "stratum" or "layer".
     """
 
@@ -287,11 +291,11 @@ class PaperNorms(nn.ModuleList):
         return x_TD
 
     def enter(self, i: int, y_TD: Tensor, tokens) -> tuple[Tensor, Tensor]:
-        """What the gate and the experts of stratum ``i`` get of its ``tokens``, and ``y``."""
+        """The normalised ``tokens`` for the gate and the experts of stratum ``i``, and ``y``."""
         return self[i](tokens.take(y_TD)), y_TD
 
     def leave(self, y_TD: Tensor, out_TD: Tensor, tokens) -> Tensor:
-        """``y`` with the output of the experts for the ``tokens`` of a stratum."""
+        """``y`` after a stratum, whose experts returned ``out`` for its ``tokens``."""
         dropout = self.dropout if self.dropout_per == "stratum" else 0.0
         return tokens.add(y_TD, F.dropout(out_TD, dropout, self.training))
 
@@ -303,9 +307,9 @@ class PaperNorms(nn.ModuleList):
 
 
 class ReleasedNorms(PaperNorms):
-    """As the paper's released code: later strata replace the residual by its norm.
+    """As in the paper's released code: later strata replace the residual by its norm.
 
-    The block's output is normalised once more, with one stratum as well.
+    The block's output is normalised once more, even with one stratum.
     """
 
     has_output_norm = True
@@ -314,7 +318,7 @@ class ReleasedNorms(PaperNorms):
         super().__init__(embed_dim, strata + 1, *options)
 
     def drop_output_norm(self) -> None:
-        """Leaves out the norm of the output, which checkpoints of one stratum once did not have."""
+        """Removes the output norm, which old checkpoints with one stratum do not have."""
         self.has_output_norm = False
         del self[-1]
 

@@ -1,4 +1,4 @@
-"""Experts over ranks: which rank holds which, and the exchange of token copies and outputs.
+"""Experts sharded over ranks: their placement, and the exchange of copies and outputs.
 
 Shapes: T tokens, K choices per token, N rows of copies and the padding row, D embedding, P ranks of a group,
 E experts.
@@ -20,14 +20,13 @@ from smoe_fairseq.modules.rows import Copies, DispatchPlan
 
 @dataclass(frozen=True)
 class Placement:
-    """E experts over N processes; each holds the same number of consecutive ones.
+    """E experts over N ranks: each rank holds E / N consecutive experts.
 
-    Where there are more processes than experts, every E consecutive ones are a group with one expert
-    each, and the groups are replicas of one another: tokens stay in their group, gradients are summed
-    over the replicas of an expert.
+    With more ranks than experts, every E consecutive ranks form a group with one expert each. The groups
+    are replicas: tokens stay in their group, and gradients are summed over the replicas of an expert.
 
     Raises:
-        ValueError: neither of E and N is a multiple of the other.
+        ValueError: neither E nor N is a multiple of the other.
     """
 
     num_experts: int
@@ -44,7 +43,7 @@ class Placement:
 
     @classmethod
     def over_processes(cls, num_experts: int) -> "Placement":
-        """Over the processes of the run that this one is part of; all of them here if it is alone."""
+        """Over all ranks of `torch.distributed`; one rank if it is not initialised."""
         if dist.is_available() and dist.is_initialized():
             return cls(num_experts, dist.get_world_size(), dist.get_rank())
         return cls(num_experts)
@@ -55,18 +54,18 @@ class Placement:
 
     @property
     def group_size(self) -> int:
-        """Processes that hold all experts together, and exchange tokens."""
+        """Number of ranks that together hold all experts, and exchange tokens."""
         return min(self.num_experts, self.world_size)
 
     @property
     def num_replicas(self) -> int:
-        """Processes that hold the same expert."""
+        """Number of ranks that hold the same expert."""
         return self.world_size // self.group_size
 
     def process_group(self) -> dist.ProcessGroup:
-        """The processes that this one exchanges tokens with, itself among them.
+        """The ranks that this one exchanges tokens with, itself included.
 
-        At the first call every process of the run has to call it.
+        The first call is collective: all ranks have to make it.
         """
         if self.num_replicas == 1:
             return dist.group.WORLD
@@ -79,14 +78,14 @@ class Placement:
 
     @property
     def local(self) -> range:
-        """The experts of this process."""
+        """The experts of this rank."""
         first = self.rank % self.group_size * self.num_local
         return range(first, first + self.num_local)
 
-    def of_local(self, experts: range) -> range:
-        """Those of some experts that are on this process, by their numbers here.
+    def local_indices(self, experts: range) -> range:
+        """The local indices of those ``experts`` that are on this rank.
 
-        The start is the last expert's at most, so that some expert is left from it on.
+        The start is at most the last local expert, so that at least one expert remains from it on.
         """
         start, stop = (end - self.local.start for end in (experts.start, experts.stop))
         start = min(max(start, 0), self.num_local - 1)
@@ -95,58 +94,56 @@ class Placement:
 
 @functools.cache
 def _groups(world: dist.ProcessGroup, world_size: int, size: int) -> list[dist.ProcessGroup]:
-    """One group for every ``size`` consecutive processes of ``world``."""
+    """One group for every ``size`` consecutive ranks of ``world``."""
     return [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]
 
 
 def compute_over_ranks(
-    place: Placement,
+    placement: Placement,
     run: Callable,
     x_TD: Tensor,
     copies: Copies,
     weights: Weights,
     branches: Callable[[], Any],
 ) -> tuple[tuple[Tensor, Weights], Any]:
-    """``run(x, copies, weights)`` and ``branches()``, with the experts spread over ranks.
+    """``run(x, copies, weights)`` and ``branches()``, with experts sharded over ranks.
 
-    Copies travel to their experts by all-to-all, and outputs back, meanwhile ``branches`` are computed.
-    Every pass makes the same three collective calls on every rank that holds the same set of experts,
-    with tokens or without: one exchange of counts and two of rows; nothing is padded. How many rows go
-    where has to be known on the host, so each stratum waits for the device once.
+    Copies travel to their experts by all-to-all. ``branches`` are computed while the outputs travel back.
+    Every rank of the group makes the same three collective calls, even without tokens: one exchange of
+    counts and two of rows, without padding. The host has to know the numbers of rows, so it waits for the
+    device once per stratum.
     """
-    group, ranks = place.process_group(), place.group_size
+    group, ranks = placement.process_group(), placement.group_size
     end = copies.own.start + len(copies.kept_E)
-    kept_E = F.pad(copies.kept_E, (copies.own.start, place.num_experts - end))
-    to_send_PE = kept_E.view(ranks, place.num_local)
+    kept_E = F.pad(copies.kept_E, (copies.own.start, placement.num_experts - end))
+    to_send_PE = kept_E.view(ranks, placement.num_local)
     received_PE = torch.empty_like(to_send_PE)
     dist.all_to_all_single(received_PE, to_send_PE, group=group)
-    own = place.of_local(copies.own)
-    received_PE = received_PE[:, own.start :]  # of others there are none
+    own = placement.local_indices(copies.own)
+    received_PE = received_PE[:, own.start :]  # no copies go to earlier experts
     counts = torch.cat([to_send_PE.sum(1), received_PE.sum(1), received_PE.sum(0)]).tolist()
     sent, received, sizes = counts[:ranks], counts[ranks : 2 * ranks], counts[2 * ranks :]
 
     plan = DispatchPlan.of(copies, sum(sent) + 1)
-    # In the type that is computed in, which may be half as wide.
+    # Sent in the type of the computation, which may be half precision.
     rows_ND = plan.take(x_TD.to(weights[0].dtype))
     arrived_ND, _ = exchange(rows_ND, sent, received, group)
     arrived = received_copies(received_PE, sizes, own)
     y_ND, weights = run(arrived_ND, arrived, weights)
-    y_ND, computed = exchange(y_ND, received, sent, group, branches)
-    return (plan.weighted_sum(y_ND, copies.weight_TK), weights), computed
+    y_ND, outputs = exchange(y_ND, received, sent, group, branches)
+    return (plan.weighted_sum(y_ND, copies.weight_TK), weights), outputs
 
 
 def received_copies(received_PE: Tensor, sizes: list[int], own: range) -> Copies:
-    """The copies that arrived, of one row each, and the padding row, which is of no expert.
-
-    They lie by sender, and by expert within a sender.
+    """The copies that arrived, sorted by sender and then by expert, and the padding row (no expert).
 
     Args:
-        received_PE: how many.
+        received_PE: number of copies by sender and expert.
         sizes: ``received_PE.sum(0)`` on the host.
     """
     senders, experts = received_PE.shape
-    number_B, rows = received_PE.flatten(), sum(sizes)  # B: of each sender and expert
-    # Of those of an expert, how many are from earlier senders; of all, how many came before.
+    number_B, rows = received_PE.flatten(), sum(sizes)  # B: pairs of sender and expert
+    # Copies of the same expert from earlier senders, minus all copies before.
     rank_B = (received_PE.cumsum(0) - received_PE).flatten() - (number_B.cumsum(0) - number_B)
     expert_B = torch.arange(experts, device=number_B.device).repeat(senders)
     of_B = torch.stack([expert_B, rank_B], 1)
@@ -164,15 +161,15 @@ def exchange(
     group: dist.ProcessGroup,
     meanwhile: Callable[[], Any] = lambda: None,
 ) -> tuple[Tensor, Any]:
-    """``sent`` and ``received`` rows to and from each rank; their gradients travel the other way.
+    """Exchange ``sent`` and ``received`` rows with each rank; gradients travel in the other direction.
 
     torch's own differentiable exchange is deprecated, and its successor is not public.
 
     Args:
-        meanwhile: what it computes overlaps with the exchange, forward and backward.
+        meanwhile: its computation overlaps with the exchange, forward and backward.
 
     Returns:
-        The rows, behind them the padding row, 0 on arrival; and what ``meanwhile`` returned.
+        The received rows, followed by a padding row of 0, and the result of ``meanwhile``.
     """
     transfer = AsyncAllToAll(group, sent, received)
     y_ND = Send.apply(x_ND, transfer)
@@ -181,18 +178,18 @@ def exchange(
 
 
 class AsyncAllToAll:
-    """Rows on their way between the ranks of ``group``, or backward, their gradients."""
+    """An asynchronous exchange of rows or their gradients between the ranks of ``group``."""
 
     def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]):
         self.group, self.sent, self.received = group, sent, received
 
     def start(self, x_ND: Tensor, back: bool = False) -> Tensor:
-        """Starts the exchange; returns the tensor that will hold the rows that arrive."""
+        """Starts the exchange; returns the tensor that will hold the received rows."""
         sent, received = (self.received, self.sent) if back else (self.sent, self.received)
         x_ND = x_ND.contiguous()
         y_ND = x_ND.new_empty(sum(received) + 1, *x_ND.shape[1:])
         y_ND[-1] = 0
-        self.rows = x_ND, y_ND  # not to be freed before
+        self.rows = x_ND, y_ND  # keeps them alive during the exchange
         self.work = dist.all_to_all_single(
             y_ND[:-1], x_ND[:-1], received, sent, group=self.group, async_op=True
         )
@@ -222,7 +219,7 @@ class Send(torch.autograd.Function):
 class Receive(torch.autograd.Function):
     """Forward, rows are received. Backward, their gradients are sent.
 
-    A backward pass runs in reverse order, so what was computed between the two is between them there too.
+    The backward pass runs in reverse order, so the computation between the two overlaps there, too.
     """
 
     @staticmethod
@@ -234,4 +231,4 @@ class Receive(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_ND: Tensor):
         ctx.transfer.start(grad_ND, back=True)
-        return grad_ND, None  # in place of what arrives, whose shape is another
+        return grad_ND, None  # a placeholder; `Send.backward` returns the received gradients

@@ -1,4 +1,4 @@
-"""The experts of a stratum by a product for each: the least work, and the fastest on a CPU.
+"""The experts of a stratum by a product per expert: the least work, and the fastest on a CPU.
 
 Shapes: T tokens, K choices per token, N rows of copies, n of one expert, D embedding, F feed-forward,
 E experts.
@@ -16,7 +16,7 @@ Weights = tuple[Tensor, Tensor, Tensor, Tensor]  # w1 (E, F, D), b1 (E, F), w2 (
 
 
 class PerExpert:
-    """A product for each expert that has copies, on just these; their numbers are read on the host."""
+    """A product for each expert that has copies; the host reads the number of copies."""
 
     on_host = True
 
@@ -28,30 +28,30 @@ class PerExpert:
 
         Args:
             x_TD: the tokens.
-            weights: of all experts, see `Experts.weights`; for a later stratum those that an earlier
-                one returned: so one gradient buffer for each is filled by every stratum that uses it.
+            weights: of all experts, see `Experts.weights`; for later strata the weights that the stratum
+                before returned, so that all strata fill the same gradient buffers.
 
         Returns:
-            ``(T, D)`` in the weights' type, 0 for a token without an expert; and the weights.
+            ``(T, D)`` in the weights' type, 0 for tokens without an expert; and the weights.
         """
         hidden, trains = self.experts.hidden, any(w.requires_grad for w in weights)
         layout = *self.lay_out(copies), copies.own
         x_TD = x_TD.to(weights[0].dtype)
-        y_TD, *passed_on = ExpertSum.apply(
+        y_TD, *linked = ExpertSum.apply(
             x_TD, copies.weight_TK, *weights, layout, hidden, *hidden.parameters
         )
-        return y_TD, tuple(passed_on) if trains else weights
+        return y_TD, tuple(linked) if trains else weights
 
     @staticmethod
     def lay_out(copies: Copies) -> tuple[Tensor, list[int]]:
-        """Which copy is in each row ``(N,)``, by expert, and the number of rows of each expert."""
+        """The copy in each row ``(N,)``, sorted by expert, and the number of rows per expert."""
         sizes = copies.kept_E.tolist() if copies.sizes is None else copies.sizes
         return DispatchPlan.of(copies, sum(sizes) + 1).copy_N[:-1], sizes
 
     def by_expert(
         self, x_ND: Tensor, sizes: list[int], weights: Weights
     ) -> Iterator[tuple[int, Tensor]]:
-        """Experts that have rows, ``sizes`` of each, with their outputs for them; for inference."""
+        """Each expert that has rows, with its outputs for them; for inference."""
         rows, activation_fn = x_ND.split(sizes), self.experts.activation_fn
         w1, b1, w2, b2 = map(Tensor.unbind, weights)
         for e, size in enumerate(sizes):
@@ -62,7 +62,7 @@ class PerExpert:
     def infer(
         self, x_TD: Tensor, token_N: Tensor, weight_N1: Tensor, sizes: list[int], weights: Weights
     ) -> Tensor:
-        """The weighted sum without gradients; rows lie by expert, ``sizes`` of each."""
+        """The weighted sum without gradients; rows are sorted by expert, ``sizes`` per expert."""
         tokens, scales = token_N.split(sizes), weight_N1.split(sizes)
         y_TD = torch.zeros_like(x_TD)
         for e, y_ND in self.by_expert(x_TD.index_select(0, token_N), sizes, weights):
@@ -71,12 +71,10 @@ class PerExpert:
 
 
 class ExpertSum(torch.autograd.Function):
-    """The weighted sum, and behind it the weights for the next stratum.
+    """The weighted sum and the weights for the next stratum.
 
-    Of all experts, those that the gate sees begin at the stratum's first one.
-
-    Each expert adds its outputs to the sum while they are in the cache. What is kept for the backward
-    pass is what is between its two products; the tokens are gathered again.
+    Each expert adds its outputs to the sum while they are in the cache. The backward pass keeps only the
+    hidden activations, and gathers the tokens again.
     """
 
     @staticmethod
@@ -114,12 +112,12 @@ class ExpertSum(torch.autograd.Function):
         saved = zip(*[iter(kept)] * per_expert) if kept else iter(())
         for e, token_n, weight_n1 in _busy(ctx.own.start, ctx.sizes, token_N, weight_N1):
             y_grad_nD, x_nD = grad_TD.index_select(0, token_n), x_TD.index_select(0, token_n)
-            h_nF, backward = ctx.hidden.reopen(*next(saved))
+            h_nF, backward = ctx.hidden.recompute(*next(saved))
             h_grad_nF = y_grad_nD @ w2[e]
             if weight_n1 is not None:
-                # <g, W h + b> = <W' g, h> + <g, b>: no copy of the unscaled output is needed.
+                # <g, W h + b> = <W' g, h> + <g, b>, which does not need the unscaled output.
                 weight_grads.append(torch.linalg.vecdot(h_grad_nF, h_nF).addmv_(y_grad_nD, b2[e]))
-                # In place of the scaled gradient of h (n, F), the factors that are smaller are scaled.
+                # Scale the smaller factors (n, D) in place of the gradient of h (n, F).
                 y_grad_nD.mul_(weight_n1)
                 x_nD.mul_(weight_n1)
             if trains:
@@ -142,39 +140,39 @@ class ExpertSum(torch.autograd.Function):
 
 
 class Gradients:
-    """The gradients of the weights: one buffer for each, filled by every stratum that uses it.
+    """Gradient buffers of the weights, filled by every stratum that uses the weights.
 
-    A backward pass goes from the last stratum to the first, and each one returns the buffers to the one
-    before as the gradient of the weights that it passed on.
+    A backward pass goes from the last stratum to the first; each stratum passes the buffers on as the
+    gradient of the weights that it got.
 
     Args:
-        sizes: rows of each expert from the first one of ``own`` on.
-        own: experts that no later stratum has written.
-        sums: what the later strata have filled; of None: there are none.
+        sizes: rows per expert, beginning with the first expert of ``own``.
+        own: experts whose buffers no later stratum has written.
+        sums: the buffers of the later strata; None for each weight in the last stratum.
     """
 
     def __init__(self, sizes: list[int], own: range, weights: Weights, sums: tuple):
-        fresh = sums[0] is None
-        self.sums = [torch.empty_like(w) for w in weights] if fresh else sums
-        self.written = range(own.start, len(weights[0])) if fresh else own
+        is_last = sums[0] is None
+        self.sums = [torch.empty_like(w) for w in weights] if is_last else sums
+        self.unwritten = range(own.start, len(weights[0])) if is_last else own
         busy = {own.start + e for e, size in enumerate(sizes) if size}
-        for e in set(self.written) - busy:
-            for each in self.sums:
-                each[e].zero_()
+        for e in set(self.unwritten) - busy:
+            for buffer in self.sums:
+                buffer[e].zero_()
 
     def add(
         self, expert: int, which: int, y_grad_nO: Tensor, x_nI: Tensor, scale_n1: Tensor | None
     ) -> None:
-        """Add those of the ``which``-th weights and of their biases, from ``y = W x + b``.
+        """Add the gradients of the ``which``-th weights and of the biases after them, for ``y = W x + b``.
 
         Args:
-            scale_n1: of the rows, which is in ``x`` already and not in the gradient; None: 1.
+            scale_n1: row weights that ``x`` already contains and the gradient does not; None: 1.
         """
         weight_OI, bias_O1 = self.sums[which][expert], self.sums[which + 1][expert].unsqueeze(1)
         if scale_n1 is None:
             scale_n1 = x_nI.new_ones(len(x_nI), 1)
         scale_n1 = scale_n1.to(x_nI.dtype)
-        if expert in self.written:
+        if expert in self.unwritten:
             torch.mm(y_grad_nO.t(), x_nI, out=weight_OI)
             torch.mm(y_grad_nO.t(), scale_n1, out=bias_O1)
         else:
@@ -185,15 +183,15 @@ class Gradients:
 def _busy(
     first: int, sizes: list[int], token_N: Tensor, weight_N1: Tensor | None
 ) -> Iterator[tuple]:
-    """Each expert that has rows, with their tokens and weights; experts are numbered from ``first`` on."""
+    """Each expert that has rows, with their tokens and weights; ``first`` is the number of the first."""
     weights = [None] * len(sizes) if weight_N1 is None else weight_N1.split(sizes)
-    for e, of_expert in enumerate(zip(token_N.split(sizes), weights, strict=True)):
+    for e, tokens_and_weights in enumerate(zip(token_N.split(sizes), weights, strict=True)):
         if sizes[e]:
-            yield first + e, *of_expert
+            yield first + e, *tokens_and_weights
 
 
 def refuse_second_derivative() -> None:
-    """Raise RuntimeError in a backward pass that is to be differentiated itself."""
+    """Raise RuntimeError in a backward pass with ``create_graph=True``."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "the experts' weights have no second derivative: expected create_graph=False"

@@ -1,4 +1,4 @@
-"""Copies of tokens: places, gathering by expert, summing by token; and the tokens of one stratum.
+"""Rows: the copies of tokens, sorted by expert and summed by token, and the tokens of one stratum.
 
 Shapes: T tokens, K choices per token, N rows of copies and one padding row, D embedding, E experts.
 """
@@ -11,29 +11,26 @@ from torch import Tensor
 
 
 class Copies(NamedTuple):
-    """The copies of T tokens for the E experts that a gate sees, which it numbers from 0."""
+    """The copies of T tokens for the E experts that a gate sees, numbered from 0."""
 
-    expert_TK: Tensor  # of each copy; E for a copy without an expert
+    expert_TK: Tensor  # E for a copy without an expert
     weight_TK: Tensor | None  # at least float32, 0 for a copy without an expert; None: all are 1
-    rank_TK: Tensor  # how many copies of the same expert come before
-    kept_E: Tensor  # copies of each expert
-    own: range  # the stratum's own experts, which no later gate sees, by the block's numbers
-    sizes: list[int] | None = None  # `kept_E` on the host, if it is known there
+    rank_TK: Tensor  # number of earlier copies for the same expert
+    kept_E: Tensor  # copies per expert
+    own: range  # experts that no later gate sees, as the block numbers them
+    sizes: list[int] | None = None  # `kept_E` on the host, if known
 
 
 class DispatchPlan(NamedTuple):
-    """Which copy is in which row.
-
-    Copies lie by expert, and behind them is the padding row: a copy without an expert reads 0 there.
-    """
+    """The rows of copies: sorted by expert, then a padding row of 0, which copies without an expert read."""
 
     row_TK: Tensor  # of each copy
     copy_N: Tensor  # row n holds copy t * K + k
-    token_N: Tensor  # the token of each row; of padding rows, any
+    token_N: Tensor  # of each row; arbitrary for padding rows
 
     @classmethod
     def of(cls, copies: Copies, rows: int) -> "DispatchPlan":
-        """Each copy behind those before it for the same expert, and these behind all earlier experts'."""
+        """Sort copies by expert, then by rank."""
         kept_E = copies.kept_E
         start_E1 = F.pad(kept_E.cumsum(0) - kept_E, (0, 1), value=2 * rows)
         start_TK = start_E1.index_select(0, copies.expert_TK.flatten()).view_as(copies.expert_TK)
@@ -43,23 +40,22 @@ class DispatchPlan(NamedTuple):
         return cls(row_TK, copy_N, copy_N // row_TK.shape[1])
 
     def take(self, x_TD: Tensor) -> Tensor:
-        """``(N, D)``: what each row's token has."""
+        """``(N, D)``: the values of each row's token."""
         return MoveRows.apply(x_TD, self.token_N, self.row_TK, False)
 
     def weighted_sum(self, y_ND: Tensor, weight_TK: Tensor | None) -> Tensor:
         """``sum_k weight[t, k] y[row[t, k]]`` of each token, ``(T, D)`` (paper, eq. 3)."""
         if weight_TK is not None:
-            # Each weight is that of one copy alone.
             column, row = weight_TK.reshape(-1, 1), self.row_TK.reshape(-1, 1)
             y_ND = (y_ND * MoveRows.apply(column, self.copy_N, row, False)).to(y_ND.dtype)
         return MoveRows.apply(y_ND, self.token_N, self.row_TK, True)
 
 
 class MoveRows(torch.autograd.Function):
-    """From tokens ``(T, D)`` to the rows of their copies ``(N, D)``, or back, where the rows are summed.
+    """From tokens ``(T, D)`` to the rows of their copies ``(N, D)``, or ``back``, as sums over copies.
 
-    Each direction is the other's backward pass. ``token (N,)`` is the token of each row, and
-    ``row (T, K)`` its inverse: where each token's copies lie.
+    Each direction is the backward pass of the other. ``token (N,)`` is the token of each row, ``row (T, K)``
+    its inverse.
     """
 
     @staticmethod
@@ -75,20 +71,17 @@ class MoveRows(torch.autograd.Function):
 
 
 def sum_rows(y_ND: Tensor, row_TK: Tensor) -> Tensor:
-    """``sum_k y[row[t, k]]`` of each token, ``(T, D)``."""
+    """``sum_k y[row[t, k]]`` for each token, ``(T, D)``."""
     return F.embedding_bag(row_TK, y_ND, mode="sum")
 
 
 def select(x_T: Tensor, index_N: Tensor) -> Tensor:
-    """``x[index]``; 0 if ``x`` is empty, as for the padding row of a batch without tokens."""
+    """``x[index]``; zeros if ``x`` is empty, for the padding row of a batch without tokens."""
     return x_T.index_select(0, index_N) if len(x_T) else x_T.new_zeros(len(index_N), *x_T.shape[1:])
 
 
 class AddRows(torch.autograd.Function):
-    """``x.index_add(0, index, y)``: row n of ``y (N, D)`` added to row ``index[n]`` of ``x (T, D)``.
-
-    torch's own keeps ``y``.
-    """
+    """``x.index_add(0, index, y)``, but without keeping ``y`` for the backward pass."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, index_N: Tensor, y_ND: Tensor) -> Tensor:
@@ -102,9 +95,9 @@ class AddRows(torch.autograd.Function):
 
 
 class IndexedTokens:
-    """The tokens at some of ``number`` places, gathered: least work, but how many is known on the host."""
+    """A stratum's tokens, gathered by index: the least work, but the host must know their number."""
 
-    active_T = None  # every token that `take` returns counts
+    active_T = None  # all tokens that `take` returns are active
 
     def __init__(self, index: Tensor, number: int):
         self.index, self.all = index, len(index) == number
@@ -126,7 +119,7 @@ class IndexedTokens:
 
 
 class MaskedTokens:
-    """All T rows with a mask of those that count: no shape depends on the routing."""
+    """A stratum's tokens as a mask of all T rows: no shape depends on the routing."""
 
     def __init__(self, here_T: Tensor):
         self.active_T = here_T

@@ -1,10 +1,10 @@
-"""How the experts of a block are arranged ("4-12": 4 in the first stratum, 12 in the second); bad options."""
+"""The strata of a block ("4-12": 4 experts in the first stratum, 12 in the second), and its error class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-MOST_STRATA, MOST_EXPERTS = 1_000, 9_999_999  # of one block: more are a slip of the pen
+MOST_STRATA, MOST_EXPERTS = 1_000, 9_999_999  # of one block
 
 
 @dataclass(frozen=True)
@@ -12,11 +12,11 @@ class Strata:
     """Sizes of the strata of one block, first stratum first (paper, section 3).
 
     Experts are numbered from the first stratum on. The gate of stratum ``i`` sees the experts of
-    stratum ``i`` and of all later strata; under naive stacking (``stacked``) only those of stratum ``i``.
-    A stratum of size 0 has a gate all the same, which sees later experts alone.
+    stratum ``i`` and of all later strata; with naive stacking (``stacked``) only those of stratum ``i``.
+    The gate of a stratum of size 0 sees only later experts.
 
-    In a ``chain`` (Wang et al. 2025) every token makes that many passes over the experts of one stratum, with
-    a gate for each: each pass counts as one stratum.
+    In a ``chain`` (Wang et al. 2025) every token makes this number of passes over the experts of one
+    stratum. Each pass has its own gate, and counts as one stratum.
     """
 
     sizes: tuple[int, ...]
@@ -28,8 +28,8 @@ class Strata:
         """Read the paper's notation.
 
         Raises:
-            OptionError: a stratum is not a whole number, or one of 0 is the last or stacked; a chain is not
-                of one stratum.
+            OptionError: a stratum is not a whole number; the last or a stacked stratum has no experts; a
+                chain has several strata or is stacked.
         """
         sizes = str(text).split("-")
         if not all(size.isascii() and size.isdigit() for size in sizes) or int(sizes[-1]) == 0:
@@ -46,8 +46,8 @@ class Strata:
         sizes = tuple(map(int, sizes))
         if stacked and 0 in sizes:
             raise OptionError(
-                f"{{strata}} {text} with {{stacked}}: a stratum without experts leaves its gate none to "
-                "choose from; expected positive numbers"
+                f"{{strata}} {text} with {{stacked}}: a gate has no experts to choose from; expected "
+                "positive numbers"
             )
         if chain < 1:
             raise OptionError(f"{{chain}} {chain}: expected a whole number of at least 1")
@@ -66,7 +66,7 @@ class Strata:
 
     @property
     def fixed_depth(self) -> bool:
-        """Whether all tokens go from each gate to the next, whatever they choose."""
+        """Whether all tokens pass all gates."""
         return self.stacked or self.chain > 1
 
     @property
@@ -82,19 +82,19 @@ class Strata:
 
     @property
     def visible(self) -> list[int]:
-        """``E_i``: how many experts the gate of each stratum chooses from."""
+        """``E_i``: the number of experts that the gate of each stratum sees."""
         if self.stacked:
             return list(self.sizes)
         return [self.num_experts - first for first in self.first_experts]
 
     @property
     def own(self) -> list[int]:
-        """Of the experts that each gate sees, how many are not of a later stratum."""
+        """The number of experts that each gate sees in its own stratum."""
         return self.visible if self.chain > 1 else list(self.sizes)
 
     @property
     def experts_of_gate(self) -> list[range]:
-        """The experts that each gate is the last to see; they are the first that it sees."""
+        """The experts that each gate sees and no later gate does; they come first among its experts."""
         if self.chain > 1:
             return [range(0)] * (self.chain - 1) + [range(self.num_experts)]
         return [
@@ -107,10 +107,9 @@ class Strata:
         return [i for i, size in enumerate(self.sizes) for _ in range(size)]
 
     def expected_visits(self) -> list[float]:
-        """How many tokens of each one stop at each stratum when every gate chooses uniformly.
+        """The share of tokens that visit each stratum, if every gate chooses uniformly.
 
-        They sum to the recursion ``N_L = 1``, ``N_i = 1 + sum_{j=i..L-1} size_j / E_i * N_{j+1}``, which
-        begins at the other end.
+        The sum is ``N_1`` of the recursion ``N_L = 1``, ``N_i = 1 + sum_{j=i..L-1} size_j / E_i * N_{j+1}``.
         """
         if self.fixed_depth:
             return [1.0] * len(self)
@@ -121,16 +120,16 @@ class Strata:
         return visits[:-1]
 
     def expected_requested_capacity(self) -> float:
-        """Mean number of strata that a token stops at when every gate chooses uniformly."""
+        """The mean requested capacity, if every gate chooses uniformly."""
         return sum(self.expected_visits())
 
 
 class OptionError(ValueError):
-    """A value that the block cannot take: one sentence that names the parameter and what would be accepted.
+    """An invalid option of the block; one sentence names the parameter and the values that are expected.
 
     Args:
-        sentence: in it ``{top_k}`` stands for the parameter of that name.
-        values: what else stands in braces.
+        sentence: the message, with parameter names in braces, ``{top_k}``.
+        values: values of other names in braces.
     """
 
     def __init__(self, sentence: str, **values):

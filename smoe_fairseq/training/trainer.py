@@ -40,7 +40,7 @@ def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
         if numbers := [log[key] for log in logs if key in log]:
             observed[block] = torch.as_tensor(sum(numbers), device=block.stratum_of_expert.device)
     for block, observed_LN in observed.items():
-        if block.gates[0].observes_together:
+        if block.gates[0].shares_counts:
             observed_LN = sum(each.sum(0) for each in observed.values()).expand_as(observed_LN)
         block.end_update(observed_LN)
 
@@ -53,7 +53,7 @@ MOST_SKIPPED = 3  # updates one after another for which no rank had the memory
 def learns_by_updates(models: Iterable[nn.Module]) -> str | None:
     """The flag by which gates learn from the counts of an update, and not by gradients alone."""
     for block in (block for model in models for block in transformer.moe_blocks(model).values()):
-        if block.counting.observed:
+        if block.stats_builder.num_observed:
             bias = block.config.balance == "bias"
             return "--moe-balance bias" if bias else f"--moe-gate {block.config.gate}"
         if block.balance_over == "update" and block.learns_balance:

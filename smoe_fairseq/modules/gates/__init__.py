@@ -1,7 +1,7 @@
-"""The kinds of gate, a file for each.
+"""The gates.
 
-A gate is called with tokens and a mask, and with its `extra_input` where it has one; it returns a
-`Routing`. To add a gate: a file here with its `decide`, and a line in `GATES`.
+A gate is called with tokens, a mask and its `extra_input`, if it has one; it returns a `Routing`. To add
+a gate, add a file with its `decide`, and a line in `GATES`.
 """
 
 from smoe_fairseq.modules.gates.base import BaseGate

@@ -1,4 +1,4 @@
-"""The gate of BASE layers: in training every expert gets as many tokens as the others.
+"""The gate of BASE layers: in training all experts get equally many tokens.
 
 Shapes: T tokens, D embedding, E experts; K is 1.
 """
@@ -13,16 +13,16 @@ from smoe_fairseq.modules.routing import Routing
 class BaseGate(LinearGate):
     """One expert per token, by a balanced assignment (Lewis et al. 2021), weighted by ``sigmoid(w_e x)``.
 
-    In training the assignment is that of `balanced_assignment` over the tokens of this process, and through
-    it there is no gradient; in evaluation each token has the expert of its highest affinity ``w_e x``.
-    There is no loss and no other limit on the experts.
+    In training, tokens are assigned by `balanced_assignment` over the batch of a rank, without gradient; in
+    evaluation, each token goes to the expert of its highest affinity ``w_e x``. There is no balance loss and
+    no capacity.
     """
 
-    of_one_stratum = True
+    single_stratum = True
     top_k = 1
 
     def reset_parameters(self):
-        """As the authors'."""
+        """As in the authors' code."""
         nn.init.orthogonal_(self.weight, gain=0.1 * self.init_scale)
 
     def decide(self, x_TD: Tensor, active_T: Tensor) -> Routing:
@@ -35,24 +35,23 @@ class BaseGate(LinearGate):
         return route_to_one(expert_T, weight_T1, active_T, logits_TE.softmax(dim=-1), logits_TE)
 
 
-# A balanced assignment: experts have equally many tokens, and the sum of affinities is greatest.
+# A balanced assignment: experts have equally many tokens, and the sum of affinities is maximal.
 #
-# Prices of the experts, found approximately, send nearly as many tokens to each. What is left is mended
-# exactly: as long as an expert has too many tokens, the cheapest chain of moves brings one to an expert that
-# has too few (successive shortest paths; a chain is cheapest in the affinities that its tokens lose). So the
-# result is as good as any, whatever the prices were.
+# First, approximate prices of the experts balance their loads roughly. Then, while an expert has too many
+# tokens, the cheapest chain of moves brings one to an expert that has too few (successive shortest paths; the
+# cost is the affinity that the moved tokens lose). The result is optimal whatever the prices were.
 
-# Of the affinities' spread: how soft the assignment is that the prices balance, from rough to fine.
+# Temperatures of the assignment that the prices balance, relative to the spread of the affinities.
 SOFTNESS = (0.3, 0.1, 0.03, 0.01)
-ROUNDS = 8  # for each
+ROUNDS = 8  # per temperature
 
 
 @torch.no_grad()
 def balanced_assignment(affinity_TE: Tensor) -> Tensor:
     """The expert of each token ``(T,)``; T / E tokens for each expert, or one more for T modulo E of them.
 
-    Of all such assignments it has the greatest sum of affinities. They are read on the host. Where one is not
-    a finite number, it counts as the smallest that is.
+    It has the largest sum of affinities among these assignments. It is computed on the host; an affinity that
+    is not finite counts as the smallest finite one.
     """
     tokens, experts = affinity_TE.shape
     if not tokens or experts == 1:
@@ -66,7 +65,7 @@ def balanced_assignment(affinity_TE: Tensor) -> Tensor:
 
 
 def prices(affinity_TE: Tensor) -> Tensor:
-    """``(E,)``, at which about as many tokens prefer each expert (Sinkhorn's iterations)."""
+    """Prices ``(E,)`` at which about equally many tokens prefer each expert (Sinkhorn's iterations)."""
     tokens, experts = affinity_TE.shape
     price_E = affinity_TE.mean(0)
     spread = float((affinity_TE - price_E).std(correction=0)) or 1.0
@@ -79,14 +78,14 @@ def prices(affinity_TE: Tensor) -> Tensor:
 
 
 class Assignment:
-    """One that no exchange between experts improves, from the start and after every move.
+    """An assignment that no exchange between experts improves, initially and after every move.
 
-    Each expert has ``ceil(T / E)`` places. Where there are more places than tokens, the experts with the
-    lowest prices leave one empty, and an empty place can move to an expert that has none.
+    Each expert has ``ceil(T / E)`` places. If there are more places than tokens, the experts with the lowest
+    prices have an empty place, which can move to an expert that has none.
 
     Args:
         affinity_TE: in double precision, on the host.
-        price_E: any.
+        price_E: arbitrary.
     """
 
     def __init__(self, affinity_TE: Tensor, price_E: Tensor):
@@ -96,7 +95,7 @@ class Assignment:
         self.places = -(-tokens // experts)
         self.empty_E = torch.zeros(experts, dtype=torch.bool)
         self.empty_E[price_E.argsort()[: self.places * experts - tokens]] = True
-        # What it costs to move the token for which it costs least, and which one that is.
+        # The cost of the cheapest move from one expert to another, and the token that moves.
         self.cost_EE = torch.empty(experts, experts, dtype=torch.double)
         self.mover_EE = torch.empty(experts, experts, dtype=torch.long)
         for expert in range(experts):
@@ -128,18 +127,18 @@ class Assignment:
         self.cost_EE[expert], self.mover_EE[expert] = cost_E, token_N[row_E]
 
     def _moves(self) -> tuple[Tensor, Tensor]:
-        """``(E, E)`` from one expert to another: what a move costs, and its token; -1: an empty place."""
+        """``(E, E)``: the cheapest move between two experts: its cost and its token; -1: an empty place."""
         empty_EE = self.empty_E.unsqueeze(1) & ~self.empty_E & (self.cost_EE > 0)
         cost_EE = self.cost_EE.masked_fill(empty_EE, 0)
         return cost_EE.fill_diagonal_(torch.inf), self.mover_EE.masked_fill(empty_EE, -1)
 
     def _cheapest_path(self, start_E: Tensor, end_E: Tensor, edge_EE: Tensor) -> list[int]:
-        """From any expert of ``start`` to any of ``end``, by the algorithm of Bellman and Ford."""
+        """From an expert of ``start`` to an expert of ``end``, by the algorithm of Bellman and Ford."""
         distance_E = torch.zeros(len(start_E), dtype=torch.double).masked_fill(~start_E, torch.inf)
         before_E = torch.full_like(start_E, -1, dtype=torch.long)
         for _ in range(len(start_E) - 1):
             through_E, from_E = (distance_E.unsqueeze(1) + edge_EE).min(0)
-            shorter_E = through_E < distance_E - 1e-12  # rounding makes no circles
+            shorter_E = through_E < distance_E - 1e-12  # so that rounding makes no cycles
             if not shorter_E.any():
                 break
             distance_E = through_E.where(shorter_E, distance_E)

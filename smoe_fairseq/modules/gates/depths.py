@@ -1,6 +1,6 @@
-"""The gate of Mixture-of-Depths: in training the best tokens of each sentence, else those above a threshold.
+"""The gate of Mixture-of-Depths: the best tokens of each sentence, or in evaluation those above a threshold.
 
-Shapes: T tokens, D embedding, E experts; K is E here, and choice e is expert e's.
+Shapes: T tokens, D embedding, E experts; K is E here, and choice e is expert e.
 """
 
 from torch import Tensor
@@ -13,13 +13,13 @@ from smoe_fairseq.modules.routing import Routing
 class DepthsGate(ExpertChoiceGate):
     """``x + r FFN(x)`` for some tokens, ``x`` for the others, ``r = w x`` (Raposo et al. 2024).
 
-    With one expert of the FFN's width it is Mixture-of-Depths, with more of them each chooses by itself. In
-    training an expert takes the ``ceil(factor T / E)`` tokens of highest r of each sentence, later ones of
-    the decoder too. In evaluation it takes those whose r is above its threshold, a running mean over the
-    batches of training: then no token depends on another one. There is no loss.
+    With one expert of the FFN's width it is Mixture-of-Depths; several experts choose independently. In
+    training, an expert takes the ``ceil(factor T / E)`` tokens of each sentence with the highest r; in a
+    decoder this depends on later tokens. In evaluation, it takes the tokens whose r is above its threshold,
+    a running mean over training batches, so tokens do not depend on each other. There is no loss.
     """
 
-    learns_number = True
+    learns_num_experts = True
     default_capacity = 0.5
     learner = "threshold"
     learns_by_counts = True
@@ -29,7 +29,7 @@ class DepthsGate(ExpertChoiceGate):
         self.threshold = RunningThreshold(self.num_experts, config.threshold_step)
 
     def decide(self, x_TD: Tensor, active_T: Tensor, sentence_T: Tensor) -> Routing:
-        """As of `ExpertChoiceGate`."""
+        """As `ExpertChoiceGate.decide`."""
         logits_TE = self.logits(x_TD)
         if self.training:
             taken_TE = self.take(logits_TE.detach(), sentence_T, active_T, self.factor)

@@ -1,6 +1,6 @@
 """The expert-choice gate: experts choose tokens.
 
-Shapes: T tokens, D embedding, E experts; K is E here, and choice e is expert e's.
+Shapes: T tokens, D embedding, E experts; K is E here, and choice e is expert e.
 """
 
 import torch
@@ -13,14 +13,14 @@ from smoe_fairseq.modules.routing import Places, Routing, most_copies
 class ExpertChoiceGate(LinearGate):
     """Each expert takes the ``ceil(factor T / E)`` tokens that score it highest (Zhou et al. 2022).
 
-    Scores are a softmax over the experts, and the weights of their outputs as they are. A token may have
-    several experts or none. Who is taken depends on all tokens, later ones too, so that this is no gate for a
-    decoder. In evaluation the tokens of each sentence are chosen from by themselves, so that a result does
-    not depend on its batch, and the factor is ``eval_capacity_factor`` if it is not 0. There is no loss.
+    Scores are a softmax over the experts; they are the weights, too. A token may have several experts or
+    none. The choice depends on all tokens, even later ones, so decoders cannot use this gate. In evaluation,
+    experts choose within each sentence, so that results do not depend on the batch, and the factor is
+    ``eval_capacity_factor`` unless that is 0. There is no loss.
     """
 
     extra_input = "sentence"
-    of_one_stratum = True
+    single_stratum = True
     needs_capacity = True
 
     def __init__(self, config, *sizes: int):
@@ -30,29 +30,28 @@ class ExpertChoiceGate(LinearGate):
         self.top_k = self.num_experts  # at most
 
     def decide(self, x_TD: Tensor, active_T: Tensor, sentence_T: Tensor) -> Routing:
-        """``sentence`` numbers the sentence of each token, from 0."""
+        """``sentence`` is the index of each token's sentence."""
         logits_TE = self.logits(x_TD)
         probs_TE = logits_TE.softmax(dim=-1)
         group_T = torch.zeros_like(sentence_T) if self.training else sentence_T
         factor = self.factor if self.training else self.eval_factor
         taken_TE = self.take(probs_TE.detach(), group_T, active_T, factor)
 
-        # For the statistics: the expert that weighs most of those that have taken the token, if any.
+        # For the statistics: the expert with the largest weight, if any has taken the token.
         first_choice_T = (probs_TE + taken_TE).argmax(1)
         return self.route(taken_TE, probs_TE, active_T, probs_TE, logits_TE, first_choice_T)
 
     def route(
-        self, taken_TE: Tensor, weight_TE: Tensor, active_T: Tensor, *scores: Tensor, **of_gate
+        self, taken_TE: Tensor, weight_TE: Tensor, active_T: Tensor, *scores: Tensor, **optional
     ) -> Routing:
-        """The routing of the tokens that each expert has taken; the others as of `Routing.of`."""
+        """The routing of the tokens that each expert has taken; other arguments as in `Routing.of`."""
         choice_TE = torch.arange(self.num_experts, device=taken_TE.device).expand_as(taken_TE)
-        places = Places.of_columns(taken_TE)
-        return Routing.of(choice_TE, weight_TE, taken_TE, places, active_T, *scores, **of_gate)
+        places = Places(taken_TE.cumsum(0) - 1, None, taken_TE.sum(0))
+        return Routing.of(choice_TE, weight_TE, taken_TE, places, active_T, *scores, **optional)
 
     def take(self, score_TE: Tensor, group_T: Tensor, active_T: Tensor, factor: float) -> Tensor:
         """``(T, E)``: whether the token is among the expert's best ``ceil(factor T_g / E)`` of its group."""
-        # Groups are counted in a row of T + 1, since how many there are is not known on the host; who is
-        # not active is in the last.
+        # The host does not know the number of groups, so there are T + 1; the last has inactive tokens.
         group_T = group_T.masked_fill(~active_T, len(group_T))
         size_G = group_T.new_zeros(len(group_T) + 1)
         size_G.scatter_add_(0, group_T, torch.ones_like(group_T))

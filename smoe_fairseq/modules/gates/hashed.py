@@ -1,4 +1,4 @@
-"""Gates that look an expert up by the token's id: the only one, or the first of several.
+"""Gates that look up an expert by the token's id: the only one, or the first of several.
 
 Shapes: T tokens, D embedding, E experts, K choices per token.
 """
@@ -15,22 +15,22 @@ from smoe_fairseq.modules.routing import Routing
 class HashGate(Gate):
     """``expert = table[id]``, weight 1: nothing is learnt (hash layers, Roller et al. 2021).
 
-    An expert takes all the tokens that it is given, and there is no loss.
+    There is no capacity and no loss.
 
     Attributes:
-        table: the expert of each id, ``(V,)``; part of the state dict, as of `HashTopKGate`.
+        table: the expert of each id, ``(V,)``; part of the state dict.
     """
 
     extra_input = "id"
     top_k = 1
-    of_one_stratum = True
+    single_stratum = True
 
     def __init__(self, config, *sizes: int):
         super().__init__(config, *sizes)
         self.register_buffer("table", config.hash_table.clone())
 
     def decide(self, x_TD: Tensor, active_T: Tensor, id_T: Tensor) -> Routing:
-        """By ``id`` alone. Probabilities are those of the table, 1 or 0."""
+        """The probabilities are 1 or 0."""
         expert_T = self.table[id_T]
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         probs_TE = F.one_hot(expert_T, self.num_experts).to(dtype)
@@ -38,19 +38,19 @@ class HashGate(Gate):
 
 
 class HashTopKGate(TopKGate):
-    """The first expert is ``table[id]``, the others are those of highest score, as of `TopKGate`.
+    """The first expert is ``table[id]``; the others have the highest scores, as in `TopKGate`.
 
-    All K are weighted by the gate, which learns from the first expert too. The balance loss counts first
-    choices, which the table fixes, so it moves the other choices towards experts that have few.
+    Scores weight all K experts, so the gate learns from the first one, too. The balance loss counts first
+    choices, which the table fixes, so it moves the other choices towards experts with few first choices.
     """
 
     extra_input = "id"
-    of_one_stratum = True
+    single_stratum = True
 
     def __init__(self, config, *sizes: int):
         super().__init__(config, *sizes)
         self.register_buffer("table", config.hash_table.clone())
 
     def decide(self, x_TD: Tensor, active_T: Tensor, id_T: Tensor) -> Routing:
-        """As of `TopKGate`, with the first choice of each id."""
+        """As `TopKGate.decide`, with the first choices from the table."""
         return super().decide(x_TD, active_T, first_T1=self.table[id_T].unsqueeze(1))

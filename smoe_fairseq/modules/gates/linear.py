@@ -1,4 +1,4 @@
-"""What gates share: the linear map that scores the experts, and biases of the scores.
+"""Base classes of gates, and biases of the scores.
 
 Shapes: T tokens, D embedding, E experts that the gate sees, M free experts behind them.
 """
@@ -14,56 +14,56 @@ from smoe_fairseq.modules.torch_features import without_autocast
 
 
 class Gate(nn.Module):
-    """Routes the tokens of one stratum; what the rest of the package asks a gate for.
-
-    A gate also has ``top_k`` (most experts of a token), and `decide` routes.
+    """Routes the tokens of one stratum. Subclasses implement `decide`, and set ``top_k``, K.
 
     Args:
         config: the block's `MoEConfig`.
         embed_dim: D.
         num_experts: E, the experts that the gate sees.
-        own_experts: how many of the first of them are of its own stratum.
+        own_experts: how many of them, from the first on, are in its own stratum.
     """
 
-    extra_input: str | None = None  # a label per token that `forward` takes: its "id" or "sentence"
-    takes_top_k: bool = False  # whether the option ``top_k`` is its number of experts
-    needs_capacity: bool = False  # whether ``capacity_factor`` says how many tokens an expert takes
-    of_one_stratum: bool = False  # whether it goes with a single stratum alone
-    learns_number: bool = False  # whether the mean number of experts per token is learnt
+    extra_input: str | None = None  # input per token besides the embedding: "id" or "sentence"
+    uses_top_k: bool = False  # whether it reads the option ``top_k``
+    needs_capacity: bool = False  # whether experts choose ``capacity_factor * T / E`` tokens
+    single_stratum: bool = False  # whether it supports only one stratum
+    learns_num_experts: bool = False  # whether the mean number of experts per token is learnt
     has_balance_loss: bool = False
-    default_capacity: float = 2.0  # ``capacity_factor`` where none is given
-    learner: str = ""  # the part that learns from counts, by its `update`, and not by gradient
-    learns_by_counts: bool = False  # whether a gate of this kind always has one
-    observes_together: bool = False  # whether all gates of a model take the sum of the counts
+    default_capacity: float = 2.0  # default of ``capacity_factor``
+    learner: str = ""  # the submodule that learns from counts by its `update`, not by gradient
+    learns_by_counts: bool = False  # whether every gate of this class has a learner
+    shares_counts: bool = (
+        False  # whether all gates of a model are updated with the sum of their counts
+    )
 
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
         super().__init__()
         self.num_experts = num_experts
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None, *extra: Tensor) -> Routing:
-        """Route the tokens that ``active`` marks (all when None); ``extra`` as of `decide`."""
+        """Route the active tokens (None: all); ``extra`` as in `decide`."""
         if active_T is None:
             active_T = x_TD.new_ones(len(x_TD), dtype=torch.bool)
         return self.decide(x_TD, active_T, *extra)
 
     def decide(self, x_TD: Tensor, active_T: Tensor, *extra: Tensor) -> Routing:
-        """`forward` with a mask; ``extra`` is the `extra_input`, of a gate that has one."""
+        """Route the active tokens; ``extra`` is the `extra_input`, if the gate has one."""
         raise NotImplementedError
 
     @property
-    def observes(self) -> int:
-        """How many numbers of a `Routing` `update` takes; 0: it does nothing."""
+    def num_observed(self) -> int:
+        """Length of ``observed_N`` of its routings; 0: the gate has no learner."""
         learner = getattr(self, self.learner, None)
-        return 0 if learner is None else learner.observes
+        return 0 if learner is None else learner.num_observed
 
     def update(self, observed_N: Tensor) -> None:
-        """Once per optimizer step, with the sum of its routings' ``observed_N``."""
-        if self.observes:
+        """Call it once per optimizer step, with the sum of its routings' ``observed_N``."""
+        if self.num_observed:
             getattr(self, self.learner).update(observed_N)
 
 
 class LinearGate(Gate):
-    """Scores experts by ``W x`` (the logits of the paper's eq. 2); the base of most gates."""
+    """Scores experts by ``W x`` (the logits of the paper's eq. 2)."""
 
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
         super().__init__(config, embed_dim, num_experts, own_experts)
@@ -75,7 +75,7 @@ class LinearGate(Gate):
         draw_as_linear(self.weight, self.init_scale)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """``W x`` in at least float32: half precision flips close choices."""
+        """``W x`` in at least float32, since half precision flips close choices."""
         return wide_linear(x_TD, self.weight)
 
 
@@ -92,20 +92,20 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
 
 
-_MOST = 1e4  # exp(-1e4) is 0; logits moved by it keep their order among themselves
+_MOST = 1e4  # exp(-1e4) is 0, and logits still keep their order when it is added
 
 
 class ExitBias(nn.Module):
-    """In evaluation adds ``bias`` to the logits of the experts of later strata than the gate's own.
+    """In evaluation, adds ``bias`` to the logits of experts in later strata.
 
-    A token whose first choice is in a later stratum passes by those between, so that above 0 tokens stop
-    less often, and below 0 more often. Infinity leaves the gate's own stratum out where there is a later one,
-    minus infinity all later ones: of these no expert has any weight then.
+    A token whose first choice is in a later stratum skips the strata between, so a positive bias lowers the
+    requested capacity, and a negative one raises it. With infinity, no token chooses an expert of the
+    gate's own stratum unless it is the last; with minus infinity, none of a later stratum.
 
     Args:
-        own_experts: how many of the first of the gate's experts are of its own stratum.
+        own_experts: how many of the gate's experts, from the first on, are in its own stratum.
         num_experts: E.
-        bias: 0: logits are left as they are; an attribute that may be changed.
+        bias: an attribute that may be changed; 0: none.
     """
 
     def __init__(self, own_experts: int, num_experts: int, bias: float = 0.0):
@@ -113,33 +113,33 @@ class ExitBias(nn.Module):
         self.own_experts, self.num_experts, self.bias = own_experts, num_experts, bias
 
     @property
-    def acts(self) -> bool:
-        """In this mode, at this gate."""
+    def is_active(self) -> bool:
+        """Whether the bias has an effect in this mode at this gate."""
         return not self.training and self.bias != 0 and self.own_experts < self.num_experts
 
     def forward(self, logits_TE: Tensor) -> Tensor:
-        """``(T, E + M)`` as is the input; null experts are of no stratum."""
-        if not self.acts:
+        """``(T, E + M)``, as the input; null experts are in no stratum."""
+        if not self.is_active:
             return logits_TE
         bias = min(max(self.bias, -_MOST), _MOST)
         later = [self.own_experts, self.num_experts]
         own_T, later_T, null_T = logits_TE.tensor_split(later, dim=1)
-        # All logits may be moved alike: the largest bias is 0, or the highest logits would lose digits.
+        # Shifted so that the largest bias is 0, lest the highest logits lose digits.
         least, most = min(bias, 0), max(bias, 0)
         return torch.cat([own_T - most, later_T + least, null_T - most], dim=1)
 
 
 class ExpertBias(nn.Module):
-    """Added to the scores of a gate's experts when it selects, not when it weighs (Wang et al. 2024).
+    """A bias of the scores that changes the choice of experts but not their weights (Wang et al. 2024).
 
-    After each update the experts with less than the mean number of copies go up by ``step``, those with more
-    go down. What is kept is how many steps each has made, in whole numbers: they stay exact in a model of
-    half precision, and the same in all processes.
+    After each update it rises by ``step`` for experts with less than the mean number of copies, and falls
+    for those with more. It is stored as a whole number of steps, which stays exact in half precision and
+    equal on all ranks.
     """
 
     def __init__(self, num_experts: int, step: float = 1e-3):
         super().__init__()
-        self.step, self.observes = step, num_experts
+        self.step, self.num_observed = step, num_experts
         self.register_buffer("steps", torch.zeros(num_experts, dtype=torch.long))
 
     def value(self) -> Tensor:
@@ -150,10 +150,10 @@ class ExpertBias(nn.Module):
     def forward(self, probs_TE: Tensor) -> Tensor:
         return probs_TE + self.value()
 
-    def update(self, asked_E: Tensor) -> None:
-        """Once per update, with the copies ``(E,)`` that asked for each expert in all of its batches."""
-        asked_E = asked_E.to(self.steps)
-        self.steps += (asked_E.sum() - asked_E * len(asked_E)).sign()
+    def update(self, copies_E: Tensor) -> None:
+        """Call it once per update, with the number of choices ``(E,)`` in all of its batches."""
+        copies_E = copies_E.to(self.steps)
+        self.steps += (copies_E.sum() - copies_E * len(copies_E)).sign()
 
 
 def route_to_one(
@@ -163,7 +163,7 @@ def route_to_one(
     probs_TE: Tensor,
     logits_TE: Tensor | None = None,
 ) -> Routing:
-    """The routing of a gate that gives each token one expert and limits none; K is 1."""
+    """The routing of a gate with one expert per token and no capacity; K is 1."""
     choice_T1, active_T1 = expert_T.unsqueeze(1), active_T.unsqueeze(1)
     num_experts = probs_TE.shape[1]
     ranked = rank_within_expert(choice_T1.masked_fill(~active_T1, num_experts), num_experts)
@@ -172,12 +172,9 @@ def route_to_one(
 
 
 class AnyNumberGate(LinearGate):
-    """Gives each token any number of experts; K is E.
+    """Base of gates that choose any number of experts per token; K is E."""
 
-    Where experts have a capacity, all first choices come before all second ones, and so on.
-    """
-
-    learns_number = True
+    learns_num_experts = True
     default_capacity = 0.0
 
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
@@ -195,14 +192,14 @@ class AnyNumberGate(LinearGate):
         logits_TE: Tensor,
         first_choice_T: Tensor | None = None,
     ) -> Routing:
-        """The routing; the others as of `Routing.of`.
+        """The routing; arguments as in `Routing.of`.
 
         Args:
-            chosen_TE: the choices that the token goes to.
-            logits_TE: their softmax are the probabilities.
+            chosen_TE: the valid choices.
+            logits_TE: their softmax gives the probabilities.
         """
         probs_TE = logits_TE.softmax(dim=-1)
-        asked_TE = choice_TE.masked_fill(~chosen_TE, self.num_experts)
-        places = self.capacity(asked_TE, probs_TE, active_T)
-        of_experts = active_T, probs_TE, logits_TE, first_choice_T
-        return Routing.of(choice_TE, weight_TE, chosen_TE, places, *of_experts)
+        expert_TE = choice_TE.masked_fill(~chosen_TE, self.num_experts)
+        places = self.capacity(expert_TE, probs_TE, active_T)
+        scores = active_T, probs_TE, logits_TE, first_choice_T
+        return Routing.of(choice_TE, weight_TE, chosen_TE, places, *scores)

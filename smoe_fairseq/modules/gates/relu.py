@@ -13,22 +13,21 @@ from smoe_fairseq.modules.routing import Routing
 class ReLUGate(AnyNumberGate):
     """``g = relu(W x)``, ``y = sum_e g_e FFN_e(x)`` (ReMoE, Wang et al., ICLR 2025).
 
-    Nothing is chosen, so that the number of experts of a token has a gradient. An L1 loss holds its mean
-    over all layers at k: ``coefficient * sum_e f_e mean(g_e)`` with ``f_e = E / (k T) #{g_te > 0}``, which
-    weighs more on busy experts. A token without any expert keeps its residual. The routing's probabilities
-    are a softmax of the logits; the expert of the highest logit is the first choice. An exit bias is of the
-    first choice alone: it changes no weight.
+    The number of experts per token is learnt by gradient. An L1 loss keeps its mean over all layers at k:
+    ``coefficient * sum_e f_e mean(g_e)`` with ``f_e = E / (k T) #{g_te > 0}``, which is larger for busy
+    experts. A token without an expert keeps its residual. The routing's probabilities are a softmax of the
+    logits; the first choice has the highest logit. An exit bias changes only the first choice.
     """
 
-    takes_top_k = True
+    uses_top_k = True
     learner = "coefficient"
     learns_by_counts = True
-    observes_together = True
+    shares_counts = True
 
     def __init__(self, config, *sizes: int):
         super().__init__(config, *sizes)
-        self.goal = config.top_k  # k
-        self.coefficient = L1Coefficient(self.goal)
+        self.target = config.top_k  # k
+        self.coefficient = L1Coefficient(self.target)
 
     def decide(self, x_TD: Tensor, active_T: Tensor) -> Routing:
         logits_TE = self.logits(x_TD)
@@ -38,26 +37,26 @@ class ReLUGate(AnyNumberGate):
         first_choice_T = logits_TE.argmax(1)
         routing = self.route(choice_TE, weight_TE, chosen_TE, active_T, logits_TE, first_choice_T)
         tokens = active_T.sum()
-        share_E = routing.asked_E / tokens.clamp(min=1)
+        share_E = routing.all_choices_E / tokens.clamp(min=1)
         mean_busy = (share_E[choice_TE] * weight_TE * chosen_TE).sum() / tokens.clamp(min=1)
         return routing._replace(
-            l1=self.coefficient.value() * self.num_experts / self.goal * mean_busy,
+            l1=self.coefficient.value() * self.num_experts / self.target * mean_busy,
             observed_N=torch.stack([chosen_TE.sum(), tokens]),
         )
 
 
 class L1Coefficient(nn.Module):
-    """``1e-8 * 1.2^n``: n goes up by 1 in an update with more than ``goal`` experts per token, else down.
+    """``1e-8 * 1.2^n``: n rises by 1 after an update with more than ``target`` experts per token, else falls.
 
-    n is kept: as a whole number it stays exact in a model of half precision.
+    n is stored, since a whole number stays exact in half precision.
     """
 
     START, FACTOR, FURTHEST = 1e-8, 1.2, 400
-    observes = 2
+    num_observed = 2
 
-    def __init__(self, goal: int):
+    def __init__(self, target: int):
         super().__init__()
-        self.goal = goal
+        self.target = target
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def value(self) -> Tensor:
@@ -65,7 +64,7 @@ class L1Coefficient(nn.Module):
         return self.START * self.FACTOR ** self.steps.float()
 
     def update(self, observed_N: Tensor) -> None:
-        """With the numbers of copies and of the tokens that chose them."""
+        """``observed`` are the numbers of copies and of tokens."""
         copies, tokens = observed_N.unbind()
-        steps = self.steps + (copies - self.goal * tokens).to(self.steps).sign()
-        self.steps.copy_(steps.clamp(-self.FURTHEST, self.FURTHEST))  # else it may become infinite
+        steps = self.steps + (copies - self.target * tokens).to(self.steps).sign()
+        self.steps.copy_(steps.clamp(-self.FURTHEST, self.FURTHEST))  # keeps the value finite

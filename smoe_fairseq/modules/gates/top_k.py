@@ -1,7 +1,7 @@
 """The top-k gate: scores, selection, capacity.
 
-Shapes: T tokens, D embedding, E experts that this gate sees, S constant and copy experts behind them, M null
-experts behind these, K choices per token.
+Shapes: T tokens, D embedding, E experts that this gate sees, then S constant and copy experts, then M null
+experts; K choices per token.
 """
 
 import torch
@@ -20,12 +20,12 @@ from smoe_fairseq.modules.routing import Capacity, Routing
 class TopKGate(LinearGate):
     """Top-k gate over ``num_experts`` experts, without bias (paper, eq. 2 and 5).
 
-    Two kinds of free experts are chosen like the others and take no capacity. M null ones answer 0 (AdaMoE,
-    Zeng et al. 2024): they have no weight in a normalised sum and no stratum, since the first choice is of
-    the E others. The weights of S simple ones count, see `SimpleExperts` in branches.py.
+    Two kinds of free experts are chosen like the E experts, but have no capacity and are never the first
+    choice, so they are in no stratum. The M null experts return 0 (AdaMoE, Zeng et al. 2024) and have no
+    weight in a normalised sum. The weights of the S simple experts count, see `SimpleExperts` in branches.py.
     """
 
-    takes_top_k = True
+    uses_top_k = True
     has_balance_loss = True
     learner = "bias"
 
@@ -40,7 +40,7 @@ class TopKGate(LinearGate):
         self.null_experts = config.null_experts
         self.simple_experts = config.constant_experts + config.copy_experts
         self.free_experts = self.simple_experts + self.null_experts
-        self.learns_number = self.free_experts > 0
+        self.learns_num_experts = self.free_experts > 0
         for kind in ("simple", "null"):
             if number := getattr(self, f"{kind}_experts"):
                 weight_ED = nn.Parameter(torch.empty(number, embed_dim))
@@ -52,10 +52,7 @@ class TopKGate(LinearGate):
         self.exit_bias = ExitBias(own_experts, num_experts, config.exit_bias)
 
     def add_residual(self) -> None:
-        """From now on a linear map of an earlier gate's logits is added (MoE++, Jin et al. 2025).
-
-        It begins at 0, so that the gate decides as before.
-        """
+        """Add a linear map of an earlier gate's logits, initially 0 (MoE++, Jin et al. 2025)."""
         columns = self.num_experts + self.free_experts
         self.residual_weight = nn.Parameter(self.weight.new_zeros(columns, columns))
 
@@ -69,36 +66,36 @@ class TopKGate(LinearGate):
         """The routing.
 
         Args:
-            earlier_TE: ``(T, V)``, logits of an earlier gate, of which the last are those of the experts
-                that this one sees; 0 where there was none. Only a gate with a residual needs them.
-            first_T1: first choices that are given; None: those of highest score.
+            earlier_TE: for gates with a residual: logits of an earlier gate ``(T, V)``, 0 if there was none.
+                The last columns are those of the experts that this gate sees.
+            first_T1: the first choices; None: the experts with the highest score.
         """
         own_TE, logits_TE, score_TE, probs_TE = self.score(x_TD, earlier_TE)
         choice_TK = self.select(score_TE.detach(), first_T1)
         weight_TK = self.weigh(score_TE, choice_TK)
-        taken_TK = self.sample(weight_TK, choice_TK) & active_T.unsqueeze(1)
+        valid_TK = self.sample(weight_TK, choice_TK) & active_T.unsqueeze(1)
         true_TE = probs_TE[:, : self.num_experts]
         first_choice_T = true_TE.argmax(1) if self.free_experts else choice_TK[:, 0]
 
-        asked_TK = choice_TK.clamp(max=self.num_experts) if self.free_experts else choice_TK
-        asked_TK = asked_TK.masked_fill(~taken_TK, self.num_experts)
-        places = self.capacity(asked_TK, true_TE, active_T)
+        expert_TK = choice_TK.clamp(max=self.num_experts) if self.free_experts else choice_TK
+        expert_TK = expert_TK.masked_fill(~valid_TK, self.num_experts)
+        places = self.capacity(expert_TK, true_TE, active_T)
         if self.normalization == "after-drop":
-            weighs_TK = places.kept(taken_TK)
+            weighted_TK = places.kept(valid_TK)
             if self.free_experts:
-                weighs_TK = weighs_TK | (taken_TK & (choice_TK >= self.num_experts))
-            weight_TK = normalize(weight_TK * weighs_TK)
+                weighted_TK = weighted_TK | (valid_TK & (choice_TK >= self.num_experts))
+            weight_TK = normalize(weight_TK * weighted_TK)
 
         routing = Routing.of(
-            *(choice_TK, weight_TK, taken_TK, places, active_T, probs_TE, logits_TE),
+            *(choice_TK, weight_TK, valid_TK, places, active_T, probs_TE, logits_TE),
             first_choice_T,
             own_logits_TE=own_TE,
         )
         if self.bias is not None:
-            routing = routing._replace(observed_N=routing.asked_E)
+            routing = routing._replace(observed_N=routing.all_choices_E)
         if self.simple_experts:
             every_TE = torch.zeros_like(probs_TE)
-            every_TE = every_TE.scatter_add(1, choice_TK, weight_TK * taken_TK)
+            every_TE = every_TE.scatter_add(1, choice_TK, weight_TK * valid_TK)
             last = self.num_experts + self.simple_experts
             routing = routing._replace(simple_TS=every_TE[:, self.num_experts : last])
         return routing
@@ -129,7 +126,7 @@ class TopKGate(LinearGate):
         return torch.cat([logits_TE, *free], dim=1)
 
     def select(self, score_TE: Tensor, first_T1: Tensor | None = None) -> Tensor:
-        """Experts ``(T, K)``, those of ``first_T1`` or else the best first."""
+        """Experts ``(T, K)``; the first column is ``first_T1``, or by default the best expert."""
         scores_TE = score_TE if self.bias is None else self.bias(score_TE)
         if first_T1 is None:
             first_T1 = scores_TE.argmax(dim=1, keepdim=True)
@@ -146,19 +143,19 @@ class TopKGate(LinearGate):
         return torch.cat([first_T1, further_TK], dim=1)
 
     def weigh(self, score_TE: Tensor, choice_TK: Tensor) -> Tensor:
-        """The weights ``(T, K)`` of the choices, before any is dropped; null experts have none."""
+        """The weights ``(T, K)`` of the choices before dropping; 0 for null experts."""
         weight_TK = score_TE.gather(1, choice_TK)
         if self.null_experts:
             weight_TK = weight_TK * (choice_TK < self.num_experts + self.simple_experts)
         return normalize(weight_TK) if self.normalization == "before-drop" else weight_TK
 
     def sample(self, weight_TK: Tensor, choice_TK: Tensor) -> Tensor:
-        """Which of the selected experts are asked ``(T, K)``; free ones always, since that costs nothing."""
-        asked_TK = torch.ones_like(weight_TK, dtype=torch.bool)
+        """Which of the selected experts are used ``(T, K)``; free experts always are."""
+        sampled_TK = torch.ones_like(weight_TK, dtype=torch.bool)
         if self.training and self.second_expert_policy == "random" and self.top_k > 1:
-            asked_TK[:, 1:] = torch.rand_like(weight_TK[:, 1:]) < 2 * weight_TK[:, 1:]
-            asked_TK |= choice_TK >= self.num_experts
-        return asked_TK
+            sampled_TK[:, 1:] = torch.rand_like(weight_TK[:, 1:]) < 2 * weight_TK[:, 1:]
+            sampled_TK |= choice_TK >= self.num_experts
+        return sampled_TK
 
 
 def normalize(weight_TK: Tensor) -> Tensor:

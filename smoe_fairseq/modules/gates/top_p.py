@@ -13,7 +13,7 @@ from smoe_fairseq.modules.routing import Routing
 class TopPGate(AnyNumberGate):
     """The fewest experts whose probabilities sum to ``p`` or more (Dynamic MoE, Huang et al. 2024).
 
-    Their outputs are weighted by the probabilities as they are. Nothing is drawn.
+    The probabilities weight their outputs. There is no sampling.
     """
 
     has_balance_loss = True
@@ -26,7 +26,7 @@ class TopPGate(AnyNumberGate):
         logits_TE = self.exit_bias(self.logits(x_TD))
         probs_TE = logits_TE.softmax(dim=-1)
         sorted_TE, choice_TE = probs_TE.detach().sort(dim=1, descending=True, stable=True)
-        # What the better ones sum to; nothing before the first, which is always taken.
+        # The sum of the larger probabilities; 0 for the best expert, which is always chosen.
         before_TE = torch.cat([sorted_TE.new_zeros(len(x_TD), 1), sorted_TE.cumsum(1)[:, :-1]], 1)
         chosen_TE = (before_TE < self.p) & active_T.unsqueeze(1)
         return self.route(choice_TE, probs_TE.gather(1, choice_TE), chosen_TE, active_T, logits_TE)

@@ -1,7 +1,4 @@
-"""Kernels between and after the experts' products, and of all gradients.
-
-Shapes: see the package.
-"""
+"""Kernels between and after the experts' products, and of all gradients. Shapes: see the package."""
 
 import triton
 import triton.language as tl
@@ -42,7 +39,7 @@ def activate(
 
 @triton.jit
 def _dropped(x, seed, stratum, t, d, D: tl.constexpr, DROPOUT: tl.constexpr):
-    """Dropout of columns ``d`` of what a stratum adds to tokens ``t``; the same forward and backward."""
+    """Dropout of columns ``d`` of a stratum's output for tokens ``t``; the same forward and backward."""
     if DROPOUT > 0:
         drawn = tl.rand(tl.load(seed) + 4 * stratum + 2, t[:, None] * D + d[None, :])
         x = tl.where(drawn >= DROPOUT, x / (1 - DROPOUT), 0.0)
@@ -56,7 +53,7 @@ def combine(
     D: tl.constexpr, K: tl.constexpr, STRATA: tl.constexpr, FIRST: tl.constexpr,
     DROPOUT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """``x + dropout(sum_k weight (output + bias))``, to where the token is read next, or left for good."""
+    """``x + dropout(sum_k weight (output + bias))``, written to the next stratum's input or to the output."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = t < tokens
     at = stratum * tokens + t
@@ -93,7 +90,7 @@ def combine(
 
 @triton.jit
 def _gradient(grad_y, grad_x, t, d, leaves_T, stays_T, D: tl.constexpr):
-    """That of what a stratum returned for its tokens: of the block's output, or left by a later stratum."""
+    """The gradient of a stratum's output: from the block's output, or from a later stratum."""
     at = t.to(tl.int64)[:, None] * D + d[None, :]
     fits = (d < D)[None, :]
     g = tl.load(grad_y + at, leaves_T[:, None] & fits, 0.0).to(tl.float32)
@@ -123,7 +120,7 @@ def spread(
     DROPOUT: tl.constexpr, NORMALIZE: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `combine`, and of the logits by the weights and the losses."""
+    """The backward pass of `combine`, and the gradient of the logits from the weights and the losses."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     inside = t < tokens
@@ -150,7 +147,7 @@ def spread(
     mine = at[:, None] * K + k[None, :]
     real = live[:, None] & (k < K)[None, :]
     choice = tl.load(choices + mine, real, -1)
-    choice = tl.where(choice < 0, -1 - choice, choice)  # chosen, not sampled
+    choice = tl.where(choice < 0, -1 - choice, choice)  # negative: not sampled
     kept = tl.load(rows + mine, real, -1) >= 0
     grad_weight = tl.where(kept, grad_weight, 0.0)
     p, log = _softmax(logits, at, live, E, COLUMNS, BLOCK_E)
@@ -179,7 +176,7 @@ def spread(
 
 @triton.jit
 def _bounds(ends, e, part, splits):
-    """Rows of a part of an expert's."""
+    """The range of rows of one of an expert's parts."""
     start = tl.load(ends + e - 1, e > 0, 0)
     end = tl.load(ends + e)
     size = tl.cdiv(end - start, splits)
@@ -189,7 +186,7 @@ def _bounds(ends, e, part, splits):
 
 @triton.jit
 def _add(to, sum_D, inside_D, is_new):
-    """Writes a part of a sum, or adds it to that of a later stratum."""
+    """Writes a partial sum, or adds it to that of a later stratum."""
     before = tl.load(to, inside_D, 0.0)
     tl.store(to, sum_D + tl.where(is_new, 0.0, before), inside_D)
 
@@ -201,7 +198,7 @@ def _sum_of_gate(
     EXACT: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``d`` of the gradient of the gate's weights by a part of the tokens."""
+    """Columns ``d`` of the gradient of the gate's weights, from a part of the tokens."""
     e = tl.arange(0, BLOCK_E)
     sum_EC = tl.zeros([BLOCK_E, BLOCK_C], tl.float32)
     size = tl.cdiv(tokens, splits)
@@ -240,7 +237,7 @@ def _sum_of_hidden(
     grad_hidden, hidden, to, begin, end, f, is_new,
     F: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``f`` of the gradient of an expert's first bias; that of `activate`, in place."""
+    """Columns ``f`` of the gradient of an expert's first bias; the backward pass of `activate`, in place."""
     sum_C = tl.zeros([BLOCK_C], tl.float32)
     for start in range(begin, end, BLOCK_N):
         row = start + tl.arange(0, BLOCK_N)
@@ -262,7 +259,7 @@ def sums(
     FIRST: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What is summed over rows or tokens: each program sums a part of the rows, of a block of columns.
+    """Gradients that are sums over rows or tokens: each program sums one part of them, in a block of columns.
 
     A row of ``parts (S, SIZE)`` holds the gradients of b1 (C, F), b2 (C, D) and each gate's weights.
     """
@@ -297,7 +294,7 @@ def sums(
 def settle(
     grad_w1, grad_w2, later_w1, later_w2, ends, own, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Weights' gradients of experts without rows become 0, and those of later strata are added."""
+    """Sets the weights' gradients of experts without rows to 0, and adds those of later strata."""
     e, block = tl.program_id(0), tl.program_id(1)
     rows = tl.load(ends + e) - tl.load(ends + e - 1, e > 0, 0)
     if (rows == 0) | (e >= own):
@@ -320,7 +317,7 @@ def collect(
     D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRATA: tl.constexpr,
     FIRST: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a stratum's tokens, by their copies and logits, and of the layer norm.
+    """The gradients of a stratum's tokens, from their copies and logits, and of the layer norm.
 
     A row of ``parts`` holds the gradients of each layer norm's weight and bias.
     """

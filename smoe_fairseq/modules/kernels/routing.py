@@ -1,7 +1,4 @@
-"""Kernels before the experts: layer norm, choice of each token, places within experts, rows by expert.
-
-Shapes: see the package.
-"""
+"""Kernels before the experts: layer norm, choice, places within experts, rows. Shapes: see the package."""
 
 import triton
 import triton.language as tl
@@ -9,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _moments(rows_T, live_T, EPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Mean and reciprocal deviation of the rows at these addresses."""
+    """Mean and reciprocal standard deviation of the rows at these addresses."""
     total_T = tl.zeros([rows_T.shape[0]], tl.float32)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
@@ -30,7 +27,7 @@ def _moments(rows_T, live_T, EPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.con
 def normed(
     rows_T, d, live_T, mean_T, scale_T, norm_weight, norm_bias, D: tl.constexpr, ROUND: tl.constexpr
 ):
-    """Columns ``d`` of the layer norm of rows, rounded to their type where the layer norm does so."""
+    """Columns ``d`` of the layer norm of rows; with ``ROUND`` rounded to their type."""
     inside = live_T[:, None] & (d < D)[None, :]
     x = tl.load(rows_T[:, None] + d[None, :], inside, 0.0)
     h = (x.to(tl.float32) - mean_T[:, None]) * scale_T[:, None]
@@ -57,9 +54,9 @@ def _of_expert(value_E, index_TK, BLOCK_E: tl.constexpr):
 
 @triton.jit
 def _kept(total_KE, E, LIMIT: tl.constexpr, OVER: tl.constexpr):
-    """Tokens that count, copies that an expert takes at most, and those that each keeps.
+    """Number of tokens, capacity of an expert, and number of copies that each expert keeps.
 
-    The capacity factor is ``LIMIT / OVER``, so that rounding adds no copy; of 0 there is no limit.
+    The capacity factor is the ratio ``LIMIT / OVER``, which is exact; 0: no limit.
     """
     k = tl.arange(0, total_KE.shape[0])
     tokens = tl.sum(tl.where(k[:, None] == 0, total_KE, 0))
@@ -82,9 +79,9 @@ def route(
     POLICY: tl.constexpr, BEFORE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Layer norm, logits, the choice of each token, and per block of tokens how many chose each expert.
+    """Layer norm, logits, each token's choices, and the number of choices per expert and block of tokens.
 
-    A choice that is not sampled is written as -1 minus its expert.
+    A choice that is not sampled is stored as -1 minus its expert.
     """
     block, blocks = tl.program_id(0), tl.num_programs(0)
     t = block * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -153,17 +150,10 @@ def route(
 
 @triton.jit(do_not_specialize=["blocks", "stratum"])
 def scan(
-    counts,
-    sums,
-    totals,
-    means,
-    blocks,
-    stratum,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Turns the counts of one expert into how many copies come before each block's, and adds up the sums."""
+    counts, sums, totals, means, blocks, stratum,
+    K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Replaces an expert's counts by the number of copies before each block, and adds up the sums."""
     e, lane = tl.program_id(0), tl.arange(0, BLOCK)
     if e < tl.num_programs(0) - 1:
         before = tl.zeros([1], tl.int32)
@@ -196,7 +186,7 @@ def dispatch(
     NORMALIZE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Places copies within their experts' capacity, writes their rows; weights, next strata, statistics."""
+    """Applies capacity and writes rows by expert, weights, next strata and statistics."""
     block, blocks = tl.program_id(0), tl.num_programs(0)
     t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
