@@ -110,7 +110,7 @@ class EvenSizes(PerExpert):
     """Reads no number: the first expert has all copies."""
 
     @staticmethod
-    def lay_out(copies):
+    def sort_by_expert(copies):
         number = copies.expert_TK.numel()
         return torch.zeros_like(copies.expert_TK).flatten(), [number] + [0] * (
             len(copies.kept_E) - 1

@@ -519,7 +519,7 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
         elif isinstance(module, StratifiedMoE):
-            module.lay_out()  # non-persistent buffers
+            module.compute_buffers()  # non-persistent buffers
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.encoder.embed_tokens
@@ -586,26 +586,16 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         config = self.config
         attentions = _value_or(output_attentions, config.output_attentions)
         hidden = _value_or(output_hidden_states, config.output_hidden_states)
-        router_logits = _value_or(output_router_logits, config.output_router_logits)
+        router = _value_or(output_router_logits, config.output_router_logits)
         with_stats = labels is not None
-        if (
-            num_items_in_batch is not None
-            and config.moe_blocks
-            and not (with_stats or router_logits)
-        ):
+        if num_items_in_batch is not None and config.moe_blocks and not (with_stats or router):
             raise UsageError(
                 "the Trainer passed no labels: set config.label_smoothing in place of "
                 "label_smoothing_factor, or with your own loss function config.output_router_logits"
             )
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
-                input_ids,
-                attention_mask,
-                inputs_embeds,
-                hidden,
-                attentions,
-                router_logits,
-                with_stats,
+                input_ids, attention_mask, inputs_embeds, hidden, attentions, router, with_stats
             )
         elif not isinstance(encoder_outputs, ModelOutput):
             encoder_outputs = EncoderOutput(*encoder_outputs)
@@ -623,7 +613,7 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
             decoder_inputs_embeds,
             decoder_attention_mask,
             past_key_values,
-            router_logits=router_logits,
+            router_logits=router,
             weights=attentions,
             with_stats=with_stats,
         )
@@ -652,7 +642,7 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
             decoder_hidden_states=outputs["hidden"] if hidden else None,
             decoder_attentions=outputs["self"] if attentions else None,
             cross_attentions=outputs["cross"] if attentions else None,
-            decoder_router_logits=outputs["logits"] if router_logits else None,
+            decoder_router_logits=outputs["logits"] if router else None,
             encoder_last_hidden_state=source,
             encoder_hidden_states=encoder_outputs.hidden_states,
             encoder_attentions=encoder_outputs.attentions,

@@ -73,7 +73,7 @@ def forward(block, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         expert_TK, weight_TK = best_experts(gate, h_TD)
         expert_TK = expert_TK + first
         position_T[index_T] = i + 1 if strata.fixed_depth else stratum_E[expert_TK[:, 0]] + 1
-        rows = lay_out(expert_TK, weight_TK, len(stratum_E))
+        rows = sort_by_expert(expert_TK, weight_TK, len(stratum_E))
         out_TD = run.infer(h_TD, *rows, weights)
         y_TD = norms.leave(y_TD, out_TD, tokens)
     return norms.finish(x_TD, y_TD, tokens, padding_T).view_as(x)
@@ -96,7 +96,7 @@ def best_experts(gate: TopKGate, h_TD: Tensor) -> "tuple[np.ndarray, np.ndarray]
     return expert_TK, weight_TK
 
 
-def lay_out(
+def sort_by_expert(
     expert_TK: "np.ndarray", weight_TK: "np.ndarray", experts: int
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Sorts copies by expert: tokens ``(N,)``, weights ``(N, 1)``, and the number of copies per expert.

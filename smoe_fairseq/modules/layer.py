@@ -97,14 +97,14 @@ class StratifiedMoE(nn.Module):
         self.masking = OutputMasking(config.fom) if config.fom else None
         branches = self.simple, self.masking, self.shared, self.residual, self.cmr
         self.branches = tuple(branch for branch in branches if branch is not None)
-        # Not in the state dict; `lay_out` computes them.
+        # Not in the state dict; `compute_buffers` computes them.
         self.register_buffer("stratum_of_expert", None, persistent=False)
         self.register_buffer("visible_of_gate", None, persistent=False)  # experts that a gate sees
-        self.lay_out()
-        self.register_load_state_dict_post_hook(StratifiedMoE.lay_out)
+        self.compute_buffers()
+        self.register_load_state_dict_post_hook(StratifiedMoE.compute_buffers)
         self.execution = config.execution
 
-    def lay_out(self, *_) -> None:
+    def compute_buffers(self, *_) -> None:
         """Computes the non-persistent buffers on the device of the weights.
 
         Otherwise they would be uninitialised after `to_empty`, and stay on the meta device when weights are
@@ -116,7 +116,7 @@ class StratifiedMoE(nn.Module):
 
     def _apply(self, *args, **kwargs):
         super()._apply(*args, **kwargs)
-        self.lay_out()
+        self.compute_buffers()
         return self
 
     def _placement(self, expert_parallel: bool) -> Placement:

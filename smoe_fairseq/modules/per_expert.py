@@ -35,7 +35,7 @@ class PerExpert:
             ``(T, D)`` in the weights' type, 0 for tokens without an expert; and the weights.
         """
         hidden, trains = self.experts.hidden, any(w.requires_grad for w in weights)
-        layout = *self.lay_out(copies), copies.own
+        layout = *self.sort_by_expert(copies), copies.own
         x_TD = x_TD.to(weights[0].dtype)
         y_TD, *linked = ExpertSum.apply(
             x_TD, copies.weight_TK, *weights, layout, hidden, *hidden.parameters
@@ -43,7 +43,7 @@ class PerExpert:
         return y_TD, tuple(linked) if trains else weights
 
     @staticmethod
-    def lay_out(copies: Copies) -> tuple[Tensor, list[int]]:
+    def sort_by_expert(copies: Copies) -> tuple[Tensor, list[int]]:
         """The copy in each row ``(N,)``, sorted by expert, and the number of rows per expert."""
         sizes = copies.kept_E.tolist() if copies.sizes is None else copies.sizes
         return DispatchPlan.of(copies, sum(sizes) + 1).copy_N[:-1], sizes

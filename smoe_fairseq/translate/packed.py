@@ -65,7 +65,7 @@ class MappedExperts(PerExpert):
         self.maps = maps
 
     def __call__(self, x_TD: Tensor, copies: Copies, weights: Weights) -> tuple[Tensor, Weights]:
-        copy_N, sizes = self.lay_out(copies)
+        copy_N, sizes = self.sort_by_expert(copies)
         weight_N1 = copies.weight_TK.flatten()[copy_N].unsqueeze(1)
         token_N, sizes = copy_N // copies.weight_TK.shape[1], [0] * copies.own.start + sizes
         return self.infer(x_TD.float(), token_N, weight_N1, sizes, weights), weights
