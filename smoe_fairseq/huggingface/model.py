@@ -531,7 +531,7 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         self.config.source_vocab_size = value.num_embeddings
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **options):
-        """As the library's; raises UsageError for source and target with vocabularies of their own."""
+        """As in transformers; raises UsageError if source and target have separate vocabularies."""
         if new_num_tokens is not None and not self.config.share_all_embeddings:
             raise UsageError("resize_token_embeddings: expected a model with share_all_embeddings")
         return super().resize_token_embeddings(new_num_tokens, *args, **options)

@@ -21,7 +21,7 @@ from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.gates import GATES
 
 # Larger models would take minutes to build, and then not fit.
-MOST = {"layers": 2_000, "embed_dim": 1_000_000, "ffn_embed_dim": 1_000_000}
+MAX_SIZES = {"layers": 2_000, "embed_dim": 1_000_000, "ffn_embed_dim": 1_000_000}
 
 # The block's options that are accepted for a dense model, though without effect.
 DENSE_OPTIONS = {"strata", "top_k", "top_p", "threshold_step", "bias_step", "drop_order", "norms"}
@@ -161,7 +161,7 @@ def _check_numbers(config: DecoderOptions) -> None:
         for name in ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
     ]
     for name in (*sizes, *map(config.positions_option_of, config.SIDES)):
-        value, most = getattr(config, name), MOST.get(name.partition("_")[2], math.inf)
+        value, most = getattr(config, name), MAX_SIZES.get(name.partition("_")[2], math.inf)
         if not 1 <= value <= most:
             raise ValueError(f"{flag(name)} {value}: expected 1 to {most:,}")
     dropouts = ("dropout", "attention_dropout", "activation_dropout")
@@ -240,13 +240,13 @@ def check_checkpoint(model, state_dict) -> None:
     loaded = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     if own == loaded:
         return
-    wanted, found = _strata_of(own), _strata_of(loaded)
-    if wanted != found:
+    own_flags, loaded_flags = _strata_of(own), _strata_of(loaded)
+    if own_flags != loaded_flags:
         dense = "; to start from a dense model, convert it with smoe upcycle"
         raise UsageError(
-            f"the checkpoint was trained with {found} and this model has {wanted}; pass the "
+            f"the checkpoint was trained with {loaded_flags} and this model has {own_flags}; pass the "
             "checkpoint's flags, or another --save-dir or --restore-file"
-            f"{dense if found == _DENSE else ''}"
+            f"{dense if loaded_flags == _DENSE else ''}"
         )
     experts = [n for n in own if n.endswith(".moe.experts.w1") and n in loaded]
     share = next((n for n in experts if loaded[n] != own[n]), None)
@@ -255,10 +255,11 @@ def check_checkpoint(model, state_dict) -> None:
             f"the checkpoint has {loaded[share][0]} of {own[share][0]} experts: use smoe consolidate first"
         )
     for name in (n for n in own if n.endswith("embed_tokens.weight")):
-        here, there = own[name], loaded.get(name, ())
-        if there[1:] == here[1:] and there != here:
+        shape, loaded_shape = own[name], loaded.get(name, ())
+        if loaded_shape[1:] == shape[1:] and loaded_shape != shape:
             raise UsageError(
-                f"the checkpoint has {there[0]} tokens in {name}, and this model {here[0]}: use its own"
+                f"the checkpoint has {loaded_shape[0]} tokens in {name}, and this model {shape[0]}: use the "
+                "checkpoint's dictionary"
             )
     name = next(n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n))
     raise UsageError(
@@ -283,10 +284,10 @@ def _strata_of(shapes: dict[str, tuple]) -> str:
         kind, strata = _strata_of_block(shapes, block)
         kinds |= {kind} - {""}
         sides.setdefault(block.partition(".layers.")[0], []).append(strata)
-    found = {strata for layers in sides.values() for strata in layers}
+    distinct = {strata for layers in sides.values() for strata in layers}
     shown = [f"--{side}-smoe-strata {','.join(layers)}" for side, layers in sides.items()]
-    if len(found) == 1:
-        shown = [f"--smoe-strata {found.pop()}"]
+    if len(distinct) == 1:
+        shown = [f"--smoe-strata {distinct.pop()}"]
     return " ".join([*kinds, *shown])
 
 

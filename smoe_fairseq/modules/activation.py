@@ -24,9 +24,9 @@ def activation(activation_fn: Activation) -> Callable[[Tensor], Tensor]:
     function = getattr(F, activation_fn, None) if is_name else activation_fn
     if not callable(function):
         raise OptionError(
-            "{activation_fn} {given}: expected a function, or the name of one in torch.nn.functional "
+            "{activation_fn} {value}: expected a function, or the name of one in torch.nn.functional "
             "such as relu, gelu or silu",
-            given=repr(activation_fn),
+            value=repr(activation_fn),
         )
     return function
 

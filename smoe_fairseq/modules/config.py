@@ -293,11 +293,11 @@ class MoEConfig:
             name, value, data = each.name, getattr(self, each.name), each.metadata
             if data["choices"] and value not in data["choices"]:
                 expected = f"expected one of {', '.join(data['choices'])}"
-                raise OptionError(f"{{{name}}} {{given}}: {expected}", given=repr(value))
+                raise OptionError(f"{{{name}}} {{value}}: {expected}", value=repr(value))
             kind = numbers.Integral if type(each.default) is int else numbers.Real
             is_number = type(each.default) in (int, float) or data["bounds"]
             if is_number and not isinstance(value, kind):
-                raise OptionError(f"{{{name}}} {{given}}: expected a number", given=repr(value))
+                raise OptionError(f"{{{name}}} {{value}}: expected a number", value=repr(value))
             if data["bounds"] and not data["bounds"].hold(value):
                 raise OptionError(f"{{{name}}} {value}: {data['bounds'].expected}")
         if sentence := _contradiction(self, self.layout):

@@ -26,7 +26,7 @@ from smoe_fairseq.modules.torch_features import autocast_dtype
 
 logger = logging.getLogger(__name__)
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-MOST_EXPERTS, MOST_CHOICES, WIDEST = 128, 8, 2048
+MAX_EXPERTS, MAX_CHOICES, MAX_WIDTH = 128, 8, 2048
 # The fastest settings measured on an H200.
 TOKENS = 16  # per program
 PARTS = 16  # partial sums over an expert's rows
@@ -79,8 +79,8 @@ def applies(block, x: Tensor) -> bool:
         kernels() is not None
         and x.numel() > 0
         and x.dtype in TYPES
-        and x.shape[-1] <= WIDEST
-        and strata.num_experts <= MOST_EXPERTS
+        and x.shape[-1] <= MAX_WIDTH
+        and strata.num_experts <= MAX_EXPERTS
         and can_group(w1)
         and not block.experts.placement.is_sharded
         and config.norms == "paper"
@@ -101,7 +101,7 @@ def _is_plain(gate) -> bool:
     return (
         type(gate) is TopKGate
         and gate.scores == "softmax"
-        and gate.top_k <= MOST_CHOICES
+        and gate.top_k <= MAX_CHOICES
         and not (gate.free_experts or gate.bias or gate.exit_bias.is_active)
         and gate.residual_weight is None
         and (gate.capacity.order == "sentence" or not gate.capacity.current_factor)
@@ -179,7 +179,7 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None) -> SimpleNamespa
 
 @functools.cache
 def _ratio(factor: float) -> tuple[int, int]:
-    return exact(factor, MOST_EXPERTS)
+    return exact(factor, MAX_EXPERTS)
 
 
 def _next_power(n: int) -> int:

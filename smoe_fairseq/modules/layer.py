@@ -107,8 +107,8 @@ class StratifiedMoE(nn.Module):
     def compute_buffers(self, *_) -> None:
         """Computes the non-persistent buffers on the device of the weights.
 
-        Otherwise they would be uninitialised after `to_empty`, and stay on the meta device when weights are
-        assigned to a block that was built there.
+        Otherwise they would be uninitialised after `to_empty`, and have no values when weights are
+        assigned to a block on the meta device.
         """
         options = {"dtype": torch.long, "device": self.experts.w1.device}
         self.stratum_of_expert = torch.tensor(self.strata.stratum_of_expert, **options)

@@ -209,8 +209,8 @@ def expected_stops(strata: Strata, counts: list[Counts]) -> Tensor:
     the share of the tokens at stratum i whose first choice is in stratum j. These counts have no gradient,
     so ``s_ij`` gets the gradient of the mean probability that gate i gives to the experts of stratum j, as in
     the balance loss f is counted and p learns. The gradient is biased in two ways: the first choice is
-    the most likely expert, not a sample; and a token that changed its stratum is assumed to continue like
-    the tokens that are there already.
+    the most likely expert, not a sample; and a token that moves to another stratum is assumed to continue
+    like the tokens of that stratum.
 
     A stratum without tokens counts as under uniform routing, and has no gradient.
 

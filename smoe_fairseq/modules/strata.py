@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-MOST_STRATA, MOST_EXPERTS = 1_000, 9_999_999  # of one block
+MAX_STRATA, MAX_EXPERTS = 1_000, 9_999_999  # of one block
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Strata:
         sizes = str(text).split("-")
         if not all(size.isascii() and size.isdigit() for size in sizes) or int(sizes[-1]) == 0:
             raise OptionError(
-                "{strata} {given}: expected positive numbers of experts joined by '-', such as 16, 4-12 "
+                "{strata} {value}: expected positive numbers of experts joined by '-', such as 16, 4-12 "
                 "or 2-2-2-2, or 0 for any but the last",
-                given=repr(text),
+                value=repr(text),
             )
-        if len(sizes) > MOST_STRATA or max(map(len, sizes)) > len(str(MOST_EXPERTS)):
+        if len(sizes) > MAX_STRATA or max(map(len, sizes)) > len(str(MAX_EXPERTS)):
             raise OptionError(
-                f"{{strata}} '{text:.20}...': expected at most {MOST_STRATA:,} strata of "
-                f"{MOST_EXPERTS:,} experts in all"
+                f"{{strata}} '{text:.20}...': expected at most {MAX_STRATA:,} strata of "
+                f"{MAX_EXPERTS:,} experts in all"
             )
         sizes = tuple(map(int, sizes))
         if stacked and 0 in sizes:

@@ -92,7 +92,7 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
 
 
-_MOST = 1e4  # exp(-1e4) is 0, and logits still keep their order when it is added
+_MAX_BIAS = 1e4  # exp(-1e4) is 0, and logits still keep their order when it is added
 
 
 class ExitBias(nn.Module):
@@ -121,7 +121,7 @@ class ExitBias(nn.Module):
         """``(T, E + M)``, as the input; null experts are in no stratum."""
         if not self.is_active:
             return logits_TE
-        bias = min(max(self.bias, -_MOST), _MOST)
+        bias = min(max(self.bias, -_MAX_BIAS), _MAX_BIAS)
         later = [self.own_experts, self.num_experts]
         own_T, later_T, null_T = logits_TE.tensor_split(later, dim=1)
         # Shifted so that the largest bias is 0, lest the highest logits lose digits.

@@ -51,7 +51,7 @@ class L1Coefficient(nn.Module):
     n is stored, since a whole number stays exact in half precision.
     """
 
-    START, FACTOR, FURTHEST = 1e-8, 1.2, 400
+    START, FACTOR, MAX_STEPS = 1e-8, 1.2, 400
     num_observed = 2
 
     def __init__(self, target: int):
@@ -67,4 +67,4 @@ class L1Coefficient(nn.Module):
         """``observed`` are the numbers of copies and of tokens."""
         copies, tokens = observed_N.unbind()
         steps = self.steps + (copies - self.target * tokens).to(self.steps).sign()
-        self.steps.copy_(steps.clamp(-self.FURTHEST, self.FURTHEST))  # keeps the value finite
+        self.steps.copy_(steps.clamp(-self.MAX_STEPS, self.MAX_STEPS))  # keeps the value finite

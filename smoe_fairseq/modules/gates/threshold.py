@@ -49,7 +49,7 @@ class RunningThreshold(nn.Module):
         step: weight of the newest score in the mean.
     """
 
-    UNIT, MOST = 2.0**-16, 2.0**15  # scores are clamped to `MOST`
+    UNIT, MAX = 2.0**-16, 2.0**15  # scores are clamped to `MAX`
     UNSET = torch.iinfo(torch.long).min
 
     def __init__(self, num_experts: int, step: float):
@@ -70,11 +70,11 @@ class RunningThreshold(nn.Module):
             return self.steps.new_zeros(len(self.steps) + 1)
         number = active_T.sum()
         rank = (target * number / score_TE.shape[1]).round().long().minimum(number)
-        score_TE = score_TE.masked_fill(~active_T.unsqueeze(1), -self.MOST)
+        score_TE = score_TE.masked_fill(~active_T.unsqueeze(1), -self.MAX)
         score_TE = score_TE.sort(dim=0, descending=True).values
-        lowest_1E = score_TE.new_full((1, score_TE.shape[1]), -self.MOST)
+        lowest_1E = score_TE.new_full((1, score_TE.shape[1]), -self.MAX)
         score_E = torch.cat([score_TE, lowest_1E]).index_select(0, rank.unsqueeze(0))[0]
-        units_E = (score_E.clamp(-self.MOST, self.MOST) / self.UNIT).ceil().long()
+        units_E = (score_E.clamp(-self.MAX, self.MAX) / self.UNIT).ceil().long()
         return torch.cat([units_E * number, number.unsqueeze(0)])
 
     def update(self, observed_N: Tensor) -> None:

@@ -123,23 +123,23 @@ def route(
             noise = tl.maximum(-tl.log(1 - drawn), 1e-30)
             score = tl.where(score < 0, score, p / noise)
         best = tl.argmax(score, 1)
-        taken = e[None, :] == best[:, None]
-        weight = tl.sum(tl.where(taken, p, 0.0), 1)
+        is_best = e[None, :] == best[:, None]
+        weight = tl.sum(tl.where(is_best, p, 0.0), 1)
         choice_TK = tl.where((k == i)[None, :], best[:, None], choice_TK)
         weight_TK = tl.where((k == i)[None, :], weight[:, None], weight_TK)
-        score = tl.where(taken, -1.0, score)
-    asked = live[:, None] & (k < K)[None, :]
+        score = tl.where(is_best, -1.0, score)
+    valid = live[:, None] & (k < K)[None, :]
     if POLICY == "random":
         drawn = tl.rand(tl.load(seed) + 4 * stratum, at[:, None] * BLOCK_K + k[None, :])
         share = weight_TK
         if BEFORE:
             share = share / tl.maximum(tl.sum(share, 1), 1.1920929e-07)[:, None]
-        asked = asked & ((k == 0)[None, :] | (drawn < 2 * share))
+        valid = valid & ((k == 0)[None, :] | (drawn < 2 * share))
     mine = at[:, None] * K + k[None, :]
     real = inside[:, None] & (k < K)[None, :]
-    tl.store(choices + mine, tl.where(asked, choice_TK, -1 - choice_TK), real)
+    tl.store(choices + mine, tl.where(valid, choice_TK, -1 - choice_TK), real)
     tl.store(weights + mine, weight_TK, real)
-    chosen = (choice_TK[:, :, None] == e[None, None, :]) & asked[:, :, None]
+    chosen = (choice_TK[:, :, None] == e[None, None, :]) & valid[:, :, None]
     to = counts + (k[:, None] * blocks + block) * COLUMNS + e[None, :]
     tl.store(to, tl.sum(chosen.to(tl.int32), 0), (k < K)[:, None] & (e < E)[None, :])
     to = sums + block * (COLUMNS + 1)
@@ -201,8 +201,8 @@ def dispatch(
 
     mine = at[:, None] * K + k[None, :]
     choice = tl.load(choices + mine, live[:, None] & (k < K)[None, :], -1)
-    asked = choice >= 0
-    place = tl.load(counts + (k[None, :] * blocks + block) * COLUMNS + choice, asked, 0)
+    valid = choice >= 0
+    place = tl.load(counts + (k[None, :] * blocks + block) * COLUMNS + choice, valid, 0)
     other_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     other_live = tl.load(positions + stratum * tokens + other_t, other_t < tokens, -1) == stratum
     other = (stratum * tokens + other_t)[:, None] * K + k[None, :]
@@ -210,7 +210,7 @@ def dispatch(
     same = (choice[:, None, :] == other[None, :, :]) & (other >= 0)[None, :, :]
     same = same & (other_t[None, :] < t[:, None])[:, :, None]
     place += tl.sum(same.to(tl.int32), 1)
-    kept = asked & (place < most)
+    kept = valid & (place < most)
     row = tl.where(kept, _of_expert(end_E - kept_E, choice, BLOCK_E) + place, -1)
     tl.store(rows + mine, row, live[:, None] & (k < K)[None, :])
 
@@ -224,7 +224,7 @@ def dispatch(
     best = _column(tl.load(choices + mine, live[:, None] & (k < K)[None, :], 0), 0, BLOCK_K)
     goes = tl.load(stratum_of_expert + first + best, live, 0).to(tl.int32) + 1
     tl.store(positions + at + tokens, tl.where(live, goes, position), inside)
-    lost = (asked & ~kept).to(tl.int64)
+    lost = (valid & ~kept).to(tl.int64)
     own = t[:, None] * K + k[None, :]
     real = inside[:, None] & (k < K)[None, :]
     if FIRST:
