@@ -64,7 +64,7 @@ class MoEOptions(BlockOptions):
     moe_hash_seed: int = option(1, "--moe-hash-table random: the random seed")
 
     def moe_freq_of(self, side: str) -> int:
-        """``side`` is "encoder" or "decoder"."""
+        """The ``--moe-freq`` of a side, "encoder" or "decoder"."""
         freq = getattr(self, f"{side}_moe_freq")
         return self.moe_freq if freq == -1 else freq
 

@@ -22,14 +22,15 @@ from smoe_fairseq.modules.activation import Hidden
 from smoe_fairseq.modules.per_expert import Weights, refuse_second_derivative
 from smoe_fairseq.modules.rows import Copies, DispatchPlan, select, sum_rows
 
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CAPABILITIES = (9, 10)  # major compute capabilities for which torch has the kernel
 
 
 def can_group(weight: Tensor) -> bool:
     """Whether torch has a grouped product for such weights, whose rows must be multiples of 16 bytes."""
-    per_16_bytes = 16 // weight.element_size()
-    sizes_fit = all(size % per_16_bytes == 0 for size in weight.shape[1:])
-    return sizes_fit and torch_features.has_grouped_mm(weight)
+    if torch_features.grouped_mm is None or weight.dtype not in _TYPES:
+        return False
+    return all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
 
 
 def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:

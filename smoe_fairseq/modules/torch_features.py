@@ -4,7 +4,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 # The grouped product, public since torch 2.10. The private one of 2.8 and 2.9 is not used: its backward pass
 # can hang on an expert without rows (pytorch issue 152668).
@@ -14,12 +13,6 @@ grouped_mm = getattr(F, "grouped_mm", None)
 AUTOCAST = frozenset(
     filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla"))
 )
-
-
-def has_grouped_mm(weight: Tensor) -> bool:
-    """Whether `grouped_mm` supports weights of this type."""
-    types = (torch.float32, torch.float16, torch.bfloat16)
-    return grouped_mm is not None and weight.dtype in types
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
