@@ -62,8 +62,8 @@ def data_of(checkpoint: Path, saved: str, data: Path | str | None = None) -> str
             if _has_dictionaries(place):
                 return str(place)
     raise UsageError(
-        f"{saved or 'the data folder'} with the dictionaries of {checkpoint} is missing: expected dict.*.txt "
-        "in the folder of the checkpoint, or their folder by --data (in Python data_name_or_path)"
+        f"{saved or 'a folder'}, with the dictionaries that {checkpoint} was trained with, is missing: "
+        "expected dict.*.txt beside the checkpoint, or their folder by --data (in Python data_name_or_path)"
     )
 
 
