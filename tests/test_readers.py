@@ -5,8 +5,10 @@ import gzip
 import json
 import lzma
 import random
+import sys
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -184,13 +186,15 @@ def test_a_file_of_both_languages_has_a_known_ending(tmp_path, dataset):
         gather(dataset(raw={"files": "{split}.txt"}), tmp_path, tmp_path / "raw")
 
 
-def test_entities_of_a_translation_memory_are_not_resolved(tmp_path):
+@pytest.mark.parametrize("value", ['SYSTEM "{}/secret"', '"a word"'])
+def test_entities_of_a_translation_memory_are_refused(tmp_path, value):
+    """They are not resolved, for they may name a file; without them the text lacks words."""
     (tmp_path / "secret").write_text("secret")
-    declared = f'<!DOCTYPE tmx [<!ENTITY e SYSTEM "{tmp_path}/secret">]><tmx><body><tu>'
-    unit = '<tuv xml:lang="en"><seg>a&e;</seg></tuv><tuv xml:lang="ha"><seg>b</seg></tuv>'
+    declared = f"<!DOCTYPE tmx [<!ENTITY e {value.format(tmp_path)}>]><tmx><body><tu>"
+    unit = '<tuv xml:lang="en"><seg>a <b>&e;</b></seg></tuv><tuv xml:lang="ha"><seg>b</seg></tuv>'
     (tmp_path / "a.tmx").write_text(f"{declared}{unit}</tu></body></tmx>")
-    found = list(readers.pairs(dict.fromkeys(("en", "ha"), tmp_path / "a.tmx")))
-    assert found == [("a", "b")]
+    with pytest.raises(UsageError, match="a.tmx.*&e;"):
+        list(readers.pairs(dict.fromkeys(("en", "ha"), tmp_path / "a.tmx")))
 
 
 def test_files_of_different_lengths_are_named_with_both_numbers(tmp_path):
@@ -249,6 +253,32 @@ def test_what_is_left_out_of_training(tmp_path, dataset):
         **{"read": 10, "kept": 2, "empty": 2, "repeated": 2, "equal": 1, "overlap": 1},
         **{"max-ratio": 1, "max-words": 1},
     }
+
+
+LACKING = {
+    "tsv": "en\tha\n" + "x\ty\n" * 9 + "x\t\n" + "\ty\n" + "\t\n",
+    "jsonl": '{"en": "x", "ha": "y"}\n' * 9 + '{"en": "x", "ha": null}\n{"ha": "y"}\n{"fr": "z"}\n',
+    "tmx": tmx([("x", "y")] * 9 + [("x", ""), ("", "y"), ("", "")])
+    .replace("<seg></seg>", "")
+    .replace('<tuv xml:lang="EN-us"></tuv>', ""),
+    "datasets": [{"en": "x", "ha": "y"}] * 9
+    + [{"en": "x", "ha": None}, {"en": None, "ha": "y"}, {"en": None, "ha": None}],
+}
+
+
+@pytest.mark.parametrize("kind", LACKING)
+def test_records_without_a_language_count_as_empty(tmp_path, dataset, monkeypatch, kind):
+    """Empty lines of a test set stay; records of other languages in one are no lines of it."""
+    package = SimpleNamespace(load_dataset=lambda *_, split: LACKING["datasets"])
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    for split in ("train", "valid", "test") if kind != "datasets" else ():
+        (tmp_path / f"{split}.{kind}").write_text(LACKING[kind])
+    source = {"datasets": "a/name"} if kind == "datasets" else {}
+    gather(dataset(source=source), tmp_path, tmp_path / "raw")
+    left_out = json.loads((tmp_path / "left_out.json").read_text())
+    assert left_out == {"en-ha": {"read": 12, "kept": 9, "empty": 3}}
+    tested = {"tsv": 12, "tmx": 10}.get(kind, 9)  # in TMX, one has an empty segment
+    assert len(lines(tmp_path / "raw", "test.en-ha.en")) == tested
 
 
 def test_words_of_scripts_without_blanks():

@@ -50,10 +50,10 @@ class Section:
     def pairs(self) -> Iterator[Pair]:
         """The sentences, normalised by `plain`; raises as `readers.pairs`."""
         pairs = readers.pairs(self.files) if self.elsewhere is None else self.elsewhere()
-        pairs = ((plain(first), plain(second)) for first, second in pairs)
+        pairs = (tuple(side and plain(side) for side in pair) for pair in pairs)
         if self.hash_range is not None:
             low, high = self.hash_range
-            pairs = (pair for pair in pairs if low <= hash_position(pair[0]) < high)
+            pairs = (pair for pair in pairs if low <= hash_position(pair[0] or "") < high)
         return islice(pairs, self.start, self.stop)
 
 
@@ -273,13 +273,14 @@ def _held_out(languages: Sequence[str], sections: Iterable[Section]) -> Iterator
 
 
 def copy_pairs(section: Section, prefix: Path, faults: Faults | None) -> Counter:
-    """Write ``PREFIX.{language}`` without faulty pairs; returns the counts."""
+    """Write ``PREFIX.{language}`` without faulty and incomplete pairs; returns the counts."""
     counts = Counter()
     first, second = (f"{prefix}.{language}" for language in section.files)
     with open(first, "w", encoding="utf-8") as one, open(second, "w", encoding="utf-8") as other:
         for sides in section.pairs():
             counts["read"] += 1
-            if faults is not None and (names := faults.of(*sides)):
+            # A record without a language may be of another pair: it is no empty line of a test.
+            if names := ("empty",) * (None in sides) if faults is None else faults.of(*sides):
                 counts[names[0]] += 1
                 continue
             counts["kept"] += 1

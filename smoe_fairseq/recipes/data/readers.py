@@ -7,7 +7,7 @@
 | `.tmx` | translation units; ``en`` matches the codes ``en`` and ``en-US`` |
 | other | a sentence per line, in a file per language |
 
-Each may be compressed: `.gz`, `.xz`, `.bz2`, `.zst`.
+Each may be compressed: `.gz`, `.xz`, `.bz2`, `.zst`. Every record is a pair; a side that it lacks is None.
 """
 
 import bz2
@@ -25,7 +25,7 @@ from typing import IO
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 
-Pair = tuple[str, str]
+Pair = tuple[str | None, str | None]
 MAX_LINE_BYTES = 1 << 24  # a longer line may be a whole file without line ends
 
 
@@ -142,16 +142,17 @@ def pairs(files: Mapping[str, Path]) -> Iterator[Pair]:
     if reader is None:
         both, expected = " and ".join(languages), f"expected one of {', '.join(READERS)}"
         raise UsageError(f"{first} is named for both {both}: {expected}")
-    yield from _not_empty(reader(first, languages), str(first), languages)
+    yield from _some_complete(reader(first, languages), str(first), languages)
 
 
-def _not_empty(pairs: Iterator[Pair], source: str, languages: Pair) -> Iterator[Pair]:
-    """The pairs; raises UsageError if there is none."""
-    first = next(pairs, None)
-    if first is None:
+def _some_complete(pairs: Iterator[Pair], source: str, languages: Pair) -> Iterator[Pair]:
+    """The pairs; raises UsageError at the end if none has both sides."""
+    complete = False
+    for pair in pairs:
+        complete = complete or None not in pair
+        yield pair
+    if not complete:
         raise UsageError(f"{source} has no record with both {' and '.join(languages)}")
-    yield first
-    yield from pairs
 
 
 def _aligned(first: Path, second: Path) -> Iterator[Pair]:
@@ -199,22 +200,20 @@ def _json_lines(path: Path, languages: Pair) -> Iterator[Pair]:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}, line {number} is not JSON: {error}") from None
-        yield from record_pair(record, languages, f"{path}, line {number}")
+        yield record_pair(record, languages, f"{path}, line {number}")
 
 
-def record_pair(record: object, languages: Pair, place: str) -> Iterator[Pair]:
-    """The pair of a record, if it has both languages; raises UsageError for other content than texts."""
+def record_pair(record: object, languages: Pair, place: str) -> Pair:
+    """The pair of a record; raises UsageError for other content than texts."""
     texts = record.get("translation", record) if isinstance(record, dict) else None
     if not isinstance(texts, dict):
         example = '{"translation": {"en": "...", "ha": "..."}}'
         raise UsageError(f"{place}: expected a text for each language, such as {example}")
-    pair = [texts.get(language) for language in languages]
-    if None in pair:
-        return
-    for language, text in zip(languages, pair, strict=True):
-        if not isinstance(text, str):
+    first, second = languages
+    for language in languages:
+        if not isinstance(text := texts.get(language), str | None):
             raise UsageError(f"{place}: the value of {language} is {text!r}: expected text")
-    yield pair[0], pair[1]
+    return texts.get(first), texts.get(second)
 
 
 _MARKUP = {"bpt", "ept", "it", "ph", "ut"}  # elements whose content is markup of another format
@@ -231,12 +230,14 @@ def _translation_memory(path: Path, languages: Pair) -> Iterator[Pair]:
                 for variant in unit.iterfind("{*}tuv"):
                     code = variant.get("{http://www.w3.org/XML/1998/namespace}lang")
                     code = (code or variant.get("lang") or "").lower().replace("_", "-")
-                    for language in languages:
+                    segment = variant.find("{*}seg")
+                    for language in languages if segment is not None else ():
                         if f"{code}-".startswith(f"{language.lower().replace('_', '-')}-"):
-                            segment = variant.find("{*}seg")
-                            texts.setdefault(language, "" if segment is None else _text(segment))
-                if len(texts) == 2:
-                    yield texts[languages[0]], texts[languages[1]]
+                            for entity in segment.iter(etree.Entity):
+                                expected = "expected its text in its place"
+                                raise UsageError(f"{path}: the entity {entity.text}: {expected}")
+                            texts.setdefault(language, _text(segment))
+                yield texts.get(languages[0]), texts.get(languages[1])
                 unit.clear()
                 while unit.getprevious() is not None:  # else all units stay in memory
                     del unit.getparent()[0]
@@ -290,11 +291,10 @@ def read_datasets(source: Mapping, split: str, languages: Pair) -> Iterator[Pair
         reason = " ".join(str(error).split())[:300]
         raise UsageError(f"{place} cannot be loaded ({type(error).__name__}: {reason})") from None
     pairs = (
-        pair
+        record_pair(record, languages, f"{place}, record {number}")
         for number, record in enumerate(records, 1)
-        for pair in record_pair(record, languages, f"{place}, record {number}")
     )
-    yield from _not_empty(pairs, place, languages)
+    yield from _some_complete(pairs, place, languages)
 
 
 def sacrebleu_files(name: str, languages: Pair) -> dict[str, Path]:
