@@ -60,6 +60,7 @@ FLAGS = """
     --moe-top-k 2 --smoe-strata 7-1
     --moe-top-k 9 --smoe-strata 8
     --moe-freq 3
+    --decoder-moe-freq 3
     --no-decoder-normalize-before
     --encoder-attention-heads 0
     --encoder-embed-dim 0

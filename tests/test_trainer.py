@@ -195,8 +195,9 @@ def test_a_validation_that_fails_loses_no_update(ranks, small_corpus, tmp_path, 
     assert state["extra_state"]["train_iterator"]["epoch"] >= 1
 
 
-def test_our_trainer_may_be_imported_before_fairseqs():
-    result = run_python("import smoe_fairseq.training.trainer, fairseq.trainer as f; f.Trainer")
+@pytest.mark.parametrize("first", ["training.trainer", "translate.search"])
+def test_our_modules_may_be_imported_before_fairseqs(first):
+    result = run_python(f"import smoe_fairseq.{first}, fairseq.trainer as f; f.Trainer")
     assert result.returncode == 0, result.stdout
 
 

@@ -56,7 +56,9 @@ def check_config(config: DecoderOptions, task) -> None:
         freq = config.moe_freq_of(side)
         layers = getattr(config, f"{side}_layers")
         if freq < 0 or freq > layers:
-            raise ValueError(f"--moe-freq {freq}: expected 0 to {layers}, the layers of the {side}")
+            name = "moe_freq" if getattr(config, f"{side}_moe_freq") == -1 else f"{side}_moe_freq"
+            expected = f"expected 0 to {layers}, the layers of the {side}"
+            raise ValueError(f"{flag(name)} {freq}: {expected}")
         if freq > 0 and not getattr(config, f"{side}_normalize_before"):
             raise ValueError(
                 f"--no-{side}-normalize-before: expected pre-norm layers, or --{side}-moe-freq 0"
